@@ -53,9 +53,7 @@ def train(tree: Path, work: Path) -> dict[str, float]:
     environment = {**os.environ, "TUNER_CACHE": str(work / "cache"), "PYTHONPATH": str(tree)}
     flags = ["--eval.every", "never", "--eval.at_start", "false", "--eval.at_end", "false"]
     command = [sys.executable, "-m", "tuner", "train", str(work / "recipe.yaml"), "--checkpoint.at_end", "false"]
-    done = subprocess.run(
-        [*command, *flags], capture_output=True, text=True, check=False, env=environment, cwd=work
-    )
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False, env=environment, cwd=work)
     if done.returncode != 0:
         raise SystemExit(f"{tree}: exit code {done.returncode}\n{done.stderr[-4000:]}")
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())

@@ -61,6 +61,7 @@ def main() -> int:
         **({"remove_unused_columns": False} if job["padded"] else {}),
         **job["settings"],
     )
+
     def padded(given: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         whole = [torch.tensor(row["input_ids"]).split(row["seq_lengths"]) for row in given]
         ids = [document for row in whole for document in row]

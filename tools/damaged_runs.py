@@ -155,8 +155,7 @@ def trial(place: Place, state: Sequence[str]) -> dict[str, Any]:
         place.damage(state)
         found[command] = place.ask(command)
     ended = {
-        command: {"code": said.code, "last_line": said.last_line, "hint": said.hint}
-        for command, said in found.items()
+        command: {"code": said.code, "last_line": said.last_line, "hint": said.hint} for command, said in found.items()
     }
     return {"state": " + ".join(state), "commands": ended, "wrong": judge(place, state, found)}
 

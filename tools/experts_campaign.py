@@ -1,19 +1,23 @@
-"""Mixtures of experts: the router's loss of every class, and every expert of published files there and back.
+"""Mixtures of experts: the router's loss of every class, every expert of published files there and back, and spread.
 
-    python tools/experts_campaign.py [router] [files] [--only TYPE ...]
+    python tools/experts_campaign.py [router] [files] [spread] [--only TYPE ...]
 
 router: of each causal type whose class has such a term, tiny, the loss and all gradients of one step, in several
 micro-batches, packed and one document a row, against transformers' own forward of the whole batch, right-padded and
 with its attention_mask: 1e-5 relative. files: published files are loaded, trained a little in full and with an adapter,
 exported in fp32 and bf16, merged and kept; every tensor is compared bit for bit, each expert by its place in the name
-alone. Prints a line of JSON for each, exits with 1 where one differs or fails.
+alone. spread: of each causal type with experts, tiny, these are spread over two processes, and losses and gradients of
+a row on each are held to those of the whole model, plain and recomputed: 1e-5 relative. Prints a line of JSON for each,
+exits with 1 where one differs or fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
+import operator
 import sys
 import tempfile
 import time
@@ -25,20 +29,27 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.export.mixtures import round_trip  # noqa: E402
-from tools.causal_campaign import LENGTHS, MODES, _quiet, _tree, documents, gradients_of, write_random  # noqa: E402
-from tools.causal_cases import TYPES, tiny_config  # noqa: E402
+from tests.fixtures.processes import run_ranks  # noqa: E402
+from tests.parallel.experts import both, differences  # noqa: E402
+from tools.causal_cases import TYPES, tiny_config, write_random  # noqa: E402
+from tools.causal_checks import quiet  # noqa: E402
+from tools.causal_rows import LENGTHS, documents  # noqa: E402
+from tools.causal_training import tree_of  # noqa: E402
 from tuner.config.load import load_recipe  # noqa: E402
 from tuner.data.batches import StepBatches, collate  # noqa: E402
 from tuner.data.prepared import Row  # noqa: E402
 from tuner.errors import RecipeError  # noqa: E402
 from tuner.model.attention import withdrawn  # noqa: E402
 from tuner.model.build import meta_model  # noqa: E402
+from tuner.model.flops import n_experts  # noqa: E402
 from tuner.model.router_loss import has_term, router_loss  # noqa: E402
+from tuner.parallel.expert import check_spread  # noqa: E402
 from tuner.parallel.mesh import Mesh  # noqa: E402
 from tuner.runtime.dist import RankInfo  # noqa: E402
 from tuner.setup.build import assemble_model, build_train_state  # noqa: E402
@@ -56,6 +67,11 @@ PER_EXPERT = {
     "afmoe": True, "hunyuan_v1_moe": True, "qwen3_next": True,
 }  # fmt: skip
 """Whether the published files of a type hold each expert by itself."""
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients of all parameters that got one, tied ones once."""
+    return {name: p.grad.detach().double() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def router_types() -> list[str]:
@@ -93,10 +109,11 @@ def our_step(
     given = {
         "model.name_or_path": str(directory), "tokenizer.name_or_path": "byte", "data.train": [{"path": "rows.jsonl"}],
         "data.max_length": 64, "train.precision": "fp32", "train.device": "cpu", "train.duration": "1 steps",
-        "train.global_batch_size": 3, "optimizer.lr": 1e-3, "output_dir": str(directory / "run"), **MODES[mode],
-        "model.router_aux_loss_coef": WEIGHT, "data.packing": "auto" if mode == "packed" else False,
+        "train.global_batch_size": 3, "optimizer.lr": 1e-3, "output_dir": str(directory / "run"),
+        "train.micro_batch_size": 1, "model.router_aux_loss_coef": WEIGHT,
+        "data.packing": "auto" if mode == "packed" else False,
     }  # fmt: skip
-    resolved = resolve(load_recipe(_tree(given)).recipe, 64, RankInfo())
+    resolved = resolve(load_recipe(tree_of(given)).recipe, 64, RankInfo())
     state = build_train_state(resolved.recipe, *assemble_model(resolved, RankInfo(), Mesh()))
     rows = [
         Row(ids, np.ones(len(ids), bool), np.array([len(ids)], np.int32), np.array([number], np.int64))
@@ -140,11 +157,43 @@ def files(config: PretrainedConfig, directory: Path) -> dict[str, Any]:
     return round_trip(config, directory, PER_EXPERT[config.model_type])
 
 
+def spread_types() -> list[str]:
+    """The causal types that have routed experts in a tiny config."""
+    found = []
+    for name in TYPES:
+        with contextlib.suppress(Exception):  # types that transformers cannot make are named by the other parts
+            if n_experts(tiny_config(name).get_text_config()):
+                found.append(name)
+    return found
+
+
+def spread(config: PretrainedConfig, directory: Path) -> dict[str, Any]:
+    """The largest differences of two processes that have the experts of a type between them."""
+    check_spread(meta_model(copy.deepcopy(config), torch.float32), 2)
+    found = directory / "found.json"
+
+    def work(rank: int) -> None:
+        figures: dict[str, Any] = {}
+        for level in ("none", "full"):
+            place = directory / f"{level} {rank}"
+            apart = differences(*both(config, place, level), rank)
+            name, value = max(apart.items(), key=operator.itemgetter(1))
+            figures[level] = value
+            assert value <= ALLOWED, f"{level}: {name} is off by {value:.2e}"
+        if rank == 0:
+            found.write_text(json.dumps(figures))
+
+    codes = run_ranks(2, directory, work)
+    assert codes == [0, 0], f"the processes ended with {codes}"
+    figures: dict[str, Any] = json.loads(found.read_text())
+    return figures
+
+
 def tried(kind: str, name: str, work: Callable[[PretrainedConfig, Path], dict[str, Any]]) -> bool:
     """Print what became of one type; whether it is right."""
     started = time.perf_counter()
     line: dict[str, Any] = {"kind": kind, "type": name}
-    with tempfile.TemporaryDirectory() as place, _quiet(), warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as place, quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             line |= {"verdict": "equal", **work(tiny_config(name), Path(place))}
@@ -159,18 +208,20 @@ def tried(kind: str, name: str, work: Callable[[PretrainedConfig, Path], dict[st
 
 
 def main() -> int:
-    """Run the parts that are named, or both."""
+    """Run the parts that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=[], help="router, files; both without one")
+    parser.add_argument("parts", nargs="*", default=[], help="router, files, spread; all without one")
     parser.add_argument("--only", nargs="*", default=[], help="these types alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    parts = options.parts or ["router", "files"]
+    parts = options.parts or ["router", "files", "spread"]
     right = []
     if "router" in parts:
         right += [tried("router", name, router) for name in options.only or router_types()]
     if "files" in parts:
         right += [tried("files", name, files) for name in options.only or PER_EXPERT]
+    if "spread" in parts:
+        right += [tried("spread", name, spread) for name in options.only or spread_types()]
     return 0 if all(right) else 1
 
 

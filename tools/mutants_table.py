@@ -27,6 +27,9 @@ QUANTIZE = ("tests/model/quantize",)
 HEALTH = ("tests/run/tasks/test_health.py",)
 LADDER = ("tests/ladder",)
 PLAN = ("tests/train/test_plan.py",)
+SEQUENCE = ("tests/parallel/test_sequence.py",)
+VOCABULARY = ("tests/parallel/test_vocabulary.py",)
+SPLIT_HEAD = ("tests/parallel/test_split_head.py",)
 WINDOWS = ("tests/run/windows", "tests/data/test_windows.py")
 EVALS = ("tests/evals",)
 TASK_SCORES = ("tests/run/test_early_stop.py",)
@@ -1014,10 +1017,10 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "chance-by-place-in-the-shard",
-        "parallel.fsdp.Layout.first_row",
-        "sum(...)",
+        "train.compact_adamw._pieces",
+        "A.offsets[0] if B else C",
         "0",
-        ("tests/multi/test_compact.py",),
+        ("tests/train/test_optimizer_meshes.py",),
     ),
     Mutant(
         "chance-of-a-half",
@@ -1212,4 +1215,43 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("evals-greedy", "evals.scorer._summed", "1 - A", "A", EVALS),
     Mutant("evals-unpaired", "evals.compare._in_order", "places[A].pop(0)", "second[0]", EVALS),
     Mutant("evals-counted-without", "train.progress.EarlyStop.evaluated", "not A.is_in(B)", "False", TASK_SCORES),
+    # Rows over processes.
+    Mutant(
+        "cut-gradient-unsummed",
+        "parallel.sequence._Joined.backward",
+        "_filled(A.to(B), C)",
+        "_filled(A.to(B) * 0.5, C)",
+        SEQUENCE,
+    ),
+    Mutant("cut-sum-not-returned", "parallel.sequence._Summed.backward", "_sum(A, B)", "A", SEQUENCE),
+    Mutant(
+        "cut-heads-mixed",
+        "parallel.sequence.HeadExchange.attend",
+        "key.repeat_interleave(A, 1)",
+        "key.repeat(1, A, 1, 1)",
+        SEQUENCE,
+    ),
+    Mutant("cut-padding-routed", "model.root.CausalLM._hidden", "self.cut.own(counted)", "None", SEQUENCE),
+    Mutant("cut-target-shifted", "parallel.sequence.CutOutputLayer.share", "A[B]", "A.roll(1, 0)[B]", SEQUENCE),
+    Mutant("cut-order-forgotten", "parallel.sequence.Cut.taken", "np.argsort(order)", "order", SEQUENCE),
+    # The vocabulary over processes.
+    Mutant("vocabulary-states-in-parts", "parallel.vocabulary._Split.summed", "dist.all_reduce(...)", "", VOCABULARY),
+    Mutant(
+        "vocabulary-target-elsewhere", "parallel.vocabulary.VocabularyParts.places", "A - self.first", "A", VOCABULARY
+    ),
+    Mutant("vocabulary-totals-apart", "parallel.vocabulary.VocabularyParts.softmax", "A * B.exp_()", "A", VOCABULARY),
+    Mutant(
+        "vocabulary-token-of-a-part",
+        "parallel.vocabulary.VocabularyParts._likeliest",
+        "A + self.first",
+        "A",
+        VOCABULARY,
+    ),
+    Mutant(
+        "vocabulary-new-rows-in-parts",
+        "parallel.vocabulary.VocabularyParts._with_new_rows",
+        "entered(A, B)",
+        "A",
+        SPLIT_HEAD,
+    ),
 )

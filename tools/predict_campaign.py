@@ -13,6 +13,8 @@ collective ends when they have let go of them. ``--free`` leaves that to chance.
 ``--combinations`` compares so many drawn combinations of all that makes a training need less memory instead: 8-bit
 states, states and activations on the host, stochastic rounding, tiles, recomputing, a 4- or 8-bit base, adapters,
 precisions, methods, accumulation, one or two processes. Those that are refused are listed with the reason.
+
+``--meshes`` compares two and four processes in tensor, sequence and expert groups.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.fixtures.predict_cases import Case, cases, combinations, draw, drawn_cases  # noqa: E402
+from tests.fixtures.predict_cases import Case, cases, combinations, draw, drawn_cases, meshes  # noqa: E402
 from tests.fixtures.predict_counted import Figures, count_spread, resolved_case  # noqa: E402
 from tests.fixtures.predict_traced import predicted  # noqa: E402
 from tuner.errors import TunerError  # noqa: E402
@@ -107,6 +109,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=7, help="of the draw of architectures")
     parser.add_argument("--drawn", type=int, default=10, help="how many architectures are drawn")
     parser.add_argument("--combinations", type=int, default=0, help="how many combinations are drawn instead")
+    parser.add_argument("--meshes", action="store_true", help="tensor, sequence and expert groups instead")
     parser.add_argument("--only", default="", help="cases whose name holds this alone")
     parser.add_argument("--free", action="store_true", help="let collectives end before gloo has let go of tensors")
     parser.add_argument("--table", type=Path, help="where the figures go, as a table of Markdown")
@@ -114,7 +117,10 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        if options.combinations:
+        passed: dict[str, str] = {}
+        if options.meshes:
+            every = meshes()
+        elif options.combinations:
             every, passed = drawn_combinations(options.seed, options.combinations, directory)
             print(f"{len(every)} combinations; refused: {json.dumps(passed, indent=1)}", flush=True)
         else:

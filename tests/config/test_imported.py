@@ -217,6 +217,7 @@ _TRL = "model_name_or_path: a/b\ndataset_name: o/s\n"
         (_TRL + "lr_scheduler_type: rex", "  kind: linear  # in place of lr_scheduler_type: rex"),
         (_TRL + "per_device_eval_batch_size: 4", "  micro_batch_size: 8  # TRL's default"),
         (_TRL + "gradient_accumulation_steps: 2", "# 8 rows per process x 2 accumulation steps x 1 process"),
+        (_AXOLOTL % "" + "tensor_parallel_size: 2", "  tensor: 2  # tensor_parallel_size"),
     ],
 )
 def test_a_key_becomes_a_line(text: str, line: str) -> None:
@@ -388,6 +389,10 @@ def test_the_command_of_a_script_is_read() -> None:
          "--per_device_train_batch_size 2", "trl", "global_batch_size: 8"),
         ("torchrun --nproc_per_node=2 examples/sft.py --model_name_or_path a/b --dataset_name c/d --bf16",
          "trl", "precision: bf16"),
+        ("torchrun --nproc_per_node=8 examples/sft.py --model_name_or_path a/b --dataset_name c/d "
+         "--per_device_train_batch_size 2 --sequence_parallel_size 4", "trl", "2 groups of 4 processes"),
+        ("torchrun --nproc_per_node=8 examples/sft.py --model_name_or_path a/b --dataset_name c/d "
+         "--per_device_train_batch_size 2 --sequence_parallel_size 4", "trl", "global_batch_size: 4"),
         ("llamafactory-cli train --stage sft --model_name_or_path a/b --dataset own.json --cutoff_len 128",
          "llama-factory", "max_length: 128"),
         ("swift pt --model a/b --dataset c/d", "ms-swift", "kind: pretrain"),

@@ -208,6 +208,24 @@ def test_flags_win_address_items_and_null_takes_back(tmp_path: Path) -> None:
         ("method: {kind: pretrain}\ntokenizer: {chat_template: chatml}\n", (), "renders no conversations"),
         ("method: {kind: dpo}\n", (("data.too_long", "split"),), "dpo compares whole answers; set data.too_long: drop"),
         ("method: {kind: dpo}\n", (("data.train.0.format", "text"),), "compares answers to prompts; set format: auto"),
+        *(
+            (
+                "adapter: {kind: lora}\n",
+                (("parallel.tensor", "2"), (key, value)),
+                f"splits the layers, which are not {what} as parts",
+            )
+            for key, value, what in (
+                ("model.quantize", "nf4", "quantised"),
+                ("train.precision", "fp8", "multiplied in fp8"),
+                ("train.compile", "true", "compiled"),
+                ("train.tiled_mlp", "true", "computed over tiles"),
+            )
+        ),
+        (
+            "method: {kind: custom, use: ./a.py:b}\n",
+            (("parallel.tensor", "2"), ("parallel.shard", "full")),
+            "is given the output layer whole, and parallel.tensor: 2 splits them",
+        ),
         ("tokenizer: {chat_template: chatlm}\n", (), "no chat template has this name; allowed: the name of a chat"),
         ("", (("tokenizer.chat_template", "Llama-3"),), "or the path of a jinja file; did you mean llama3?"),
         ("", (("data.train.7.path", "x"),), "item 7 of 1"),

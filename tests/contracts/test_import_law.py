@@ -33,11 +33,12 @@ LAW: dict[str, set[str]] = {
     "setup": MATHS | {"train", "rundir", "init_from"},
     "evals": MATHS | {"train"},
     "profile": SETUP,
+    "prove": SETUP,
     "run": LAUNCH,
     "ladder": LAUNCH | {"run"},
     "generate": BASE | {"data", "model", "checkpoint", "rundir", "export"},
     "api": LAUNCH | {"run", "generate"},
-    "cli": LAUNCH | {"run", "ladder", "generate", "api"},
+    "cli": LAUNCH | {"prove", "run", "ladder", "generate", "api"},
     "": {"api"} | BASE,
     "__main__": {"cli"},
 }
@@ -47,7 +48,7 @@ NEVER_HEAVY = {"errors", "config", "data", "rundir"}
 # These may, but only inside a function.
 LAZILY_HEAVY = {"runtime", "cli", "api", ""}
 # Who may see the whole recipe; everything else gets its own section or plain values.
-SEES_RECIPE = {"config", "setup", "profile", "ladder", "cli", "api"}
+SEES_RECIPE = {"config", "setup", "profile", "prove", "ladder", "cli", "api"}
 RESOLVED_IN = ("run.preflight", "run.launch", "run.measure", "run.score", "run.tasks.export")
 SEES_RECIPE_FILES = {f"tuner.{name}" for name in RESOLVED_IN}
 # What of a launch knows an instrument: modules that are imported, or import it, only where a recipe or command asks.

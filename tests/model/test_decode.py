@@ -68,14 +68,14 @@ def test_a_model_with_another_kind_of_state_takes_them_one_by_one(
     root = model("llama", tmp_path)
     together = greedy(root, PROMPTS, (), LIMITS, CPU)
     caches: list[bool] = []
-    real = CausalLM.next_logits
+    real = CausalLM.next_tokens
 
     def watched(self: CausalLM, *arguments: object) -> torch.Tensor:
         assert isinstance(arguments[3], Carried)
         caches.append(isinstance(arguments[3].arguments["past_key_values"], SideBySide))
         return real(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(CausalLM, "next_logits", watched)
+    monkeypatch.setattr(CausalLM, "next_tokens", watched)
     assert greedy(root, PROMPTS, (), LIMITS, CPU) == together
     assert (len(caches), set(caches)) == (max(LIMITS), {True})
     caches.clear()

@@ -12,7 +12,7 @@ import torch
 from tuner.model import output_layer as module
 from tuner.model.kernels import native_into_gradient
 from tuner.model.output_layer import LogitTransform, OutputLayer, softmax_into_gradient
-from tuner.runtime.device import traced_for
+from tuner.runtime.device import gpu_memory, traced_for
 from tuner.runtime.torch_private import TorchDispatchMode
 
 
@@ -224,14 +224,15 @@ def test_on_a_gpu_the_weight_is_converted_once_and_rows_are_aligned(trained: boo
     assert seen.names["aten::mm.out"] == 1
 
 
-def test_on_a_gpu_a_chunk_has_no_more_logits_than_fit_its_memory_or_fill_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rows_of(memory: int | None) -> int:
+def test_on_a_gpu_a_chunk_has_no_more_logits_than_fit_its_memory_or_fill_it() -> None:
+    def logits_of(memory: int | None) -> int:
+        weight = torch.empty(1)
         with traced_for("cuda", memory):
-            return module._most(module.CHUNK_LOGITS, torch.empty(1), module.CHUNK_MEMORY)
+            return module.ALIGNED * module.positions_of_chunk(1, weight, gpu_memory(weight))
 
-    assert rows_of(None) == rows_of(80 << 30) == 1 << 29
-    assert rows_of(24 << 30) == 24 << 24  # 768 MiB in bf16
-    assert module._most(module.CHUNK_LOGITS, torch.empty(1), module.CHUNK_MEMORY) == 1 << 27
+    assert logits_of(None) == logits_of(80 << 30) == 1 << 29
+    assert logits_of(24 << 30) == 24 << 24  # 768 MiB in bf16
+    assert module.positions_of_chunk(1, torch.empty(1), None) == 1 << 27
 
 
 def test_on_a_gpu_the_weights_gradient_is_added_up_in_float32_whatever_its_type() -> None:

@@ -21,7 +21,6 @@ def check_packed(root: CausalLM, ids: torch.Tensor, lengths: tuple[int, ...], al
     assert max(found.values()) <= allowed, found
 
 
-
 @pytest.mark.parametrize("kind", TINY)
 def test_packed_equals_alone(kind: str, tmp_path: Path) -> None:
     root = tiny_root(kind, tmp_path)

@@ -17,7 +17,7 @@ from tuner.model.root import CausalLM, Route
 from tuner.model.trainable import TrainableSpec
 from tuner.parallel.assemble import AssemblySpec, assemble
 from tuner.parallel.fsdp import materialise
-from tuner.parallel.mesh import Mesh
+from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.runtime.dist import RankInfo
 
 LENGTHS = ((20, 3, 9, 2), (8, 7))
@@ -42,11 +42,11 @@ def test_two_processes_give_the_gradients_of_one(route: Route, tmp_path: Path) -
     wanted = {name: p.grad.clone() for name, p in whole.named_parameters() if p.grad is not None}
 
     def work(rank: int) -> None:
-        mesh = Mesh.of(RankInfo(rank, 2, rank, 2), "full")
+        mesh = Mesh.of(RankInfo(rank, 2, rank, 2), MeshSpec("full"))
         root = assemble(
             AssemblySpec(TrainableSpec(), 1, recompute="full", tokens=64, route=route),
             meta_model(model_config(model), torch.float32),
-            device_mesh=mesh.device_mesh("cpu"),
+            meshes=mesh.device_meshes("cpu"),
             give_values=lambda root: materialise(root, whole if rank == 0 else None, torch.device("cpu")),
         ).train()
         asked: list[tuple[int, int]] = []

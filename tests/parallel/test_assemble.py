@@ -17,6 +17,7 @@ from tuner.model.documents import Padding
 from tuner.model.trainable import TrainableSpec
 from tuner.parallel import assemble as assembling
 from tuner.parallel.assemble import AssemblySpec, assemble
+from tuner.parallel.mesh import DeviceMeshes
 
 PADDING = Padding(64, 32)
 
@@ -39,7 +40,8 @@ def order_of(spec: AssemblySpec, model: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("tuner.model.blocks.apply_recompute", noted("apply_recompute"))
     monkeypatch.setattr("tuner.model.blocks.compile_blocks", noted("compile_blocks"))
     devices: Any = object()
-    assemble(spec, model, inspect=noted("inspect"), device_mesh=devices, give_values=noted("values"))
+    meshes = DeviceMeshes(weights=devices)
+    assemble(spec, model, inspect=noted("inspect"), meshes=meshes, give_values=noted("values"))
     return done
 
 

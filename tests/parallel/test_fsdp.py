@@ -16,7 +16,7 @@ from tests.model.tiny import VOCAB, tiny_config
 from tuner.model.root import CausalLM
 from tuner.parallel import fsdp
 from tuner.parallel.fsdp import FLAT, local, materialise, shard, squared_norm, sum_whole_gradients, sync_gradients
-from tuner.parallel.mesh import Mesh
+from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.runtime.dist import RankInfo
 
 
@@ -37,9 +37,10 @@ def sharded(
     """The tiny model over two processes, with rank 0's values."""
     with torch.device("meta"):
         root = tiny_model()
-    device_mesh = Mesh.of(RankInfo(rank, 2, rank, 2), "full" if processes_to_a_copy == 2 else "none").device_mesh("cpu")
-    if device_mesh is not None:
-        shard(root, device_mesh, reshard, rounded_to, tokens)
+    spec = MeshSpec("full" if processes_to_a_copy == 2 else "none")
+    meshes = Mesh.of(RankInfo(rank, 2, rank, 2), spec).device_meshes("cpu")
+    if meshes.weights is not None:
+        shard(root, meshes, reshard, rounded_to, tokens)
     materialise(root, tiny_model() if rank == 0 else None, torch.device("cpu"))
     return root
 
@@ -170,7 +171,7 @@ def test_gradients_of_whole_parameters_are_added_up_large_ones_in_place(
         assert torch.equal(both.grad, torch.full((2, 3), 3.0))
         assert one.grad is not None and one.grad.tolist() == [1.0, 2.0, 3.0]
         assert (both.grad is given) == (small == 4)
-        share = squared_norm([both.grad, one.grad], Mesh.of(RankInfo(rank, 2, rank, 2), "none"))
+        share = squared_norm([both.grad, one.grad], Mesh.of(RankInfo(rank, 2, rank, 2), MeshSpec("none")))
         torch.distributed.all_reduce(share)
         assert share.item() == pytest.approx(6 * 9 + 14)
 

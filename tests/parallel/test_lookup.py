@@ -14,7 +14,7 @@ from torch.nn import functional
 from tests.fixtures.processes import run_ranks
 from tests.parallel.test_fsdp import Sent
 from tuner.parallel.lookup import Lookup, can_be_looked_up, kept_whole, pays, spread, sum_over_copies
-from tuner.parallel.mesh import Mesh
+from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.runtime.dist import RankInfo
 
 WIDTH, TOKENS = 6, 5
@@ -58,7 +58,8 @@ def module(kind: type[nn.Embedding], rows: int, padding: int | None = None) -> n
 def in_shards(kind: type[nn.Embedding], weight: torch.Tensor, rank: int, shape: tuple[int, int]) -> nn.Module:
     """The embedding in shards of these values, in a module; ``shape`` is machines and processes of each."""
     machines, local = shape
-    mesh = Mesh.of(RankInfo(rank, machines * local, rank % local, local), "hybrid").device_mesh("cpu")
+    laid_out = Mesh.of(RankInfo(rank, machines * local, rank % local, local), MeshSpec("hybrid"))
+    mesh = laid_out.device_meshes("cpu").weights
     assert mesh is not None
     with torch.device("meta"):
         embedding = module(kind, len(weight), 3).to(weight.dtype).requires_grad_(weight.dtype == torch.float32)

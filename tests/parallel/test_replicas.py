@@ -12,7 +12,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from tests.fixtures.processes import run_ranks
 from tuner.parallel import replicas
-from tuner.parallel.mesh import Mesh
+from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.parallel.replicas import Copy, first_difference, sums_of
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective, gloo_group
@@ -69,7 +69,7 @@ def test_the_rank_and_the_place_are_named(name: str, dtype: torch.dtype, tmp_pat
 
     def work(rank: int) -> None:
         replicas.CHUNK = 8
-        mesh = Mesh.of(RankInfo(rank, 4, rank % 2, 2), "hybrid").device_mesh("cpu")
+        mesh = Mesh.of(RankInfo(rank, 4, rank % 2, 2), MeshSpec("hybrid")).device_meshes("cpu").weights
         assert mesh is not None
         ranks = Collective(gloo_group())
         whole = torch.arange(21.0).view(7, 3).to(dtype)

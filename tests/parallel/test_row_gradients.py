@@ -15,7 +15,7 @@ from tests.parallel.test_lookup import LENGTHS, TOKENS, WIDTH, Scaled, ids_of, m
 from tuner.model.touched_rows import ByRows, TouchedRows
 from tuner.parallel.fsdp import squared_norm, sum_whole_gradients
 from tuner.parallel.lookup import spread, sum_over_copies
-from tuner.parallel.mesh import Mesh
+from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.parallel.row_gradients import RowGradients
 from tuner.runtime.dist import RankInfo
 
@@ -24,7 +24,7 @@ NAME, STEPS = "embed.weight", 2
 
 def laid_out(weight: torch.Tensor, mesh: Mesh, rank: int, most: int) -> tuple[nn.Module, TouchedRows]:
     """The embedding, in shards where the mesh has them, and its touched rows."""
-    device_mesh = mesh.device_mesh("cpu")
+    device_mesh = mesh.device_meshes("cpu").weights
     if device_mesh is None:
         embedding = module(Scaled, len(weight), 3)
         embedding.weight.data.copy_(weight)
@@ -54,7 +54,7 @@ def test_each_row_of_the_global_batch_is_there_once(
     size = shape[0] * shape[1]
 
     def work(rank: int) -> None:
-        mesh = Mesh.of(RankInfo(rank, size, rank % shape[1], shape[1]), way)
+        mesh = Mesh.of(RankInfo(rank, size, rank % shape[1], shape[1]), MeshSpec(way))
         weight = values(rows, torch.float32).nan_to_num(0, 0, 0)
         whole = module(Scaled, rows, 3)
         whole.weight.data.copy_(weight)
@@ -93,7 +93,7 @@ def test_each_row_of_the_global_batch_is_there_once(
 @pytest.mark.multi
 def test_a_process_whose_backward_pass_does_not_get_there_counts_as_zeros(tmp_path: Path) -> None:
     def work(rank: int) -> None:
-        mesh = Mesh.of(RankInfo(rank, 2, rank, 2), "none")
+        mesh = Mesh.of(RankInfo(rank, 2, rank, 2), MeshSpec("none"))
         root, touched = laid_out(torch.ones(7, WIDTH), mesh, rank, 4)
         of_step = RowGradients({NAME: touched}, mesh, torch.device("cpu"))
         ids = torch.tensor([[1, 5]])

@@ -16,12 +16,22 @@ BILLION = 10**9
 
 
 @pytest.mark.parametrize(
-    ("shard", "world", "local", "copies"),
-    [("full", 1, 1, 1), ("full", 8, 8, 1), ("full", 16, 8, 1 / 2), ("hybrid", 16, 8, 1), ("none", 4, 4, 4)],
+    ("shard", "tensor", "world", "local", "copies"),
+    [
+        ("full", 1, 1, 1, 1),
+        ("full", 1, 8, 8, 1),
+        ("full", 1, 16, 8, 1 / 2),
+        ("hybrid", 1, 16, 8, 1),
+        ("none", 1, 4, 4, 4),
+        ("full", 2, 16, 8, 1 / 2),
+        ("hybrid", 2, 16, 8, 1),
+    ],
 )
-def test_shards_are_the_machines_own(shard: str, world: int, local: int, copies: float, tmp_path: Path) -> None:
+def test_shards_are_the_machines_own(
+    shard: str, tensor: int, world: int, local: int, copies: float, tmp_path: Path
+) -> None:
     write_model(tmp_path)
-    recipe = recipe_for(tmp_path, optimizer={"offload": "host"}, parallel={"shard": shard})
+    recipe = recipe_for(tmp_path, optimizer={"offload": "host"}, parallel={"shard": shard, "tensor": tensor})
     ranks = RankInfo(0, world, 0, local)
     found = host_bytes(resolve(recipe, MAX_LENGTH, ranks), BILLION, ranks)
     assert found == copies * 8 * BILLION + local * 3 * 2 * 4 * BUCKET

@@ -18,6 +18,7 @@ from tuner.setup.machine_check import Check
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaStub]:
     with cuda_stub() as stub:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
         monkeypatch.setattr(machine_cuda, "LOCKED", 1 << 20)
         monkeypatch.setattr(machine_cuda, "triton_problem", lambda: "there is no C compiler (gcc, clang)")
         yield stub
@@ -79,3 +80,15 @@ def test_each_task_of_slurm_has_a_device(visible: int, status: str, monkeypatch:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     assert found()["launcher"].status == status
+
+
+def test_gpus_that_do_not_reach_each_other_are_named(cuda: CudaStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "links" not in found(), "one GPU has nobody to reach"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    links = found()["links"]
+    assert (links.status, links.found) == (
+        "ok", "4 GPUs, each reaches the others' memory: groups of 1, 2, 4 are possible"
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: {one, other} != {1, 3})
+    links = found()["links"]
+    assert links.status == "warning" and links.found.startswith("4 GPUs, of which 1 does not reach the memory of 3")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.predict_cases import QUICK, SLOW, Case, cases
+from tests.fixtures.predict_cases import QUICK, SLOW, Case, cases, meshes
 from tests.fixtures.predict_counted import counted, resolved_case
 from tests.fixtures.predict_traced import predicted
 from tools.predict_campaign import problems
@@ -38,3 +38,5 @@ def test_differences_are_seen(tmp_path: Path) -> None:
 def test_there_are_enough_cases() -> None:
     every = cases([f"drawn-{i}" for i in range(10)])
     assert len(every) >= 50 and {case.processes for case in every} == {1, 2, 4}
+    grouped = meshes()
+    assert len({case.name for case in grouped}) >= 30 and {case.processes for case in grouped} == {2, 4}

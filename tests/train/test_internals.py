@@ -11,6 +11,8 @@ import torch
 
 from tests.fixtures.processes import run_ranks
 from tests.train.synthetic import assembly_for, recipe_for, write_model
+from tuner.model.observe import Observation
+from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
 from tuner.train.internals import Inside, StepWatch, added_up, layers_of
 from tuner.train.step import forward_backward, optimizer_step
@@ -19,10 +21,12 @@ ROWS = [9, 21, 3, 15]
 ADAPTERS = {"full": {"kind": "none"}, "lora": {"kind": "lora", "r": 4}}
 
 
-def figures(model: Path, rank_info: RankInfo, shard: str = "none", adapter: str = "full") -> dict[str, float]:
-    """The figures of a step of the tiny model."""
-    train = {"global_batch_size": 4, "micro_batch_size": 1, "precision": "fp32"}
-    sections = {"parallel": {"shard": shard}, "model": {"kernels": "torch"}, "adapter": ADAPTERS[adapter]}
+def figures(
+    model: Path, rank_info: RankInfo, shard: str = "none", adapter: str = "full", rows: int = 1, **parallel: int
+) -> dict[str, float]:
+    """The figures of a step of the tiny model, which observes so many ``rows``."""
+    train = {"global_batch_size": 4, "micro_batch_size": rows, "precision": "fp32"}
+    sections = {"parallel": {"shard": shard, **parallel}, "model": {"kernels": "torch"}, "adapter": ADAPTERS[adapter]}
     assembly = assembly_for(recipe_for(model, train=train, **sections), ROWS, rank_info)
     state, batches = assembly.train_state, assembly.batches.step(0)
     watch = StepWatch(state)
@@ -84,3 +88,30 @@ def test_two_processes_find_those_of_one(shard: str, adapter: str, model: Path, 
         assert each[0][name] == pytest.approx(one[name], rel=2e-3 if "update" in name else 1e-5), name
     for name in one.keys() - set(filter(alike, one)):  # of more rows: each process observes one of its own
         assert each[0][name] == pytest.approx(one[name], rel=0.5, abs=0.2), name
+
+
+@pytest.mark.multi
+def test_processes_that_share_rows_give_the_figures_of_one(model: Path, tmp_path: Path) -> None:
+    """Each has some heads and hidden units of the layers, or some positions of the rows."""
+    axes = ("tensor", "sequence")
+
+    def work(rank: int) -> None:
+        found = {axis: figures(model, RankInfo(rank, 2, rank, 2), "full", rows=4, **{axis: 2}) for axis in axes}
+        (tmp_path / f"{rank}.json").write_text(json.dumps(found))
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]
+    one = figures(model, RankInfo(), rows=4)
+    for rank in range(2):
+        for axis, found in json.loads((tmp_path / f"{rank}.json").read_text()).items():
+            assert found.keys() == one.keys(), axis
+            for name, expected in one.items():
+                assert found[name] == pytest.approx(expected, rel=2e-3 if "update" in name else 1e-5), (axis, name)
+
+
+def test_units_of_a_layer_that_processes_compute_together_are_counted_apart() -> None:
+    """Three of four are dead: the first is alive on one process and dead on the other, where it is another one."""
+    alive = [torch.tensor([True, False]), torch.tensor([False, False])]
+    seen = [Observation(1, 1, alive={0: one}) for one in alive]
+    insides = [Inside(one, Mesh({"tensor": 2}, rank), True) for rank, one in enumerate(seen)]
+    sums = {name: tensor + insides[1].sums()[name] for name, tensor in insides[0].sums().items()}
+    assert insides[0].figures(sums)["dead_share/layers.0"] == 0.75

@@ -257,6 +257,10 @@ def test_a_step_has_room_for_the_tokens_of_its_global_batch() -> None:
             {"optimizer": {"rounding": "stochastic"}, "model": {"dtype": "bf16"}},
             "rows are updated in float32; write optimizer.rounding: nearest, or leave rows out",
         ),
+        (
+            {"parallel": {"tensor": 2}},
+            "parallel.tensor: 2 splits embeddings over the processes of a group, each of which",
+        ),
         ({"adapter": {"kind": "lora"}}, "an adapter leaves the embeddings as they are; leave rows out, or set"),
         ({"optimizer": {"rows": [{"lr": 1}]}}, "optimizer.rows.0.match  missing"),
         ({"optimizer": {"rows": [{"match": "x", "bettas": 1}]}}, "optimizer.rows.0.bettas  unknown; did you mean"),

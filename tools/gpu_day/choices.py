@@ -23,6 +23,7 @@ from tuner.model.root import CausalLM
 from tuner.model.trainable import TrainableSpec
 from tuner.parallel.assemble import AssemblySpec, assemble
 from tuner.parallel.fsdp import sync_gradients
+from tuner.parallel.mesh import DeviceMeshes
 
 DOCUMENTS = 4
 LEVELS = ("none", "selective", "full")
@@ -126,7 +127,7 @@ def sharded(day: Day, how: str, level: str, tokens: int) -> CausalLM:
         tokens=tokens,
     )
     if how == "tuner":
-        return assemble(spec, model, device_mesh=mesh, give_values=lambda root: fill(day, root))
+        return assemble(spec, model, meshes=DeviceMeshes(weights=mesh), give_values=lambda root: fill(day, root))
     root = assemble(spec, model)
     type_of = {"fp32 gathers": torch.float32, "bf16 gathers": torch.bfloat16}[how]
     policy = MixedPrecisionPolicy(param_dtype=type_of, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -1,8 +1,8 @@
 """Tensors in files: one safetensors file per rank and a JSON index; tensors only, no pickle.
 
-The planners of DCP (torch.distributed.checkpoint) decide who writes and reads which box of which tensor; this file
-turns the decision into bytes. One thread per rank writes, and a failure is raised on every rank. Bytes are hashed while
-they are written.
+DCP (torch.distributed.checkpoint) decides who writes and reads which box of which tensor; this file turns the decision
+into bytes. What a process has of a tensor may be several boxes, where DCP knows one. One thread per rank writes, and a
+failure is raised on every rank. Bytes are hashed while they are written.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,7 +26,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
 
 from tuner.checkpoint.index import DTYPE_NAMES, Index, TensorEntry, index_bytes, safetensors_header
 from tuner.checkpoint.manifest import INDEX_NAME, shard_name
@@ -35,6 +37,9 @@ from tuner.checkpoint.staging import Staged
 from tuner.errors import TunerError
 from tuner.runtime.files import fsync_dir, machine_error, write_all, write_new
 from tuner.runtime.process import Collective
+
+if TYPE_CHECKING:
+    from tuner.runtime.parts import Box
 
 INLINE_BYTES = 1 << 16
 """Below this size, handing a chunk to a thread costs more than hashing it."""
@@ -64,11 +69,29 @@ class _SavePlanner(DefaultSavePlanner):
         Raises TypeError on a value that is not a tensor of a known dtype.
         """
         plan = super().create_local_plan()
-        return replace(plan, items=[item for item in plan.items if _is_wanted(item)])
+        items = [own for item in plan.items for own in self._by_boxes(item)]
+        return replace(plan, items=[item for item in items if _is_wanted(item)])
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """This process's part of the tensor of that name: the planner asks for nothing smaller."""
-        return super().lookup_object(index) if self._staged is None else self._staged.tensors[index.fqn]
+        """What this process has of the tensor of that name; of one that is split, the box that begins there."""
+        tensor = self.state_dict[index.fqn]
+        part = _local(tensor) if self._staged is None else self._staged.tensors[index.fqn]
+        if not isinstance(tensor, DTensor) or not tensor.numel():
+            return part
+        return next(box.within(part) for box in _boxes(tensor) if box.offsets == tuple(index.offset or ()))
+
+    def _by_boxes(self, item: WriteItem) -> list[WriteItem]:
+        """An item for each box of what this process has of a tensor."""
+        tensor = self.state_dict[item.index.fqn]
+        if not isinstance(tensor, DTensor) or not tensor.numel():
+            return [item]
+        found = []
+        for box in _boxes(tensor):
+            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            facts = replace(_facts(item), chunk=chunk)
+            index = MetadataIndex(item.index.fqn, chunk.offsets)
+            found.append(WriteItem(index, WriteItemType.SHARD, tensor_data=facts))
+        return found
 
 
 def write_shards(
@@ -127,25 +150,48 @@ def _index_of(metadata: Metadata, written: Sequence[WrittenFile]) -> Index:
 @torch.no_grad()
 def read_into(directory: Path, index: Index, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fill this rank's part of `tensors` from the files that the index names. Raises DataError naming the file."""
-    facts = Metadata(
-        {
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=entry.dtype),
-                torch.Size(entry.shape),
-                [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks],
-            )
-            for name, entry in index.items()
-        }
-    )
-    chunks = {(name, chunk.offsets): chunk for name, entry in index.items() for chunk in entry.chunks}
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), facts)
-    items = planner.create_local_plan().items
-    planned = [(chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())], item) for item in items]
-    for chunk, item in sorted(planned, key=lambda pair: (pair[0].file, pair[0].start)):
+    facts = {
+        name: TensorStorageMetadata(
+            TensorProperties(dtype=entry.dtype),
+            torch.Size(entry.shape),
+            [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks],
+        )
+        for name, entry in index.items()
+    }
+    planned = []
+    for name, tensor in tensors.items():
+        chunks = {chunk.offsets: chunk for chunk in index[name].chunks}
+        wanted = _wanted(tensor)
+        places = {tuple(there.offsets): place for there, place in wanted}
+        for item in create_read_items_for_chunk_list(name, facts[name], [there for there, _ in wanted]):
+            place = places[tuple(item.dest_index.offset or ())]
+            for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+                place = place.narrow(dim, start, length)
+            planned.append((chunks[tuple(item.storage_index.offset or ())], item, place))
+    for chunk, item, place in sorted(planned, key=lambda one: (one[0].file, one[0].start)):
         dtype = index[item.storage_index.fqn].dtype
-        box = read_box(directory, dtype, chunk, item.storage_offsets, item.lengths)
-        planner.resolve_tensor(item).detach().copy_(box)
+        place.copy_(read_box(directory, dtype, chunk, item.storage_offsets, item.lengths))
+
+
+def _wanted(tensor: torch.Tensor) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
+    """What this process has of a tensor: boxes of the whole, with the place in its memory of each."""
+    part = _local(tensor.detach())
+    if not isinstance(tensor, DTensor):
+        return [(ChunkStorageMetadata(torch.Size([0] * part.ndim), part.shape), part)]
+    return [
+        (ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)), box.within(part))
+        for box in _boxes(tensor)
+    ]
+
+
+def _boxes(tensor: DTensor) -> tuple[Box, ...]:
+    from tuner.runtime.parts import part_of  # one process has no such tensors
+
+    return part_of(tensor).boxes
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def read_box(

@@ -29,6 +29,7 @@ COMMANDS: dict[str, str] = {
     "generate": "Answer prompts with a run, a checkpoint or any model.",
     "chat": "Talk to a run, a checkpoint or any model.",
     "profile": "Predict memory and time, find what fits, or measure.",
+    "prove": "Hold every layout of processes against one process.",
     "config": "Check, show or describe a recipe.",
     "recipes": "List, show or copy the recipes that ship.",
     "doctor": "Check this machine: what is there and what is missing.",
@@ -39,7 +40,7 @@ COMMANDS: dict[str, str] = {
 MODULES = {"import": "import_config"}
 """Commands whose name is a word of Python: their file and function."""
 GROUPS = frozenset({"config", "data", "ladder", "recipes", "runs"})
-TAKES_RECIPE = frozenset({"prepare-data", "train", "ladder", "resume", "eval", "profile", "config"})
+TAKES_RECIPE = frozenset({"prepare-data", "train", "ladder", "resume", "eval", "profile", "prove", "config"})
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 

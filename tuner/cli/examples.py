@@ -5,14 +5,15 @@ from __future__ import annotations
 GROUPED: dict[str, tuple[str, ...]] = {
     "Begin": ("init", "import", "recipes", "config", "doctor"),
     "Data": ("prepare-data", "data"),
-    "Train": ("profile", "train", "ladder", "resume", "verify-resume", "runs"),
+    "Train": ("profile", "prove", "train", "ladder", "resume", "verify-resume", "runs"),
     "Use": ("eval", "compare", "generate", "chat", "export-hf", "push"),
     "Help": ("help",),
 }
 """The commands as `tuner --help` groups them."""
 
 WITH_FLAGS = frozenset({
-    "prepare-data", "train", "ladder plan", "ladder run", "resume", "eval", "profile", "config check", "config show",
+    "prepare-data", "train", "ladder plan", "ladder run", "resume", "eval", "profile", "prove", "config check",
+    "config show",
 })  # fmt: skip
 """Commands that take keys of the recipe as flags."""
 
@@ -105,6 +106,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "tuner profile recipe.yaml --device h100-80g --processes 8",
         "tuner profile recipe.yaml --fit 24GiB",
         "tuner profile recipe.yaml --measure 3 --output report",
+    ),
+    "prove": (
+        "tuner prove recipe.yaml",
+        "tuner prove recipe.yaml --layouts fsdp2+tp2,sp4 --steps 5",
+        "tuner prove recipe.yaml --parallel.tensor 4 --json",
     ),
     "config": ("tuner config check recipe.yaml", "tuner config show recipe.yaml --origin"),
     "config check": ("tuner config check recipe.yaml", "tuner config check recipe.yaml --optimizer.lr 3e-4"),

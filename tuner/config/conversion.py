@@ -50,7 +50,7 @@ from tuner.config.other_rules import (
     switch,
     words,
 )
-from tuner.config.other_tools import THEIRS
+from tuner.config.other_tools import FOREIGN, THEIRS
 
 
 def convert(name: str, value: Any, given: Given) -> Lines | str | None:
@@ -196,6 +196,9 @@ _TABLE: dict[str, Rule] = {
     "report_to loggers log_with tracking": trackers,
     "use_wandb use_tensorboard use_mlflow": note("write logging.trackers: [wandb], [tensorboard] or [mlflow]"),
     "wandb_tags run_tags mlflow_tags": names_in("logging.tags"),
+    " ".join(FOREIGN["parallel.tensor"]): number_of("parallel.tensor", 1),
+    " ".join(FOREIGN["parallel.sequence"]): number_of("parallel.sequence", 1),
+    " ".join(FOREIGN["parallel.expert"]): number_of("parallel.expert", 1),
     "ddp_timeout dist_timeout nccl_timeout timeout_seconds": seconds,
     "exit_duration_in_mins": count_of("train.stop_after", "min"),
     "merge_lora": switch("export.adapter", "merge", "keep"),

@@ -15,11 +15,12 @@ from tuner.config.dump import flow
 from tuner.config.fields import fields
 from tuner.config.load import RecipeText, load_recipe
 from tuner.config.not_supported import absent
+from tuner.config.numbers import write_number
 from tuner.config.other_configs import DIALECTS, Dialect, Tool, detect
 from tuner.config.other_data import unread
 from tuner.config.other_input import dataset_info, read_given
 from tuner.config.other_methods import PAIRS, PREFERENCES, defaults_of, kind_of, template_of
-from tuner.config.other_rules import PER_DEVICE, number
+from tuner.config.other_rules import PER_DEVICE, number, with_own_rows
 from tuner.config.other_tools import THEIRS
 from tuner.config.other_values import of_value
 from tuner.config.recipe import Recipe
@@ -160,13 +161,21 @@ def _carry(key: str, value: Any, given: Mapping[str, Any], dialect: Dialect, dra
         draft.leave(key, value, f"not a value of {', '.join(converted)}")
 
 
+def _shown_processes(given: Mapping[str, Any], with_own_rows: Fraction) -> str:
+    """The processes in words, in groups where some share rows."""
+    shared = (number(given["processes"]) or Fraction(1)) / with_own_rows
+    if shared <= 1:
+        return _counted(given["processes"], "process")
+    return _counted(with_own_rows, "group", f" of {write_number(shared)} processes")
+
+
 def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     """Make the parts fit together: batch, adapter, method, and what needs held-out rows."""
     values = draft.values
     micro = next((found for name in PER_DEVICE if (found := number(given.get(name)))), None)
     micro = micro or number(values.get("train.micro_batch_size"))
     steps = number(given.get("gradient_accumulation_steps"))
-    processes = number(given.get("processes")) or Fraction(1)
+    processes = with_own_rows(given)
     if steps is None and micro and tool == "ms-swift":  # its default fills a batch of 16
         steps = Fraction(ceil(16 / (micro * processes)))
     steps = max(steps or Fraction(1), Fraction(1))
@@ -175,7 +184,7 @@ def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
         shown = (
             _counted(micro, "row", " per process"),
             _counted(steps, "accumulation step"),
-            _counted(given["processes"], "process"),
+            _shown_processes(given, processes),
         )
         draft.put({"train.global_batch_size": rows}, " x ".join(shown))
         accumulated = "gradient_accumulation_steps"

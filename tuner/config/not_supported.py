@@ -71,8 +71,7 @@ ABSENT: tuple[Absent, ...] = (
     ),
     Absent(
         _METHODS,
-        "label_smoothing_factor use_dft_loss use_eaft_loss eaft_alpha chunked_cross_entropy "
-        "use_asft_loss asft_alpha",
+        "label_smoothing_factor use_dft_loss use_eaft_loss eaft_alpha chunked_cross_entropy use_asft_loss asft_alpha",
         "losses other than next-token cross-entropy",
         "method.kind: custom with method.use: FILE.py:NAME",
     ),
@@ -274,13 +273,29 @@ ABSENT: tuple[Absent, ...] = (
     ),
     Absent(
         _PARALLEL,
-        "tensor_parallel_size tensor_parallel_dim tensor_parallel_degree tp_size pipeline_parallel_size "
-        "pipeline_parallel_degree "
-        "context_parallel_size context_parallel_degree sequence_parallel_size sequence_parallel_degree "
-        "sequence_parallel "
-        "expert_parallel_size expert_model_parallel_size ulysses_size ring_attn_func heads_k_stride cp_size ep_size",
-        "tensor, pipeline, context and expert parallelism",
-        "parallel.shard: full, with train.micro_batch_size: 1 and train.gradient_checkpointing: full for long rows",
+        "pipeline_parallel_size pipeline_parallel_degree pipeline_parallel_dim pipeline_model_parallel_size pp_size "
+        "pipeline_parallel_schedule pipeline_parallel_microbatch_size virtual_pipeline_model_parallel_size",
+        "pipelines of layers",
+        "parallel.shard: full, which splits every layer, or parallel.tensor",
+    ),
+    Absent(
+        _PARALLEL,
+        "context_parallel_size context_parallel_degree context_parallel_dim cp_size ring_attn_func ring_attention "
+        "heads_k_stride ring_degree",
+        "attention in a ring of processes",
+        "parallel.sequence, which cuts rows and gives each process some of the heads (Ulysses)",
+    ),
+    Absent(
+        _PARALLEL,
+        "sequence_parallel enable_sequence_parallel",
+        "norms on a part of each row inside a tensor group",
+        "parallel.sequence, which cuts rows for whole layers and goes together with parallel.tensor",
+    ),
+    Absent(
+        _PARALLEL,
+        "expert_tensor_parallel_size expert_tensor_parallel_degree etp_size",
+        "experts that are split by tensor groups of their own",
+        "parallel.expert, which keeps each expert whole",
     ),
     Absent(
         _PARALLEL,

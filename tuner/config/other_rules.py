@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from tuner.config.numbers import parse_number, write_number
+from tuner.config.other_tools import FOREIGN
 from tuner.config.other_values import of_value
 
 Lines = dict[str, Any]
@@ -166,7 +167,7 @@ def _plain(count: Fraction) -> int | float:
 def accumulated(value: Any, given: Given) -> Lines | str | None:
     """Rows of a step: those of a process times the micro-batches, times the processes where their number is given."""
     micro = next((found for name in PER_DEVICE if (found := number(given.get(name)))), None)
-    steps, processes = number(value), number(given.get("processes")) or Fraction(1)
+    steps, processes = number(value), with_own_rows(given)
     if steps is None or steps <= 0:
         return "accumulation follows from train.global_batch_size; write train.global_batch_size: N"
     if micro is None:
@@ -175,6 +176,15 @@ def accumulated(value: Any, given: Given) -> Lines | str | None:
             f"{write_number(steps)} x processes"
         )
     return {"train.global_batch_size": int(micro * steps * processes)}
+
+
+def with_own_rows(given: Given) -> Fraction:
+    """Processes that compute rows of their own: those of a tensor or sequence group share theirs."""
+    found = number(given.get("processes")) or Fraction(1)
+    for key in ("parallel.tensor", "parallel.sequence"):
+        sizes = (number(given.get(name)) for name in FOREIGN[key])
+        found /= next((size for size in sizes if size and size > 1), 1)
+    return max(Fraction(1), found)
 
 
 def micro_batch(value: Any, given: Given) -> Lines | str | None:

@@ -161,6 +161,11 @@ _NAMES: dict[str, str] = {
     "parallel.processes": "nproc_per_node num_processes num_gpus n_gpus gpus num_devices",
     "parallel.shard": "fsdp_sharding_strategy sharding_strategy data_parallel_shard_degree "
     "dp_shard hsdp_shard_dim",
+    "parallel.tensor": "tensor_parallel_size tensor_parallel_degree tensor_parallel_dim tensor_model_parallel_size "
+    "tp_size tp_degree",
+    "parallel.sequence": "sequence_parallel_size sequence_parallel_degree ulysses_size ulysses_degree "
+    "ulysses_sequence_parallel_size ulysses_parallel_size sp_size",
+    "parallel.expert": "expert_parallel_size expert_parallel_degree expert_model_parallel_size ep_size ep_degree",
     "parallel.accumulate": "sync_each_batch no_sync",
     "parallel.reshard_after_forward": "fsdp_reshard_after_forward",
     "parallel.numa_binding": "numa_affinity bind_cpu numa_affinity_mode",

@@ -430,6 +430,12 @@ class ParallelSection(Section):
     """Processes over which weights and their state are sharded; auto: none for adapters that fit, hybrid, else full."""
     accumulate: Word[Literal["auto", "sharded", "whole"]] = "auto"
     """Gradients between micro-batches: sharded, reduced in each, or whole: more memory, less to send."""
+    tensor: Annotated[int, Whole(ge=1, le=1024)] = 1
+    """Processes that compute each layer together, each with a part of its matrices and of the vocabulary."""
+    sequence: Annotated[int, Whole(ge=1, le=1024)] = 1
+    """Processes that share each row, each with a part of its positions (Ulysses): for rows too long for one."""
+    expert: Annotated[int, Whole(ge=1, le=1024)] = 1
+    """Processes that have the routed experts of each layer between them; tokens are sent to their experts."""
     reshard_after_forward: Bool = True
     """Free gathered weights after each forward: less memory, more communication."""
     numa_binding: Word[Literal["none", "node", "exclusive"]] = "none"

@@ -285,6 +285,16 @@ def _rows_are_fp32_on_the_device(recipe: Recipe, given: Set[str]) -> str | None:
     return None
 
 
+def _rows_are_of_whole_embeddings(recipe: Recipe, given: Set[str]) -> str | None:
+    tensor = recipe.parallel.tensor
+    if not recipe.optimizer.rows or tensor == 1:
+        return None
+    return (
+        f"parallel.tensor: {tensor} splits embeddings over the processes of a group, each of which looks up rows of "
+        "its own; leave rows out, or write parallel.tensor: 1"
+    )
+
+
 def _export_needs_checkpoint(recipe: Recipe, given: Set[str]) -> str | None:
     export = recipe.export
     if recipe.checkpoint.at_end or (export.every is None and not export.at_end):
@@ -336,6 +346,67 @@ def _probed_layers_are_not_compiled(recipe: Recipe, given: Set[str]) -> str | No
     return "compiled layers cannot be looked into; write train.compile: false, or prober.steps: []"
 
 
+def _compiled_rows_are_whole(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.train.compile is not True or recipe.parallel.sequence == 1:
+        return None
+    return "layers whose rows are cut over processes (parallel.sequence) are not compiled; write compile: auto"
+
+
+def _parts_are_sharded(recipe: Recipe, given: Set[str]) -> str | None:
+    parallel = recipe.parallel
+    for key, size in (("tensor", parallel.tensor), ("expert", parallel.expert)):
+        if size > 1 and parallel.shard == "none":
+            return f"parallel.{key}: {size} splits weights over processes; write parallel.shard: full, hybrid or auto"
+    return None
+
+
+def _layers_with_experts_elsewhere_are_not_compiled(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.parallel.expert == 1 or recipe.train.compile is not True:
+        return None
+    return "layers that send tokens to experts of other processes (parallel.expert) are not compiled; write false"
+
+
+def _experts_elsewhere_take_rows_at_once(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.parallel.expert == 1 or recipe.train.tiled_mlp is not True:
+        return None
+    return "tokens are sent to experts of other processes (parallel.expert) a row at once; write false"
+
+
+def _experts_are_whole(recipe: Recipe, given: Set[str]) -> str | None:
+    parallel = recipe.parallel
+    if parallel.expert == 1 or (parallel.tensor == 1 and parallel.sequence == 1):
+        return None
+    other = "tensor" if parallel.tensor > 1 else "sequence"
+    return f"experts are not spread together with parallel.{other}; leave one of the two out"
+
+
+def _split_layers_are_plain(recipe: Recipe, given: Set[str]) -> str | None:
+    tensor, model, train = recipe.parallel.tensor, recipe.model, recipe.train
+    if tensor == 1:
+        return None
+    split = f"parallel.tensor: {tensor} splits the layers, which are"
+    if model.quantize != "none":
+        return f"{split} not quantised as parts; write model.quantize: none, or parallel.tensor: 1"
+    if train.precision == "fp8":
+        return f"{split} not multiplied in fp8 as parts; write train.precision: bf16, or parallel.tensor: 1"
+    if train.compile is True:
+        return f"{split} not compiled as parts; write train.compile: auto"
+    if train.tiled_mlp is True:
+        return f"{split} not computed over tiles as parts; write train.tiled_mlp: false"
+    return None
+
+
+def _losses_have_the_whole_vocabulary(recipe: Recipe, given: Set[str]) -> str | None:
+    takes = {
+        "custom": "a method of your own is given the output layer whole",
+        "distill": "a teacher is compared with over all tokens at once",
+    }
+    tensor, kind = recipe.parallel.tensor, recipe.method.kind
+    if tensor == 1 or kind not in takes:
+        return None
+    return f"{takes[kind]}, and parallel.tensor: {tensor} splits them over processes; write parallel.tensor: 1"
+
+
 RULES: tuple[Rule, ...] = (
     Rule(("eval.every", "data.eval", "eval.tasks"), _cadence_needs_rows),
     Rule(("eval.marks", "data.eval", "eval.tasks"), _marks_need_rows),
@@ -374,10 +445,19 @@ RULES: tuple[Rule, ...] = (
     Rule(("prober.modules", "prober.steps"), _probed_modules_are_named),
     Rule(("prober.steps", "train.compile"), _probed_layers_are_not_compiled),
     Rule(("optimizer.rows", "adapter.kind"), _rows_are_trained_in_full),
-    Rule(
-        ("optimizer.rows", "optimizer.offload", "optimizer.rounding", "optimizer.kind"), _rows_are_fp32_on_the_device
-    ),
+    Rule(("optimizer.rows", "optimizer.offload", "optimizer.rounding", "optimizer.kind"), _rows_are_fp32_on_the_device),
+    Rule(("optimizer.rows", "parallel.tensor"), _rows_are_of_whole_embeddings),
     Rule(("profile.steps", "profile.memory", "profile.time"), _profile_records_something),
+    Rule(("parallel.tensor", "parallel.expert", "parallel.shard"), _parts_are_sharded),
+    Rule(("parallel.expert", "parallel.tensor", "parallel.sequence"), _experts_are_whole),
+    Rule(("train.compile", "parallel.sequence"), _compiled_rows_are_whole),
+    Rule(
+        ("parallel.tensor", "model.quantize", "train.precision", "train.compile", "train.tiled_mlp"),
+        _split_layers_are_plain,
+    ),
+    Rule(("method.kind", "parallel.tensor"), _losses_have_the_whole_vocabulary),
+    Rule(("train.compile", "parallel.expert"), _layers_with_experts_elsewhere_are_not_compiled),
+    Rule(("train.tiled_mlp", "parallel.expert"), _experts_elsewhere_take_rows_at_once),
     Rule(("health.slow_rank", "health.times_every"), _slow_rank_is_measured),
 )
 

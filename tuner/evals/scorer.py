@@ -20,7 +20,7 @@ from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import sync_gradients
 from tuner.runtime.device import to_device
 from tuner.runtime.process import Collective, gloo_group
-from tuner.train.step import StepConfig
+from tuner.train.step import StepConfig, positions_of
 
 ANSWERED_AT_ONCE = 16
 """Prompts that are decoded side by side."""
@@ -143,11 +143,12 @@ class Scorer:
                 targets += continuation
             places += range(len(document.ids))
             ids += document.ids
-        flat = [to_device(np.array(values, dtype=np.int64), self.step_config.device)
-                for values in (ids, places, positions, targets)]  # fmt: skip
+        arrays = (np.array(values, dtype=np.int64) for values in (ids, places, targets))
+        flat = [to_device(array, self.step_config.device) for array in arrays]
+        at = positions_of(np.array(positions, dtype=np.int64), self.step_config)
         lengths = tuple(len(document.ids) for document in row)
         with self.step_config.autocast():
-            result: torch.Tensor = self.root(flat[0], flat[1], lengths, flat[2], flat[3], judged)
+            result: torch.Tensor = self.root(flat[0], flat[1], lengths, at, flat[2], judged)
         return result
 
     def _merged(self, count: int, places: Sequence[int], sums: npt.NDArray[np.float64]) -> list[Likelihood]:
@@ -168,6 +169,9 @@ class Scorer:
 
 def judged(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> torch.Tensor:
     """float32 ``[N, 2]`` of hidden states ``[N, D]``: the loss in nats, and 1 where the target is the likeliest."""
+    targets = head.share(targets)
+    if head.parts is not None:
+        return head.join(head.parts.judged(head, hidden, targets))
     bias = None if head.bias is None else head.bias.detach()
     layer = Head.of(hidden.detach(), head.weight.detach(), bias, product_dtype(hidden))
     found = torch.empty(len(targets), 2, dtype=torch.float32, device=hidden.device)
@@ -178,7 +182,7 @@ def judged(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> to
             losses = torch.logsumexp(exact, -1) - exact.gather(1, wanted[:, None])[:, 0]
             found[span][block] = torch.stack([losses, (exact.argmax(-1) == wanted).float()], 1)
         del logits  # before the next chunk has its own
-    return found
+    return head.join(found)
 
 
 def before_stops(text: str, stops: Sequence[str]) -> str:

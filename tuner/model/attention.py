@@ -7,6 +7,7 @@ Without the argument the function is plain causal attention (decoding with a cac
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -109,8 +110,14 @@ def packed_attention(
     """
     _require_computed(module, attention_mask, options)
     documents: Documents | GrowingDocuments | None = options.get("documents")
-    sink, bias = _sinks(options), options.get("position_bias")
     temperature = getattr(module, "tuner_temperature", None)
+    if isinstance(documents, Documents) and documents.exchange is not None:
+        # Rotated queries may be wider than they are attended with: no more is sent than that.
+        if temperature is None:
+            query, key, value = _as_computed(query, key, value)
+        attention = partial(packed_attention, module, native=native)
+        return documents.exchange.attend(attention, (query, key, value), options), None
+    sink, bias = _sinks(options), options.get("position_bias")
     if temperature is not None:
         factor = temperature.of(_numbers(query, key, options)).unsqueeze(-1)
         query = (query * factor).to(query.dtype)

@@ -22,11 +22,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tuner.model.build import decoder_blocks
 from tuner.model.documents import Padding
+from tuner.model.flops import n_experts
 from tuner.model.root import CausalLM
 from tuner.runtime.torch_private import schema
 
 if TYPE_CHECKING:
     from tuner.model.offload import HostInputs
+    from tuner.model.replay import Contexts
 
 BACKEND = "inductor"
 Level = Literal["selective", "full"]
@@ -59,16 +61,24 @@ _keeps = True
 """Whether selective recomputing keeps anything of what is computed now; layers are computed one after the other."""
 
 
-def apply_recompute(root: CausalLM, level: Level, n_layers: int | None = None) -> None:
+def apply_recompute(root: CausalLM, level: Level, n_layers: int | None = None, compiled: bool = False) -> None:
     """Recompute ``n_layers`` decoder layers, evenly spread, or all of them, in place; before sharding.
 
-    The checkpoint lies inside a layer's forward, so that hooks around it, such as FSDP2's, run once.
+    The checkpoint lies inside a layer's forward, so that hooks around it, such as FSDP2's, run once. Routers choose
+    the same experts in both runs, but in layers that will be ``compiled``: the compiler knows no such contexts.
     """
     # Random numbers are put back for the second run: a generator's state is read on the CPU, without a wait.
     run = partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
+    contexts: Contexts | None = None
     if level == "selective":
         policy = _policy_of_biased_experts if _has_biased_experts(root) else _policy
-        run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, policy))
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+    if not compiled and n_experts(root.model.config.get_text_config()):
+        from tuner.model.replay import replayed  # what most models go without
+
+        contexts = partial(replayed, contexts)
+    if contexts is not None:
+        run = partial(run, context_fn=contexts)
     for block in _chosen(root, n_layers):
         _wrap(block, partial(run, block.forward), lambda block: torch.is_grad_enabled())
 

@@ -94,7 +94,7 @@ def greedy(
         live, given = group, [list(prompts[i]) for i in group]
         while live:
             between()
-            tokens = _next_logits(root, given, cache, device).argmax(-1).tolist()
+            tokens = _next_tokens(root, given, cache, device).tolist()
             going = []
             for place, (i, token) in enumerate(zip(live, tokens, strict=True)):
                 if token not in eos_ids:
@@ -118,10 +118,10 @@ def _own_cache(root: CausalLM) -> Carried:
     return Carried({name: DynamicCache(config=root.model.config)})
 
 
-def _next_logits(
+def _next_tokens(
     root: CausalLM, given: list[list[int]], cache: SideBySide | Carried, device: torch.device
 ) -> torch.Tensor:
-    """Logits ``[documents, V]`` after the tokens that each document is given now."""
+    """The likeliest tokens int64 ``[documents]`` after those that each document is given now."""
     lengths = [len(ids) for ids in given]
     if isinstance(cache, SideBySide):
         cache.grow(lengths)
@@ -134,8 +134,8 @@ def _next_logits(
         torch.tensor(values, dtype=torch.int64, device=device) for values in (list(chain(*given)), places, lasts)
     )
     if isinstance(cache, SideBySide):
-        return root.next_logits(ids, positions, at, Carried({"past_key_values": cache}), cache.documents)
-    return root.next_logits(ids, positions, at, cache, None)
+        return root.next_tokens(ids, positions, at, Carried({"past_key_values": cache}), cache.documents)
+    return root.next_tokens(ids, positions, at, cache, None)
 
 
 def fullest_forwards(
@@ -151,10 +151,10 @@ def fullest_forwards(
         return
     if not _takes_several(root):  # a state whose size is its own matter: all tokens of the longest one at once
         longest = max(len(prompt) + limit - 1 for prompt, limit in asked)
-        _next_logits(root, [[0] * longest], _own_cache(root), device)
+        _next_tokens(root, [[0] * longest], _own_cache(root), device)
         return
     cache = SideBySide(config, len(asked))
-    _next_logits(root, [prompt for prompt, _ in asked], cache, device)
+    _next_tokens(root, [prompt for prompt, _ in asked], cache, device)
 
     def living(more: int) -> list[int]:
         return [place for place, (_, limit) in enumerate(asked) if limit > more]
@@ -166,7 +166,7 @@ def fullest_forwards(
     if more > 0:
         cache.keep(living(more))
         cache.lengthen([len(asked[place][0]) + more - 1 for place in living(more)])
-        _next_logits(root, [[0]] * len(living(more)), cache, device)
+        _next_tokens(root, [[0]] * len(living(more)), cache, device)
 
 
 def _of_length(states: torch.Tensor, length: int) -> torch.Tensor:

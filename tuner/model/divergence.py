@@ -144,6 +144,7 @@ def top_tokens(
     The distribution is that over the first ``vocabulary`` tokens.
     """
     teacher, found = WholeTeacher(hidden, head), list[dict[str, torch.Tensor]]()
+    targets = head.share(targets)
     rows = max(1, block_logits(head.weight) // len(head.weight))
     for span in spans(max(1, len(hidden)), rows):
         logits = teacher.logits(span)[:, :vocabulary].float()
@@ -152,7 +153,7 @@ def top_tokens(
         following = -_of(targets[span], torch.log_softmax(logits, -1))
         rest = log_t.scatter(1, ids, -torch.inf).logsumexp(-1)
         found.append({"ids": ids, "log_p": log_p, "rest": rest, "next": following})
-    return {name: torch.cat([each[name] for each in found]) for name in found[0]}
+    return {name: head.join(torch.cat([each[name] for each in found])) for name in found[0]}
 
 
 @dataclass(frozen=True)

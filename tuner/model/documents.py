@@ -1,9 +1,9 @@
 """Where the documents of a packed microbatch lie: made once on the CPU, read by every layer without a wait; padding."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
@@ -45,6 +45,20 @@ class Carried:
         self.tokens += n_tokens
 
 
+class HeadExchange(Protocol):
+    """Attention where each process has a share of the positions, for all heads."""
+
+    def attend(
+        self,
+        attention: Callable[..., tuple[torch.Tensor, None]],
+        tensors: tuple[torch.Tensor, ...],
+        options: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """What an attention function gives for query, key and value ``[1, heads, t, d]`` of the positions that are
+        here: ``[1, t, heads, d]``."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Documents:
     """The bounds of the documents that lie end to end in T tokens. No layer asks the device for them.
@@ -62,6 +76,8 @@ class Documents:
     """No document of any microbatch has more tokens: what compiled layers may take for a constant."""
     chunks: "Documents | None" = None
     """The same tokens, each document cut into chunks from its start, for layers that attend inside chunks alone."""
+    exchange: HeadExchange | None = None
+    """What brings the positions together around attention, where each process computes a share of them."""
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device, bound: int | None = None, chunk: int = 0) -> "Documents":

@@ -117,10 +117,15 @@ def n_experts(config: PretrainedConfig) -> int:
     return int(next((getattr(config, name) for name in _EXPERTS if getattr(config, name, None)), 0))
 
 
+def experts_of_token(config: PretrainedConfig) -> int:
+    """To how many routed experts of a layer a token goes; 0 without any."""
+    return int(next((getattr(config, name) for name in _CHOSEN if getattr(config, name, None)), 0))
+
+
 def _routed(config: PretrainedConfig) -> tuple[float, int]:
     """The share of the experts that a token meets, and how many there are: 1 and 0 where there are none."""
     experts = n_experts(config)
-    chosen = next((getattr(config, name) for name in _CHOSEN if getattr(config, name, None)), None)
+    chosen = experts_of_token(config)
     return (chosen / experts, experts) if experts and chosen else (1.0, 0)
 
 

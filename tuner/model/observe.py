@@ -18,6 +18,7 @@ from torch import nn
 
 from tuner.model.attention import Attended
 from tuner.model.build import decoder_blocks, decoder_of
+from tuner.model.experts import routed_experts
 from tuner.model.output_layer import OutputLayer
 from tuner.model.root import CausalLM
 from tuner.model.router_loss import has_term
@@ -38,8 +39,9 @@ class RouterShares:
 
     chosen: torch.Tensor
     """float64 [E]: how many tokens each expert was chosen by."""
-    entropy: torch.Tensor
-    """The sum over tokens of the entropy of its probabilities, in nats; a float64 scalar."""
+    entropy: torch.Tensor | None
+    """The sum over tokens of the entropy of its probabilities, in nats; a float64 scalar. None where the class does not
+    give what its routers say, and their choices alone are seen."""
 
 
 @dataclass
@@ -103,6 +105,11 @@ def _taps(root: CausalLM, blocks: Sequence[nn.Module], found: Observation, rows_
         if _tells_routers(root):
             root.router_observer = _Routers(root, blocks, found)
             stack.callback(setattr, root, "router_observer", None)
+        else:
+            for index, block in enumerate(blocks):
+                for module in routed_experts(block).values():
+                    note = partial(_note_choices, root, found, index)
+                    stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
         yield
 
 
@@ -142,6 +149,22 @@ def _note_alive(found: Observation, index: int, module: nn.Module, inputs: objec
     if before is not None and len(before) == len(alive):  # of the tiles of a row, or of several MLPs of a layer
         alive = alive | before
     found.alive[index] = alive
+
+
+def _note_choices(
+    root: CausalLM, found: Observation, index: int, module: Any, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> None:
+    """Count what the experts of a layer are asked for, in a class that does not give what its routers say."""
+    choices = [*inputs, *named.values()][1]  # by place: classes have other names for it
+    found.per_token = choices.shape[-1]
+    if root.counted is not None and root.route != "flat":
+        choices = choices.flatten(0, -2)[root.counted.flatten()]
+    asked = choices.flatten()
+    hits = torch.zeros(int(module.num_experts), dtype=torch.float64, device=asked.device)
+    hits.scatter_add_(0, asked, torch.ones_like(asked, dtype=torch.float64))
+    if (old := found.routers.get(index)) is not None:
+        hits = old.chosen + hits
+    found.routers[index] = RouterShares(hits, None)
 
 
 def _note_logits(found: Observation, index: int, rows_at: float, attended: Attended) -> None:
@@ -200,8 +223,8 @@ class _Routers:
             if counted is not None:
                 hits, entropy = hits * counted[:, None], entropy * counted
             new = RouterShares(hits.sum(0), entropy.sum())
-            if (old := self._found.routers.get(index)) is not None:
-                new = RouterShares(old.chosen + new.chosen, old.entropy + new.entropy)
+            if (old := self._found.routers.get(index)) is not None and old.entropy is not None:
+                new = RouterShares(old.chosen + hits.sum(0), old.entropy + entropy.sum())
             self._found.routers[index] = new
 
 

@@ -11,9 +11,9 @@ them. The weight's gradient is added up in float32 whatever its type. (Longer th
 shares one chunk of logits, of which there is never a second one.)
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import PretrainedConfig
@@ -119,6 +119,35 @@ def transformed(kernel: Kernel, transform: LogitTransform) -> Kernel:
     return kernel if transform == PLAIN else run
 
 
+class Vocabulary(Protocol):
+    """The output layer where several processes have the rows of its weight between them, and logits of these alone.
+
+    Which ones, and what the processes say to each other, is :mod:`tuner.parallel.vocabulary`'s.
+    """
+
+    def layer(self, head: Any, transform: LogitTransform, scale: torch.Tensor | None) -> "OutputLayer":
+        """This process's rows of the model's output layer."""
+        ...
+
+    def cross_entropy(
+        self, head: "OutputLayer", hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As :meth:`OutputLayer.cross_entropy`."""
+        ...
+
+    def losses(self, head: "OutputLayer", hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """As :meth:`OutputLayer.losses`."""
+        ...
+
+    def judged(self, head: "OutputLayer", hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """float32 ``[N, 2]``: the loss in nats, and 1 where the target is the likeliest token; without gradients."""
+        ...
+
+    def likeliest(self, head: "OutputLayer", hidden: torch.Tensor) -> torch.Tensor:
+        """int64 ``[N]``: the likeliest token at each position."""
+        ...
+
+
 @dataclass(frozen=True)
 class OutputLayer:
     """Weight ``[V, D]``, bias ``[V]`` or None, what the model does to their products, and the kernel of the loss.
@@ -126,7 +155,8 @@ class OutputLayer:
     Under FSDP2 the weight is whole inside the root's forward alone: a loss is computed there. The products run in
     autocast's type where autocast is on; normaliser and losses are float32 (float64 for float64 inputs). A gradient
     that is made in the forward pass is rounded to the type of the products before that of the loss is known: with
-    ``scale``, a scalar, it is made so many times as large, and divided by that when it is.
+    ``scale``, a scalar, it is made so many times as large, and divided by that when it is. Where weight and bias are in
+    ``parts``, these compute every loss, and the kernel does nothing.
     """
 
     weight: torch.Tensor
@@ -134,6 +164,7 @@ class OutputLayer:
     transform: LogitTransform = PLAIN
     kernel: Kernel = softmax_into_gradient
     scale: torch.Tensor | None = None
+    parts: Vocabulary | None = None
 
     def cross_entropy(
         self, hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None = None
@@ -143,6 +174,8 @@ class OutputLayer:
         Shapes: hidden ``[N, D]``, targets int64 ``[N]``, none of them ignored, weights float32 ``[N]``, which get no
         gradient, or None for ones. The cheapest loss: its gradient is made while the logits are there.
         """
+        if self.parts is not None:
+            return self.parts.cross_entropy(self, hidden, targets, weights)
         weight, bias, kernel = self.weight, self.bias, transformed(self.kernel, self.transform)
         if not torch.is_grad_enabled():  # the function would still see parameters that want a gradient, and make it
             hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
@@ -163,6 +196,8 @@ class OutputLayer:
         The same bits with gradients and without. Of more than a chunk of positions a backward pass that reaches the
         weight makes the logits of all but the last chunk a second time.
         """
+        if self.parts is not None:
+            return self.parts.losses(self, hidden, targets)
         weight, bias = self.weight, self.bias
         if not torch.is_grad_enabled():
             hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
@@ -170,6 +205,25 @@ class OutputLayer:
             hidden, weight, bias, targets, self.transform, self.kernel, self.scale
         )
         return losses
+
+    # For losses that take the weight itself: where rows are cut, a process has some of the N hidden states alone.
+
+    def share(self, of_positions: torch.Tensor) -> torch.Tensor:
+        """Of what is there for all N positions ``[N, ...]``, that of the hidden states here ``[n, ...]``: all of it."""
+        return of_positions
+
+    def join(self, of_share: torch.Tensor) -> torch.Tensor:
+        """Of what is computed of the hidden states here ``[n, ...]``, that of all N positions ``[N, ...]``."""
+        return of_share
+
+    def total(self, of_share: torch.Tensor) -> torch.Tensor:
+        """Of sums over the hidden states here, those over all N positions."""
+        return of_share
+
+    @property
+    def of_one(self) -> "OutputLayer":
+        """The layer for hidden states that are all here."""
+        return self
 
 
 Result = TypeVar("Result")
@@ -207,13 +261,17 @@ class Head:
         on_gpu = target(weight) == "cuda"
         return Head(hidden, weight.to(dtype) if on_gpu else weight, bias, dtype, on_gpu)
 
-    def chunks(self, stop: int | None = None) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    def chunks(
+        self, stop: int | None = None, size: int | None = None
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """The positions of each chunk, their hidden states in the type of the products, and their products.
 
-        With ``stop``, the beginning of a chunk, those before it.
+        With ``stop``, the beginning of a chunk, those before it. ``size`` is that of a chunk where several processes
+        have agreed on one.
         """
-        logits = _most(CHUNK_LOGITS, self.weight, CHUNK_MEMORY)
-        for span in spans(len(self.hidden) if stop is None else stop, max(1, logits // self._row_length())):
+        if size is None:
+            size = positions_of_chunk(len(self.weight), self.weight, gpu_memory(self.weight))
+        for span in spans(len(self.hidden) if stop is None else stop, size):
             rows = self.hidden[span].to(self.dtype)
             yield span, rows, self.products(rows)
 
@@ -230,13 +288,9 @@ class Head:
             del logits  # before the next chunk has its own
         return loss, gradients.made
 
-    def _row_length(self) -> int:
-        """Elements from one row of the logits to the next."""
-        return -(-len(self.weight) // ALIGNED) * ALIGNED if self.on_gpu else len(self.weight)
-
     def products(self, rows: torch.Tensor) -> torch.Tensor:
         """The output layer of rows ``[N, D]``, in their type: ``[N, V]``."""
-        padded = rows.new_empty(len(rows), self._row_length())
+        padded = rows.new_empty(len(rows), _row_length(len(self.weight), self.on_gpu))
         products, rest = padded[:, : len(self.weight)], padded[:, len(self.weight) :]
         rest.zero_()  # a product may read them, for nothing: NaN times zero is NaN
         if self.on_gpu:
@@ -282,6 +336,11 @@ class Gradients:
                 product = share.T @ rows
                 self._weight[block].copy_(product) if self._first else self._weight[block].add_(product)
         self._first = False
+
+    @property
+    def hidden(self) -> torch.Tensor | None:
+        """That of the hidden states in the type that it is added up in, where it is wanted."""
+        return self._hidden
 
     @property
     def made(self) -> list[torch.Tensor | None]:
@@ -414,16 +473,22 @@ def in_types(
     return [None if g is None else g.to(dtype) for g, dtype in zip(gradients, dtypes, strict=True)]
 
 
-def _most(logits: Mapping[str, int], tensor: torch.Tensor, memory: int) -> int:
-    """Logits at one time on the device of a tensor; of a GPU's memory each takes a share of so many bytes."""
-    there = gpu_memory(tensor)
-    most = logits[target(tensor)]
-    return most if there is None else min(most, there // memory)
+def positions_of_chunk(columns: int, weight: torch.Tensor, memory: int | None) -> int:
+    """Positions of a chunk with so many logits each, on the device of a weight; ``memory`` is a GPU's, in bytes."""
+    kind = target(weight)
+    most = CHUNK_LOGITS[kind] if memory is None else min(CHUNK_LOGITS[kind], memory // CHUNK_MEMORY)
+    return max(1, most // _row_length(columns, kind == "cuda"))
+
+
+def _row_length(columns: int, on_gpu: bool) -> int:
+    """Elements from one row of the logits to the next."""
+    return -(-columns // ALIGNED) * ALIGNED if on_gpu else columns
 
 
 def block_logits(logits: torch.Tensor) -> int:
     """Logits in float32 at one time on the device of a tensor."""
-    return _most(BLOCK_LOGITS, logits, BLOCK_MEMORY)
+    there, most = gpu_memory(logits), BLOCK_LOGITS[target(logits)]
+    return most if there is None else min(most, there // BLOCK_MEMORY)
 
 
 def spans(count: int, size: int) -> Iterator[slice]:

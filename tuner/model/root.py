@@ -23,6 +23,7 @@ from tuner.model.output_layer import (
     Objective,
     OutputLayer,
     Result,
+    Vocabulary,
     softmax_into_gradient,
     summed_cross_entropy,
 )
@@ -30,6 +31,9 @@ from tuner.model.transformers_private import keeps_state, masks_by_position, own
 from tuner.model.vetting import layers_with_indexers
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from tuner.model.cut import Positions, RowCut
     from tuner.model.longrope import RotationByDocument
     from tuner.model.mixers import Mixers
     from tuner.model.router_loss import RouterLoss, RouterObserver  # what most models go without
@@ -57,6 +61,8 @@ class CausalLM(nn.Module):
         """What takes note of the routers of a forward, in place of that loss, for as long as it is set."""
         self.touched_rows: Mapping[str, TouchedRows] = {}
         """Of embeddings whose gradients are added up by rows, by the parameter's name."""
+        self.same_part: DeviceMesh | None = None
+        """Where processes compute layers together: those that compute the same part of each as this one."""
         self.frozen_hash: str | None = None
         """SHA-256 of what is not trained (:func:`~tuner.model.freeze.frozen_hash`), which checkpoints do not hold."""
         self.untouched: Mapping[str, Any] | None = None
@@ -68,6 +74,8 @@ class CausalLM(nn.Module):
         computed with them."""
         self.gathered_head: Callable[..., Any] | None = None
         """:meth:`at_head` between a gather of the output layer and its end, where that is sharded by itself."""
+        self.vocabulary: Vocabulary | None = None
+        """Where several processes have the rows of the output layer between them: which ones, and how they compute."""
         self.padding: Padding | None = None
         """What every microbatch of training is filled up with, where compiled layers want one size."""
         self.takes_documents = attention.is_ours(model.config)
@@ -82,8 +90,7 @@ class CausalLM(nn.Module):
         self._rotation = _rotation_of(model)
         self.mixers = _mixers_of(model)
         """The layers that mix tokens by a state of their own, where there are any."""
-        given = inspect.signature(decoder_of(model).forward).parameters.values()
-        self.takes_positions = any(one.name == "position_ids" or one.kind is one.VAR_KEYWORD for one in given)
+        self.takes_positions = takes_positions(model)
         """Without them, tokens are numbered from the start of the row."""
         self.route: Route = "flat"
         """How the documents of a microbatch go through the decoder: see :meth:`go_by`."""
@@ -91,8 +98,12 @@ class CausalLM(nn.Module):
         """Why documents do not lie end to end, where that was found when the model was proven."""
         self.most_forwards: Callable[[int], int] = lambda own: own
         """Of the forwards that a microbatch takes on this process, the most on any: shards are gathered together."""
+        self.sum_partial_gradients: Callable[[], None] = lambda: None
+        """Adds up the gradients of which processes that compute a layer together have a part each, once a step."""
         self.counted: torch.Tensor | None = None
         """bool ``[tokens]`` of a forward of the decoder: False where a document is filled up; None: all count."""
+        self.cut: RowCut | None = None
+        """What cuts rows over processes, each of which has a share of the positions; None: a row is on one process."""
 
     def go_by(self, route: Route) -> None:
         """Have documents go through the decoder by another route from now on, in place.
@@ -114,7 +125,7 @@ class CausalLM(nn.Module):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         document_lengths: tuple[int, ...],
-        positions: torch.Tensor,
+        positions: Positions,
         targets: torch.Tensor,
         objective: Objective[Result] = summed_cross_entropy,  # type: ignore[assignment]  # pep 696 comes with 3.13
     ) -> Result:
@@ -122,9 +133,10 @@ class CausalLM(nn.Module):
 
         Shapes: input_ids and position_ids int64 ``[T]``, positions and their targets int64 ``[N]``. Other positions
         never reach the output layer. Tensors with a gradient are found in nests of tuples, lists and dicts alone.
+        Where rows are cut, the objective gets this process's share of the hidden states and all targets.
         """
         hidden = self._hidden(input_ids, position_ids, document_lengths)
-        return self._at_head(objective, hidden[positions], targets)
+        return self._at_head(objective, self._taken(hidden, positions), targets)
 
     @torch.no_grad()
     def losses(
@@ -132,30 +144,33 @@ class CausalLM(nn.Module):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         document_lengths: tuple[int, ...],
-        positions: torch.Tensor,
+        positions: Positions,
         targets: torch.Tensor,
     ) -> torch.Tensor:
         """The cross-entropy at each of the ``positions`` ``[N]``, in any order: float32 ``[N]``, without gradients."""
         hidden = self._hidden(input_ids, position_ids, document_lengths)
-        return self._at_head(_losses, hidden[positions], targets)
+        return self._at_head(_losses, self._taken(hidden, positions), targets)
 
     def logits(
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         document_lengths: tuple[int, ...],
-        positions: torch.Tensor,
+        positions: Positions,
     ) -> torch.Tensor:
-        """Logits ``[N, V]`` at the given positions of a packed microbatch; without gradients where they are capped.
+        """Logits ``[N, V]`` at the given positions of a packed microbatch; without gradients where they are capped,
+        or where several processes have the rows of the output layer.
 
         Of a reward model, scores ``[N, 1]``.
         """
-        hidden = self._hidden(input_ids, position_ids, document_lengths)
-        logits: torch.Tensor = head_layer(self.model)(self._at_output(hidden[positions]))
+        hidden = self._taken(self._hidden(input_ids, position_ids, document_lengths), positions)
+        if self.cut is not None:
+            hidden = self.cut.whole(hidden, len(positions))
+        logits: torch.Tensor = head_layer(self.model)(self._at_output(hidden))
         self.logit_transform.apply_(logits)
         return logits
 
-    def next_logits(
+    def next_tokens(
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
@@ -163,7 +178,8 @@ class CausalLM(nn.Module):
         carried: Carried,
         documents: GrowingDocuments | None,
     ) -> torch.Tensor:
-        """Logits ``[N, V]`` at the ``lasts`` ``[N]`` of tokens ``[T]`` that continue the ``documents`` in ``carried``.
+        """The likeliest tokens int64 ``[N]`` after the ``lasts`` ``[N]`` of tokens ``[T]`` that continue the
+        ``documents`` in ``carried``.
 
         Without ``documents`` there is one. What the decoder gives back for the next tokens is noted there.
         """
@@ -172,17 +188,20 @@ class CausalLM(nn.Module):
             self._rotation.expect(new, whole)
         if self.mixers is not None:
             self.mixers.expect((), input_ids.device)
-        where = self._where(self._numbered(input_ids, position_ids), documents)
+        where = self._where(_numbered(self.padding_number, input_ids, position_ids), documents)
         output = decoder_of(self.model)(input_ids=input_ids[None], use_cache=True, **carried.arguments, **where)
         carried.note(output, len(input_ids))
-        hidden = self._at_output(output.last_hidden_state[0, lasts])
-        logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
+        hidden = output.last_hidden_state[0, lasts]
+        if self.vocabulary is not None:
+            return self._at_head(_likeliest_of_parts, hidden, input_ids[:0])
+        logits: torch.Tensor = self.model.get_output_embeddings()(self._at_output(hidden))
         self.logit_transform.apply_(logits)
-        return logits
+        return logits.argmax(-1)
 
     def _hidden(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, document_lengths: tuple[int, ...]
     ) -> torch.Tensor:
+        """Hidden states ``[T, D]``, where rows are cut those of this process's share of the positions."""
         if (routers := self.router_observer or self.router_loss) is not None:
             routers.begin(input_ids.device)
         if self.route != "flat":
@@ -191,16 +210,26 @@ class CausalLM(nn.Module):
         if self.padding is not None and self.training:
             input_ids, position_ids, document_lengths = self.padding.fill(input_ids, position_ids, document_lengths)
             bound = self.padding.longest
+        if self.cut is not None:
+            input_ids, position_ids, document_lengths = self.cut.fill(input_ids, position_ids, document_lengths)
         if self._rotation is not None:
             self._rotation.expect(document_lengths, document_lengths)
         if self.mixers is not None:
             self.mixers.expect(document_lengths, input_ids.device)
-        position_ids, counted = self._numbered(input_ids, position_ids), None
+        position_ids, counted = _numbered(self.padding_number, input_ids, position_ids), None
         if n_tokens < len(input_ids):
             counted = torch.arange(len(input_ids), device=input_ids.device) < n_tokens
-        where = self._where(position_ids, Documents.of(document_lengths, input_ids.device, bound, self.chunk))
-        hidden: torch.Tensor = self._decoder(input_ids[None], counted, where)[0, :n_tokens]
-        return hidden
+        documents = Documents.of(document_lengths, input_ids.device, bound, self.chunk)
+        if self.cut is not None:
+            documents = self.cut.exchanging(documents, position_ids)
+            input_ids, position_ids = self.cut.own(input_ids), self.cut.own(position_ids)
+            counted = None if counted is None else self.cut.own(counted)
+        hidden = self._decoder(input_ids[None], counted, self._where(position_ids, documents))[0]
+        return hidden[:n_tokens] if self.cut is None else hidden
+
+    def _taken(self, hidden: torch.Tensor, positions: Positions) -> torch.Tensor:
+        """The hidden states at N positions, where rows are cut this process's share of them."""
+        return hidden[positions] if self.cut is None else self.cut.taken(hidden, positions)
 
     def _at_output(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the output layer takes ``[N, E]``, of the decoder's hidden states ``[N, D]``."""
@@ -242,19 +271,19 @@ class CausalLM(nn.Module):
         return self.at_head(objective, hidden, targets)
 
     def at_head(self, objective: Objective[Result], hidden: torch.Tensor, targets: torch.Tensor) -> Result:
-        """What the ``objective`` makes of hidden states ``[N, D]`` and the output layer, whose weight is whole here."""
-        head = head_layer(self.model)
-        bias, scale = getattr(head, "bias", None), self.gradient_scale
-        layer = OutputLayer(head.weight, bias, self.logit_transform, self.loss_kernel, scale)
+        """What the ``objective`` makes of hidden states ``[N, D]`` and the output layer.
+
+        Its weight is whole here, or all that this process has of it where the vocabulary is split.
+        """
+        head, scale = head_layer(self.model), self.gradient_scale
+        if self.vocabulary is not None:
+            layer = self.vocabulary.layer(head, self.logit_transform, scale)
+        else:
+            bias = getattr(head, "bias", None)
+            layer = OutputLayer(head.weight, bias, self.logit_transform, self.loss_kernel, scale)
+        if self.cut is not None:
+            layer = self.cut.head(layer, len(targets))
         return objective(hidden, layer, targets)
-
-    def _numbered(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Numbers of tokens ``[T]`` as this model counts them, of those that begin at 0 in each document."""
-        if self.padding_number is None:
-            return position_ids
-        from tuner.model.numbering import from_padding
-
-        return from_padding(input_ids, position_ids, self.padding_number)
 
     def _where(self, position_ids: torch.Tensor, documents: Documents | GrowingDocuments | None) -> dict[str, object]:
         """Where the tokens of a row stand, in the arguments that this model takes."""
@@ -262,6 +291,15 @@ class CausalLM(nn.Module):
         where: dict[str, object] = {"position_ids": position_ids[None]} if self.takes_positions and is_flat else {}
         where |= {"places": position_ids[None]} if self._is_counted and is_flat else {}
         return where | ({"documents": documents} if self.takes_documents else {})
+
+
+def _numbered(padding_number: int | None, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    """Numbers of tokens ``[T]`` as a model counts them, of those that begin at 0 in each document."""
+    if padding_number is None:
+        return position_ids
+    from tuner.model.numbering import from_padding
+
+    return from_padding(input_ids, position_ids, padding_number)
 
 
 def _count_by_document(model: PreTrainedModel) -> int:
@@ -275,11 +313,22 @@ def _count_by_document(model: PreTrainedModel) -> int:
 
 def _rotation_of(model: nn.Module) -> RotationByDocument | None:
     """What rotates each document by the factors of its own length, in a model that has several."""
-    if not any("longrope" in str(getattr(module, "rope_type", "")) for module in model.modules()):
+    if not rotates_by_length(model):
         return None
     from tuner.model.longrope import RotationByDocument  # what most models go without
 
     return RotationByDocument(model)
+
+
+def rotates_by_length(model: nn.Module) -> bool:
+    """Whether a model rotates documents by factors that depend on their length."""
+    return any("longrope" in str(getattr(module, "rope_type", "")) for module in model.modules())
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether a model's decoder is given the numbers of tokens, and does not number them from the start of the row."""
+    given = inspect.signature(decoder_of(model).forward).parameters.values()
+    return any(one.name == "position_ids" or one.kind is one.VAR_KEYWORD for one in given)
 
 
 def _mixers_of(model: PreTrainedModel) -> Mixers | None:
@@ -325,8 +374,13 @@ def _losses(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> t
     return head.losses(hidden, targets)
 
 
+def _likeliest_of_parts(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> torch.Tensor:
+    assert head.parts is not None, "whole logits are the layer's own"
+    return head.parts.likeliest(head, hidden)
+
+
 # Methods besides forward that gather the root's parameters under FSDP2.
-FORWARD_METHODS = ("losses", "logits", "next_logits")
+FORWARD_METHODS = ("losses", "logits", "next_tokens")
 
 
 def outer_parameters(root: CausalLM) -> set[str]:

@@ -6,7 +6,6 @@ from math import ceil
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from tuner.config.duration import Duration
@@ -17,6 +16,7 @@ from tuner.model.kernels import apply_liger, apply_native
 from tuner.model.root import CausalLM, Route
 from tuner.model.trainable import TrainableSpec
 from tuner.parallel.fsdp import shard
+from tuner.parallel.mesh import DeviceMeshes
 
 if TYPE_CHECKING:
     from tuner.model.quantize.layers import QuantizeSpec
@@ -69,10 +69,10 @@ def assemble(
     model: PreTrainedModel,
     *,
     inspect: Callable[[CausalLM], None] = lambda root: None,
-    device_mesh: DeviceMesh | None = None,
+    meshes: DeviceMeshes = DeviceMeshes(),  # noqa: B008 - frozen
     give_values: Callable[[CausalLM], None] = lambda root: None,
 ) -> CausalLM:
-    """Make a transformers model what training calls, in place. Collective with a ``device_mesh``.
+    """Make a transformers model what training calls, in place. Collective with ``meshes``.
 
     The model comes with its weights, on the CPU, or from the meta device. ``inspect`` is called while it is whole and
     computes on the CPU as it will be trained, and may find another route for it; ``give_values`` brings the finished
@@ -97,22 +97,18 @@ def assemble(
         from tuner.model.tiles import prove_tiles  # few trainings have any
 
         prove_tiles(root)
-    is_flat = root.route == "flat"
-    padding, tokens = (spec.padding, spec.tokens) if is_flat else (None, None)
+    _divide(root, meshes)
+    padding, tokens = _sizes(spec, root, meshes)
     if spec.kernels == "liger" and padding is None:  # the compiler makes kernels of its own
         apply_liger(root.model)
+    _spread_experts(root, spec, meshes)  # around whatever kernels compute for experts
     if spec.tiles:  # around whatever kernels compute
         from tuner.model.tiles import apply_tiles
 
         apply_tiles(root)
-    n_layers = None
     if padding is not None and spec.tiles:
         _compile(root, padding, tiled=True)
-    if spec.recompute != "none":
-        from tuner.model.blocks import apply_recompute
-
-        n_layers = recomputed_count(spec.recomputed_layers, len(decoder_blocks(root.model)))
-        apply_recompute(root, spec.recompute, n_layers)
+    n_layers = _recompute(root, spec, compiled=padding is not None)
     if padding is not None and not spec.tiles:
         _compile(root, padding)
     if spec.offload:
@@ -120,17 +116,62 @@ def assemble(
 
         apply_offload(root, n_layers)
     if spec.rows:
-        _add_up_by_rows(root, spec, device_mesh)
-    if device_mesh is not None:
-        shard(root, device_mesh, spec.reshard_after_forward, spec.rounded_to, tokens)
+        _add_up_by_rows(root, spec, meshes)
+    if meshes.weights is not None:
+        shard(root, meshes, spec.reshard_after_forward, spec.rounded_to, tokens)
     give_values(root)
     return root
 
 
-def _add_up_by_rows(root: CausalLM, spec: AssemblySpec, device_mesh: DeviceMesh | None) -> None:
+def _divide(root: CausalLM, meshes: DeviceMeshes) -> None:
+    """Divide layers and rows over processes."""
+    if meshes.tensor is not None:
+        from tuner.parallel.tensor.split import split_layers  # few launches have the axes
+
+        split_layers(root, meshes.tensor)
+        root.same_part = meshes.same_part
+    if meshes.sequence is not None:
+        from tuner.parallel.sequence import cut_rows
+
+        cut_rows(root, meshes.sequence)
+
+
+def _recompute(root: CausalLM, spec: AssemblySpec, compiled: bool) -> int | None:
+    """Have decoder layers computed again; how many, None where none are."""
+    if spec.recompute == "none":
+        return None
+    from tuner.model.blocks import apply_recompute
+
+    n_layers = recomputed_count(spec.recomputed_layers, len(decoder_blocks(root.model)))
+    apply_recompute(root, spec.recompute, n_layers, compiled=compiled)
+    return n_layers
+
+
+def _sizes(spec: AssemblySpec, root: CausalLM, meshes: DeviceMeshes) -> tuple[Padding | None, int | None]:
+    """What micro-batches are filled up to, and the most tokens that a process has of one; None where nobody knows."""
+    if root.route != "flat":
+        return None, None
+    processes = 1 if meshes.sequence is None else meshes.sequence.size()
+    return spec.padding, None if spec.tokens is None else ceil(spec.tokens / processes)
+
+
+def _spread_experts(root: CausalLM, spec: AssemblySpec, meshes: DeviceMeshes) -> None:
+    if meshes.expert is None:
+        return
+    from tuner.parallel.expert import spread_experts
+
+    if spec.tiles:
+        raise RecipeError(
+            "train.tiled_mlp: tokens are sent to the experts of other processes (parallel.expert) a row at once",
+            hint="write tiled_mlp: false",
+        )
+    spread_experts(root, meshes.expert)
+
+
+def _add_up_by_rows(root: CausalLM, spec: AssemblySpec, meshes: DeviceMeshes) -> None:
     from tuner.model.touched_rows import KEY, by_rows
 
-    if device_mesh is not None and root.route != "flat":
+    if meshes.weights is not None and root.route != "flat":
         raise RecipeError(
             f"{KEY}: rows are looked up in shards where documents lie end to end alone, and here they go through the "
             "model apart",

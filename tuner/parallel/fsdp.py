@@ -1,14 +1,14 @@
 """Data parallelism by torch FSDP2: every parameter in equal shards, gathered block by block, and replicas of them.
 
-And arithmetic over tensors that lie so: sums over their rows, norms, and whole matrices where an update needs them.
+And norms of tensors that lie so.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tuner.errors import RecipeError
 from tuner.model.build import decoder_blocks, has_score, head_layer
 from tuner.model.root import FORWARD_METHODS, CausalLM
-from tuner.parallel.mesh import Mesh
+from tuner.parallel.mesh import DeviceMeshes, Mesh
 from tuner.runtime.device import to_device
 from tuner.runtime.process import gloo_group
 from tuner.runtime.torch_private import each_norm
@@ -35,22 +36,28 @@ FLAT = 1 << 18
 
 def shard(
     root: CausalLM,
-    mesh: DeviceMesh,
+    meshes: DeviceMeshes,
     reshard_after_forward: bool,
     rounded_to: torch.dtype | None = None,
     tokens: int | None = None,
 ) -> None:
     """Shard a model on the meta device, in place: decoder blocks, embedding and output layer are a unit each.
 
-    The rest, and an embedding that is the output layer's, is the root's unit. With ``reshard_after_forward`` a block's
+    The rest, and an embedding that is the output layer's, is the root's unit. Experts that are spread over processes
+    are a unit of their own, over the processes that have the same ones. With ``reshard_after_forward`` a block's
     weights are gathered again for its backward pass. Gradients are summed, not averaged, over processes: the loss is
     already divided by the global count. Where autocast rounds weights, ``rounded_to`` is the type in which they are
     gathered (:mod:`tuner.parallel.gathers`). Where it is known how many ``tokens`` a micro-batch has at most, the
     embedding's rows may be looked up in its shards (:mod:`tuner.parallel.lookup`), and it is no unit. Of a model of
     which nothing is trained, nothing stays whole after a forward.
     """
+    mesh = meshes.weights
+    assert mesh is not None, "there is an axis to shard over"
     blocks = decoder_blocks(root.model)
     trained = any(parameter.requires_grad for parameter in root.parameters())
+    if meshes.expert is not None and meshes.expert_weights is not None:
+        for module in [module for module in root.modules() if _lies_on(module, meshes.expert)]:
+            _shard_experts(module, meshes.expert_weights, reshard_after_forward)
     for block in blocks:
         _unit(block, mesh, reshard_after_forward, rounded_to)
     embedding, head = root.model.get_input_embeddings(), head_layer(root.model)
@@ -63,7 +70,11 @@ def shard(
         _unit(head, mesh, not trained, rounded)  # the backward pass begins with it
         _state_of(blocks[-1]).set_modules_to_forward_prefetch([_state_of(head)])
         _gather_for_objective(root, head)
-    fully_shard(root, mesh=mesh, reshard_after_forward=not trained, ignored_params=looked_up)
+    _fully_shard(root, mesh, not trained, ignored_params=looked_up)
+    if meshes.tensor is not None or meshes.expert is not None:
+        from tuner.parallel.split_weights import require_as_declared
+
+        require_as_declared(root)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -80,25 +91,64 @@ def _most(forwards: int) -> int:
     return int(most)
 
 
+def _lies_on(module: nn.Module, mesh: DeviceMesh) -> bool:
+    """Whether parameters of a module's own are spread over an axis already."""
+    own = list(module.parameters(recurse=False))
+    return any(isinstance(parameter, DTensor) and parameter.device_mesh == mesh for parameter in own)
+
+
+def _shard_experts(module: nn.Module, mesh: DeviceMesh, reshard: bool) -> None:
+    """Make experts a unit over the processes that have the same ones, each of which holds columns of all of them.
+
+    Their first dim is split by experts already. Split by it a second time they would lie in strides, which no slice of
+    the whole tensor describes. Raises RecipeError where no other dim divides.
+    """
+    shards = mesh.size(mesh.ndim - 1)
+
+    def placement(weight: nn.Parameter) -> Shard:
+        even = [dim for dim in range(1, weight.ndim) if weight.shape[dim] % shards == 0]
+        if not even:
+            shape = "×".join(map(str, weight.shape))
+            raise RecipeError(
+                f"parallel.expert: weights of experts ({shape}) cannot be cut in {shards} equal parts, one for each "
+                "process that has the same experts",
+                hint="write a larger parallel.expert, or start fewer processes",
+            )
+        return Shard(even[0])
+
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard, shard_placement_fn=placement)
+
+
 def _unit(module: nn.Module, mesh: DeviceMesh, reshard: bool, rounded_to: torch.dtype | None = None) -> None:
     """Make a module a unit of its own, in which autocast's weights are gathered in ``rounded_to`` where all can be."""
     if rounded_to is None:
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+        _fully_shard(module, mesh, reshard)
         return
     from tuner.parallel.gathers import policy, rounded_weights
 
     rounded = rounded_weights(module)
     if not rounded:
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+        _fully_shard(module, mesh, reshard)
         return
     kept = set(module.parameters()) - rounded
-    fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy(rounded_to), ignored_params=kept)
+    _fully_shard(module, mesh, reshard, mp_policy=policy(rounded_to), ignored_params=kept)
+
+
+def _fully_shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, **options: Any) -> None:
+    """FSDP2's own, over rows, or over what :func:`~tuner.parallel.split_weights.dim_to_shard` says."""
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        from tuner.parallel.split_weights import dim_to_shard  # few launches have the axes
+
+        options["shard_placement_fn"] = functools.partial(dim_to_shard, shards=mesh.size(mesh.ndim - 1))
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard, **options)
 
 
 def _looked_up(embedding: nn.Module, root: CausalLM, mesh: DeviceMesh, tokens: int) -> set[nn.Parameter]:
     """Spread the tables in an embedding, or in what wraps it, whose rows are to be looked up; returns their weights."""
     from tuner.parallel.lookup import spread
 
+    if any(isinstance(parameter, DTensor) for parameter in embedding.parameters()):
+        return set()  # the processes of a tensor group look up rows of their own
     tables = [module for module in embedding.modules() if _is_apart(module, root)]
     touched: dict[nn.Module, TouchedRows] = {one.embedding: one for one in root.touched_rows.values()}
     return {weight for table in tables for weight in spread(table, mesh, tokens, touched.get(table))}
@@ -119,8 +169,9 @@ def _gather_for_objective(root: CausalLM, head: Any) -> None:
     """Have the root's objective computed where the output layer is whole, and as exactly as in one process."""
 
     def at_head(*args: Any) -> Any:
-        if head.weight.is_leaf and head.weight.requires_grad:
-            head.weight.grad_dtype = torch.float32  # as it is added up over chunks of logits
+        weight = dict(head.named_parameters(recurse=False)).get("weight")  # with rows of new tokens it is a copy
+        if weight is not None and weight.requires_grad:
+            weight.grad_dtype = torch.float32  # as it is added up over chunks of logits
         return root.at_head(*args)
 
     head.at_head = at_head
@@ -155,8 +206,17 @@ def materialise(root: CausalLM, source: CausalLM | None, device: torch.device) -
             if whole.dtype != target.dtype:
                 raise RuntimeError(f"{name} is {whole.dtype} at the source and {target.dtype} in the sharded model")
             if isinstance(target, DTensor):
-                placed = distribute_tensor(whole.contiguous(), target.device_mesh, target.placements)
-                target.to_local().copy_(placed.to_local())
+                # Scattered where torch can: to all processes, and where no axis cuts what another has cut before.
+                mesh = target.device_mesh
+                is_plain = all(type(one) in (Replicate, Shard) for one in target.placements)
+                if is_plain and mesh.size() == dist.get_world_size():
+                    placed = distribute_tensor(whole.contiguous(), mesh, target.placements)
+                    target.to_local().copy_(placed.to_local())
+                else:
+                    from tuner.runtime.parts import cut  # few launches have such weights
+
+                    dist.broadcast(whole, src=0)
+                    target.to_local().copy_(cut(whole, target))
             else:
                 dist.broadcast(whole, src=0)
                 target.copy_(whole)
@@ -185,45 +245,74 @@ def sync_gradients(root: nn.Module, last: bool, whole: bool = False) -> None:
         root.set_requires_all_reduce(last)
 
 
-def sum_whole_gradients(parameters: Iterable[nn.Parameter]) -> None:
+def sum_whole_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh | None = None) -> None:
     """Add up, over all processes, the gradients of parameters that each of them holds whole. Collective.
 
-    Large ones in place, one collective each; the others become parts of one tensor. A parameter without a gradient on
-    this process counts as zeros where another process has one. Where none has, it stays without, and an optimizer
-    leaves it alone as in one process. Who has them all waits for no device to learn that.
+    Where processes compute layers together, over those of a ``mesh``, which have the same part of each layer: of what a
+    tensor group splits and FSDP2 does not shard, too. Large ones in place, one collective each; the others become parts
+    of one tensor. A parameter without a gradient on this process counts as zeros where another process has one. Where
+    none has, it stays without, and an optimizer leaves it alone as in one process. Who has them all waits for no device
+    to learn that.
     """
-    whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+    whole = [parameter for parameter in parameters if _is_whole_along(parameter)]
     if not whole:
         return
-    small = [parameter for parameter in whole if parameter.numel() <= FLAT]
+    groups = [None] if mesh is None else [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    small = [parameter for parameter in whole if local(parameter).numel() <= FLAT]
     here = [parameter.grad is not None for parameter in whole]
     parts = [_gradient(parameter).reshape(-1) for parameter in small]
     flat = torch.cat([*parts, to_device(torch.tensor(here, dtype=torch.float32), whole[0].device)])
-    dist.all_reduce(flat)
+    for group in groups:
+        dist.all_reduce(flat, group=group)
     *sums, anywhere = flat.split([*map(len, parts), len(whole)])
     for parameter, part in zip(small, sums, strict=True):
-        parameter.grad = part.view_as(parameter)
+        parameter.grad = sharded_like(part.view_as(local(parameter)), parameter)
     without = [number for number, is_here in enumerate(here) if not is_here]
     counts = anywhere.cpu() if without else anywhere
     nobodys = {whole[number] for number in without if not float(counts[number])}
     for parameter in whole:
         if parameter in nobodys:
             parameter.grad = None
-        elif parameter.numel() > FLAT:
-            parameter.grad = _gradient(parameter)
-            dist.all_reduce(parameter.grad)
+        elif local(parameter).numel() > FLAT:
+            gradient = _gradient(parameter)
+            for group in groups:
+                dist.all_reduce(gradient, group=group)
+            parameter.grad = sharded_like(gradient, parameter)
+
+
+def _is_whole_along(parameter: nn.Parameter) -> bool:
+    """Whether no process that computes the same part of a layer holds another part of a parameter of it."""
+    if not isinstance(parameter, DTensor):
+        return True
+    names = parameter.device_mesh.mesh_dim_names
+    return names is not None and all(name.endswith("tensor") for name in names)
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    """This process's part of a gradient, zeros where it has none."""
+    return torch.zeros_like(local(parameter.detach())) if parameter.grad is None else local(parameter.grad)
 
 
 def squared_norm(gradients: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     """This process's share of the square of all gradients' norm: the sum of all shares counts each element once."""
-    sharded = [local(gradient) for gradient in gradients if isinstance(gradient, DTensor)]
-    whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-    shares = [sum_of_squares(own) / held for own, held in ((sharded, mesh.copies), (whole, mesh.size)) if own]
+    by_holders: dict[int, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_holders.setdefault(holders(gradient, mesh), []).append(local(gradient))
+    shares = [sum_of_squares(own) / held for held, own in sorted(by_holders.items(), key=operator.itemgetter(0))]
     return functools.reduce(operator.add, shares)
+
+
+def holders(tensor: torch.Tensor, mesh: Mesh) -> int:
+    """How many processes hold the same part of a tensor; a sum over all of them counts its elements so often.
+
+    Divided by it, a sum of squares is that of the whole tensor, to the last bit where it is a power of two.
+    """
+    if not isinstance(tensor, DTensor):
+        return mesh.size
+    from tuner.runtime.parts import cuts_of  # one process has no such tensors
+
+    split = (axis for axis, cut in enumerate(cuts_of(tensor)) if cut is not None)
+    return mesh.size // prod(map(tensor.device_mesh.size, split))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -242,107 +331,6 @@ def sharded_like(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _tensors(root: CausalLM) -> list[tuple[str, torch.Tensor]]:
     return [*root.named_parameters(), *root.named_buffers()]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The whole shape of a parameter, and the processes that hold its rows; `group` is None where it is whole here."""
-
-    shape: torch.Size
-    group: dist.ProcessGroup | None
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Layout:
-        """The layout of a tensor. Raises ValueError for one that is split otherwise than by rows over one mesh axis."""
-        if not isinstance(tensor, DTensor):
-            return Layout(tensor.shape, None)
-        axes = [axis for axis, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
-        if not axes:
-            return Layout(tensor.shape, None)
-        if len(axes) > 1 or type(tensor.placements[axes[0]]) is not Shard or tensor.placements[axes[0]].dim != 0:  # type: ignore[attr-defined]
-            raise ValueError(f"a tensor placed as {tensor.placements} is not split by rows over one axis")
-        alone = tensor.device_mesh.size(axes[0]) == 1
-        return Layout(tensor.shape, None if alone else tensor.device_mesh.get_group(axes[0]))
-
-    @property
-    def rows(self) -> list[int]:
-        """How many rows each process of the group holds, as DTensor cuts them."""
-        if self.group is None:
-            return [self.shape[0]]
-        size = dist.get_world_size(self.group)
-        step = -(-self.shape[0] // size)
-        return [min(step, max(0, self.shape[0] - rank * step)) for rank in range(size)]
-
-    @property
-    def first_row(self) -> int:
-        """The first row, of the whole parameter's, that this process holds or would hold."""
-        return 0 if self.group is None else sum(self.rows[: dist.get_rank(self.group)])
-
-
-def sums_over_rows(sums: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> list[torch.Tensor]:
-    """Add up each process's sums of its own rows, all of them in one collective; those of whole tensors stay."""
-    group = next((layout.group for layout in layouts if layout.group is not None), None)
-    if group is None:
-        return list(sums)
-    shared = [number for number, layout in enumerate(layouts) if layout.group is not None]
-    if any(layouts[number].group is not group for number in shared):
-        raise ValueError("parameters are sharded over different groups of processes")
-    flat = torch.cat([sums[number].reshape(-1) for number in shared])
-    dist.all_reduce(flat, group=group)
-    parts = flat.split([sums[number].numel() for number in shared])
-    found = list(sums)
-    for number, part in zip(shared, parts, strict=True):
-        found[number] = part.view_as(sums[number])
-    return found
-
-
-def map_whole_matrices(
-    function: Callable[[torch.Tensor], torch.Tensor], parts: Sequence[torch.Tensor], layouts: Sequence[Layout]
-) -> list[torch.Tensor]:
-    """Apply ``function`` to matrices ``[M, N]`` of which each process holds rows; returns its rows of each result.
-
-    The processes take turns: each gathers one matrix of a round, works on it, and sends the rows back, so that no
-    matrix is worked on twice. Collective; parts, layouts and their order are the same everywhere, but for the rows.
-    """
-    found: list[torch.Tensor] = list(parts)
-    order = sorted(range(len(parts)), key=lambda number: (-layouts[number].shape.numel(), number))
-    for number in (number for number in order if layouts[number].group is None):
-        found[number] = function(parts[number])
-    shared = [number for number in order if layouts[number].group is not None]
-    groups = list(dict.fromkeys(layouts[number].group for number in shared))
-    for group in groups:
-        numbers = [number for number in shared if layouts[number].group is group]
-        size = dist.get_world_size(group)
-        for start in range(0, len(numbers), size):
-            turn = numbers[start : start + size]
-            results = _round(function, [parts[n] for n in turn], [layouts[n] for n in turn], group)
-            for number, result in zip(turn, results, strict=True):
-                found[number] = result
-    return found
-
-
-def _round(
-    function: Callable[[torch.Tensor], torch.Tensor],
-    parts: list[torch.Tensor],
-    layouts: list[Layout],
-    group: dist.ProcessGroup | None,
-) -> list[torch.Tensor]:
-    """One matrix for each process of the group, the last ones none where there are fewer."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    sent = [part.numel() for part in parts] + [0] * (size - len(parts))
-    if rank < len(parts):
-        width = layouts[rank].shape[1]
-        received = [rows * width for rows in layouts[rank].rows]
-    else:
-        received = [0] * size
-    outgoing = torch.cat([part.reshape(-1) for part in parts])
-    whole = outgoing.new_empty(sum(received))
-    dist.all_to_all_single(whole, outgoing, received, sent, group=group)
-    if rank < len(parts):
-        whole = function(whole.view(layouts[rank].shape)).to(outgoing.dtype).contiguous().view(-1)
-    back = torch.empty_like(outgoing)
-    dist.all_to_all_single(back, whole, sent, received, group=group)
-    return [piece.view_as(part) for piece, part in zip(back.split(sent[: len(parts)]), parts, strict=True)]
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import prod
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tuner.parallel.lookup import kept_whole
+from tuner.runtime.parts import cuts_of
 from tuner.runtime.torch_private import fsdp_groups
 
 
 def whole_bytes(root: nn.Module) -> int:
-    """Bytes that each process needs on its device to hold all of a sharded model; 0 for one that is whole already."""
-    return sum(p.numel() * p.element_size() for p in root.parameters() if isinstance(p, DTensor))
+    """Bytes that each process needs on its device to hold all that FSDP2 gathers of a model; 0 for a whole one."""
+    return sum(_gathered_bytes(p) for p in root.parameters() if isinstance(p, DTensor))
+
+
+def _gathered_bytes(parameter: DTensor) -> int:
+    """Bytes of a parameter without what a tensor group splits of it, which stays so; 0 where nothing else is split.
+
+    Of experts, those that FSDP2 gathers on a process are there in addition to all of them.
+    """
+    mesh, size = parameter.device_mesh, parameter.numel() * parameter.element_size()
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    split = [axis for axis, cut in enumerate(cuts_of(parameter)) if cut is not None]
+    inner = [axis for axis in split if names[axis].endswith("tensor")]
+    experts = prod(mesh.size(axis) for axis in split if names[axis].endswith("expert"))
+    own = size // experts if experts > 1 else 0
+    return 0 if inner == split else size // prod(mesh.size(axis) for axis in inner) + own
+
+
+def _experts_kept_whole(root: nn.Module) -> AbstractContextManager[None]:
+    if "tuner.parallel.expert" not in sys.modules:  # no model of this process has them spread
+        return nullcontext()
+    from tuner.parallel.expert import experts_kept_whole
+
+    return experts_kept_whole(root)
 
 
 @contextmanager
@@ -31,7 +56,7 @@ def gathered(root: nn.Module) -> Iterator[None]:
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
-        with kept_whole(root):
+        with kept_whole(root), _experts_kept_whole(root):
             yield
     finally:
         for group, mesh_info in zip(groups, before, strict=True):

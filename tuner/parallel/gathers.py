@@ -21,6 +21,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from tuner.parallel.mesh import inner_axes
+from tuner.runtime.parts import cuts_of, part_at
+
 SMALL = 1 << 18
 """Elements of a parameter that every process may keep whole: a mebibyte in float32."""
 
@@ -37,7 +40,13 @@ def rounded_weights(unit: nn.Module) -> set[nn.Parameter]:
     """The weights of a unit that autocast rounds in every use; none where something else of it is large."""
     found = set(_multiplied(unit.modules()))
     rest = [parameter for parameter in unit.parameters() if parameter not in found]
-    return set() if any(parameter.numel() > SMALL for parameter in rest) else found
+    return set() if any(_here(parameter).numel() > SMALL for parameter in rest) else found
+
+
+def _here(parameter: nn.Parameter) -> torch.Tensor:
+    """What a tensor group leaves of a parameter on this process."""
+    whole = parameter.detach()
+    return whole.to_local() if isinstance(whole, DTensor) else whole
 
 
 def _multiplied(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
@@ -88,4 +97,24 @@ class _Widened:
     def __call__(self, unit: nn.Module, inputs: object) -> None:
         for module, name, sharded in self._own:
             if getattr(module, name).dtype != sharded.dtype:
-                setattr(module, name, nn.Parameter(sharded.full_tensor(), requires_grad=False))
+                setattr(module, name, nn.Parameter(_unsharded(sharded), requires_grad=False))
+
+
+def _unsharded(sharded: DTensor) -> torch.Tensor:
+    """What FSDP2 gathers of a parameter, in its own type: all of it, or of what a tensor group splits this part."""
+    from tuner.parallel.layouts import along
+
+    mesh, cuts, part = sharded.device_mesh, cuts_of(sharded), sharded.to_local().detach()
+    inner, names = inner_axes(mesh), mesh.mesh_dim_names or ()
+    place = mesh.get_coordinate()
+    assert place is not None, "every process of a run is in the meshes of its own tensors"
+    shape, sizes = tuple(sharded.shape), tuple(mesh.size(axis) for axis in inner)
+    own = part_at(shape, sizes, tuple(cuts[axis] for axis in inner), tuple(place[axis] for axis in inner))
+    for axis, cut in enumerate(cuts):
+        if cut is not None and axis not in inner:
+            part = along(part, cut.dim, own.shape[cut.dim], mesh.get_group(axis))
+    if not inner:
+        return part
+    split = mesh[tuple(names[axis] for axis in inner)]
+    placements = [sharded.placements[axis] for axis in inner]
+    return DTensor.from_local(part, split, placements, run_check=False, shape=sharded.shape, stride=sharded.stride())

@@ -9,41 +9,78 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tuner.errors import MachineError
 from tuner.runtime.dist import RankInfo
 
-DATA_AXES = ("replicate", "shard")
-"""Processes that differ along one of these compute other rows; along any other axis they share theirs."""
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """How a recipe lays processes out: `parallel.shard` resolved (`full`, `hybrid` or `none`), and three sizes."""
+
+    shard: str
+    tensor: int = 1
+    """Processes that split each matrix of a layer between them."""
+    sequence: int = 1
+    """Processes that split each row between them."""
+    expert: int = 1
+    """Processes that have the experts of each layer between them."""
+
+
+@dataclass(frozen=True)
+class DeviceMeshes:
+    """The axes as torch has them, each None where the launch has none of it."""
+
+    weights: DeviceMesh | None = None
+    """``replicate`` and ``shard``, or the latter alone: what FSDP2 shards over."""
+    tensor: DeviceMesh | None = None
+    sequence: DeviceMesh | None = None
+    expert: DeviceMesh | None = None
+    expert_weights: DeviceMesh | None = None
+    """What FSDP2 shards the experts of one process over: ``expert_replicate`` and ``expert_shard``, or the latter."""
+    same_part: DeviceMesh | None = None
+    """Where processes compute layers together: those that compute the same part of each."""
 
 
 @dataclass(frozen=True)
 class Mesh:
     """The axes of a launch, outermost first, and this process's rank in it; without axes, a single process.
 
-    ``shard``: the processes that hold one copy of the model between them; without it each holds one. ``replicate``: the
-    copies. Neighbouring ranks differ along the last axis, since launchers number the processes of a machine one after
-    the other.
+    ``replicate``: copies of the model. ``shard``: the processes that hold one copy between them, as shards that FSDP2
+    gathers; without it each holds one. ``tensor``: processes that compute each layer together, on the same rows.
+    Neighbouring ranks differ along the last axis: launchers number the processes of a machine one after the other.
+
+    Two sizes divide the processes that hold weights, which are all those of the first two axes, into groups of
+    neighbours. Those of a ``sequence`` group compute the same rows, each a share of the positions. Those of an
+    ``expert`` group compute other rows and send tokens to whichever of them has the expert.
     """
 
     axes: Mapping[str, int] = field(default_factory=dict)
-    """Size by name."""
+    """Size by name, above 1."""
     rank: int = 0
+    sequence: int = 1
+    expert: int = 1
 
     @classmethod
-    def of(cls, rank_info: RankInfo, shard: str) -> "Mesh":
-        """The mesh that `parallel.shard` makes of a launch: `full`, `hybrid` or `none`.
+    def of(cls, rank_info: RankInfo, spec: MeshSpec) -> "Mesh":
+        """The mesh that a recipe makes of a launch.
 
-        Raises MachineError where `hybrid` meets machines with unequal numbers of processes.
+        Raises MachineError where the processes do not divide into what it asks for.
         """
-        world_size, local = rank_info.world_size, rank_info.local_world_size
-        if world_size == 1:
+        world_size, local, tensor = rank_info.world_size, rank_info.local_world_size, spec.tensor
+        if world_size == 1 and tensor * spec.sequence * spec.expert == 1:
             return cls()
-        if shard == "hybrid" and world_size % local:
+        _require_divided(world_size, spec)
+        if spec.shard == "hybrid" and (world_size % local or local % tensor):
+            group = f", or these not of parallel.tensor: {tensor}" if tensor > 1 else ""
             raise MachineError(
                 f"parallel.shard: hybrid needs as many processes on every machine; {world_size} are not a "
-                f"multiple of the {local} here",
+                f"multiple of the {local} here{group}",
                 hint="write shard: full",
             )
-        size = {"none": 1, "full": world_size, "hybrid": local}[shard]
-        axes = {"replicate": world_size // size, "shard": size}
-        return cls({name: count for name, count in axes.items() if count > 1}, rank_info.rank)
+        there = world_size // tensor
+        size = {"none": 1, "full": there, "hybrid": local // tensor}[spec.shard]
+        if spec.shard != "none":
+            _require_inside(size, spec)
+        axes = {"replicate": there // size, "shard": size, "tensor": tensor}
+        axes = {name: count for name, count in axes.items() if count > 1}
+        return cls(axes, rank_info.rank, spec.sequence, spec.expert)
 
     @property
     def size(self) -> int:
@@ -53,28 +90,41 @@ class Mesh:
     @property
     def is_sharded(self) -> bool:
         """Whether processes hold parts of the model."""
-        return "shard" in self.axes
+        return "shard" in self.axes or "tensor" in self.axes
+
+    @property
+    def tensor(self) -> int:
+        """How many processes compute each layer together."""
+        return self.axes.get("tensor", 1)
+
+    @property
+    def weight_size(self) -> int:
+        """Processes that hold weights: all of them, those of one ``tensor`` group counted once."""
+        return self.size // self.tensor
+
+    @property
+    def weight_rank(self) -> int:
+        """Which of them this is; random numbers go by it: a ``tensor`` group draws the same ones."""
+        return self.rank // self.tensor
 
     @property
     def data_size(self) -> int:
         """Into how many parts the rows of a global batch are divided."""
-        return prod(self.axes.get(name, 1) for name in DATA_AXES)
+        return self.weight_size // self.sequence
 
     @property
     def data_rank(self) -> int:
-        """Which part of them this process computes, below :attr:`data_size`; its random numbers go by it too."""
-        rank = 0
-        for name in DATA_AXES:
-            rank = rank * self.axes.get(name, 1) + self.index(name)
-        return rank
+        """Which part of them this process computes, below :attr:`data_size`."""
+        return self.weight_rank // self.sequence
+
+    @property
+    def row_holders(self) -> int:
+        """How many processes compute the same rows."""
+        return self.tensor * self.sequence
 
     @property
     def copies(self) -> int:
-        """How many processes hold the same shard of a gradient once it is reduced.
-
-        A sum over all processes counts each shard so often. Divided by it, a sum of squares is that of the whole
-        gradient, to the last bit where it is a power of two, since all replicas hold the same values.
-        """
+        """How many processes hold the same shard of a gradient that FSDP2 has reduced."""
         return self.axes.get("replicate", 1)
 
     def index(self, axis: str) -> int:
@@ -85,11 +135,59 @@ class Mesh:
         inner = prod(self.axes[name] for name in names[names.index(axis) + 1 :])
         return self.rank // inner % self.axes[axis]
 
-    def device_mesh(self, device: str) -> DeviceMesh | None:
-        """The axes as torch has them, for a kind of device; None where every process holds the whole model. Collective.
+    def device_meshes(self, device: str, prefix: str = "") -> DeviceMeshes:
+        """The axes as torch has them, for a kind of device, their names after a ``prefix``. Collective."""
+        if not self.is_sharded and self.sequence == 1:
+            return DeviceMeshes()  # each process holds the whole model, and computes rows of its own
+        names = tuple(self.axes)
+        whole = init_device_mesh(device, tuple(self.axes.values()), mesh_dim_names=tuple(prefix + n for n in names))
+        over = [prefix + name for name in ("replicate", "shard") if name in names]
+        weights = whole[tuple(over)] if "shard" in names else None
+        tensor = whole[prefix + "tensor"] if "tensor" in names else None
+        same_part = whole[tuple(over)] if over and tensor is not None else None
+        sequence = expert = expert_weights = None
+        if self.sequence > 1:
+            sizes = {"rows": self.data_size, "sequence": self.sequence, "row_tensor": self.tensor}
+            sequence = _mesh(device, sizes, prefix)[prefix + "sequence"]
+        if self.expert > 1:
+            sizes = {"expert_replicate": self.copies, "expert_shard": self.axes["shard"] // self.expert}
+            experts = _mesh(device, {**sizes, "expert": self.expert, "expert_tensor": self.tensor}, prefix)
+            expert = experts[prefix + "expert"]
+            inner = ("expert_replicate", "expert_shard") if self.copies > 1 else ("expert_shard",)
+            expert_weights = experts[tuple(prefix + name for name in inner)]
+        return DeviceMeshes(weights, tensor, sequence, expert, expert_weights, same_part)
 
-        All of them shard and replicate parameters; an axis that does something else is to be sliced off here.
-        """
-        if not self.is_sharded:
-            return None
-        return init_device_mesh(device, tuple(self.axes.values()), mesh_dim_names=tuple(self.axes))
+
+def inner_axes(mesh: DeviceMesh) -> list[int]:
+    """The axes of a parameter's mesh over which layers or experts are split; the outer ones are FSDP2's."""
+    names = mesh.mesh_dim_names or ()
+    return [axis for axis, name in enumerate(names) if not name.endswith(("replicate", "shard"))]
+
+
+def _mesh(device: str, sizes: Mapping[str, int], prefix: str) -> DeviceMesh:
+    return init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(prefix + name for name in sizes))
+
+
+def _require_divided(world_size: int, spec: MeshSpec) -> None:
+    """Raise MachineError, with numbers that would do, where the processes do not divide into these groups."""
+    groups = {"tensor": 1, "sequence": spec.sequence, "expert": spec.expert}
+    for key, group in ((key, spec.tensor * size) for key, size in groups.items()):
+        if world_size % group:
+            what = f"parallel.{key}: {getattr(spec, key)}"
+            times = f" times parallel.tensor: {spec.tensor}" if key != "tensor" and spec.tensor > 1 else ""
+            raise MachineError(
+                f"{what}{times} does not divide the number of processes, {world_size}",
+                hint=f"start a multiple of {group} processes (parallel.processes, or the launcher's number)",
+            )
+
+
+def _require_inside(shards: int, spec: MeshSpec) -> None:
+    """Raise MachineError where a group would reach over several copies of the model."""
+    for key in ("sequence", "expert"):
+        size = getattr(spec, key)
+        if shards % size:
+            raise MachineError(
+                f"parallel.{key}: {size} does not divide the {shards} processes that hold one copy of the model "
+                f"(parallel.shard: {spec.shard})",
+                hint="write shard: full" if spec.shard == "hybrid" else f"write a number that divides {shards}",
+            )

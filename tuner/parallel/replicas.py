@@ -1,7 +1,8 @@
 """Copies of a tensor on several processes compared bit for bit: sums of their words in one collective of the CPU's.
 
 Under plain data parallelism every process has a copy of all tensors; with hybrid shards each shard has one in every
-replica group; what no unit of FSDP2 shards (norms under autocast, adapters that are not sharded) is on all processes.
+replica group; what no unit of FSDP2 shards (norms under autocast, adapters that are not sharded) is on all processes;
+what processes that compute layers together do not split (norms, routers) is on each of them.
 A sum weighs each word by an odd number of its own and wraps at 2^64, so one that a single wrong bit leaves as it was
 does not exist. Where sums differ, the processes look for the place.
 """
@@ -14,10 +15,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from tuner.parallel.fsdp import Layout, local
+from tuner.parallel.fsdp import local
+from tuner.runtime.parts import Box, cuts_of, part_of
 from tuner.runtime.process import Collective
 
 CHUNK = 1 << 18
@@ -47,10 +49,10 @@ class Copy:
         mesh, shard, shards = tensor.device_mesh, 0, 1
         place = mesh.get_coordinate()
         assert place is not None, "every process of a run is in its mesh"
-        for axis, placement in enumerate(tensor.placements):
-            if isinstance(placement, Shard):
+        for axis, cut in enumerate(cuts_of(tensor)):
+            if cut is not None:
                 shard, shards = shard * mesh.size(axis) + place[axis], shards * mesh.size(axis)
-        return Copy(name, tensor, shard, shards, mesh.size() // shards)
+        return Copy(name, tensor, shard, shards, processes // shards)
 
     @property
     def sum(self) -> torch.Tensor:
@@ -179,16 +181,18 @@ def _elements(tensor: torch.Tensor, word: int) -> list[str]:
 
 def _place(tensor: torch.Tensor, element: int) -> tuple[int, ...]:
     """The indices of an element of this process's part, in the whole tensor."""
-    place = []
-    shape = local(tensor).shape
-    for size in reversed(shape):
-        place.append(element % size if size else 0)
+    found = []
+    for size in reversed(local(tensor).shape):
+        found.append(element % size if size else 0)
         element = element // size if size else 0
-    found = tuple(reversed(place))
-    if not found:
-        return ()
-    try:
-        first = Layout.of(tensor).first_row
-    except ValueError:  # split otherwise than by rows: the place in the part
-        first = 0
-    return (found[0] + first, *found[1:])
+    place = tuple(reversed(found))
+    if not isinstance(tensor, DTensor):
+        return place
+    box = next((box for box in part_of(tensor).boxes if _is_in(place, box)), None)
+    if box is None:  # in what fills the last word up
+        return place
+    return tuple(index - at + offset for index, at, offset in zip(place, box.at, box.offsets, strict=True))
+
+
+def _is_in(place: tuple[int, ...], box: Box) -> bool:
+    return all(at <= index < at + size for index, at, size in zip(place, box.at, box.sizes, strict=True))

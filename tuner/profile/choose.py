@@ -111,7 +111,7 @@ def _sizes(recipe: Recipe, target: Target) -> list[int]:
     rows = recipe.train.micro_batch_size
     if rows != "auto":
         return [rows]
-    return row_counts(recipe.train.global_batch_size, target) if recipe.data.packs_rows else [1]
+    return row_counts(recipe, target) if recipe.data.packs_rows else [1]
 
 
 def _reasons(recipe: Recipe, target: Target, tried: list[Choice], found: Choice) -> dict[str, str]:
@@ -204,6 +204,8 @@ def choose_less(recipe: Recipe, target: Target, prepared: Path) -> tuple[dict[st
             return found.overrides, found.prediction
     for more in _more(target):
         values = {LEVEL: LEVELS[-1], **more}
+        if refusal(changed(recipe, values)) is not None:
+            continue
         try:
             found = search.largest(values, [*fewer, rows])
         except RecipeError:  # the model cannot be tiled

@@ -17,7 +17,8 @@ from tuner.profile.traffic import Traffic
 from tuner.profile.workload import Workload
 from tuner.runtime.device import measured_peak
 from tuner.runtime.dist import RankInfo
-from tuner.setup.settled import rows_at_once
+from tuner.setup.build import weight_parts
+from tuner.setup.settled import data_processes, rows_at_once, sharing
 
 if TYPE_CHECKING:
     from tuner.profile.tracing import Trace
@@ -55,7 +56,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Computing:
-    """The arithmetic of a step of mean rows on one process: its seconds, and FLOPs of a microbatch by part.
+    """The arithmetic of a step of mean rows on one process: its seconds, and its FLOPs of a microbatch by part.
 
     The seconds hold what waits for copies to and from the host's memory.
     """
@@ -67,25 +68,31 @@ class Computing:
 
 
 def computing(recipe: Recipe, flops: Flops, sizes: Sizes, place: Place) -> Computing:
-    """Estimate the arithmetic of a step from the first microbatch of its workload; nothing is traced for it."""
+    """Estimate the arithmetic of a step from the first microbatch of its workload; nothing is traced for it.
+
+    Processes that share rows have equal parts of their arithmetic. A part of a matrix is computed at the pace of that
+    part of the tokens: what a device needs many tokens for is products that are large.
+    """
     work, device, rank_info = place.work, place.device, place.rank_info
     batch, tokens_per_row = work.batches.micro[0], work.tokens_per_row
     lengths, trained = batch.lengths, len(batch.trained_positions)
     train, rows = recipe.train, rows_at_once(recipe)
-    micro = max(1.0, train.global_batch_size / (rows * rank_info.world_size))
+    micro = max(1.0, train.global_batch_size / (rows * data_processes(recipe, rank_info.world_size)))
+    shared = sharing(recipe)
     tokens = rows * tokens_per_row
-    share = tokens / sum(lengths)
+    share = tokens / sum(lengths) / shared
     parts = {name: value * share for name, value in flops.parts(lengths, trained).items()}
     forward = _forward_share(recipe) * (parts["layers"] + parts["attention"])
     parts |= _repeated(recipe, flops, parts)
     if work.extra_forwards:
         parts["extra"] = work.extra_forwards * flops.forward_of(lengths, trained) * share
     rate, basis = _rate(device, str(train.precision))
-    pace = rate * REACHED * tokens / (tokens + HALF_REACHED)
+    pace = rate * REACHED * tokens / (tokens + HALF_REACHED * shared)
     arithmetic_s, forward_s = _operations(recipe, device, parts) / pace, forward / pace
     copied_s = 0.0
     if train.offload_activations is True:
-        copied_s = _kept_bytes(recipe) * sizes.layers * sizes.width * tokens / device.host_link
+        own = tokens / recipe.parallel.sequence
+        copied_s = _kept_bytes(recipe) * sizes.layers * sizes.width * own / device.host_link
     # what is kept goes down in the forward pass, and comes up in the backward pass
     each_s = max(forward_s, copied_s) + max(arithmetic_s - forward_s, copied_s)
     return Computing(micro * each_s + _host_step_s(recipe, sizes, place), micro, parts, basis)
@@ -113,7 +120,7 @@ def _repeated(recipe: Recipe, flops: Flops, parts: Mapping[str, float]) -> dict[
         again += OF_MLP * _forward_share(recipe) * parts["layers"]
     found = {"again": again}
     if recipe.model.quantize != "none":
-        found["unpacking"] = UNPACKING * (2 + AGAIN[level]) * flops.forward_products
+        found["unpacking"] = UNPACKING * (2 + AGAIN[level]) * flops.forward_products / recipe.parallel.tensor
     return found
 
 
@@ -121,14 +128,12 @@ def _host_step_s(recipe: Recipe, sizes: Sizes, place: Place) -> float:
     """Seconds of an update on the host: gradients and weights come down, its arithmetic, and weights go up."""
     if not isinstance(recipe.optimizer, AdamwOptimizer) or recipe.optimizer.offload == "none":
         return 0.0
-    ranks = place.rank_info
-    shards = {"none": 1, "hybrid": ranks.local_world_size}.get(recipe.parallel.shard, ranks.world_size)
-    own = sizes.trained / shards
-    return max(DOWN * own / place.device.host_link, ADAM_ON_HOST * own * ranks.local_world_size / HOST_MEMORY)
+    own, local = sizes.trained / weight_parts(recipe, place.rank_info), place.rank_info.local_world_size
+    return max(DOWN * own / place.device.host_link, ADAM_ON_HOST * own * local / HOST_MEMORY)
 
 
 def estimate(recipe: Recipe, trace: Trace, place: Place, total_steps: int | None) -> TimeEstimate:
-    """The time of a step of mean rows: that of its arithmetic, at least that of its traffic."""
+    """The time of a step of mean rows: that of its arithmetic, at least that of its weights' traffic, and exchanges."""
     computed = computing(recipe, trace.flops, trace.sizes, place)
     micro = computed.micro_batches
     traffic = _of_step(trace.traffic, ceil(micro))
@@ -144,9 +149,14 @@ def estimate(recipe: Recipe, trace: Trace, place: Place, total_steps: int | None
 
 
 def seconds_of(busy_s: float, traffic: Traffic) -> float:
-    """The time of a step that computes so long and sends so much meanwhile."""
-    sent = traffic.gathered + traffic.reduced - traffic.far
-    return max(busy_s, sent / LINKS["machine"] + traffic.far / LINKS["network"])
+    """The time of a step that computes so long, sends weights meanwhile, and waits for what it exchanges."""
+    sent = traffic.gathered + traffic.reduced
+    return max(busy_s, _sending_s(sent, traffic.far)) + _sending_s(traffic.exchanged, traffic.exchanged_far)
+
+
+def _sending_s(sent: int, far: int) -> float:
+    """Seconds for so many bytes, those included that cross the network."""
+    return (sent - far) / LINKS["machine"] + far / LINKS["network"]
 
 
 def _of_step(traced: Sequence[Traffic], n_micro: int) -> Traffic:

@@ -11,11 +11,12 @@ from tuner.errors import MemoryLimitError, RecipeError
 from tuner.profile.means import Tier, axes_of, tiers_of
 from tuner.profile.predict import Target
 from tuner.profile.search import LEVELS, Choice, described, row_counts
+from tuner.profile.speed import Speed
 from tuner.profile.tree import Dimension, Tree
 from tuner.profile.trials import PLAINLY, How, Trials
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
-from tuner.setup.settled import LEVEL, MICRO, changed
+from tuner.setup.settled import AXES, LEVEL, MICRO, SHARD, changed, value_of
 
 SHOWN = 4
 SMALLEST_ROW = 256
@@ -113,15 +114,39 @@ def _of(tried: list[Trials], choices: list[Choice], tier: Tier) -> Fit:
 def _tree(trials: Trials) -> Tree:
     """All combinations of a recipe's rows, levels, ways of sharding and other means that change nothing."""
     recipe, target = trials.recipe, trials.target
-    rows = row_counts(recipe.train.global_batch_size, target) if recipe.data.packs_rows else [1]
+    groups = _groups(trials.speed, recipe)
+    each = [row_counts(changed(recipe, sizes), target) for sizes in groups] if recipe.data.packs_rows else [[1]]
+    rows = sorted({count for counts in each for count in counts})
     axes = axes_of(recipe, target.device.kind)
     dimensions = [  # what saves most time comes first: a branch is cut by the leanest of all that follow
+        Dimension(tuple(groups), is_optional=True),
         Dimension(tuple({LEVEL: level} for level in reversed(LEVELS))),
         Dimension(tuple({MICRO: size} for size in rows)),
         *(Dimension(tuple({axis.key: value} for value in axis.values), is_optional=True) for axis in axes),
         Dimension(tuple(_shardings(target.rank_info))),
     ]
     return Tree(dimensions, trials.speed.step_s, trials)
+
+
+def _groups(speed: Speed, recipe: Recipe) -> list[dict[str, Any]]:
+    """Sizes of the axes whose processes compute layers or rows together, from those that need the least memory on.
+
+    The recipe's own, none, and each axis alone: what an axis saves of memory is found with the first sizes of each.
+    """
+    keys = [f"parallel.{axis}" for axis in AXES]
+    alone = dict.fromkeys(keys, 1)
+    found = [{key: value_of(recipe, key) for key in keys}, alone]
+    for axis, key in zip(AXES, keys, strict=True):
+        found += [{**alone, key: size} for size in speed.group_sizes(axis) if size > 1]
+    possible = [sizes for number, sizes in enumerate(found) if sizes not in found[:number]]
+    possible = [sizes for sizes in possible if speed.has_room_for_groups({**sizes, SHARD: "full"})]
+    return sorted(possible, key=_leanest_first)
+
+
+def _leanest_first(sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Rows that are cut leave least of the activations to each process, then layers that are split, then experts."""
+    tensor, sequence, expert = (sizes[f"parallel.{axis}"] for axis in AXES)
+    return -sequence * tensor, -sequence, -expert
 
 
 def _rows(recipe: Recipe) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,7 @@ from tuner.profile.workload import Workload, added_ids, workload
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
 from tuner.setup.resolve import Resolved, check_division, rerouted, resolve
-from tuner.setup.settled import rows_at_once, without_prediction
+from tuner.setup.settled import AXES, without_prediction
 from tuner.setup.timetable import timetable
 
 MIB = 1 << 20
@@ -62,7 +62,7 @@ def predict(recipe: Recipe, target: Target, prepared: Path | None = None, layers
     """
     rank_info, device = target.rank_info, target.device
     recipe = without_prediction(recipe)
-    check_division(recipe.train.global_batch_size, rows_at_once(recipe), rank_info.world_size)
+    check_division(recipe, rank_info.world_size)
     resolved, assumptions = resolved_for(recipe, target)
     if layers is not None:
         resolved = replace(resolved, config=with_layers(resolved.config, layers))
@@ -112,6 +112,8 @@ def resolved_for(recipe: Recipe, target: Target) -> tuple[Resolved, tuple[str, .
     assumptions = [*assumed]
     if (attention := resolved.reasons.get("attention")) is not None:
         assumptions.append(f"attention is computed by {attention}")
+    if recipe.parallel.expert > 1:
+        assumptions.append("every expert is taken to get as many tokens as any other: one that gets more needs more")
     if wants_compiled(recipe, resolved, target.device):
         once = ", and one copy of what is cast several times" if kind == "cuda" else ""
         assumptions.append(f"compiled layers are assumed to keep as much as liger's kernels do{once}")
@@ -121,7 +123,12 @@ def resolved_for(recipe: Recipe, target: Target) -> tuple[Resolved, tuple[str, .
 
 
 def wants_compiled(recipe: Recipe, resolved: Resolved, device: Device) -> bool:
-    """Whether the decoder layers would be compiled on a device, had it all that this takes."""
+    """Whether the decoder layers would be compiled on a device, had it all that this takes.
+
+    Those that several processes compute together are not.
+    """
+    if any(getattr(recipe.parallel, axis) > 1 for axis in AXES):
+        return False
     if recipe.train.compile == "auto":
         return device.kind == "cuda" and recipe.data.packs_rows and resolved.route == "flat"
     return recipe.train.compile

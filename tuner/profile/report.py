@@ -195,6 +195,8 @@ def _time(prediction: Prediction) -> str:
     step = f" · roughly {duration_text(time.step_s)}/step, {time.tok_per_s:,.0f} tokens/s"
     if prediction.processes > 1:
         step += f", {gib(time.traffic.gathered)} gathered and {gib(time.traffic.reduced)} reduced by each process"
+        if time.traffic.exchanged:
+            step += f", {gib(time.traffic.exchanged)} of activations exchanged"
     return step if time.total_s is None else f"{step}, {time.total_steps:,} steps in {duration_text(time.total_s)}"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from tuner.config.recipe import Recipe
 from tuner.profile.predict import Target, predict
 from tuner.profile.prediction import Prediction
-from tuner.setup.settled import MICRO, changed, value_of
+from tuner.setup.settled import MICRO, changed, data_processes, value_of
 
 LEVELS = ("none", "selective", "full")
 
@@ -80,9 +80,9 @@ class Search:
         return grown * (1 + choice.prediction.error) <= self.target.limit_bytes
 
 
-def row_counts(global_batch_size: int, target: Target) -> list[int]:
-    """Numbers of rows into which the global batch divides evenly on all processes."""
-    each = global_batch_size // target.rank_info.world_size
+def row_counts(recipe: Recipe, target: Target) -> list[int]:
+    """Numbers of rows into which the global batch divides evenly on all processes that have rows of their own."""
+    each = recipe.train.global_batch_size // data_processes(recipe, target.rank_info.world_size)
     return [size for size in range(1, each + 1) if each % size == 0]
 
 

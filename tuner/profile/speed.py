@@ -8,14 +8,17 @@ from typing import Any
 
 from tuner.config.optimizers import AdamwOptimizer
 from tuner.config.recipe import Recipe
+from tuner.errors import TunerError
 from tuner.model.flops import training_flops
-from tuner.profile.estimate import Place, computing
+from tuner.profile.estimate import Place, computing, seconds_of
+from tuner.profile.exchange import least_exchanged
 from tuner.profile.layers import layers_alike
 from tuner.profile.predict import Target, resolved_for
 from tuner.profile.search import Choice
 from tuner.profile.sizes import Sizes
 from tuner.profile.workload import workload
-from tuner.setup.build import meta_model_of, trainable_of
+from tuner.setup.axes import check_axes, possible_sizes
+from tuner.setup.build import mesh_of, meta_model_of, trainable_of, weight_parts
 from tuner.setup.settled import MICRO, changed, rows_at_once
 
 PAYS = 0.95
@@ -36,12 +39,33 @@ class Speed:
         self.layers = layers_alike(model)
         """Decoder layers, where all are alike; else 0."""
         trainable_of(self._resolved.recipe, self._resolved.new_ids).apply(model, recipe.seed)
-        self._flops, self._sizes = training_flops(model), Sizes.of(model)
+        self._model, self._flops, self._sizes = model, training_flops(model), Sizes.of(model)
 
-    def step_s(self, values: Mapping[str, Any]) -> float:
+    def busy_s(self, values: Mapping[str, Any]) -> float:
         """Seconds of a step with these values, without what is sent between processes."""
         recipe = changed(self._resolved.recipe, values)
         return computing(recipe, self._flops, self._sizes, self._place).seconds
+
+    def step_s(self, values: Mapping[str, Any]) -> float:
+        """The least seconds of a step with these values: without the traffic of weights."""
+        recipe = changed(self._resolved.recipe, values)
+        exchanged = least_exchanged(recipe, self._resolved.config, self._place)
+        return seconds_of(self.busy_s(values), exchanged)
+
+    def has_room_for_groups(self, values: Mapping[str, Any]) -> bool:
+        """Whether the model and the processes divide into the groups of these values."""
+        recipe = changed(self._resolved.recipe, values)
+        try:
+            check_axes(self._model, recipe.parallel)
+            mesh_of(recipe, self._target.rank_info)
+        except TunerError:
+            return False
+        return True
+
+    def group_sizes(self, axis: str) -> tuple[int, ...]:
+        """The sizes of an axis that the model can have inside a machine."""
+        local = self._target.rank_info.local_world_size
+        return tuple(size for size in possible_sizes(axis, self._resolved.config) if local % size == 0)
 
     def worth(self, values: Mapping[str, Any], sizes: Sequence[int], best: Choice | None) -> list[int]:
         """Rows that are worth their memory, and with such values the arithmetic of recomputing next to the best so far.
@@ -60,9 +84,8 @@ class Speed:
 
     def state_bytes(self, values: Mapping[str, Any]) -> float:
         """The least that the weights and their moments take of each process's device with these values."""
-        recipe, ranks = changed(self._resolved.recipe, values), self._target.rank_info
-        shards = {"none": 1, "hybrid": ranks.local_world_size}.get(recipe.parallel.shard, ranks.world_size)
-        return self._resolved.n_parameters * _least_each(recipe) / shards
+        recipe = changed(self._resolved.recipe, values)
+        return self._resolved.n_parameters * _least_each(recipe) / weight_parts(recipe, self._target.rank_info)
 
     def rows(self, settled: Recipe) -> str:
         """The rows of a micro-batch in words."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel
 
 from tuner.checkpoint.staging import staged_bytes
@@ -26,8 +25,8 @@ from tuner.model.probe import RouteRefused
 from tuner.model.root import CausalLM
 from tuner.parallel.assemble import assemble
 from tuner.parallel.fsdp import local, sync_gradients
-from tuner.parallel.mesh import Mesh
-from tuner.profile.fakes import cuda_stand_in, give_storage, quiet_kernels, unchanged_modules
+from tuner.parallel.mesh import DeviceMeshes, Mesh
+from tuner.profile.fakes import balanced_experts, cuda_stand_in, give_storage, quiet_kernels, unchanged_modules
 from tuner.profile.prediction import Phase
 from tuner.profile.sizes import Sizes
 from tuner.profile.traffic import Traffic, TrafficCounter
@@ -102,7 +101,10 @@ def trace_step(
             stack.enter_context(unchanged_modules(model))
         if rank_info.world_size > 1:
             stack.enter_context(_fake_group(rank_info))
-        root = assemble(assembly_spec(resolved), model, device_mesh=_fake_mesh(mesh))
+        if mesh.expert > 1:
+            stack.enter_context(balanced_experts(mesh.expert))
+        meshes = _fake_meshes(mesh)
+        root = assemble(assembly_spec(resolved), model, meshes=meshes)
         teacher = _teacher(resolved, mesh)
         largest = max(parameter.numel() * parameter.element_size() for parameter in root.parameters())
         flops, sizes = training_flops(root.model), Sizes.of(root.model)
@@ -120,7 +122,7 @@ def trace_step(
             train_state.optimizer.allocate()
         tracker.assign_rest("optimizer")
         stack.enter_context(tracker.watching(root))
-        counter = TrafficCounter(_shapes(root), rank_info.local_world_size)
+        counter = TrafficCounter(_shapes(root), rank_info.local_world_size, _exchanging(meshes))
         tracker.observe = counter.count
         stack.enter_context(phase.observed(counter.begin))
         with refusing(model):
@@ -141,7 +143,7 @@ def _teacher(resolved: Resolved, mesh: Mesh) -> CausalLM | None:
     from tuner.setup.teacher import teacher_of
 
     taught = teacher_of(resolved, method)
-    return assemble(teacher_spec(taught), meta_model_of(taught), device_mesh=_fake_mesh(mesh)).eval()
+    return assemble(teacher_spec(taught), meta_model_of(taught), meshes=_fake_meshes(mesh)).eval()
 
 
 def _shapes(root: nn.Module) -> set[torch.Size]:
@@ -258,16 +260,22 @@ def _fakes() -> Iterator[None]:
             gc.enable()
 
 
-def _fake_mesh(mesh: Mesh) -> DeviceMesh | None:
-    """The mesh of a fake group, under names of its own.
+def _fake_meshes(mesh: Mesh) -> DeviceMeshes:
+    """The meshes of a fake group, under names of its own.
 
     torch keeps one layout for all equal meshes, with the coordinates of whoever made it first: a real mesh of this
     process that equals a predicted one would be taken for rank 0's.
     """
-    if not mesh.is_sharded:
-        return None
-    names = tuple(f"predicted_{name}" for name in mesh.axes)
-    return init_device_mesh("cpu", tuple(mesh.axes.values()), mesh_dim_names=names)
+    return mesh.device_meshes("cpu", "predicted_")
+
+
+def _exchanging(meshes: DeviceMeshes) -> set[str]:
+    """Names of the groups that exchange activations, and no weights."""
+    axes = (meshes.tensor, meshes.sequence, meshes.expert)
+    of_weights = (
+        set() if meshes.weights is None else {str(group.group_name) for group in meshes.weights.get_all_groups()}
+    )
+    return {str(mesh.get_group().group_name) for mesh in axes if mesh is not None} - of_weights
 
 
 @contextmanager

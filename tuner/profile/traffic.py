@@ -1,4 +1,4 @@
-"""What sharding makes a process move, counted operation by operation: over links, and in its device's own memory.
+"""What the axes of a mesh make a process move, operation by operation: over links, and in its device's own memory.
 
 It works on any tensors, those without memory included, and under any process group: torch's fake one stands for as many
 processes as are wanted. ``tools/traffic_campaign.py`` makes a table of it.
@@ -6,7 +6,7 @@ processes as are wanted. ``tools/traffic_campaign.py`` makes a table of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,18 +21,23 @@ _COPIES = {"fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy", "fsdp::chu
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one process moves because of its sharding.
+    """Bytes that one process moves because it is one of several.
 
     Over links: ``gathered`` is what it receives of other processes' weights, ``reduced`` what it sends of sums of
     gradients; ``far`` is what of both crosses the network. Rows of an embedding that are looked up in shards are summed
-    on their way there, and their gradients gathered on the way back: as many bytes under each name. In its own memory,
-    reading and writing: ``copied`` is what goes into and out of the buffers of collectives, ``converted`` are weights
-    and their gradients that change type.
+    on their way there, and their gradients gathered on the way back: as many bytes under each name.
+
+    ``exchanged`` is what it sends of activations and their gradients, among processes that compute a layer or a row
+    together or send each other tokens for their experts, and ``exchanged_far`` what of that crosses the network: while
+    weights travel ahead, what is exchanged is waited for. In its own memory, reading and writing: ``copied`` is what
+    goes into and out of the buffers of collectives, ``converted`` are weights and their gradients that change type.
     """
 
     gathered: int = 0
     reduced: int = 0
     far: int = 0
+    exchanged: int = 0
+    exchanged_far: int = 0
     copied: int = 0
     converted: int = 0
 
@@ -41,6 +46,18 @@ class Traffic:
 
     def __mul__(self, times: int) -> Traffic:
         return self._by_key({key: value * times for key, value in asdict(self).items()})
+
+    def as_exchanged(self) -> Traffic:
+        """The same, of activations."""
+        sent = self.gathered + self.reduced
+        return replace(
+            self,
+            gathered=0,
+            reduced=0,
+            far=0,
+            exchanged=self.exchanged + sent,
+            exchanged_far=self.exchanged_far + self.far,
+        )
 
     @staticmethod
     def _by_key(values: Mapping[str, int]) -> Traffic:
@@ -51,14 +68,16 @@ class TrafficCounter:
     """Adds up the traffic of each micro-batch, and apart from them that of the optimizer.
 
     Shapes are those of the parameters, whole and sharded, whose conversions count. Processes whose ranks are
-    ``local_size`` or more apart are on different machines.
+    ``local_size`` or more apart are on different machines. ``exchanging`` are names of groups whose collectives are
+    about activations; those that send each process something else are so in any group.
     """
 
-    def __init__(self, shapes: Iterable[torch.Size], local_size: int) -> None:
+    def __init__(self, shapes: Iterable[torch.Size], local_size: int, exchanging: Collection[str] = ()) -> None:
         self.micro: list[Traffic] = []
         self.optimizer = Traffic()
         self._shapes = {tuple(shape) for shape in shapes if len(shape) == MATRIX}
         self._local_size, self._part = local_size, ""
+        self._exchanging = frozenset(exchanging)
 
     def begin(self, part: str) -> None:
         """A part of the step begins, named as :func:`tuner.runtime.phase.enter_part` names it."""
@@ -70,7 +89,8 @@ class TrafficCounter:
         """Enter an operation that is about to run, or just ran."""
         name = func.name()
         if (collective := _COLLECTIVES.get(name)) is not None:
-            self._add(collective(args, self._is_far(args)))
+            found = collective(args, self._is_far(args))
+            self._add(found.as_exchanged() if _group(args).group_name in self._exchanging else found)
         elif name in _COPIES:
             self._add(Traffic(copied=_copied(args, kwargs)))
         elif name == "aten::_to_copy":
@@ -126,10 +146,20 @@ def _all_reduced(args: tuple[Any, ...], is_far: bool) -> Traffic:
     return Traffic(reduced=sent, far=sent * is_far)
 
 
+def _exchanged(args: tuple[Any, ...], is_far: bool) -> Traffic:
+    """What is given to the others; each gets as much, but where the numbers of a split are given."""
+    size, splits = _group(args).size(), args[4]
+    rank = dist.get_rank(_group(args))
+    own = args[1].numel() // size if not splits else args[1].numel() // max(1, args[1].shape[0]) * splits[rank]
+    sent = (args[1].numel() - own) * args[1].element_size()
+    return Traffic(exchanged=sent, exchanged_far=sent * is_far)
+
+
 _COLLECTIVES: dict[str, Callable[[tuple[Any, ...], bool], Traffic]] = {
     "c10d::_allgather_base_": _gathered,
     "c10d::_reduce_scatter_base_": _scattered,
     "c10d::allreduce_": _all_reduced,
+    "c10d::alltoall_base_": _exchanged,
 }
 
 

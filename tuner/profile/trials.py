@@ -17,7 +17,7 @@ from tuner.profile.search import Choice, described
 from tuner.profile.shortened import predict_by_layers
 from tuner.profile.speed import Speed
 from tuner.runtime.files import gib
-from tuner.setup.settled import MICRO, OFFLOAD, TILED, changed, value_of
+from tuner.setup.settled import MICRO, OFFLOAD, TILED, changed, data_processes, rows_at_once, value_of
 
 Predict = Callable[[Recipe, Target, int, Path | None], Prediction]
 
@@ -67,7 +67,11 @@ class Trials:
 
     def refusal(self, values: Mapping[str, Any]) -> str | None:
         """Why these values do not go together; None where they do."""
-        return refusal(changed(self.recipe, values))
+        recipe, processes = changed(self.recipe, values), self.target.rank_info.world_size
+        together = rows_at_once(recipe) * data_processes(recipe, processes)
+        if recipe.train.global_batch_size % together:
+            return f"{recipe.train.global_batch_size} rows do not divide into {together} at once"
+        return refusal(recipe)
 
     def differing(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the values that are not the recipe's."""
@@ -127,7 +131,7 @@ class Trials:
             self.refused.append(error)
             self._notify(f"{described(overrides)}: {error.message}")
             return None
-        busy_s = self.speed.step_s(values)
+        busy_s = self.speed.busy_s(values)
         time = replace(prediction.time, busy_s=busy_s, step_s=seconds_of(busy_s, prediction.time.traffic))
         found = Choice(overrides, replace(prediction, time=time))
         self._notify(f"{described(overrides)}: {gib(prediction.peak_bytes)}, {prediction.verdict}")

@@ -20,7 +20,7 @@ from tuner.model.root import Route
 from tuner.runtime.dist import RankInfo
 from tuner.setup.mock import full_rows
 from tuner.setup.resolve import Resolved
-from tuner.setup.settled import rows_at_once
+from tuner.setup.settled import data_processes, rows_at_once
 from tuner.train.evaluate import MAX_ANSWER_TOKENS, answer_limits
 from tuner.train.methods.method import build_method
 
@@ -55,7 +55,8 @@ def workload(recipe: Recipe, resolved: Resolved, rank_info: RankInfo, directory:
     max_length, config = int(resolved.recipe.data.max_length), resolved.config
     method = build_method(resolved.recipe.method)
     n_rows = rows_at_once(recipe)
-    count = min(TRACED, -(-recipe.train.global_batch_size // (n_rows * rank_info.world_size)))
+    together = n_rows * data_processes(recipe, rank_info.world_size)
+    count = min(TRACED, -(-recipe.train.global_batch_size // together))
     found = _prepared_for(recipe, directory)
     if found is None:
         examples = recipe.method.examples

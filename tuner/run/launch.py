@@ -23,8 +23,9 @@ from tuner.rundir.directory import RunDir
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.environment import command_line
+from tuner.setup.build import require_groups
 from tuner.setup.resolve import check_division
-from tuner.setup.settled import reopened, rows_at_once, with_batch_of, with_whole_batches
+from tuner.setup.settled import reopened, with_batch_of, with_whole_batches
 
 if TYPE_CHECKING:
     from tuner.run.tasks.export import Exporter
@@ -54,7 +55,8 @@ class Placement:
         """Raise RecipeError where the global batch does not divide into the ranks that are to be started here."""
         if self.local > 1:
             recipe = with_whole_batches(loaded, self.local).recipe
-            check_division(recipe.train.global_batch_size, rows_at_once(recipe), self.local)
+            require_groups(recipe, self.planned)
+            check_division(recipe, self.local)
 
 
 def launch(loaded: LoadedRecipe, options: LaunchOptions, own_process: bool = False) -> RunResult:

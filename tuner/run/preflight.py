@@ -28,7 +28,7 @@ from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective
 from tuner.setup.build import mesh_of, trainable_of, trained_count
 from tuner.setup.resolve import Resolved, model_spec, resolve
-from tuner.setup.settled import Settled, rows_at_once
+from tuner.setup.settled import Settled, in_groups, rows_at_once
 from tuner.setup.timetable import Starts, Timetable, few_steps, timetable
 from tuner.train.methods.method import check_method
 from tuner.train.schedule import check_schedule
@@ -293,7 +293,7 @@ def _require_same_choices(
 def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info: RankInfo) -> None:
     recipe, plan, facts = resolved.recipe, table.plan, resolved.facts
     trained = _trained(resolved)
-    processes = f"{rank_info.world_size} process" + ("es" if rank_info.world_size > 1 else "")
+    processes = in_groups(recipe, rank_info.world_size)
     codes = "" if recipe.model.quantize == "none" else f", linear layers in {recipe.model.quantize}"
     console.say(
         "model",

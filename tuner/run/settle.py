@@ -33,6 +33,7 @@ from tuner.setup.settled import (
     SHARD,
     TILED,
     Settled,
+    data_processes,
     left_open,
     meaningful,
     settled_in,
@@ -93,7 +94,7 @@ def settle(
     usual: Mapping[str, Any] = {} if on_cuda else WITHOUT
     had = {key: value for key, value in before.items() if value != usual.get(key)}
     kept = {key: had[key] for key in left_open(recipe, rank_info.world_size) if key in had}
-    if recipe.train.global_batch_size % (kept.get(MICRO, 1) * rank_info.world_size):
+    if recipe.train.global_batch_size % (kept.get(MICRO, 1) * data_processes(recipe, rank_info.world_size)):
         kept.pop(MICRO, None)
     settled = settled.and_also(Settled(kept, dict.fromkeys(kept, "as the run had it")))
     recipe = settled.of(recipe)

@@ -43,6 +43,7 @@ LABELS = {
     "attention_logit_max": ("largest attention logit by layer", ""),
     "dead_share": ("dead units of MLPs by layer", "%"),
     "router_busiest": ("tokens of the busiest expert by layer (1: even)", ""),
+    "router_busiest_process": ("tokens of the process with the busiest experts by layer (1: even)", ""),
     "router_unused": ("experts without a token by layer", "%"),
     "router_entropy": ("entropy of routers by layer (1: even)", ""),
     "compute_s": ("a rank's own time in decoder layers, median", "s"),

@@ -68,7 +68,7 @@ def run_ranks(work: Work, job: Mapping[str, Any], processes: int, logs: Path, sa
     Raises the first failing rank's error, MachineError naming a rank that was killed or stopped answering, and
     KeyboardInterrupt where a stop signal came before the ranks could heed it.
     """
-    with tempfile.TemporaryDirectory(prefix="tuner-ranks-") as directory, _store() as port:
+    with tempfile.TemporaryDirectory(prefix="tuner-ranks-") as directory, local_store() as port:
         place = Path(directory)
         name = f"{work.__module__}:{work.__qualname__}"
         about = {"work": name, "logs": str(logs), "parent": os.getpid(), "says": says}
@@ -241,7 +241,7 @@ def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _store() -> Iterator[int]:
+def local_store() -> Iterator[int]:
     """Keep the store through which the ranks find each other, and give its port; only this machine reaches it.
 
     Left alone, TCPStore listens on every address whatever the host name; so it is handed a socket of the loopback.

@@ -29,7 +29,7 @@ from tuner.model.trainable import TrainableSpec
 from tuner.model.vetting import require_known_losses, weighs_routers
 from tuner.parallel.assemble import AssemblySpec, Kernels, Recompute, assemble
 from tuner.parallel.fsdp import materialise
-from tuner.parallel.mesh import Mesh
+from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.rundir.layout import EMA_PREFIX, MODEL_PREFIX
 from tuner.runtime.device import DeviceFacts, measured_peak
 from tuner.runtime.dist import RankInfo
@@ -38,7 +38,7 @@ from tuner.runtime.process import Collective, device_index, gloo_group
 from tuner.runtime.warned import pass_on
 from tuner.setup.probes import probe_inputs
 from tuner.setup.resolve import Resolved, check_division, model_spec, quantize_of, reference_of, rerouted, takes_several
-from tuner.setup.settled import rows_at_once
+from tuner.setup.settled import changed, rows_at_once
 from tuner.setup.timetable import Starts, Timetable, timetable
 from tuner.train.evaluate import HeldOut, check_metric, held_out
 from tuner.train.guard import Guard
@@ -102,7 +102,7 @@ def build(
     check_fits(tokenizer, resolved.config, prepared)
     check_logits(recipe.method, LogitTransform.of(resolved.config))
     rows = rows_at_once(recipe)
-    check_division(recipe.train.global_batch_size, rows, mesh.data_size)
+    check_division(recipe, rank_info.world_size)
     table, held = timetable(recipe, prepared, starts), held_out_rows(recipe, prepared)
     if task_of(recipe.checkpoint.keep_best, recipe.eval.tasks) is None:
         check_metric(recipe.checkpoint.keep_best, held, recipe.method.figures)
@@ -144,7 +144,7 @@ def build(
         mesh=mesh,
         probes=probes_of(recipe, _probed(recipe, prepared)),
         held_out=held,
-        mfu=MfuMeter(training_flops(train_state.root.model), peak, train_state.method.extra_forwards),
+        mfu=MfuMeter(training_flops(train_state.root.model), peak, train_state.method.extra_forwards, mesh.row_holders),
     )
 
 
@@ -237,9 +237,22 @@ def teacher_spec(taught: Resolved) -> AssemblySpec:
     return replace(spec, recompute="none", offload=False, tiles=False, padding=None, float8=False, rows=())
 
 
+def require_groups(recipe: Recipe, rank_info: RankInfo) -> None:
+    """Raise MachineError where so many processes do not divide into a recipe's groups, whichever way is sharded."""
+    shard = "full" if recipe.parallel.shard == "auto" else recipe.parallel.shard
+    mesh_of(changed(recipe, {"parallel.shard": shard}), rank_info)
+
+
 def mesh_of(recipe: Recipe, rank_info: RankInfo) -> Mesh:
     """The processes of a launch as a resolved recipe lays them out."""
-    return Mesh.of(rank_info, recipe.parallel.shard)
+    parallel = recipe.parallel
+    return Mesh.of(rank_info, MeshSpec(parallel.shard, parallel.tensor, parallel.sequence, parallel.expert))
+
+
+def weight_parts(recipe: Recipe, rank_info: RankInfo) -> int:
+    """Over how many processes a resolved recipe splits the weights of one copy of its model, and their state."""
+    mesh = mesh_of(recipe, rank_info)
+    return mesh.axes.get("shard", 1) * mesh.tensor
 
 
 def step_config_of(recipe: Recipe, device: torch.device, mesh: Mesh) -> StepConfig:
@@ -382,7 +395,7 @@ def _spread(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.de
     root = assemble(
         replace(spec, route=route),
         meta_model_of(resolved),
-        device_mesh=mesh.device_mesh(device.type),
+        meshes=mesh.device_meshes(device.type),
         give_values=lambda root: materialise(root, source[0] if source else None, device),
     )
     root.frozen_hash, root.weights_hash, root.why_apart, root.untouched = frozen, weights, why, untouched

@@ -21,7 +21,7 @@ from tuner.errors import DataError, RecipeError
 from tuner.rundir.layout import RECORD
 from tuner.runtime.files import read_json
 from tuner.setup.findings import Findings
-from tuner.setup.settled import rows_at_once, with_whole_batches
+from tuner.setup.settled import AXES, in_groups, rows_at_once, sharing, with_whole_batches
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt")
@@ -65,12 +65,26 @@ def _check_values(recipe: Recipe, found: Findings) -> None:
         found.add("model.dtype", "bf16 weights cannot be computed with in train.precision: fp32", "write dtype: auto")
     if (model.kernels, train.device) in {("liger", "cpu"), ("native", "cuda")}:
         found.add("model.kernels", f"{model.kernels} kernels are not for train.device: {train.device}", "write auto")
-    micro = rows_at_once(recipe)
-    processes, rows = recipe.parallel.processes, train.global_batch_size // micro
-    sizes = found.sound("train.global_batch_size", "train.micro_batch_size")
-    if isinstance(processes, int) and rows % processes and sizes:
-        good = ", ".join(str(count) for count in range(1, min(rows, 64) + 1) if rows % count == 0)
-        text = f"{train.global_batch_size} rows do not divide into {processes} processes of {micro}"
+    _check_processes(recipe, found)
+
+
+def _check_processes(recipe: Recipe, found: Findings) -> None:
+    """Check a written number of processes against the groups that share rows, and against the global batch."""
+    processes, shared, parallel = recipe.parallel.processes, sharing(recipe), recipe.parallel
+    if not isinstance(processes, int) or not found.sound("parallel"):
+        return
+    group = max(shared, parallel.tensor * parallel.expert)
+    if processes % group:
+        what = " times ".join(f"parallel.{key}" for key in AXES if getattr(parallel, key) > 1)
+        text = f"{processes} processes do not divide into groups of {group} ({what})"
+        found.add("parallel.processes", text, f"write a multiple of {group}")
+        return
+    micro, there = rows_at_once(recipe), processes // shared
+    rows = recipe.train.global_batch_size // micro
+    if rows % there and found.sound("train.global_batch_size", "train.micro_batch_size"):
+        good = ", ".join(str(count * shared) for count in range(1, min(rows, 64) + 1) if rows % count == 0)
+        groups = in_groups(recipe, processes) + (", each" if shared > 1 else "")
+        text = f"{recipe.train.global_batch_size} rows do not divide into {groups} of {micro}"
         found.add("parallel.processes", text, f"numbers that divide it: {good}")
 
 

@@ -26,8 +26,16 @@ from tuner.parallel.assemble import recomputed_count
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import check_fits, held_out_rows, mesh_of, meta_model_of, trainable_of
 from tuner.setup.findings import Findings
-from tuner.setup.resolve import ROUTES, Resolved, check_division, model_spec, quantize_of, require_apart, route_for
-from tuner.setup.settled import rows_at_once
+from tuner.setup.resolve import (
+    ROUTES,
+    Resolved,
+    check_division,
+    model_spec,
+    quantize_of,
+    require_apart,
+    require_axes,
+    route_for,
+)
 from tuner.train.evaluate import check_metric, require_metric, source_names
 from tuner.train.methods.method import check_logits
 from tuner.train.optimizer import chosen_groups, coded_matrices, hidden_matrices
@@ -50,6 +58,8 @@ def check_model(recipe: Recipe, directory: Path, found: Findings) -> str | None:
                 require_apart(recipe.data.packing is True, route, why)
         if recipe.model.init == "pretrained" and not holds_codes(str(directory), None):
             _check_shapes(recipe, directory, model, found)
+        with found.of("parallel.tensor"):
+            require_axes(recipe.parallel, model)
         check_parts(recipe, model, found)
         if recipe.model.init_from and not recipe.tokenizer.add_tokens and not found.problems:
             from tuner.setup.initial import check_initial
@@ -69,8 +79,7 @@ def check_setup(
     with found.of("method.use"):
         check_logits(recipe.method, LogitTransform.of(resolved.config))
     with found.of("train.global_batch_size"):
-        size = mesh_of(recipe, rank_info).data_size
-        check_division(recipe.train.global_batch_size, rows_at_once(recipe), size)
+        check_division(recipe, mesh_of(recipe, rank_info).size)
     with found.of("checkpoint.keep_best"):
         check_metric(recipe.checkpoint.keep_best, held_out_rows(recipe, prepared), recipe.method.figures)
     if not found.problems:

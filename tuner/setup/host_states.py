@@ -7,7 +7,7 @@ from tuner.runtime.console import Console
 from tuner.runtime.device import host_memory
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
-from tuner.setup.build import mesh_of, trained_count
+from tuner.setup.build import trained_count, weight_parts
 from tuner.setup.less_memory import less_memory
 from tuner.setup.resolve import Resolved
 from tuner.train.host_adamw import DOWN_BYTES, STATE_BYTES, UP_BYTES, buffer_bytes
@@ -36,7 +36,10 @@ def announce_host_states(console: Console, resolved: Resolved, rank_info: RankIn
 
 
 def host_bytes(resolved: Resolved, trained: int, rank_info: RankInfo) -> int:
-    """Bytes of one machine's memory that its processes take for the states of so many trained parameters."""
-    local, mesh = rank_info.local_world_size, mesh_of(resolved.recipe, rank_info)
-    of_process = -(-trained // mesh.axes.get("shard", 1))
+    """Bytes of one machine's memory that its processes take for the states of so many trained parameters.
+
+    Norms, which no tensor group splits, count as if they were split.
+    """
+    local, parts = rank_info.local_world_size, weight_parts(resolved.recipe, rank_info)
+    of_process = -(-trained // parts)
     return local * (STATE_BYTES * of_process + buffer_bytes(of_process))

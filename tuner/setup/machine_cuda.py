@@ -26,6 +26,8 @@ def examine_cuda() -> Iterator[Check]:
     yield _liger()
     yield _page_lock()
     yield _allocator()
+    if torch.cuda.device_count() > 1:
+        yield _links(torch.cuda.device_count())
     if RankInfo.is_given():
         yield _own_device()
 
@@ -72,6 +74,24 @@ def _allocator() -> Check:
     means = "memory of the device is kept in blocks of fixed size: tensors of several sizes leave holes in it"
     where = "WSL's driver has no expandable segments" if is_wsl() else "no expandable segments"
     return Check("allocator", "warning" if is_wsl() else "missing", where, means, f"export {ALLOCATOR}={SEGMENTS}")
+
+
+def _links(count: int) -> Check:
+    """Whether the GPUs of this machine reach each other, as groups that compute layers and rows together want it."""
+    pairs = [(one, other) for one in range(count) for other in range(count) if one != other]
+    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    sizes = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
+    groups = f"groups of {sizes} are possible"
+    if not apart:
+        return Check("links", "ok", f"{count} GPUs, each reaches the others' memory: {groups}")
+    one, other = apart[0]
+    return Check(
+        "links",
+        "warning",
+        f"{count} GPUs, of which {one} does not reach the memory of {other}: {groups}",
+        "what parallel.tensor, sequence and expert exchange goes through the host's memory, and is waited for",
+        "parallel.shard alone sends while it computes",
+    )
 
 
 def _own_device() -> Check:

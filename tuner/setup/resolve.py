@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from tuner.config.methods import Method, head_of
 from tuner.config.optimizers import MuonOptimizer, keeps_states_on_host, rounds_by_chance
-from tuner.config.recipe import LowRankAdapter, Recipe
+from tuner.config.recipe import LowRankAdapter, ParallelSection, Recipe
 from tuner.errors import MachineError, RecipeError
 from tuner.model.build import ModelSpec, dropouts_of, generation_config, is_part, meta_model, model_config
 from tuner.model.kernels import has_liger
@@ -27,7 +27,7 @@ from tuner.runtime.device import (
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import device_index
 from tuner.setup.precision import float8_reason, frozen_dtype, kernels_problem, precision_for, require_precision
-from tuner.setup.settled import changed, rows_at_once
+from tuner.setup.settled import changed, copy_on_each_machine, in_groups, rows_at_once, sharing
 
 if TYPE_CHECKING:
     from tuner.model.quantize.layers import QuantizeSpec
@@ -77,6 +77,7 @@ def resolve(
     spec = model_spec(recipe, new_ids)
     config = model_config(spec)
     meta = meta_model(config, torch.float32, spec.head)
+    require_axes(recipe.parallel, meta)
     n_parameters = sum(p.numel() for p in meta.parameters())
     reasons = _dropout_reason(spec) | _trained_part(spec, meta) | float8_reason(recipe.train.precision, meta)
     values: dict[str, dict[str, Any]] = {}
@@ -87,9 +88,8 @@ def resolve(
             reasons[f"{section}.{key}"] = reason
 
     settle("train", "device", facts.kind, facts.name)
-    memory = "cpu" if facts.kind == "cpu" else "not predicted"
     for key, value in WITHOUT_PREDICTION.items():
-        settle("train", key, value, memory)
+        settle("train", key, value, "cpu" if facts.kind == "cpu" else "not predicted")
     settle("train", "mock_batch", facts.kind == "cuda", facts.kind)
     settle("checkpoint", "async_save", *_async_save(recipe, facts, n_parameters, rank_info))
     precision, why = precision_for(recipe.train.precision, facts)
@@ -109,7 +109,7 @@ def resolve(
     if isinstance(recipe.optimizer, MuonOptimizer):
         settle("optimizer", "adamw_lr", values.get("optimizer", {}).get("lr", recipe.optimizer.lr), "that of lr")
     settle("parallel", "processes", rank_info.world_size, "as started")
-    machines = rank_info.world_size > rank_info.local_world_size
+    machines = copy_on_each_machine(recipe, rank_info)
     settle("parallel", "shard", "hybrid" if machines else "full", "several machines" if machines else "one machine")
     settle("parallel", "accumulate", *_accumulated())
     settle("data", "max_length", max_length, "as prepared")
@@ -279,9 +279,7 @@ def _async_save(recipe: Recipe, facts: DeviceFacts, n_parameters: int, rank_info
     return fits, facts.kind if fits else "too little memory of the host for copies"
 
 
-def _compiled(
-    recipe: Recipe, facts: DeviceFacts, config: PretrainedConfig, no_triton: str | None
-) -> tuple[bool, str]:
+def _compiled(recipe: Recipe, facts: DeviceFacts, config: PretrainedConfig, no_triton: str | None) -> tuple[bool, str]:
     """Whether decoder layers are compiled, and why. Raises MachineError where they shall be and cannot.
 
     Not where transformers notes what routers say, from inside the layers: RecipeError for what is written.
@@ -297,6 +295,12 @@ def _compiled(
     if recipe.train.compile == "auto":
         if recipe.prober.steps:
             return False, "modules are looked into (prober.steps)"
+        if recipe.parallel.expert > 1:
+            return False, "tokens are sent to their experts (parallel.expert)"
+        if recipe.parallel.sequence > 1:
+            return False, "rows are cut over processes (parallel.sequence)"
+        if recipe.parallel.tensor > 1:
+            return False, "layers are split over processes (parallel.tensor)"
         if facts.kind != "cuda" or problem is not None or no_triton is not None:
             return False, problem or no_triton or facts.kind
         return recipe.data.packs_rows, facts.kind if recipe.data.packs_rows else "rows of many lengths"
@@ -364,13 +368,26 @@ def _check_numerics(recipe: Recipe, facts: DeviceFacts) -> None:
         )
 
 
-def check_division(global_batch_size: int, micro_batch_size: int, processes: int) -> None:
-    """Raise RecipeError, listing what would do, where a global batch does not divide into whole micro-batches."""
-    if global_batch_size % (micro_batch_size * processes):
-        numbers = range(1, min(global_batch_size, 64) + 1)
-        allowed = [n for n in numbers if global_batch_size % (micro_batch_size * n) == 0]
+def require_axes(parallel: ParallelSection, model: PreTrainedModel) -> None:
+    """Raise RecipeError where a model, which may lie on the meta device, cannot have the axes of a recipe."""
+    if parallel.tensor * parallel.sequence * parallel.expert > 1:
+        from tuner.setup.axes import check_axes  # few launches have any
+
+        check_axes(model, parallel)
+
+
+def check_division(recipe: Recipe, processes: int) -> None:
+    """Raise RecipeError, listing what would do, where a global batch does not divide into whole micro-batches.
+
+    ``processes`` are all of a launch, in whole groups of those that share rows.
+    """
+    rows, micro, shared = recipe.train.global_batch_size, rows_at_once(recipe), sharing(recipe)
+    there = processes // shared
+    if rows % (micro * there):
+        numbers = range(1, min(rows, 64) + 1)
+        allowed = ", ".join(str(number * shared) for number in numbers if rows % (micro * number) == 0)
+        groups = in_groups(recipe, processes) + (", each" if shared > 1 else "")
         raise RecipeError(
-            f"train.global_batch_size: {global_batch_size} rows do not divide into {processes} processes of "
-            f"{micro_batch_size} rows",
-            hint=f"numbers of processes (parallel.processes) that divide it: {', '.join(map(str, allowed))}",
+            f"train.global_batch_size: {rows} rows do not divide into {groups} of {micro} rows",
+            hint=f"numbers of processes (parallel.processes) that divide it: {allowed}",
         )

@@ -16,6 +16,8 @@ from tuner.runtime.dist import RankInfo
 MICRO, LEVEL, SHARD = "train.micro_batch_size", "train.gradient_checkpointing", "parallel.shard"
 TILED, OFFLOAD = "train.tiled_mlp", "train.offload_activations"
 BATCH = "train.global_batch_size"
+AXES = ("tensor", "sequence", "expert")
+"""Keys of `parallel` whose processes compute a layer or a row together, or have its experts between them."""
 PREDICTED = (MICRO, LEVEL, SHARD, TILED, OFFLOAD)
 """Keys whose `auto` is settled by prediction on CUDA."""
 
@@ -52,6 +54,23 @@ def value_of(recipe: Recipe, key: str) -> Any:
     return getattr(getattr(recipe, section), name)
 
 
+def data_processes(recipe: Recipe, processes: int) -> int:
+    """Of so many processes, those that compute rows of their own: the others share the rows of one of them."""
+    return max(1, processes // sharing(recipe))
+
+
+def sharing(recipe: Recipe) -> int:
+    """How many processes compute the same rows."""
+    return recipe.parallel.tensor * recipe.parallel.sequence
+
+
+def in_groups(recipe: Recipe, processes: int) -> str:
+    """The processes of a launch in words, in groups where some share rows."""
+    words = f"{processes} process{'es' if processes > 1 else ''}"
+    there = data_processes(recipe, processes)
+    return words if there == processes else f"{there} group{'s' if there > 1 else ''} of {processes // there} processes"
+
+
 def left_open(recipe: Recipe, processes: int) -> tuple[str, ...]:
     """The keys that are left to a prediction; a single process has nothing to shard."""
     return tuple(key for key in PREDICTED if value_of(recipe, key) == "auto" and (key != SHARD or processes > 1))
@@ -61,9 +80,17 @@ def ways_to_shard(recipe: Recipe, rank_info: RankInfo) -> tuple[str, ...]:
     """Values of parallel.shard in the order in which they are wanted: the one with the least to send first."""
     if recipe.parallel.shard != "auto":
         return (recipe.parallel.shard,)
-    adapted = recipe.adapter.kind != "none" and rank_info.world_size > 1
-    machines = 1 < rank_info.local_world_size < rank_info.world_size
+    is_whole = recipe.parallel.tensor == recipe.parallel.expert == 1
+    adapted = is_whole and recipe.adapter.kind != "none" and rank_info.world_size > 1
+    machines = rank_info.local_world_size > 1 and copy_on_each_machine(recipe, rank_info)
     return (*(["none"] if adapted else []), *(["hybrid"] if machines else []), "full")
+
+
+def copy_on_each_machine(recipe: Recipe, rank_info: RankInfo) -> bool:
+    """Whether there are several machines, each of which can hold a copy of the model in groups of its own."""
+    local, parallel = rank_info.local_world_size, recipe.parallel
+    group = parallel.tensor * max(parallel.sequence, parallel.expert)
+    return rank_info.world_size > local and local % group == 0
 
 
 def rows_at_once(recipe: Recipe) -> int:
@@ -85,13 +112,14 @@ def without_prediction(recipe: Recipe) -> Recipe:
 
 def whole_batches(loaded: LoadedRecipe, processes: int) -> Settled:
     """The default global batch made one that these processes divide; nothing of one that is written, or divides."""
-    train = loaded.recipe.train
-    unit, rows = rows_at_once(loaded.recipe) * processes, train.global_batch_size
+    train, there = loaded.recipe.train, data_processes(loaded.recipe, processes)
+    unit, rows = rows_at_once(loaded.recipe) * there, train.global_batch_size
     default = TrainSection.model_fields["global_batch_size"].default
     if BATCH in loaded.origins or rows != default or rows % unit == 0:
         return Settled()
     near = max(1, int(rows / unit + 0.5)) * unit
-    of = f"{processes} processes" if unit == processes else f"{processes} processes of {unit // processes} rows"
+    groups = in_groups(loaded.recipe, processes)
+    of = groups if unit == there else f"{groups} of {unit // there} rows"
     return Settled({BATCH: near}, {BATCH: f"the default of {rows} rows does not divide into {of}"})
 
 
@@ -132,6 +160,7 @@ def with_batch_of(record: Mapping[str, Any] | None, loaded: LoadedRecipe) -> Loa
 def reopened(record: Mapping[str, Any] | None, loaded: LoadedRecipe, processes: int) -> LoadedRecipe:
     """The recipe with the micro-batch left open that its run settled, where these processes do not divide it."""
     train, rows = loaded.recipe.train, settled_in(record).get(MICRO)
-    if rows is None or train.micro_batch_size != rows or train.global_batch_size % (rows * processes) == 0:
+    there = data_processes(loaded.recipe, processes)
+    if rows is None or train.micro_batch_size != rows or train.global_batch_size % (rows * there) == 0:
         return loaded
     return replace(loaded, recipe=changed(loaded.recipe, {MICRO: "auto"}))

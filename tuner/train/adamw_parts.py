@@ -23,9 +23,10 @@ class Moment:
 
 @dataclass(frozen=True)
 class Part:
-    """What a step works on: a process's rows of a parameter, all ``[rows, width]``, changed in place.
+    """What a step works on: rows of a parameter, or columns of rows, all ``[rows, width]``, changed in place.
 
-    ``first_row`` is the first of them in the whole parameter. Weights are bf16 and rounded by chance with a ``key``, an
+    ``first_row`` and ``first_column``, a multiple of 4, are the first of them in the whole parameter, whose rows have
+    ``whole_width`` numbers; without it, as many as here. Weights are bf16 and rounded by chance with a ``key``, an
     int64 scalar, and float32 without.
     """
 
@@ -35,6 +36,8 @@ class Part:
     square: Moment
     first_row: int = 0
     key: torch.Tensor | None = None
+    first_column: int = 0
+    whole_width: int | None = None
 
 
 @dataclass(frozen=True)

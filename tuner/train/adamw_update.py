@@ -86,6 +86,8 @@ def _update_native(part: Part, step: Step) -> None:
         rows=rows,
         width=width,
         first_row=part.first_row,
+        first_column=part.first_column,
+        whole_width=part.whole_width or width,
         bfloat_gradient=part.gradient.dtype == torch.bfloat16,
         by_chance=part.key is not None,
         coded=part.average.scales is not None,
@@ -120,7 +122,8 @@ def _update_piece(part: Part, step: Step, where: tuple[slice, slice]) -> None:
     new = weight.float() * numbers[DECAY] - average / size * numbers[RATE]
     if part.key is not None:
         whole = range(part.first_row + rows.start, part.first_row + rows.stop)
-        new = rounded(new, noise(part.key, whole, range(columns.start, columns.stop), part.weight.shape[1]))
+        across = range(part.first_column + columns.start, part.first_column + columns.stop)
+        new = rounded(new, noise(part.key, whole, across, part.whole_width or part.weight.shape[1]))
     keep = None if step.bad is None else step.bad <= 0
     _put(weight, new, keep)
     _write(part.average, average, step.average_codes, where, keep)

@@ -1,18 +1,21 @@
 """AdamW with moments in 8 bits (Dettmers et al. 2022) or of bf16 weights, whose updates are rounded by chance.
 
-The state of a matrix is as many plain tensors that lie over the processes by rows, as the matrix does, and nothing in
-an update depends on which process holds which rows: runs are saved, resharded and resumed bit for bit.
+The state of a matrix is as many plain tensors that lie over the processes as the matrix does, and nothing in an update
+depends on which process holds which rows, or which columns: runs are saved, resharded and resumed bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tuner.config.optimizers import AdamwOptimizer
-from tuner.parallel.fsdp import Layout
+from tuner.errors import RecipeError
+from tuner.parallel.layouts import Layout
+from tuner.runtime.parts import Box
 from tuner.train.adamw_parts import (
     BETA1,
     BETA2,
@@ -28,8 +31,8 @@ from tuner.train.adamw_parts import (
     Step,
 )
 from tuner.train.adamw_update import update
-from tuner.train.moment_codes import CodeMap, code_map, placed, rows_of, scales_shape
-from tuner.train.stochastic import name_keys, step_keys
+from tuner.train.moment_codes import BLOCK, CodeMap, code_map, placed, rows_of, scales_shape
+from tuner.train.stochastic import LANES, name_keys, step_keys
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -38,7 +41,8 @@ class CompactAdamW(torch.optim.Optimizer):
     """Its parameters are a process's parts as plain tensors; ``coded`` are those whose moments have 8 bits.
 
     ``found_inf`` and ``grad_scale`` are honoured on the device, as torch's fused optimizers do. All parameters have one
-    count of updates. ``seed`` is of the rounding.
+    count of updates. ``seed`` is of the rounding. Raises RecipeError for a parameter whose rows are split where its
+    blocks, or the random numbers for it, are not.
     """
 
     found_inf: torch.Tensor | None = None
@@ -53,7 +57,7 @@ class CompactAdamW(torch.optim.Optimizer):
         seed: int,
     ) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
-        self._layouts, self._section = layouts, section
+        self._section = section
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         names = [name for group in self.param_groups for name in group["names"]]
         device = parameters[0].device
@@ -62,7 +66,10 @@ class CompactAdamW(torch.optim.Optimizer):
         self._keys: torch.Tensor | None = None
         if section.rounding == "stochastic":
             self._keys = placed(name_keys(seed, names), torch.int64, device)
-        for parameter in parameters:
+        self._pieces: dict[torch.Tensor, list[_Piece]] = {}
+        for name, parameter in zip(names, parameters, strict=True):
+            unit = BLOCK if parameter in coded else LANES
+            self._pieces[parameter] = _pieces(name, layouts[parameter], unit)
             state = _coded(parameter, self._maps) if parameter in coded else _numbers(parameter)
             self.state[parameter] = {"step": self._step, **state}
         beta1, beta2 = section.betas
@@ -83,7 +90,8 @@ class CompactAdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     key = None if keys is None or parameter.dtype == torch.float32 else keys[number]
-                    update(self._part(parameter, key), step)
+                    for piece in self._pieces[parameter]:
+                        update(self._part(parameter, piece, key), step)
                 number += 1
 
     def _prepare(self, group: dict[str, Any], numbers: torch.Tensor) -> None:
@@ -98,20 +106,69 @@ class CompactAdamW(torch.optim.Optimizer):
         numbers[RATE].copy_(group["lr"] / (1 - beta1**count))
         numbers[ROOT].copy_((1 - beta2**count).sqrt())
 
-    def _part(self, parameter: torch.Tensor, key: torch.Tensor | None) -> Part:
-        """A parameter, its gradient and its moments as rows."""
-        state, layout, gradient = self.state[parameter], self._layouts[parameter], parameter.grad
+    def _part(self, parameter: torch.Tensor, piece: _Piece, key: torch.Tensor | None) -> Part:
+        """Rows of a parameter that lie together, of its gradient and of its moments."""
+        state, gradient, own = self.state[parameter], parameter.grad, piece.rows
         assert gradient is not None, "the caller has looked"
         assert (key is None) == (parameter.dtype == torch.float32), "bf16 weights are trained by chance alone"
-        shape = (parameter.shape[0] if parameter.ndim else 1, rows_of(layout.shape)[1])
+        shape = rows_of(parameter.shape)
         average, square = (
-            Moment(state[name].view(shape), None)
+            Moment(state[name].view(shape)[own], None)
             if name in state
-            else Moment(state[f"{name}_codes"].view(shape), state[f"{name}_scales"])
+            else Moment(state[f"{name}_codes"].view(shape)[own], state[f"{name}_scales"][own])
             for name in MOMENTS
         )
-        weight = parameter.detach().view(shape)
-        return Part(gradient.contiguous().view(shape), weight, average, square, layout.first_row, key)
+        weight = parameter.detach().view(shape)[own]
+        numbers = gradient.contiguous().view(shape)[own]
+        return Part(numbers, weight, average, square, piece.first_row, key, piece.first_column, piece.whole_width)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of a process's part of a parameter that lie together in the whole, and where: as :class:`Part` has it."""
+
+    rows: slice
+    first_row: int
+    first_column: int
+    whole_width: int
+
+
+def _pieces(name: str, layout: Layout, unit: int) -> list[_Piece]:
+    """What a process has of a parameter, whose rows may be cut at multiples of ``unit`` numbers alone.
+
+    Raises RecipeError where they are cut elsewhere, on any process.
+    """
+    width = rows_of(layout.shape)[1]
+    for part in layout.parts:
+        for box in part.boxes:
+            columns = _columns(box, layout.shape) if box.sizes[1:] == part.shape[1:] else None
+            if columns is None or columns.start % unit or (columns.stop % unit and columns.stop != width):
+                what = "blocks of 8-bit states" if unit == BLOCK else "random numbers of optimizer.rounding: stochastic"
+                raise RecipeError(
+                    f"{name}: its rows of {width:,} numbers are split where the {what} are not, at other numbers than "
+                    f"multiples of {unit}",
+                    hint="write optimizer.state: fp32"
+                    if unit == BLOCK
+                    else "write optimizer.rounding: nearest, or take fewer processes for parallel.tensor",
+                )
+    found = []
+    for box in layout.own.boxes:
+        rows, columns = slice(0, 1), _columns(box, layout.shape)
+        if layout.shape:
+            rows = slice(box.at[0], box.at[0] + box.sizes[0])
+        assert columns is not None, "all parts have been looked at"
+        found.append(_Piece(rows, box.offsets[0] if layout.shape else 0, columns.start, width))
+    return found
+
+
+def _columns(box: Box, shape: torch.Size) -> range | None:
+    """Which numbers of its rows a box has, None where they do not lie together: one dimension alone may be split."""
+    start, count, inner = 0, 1, 1
+    for dim in reversed(range(1, len(shape))):
+        if count != inner and box.sizes[dim] > 1:
+            return None
+        start, count, inner = start + box.offsets[dim] * inner, count * box.sizes[dim], inner * shape[dim]
+    return range(start, start + count)
 
 
 def _coded(parameter: torch.Tensor, maps: tuple[CodeMap, CodeMap]) -> dict[str, torch.Tensor]:

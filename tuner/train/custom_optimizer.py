@@ -10,7 +10,7 @@ import torch
 
 from tuner.config.optimizers import CustomOptimizer
 from tuner.errors import PluginError, RecipeError, TunerError
-from tuner.parallel.fsdp import Layout
+from tuner.parallel.layouts import Layout
 from tuner.runtime.plugins import load, naming, require_call, source_file
 
 
@@ -66,7 +66,8 @@ def build_own_optimizer(
     if not section.elementwise and any(layout.group is not None for layout in layouts.values()):
         raise RecipeError(
             f"optimizer.use {section.use} would see parts of sharded parameters",
-            hint="write elementwise: true if each element's update needs no other, or parallel.shard: none",
+            hint="write elementwise: true if each element's update needs no other, or parallel.shard: none and no "
+            "other axis of parallel",
         )
     factory = load(section.use, "tuner.optimizers")
     require_call(factory, section.use, ("groups",), {"lr": section.lr, **section.options})

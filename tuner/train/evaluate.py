@@ -25,7 +25,7 @@ from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import sync_gradients
 from tuner.runtime.device import to_device
 from tuner.train.methods.method import Method
-from tuner.train.step import StepConfig, TrainState
+from tuner.train.step import StepConfig, TrainState, positions_of
 
 if TYPE_CHECKING:
     from tuner.train.routing import HeldOutRouting
@@ -185,6 +185,7 @@ def evaluate(
     both = torch.stack([sums, torch.as_tensor(counts).to(sums)])
     if dist.is_initialized():
         dist.all_reduce(both)
+        both /= step_config.mesh.row_holders
     totals, numbers = both.tolist()
     parts = {
         name: Evaluation(total / number, int(number))
@@ -202,7 +203,7 @@ def _routing(root: CausalLM, step_config: StepConfig) -> "HeldOutRouting | None"
         return None
     from tuner.train.routing import HeldOutRouting
 
-    return HeldOutRouting(root.router_loss, step_config.device)
+    return HeldOutRouting(root.router_loss, step_config.mesh, step_config.device)
 
 
 def _evaluate_terms(
@@ -267,12 +268,12 @@ def batch_losses(
     root: CausalLM, step_config: StepConfig, batch: Batch, positions: npt.NDArray[np.int64]
 ) -> torch.Tensor:
     """float32 ``[N]``: the losses at N trained positions of one batch, on the device."""
-    ids, places, at, targets = (
+    ids, places, targets = (
         to_device(array, step_config.device)
-        for array in (batch.input_ids, batch.position_ids, positions, batch.targets[positions])
+        for array in (batch.input_ids, batch.position_ids, batch.targets[positions])
     )
     with step_config.autocast():
-        return root.losses(ids, places, batch.lengths, at, targets)
+        return root.losses(ids, places, batch.lengths, positions_of(positions, step_config), targets)
 
 
 def _stem(name: str) -> str:

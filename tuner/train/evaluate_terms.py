@@ -59,8 +59,8 @@ class Sources:
 class Totals:
     """Sums of a method's terms and what they are divided by, of each source, in float64; read once."""
 
-    def __init__(self, sources: int, device: torch.device) -> None:
-        self._sources, self._device = sources, device
+    def __init__(self, sources: int, step_config: StepConfig) -> None:
+        self._sources, self._device, self._mesh = sources, step_config.device, step_config.mesh
         self._terms: Terms | None = None
         self._names: tuple[str, ...] = ()
         self._sums = torch.empty(0)
@@ -81,6 +81,8 @@ class Totals:
         both = torch.cat([self._sums, torch.as_tensor(self._counts).to(self._sums)], 1)
         if dist.is_initialized():
             dist.all_reduce(both)
+            both[:, : self._sums.shape[1]] /= self._mesh.tensor
+            both[:, self._sums.shape[1] :] /= self._mesh.row_holders
         each = [self._means(row) for row in both.tolist()]
         return self._means(both.sum(0).tolist()), each
 
@@ -111,7 +113,7 @@ def term_means(
     Documents of one source go through the model by themselves. No document sees another: nothing changes by that but
     whose figures they are. What their routers choose is counted by ``routing``.
     """
-    totals = Totals(sources.count, step_config.device)
+    totals = Totals(sources.count, step_config)
     sync_gradients(root, True)
     for index in range(batches.steps_per_epoch):
         step = batches.step(index)

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tuner.data.batches import Batch
 from tuner.model.build import decoder_blocks
 from tuner.model.observe import Observation, observe
 from tuner.model.root import CausalLM, embedding_parameters, outer_parameters
-from tuner.parallel.fsdp import local, sum_of_squares
+from tuner.parallel.fsdp import holders, local, sum_of_squares
 from tuner.parallel.mesh import Mesh
 from tuner.runtime import phase
 from tuner.runtime.device import to_device
@@ -28,8 +27,8 @@ from tuner.train.step import StepConfig, TrainState
 
 WEIGHTS, GRADIENTS, UPDATES = "weight_rms", "grad_rms", "update_rms"
 OUTPUTS, LOGITS, DEAD = "activation_rms", "attention_logit_max", "dead_share"
-BUSIEST, UNUSED, ENTROPY = "router_busiest", "router_unused", "router_entropy"
-FIGURES = (WEIGHTS, GRADIENTS, UPDATES, OUTPUTS, LOGITS, DEAD, BUSIEST, UNUSED, ENTROPY)
+BUSIEST, UNUSED, ENTROPY, PROCESS = "router_busiest", "router_unused", "router_entropy", "router_busiest_process"
+FIGURES = (WEIGHTS, GRADIENTS, UPDATES, OUTPUTS, LOGITS, DEAD, BUSIEST, UNUSED, ENTROPY, PROCESS)
 """By their names in metrics.jsonl, before a slash and the name of a layer."""
 EMBEDDING, OUTPUT, REST = "embedding", "output", "rest"
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -111,8 +110,7 @@ class StepWatch:
 
     def _share(self, parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
         """This process's share of a sum of squares over a parameter, or over what has its shape."""
-        holders = self._mesh.copies if isinstance(parameter, DTensor) else self._mesh.size
-        return sum_of_squares([part]) / holders if part.numel() else self._zero()
+        return sum_of_squares([part]) / holders(parameter, self._mesh) if part.numel() else self._zero()
 
     def _zero(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._state.step_config.device)
@@ -163,10 +161,14 @@ class Inside:
             rows[self.mesh.rank] = own if self.counts else -torch.inf
             found[LOGITS] = rows
         for layer, alive in seen.alive.items():
-            found[f"{DEAD}/{layer}"] = alive.double() * weight
+            # Processes that compute a layer together may have units of their own, each in a row of its own here.
+            units = alive.new_zeros(self.mesh.tensor, len(alive), dtype=torch.float64)
+            units[self.mesh.index("tensor")] = alive.double() * weight
+            found[f"{DEAD}/{layer}"] = units
         for layer, router in seen.routers.items():
             found[f"{BUSIEST}/{layer}"] = router.chosen * weight
-            found[f"{ENTROPY}/{layer}"] = router.entropy[None] * weight
+            if router.entropy is not None:
+                found[f"{ENTROPY}/{layer}"] = router.entropy[None] * weight
         return found
 
     def figures(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -181,18 +183,22 @@ class Inside:
         for layer in seen.alive:
             found[f"{DEAD}/{layer_name(layer)}"] = float((sums[f"{DEAD}/{layer}"] == 0).double().mean())
         for layer in seen.routers:
-            found |= self._of_router(layer_name(layer), sums[f"{BUSIEST}/{layer}"], sums[f"{ENTROPY}/{layer}"])
+            found |= self._of_router(layer_name(layer), sums[f"{BUSIEST}/{layer}"], sums.get(f"{ENTROPY}/{layer}"))
         return found
 
-    def _of_router(self, layer: str, chosen: torch.Tensor, entropy: torch.Tensor) -> dict[str, float]:
-        """How even one router's choices are: 1 is even, for the busiest expert and for the entropy."""
-        experts, total = len(chosen), float(chosen.sum())
-        tokens = max(total / self.observation.per_token, 1.0)
-        return {
-            f"{BUSIEST}/{layer}": float(chosen.max()) * experts / max(total, 1.0),
+    def _of_router(self, layer: str, chosen: torch.Tensor, entropy: torch.Tensor | None) -> dict[str, float]:
+        """How even one router's choices are: 1 is even, for the busiest expert or process and for the entropy."""
+        experts, total = len(chosen), max(float(chosen.sum()), 1.0)
+        found = {
+            f"{BUSIEST}/{layer}": float(chosen.max()) * experts / total,
             f"{UNUSED}/{layer}": float((chosen == 0).double().mean()),
-            f"{ENTROPY}/{layer}": float(entropy) / tokens / math.log(experts) if experts > 1 else 1.0,
         }
+        if entropy is not None:
+            tokens = max(total / self.observation.per_token, 1.0)
+            found[f"{ENTROPY}/{layer}"] = float(entropy) / tokens / math.log(experts) if experts > 1 else 1.0
+        if (spread := self.mesh.expert) > 1:  # what each process of a group has to compute, added up over groups
+            found[f"{PROCESS}/{layer}"] = float(chosen.view(spread, -1).sum(1).max()) * spread / total
+        return found
 
 
 def added_up(sums: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:

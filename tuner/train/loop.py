@@ -33,8 +33,8 @@ def train_loop(
             scalars = leave_out_step(state) if left_out else optimizer_step(state, index, of_step, factor)
         progress.advance(of_step)
         lr = state.optimizer.peak_lr * factor
-        tasks.after_step(TakenStep(
-            index, of_step, progress.epoch, progress.tokens, lr, batches.waited_s, scalars, left_out
-        ))
+        tasks.after_step(
+            TakenStep(index, of_step, progress.epoch, progress.tokens, lr, batches.waited_s, scalars, left_out)
+        )
     tasks.finish(progress.is_finished)
     return progress.is_finished

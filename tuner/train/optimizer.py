@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -24,12 +24,15 @@ from tuner.config.optimizers import (
 from tuner.config.recipe import Optimizer
 from tuner.errors import RecipeError
 from tuner.model.freeze import select
-from tuner.parallel.fsdp import Layout, local
+from tuner.parallel.fsdp import local
 from tuner.runtime.torch_private import divide_
 from tuner.runtime.warned import pass_on
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
+
     from tuner.model.touched_rows import TouchedRows
+    from tuner.parallel.layouts import Layout
     from tuner.train.custom_optimizer import OwnOptimizer
     from tuner.train.host_adamw import HostAdamW
     from tuner.train.row_adamw import RowAdamW
@@ -169,13 +172,13 @@ def build_optimizer(
     that are updated row by row. Raises RecipeError where the section does not fit the parameters.
     """
     held = {name: _held(parameter) for name, parameter in parameters.items()}
-    layouts: dict[torch.Tensor, Layout] = {held[name]: Layout.of(parameter) for name, parameter in parameters.items()}
     lr, own = float(section.lr), chosen_groups(parameters, section.groups)
 
     def groups(names: Iterable[str], lr: float) -> list[dict[str, Any]]:
         found = group_parameters({name: parameters[name] for name in names}, lr, section.weight_decay, own)
         return [{"params": [held[name] for name in group["names"]], **group} for group in found]
 
+    layouts = partial(_layouts, parameters, held)
     optimizers: list[torch.optim.Optimizer | OwnOptimizer]
     rest = {name: parameter for name, parameter in parameters.items() if name not in touched}
     match section:
@@ -196,18 +199,18 @@ def build_optimizer(
         case AdafactorOptimizer():
             from tuner.train.sharded import ShardedAdafactor
 
-            optimizers = [ShardedAdafactor(groups(rest, lr), layouts, section)]
+            optimizers = [ShardedAdafactor(groups(rest, lr), layouts(), section)]
         case MuonOptimizer():
             from tuner.train.sharded import ShardedMuon
 
             hidden = hidden_matrices(rest, outer)
-            optimizers = [ShardedMuon(groups(hidden, lr), layouts, section)]
+            optimizers = [ShardedMuon(groups(hidden, lr), layouts(), section)]
             if others := [name for name in rest if name not in set(hidden)]:
                 optimizers.append(_adamw(groups(others, float(section.adamw_lr)), section.betas, section.eps))
         case CustomOptimizer():
             from tuner.train.custom_optimizer import build_own_optimizer
 
-            optimizers = [build_own_optimizer(section, groups(rest, lr), layouts)]
+            optimizers = [build_own_optimizer(section, groups(rest, lr), layouts())]
     of_rows = None
     if touched:
         of_rows = _row_adamw(section, touched, {held[name]: one for name, one in touched.items()}, groups)
@@ -216,11 +219,18 @@ def build_optimizer(
     return OptimizerSet(parameters, held, optimizers, takes_flag, peak_lr=lr, of_rows=of_rows)
 
 
+def _layouts(parameters: Mapping[str, nn.Parameter], held: Mapping[str, nn.Parameter]) -> dict[torch.Tensor, Layout]:
+    """How each parameter lies over processes, by what this one holds of it."""
+    from tuner.parallel.layouts import layouts_of  # an update of single elements needs none
+
+    return dict(zip((held[name] for name in parameters), layouts_of(parameters.values()), strict=True))
+
+
 def _adamw_and_compact(
     section: AdamwOptimizer,
     parameters: Mapping[str, nn.Parameter],
     coded: Sequence[str],
-    layouts: Mapping[torch.Tensor, Layout],
+    layouts: Callable[[], Mapping[torch.Tensor, Layout]],
     groups: Grouped,
     seed: int,
 ) -> list[torch.optim.Optimizer | OwnOptimizer]:
@@ -232,7 +242,7 @@ def _adamw_and_compact(
         from tuner.train.compact_adamw import CompactAdamW
 
         codes = {parameter for group in groups(coded, lr) for parameter in group["params"]}
-        found.append(CompactAdamW(groups(compact, lr), layouts, codes, section, seed))
+        found.append(CompactAdamW(groups(compact, lr), layouts(), codes, section, seed))
     if others := [name for name in parameters if name not in set(compact)]:
         found.append(_adamw(groups(others, lr), section.betas, section.eps))
     return found
@@ -347,26 +357,37 @@ def _as_sharded(moment: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.
     if not isinstance(like, DTensor):
         return tensor
     part = local(like)
+    every = tuple(range(like.ndim))
+    shape, dims = like.shape, every
     if moment == "row_updates":
-        shape, sharded = like.shape[:1], True
+        shape, dims = like.shape[:1], every[:1]
     elif moment.endswith("_scales"):
         from tuner.train.moment_codes import scales_shape
 
-        shape, sharded = scales_shape(like.shape), True
-    elif tensor.shape == part.shape:
-        shape, sharded = like.shape, True
-    elif part.shape == like.shape:
-        shape, sharded = tensor.shape, False
-    else:
-        from tuner.train.sharded import moment_shape
+        shape, dims = scales_shape(like.shape), every[:2]
+    elif moment in {"exp_avg_sq_row", "exp_avg_sq_col"}:
+        from tuner.train.sharded import moment_dims
 
-        shape, sharded = moment_shape(moment, like.shape)
+        dims = moment_dims(moment, like.ndim)
+        shape = torch.Size(like.shape[dim] for dim in dims)
+    elif tensor.shape != part.shape:  # of an optimizer that has the parameter whole
+        shape, dims = tensor.shape, ()
     mesh = like.device_mesh
     if tensor.device.type != mesh.device_type and not tensor.is_meta:
         mesh = _mesh_for(tensor.device.type, mesh)  # on the parameter's, torch would move it to that device
-    placements = like.placements if sharded else [Replicate()] * mesh.ndim
+    placements = [_of_dims(placement, dims) for placement in like.placements]
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=strides)
+
+
+def _of_dims(placement: Any, dims: tuple[int, ...]) -> Placement:
+    """How an axis splits what has these dimensions of a parameter that it splits so."""
+    if placement.is_replicate() or placement.dim not in dims:
+        return Replicate()
+    dim, parts = dims.index(placement.dim), getattr(placement, "split_factor", None)
+    if dim == placement.dim:
+        return cast("Placement", placement)
+    return cast("Placement", type(placement)(dim) if parts is None else type(placement)(dim, split_factor=parts))
 
 
 @cache

@@ -268,6 +268,8 @@ class MfuMeter:
     under fp8, where a step has products of several rates and no share of one means anything."""
     extra_forwards: int = 0
     """Forwards without gradients that the method takes of each micro-batch besides the one that is trained."""
+    shared: int = 1
+    """Processes that compute the same rows, each an equal part of their arithmetic."""
 
     def mfu(self, batches: Sequence[Batch], seconds: float) -> float | None:
         """The share of the peak that the arithmetic of these microbatches reaches in so many seconds.
@@ -278,9 +280,12 @@ class MfuMeter:
         return None if operations is None or self.peak is None else operations / seconds / self.peak
 
     def operations(self, batches: Sequence[Batch]) -> float | None:
-        """What training on these microbatches asks for, forwards of a reference too; None where that is not known."""
+        """What training on these microbatches asks of this process, forwards of a reference too.
+
+        None where that is not known.
+        """
         if not self.flops.complete:
             return None
         trained = sum(self.flops.of(batch.lengths, len(batch.trained_positions)) for batch in batches)
         forwards = sum(self.flops.forward_of(batch.lengths, len(batch.trained_positions)) for batch in batches)
-        return trained + self.extra_forwards * forwards
+        return (trained + self.extra_forwards * forwards) / self.shared

@@ -1,5 +1,7 @@
 """The router's loss over the global batch of a step, and over held-out documents."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
 import torch
@@ -7,6 +9,7 @@ import torch.distributed as dist
 
 from tuner.data.batches import Batch
 from tuner.model.router_loss import RouterLoss, RoutingSums
+from tuner.parallel.mesh import Mesh
 from tuner.train.methods.method import Counts, Sum, Terms
 
 TERM, BALANCE = "router_aux", "router_balance"
@@ -19,8 +22,8 @@ class Routing:
     A micro-batch's part of the loss needs it: :meth:`note` each forward, then :meth:`agree`, then :meth:`with_loss`.
     """
 
-    def __init__(self, router: RouterLoss) -> None:
-        self._router = router
+    def __init__(self, router: RouterLoss, mesh: Mesh) -> None:
+        self._router, self._mesh = router, mesh
         self._chosen: torch.Tensor | None = None
 
     def note(self, batch: Batch) -> None:
@@ -33,6 +36,7 @@ class Routing:
         assert self._chosen is not None, "a step has at least one micro-batch"
         if dist.is_initialized():
             dist.all_reduce(self._chosen)
+            self._chosen /= self._mesh.tensor
 
     def with_loss(self, terms: Terms, batch: Batch) -> Terms:
         """The micro-batch's terms with its part of the router's loss, from the forward that gave them; as a figure
@@ -52,8 +56,8 @@ class Routing:
 class HeldOutRouting:
     """The same of held-out documents, all of them together."""
 
-    def __init__(self, router: RouterLoss, device: torch.device) -> None:
-        self._router = router
+    def __init__(self, router: RouterLoss, mesh: Mesh, device: torch.device) -> None:
+        self._router, self._mesh = router, mesh
         zeros = torch.zeros(router.experts, dtype=torch.float64, device=device)
         self._sums = RoutingSums(zeros, zeros)
 
@@ -68,6 +72,7 @@ class HeldOutRouting:
         both = torch.stack(self._sums)
         if dist.is_initialized():
             dist.all_reduce(both)
+            both /= self._mesh.tensor
         value = float(self._router.value(both[0], both[1]))
         return {TERM: self._router.weight * value, BALANCE: value / self._router.per_token}
 

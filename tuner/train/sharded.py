@@ -1,14 +1,18 @@
 """Adafactor and Muon, whose updates need more of a parameter than its shard, without a read by the host."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from tuner.config.optimizers import AdafactorOptimizer, MuonOptimizer
-from tuner.parallel.fsdp import Layout, map_whole_matrices, sum_of_squares, sums_over_rows
+from tuner.parallel.fsdp import sum_of_squares
+from tuner.parallel.layouts import Layout, added_up, map_whole_matrices
 
 SMALL_SQUARE = 1e-30
 """Added to squared gradients: the first epsilon of Adafactor's paper."""
@@ -51,7 +55,8 @@ class ShardedAdafactor(ShardedOptimizer):
     """Adafactor (Shazeer & Stern 2018) without first moments, at the learning rates of a schedule.
 
     The second moments of a tensor of two or more dimensions are its mean over columns and its mean over rows; sums over
-    rows, and root mean squares of whole parameters, are added up over the processes in two collectives a step.
+    rows, and root mean squares of whole parameters, are added up over the processes in two collectives a step. Where
+    columns are split, sums over columns are too, and the mean of all squares.
     torch.optim.Adafactor refuses sharded tensors and asks the host for three numbers a parameter.
     """
 
@@ -70,48 +75,95 @@ class ShardedAdafactor(ShardedOptimizer):
         """Take one step; no closure."""
         work, keep = self._work(), self._keep
         layouts = [self._layouts[p] for p, _, _ in work]
-        sums_of_columns, whole = _column_sums([gradient for _, gradient, _ in work], layouts)
-        columns = sums_over_rows(sums_of_columns, whole)
-        for (parameter, gradient, _), layout, sums in zip(work, layouts, columns, strict=True):
-            self._make_update(parameter, gradient, layout, sums, keep)
+        columns = [number for number, (_, gradient, _) in enumerate(work) if gradient.ndim > 1]
+        matrices = [_Squares.of(work[number][1], layouts[number]) for number in columns]
+        found = dict(zip(columns, _added_up(matrices), strict=True))
+        for number, (parameter, gradient, _) in enumerate(work):
+            self._take_squares(parameter, gradient, found.get(number), keep)
+        means = self._means([work[number][0] for number in columns], [layouts[number] for number in columns])
+        for parameter, gradient, _ in work:
+            self._make_update(parameter, gradient, means)
             if keep is not None:
                 gradient.masked_fill_(~keep, 0.0)  # moments that have seen nothing divide by zero
         squares = [sum_of_squares([gradient]).float() for _, gradient, _ in work]
         if self._section.scale_parameter:
             squares += [sum_of_squares([parameter]).float() for parameter, _, _ in work]
             layouts = layouts * 2
-        means = [s / layout.shape.numel() for s, layout in zip(sums_over_rows(squares, layouts), layouts, strict=True)]
+        parts = zip(added_up(squares, layouts), layouts, strict=True)
+        sizes = [one / layout.shape.numel() for one, layout in parts]
         for number, (parameter, update, group) in enumerate(work):
-            size = (means[number].sqrt() / self._section.clip_threshold).clamp_(min=1.0).reciprocal_()
+            size = (sizes[number].sqrt() / self._section.clip_threshold).clamp_(min=1.0).reciprocal_()
             if self._section.scale_parameter:
-                size *= means[len(work) + number].sqrt().clamp_(min=SMALL_SCALE)
+                size *= sizes[len(work) + number].sqrt().clamp_(min=SMALL_SCALE)
             self._decay(parameter, group)
             parameter.addcmul_(update, size, value=-group["lr"])
 
-    def _make_update(
-        self,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        layout: Layout,
-        column_sums: torch.Tensor,
-        keep: torch.Tensor | None,
+    def _take_squares(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, squares: _Squares | None, keep: torch.Tensor | None
     ) -> None:
-        """Take a gradient into the moments, and divide it, in place, by the root of their estimate of its square."""
+        """Take the squares of a gradient into the moments."""
         state = self.state[parameter]
         state["step"] += 1 if keep is None else keep
         share = state["step"].clamp(min=1).pow(self._section.decay_rate)  # of the new squares: 1 - beta2
         if keep is not None:
             share = share * keep
-        if gradient.ndim < 2:
+        if squares is None:
             state["exp_avg_sq"].lerp_(gradient.square() + SMALL_SQUARE, share)
+            return
+        shape = squares.layout.shape
+        state["exp_avg_sq_row"].lerp_(squares.of_rows / shape[-1] + SMALL_SQUARE, share)
+        state["exp_avg_sq_col"].lerp_(squares.of_columns / shape[-2] + SMALL_SQUARE, share)
+
+    def _means(
+        self, parameters: Sequence[torch.Tensor], layouts: Sequence[Layout]
+    ) -> Mapping[torch.Tensor, torch.Tensor]:
+        """The mean of all squares of each matrix ``[..., 1]``: that of its columns, as of its rows."""
+        columns = [self.state[parameter]["exp_avg_sq_col"] for parameter in parameters]
+        found = {p: own.mean(dim=-1, keepdim=True) for p, own in zip(parameters, columns, strict=True)}
+        split = [number for number, layout in enumerate(layouts) if _is_split(layout, len(layout.shape) - 1)]
+        sums, of = [columns[number].sum(dim=-1, keepdim=True) for number in split], [layouts[n] for n in split]
+        for number, total in zip(split, added_up(sums, of, [len(one.shape) - 1 for one in of]), strict=True):
+            found[parameters[number]] = total / layouts[number].shape[-1]
+        return found
+
+    def _make_update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, means: Mapping[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Divide a gradient, in place, by the root of the moments' estimate of its square."""
+        state = self.state[parameter]
+        if gradient.ndim < 2:
             gradient.mul_(state["exp_avg_sq"].rsqrt())
             return
         rows, columns = state["exp_avg_sq_row"], state["exp_avg_sq_col"]
-        squares = torch.linalg.vector_norm(gradient, dim=-1).square_()
-        rows.lerp_(squares / layout.shape[-1] + SMALL_SQUARE, share)
-        columns.lerp_(column_sums / layout.shape[-2] + SMALL_SQUARE, share)
-        mean = columns.mean(dim=-1, keepdim=True)  # of all squares, as is the mean of all rows
-        gradient.mul_((rows / mean).rsqrt_().unsqueeze(-1)).mul_(columns.rsqrt().unsqueeze(-2))
+        gradient.mul_((rows / means[parameter]).rsqrt_().unsqueeze(-1)).mul_(columns.rsqrt().unsqueeze(-2))
+
+
+@dataclass(frozen=True)
+class _Squares:
+    """Sums of a matrix's squares, of those that a process has or of all: ``[..., M]`` over rows, ``[..., N]``."""
+
+    layout: Layout
+    of_rows: torch.Tensor
+    of_columns: torch.Tensor
+
+    @staticmethod
+    def of(gradient: torch.Tensor, layout: Layout) -> _Squares:
+        """Those of this process."""
+        rows, columns = (torch.linalg.vector_norm(gradient, dim=dim).square_() for dim in (-1, -2))
+        return _Squares(layout, rows, columns)
+
+
+def _added_up(squares: Sequence[_Squares]) -> list[_Squares]:
+    """The sums over whole rows and columns. Collective where these are split."""
+    layouts = [one.layout for one in squares]
+    dims = [len(layout.shape) - 1 for layout in layouts] + [len(layout.shape) - 2 for layout in layouts]
+    sums = added_up([*(one.of_rows for one in squares), *(one.of_columns for one in squares)], layouts * 2, dims)
+    pairs = zip(layouts, sums[: len(layouts)], sums[len(layouts) :], strict=True)
+    return [_Squares(layout, rows, columns) for layout, rows, columns in pairs]
+
+
+def _is_split(layout: Layout, dim: int) -> bool:
+    return any(split.dim == dim for split in layout.splits)
 
 
 def _moments(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -124,29 +176,17 @@ def _moments(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def _column_sums(
-    gradients: Sequence[torch.Tensor], layouts: Sequence[Layout]
-) -> tuple[list[torch.Tensor], list[Layout]]:
-    """Sums of squares over this process's rows, and where they lie: those of stacks of matrices are whole already."""
-    sums = [g.new_zeros(0) if g.ndim < 2 else torch.linalg.vector_norm(g, dim=-2).square_() for g in gradients]
-    return sums, [layout if len(layout.shape) == 2 else Layout(layout.shape, None) for layout in layouts]
-
-
-def moment_shape(moment: str, shape: torch.Size) -> tuple[torch.Size, bool]:
-    """The whole shape of a moment of a whole parameter, and whether it is sharded where the parameter is."""
-    if moment == "exp_avg_sq_row":
-        return shape[:-1], True
-    if moment == "exp_avg_sq_col":
-        return torch.Size((*shape[:-2], shape[-1])), len(shape) > 2
-    return shape, True
+def moment_dims(moment: str, ndim: int) -> tuple[int, ...]:
+    """Which dimensions of a parameter with so many a moment of matrices has."""
+    return tuple(dim for dim in range(ndim) if dim != ndim - (1 if moment == "exp_avg_sq_row" else 2))
 
 
 class ShardedMuon(ShardedOptimizer):
     """Muon (Jordan et al. 2024) as torch.optim.Muon takes its steps, on any number of processes.
 
-    Each process holds rows of the matrices. Moments and weights need no others; the update, as torch casts it to bf16,
-    is gathered matrix by matrix on the process whose turn it is, and torch's Muon makes it orthogonal there. On one
-    process the result is torch's, bit for bit.
+    Each process holds a part of the matrices. Moments and weights need no others; the update, as torch casts it to
+    bf16, is gathered matrix by matrix on the process whose turn it is, and torch's Muon makes it orthogonal there. On
+    one process the result is torch's, bit for bit.
     """
 
     def __init__(

@@ -28,6 +28,7 @@ from tuner.train.methods.method import Counts, Method, Microbatch, Sum, Terms, l
 from tuner.train.optimizer import OptimizerSet
 
 if TYPE_CHECKING:
+    from tuner.model.cut import Positions
     from tuner.parallel.row_gradients import RowGradients
     from tuner.train.ema import Ema
     from tuner.train.loss_scale import LossScale
@@ -143,6 +144,7 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     totals = torch.stack([tensor.double() for tensor in (squares, *(term.value for term in terms))])
     if dist.is_initialized():
         dist.all_reduce(totals)
+        totals[1:] /= state.step_config.mesh.tensor  # who computes a layer together computes the same terms
     means = [Sum(total, term.per).mean(counts) for total, term in zip(totals[1:].unbind(), terms, strict=True)]
     if state.copied is not None:
         torch.cuda.current_stream().wait_event(state.copied)
@@ -197,7 +199,7 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
 
     def seed(number: int) -> None:
         # Dropout depends on the position in the run alone, so a resumed run needs no generator state.
-        torch.manual_seed(_mixed(step_config.seed, index - state.rng_start, number, step_config.mesh.data_rank))
+        torch.manual_seed(_mixed(step_config.seed, index - state.rng_start, number, step_config.mesh.weight_rank))
 
     if state.rows is not None:
         state.rows.begin(batch.input_ids for batch in batches.micro)
@@ -210,7 +212,7 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
     if root.router_loss is not None:
         from tuner.train.routing import Routing
 
-        routing, counts = Routing(root.router_loss), Routing.with_step(counts)
+        routing, counts = Routing(root.router_loss, step_config.mesh), Routing.with_step(counts)
         if len(batches.micro) > 1:
             phase.enter_part(index + 1, "forward")
             known = _count_first(routing, root, state.method, batches, step_config, seed)
@@ -229,14 +231,16 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
         phase.enter_part(index + 1, "backward")
         loss = terms.loss(counts)
         loss.backward(None if scaling is None else scaling.upstream(loss))
-    if step_config.mesh.size > 1:
-        sum_whole_gradients(p for name, p in state.parameters.items() if state.rows is None or name not in state.rows)
+    if step_config.mesh.weight_size > 1:
+        by_rows = () if state.rows is None else state.rows
+        sum_whole_gradients((p for name, p in state.parameters.items() if name not in by_rows), root.same_part)
     if step_config.mesh.is_sharded and step_config.mesh.copies > 1:
         from tuner.parallel.lookup import sum_over_copies
 
         sum_over_copies(root)
     if state.rows is not None:
         state.rows.sum_over_processes()
+    root.sum_partial_gradients()
     assert sums is not None, "a step has at least one micro-batch"
     return sums, counts
 
@@ -252,7 +256,8 @@ def microbatch_terms(
     """The method's sums of one micro-batch, scalars on the device; ``shared`` is what :func:`of_step` gave, ``columns``
     what :func:`device_columns` did, where that was asked before."""
     columns = {**(device_columns(root, method, batch, step_config) if columns is None else columns), **shared}
-    return _at_positions(root, method, batch, step_config, functools.partial(method.terms, columns=columns))
+    terms = _at_positions(root, method, batch, step_config, functools.partial(method.terms, columns=columns))
+    return terms.over(step_config.mesh.sequence)
 
 
 @torch.no_grad()
@@ -295,11 +300,12 @@ def of_step(root: CausalLM, method: Method, batches: StepBatches, step_config: S
     for batch in batches.mismatched or [without_targets(batches.micro[0])]:  # none in a step that is made up
         columns = device_columns(root, method, batch, step_config)
         found = _at_positions(root, method, batch, step_config, functools.partial(method.estimates, columns=columns))
-        sums = Terms(found, {}).plus(sums)
+        sums = Terms(found, {}).over(step_config.mesh.sequence).plus(sums)
     assert sums is not None, "a step has at least one micro-batch"
     totals, counts = torch.stack([one.value.double() for one in sums.losses.values()]), method.counts(batches)
     if dist.is_initialized():
         dist.all_reduce(totals)
+        totals /= step_config.mesh.tensor
     parts = zip(sums.losses.items(), totals.unbind(), strict=True)
     return {name: Sum(total, one.per).mean(counts) for (name, one), total in parts}
 
@@ -338,9 +344,14 @@ def _at_positions(
 
 def _on_device(batch: Batch, at: npt.NDArray[np.int64], step_config: StepConfig) -> Microbatch:
     """A batch as the model takes it, with these positions of it."""
-    arrays = (batch.input_ids, batch.position_ids, at, batch.targets[at])
-    ids, places, positions, wanted = (to_device(array, step_config.device) for array in arrays)
-    return Microbatch(ids, places, batch.lengths, positions, wanted)
+    arrays = (batch.input_ids, batch.position_ids, batch.targets[at])
+    ids, places, wanted = (to_device(array, step_config.device) for array in arrays)
+    return Microbatch(ids, places, batch.lengths, positions_of(at, step_config), wanted)
+
+
+def positions_of(at: npt.NDArray[np.int64], step_config: StepConfig) -> "Positions":
+    """Positions as the model takes them: where rows are cut, on the host, which then knows what is sent to whom."""
+    return at if step_config.mesh.sequence > 1 else to_device(at, step_config.device)
 
 
 def _mixed(*numbers: int) -> int:

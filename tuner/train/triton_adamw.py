@@ -84,6 +84,8 @@ def _adamw(  # noqa: PLR0913, PLR0917 - pointers and sizes
     width,
     n_blocks,
     first_row,
+    first_column,
+    whole_width,
     HAS_BAD: tl.constexpr,
     BY_CHANCE: tl.constexpr,
     CODED: tl.constexpr,
@@ -110,7 +112,7 @@ def _adamw(  # noqa: PLR0913, PLR0917 - pointers and sizes
     old = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
     new = old * tl.load(numbers + 1) - tl.div_rn(m, size) * tl.load(numbers + 6)
     if BY_CHANCE:
-        word = ((first_row + row) * ((width + 3) // 4) + column // 4).to(tl.uint64)
+        word = ((first_row + row) * ((whole_width + 3) // 4) + (first_column + column) // 4).to(tl.uint64)
         seed = tl.load(key).to(tl.uint64, bitcast=True)
         tl.store(weight + at, _rounded(new, word, column % 4, seed), mask=mask)
     else:
@@ -150,6 +152,8 @@ def launch(part: Part, step: Step) -> None:
         width,
         n_blocks,
         part.first_row,
+        part.first_column,
+        part.whole_width or width,
         HAS_BAD=step.bad is not None,
         BY_CHANCE=part.key is not None,
         CODED=part.average.scales is not None,

@@ -27,7 +27,7 @@ typedef struct {
   const float *numbers; /* as enumerated above */
   const float *bad;     /* above 0: nothing is done */
   const uint64_t *key;
-  int64_t rows, width, first_row, bfloat_gradient, by_chance, coded, first_cell, last_cell, threads;
+  int64_t rows, width, first_row, first_column, whole_width, bfloat_gradient, by_chance, coded, first_cell, last_cell, threads;
 } AdamW;
 
 STEP uint32_t bits_of(float x) {
@@ -100,8 +100,8 @@ STEP float number_at(const void *base, int64_t i, int is_bfloat) {
 
 STEP void random_bits(const AdamW *s, int64_t row, int64_t first, int64_t count, uint16_t *found) {
   uint64_t words[BLOCK / LANES];
-  int64_t per_row = (s->width + LANES - 1) / LANES, needed = (count + LANES - 1) / LANES;
-  uint64_t counter = (uint64_t)((s->first_row + row) * per_row + first / LANES), key = *s->key;
+  int64_t per_row = (s->whole_width + LANES - 1) / LANES, needed = (count + LANES - 1) / LANES;
+  uint64_t counter = (uint64_t)((s->first_row + row) * per_row + (s->first_column + first) / LANES), key = *s->key;
   for (int64_t i = 0; i < needed; i++) words[i] = mixed((counter + (uint64_t)i) * 0x9E3779B97F4A7C15u ^ key);
   memcpy(found, words, sizeof words);
 }

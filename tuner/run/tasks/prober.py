@@ -17,6 +17,7 @@ from tuner.checkpoint.manifest import step_name
 from tuner.config.duration import is_among
 from tuner.config.recipe import ProberSection
 from tuner.model.freeze import select_modules
+from tuner.parallel.layouts import whole
 from tuner.rundir.layout import PROBER
 from tuner.runtime import phase
 from tuner.runtime.console import Console
@@ -133,9 +134,9 @@ class Recording:
                 gradient = parameter.grad
                 if gradient is None:
                     continue
-                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                found = whole(gradient) if isinstance(gradient, DTensor) else gradient
                 if self._is_main:
-                    self.tensors[f"gradients/{name}.{own}"] = _on_host(whole)
+                    self.tensors[f"gradients/{name}.{own}"] = _on_host(found)
 
 
 def first_tensor(output: Any) -> torch.Tensor | None:

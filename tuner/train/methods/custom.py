@@ -44,10 +44,11 @@ def token_mean(function: LossFunction, name: str) -> TokenMean:
         bias, scale = head.bias, head.transform.scale
         if scale != 1:
             hidden, bias = hidden * scale, None if bias is None else bias * scale
-        result = function(hidden, head.weight, bias, targets)
+        result = function(hidden, head.weight, bias, head.share(targets))
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
             raise PluginError(f"{name} returned no pair of a loss and a mapping", hint="return loss, {}")
-        return result
+        found, figures = result
+        return head.total(found), {figure: head.total(value) for figure, value in figures.items()}
 
     return TokenMean(loss)
 
@@ -76,8 +77,9 @@ class OwnMethod(Protocol):
 class Checked(Method):
     """A method of the user's own; what it raises, and what it returns that no method may, is a PluginError."""
 
-    def __init__(self, method: OwnMethod, name: str, file: Path | None = None) -> None:
+    def __init__(self, method: OwnMethod, name: str, file: Path | None = None, takes_share: bool = False) -> None:
         self._method, self._name, self._file = method, name, file
+        self._takes_share = takes_share
         self._names: tuple[str, ...] | None = None
         self._counted: Counts = {}
         self.by_document = method.by_document
@@ -96,7 +98,9 @@ class Checked(Method):
     def terms(
         self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]
     ) -> Terms:
-        """The method's own, or PluginError."""
+        """The method's own, or PluginError. It gets all hidden states, where rows are cut over processes."""
+        if not self._takes_share:
+            hidden, head = head.join(hidden), head.of_one
         with self._named():
             found = self._method.terms(hidden, head, targets, columns)
         if not isinstance(found, Terms) or not found.losses:
@@ -132,15 +136,15 @@ def build(section: CustomMethod) -> Method:
     """Call ``use`` with the options: it gives a loss function or a method. Raises PluginError where it cannot."""
     factory = factory_of(section)
     with naming(f"method.use {section.use}", source_file(factory)):
-        found = factory(**section.options)
+        found, takes_share = factory(**section.options), False
     if not isinstance(found, OwnMethod):
         if not callable(found):
             raise PluginError(
                 f"method.use {section.use} gave a {type(found).__name__}, not a loss function",
                 hint="nor has it all that a method has: by_document, counts, columns and terms",
             )
-        found = token_mean(found, section.use)
-    return Checked(found, section.use, source_file(factory))
+        found, takes_share = token_mean(found, section.use), True
+    return Checked(found, section.use, source_file(factory), takes_share)
 
 
 def factory_of(section: CustomMethod) -> Plugin:

@@ -83,9 +83,10 @@ class Distill(Method):
         """The loss against the teacher, or what the columns hold of it."""
         known = teacher
         if known is None:
-            kept = {name: columns[name] for name in KEPT}
+            kept = {name: head.share(columns[name]) for name in KEPT}
             known = TopTeacher(**kept, vocabulary=self.vocabulary or len(head.weight), tail=self._tail)
-        loss, figures = distil(hidden, head, targets, known, self._how)
+        loss, figures = distil(hidden, head, head.share(targets), known, self._how)
+        loss, figures = head.total(loss), {name: head.total(value) for name, value in figures.items()}
         if teacher is not None:
             del figures["tail"]
         return Terms({"loss": Sum(loss, "tokens")}, {name: Sum(value, "tokens") for name, value in figures.items()})

@@ -5,7 +5,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from tuner.data.batches import Batch, StepBatches
 from tuner.errors import PluginError
 from tuner.model.output_layer import LogitTransform, Objective, OutputLayer, Result
 from tuner.model.root import CausalLM
+
+if TYPE_CHECKING:
+    from tuner.model.cut import Positions
 
 Counts = Mapping[str, float]
 """How much there is of something (`tokens`, `documents`) in a whole global batch, known on the host."""
@@ -39,7 +42,7 @@ class Microbatch(NamedTuple):
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     document_lengths: tuple[int, ...]
-    positions: torch.Tensor
+    positions: "Positions"
     targets: torch.Tensor
 
 
@@ -55,6 +58,13 @@ class Terms(NamedTuple):
     def loss(self, counts: Counts) -> torch.Tensor:
         """What the backward pass starts from: the sums over the micro-batch, divided by the global batch's counts."""
         return functools.reduce(operator.add, (one.mean(counts) for one in self.losses.values()))
+
+    def over(self, processes: int) -> "Terms":
+        """This process's share of terms that so many processes compute alike, each from gradients that are added up."""
+        if processes == 1:
+            return self
+        losses, figures = ({n: Sum(one.value / processes, one.per) for n, one in terms.items()} for terms in self)
+        return Terms(losses, figures)
 
     def plus(self, other: "Terms | None") -> "Terms":
         """The sums over this and what came before it, without gradients."""
@@ -149,7 +159,8 @@ class Method(ABC):
         """The sums of a micro-batch, inside the model's forward: the same names each time, and no read of the device.
 
         Shapes: hidden ``[N, D]`` at the N trained positions, targets int64 ``[N]``. N may be 0, and the losses must
-        then be zeros that have a gradient.
+        then be zeros that have a gradient. Where rows are cut over processes, hidden is a share ``[n, D]`` of it, and
+        what the head gives is of all positions (:meth:`~tuner.model.output_layer.OutputLayer.share` for the rest).
         """
 
 

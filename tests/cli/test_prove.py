@@ -1,0 +1,80 @@
+"""`tuner prove`: the command, its table, its document and its exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.commands import tuner
+from tests.model.tiny import family_config
+from tuner.cli.prove import _outcome, table
+from tuner.prove.compare import Proof
+from tuner.prove.prove import Proven
+
+EQUAL = {
+    "loss": 1e-7, "grad_norm": 2e-7, "gradients": 3e-7, "weights": 4e-7, "copies": 0.0, "saved": 0.0, "resumed": 0.0
+}  # fmt: skip
+RECIPE = """\
+model: {name_or_path: ./model, init: random}
+tokenizer: {name_or_path: byte}
+data: {train: rows.jsonl, max_length: 64}
+train: {global_batch_size: 8, micro_batch_size: 8}
+parallel: {processes: 2, shard: none}
+"""
+
+
+@pytest.mark.multi
+def test_a_recipe_is_proven_without_its_data_or_weights(tmp_path: Path) -> None:
+    family_config("llama", tied=True).save_pretrained(tmp_path / "model")
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    done = tuner(
+        "prove", "r.yaml", "--layouts", "none2,tp2", "--steps", "2", "--parallel.expert", "2", "--json", cwd=tmp_path
+    )
+    assert done.returncode == 2 and "parallel.shard" in done.stderr  # the recipe's own rules come first
+    done = tuner("prove", "r.yaml", "--layouts", "none2,none2+tp2", "--steps", "2", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    equal, refused = document["metrics"]["layouts"]
+    assert (equal["layout"], equal["verdict"], equal["cause"]) == ("none2", "equal", None)
+    assert (refused["layout"], refused["verdict"]) == ("none2+tp2", "refused")
+    assert "splits weights over processes" in refused["cause"]
+    assert document["artifacts"]["text"] == "layouts: 1 equal, 1 refused"
+    assert "none2+tp2: parallel.tensor: 2 splits weights" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "r.yaml"]
+
+
+def test_a_launcher_is_refused(tmp_path: Path) -> None:
+    family_config("llama", tied=True).save_pretrained(tmp_path / "model")
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    done = tuner("prove", "r.yaml", cwd=tmp_path, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
+    assert done.returncode == 2 and "starts its processes itself" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("--layouts", "pp2"), ("--layouts", ","), ("--steps", "1")])
+def test_a_mistake_in_an_option_is_a_usage_error(words: tuple[str, str], tmp_path: Path) -> None:
+    family_config("llama", tied=True).save_pretrained(tmp_path / "model")
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    done = tuner("prove", "r.yaml", *words, cwd=tmp_path)
+    assert done.returncode == 2 and words[0] in done.stderr
+
+
+def test_what_is_unequal_is_marked_and_ends_with_6() -> None:
+    wrong = Proof("tp2", 2, "unequal", EQUAL | {"gradients": 0.5, "saved": 1.0, "loss": float("nan")}, "gradient of x")
+    lost = Proof("sp2", 2, "failed", cause="rank 1: no")
+    refused = Proof("ep2", 2, "refused", cause="no experts")
+    found = Proven((Proof("fsdp2", 2, "equal", EQUAL), wrong, lost, refused), ("a twin",))
+    header, equal, marked, failed = table(found)
+    assert header[0] == "layout" and len(header) == len(equal) == len(marked) == len(failed)
+    assert "!" not in " ".join(equal) and [cell for cell in marked if "!" in cell] == ["nan !", "5e-01 !", "differ !"]
+    assert failed == ["sp2", *["-"] * 7, "failed"]
+    outcome = _outcome(found)
+    assert (outcome.status, outcome.exit_code, outcome.result) == (
+        "failed", 6, "layouts: 1 equal, 1 unequal, 1 failed, 1 refused"
+    )  # fmt: skip
+    assert (
+        outcome.error is not None and "tp2 is not what one process computes: gradient of x" in outcome.error["message"]
+    )
+    assert outcome.metrics["layouts"][1]["loss"] is None
+    assert _outcome(Proven((found.proofs[0], refused), ())).exit_code == 0

@@ -1,0 +1,216 @@
+"""A model whose output layer is split over processes trains, evaluates and answers as one process; nobody has it whole.
+
+Its other layers are whole on each process of a group, which compute the same.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.fixtures import split
+from tests.fixtures.processes import run_ranks
+from tests.model.tiny import VOCAB, family_config
+from tests.parallel.test_fsdp import Sent
+from tuner.evals.scorer import judged
+from tuner.model.adapter import LoraSpec
+from tuner.model.decode import greedy
+from tuner.model.root import CausalLM
+from tuner.model.trainable import TrainableSpec
+from tuner.parallel.fsdp import materialise, shard, sync_gradients
+from tuner.parallel.mesh import Mesh, MeshSpec
+from tuner.parallel.vocabulary import split_head
+from tuner.runtime.dist import RankInfo
+from tuner.setup.probes import record_probes
+
+LENGTHS = (5, 7)
+NEW_IDS = range(45, 55)
+"""Rows on both sides of the cut between two processes, which is at 49."""
+CPU = torch.device("cpu")
+
+
+def plain(spec: TrainableSpec | None = None, tied: bool = False) -> CausalLM:
+    """The model of one process; its parameters have the same values each time."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(family_config("llama", tied), dtype=torch.float32)
+    if spec is not None:
+        spec.apply(model, 5)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return CausalLM(model)
+
+
+def spread(
+    rank: int, processes: int, tensor: int, spec: TrainableSpec | None = None, rounded_to: torch.dtype | None = None
+) -> CausalLM:
+    """The same model with its head over ``tensor`` processes, and all of it sharded over what is left. Collective."""
+    with torch.device("meta"):
+        root = plain(spec)
+    mesh = Mesh.of(RankInfo(rank, processes, rank, processes), MeshSpec("full", tensor))
+    meshes = mesh.device_meshes("cpu")
+    assert meshes.tensor is not None
+    split_head(root, meshes.tensor)
+    if meshes.weights is not None:
+        shard(root, meshes, True, rounded_to)
+    materialise(root, plain(spec) if rank == 0 else None, CPU)
+    return root
+
+
+def batch(seed: int) -> tuple[Any, ...]:
+    """Two documents in a row, and the positions that are trained, as a model takes them."""
+    ids = torch.randint(3, VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(seed))
+    ids[3] = NEW_IDS[seed % len(NEW_IDS)]
+    places = torch.cat([torch.arange(length) for length in LENGTHS])
+    positions = torch.tensor([0, 1, 3, 5, 6, 8, 10])
+    return ids, places, LENGTHS, positions, ids[positions + 1]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def in_bf16() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
+
+
+class Columns(TorchDispatchMode):
+    """How many columns the matrices have that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, (tuple, list)) else [found]:
+            if isinstance(tensor, torch.Tensor) and tensor.ndim > 1:
+                self.seen.add(tensor.shape[-1])
+        return found
+
+
+def trained(root: CausalLM, seeds: list[list[int]], rank: int, context: Any = nullcontext) -> list[float]:
+    """Gradients of micro-batches, of which each data rank has one; the losses of this one's."""
+    losses = []
+    for number, seeds_of in enumerate(seeds):
+        sync_gradients(root, number == len(seeds) - 1)
+        with context():
+            loss: torch.Tensor = root(*batch(seeds_of[rank]))
+        loss.backward()
+        losses.append(loss.item())
+    for parameter in root.parameters():  # small ones that every process keeps whole where others are rounded
+        if root.vocabulary is not None and not isinstance(parameter, DTensor) and parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+    return losses
+
+
+def compare(found: CausalLM, expected: CausalLM, apart: float = 2e-6) -> None:
+    """Every gradient of both models."""
+    names = {name: p for name, p in expected.named_parameters() if p.grad is not None}
+    assert names.keys() == {name for name, p in found.named_parameters() if p.grad is not None}
+    for name, parameter in found.named_parameters():
+        if parameter.grad is None:
+            continue
+        wanted, gradient = names[name].grad, whole(parameter.grad)
+        assert wanted is not None and gradient.dtype == wanted.dtype
+        assert float((gradient - wanted).norm() / wanted.norm()) < apart, name
+
+
+@pytest.mark.multi
+def test_rows_of_new_tokens_on_both_sides_of_a_cut_train_as_in_one_process(tmp_path: Path) -> None:
+    spec = TrainableSpec(LoraSpec(4, 8.0, 0.0, "all-linear"), (), NEW_IDS, drawn=True)
+
+    def work(rank: int) -> None:
+        root, one = spread(rank, 4, 2, spec), plain(spec)
+        found = trained(root, [[1, 2], [3, 4]], rank // 2)
+        expected = {seed: trained(one, [[seed]], 0)[0] for seed in (1, 2, 3, 4)}
+        assert found == pytest.approx([expected[1 + rank // 2], expected[3 + rank // 2]], rel=1e-6)
+        compare(root, one)
+
+    assert run_ranks(4, tmp_path, work) == [0] * 4
+
+
+@pytest.mark.multi
+def test_in_bf16_the_gradient_of_the_head_is_float32_and_nobody_has_logits_of_all_tokens(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        one, root = plain(), spread(rank, 4, 2, rounded_to=torch.bfloat16)
+        with Columns() as of_one:
+            expected = trained(one, [[1], [2]], 0, in_bf16)
+        with Columns() as of_four:
+            losses = trained(root, [[1, 2]], rank // 2, in_bf16)
+        assert losses == pytest.approx([expected[rank // 2]], rel=1e-3)
+        compare(root, one, 2e-2)
+        found, wanted = (whole(model.model.lm_head.weight.grad) for model in (root, one))
+        assert float((found - wanted).norm() / wanted.norm()) < 5e-4  # rounded to bf16 it would be off by 1e-3
+        for model, columns in ((one, of_one), (root, of_four)):
+            with columns:
+                model.eval()
+                with torch.no_grad(), in_bf16():
+                    model.losses(*batch(1))
+                    model(*batch(1), judged)
+                    greedy(model, [[3, 4, 5], [6]], (), [4, 2], CPU)
+        found, wanted = (record_probes(model, [torch.tensor([3, 4, 5])], CPU)["logits"] for model in (root, one))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)  # with weights as they are trained
+        assert VOCAB in of_one.seen and VOCAB not in of_four.seen
+        assert (49, 48)[rank % 2] in of_four.seen
+
+    assert run_ranks(4, tmp_path, work) == [0] * 4
+
+
+@pytest.mark.multi
+def test_evaluation_answers_and_probes_are_those_of_one_process(tmp_path: Path) -> None:
+    prompts, limits = [[3, 4, 5, 6], [7, 8], [9]], [9, 5, 12]
+
+    def work(rank: int) -> None:
+        one, root = plain().eval(), spread(rank, 2, 2).eval()
+        with torch.no_grad():
+            for seed in (1, 2):
+                torch.testing.assert_close(root.losses(*batch(seed)), one.losses(*batch(seed)), rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(root(*batch(seed), judged), one(*batch(seed), judged), rtol=1e-5, atol=1e-6)
+        answers = greedy(root, prompts, (), limits, CPU)
+        assert answers == greedy(one, prompts, (), limits, CPU)
+        root.takes_documents = one.takes_documents = False  # as for models whose prompts are answered one by one
+        assert greedy(root, prompts, (), limits, CPU) == greedy(one, prompts, (), limits, CPU)
+        root.takes_documents = one.takes_documents = True
+        probes = [torch.tensor(prompt) for prompt in prompts]
+        found, expected = (record_probes(model, probes, CPU)["logits"] for model in (root, one))
+        assert found.shape == (3, VOCAB)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]
+
+
+@pytest.mark.multi
+def test_products_are_shared_out_and_sums_are_what_is_sent(tmp_path: Path) -> None:
+    """Of four bytes for each number: a sum of hidden states for the embedding, four for each layer, and one for the
+    positions of the output layer, which also gathers three numbers of each."""
+    case = split.Split("llama")
+
+    def work(rank: int) -> None:
+        (tmp_path / str(rank)).mkdir()
+        one = split.whole_model(case, tmp_path / str(rank))
+        root = split.split_model(case, case.mesh_of(rank, 2), one, tmp_path / str(rank))
+        products, sent = [], Sent()
+        for model in (one, root):
+            model.train()
+            with FlopCounterMode(display=False) as counted, sent:
+                model(*batch(1)).backward()
+            products.append(counted.get_total_flops())
+        assert products[1] / products[0] == pytest.approx(0.5, rel=0.01)
+        layers, width, positions = 2, 32, len(batch(1)[3])
+        states = 4 * sum(LENGTHS) * width
+        assert sent.calls == {"allreduce_": 2 + 4 * layers, "_allgather_base_": 1}
+        assert sent.bytes["allreduce_"] == (1 + 4 * layers) * states + 4 * positions * width
+        assert sent.bytes["_allgather_base_"] == 4 * 2 * 3 * positions
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]

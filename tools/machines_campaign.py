@@ -1,0 +1,228 @@
+"""Train on two machines of two processes each, kill one of the machines, let it come back, and compare the end.
+
+    python tools/machines_campaign.py --trials 2 --seed 0
+    python tools/machines_campaign.py --flags --parallel.tensor 2
+
+A machine is a torchrun in a network namespace of its own, joined to the other by a pair of virtual links; where this
+user may not make namespaces (they need root), both are on the loopback, and each line says so. The two meet at a store
+of the first one. A LoRA run with dropout is trained once unbroken. Each trial kills every process of one machine
+(SIGKILL) at a random step and starts its torchrun again. Where it was the second machine, the torchrun of the first one
+runs all the while: it ends its two processes, waits, and both machines train from the last checkpoint. Where it was the
+first one, the store is gone with it, the second torchrun ends by itself, and both are started again, as a scheduler
+does with a job. The run must end with the tensors (SHA-256) and the losses of the unbroken one. Prints a JSON line a
+trial; exits with 1 where one differs. What follows ``--flags`` is given to every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.fixtures.trainings import STEPS_PER_EPOCH, TOTAL, outcome, prepare  # noqa: E402
+
+EACH = 2
+"""Processes of a machine."""
+PATIENCE_S = 900.0
+"""Seconds after which a machine that does not end is given up."""
+FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Of torch: else the first machine says where its store is in the first round alone, and one that comes back waits for
+that in vain (torch 2.13, ``DynamicRendezvousHandler.next_rendezvous``)."""
+ADDRESSES = ("10.77.23.1", "10.77.23.2")
+
+
+@dataclass
+class Machine:
+    """A launcher, where it is on the network, and what starts a command there."""
+
+    number: int
+    address: str
+    interface: str
+    prefix: list[str] = field(default_factory=list)
+    launcher: subprocess.Popen[bytes] | None = None
+
+    def start(self, directory: Path, store: str, words: Sequence[str]) -> None:
+        """Start its launcher; its output is added to a log of the machine's own."""
+        command = [
+            *self.prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node",
+            str(EACH), "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", store, "--rdzv-id", "job",
+            "--rdzv-conf", f"is_host={int(self.number == 0)}", "--local-addr", self.address,
+            "-m", "tuner", "train", "r.yaml", *words,
+        ]  # fmt: skip
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "TUNER_CACHE": str(directory / "cache"),
+            "GLOO_SOCKET_IFNAME": self.interface,
+            **FRESH_STORE,
+        }
+        with (directory / f"machine{self.number}.log").open("ab") as log:
+            self.launcher = subprocess.Popen(
+                command, cwd=directory, env=env, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def kill(self) -> int:
+        """Kill its launcher and all that it started, at once; how many processes there were."""
+        assert self.launcher is not None
+        processes = [self.launcher.pid, *descendants(self.launcher.pid)]
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self.launcher.wait()
+        return len(processes)
+
+    def ended(self) -> int:
+        """Its launcher's exit code, once it has ended. Raises TimeoutExpired."""
+        assert self.launcher is not None
+        return self.launcher.wait(PATIENCE_S)
+
+
+def descendants(process: int) -> list[int]:
+    """All processes that a process started, and that those started."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found, waiting = list[int](), [process]
+    while waiting:
+        own = children.get(waiting.pop(), [])
+        found += own
+        waiting += own
+    return found
+
+
+@contextmanager
+def two_machines() -> Iterator[tuple[list[Machine], str]]:
+    """Two machines, and what their network is made of."""
+    names = [f"tuner-{os.getpid()}-{number}" for number in range(2)]
+    try:
+        for words in _links(names):
+            subprocess.run(["ip", *words], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        _remove(names)
+        yield [Machine(number, "127.0.0.1", "lo") for number in range(2)], "loopback"
+        return
+    try:
+        enter = [["ip", "netns", "exec", name] for name in names]
+        yield [Machine(n, ADDRESSES[n], f"link{n}", enter[n]) for n in range(2)], "network namespaces"
+    finally:
+        _remove(names)
+
+
+def _links(names: Sequence[str]) -> Iterator[list[str]]:
+    """What is to be said to ``ip`` for two namespaces with a link between them."""
+    for name in names:
+        yield ["netns", "add", name]
+    ends = ["name", "link0", "netns", names[0], "type", "veth", "peer", "name", "link1", "netns", names[1]]
+    yield ["link", "add", *ends]
+    for number, name in enumerate(names):
+        yield ["-n", name, "address", "add", f"{ADDRESSES[number]}/24", "dev", f"link{number}"]
+        for link in ("lo", f"link{number}"):
+            yield ["-n", name, "link", "set", link, "up"]
+
+
+def _remove(names: Sequence[str]) -> None:
+    for name in names:
+        with suppress(OSError):
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def await_step(run: Path, step: int) -> None:
+    """Return once a run has taken so many steps. Raises TimeoutError."""
+    until, log = time.monotonic() + PATIENCE_S, run / "metrics.jsonl"
+    while not log.is_file() or len(log.read_text().splitlines()) < step:
+        if time.monotonic() > until:
+            raise TimeoutError(f"{run}: step {step} does not come")
+        time.sleep(0.05)
+
+
+def trained(machines: Sequence[Machine], directory: Path, name: str, words: Sequence[str]) -> list[int]:
+    """Train a run from its start to its end; the launchers' exit codes."""
+    store = f"{machines[0].address}:{free_port()}"
+    for machine in machines:
+        machine.start(directory, store, ["--name", name, *words])
+    return [machine.ended() for machine in machines]
+
+
+def trial(machines: Sequence[Machine], directory: Path, number: int, step: int, words: Sequence[str]) -> dict[str, Any]:
+    """Kill machine ``number`` at a step and start it again."""
+    name, store = f"killed-{number}-{step}", f"{machines[0].address}:{free_port()}"
+    words = ["--name", name, "--resume", "auto", *words]
+    for machine in machines:
+        machine.start(directory, store, words)
+    await_step(directory / "runs" / name, step)
+    killed, other = machines[number], machines[1 - number]
+    count = killed.kill()
+    ended_itself = other.ended() if number == 0 else None  # it has lost the store
+    killed.start(directory, store, words)
+    if number == 0:
+        other.start(directory, store, words)
+    codes = [machine.ended() for machine in machines]
+    return {"machine": number, "killed_at_step": step, "processes": count, "other_ended": ended_itself, "codes": codes}
+
+
+def campaign(directory: Path, trials: int, seed: int, flags: Sequence[str]) -> list[dict[str, Any]]:
+    """The unbroken run, and trials against it, of both machines in turn."""
+    prepare(directory, 1)
+    words, chance = ["--train.micro_batch_size", "1", "--checkpoint.every", "4 steps", *flags], random.Random(seed)
+    results = []
+    with two_machines() as (machines, network):
+        try:
+            codes = trained(machines, directory, "unbroken", words)
+            unbroken = outcome(directory / "runs" / "unbroken")
+            if any(codes) or not unbroken["log"]:
+                raise RuntimeError(f"unbroken: {codes}\n{(directory / 'machine0.log').read_text()[-4000:]}")
+            for index in range(trials):
+                step = chance.randrange(STEPS_PER_EPOCH, TOTAL - 3)
+                found = trial(machines, directory, 1 - index % 2, step, words)
+                ended = outcome(directory / "runs" / f"killed-{found['machine']}-{step}")
+                results.append({"network": network, **found, "identical": ended == unbroken})
+                print(json.dumps(results[-1]), flush=True)
+        finally:
+            for machine in machines:
+                if machine.launcher is not None and machine.launcher.poll() is None:
+                    machine.kill()
+    return results
+
+
+def main() -> int:
+    """Run the campaign."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of `tuner train`, the last option here")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tuner-machines-") as directory:
+        results = campaign(Path(directory), options.trials, options.seed, options.flags)
+    good = sum(result["identical"] and not any(result["codes"]) for result in results)
+    print(json.dumps({"trials": len(results), "identical": good, "seed": options.seed}))
+    return 0 if good == len(results) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,144 @@
+"""The forwards of split layers: products with this process's part of a weight, and what processes exchange around them.
+
+A module stays what it is, and gets a forward of its own; its weight is a DTensor over the processes of the group, of
+which the product takes the local part. So names, shapes and types are those of the whole model to whoever asks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
+
+from tuner.parallel.tensor.collectives import Group, entered, gathered, own_part, summed
+
+
+class SharedInput:
+    """What the layers of a part that take the same input share: its gradient is added up over processes once.
+
+    What was entered is kept until another input comes, or the part's forward ends.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._given: torch.Tensor | None = None
+        self._entered: torch.Tensor | None = None
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        """The input as a layer takes it of which each process computes a part."""
+        if self._entered is None or given is not self._given:
+            self._given, self._entered = given, entered(given, self._group)
+        return self._entered
+
+    def clear_after(self, module: nn.Module) -> None:
+        """Keep nothing beyond a module's forward, however that ends."""
+        module.register_forward_hook(self._clear, always_call=True)
+
+    def _clear(self, *_: object) -> None:
+        self._given = self._entered = None
+
+
+def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """This process's part of a weight or bias, with its gradient; the tensor itself where it is not split."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_weight(layer: nn.Module) -> torch.Tensor:
+    """This process's part of a layer's weight."""
+    found = local(layer.weight)  # type: ignore[arg-type]  # modules' attributes have no types
+    assert found is not None
+    return found
+
+
+class Columns:
+    """The forward of a linear layer of which each process has some outputs: ``[..., in]`` to ``[..., out / T]``."""
+
+    def __init__(self, layer: nn.Linear, enter: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._layer, self.enter = layer, enter
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        """This process's outputs."""
+        return functional.linear(self.enter(given), own_weight(self._layer), local(self._layer.bias))
+
+
+class GatheredColumns(Columns):
+    """The same where all outputs are gathered: ``[..., in]`` to ``[..., out]``."""
+
+    def __init__(self, layer: nn.Linear, enter: Callable[[torch.Tensor], torch.Tensor], group: Group) -> None:
+        super().__init__(layer, enter)
+        self._group = group
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        """All outputs."""
+        return gathered(super().__call__(given), self._group)
+
+
+class Rows:
+    """The forward of a linear layer that takes some inputs on each process: ``[..., in / T]`` to ``[..., out]``.
+
+    Its bias is whole everywhere, and is added to the sum.
+    """
+
+    def __init__(self, layer: nn.Linear, group: Group) -> None:
+        self._layer, self._group = layer, group
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        """The whole product of this process's inputs and all others'."""
+        total = summed(functional.linear(given, own_weight(self._layer)), self._group)
+        bias = self._layer.bias
+        return total if bias is None else total + bias.to(total.dtype)
+
+
+class RowsOfOwn(Rows):
+    """The same where every process has the whole input: ``[..., in]`` to ``[..., out]``."""
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        """The whole product."""
+        return super().__call__(own_part(given, self._group))
+
+
+class OwnDropout(nn.Dropout):
+    """Dropout of this process's part of an input: the mask is drawn for all of it, as one process draws it."""
+
+    def __init__(self, share: float, group: Group) -> None:
+        super().__init__(share)
+        self._group = group
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        """The part ``[..., n]`` with its part of the mask."""
+        if not self.training or self.p == 0:
+            return input
+        ones = input.new_ones(*input.shape[:-1], input.shape[-1] * self._group.size())
+        return input * own_part(functional.dropout(ones, self.p), self._group)
+
+
+def repeat_heads(layer: nn.Module, own: slice, enter: SharedInput) -> None:
+    """Have a layer computed whole on each process, which hands the columns of its ``own`` heads on, in place.
+
+    Each process has that part of its parameters' gradients that comes through these heads.
+    """
+
+    def choose(module: nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+        return output[..., own]
+
+    layer.register_forward_pre_hook(lambda module, given: (enter(given[0]), *given[1:]))
+    layer.register_forward_hook(choose)
+
+
+def gather_heads(norm: nn.Module, group: Group) -> None:
+    """Have a norm over all heads see them all, and hand this process's own on, in place."""
+    norm.register_forward_pre_hook(lambda module, given: (gathered(given[0], group), *given[1:]))
+    norm.register_forward_hook(lambda module, given, output: own_part(output, group))
+
+
+def in_parts(whole: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
+    """A parameter without storage as it lies over the processes of an axis, cut along a dim as torch cuts it."""
+    shape = list(whole.shape)
+    step = -(-shape[dim] // mesh.size())
+    shape[dim] = min(step, max(0, shape[dim] - step * mesh.get_local_rank()))
+    own = torch.empty(shape, dtype=whole.dtype, device=whole.device)
+    placed = DTensor.from_local(own, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
+    return nn.Parameter(placed, requires_grad=whole.requires_grad)

@@ -1,0 +1,392 @@
+"""The output layer with the vocabulary over the processes of an axis: each makes the logits of its own tokens.
+
+Every process has the hidden states of all positions and some rows of the weight, so of the logits ``[N, V]`` it makes
+``[N, V / T]``, a chunk of positions at a time as one process does (:mod:`tuner.model.output_layer`). What a softmax
+needs of the others is their largest logit, their sum of exponentials and the logit of the target: three numbers for
+each position, gathered once for each chunk, from which all compute the same loss to the last bit (Megatron-LM,
+https://arxiv.org/abs/1909.08053). The gradients of weight and bias need nothing of the others. That of the hidden
+states is added up over the processes once, so whatever lies before the output layer gets the whole of it.
+
+Chunks are cut by the process that has most rows and least memory: all of them come to each collective equally often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from tuner.model.build import has_score, head_layer
+from tuner.model.output_layer import (
+    PLAIN,
+    Gradients,
+    Head,
+    LogitTransform,
+    OutputLayer,
+    block_logits,
+    gradient_types,
+    in_types,
+    positions_of_chunk,
+    product_dtype,
+    spans,
+)
+from tuner.model.root import CausalLM
+from tuner.model.tokens import TrainableTokens
+from tuner.parallel.fsdp import local, sharded_like
+from tuner.parallel.lookup import gather_parts
+from tuner.parallel.tensor.collectives import entered
+from tuner.parallel.tensor.layers import in_parts
+from tuner.runtime.device import gpu_memory, is_traced
+
+
+def split_head(root: CausalLM, mesh: DeviceMesh) -> None:
+    """Cut the output layer of a model on the meta device into rows over the processes of an axis, in place.
+
+    An embedding that is tied to it has the same rows. Called as a module it gives whole products, without gradients.
+    A reward model's score is one row, which stays whole.
+    """
+    if has_score(root.model):
+        return
+    head = head_layer(root.model)
+    layer: Any = head.base_layer if isinstance(head, TrainableTokens) else head
+    rows = {parameter: in_parts(parameter, mesh, 0) for parameter in layer.parameters(recurse=False)}
+    for module in root.modules():
+        for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            if parameter in rows:
+                setattr(module, name, rows[parameter])
+    root.vocabulary = parts = VocabularyParts(mesh, len(layer.weight), _least_memory(mesh))
+    vars(head)["forward"] = lambda hidden: parts.products(parts.layer(head, PLAIN, None), hidden)
+
+
+def _least_memory(mesh: DeviceMesh) -> int | None:
+    """Bytes of the smallest GPU among the processes; None on CPUs. Collective."""
+    there = gpu_memory(torch.empty(0, device=mesh.device_type))
+    if there is None or is_traced():
+        return there
+    least = torch.tensor(there, device=mesh.device_type)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group())
+    return int(least)
+
+
+class Softmax(NamedTuple):
+    """What the softmax over the whole vocabulary is made of at n positions: ``exp(z - largest) / total``."""
+
+    largest: torch.Tensor
+    """[n]: the largest logit."""
+    total: torch.Tensor
+    """[n]: the sum of ``exp(z - largest)``."""
+    wanted: torch.Tensor
+    """[n]: the target's logit."""
+
+    @property
+    def losses(self) -> torch.Tensor:
+        """The cross-entropy at each position, ``[n]``."""
+        return self.total.log() - (self.wanted - self.largest)
+
+    def part(self, span: slice) -> Softmax:
+        """That of some of the positions."""
+        return Softmax(self.largest[span], self.total[span], self.wanted[span])
+
+
+@dataclass(frozen=True)
+class VocabularyParts:
+    """Which rows of an output layer's weight ``[V, D]`` each process of an axis has; all methods are collective."""
+
+    mesh: DeviceMesh
+    """Of one axis."""
+    vocabulary: int
+    memory: int | None = None
+    """Bytes of the smallest GPU among the processes."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The processes."""
+        return self.mesh.get_group()
+
+    @property
+    def longest(self) -> int:
+        """Rows of the first process; none has more."""
+        return -(-self.vocabulary // self.mesh.size())
+
+    @property
+    def first(self) -> int:
+        """The first row that this process has, or would have."""
+        return min(self.vocabulary, self.mesh.get_local_rank() * self.longest)
+
+    @property
+    def count(self) -> int:
+        """Rows of this process; none where there are few."""
+        return min(self.longest, self.vocabulary - self.first)
+
+    def layer(self, head: Any, transform: LogitTransform, scale: torch.Tensor | None) -> OutputLayer:
+        """The output layer as this process has it, of the module between whose gather and release this runs."""
+        weight = self._with_new_rows(head) if isinstance(head, TrainableTokens) else head.weight
+        return OutputLayer(weight, getattr(head, "bias", None), transform, scale=scale, parts=self)
+
+    def cross_entropy(
+        self, head: OutputLayer, hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As :meth:`OutputLayer.cross_entropy`, which says what ``scale`` and detached tensors are for."""
+        weight, bias = _detached_where_nothing_is_trained(head)
+        hidden = hidden if torch.is_grad_enabled() else hidden.detach()
+        split = _Split(self, head.transform, head.scale)
+        loss: torch.Tensor = _CrossEntropy.apply(hidden, weight, bias, targets, weights, split)  # type: ignore[no-untyped-call]
+        return loss
+
+    def losses(self, head: OutputLayer, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """As :meth:`OutputLayer.losses`."""
+        weight, bias = _detached_where_nothing_is_trained(head)
+        hidden = hidden if torch.is_grad_enabled() else hidden.detach()
+        split = _Split(self, head.transform, head.scale)
+        losses: torch.Tensor = _PositionLosses.apply(hidden, weight, bias, targets, split)  # type: ignore[no-untyped-call]
+        return losses
+
+    @torch.no_grad()
+    def judged(self, head: OutputLayer, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """float32 ``[N, 2]``: the loss in nats, and 1 where the target is the likeliest token."""
+        found = torch.empty(len(targets), 2, dtype=torch.float32, device=hidden.device)
+        for span, logits in self._chunks(head, hidden):
+            found[span, 0] = self.softmax(logits, targets[span]).losses.float()
+            found[span, 1] = (self._likeliest(logits) == targets[span]).float()
+            del logits  # before the next chunk has its own
+        return found
+
+    @torch.no_grad()
+    def likeliest(self, head: OutputLayer, hidden: torch.Tensor) -> torch.Tensor:
+        """int64 ``[N]``: the likeliest token at each position, of equals the first."""
+        found = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+        for span, logits in self._chunks(head, hidden):
+            found[span] = self._likeliest(logits)
+            del logits
+        return found
+
+    @torch.no_grad()
+    def products(self, head: OutputLayer, hidden: torch.Tensor) -> torch.Tensor:
+        """Products ``[N, V]``, whole on every process: for the few positions that somebody looks at."""
+        own = self.head(head, hidden).products(hidden.to(product_dtype(hidden)))
+        filled = torch.nn.functional.pad(own, (0, self.longest - self.count))
+        return torch.cat([*self.gathered(filled)], 1)[:, : self.vocabulary]
+
+    def head(self, head: OutputLayer, hidden: torch.Tensor) -> Head:
+        """This process's rows of a layer, with its input."""
+        bias = None if head.bias is None else local(head.bias.detach())
+        return Head.of(hidden.detach(), local(head.weight.detach()), bias, product_dtype(hidden))
+
+    def positions(self, weight: torch.Tensor) -> int:
+        """Positions of a chunk, the same on every process."""
+        return positions_of_chunk(self.longest, weight, self.memory)
+
+    def blocks(self, logits: torch.Tensor) -> Iterator[slice]:
+        """Positions whose logits may be in float32 at one time."""
+        return spans(len(logits), max(1, block_logits(logits) // self.longest))
+
+    def gathered(self, own: torch.Tensor) -> torch.Tensor:
+        """What every process has, ``[T, ...]``, of something that has the same shape everywhere."""
+        every = own.new_empty(self.mesh.size(), *own.shape)
+        gather_parts(every.view(-1), own.contiguous().view(-1), self.group)
+        return every
+
+    def places(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The targets' columns in this process's logits, a valid one in any case, and whether it has them: ``[n]``."""
+        places = targets - self.first
+        return places.clamp(0, self.count - 1), (places >= 0) & (places < self.count)
+
+    def softmax(self, logits: torch.Tensor, targets: torch.Tensor) -> Softmax:
+        """Of this process's logits ``[n, count]`` the softmax over those of all, at least float32."""
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        own = torch.empty(3, len(logits), dtype=dtype, device=logits.device)
+        if self.count == 0:
+            own[0], own[1], own[2] = -torch.inf, 0, -torch.inf
+        else:
+            places, here = self.places(targets)
+            for block in self.blocks(logits):
+                exact = logits[block].to(dtype)
+                own[0, block] = largest = exact.amax(-1)
+                wanted = exact.gather(1, places[block, None])[:, 0]
+                own[2, block] = wanted.masked_fill(~here[block], -torch.inf)
+                own[1, block] = (exact - largest[:, None]).exp_().sum(-1)
+        largest, totals, wanted = self.gathered(own).unbind(1)
+        most = largest.amax(0)
+        return Softmax(most, (totals * (largest - most).exp_()).sum(0), wanted.amax(0))
+
+    def into_gradient(
+        self, logits: torch.Tensor, targets: torch.Tensor, softmax: Softmax, weights: torch.Tensor | None
+    ) -> None:
+        """Turn this process's logits into the gradient of the losses, each times its weight ``[n]``, in place."""
+        if self.count == 0:
+            return
+        places, here = self.places(targets)
+        taken = -here.to(softmax.total.dtype)
+        for block in self.blocks(logits):
+            share = logits[block].to(taken.dtype).sub_(softmax.largest[block, None])
+            share.exp_().div_(softmax.total[block, None])
+            share.scatter_add_(1, places[block, None], taken[block, None])
+            logits[block] = share if weights is None else share.mul_(weights[block, None])
+
+    def _chunks(self, head: OutputLayer, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The positions of each chunk, and this process's logits at them."""
+        layer = self.head(head, hidden)
+        for span, _, logits in layer.chunks(size=self.positions(layer.weight)):
+            head.transform.apply_(logits)
+            yield span, logits
+            del logits
+
+    def _likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        """int64 ``[n]``: of all processes' logits ``[n, count]`` the token with the largest, of equals the first."""
+        own = torch.full((2, len(logits)), -torch.inf, dtype=torch.float64, device=logits.device)  # ids fit in it
+        if self.count:
+            largest, places = logits.max(-1)
+            own[0], own[1] = largest, places + self.first
+        largest, tokens = self.gathered(own).unbind(1)
+        return tokens.gather(0, largest.argmax(0, keepdim=True))[0].long()
+
+    def _with_new_rows(self, head: TrainableTokens) -> torch.Tensor:
+        """This process's rows of a frozen weight with those of new tokens in their places: a copy."""
+        own = local(head.base_layer.weight)
+        new = entered(head.new_rows, self.group)
+        start, stop = (min(max(row - self.first, 0), self.count) for row in (head.first, head.first + len(new)))
+        skipped = start + self.first - head.first if stop > start else 0
+        # A process that has none of them keeps an empty part: its backward pass comes to the sum of all of them too.
+        return torch.cat([own[:start], new[skipped : skipped + stop - start].to(own.dtype), own[stop:]])
+
+
+class _Split(NamedTuple):
+    """What a loss over parts of the vocabulary needs besides tensors that may have gradients."""
+
+    parts: VocabularyParts
+    transform: LogitTransform
+    scale: torch.Tensor | None
+
+    def head(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Head:
+        return Head.of(hidden, local(weight), None if bias is None else local(bias), product_dtype(hidden))
+
+    def scaled(self, weights: torch.Tensor | None, count: int) -> torch.Tensor | None:
+        """Weights of positions ``[count]`` as the gradient that is made in a forward pass takes them."""
+        if self.scale is None:
+            return weights
+        return self.scale.expand(count) if weights is None else weights * self.scale
+
+    def summed(self, gradients: Gradients) -> list[torch.Tensor | None]:
+        """The gradients by hidden, weight and bias, the first of them the sum over all processes."""
+        if gradients.hidden is not None and gradients.hidden.numel():
+            dist.all_reduce(gradients.hidden, group=self.parts.group)
+        return gradients.made
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None,
+        split: _Split,
+    ) -> torch.Tensor:
+        parts, head, wanted = split.parts, split.head(hidden, weight, bias), ctx.needs_input_grad[:3]
+        gradients, scaled = Gradients(head, wanted), split.scaled(weights, len(targets))
+        loss = torch.zeros((), dtype=torch.promote_types(head.dtype, torch.float32), device=hidden.device)
+        for span, rows, logits in head.chunks(size=parts.positions(head.weight)):
+            tanh = split.transform.apply_(logits)
+            softmax = parts.softmax(logits, targets[span])
+            losses = softmax.losses
+            loss += (losses if weights is None else losses * weights[span]).sum()
+            if any(wanted):
+                parts.into_gradient(logits, targets[span], softmax, None if scaled is None else scaled[span])
+                split.transform.backward_(logits, tanh)
+                gradients.add(span, rows, logits)
+            del logits, tanh  # before the next chunk has its own
+        ctx.save_for_backward(*split.summed(gradients))
+        ctx.dtypes, ctx.scale, ctx.places = gradient_types(hidden, weight, bias), split.scale, _laid(weight, bias)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # In place: a second backward through the same loss is refused by autograd.
+        factor = upstream if ctx.scale is None else upstream / ctx.scale
+        scaled = [None if one is None else one.mul_(factor) for one in ctx.saved_tensors]
+        return (*_placed(in_types(scaled, ctx.dtypes), ctx.places), None, None, None)
+
+
+class _PositionLosses(torch.autograd.Function):
+    """As one process does it: the hidden states' gradient alone is made while the logits are there; where the weight
+    wants one too, the last chunk's logits are kept and those of earlier chunks made a second time. What the softmax is
+    made of is kept in any case, so that going backward asks the others for nothing but their share of that gradient."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        split: _Split,
+    ) -> torch.Tensor:
+        parts, head, (of_hidden, *of_head) = split.parts, split.head(hidden, weight, bias), ctx.needs_input_grad[:3]
+        made = torch.empty(3, len(targets), dtype=torch.promote_types(head.dtype, torch.float32), device=hidden.device)
+        softmax, ctx.last, ctx.hidden_alone = Softmax(made[0], made[1], made[2]), None, of_hidden and not any(of_head)
+        gradients = Gradients(head, (ctx.hidden_alone, False, False))
+        for span, rows, logits in head.chunks(size=parts.positions(head.weight)):
+            tanh = split.transform.apply_(logits)
+            found = parts.softmax(logits, targets[span])
+            made[:, span] = torch.stack([*found])
+            if ctx.hidden_alone:
+                parts.into_gradient(logits, targets[span], found, split.scaled(None, len(targets[span])))
+                split.transform.backward_(logits, tanh)
+                gradients.add(span, rows, logits)
+            elif any(of_head) and span.stop == len(hidden):
+                ctx.last = span, rows, logits, tanh
+            del logits, tanh  # before the next chunk has its own
+        ctx.split, ctx.softmax = split, softmax
+        ctx.save_for_backward(*split.summed(gradients)[:1] if ctx.hidden_alone else (hidden, weight, bias, targets))
+        return softmax.losses
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        split: _Split = ctx.split
+        if ctx.hidden_alone:
+            (made,) = ctx.saved_tensors
+            share = upstream if split.scale is None else upstream / split.scale
+            return ((made * share[:, None]).to(made.dtype), None, None, None, None)
+        hidden, weight, bias, targets = ctx.saved_tensors
+        parts, head, stop = split.parts, split.head(hidden, weight, bias), None
+        gradients = Gradients(head, ctx.needs_input_grad[:3])
+
+        def add(span: slice, rows: torch.Tensor, logits: torch.Tensor, tanh: torch.Tensor | None) -> None:
+            parts.into_gradient(logits, targets[span], ctx.softmax.part(span), upstream[span])
+            split.transform.backward_(logits, tanh)
+            gradients.add(span, rows, logits)
+
+        if ctx.last is not None:
+            stop = ctx.last[0].start
+            add(*ctx.last)
+            ctx.last = None
+        for span, rows, logits in head.chunks(stop, parts.positions(head.weight)):
+            add(span, rows, logits, split.transform.apply_(logits))
+            del logits
+        found = in_types(split.summed(gradients), gradient_types(hidden, weight, bias))
+        return (*_placed(found, _laid(weight, bias)), None, None)
+
+
+def _detached_where_nothing_is_trained(head: OutputLayer) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias: without gradients a function would still see that they want one, and make it."""
+    if torch.is_grad_enabled():
+        return head.weight, head.bias
+    return head.weight.detach(), None if head.bias is None else head.bias.detach()
+
+
+def _laid(*tensors: torch.Tensor | None) -> list[DTensor | None]:
+    """Those that lie over processes; of others, which may be copies, nothing is kept until the backward pass."""
+    return [tensor if isinstance(tensor, DTensor) else None for tensor in tensors]
+
+
+def _placed(gradients: Sequence[torch.Tensor | None], laid: Sequence[DTensor | None]) -> list[torch.Tensor | None]:
+    """Gradients by hidden, weight and bias, the last two lying as these do."""
+    hidden, *own = gradients
+    return [hidden, *(g if g is None or p is None else sharded_like(g, p) for g, p in zip(own, laid, strict=True))]

@@ -1,0 +1,303 @@
+"""The steps of one process, and those of a layout, compared: what is compared, and where they part first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from tuner.checkpoint.load import content_sha256, load_into, open_checkpoint, read_tensors
+from tuner.checkpoint.manifest import step_name
+from tuner.checkpoint.save import CheckpointDir, save
+from tuner.config.methods import head_of
+from tuner.data.batches import StepBatches
+from tuner.model.build import model_config
+from tuner.parallel.replicas import Copy, first_difference, sums_of
+from tuner.prove.compare import (
+    GRADIENT_FLOOR,
+    LIMITS,
+    WEIGHT_FLOOR,
+    apart,
+    first_step,
+    furthest,
+    times,
+    unequal,
+    without_rounding,
+)
+from tuner.prove.layouts import ALONE, Layout
+from tuner.prove.rows import Rows
+from tuner.prove.trace import first_place, traced, write_trace
+from tuner.prove.twin import Twin
+from tuner.rundir.layout import MODEL_PREFIX
+from tuner.runtime.files import read_json, write_json
+from tuner.runtime.process import Collective, gloo_group
+from tuner.setup.build import assembled, assembly_spec, build_train_state, mesh_of, run_tensors, step_config_of
+from tuner.setup.resolve import model_spec
+from tuner.train.step import TrainState, forward_backward, optimizer_step
+
+SPREAD = 0.1
+"""Standard deviation of weights, and of what is added to those of norms and biases: none is 0 or 1."""
+_SEED = 23
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every process of a proof knows: the recipe, how many steps, and where one process left its own."""
+
+    twin: Twin
+    steps: int
+    place: Path
+
+    @property
+    def half(self) -> int:
+        """The step whose checkpoint is resumed from."""
+        return self.steps // 2
+
+    @property
+    def model(self) -> Path:
+        """The directory of the small model."""
+        return Path(self.twin.recipe.model.name_or_path)
+
+    @property
+    def numbers(self) -> Path:
+        """Losses, norms and hashes of one process."""
+        return self.place / "plain.json"
+
+    @property
+    def traces(self) -> Path:
+        """What its modules gave in the first step."""
+        return self.place / "traces"
+
+    def checkpoint(self, step: int) -> Path:
+        """A checkpoint of one process."""
+        return self.place / "plain" / step_name(step)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model that trains: its state, its rows, and the micro-batches of a step."""
+
+    state: TrainState
+    rows: Rows
+
+    def steps(self, first: int, last: int) -> tuple[list[float], list[float]]:
+        """Take the steps from one to before another at the full rate; their losses and gradient norms."""
+        mesh, losses, norms = self.state.step_config.mesh, [], []
+        for index in range(first, last):
+            taken = optimizer_step(self.state, index, self.rows.step(index, self.state.method, mesh), 1.0).read()
+            losses.append(taken.loss)
+            norms.append(taken.grad_norm)
+        return losses, norms
+
+    def gradients(self, batches: StepBatches) -> dict[str, torch.Tensor]:
+        """The gradients of a step that is not taken, whole, by the parameter's name; nothing is left of them."""
+        forward_backward(self.state, 0, batches)
+        found = {name: whole(gradient) for name, gradient in self.state.gradients().items()}
+        self.state.optimizer.zero_grad()
+        return found
+
+    def save(self, place: Path, step: int) -> Path:
+        """Commit a checkpoint of it. Collective."""
+        return save(CheckpointDir(place, "prove"), step, run_tensors(self.state), {}, {})
+
+    def load(self, path: Path, prefix: str = "") -> None:
+        """Take over a checkpoint, or its tensors whose names begin so. Collective."""
+        named = run_tensors(self.state).items()
+        load_into(open_checkpoint(path), {n: tensor for n, tensor in named if n.startswith(prefix)}, prefix)
+
+
+def build(setting: Setting, layout: Layout, rank: int) -> Training:
+    """Model, optimizer and rows, as a training builds them. Collective where there are several processes."""
+    rank_info = layout.rank_info(rank)
+    resolved = setting.twin.resolved(layout)
+    device, mesh = torch.device("cpu"), mesh_of(resolved.recipe, rank_info)
+    root = assembled(resolved, assembly_spec(resolved), mesh, device)
+    state = build_train_state(resolved.recipe, root, step_config_of(resolved.recipe, device, mesh))
+    vocabulary = resolved.config.get_text_config().vocab_size
+    recipe = setting.twin.recipe
+    return Training(state, Rows(recipe.method.examples, vocabulary, setting.twin.accumulate, recipe.seed))
+
+
+def train_plain(setting: Setting) -> None:
+    """Give the small model its weights, train it in this process alone, and leave what others are compared with."""
+    write_weights(setting)
+    training = build(setting, ALONE, 0)
+    _spread_adapters(setting, training.state)
+    training.save(setting.place / "plain", 0)
+    with traced(training.state.root.model) as trace:
+        gradients = training.gradients(training.rows.each(0, training.state.method))
+    write_trace(trace, setting.traces)
+    _write_tensors(setting.place / "gradients", gradients)
+    losses, norms = training.steps(0, setting.half)
+    half = training.save(setting.place / "plain", setting.half)
+    more, further = training.steps(setting.half, setting.steps)
+    training.save(setting.place / "plain", setting.steps)
+    sha256 = content_sha256(open_checkpoint(half))
+    write_json(setting.numbers, {"losses": losses + more, "norms": norms + further, "half": sha256})
+
+
+def train_layout(setting: Setting, layout: Layout, rank: int, place: Path) -> tuple[dict[str, float], str | None]:
+    """Train in a process of a layout: figures by what is compared, and where it parts first from one process.
+
+    A checkpoint is written to ``place``. Collective; the same answer on every rank. Raises RecipeError where the
+    layout is refused.
+    """
+    training = build(setting, layout, rank)
+    if setting.twin.recipe.adapter.kind != "none":
+        training.load(setting.checkpoint(0), MODEL_PREFIX)
+    return _Comparison(setting, training, place / layout.name, Collective(gloo_group())).compared()
+
+
+class _Comparison:
+    """A training under a layout, compared with that of one process. Every method is collective."""
+
+    def __init__(self, setting: Setting, training: Training, saved: Path, ranks: Collective) -> None:
+        self._setting, self._training, self._saved, self._ranks = setting, training, saved, ranks
+        self._plain: dict[str, Any] = read_json(setting.numbers)
+
+    def compared(self) -> tuple[dict[str, float], str | None]:
+        """What was found, and the first cause of what is unequal in the order of a step."""
+        setting, training, plain = self._setting, self._training, self._plain
+        start = self._other_copy()
+        gradient, worst_gradient = self._gradients()
+        losses, norms = training.steps(0, setting.steps)
+        end = self._other_copy()
+        weights, worst_weight = self._weights()
+        is_saved, resumed = self._resumed()
+        figures = {
+            "loss": furthest(losses, plain["losses"]),
+            "grad_norm": furthest(norms, plain["norms"]),
+            "gradients": gradient,
+            "weights": weights,
+            "copies": float((start or end) is not None),
+            "saved": float(not is_saved),
+            "resumed": furthest(resumed, plain["losses"][setting.half :]),
+        }
+        wrong = unequal(figures)
+        if not wrong:
+            return figures, None
+        words = {
+            "gradients": f"gradient of {worst_gradient}",
+            "copies": str(end),
+            "grad_norm": first_step("gradient norm", norms, plain["norms"], LIMITS["grad_norm"]),
+            "loss": first_step("loss", losses, plain["losses"], LIMITS["loss"]),
+            "weights": f"weights after step {setting.steps}: {worst_weight}",
+            "saved": "the bytes of a checkpoint of the same values",
+            "resumed": f"the losses after a resume from the checkpoint of one process at step {setting.half}",
+        }
+        cause = start or self._place() or next(said for name, said in words.items() if name in wrong)
+        return figures, cause
+
+    def _resumed(self) -> tuple[bool, list[float]]:
+        """Whether the state of one process in the middle is saved as it was read, and the losses of the steps from
+        there."""
+        setting, training = self._setting, self._training
+        training.load(setting.checkpoint(setting.half))
+        training.state.optimizer.set_step_count(setting.half)
+        saved = training.save(self._saved, setting.half)
+        is_saved = self._ranks.on_rank0(lambda: content_sha256(open_checkpoint(saved)) == self._plain["half"])
+        return is_saved, training.steps(setting.half, setting.steps)[0]
+
+    def _other_copy(self) -> str | None:
+        """Where a process has another copy of a weight or of a state than most."""
+        tensors = run_tensors(self._training.state)
+        copies = [Copy.of(name, tensors[name], self._ranks.size) for name in sorted(tensors)]
+        found = first_difference(copies, sums_of(copies), self._ranks)
+        return None if found is None else str(found)
+
+    def _gradients(self) -> tuple[float, str]:
+        """How far the gradients of the first step are off at most, and the first one that is, in words."""
+        state, mesh = self._training.state, self._training.state.step_config.mesh
+        found = self._training.gradients(self._training.rows.step(0, state.method, mesh))
+        wanted, norm = _read_gradients(self._setting.place / "gradients")
+        figures, first = {}, ""
+        for name in state.parameters:
+            other = wanted.get(name, torch.zeros(()))
+            own = found.get(name, torch.zeros_like(other))
+            floor = GRADIENT_FLOOR * norm
+            figures[name] = apart(own, other, floor) if own.shape == other.shape or not other.ndim else float("inf")
+            if not first and unequal({"gradients": figures[name]}):
+                first = f"{name}: {figures[name]:.1e} apart on rank {self._ranks.rank}{times(own, other)}"
+        return self._worst(figures, first)
+
+    def _weights(self) -> tuple[float, str]:
+        """How far the weights after all steps are off at most, and the first one that is, in words."""
+        setting, parameters = self._setting, self._training.state.parameters
+        last = open_checkpoint(setting.checkpoint(setting.steps))
+        gradients, norm = _read_gradients(setting.place / "gradients")
+        way = 2 * float(setting.twin.recipe.optimizer.lr) * setting.steps
+        figures, first = {}, ""
+        for name, wanted in read_tensors(last, [f"{MODEL_PREFIX}{name}" for name in parameters]):
+            own = name.removeprefix(MODEL_PREFIX)
+            found = whole(parameters[own].detach())
+            if own in gradients:
+                found = without_rounding(found, wanted, gradients[own], norm, way)
+            figures[own] = apart(found, wanted, WEIGHT_FLOOR * wanted.numel() ** 0.5)
+            if not first and unequal({"weights": figures[own]}):
+                first = f"{own}: {figures[own]:.1e} apart on rank {self._ranks.rank}"
+        return self._worst(figures, first)
+
+    def _worst(self, figures: Mapping[str, float], first: str) -> tuple[float, str]:
+        """The worst figure of any process, and the first words of one."""
+        each = self._ranks.on_all_ranks(lambda: (max(figures.values(), default=0.0), first))
+        return max(figure for figure, _ in each), next((words for _, words in each if words), "")
+
+    def _place(self) -> str | None:
+        """The first module whose output or gradient is another one, of any process, from the same weights."""
+        training, mesh = self._training, self._training.state.step_config.mesh
+        training.load(self._setting.checkpoint(0), MODEL_PREFIX)
+        with traced(training.state.root.model) as trace:
+            training.gradients(training.rows.step(0, training.state.method, mesh))
+        micro = training.rows.micro(mesh)
+        rank, share = self._ranks.rank, (mesh.weight_rank % mesh.sequence, mesh.sequence)
+        own = self._ranks.on_all_ranks(lambda: first_place(trace, self._setting.traces, micro, share, rank))
+        found = [place for place in own if place is not None]
+        return str(min(found, key=lambda place: (place.kind != "output", place.order))) if found else None
+
+
+def write_weights(setting: Setting) -> None:
+    """Draw the weights of the small model and write them next to its config, as a model's files."""
+    recipe = setting.twin.recipe
+    config = model_config(model_spec(recipe, range(0)))
+    score = head_of(recipe.method) == "score"
+    auto: Any = AutoModelForSequenceClassification if score else AutoModelForCausalLM
+    torch.manual_seed(_SEED)
+    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(_SEED)
+    with torch.no_grad():
+        for parameter in dict.fromkeys(model.parameters()):
+            drawn = torch.randn(parameter.shape, generator=generator) * SPREAD
+            parameter.copy_(drawn if parameter.ndim > 1 else parameter + drawn)
+    model.save_pretrained(setting.model)
+
+
+@torch.no_grad()
+def _spread_adapters(setting: Setting, state: TrainState) -> None:
+    """Have no matrix of an adapter be zero: the gradients of others would be."""
+    if setting.twin.recipe.adapter.kind == "none":
+        return
+    generator = torch.Generator().manual_seed(_SEED)
+    for _, parameter in sorted(state.parameters.items()):
+        parameter.add_(torch.randn(parameter.shape, generator=generator) * SPREAD)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of all processes' parts, a copy of its own. Collective."""
+    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found.detach().clone()
+
+
+def _write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    save(CheckpointDir(directory, "prove"), 1, tensors, {}, {})
+
+
+def _read_gradients(directory: Path) -> tuple[dict[str, torch.Tensor], float]:
+    """The gradients of one process by name, and the norm of all."""
+    found = dict(read_tensors(open_checkpoint(directory / step_name(1))))
+    return found, math.sqrt(sum(float(one.double().square().sum()) for one in found.values()))
