@@ -104,7 +104,7 @@ class Cut:
     def fill(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, lengths: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-        """Ids and positions with a document of padding behind, where their number asks for it."""
+        """Ids and positions with a document of padding at the end, where their number asks for it."""
         return Padding(self.size, self.size).fill(input_ids, position_ids, lengths)
 
     def exchanging(self, documents: Documents, position_ids: torch.Tensor) -> Documents:
@@ -337,13 +337,13 @@ class _Joined(torch.autograd.Function):
 
 
 def _filled(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """Rows with zeros behind, up to so many."""
+    """Rows with zeros at the end, up to so many."""
     missing = count - len(rows)
     return functional.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows.contiguous()
 
 
 class _Summed(torch.autograd.Function):
-    """A sum over processes; going back, too: each of them goes on from the same sum with a part of what it is for."""
+    """A sum over processes, of values and of gradients: each uses the same sum for a part of what comes after it."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -194,14 +194,15 @@ def apply_native_gates(model: nn.Module) -> int:
     return count
 
 
-class _Factor(nn.Module):
-    """Stands in for a projection: rows stay as wide as they are."""
+class Factor(nn.Module):
+    """Stands in for a projection: rows ``[..., n]`` stay as wide as they are."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.factor = factor
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows times the factor."""
         return rows * self.factor
 
 
@@ -210,7 +211,7 @@ def _is_same_gate(module: nn.Module) -> bool:
     if "forward" in vars(module):  # bound to the module, whatever stands in for its projections
         return False
     bare = copy.copy(module)
-    bare._modules = {**module._modules, "gate_proj": _Factor(3.0), "up_proj": _Factor(-2.0), "down_proj": _Factor(0.5)}
+    bare._modules = {**module._modules, "gate_proj": Factor(3.0), "up_proj": Factor(-2.0), "down_proj": Factor(0.5)}
     rows = torch.linspace(-9, 9, 64).reshape(1, 2, 32)
     for dtype, allowed in ((torch.float32, 2e-6), (torch.bfloat16, 2**-7)):
         source = rows.to(dtype)

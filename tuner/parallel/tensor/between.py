@@ -12,25 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from tuner.model.native.layers import Factor
+
 _COLUMNS = 16
-
-
-class _Factor(nn.Module):
-    """Stands in for a projection: rows stay as wide as they are."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows * self.factor
 
 
 @torch.no_grad()
 def goes_by_columns(module: nn.Module, projections: Collection[str]) -> bool:
     """Whether a module with these projections, on any device, computes columns one by one between them."""
     bare: Any = copy.copy(module)
-    factors = {name: _Factor(1.5 - number) for number, name in enumerate(projections)}
+    factors = {name: Factor(1.5 - number) for number, name in enumerate(projections)}
     bare._modules = {**module._modules, **factors}
     rows = torch.linspace(-4, 6, 3 * _COLUMNS).reshape(3, _COLUMNS).sin().mul(3)[None]
     try:
