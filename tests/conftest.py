@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import signal
@@ -89,11 +88,10 @@ def root() -> Path:
 
 
 def pytest_collection_finish() -> None:
-    """Keep tests and modules, a million objects and more, out of each look for cycles that product and tests ask for.
+    """Keep tests and modules, a million objects and more, out of all looks for cycles."""
+    from tests.fixtures.cycles import leave_out
 
-    Once: how many are kept out is counted one by one, so asking for it before every test costs more than it saves.
-    """
-    gc.freeze()
+    leave_out()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -7,6 +7,7 @@ nothing itself, so that no thread of a library is missing in its children.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -154,6 +155,7 @@ class _Group:
 
     def _as_rank(self, rank: int, port: int, jobs: Sequence[int], work: Work) -> None:
         """Be a rank: what it says goes to its log."""
+        gc.freeze()  # the end of a group looks for cycles: among what is shared, that would copy it
         os.close(self._held)
         log = os.open(self._place / log_name(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for stream in (1, 2):

@@ -106,7 +106,7 @@ def build(
     table, held = timetable(recipe, prepared, starts), held_out_rows(recipe, prepared)
     if task_of(recipe.checkpoint.keep_best, recipe.eval.tasks) is None:
         check_metric(recipe.checkpoint.keep_best, held, recipe.method.figures)
-    index = device_index(rank_info)
+    index = device_index(rank_info) if resolved.facts.kind == "cuda" else 0
     computed = "tf32" if recipe.train.tf32 and recipe.train.precision == "fp32" else recipe.train.precision
     peak = None if computed == "fp8" else measured_peak(resolved.facts.kind, computed, index)  # while memory is free
     root, step_config = assemble_model(resolved, rank_info, mesh)
