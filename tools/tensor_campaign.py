@@ -26,7 +26,7 @@ from transformers.utils import logging
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.fixtures.processes import run_ranks  # noqa: E402
-from tests.fixtures.split import Split, differences  # noqa: E402
+from tests.fixtures.split import Alone, Split, differences  # noqa: E402
 from tools.causal_cases import TYPES, tiny_config  # noqa: E402
 from tuner.errors import RecipeError  # noqa: E402
 from tuner.model.build import ModelSpec, meta_model, model_config  # noqa: E402
@@ -72,12 +72,16 @@ def verdict(model_type: str, adapter: str, directory: Path) -> str:
     except RecipeError as error:
         return f"refused: {error}"
     said = directory / "said"
+    case = Split(model_type, config, route_of(model)[0], adapter=adapter, accumulated=2)  # type: ignore[arg-type]
+    try:
+        alone = Alone.of(case, PROCESSES, directory)
+    except Exception as error:  # noqa: BLE001 - of the type's own code
+        traceback.print_exc()
+        return f"differs: {_line(error)}"
 
     def work(rank: int) -> None:
-        (directory / str(rank)).mkdir()
-        case = Split(model_type, config, route_of(model)[0], adapter=adapter, accumulated=2)  # type: ignore[arg-type]
         try:
-            unlike = differences(case, rank, directory)
+            unlike = differences(case, alone, rank)
         except Exception as error:  # noqa: BLE001 - of the type's own code
             traceback.print_exc()
             unlike = [_line(error)]

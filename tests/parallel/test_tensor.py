@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from tests.fixtures.processes import run_ranks
-from tests.fixtures.split import Split, all_batches, differences, split_model, step, whole_model
+from tests.fixtures.split import Alone, Split, all_batches, differences, split_model, step, whole_model
 from tests.model.tiny import FAMILIES, family_config
 from tuner.errors import RecipeError
 from tuner.model.adapter import LoraSpec, add_lora
@@ -62,9 +62,10 @@ SHARDED = {
 
 
 def compared(processes: int, cases: Sequence[Split], directory: Path) -> None:
+    alone = [Alone.of(case, processes, directory / str(number)) for number, case in enumerate(cases)]
+
     def work(rank: int) -> None:
-        (directory / str(rank)).mkdir()
-        assert [said for case in cases for said in differences(case, rank, directory)] == []
+        assert [said for case, one in zip(cases, alone, strict=True) for said in differences(case, one, rank)] == []
 
     assert run_ranks(processes, directory, work) == [0] * processes
 

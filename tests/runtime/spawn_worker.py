@@ -28,6 +28,11 @@ def warn(rank: int) -> None:
         console.warn(f"rank {rank} is odd")
 
 
+def say_ready(job: dict[str, Any], rank: int) -> None:
+    """Show that signals are waited for, and by which process."""
+    Path(job["ready"], str(rank)).symlink_to(str(os.getpid()))
+
+
 def work(job: dict[str, Any]) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     print(f"rank {rank} prints")
@@ -62,13 +67,13 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
             time.sleep(60)
         case "stops":
             with StopSignals() as signals:
-                Path(job["ready"], str(rank)).touch()
+                say_ready(job, rank)
                 while not signals.requested:
                     time.sleep(0.01)
                 time.sleep(job.get("stop_s", 0))
                 return {"signal": signals.signal_name}
         case "deaf":
-            Path(job["ready"], str(rank)).touch()
+            say_ready(job, rank)
             time.sleep(60)
     return {}
 

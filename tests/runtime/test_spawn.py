@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures import forked
+from tests.fixtures.processes import wait_until_gone
 from tests.runtime.spawn_worker import work
 from tuner.errors import DataError, LostRankError, MachineError, TunerError
 from tuner.runtime import spawn
@@ -27,6 +29,18 @@ def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spawn, "GRACE_S", 0.7)
 
 
+@pytest.fixture(autouse=True)
+def _forked_ranks(request: pytest.FixtureRequest) -> None:
+    """Spare each rank the start of an interpreter, but in the tests marked so."""
+    if "fresh" not in request.fixturenames:
+        request.getfixturevalue("forked_children")
+
+
+@pytest.fixture
+def fresh() -> None:
+    """Have the test's ranks be interpreters of their own."""
+
+
 def run(logs: Path, *actions: str, **job: Any) -> dict[str, Any]:
     return run_ranks(work, {"actions": actions, "ready": str(logs), **job}, len(actions), logs)
 
@@ -37,6 +51,7 @@ def failure(logs: Path, *actions: str) -> TunerError:
     return raised.value
 
 
+@pytest.mark.usefixtures("fresh")
 def test_ranks_know_their_place_and_meet_on_the_loopback_alone(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
@@ -85,6 +100,7 @@ def test_an_error_that_all_agree_on_is_told_once(tmp_path: Path, action: str, me
     assert failure(tmp_path, action, action).message == message
 
 
+@pytest.mark.usefixtures("fresh")
 def test_a_killed_rank_is_named_and_the_others_end(tmp_path: Path) -> None:
     began = time.monotonic()
     error = failure(tmp_path, "killed", "hangs", "lost")
@@ -145,40 +161,27 @@ run_ranks(work, job, 2, Path(sys.argv[1]))
 """
 
 
-def test_the_second_signal_kills_every_rank(root: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", TWICE, str(tmp_path)], cwd=root, stderr=subprocess.DEVNULL)
+def test_the_second_signal_kills_every_rank(tmp_path: Path) -> None:
+    process = forked.Popen([sys.executable, "-c", TWICE, str(tmp_path)], cwd=forked.ROOT, stderr=subprocess.DEVNULL)
     while not {"0", "1"} <= set(os.listdir(tmp_path)):
         time.sleep(0.01)
         assert process.poll() is None
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert len(children) == 2
-    os.kill(int(children[1]), signal.SIGSTOP)  # so that the first signal does not end it
+    ranks = [int(os.readlink(tmp_path / name)) for name in ("0", "1")]
+    os.kill(ranks[1], signal.SIGSTOP)  # so that the first signal does not end it
     process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 130
-    assert all(ended(int(child)) for child in children)
+    wait_until_gone(ranks)
 
 
+@pytest.mark.usefixtures("fresh")
 def test_ranks_stop_when_their_parent_is_gone(root: Path, tmp_path: Path) -> None:
     script = TWICE.replace('"deaf"', '"stops"').replace('"stop_s": 60', '"stop_s": 0')
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], cwd=root, stderr=subprocess.DEVNULL)
     while not {"0", "1"} <= set(os.listdir(tmp_path)):
         time.sleep(0.01)
         assert process.poll() is None
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.kill()
     process.wait()
-    for _ in range(400):
-        if all(ended(int(child)) for child in children):
-            break
-        time.sleep(0.02)
-    assert all(ended(int(child)) for child in children)
-
-
-def ended(pid: int) -> bool:
-    """Whether a process is gone; one that nobody waits for stays as a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+    wait_until_gone([int(os.readlink(tmp_path / name)) for name in ("0", "1")])

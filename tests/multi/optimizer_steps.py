@@ -1,17 +1,14 @@
-"""Takes real steps with every optimizer at this world size; rank 0 writes losses, weights and moments to a file."""
+"""Steps with every optimizer at any world size: what they leave of losses, weights and moments."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.train.synthetic import assembly_for, recipe_for
 from tuner.data.batches import StepBatches
 from tuner.runtime.dist import RankInfo
-from tuner.runtime.process import process_group
 from tuner.train.step import TrainState, forward_backward
 
 ROWS = [1, 20, 3, 15, 0, 0, 20, 7, 5, 2]
@@ -55,13 +52,13 @@ def give(parameters: dict[str, torch.nn.Parameter], step: int) -> None:
         parameter.grad = gradient
 
 
-def trained(model: Path, optimizer: dict[str, Any], rank_info: RankInfo, drawn: bool) -> dict[str, torch.Tensor]:
+def trained(model: Path, kind: str, drawn: bool, rank_info: RankInfo) -> dict[str, torch.Tensor]:
     """Losses, weights and moments after a few steps with the model's gradients, or ones that are drawn. Collective."""
     recipe = recipe_for(
         model,
         train={"global_batch_size": 4, "micro_batch_size": 1, "precision": "fp32"},
         data={"shuffle": False, "train": str(model / "rows.jsonl")},
-        optimizer={**optimizer, "weight_decay": 0.1},
+        optimizer={**OPTIMIZERS[kind], "weight_decay": 0.1},
     )
     assembly = assembly_for(recipe, ROWS, rank_info)
     train_state, losses = assembly.train_state, []
@@ -79,26 +76,3 @@ def trained(model: Path, optimizer: dict[str, Any], rank_info: RankInfo, drawn: 
         torch.distributed.all_reduce(total)
     state = {name: whole(tensor) for name, tensor in train_state.optimizer.state_tensors().items()}
     return start | {"loss": total} | {name: whole(p) for name, p in train_state.parameters.items()} | state
-
-
-def all_trained(model: Path, rank_info: RankInfo) -> dict[str, dict[str, torch.Tensor]]:
-    """What every optimizer makes, with both kinds of gradients."""
-    return {
-        f"{kind} {drawn}": trained(model, optimizer, rank_info, drawn)
-        for kind, optimizer in OPTIMIZERS.items()
-        for drawn in (False, True)
-    }
-
-
-def main() -> None:
-    model, target = map(Path, sys.argv[1:3])
-    rank_info = RankInfo.from_environment()
-    with process_group(rank_info, "cpu", 120):
-        found = all_trained(model, rank_info)
-    if rank_info.is_main:
-        flat = {f"{case}|{name}": tensor for case, state in found.items() for name, tensor in state.items()}
-        save_file({name: tensor.contiguous() for name, tensor in flat.items()}, target)
-
-
-if __name__ == "__main__":
-    main()
