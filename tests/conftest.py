@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import subprocess
 import warnings
@@ -22,12 +23,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _asked_once(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Let transformers be asked about each of the tests' tokenizers once: each answer takes a second."""
-    base = tmp_path_factory.getbasetemp()
-    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tokenizers"
-    shared.mkdir(exist_ok=True)
-    os.environ.setdefault(SHARED, str(shared))
+def _shared(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Share what takes seconds among all workers: what transformers says of a tokenizer, and servers that fork."""
+    from tests.fixtures import forked
+
+    base, is_worker = tmp_path_factory.getbasetemp(), "PYTEST_XDIST_WORKER" in os.environ
+    shared = (base.parent if is_worker else base) / "shared"
+    (shared / "tokenizers").mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault(SHARED, str(shared / "tokenizers"))
+    forked.meet(shared, os.getppid() if is_worker else os.getpid())
+    if "TUNER_TEST_COSTS" in os.environ:
+        forked.start_servers()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -46,6 +52,20 @@ def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory for each test: pytest would look for the next free name among those of all tests before."""
     place = tmp_path_factory.mktemp("caches")
     return (place / str(number) for number in itertools.count())
+
+
+@pytest.fixture(scope="session")
+def _numbers() -> Iterator[int]:
+    return itertools.count()
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _numbers: Iterator[int]) -> Path:
+    """A directory of the test's own, as pytest's, which would look for a free name too."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    place = tmp_path_factory.getbasetemp() / f"{name}-{next(_numbers)}"
+    place.mkdir(mode=0o700)
+    return place
 
 
 @pytest.fixture(autouse=True)
