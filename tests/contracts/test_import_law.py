@@ -6,12 +6,9 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
-import pytest
+from tests.contracts.syntax import ROOT, nodes, trees
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "tuner"
 BASE = {"errors", "config", "runtime"}
 MATHS = BASE | {"data", "model", "parallel"}
 SETUP = MATHS | {"train", "setup", "checkpoint", "rundir", "init_from"}
@@ -60,15 +57,6 @@ INSTRUMENTS = {
 }
 
 
-def modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
 def part(module: str) -> str:
     """The part of the package that a module belongs to: `tuner.data.batches` -> `data`."""
     return module.split(".")[1] if "." in module else ""
@@ -76,15 +64,14 @@ def part(module: str) -> str:
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Every absolute dotted name imported anywhere, with its line; a name imported from a module counts too."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name, node.lineno
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "relative imports are banned"
-            yield node.module or "", node.lineno
-            for alias in node.names:
-                yield f"{node.module}.{alias.name}", node.lineno
+    for plain in nodes(tree, ast.Import):
+        for alias in plain.names:
+            yield alias.name, plain.lineno
+    for node in nodes(tree, ast.ImportFrom):
+        assert node.level == 0, "relative imports are banned"
+        yield node.module or "", node.lineno
+        for alias in node.names:
+            yield f"{node.module}.{alias.name}", node.lineno
 
 
 def imported_modules(tree: ast.AST, known: Iterable[str]) -> set[str]:
@@ -112,9 +99,9 @@ def unlawful(module: str, tree: ast.AST) -> list[str]:
 
 def heavy(tree: ast.AST, top_level_only: bool) -> list[str]:
     """Imports of heavy libraries: anywhere, or only where importing the module would run them."""
-    nodes = at_import(tree) if top_level_only else ast.walk(tree)
+    looked_at: Iterable[ast.AST] = at_import(tree) if top_level_only else nodes(tree, ast.Import, ast.ImportFrom)
     found = []
-    for node in nodes:
+    for node in looked_at:
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -161,35 +148,38 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules().items()}
+def in_parts(parts: set[str]) -> dict[str, ast.Module]:
+    """The modules of some parts of the package."""
+    return {name: tree for name, tree in trees().items() if part(name) in parts}
 
 
 def test_every_part_is_in_the_law() -> None:
-    assert {part(name) for name in TREES} <= set(LAW)
+    assert {part(name) for name in trees()} <= set(LAW)
 
 
-@pytest.mark.parametrize("module", sorted(TREES))
-def test_module_imports_only_what_it_may(module: str) -> None:
-    assert unlawful(module, TREES[module]) == []
+def test_modules_import_only_what_they_may() -> None:
+    assert [problem for name, tree in trees().items() for problem in unlawful(name, tree)] == []
 
 
 def test_there_is_no_cycle_of_modules() -> None:
-    graph = {name: imported_modules(tree, TREES) - {name} for name, tree in TREES.items()}
+    graph = {name: imported_modules(tree, trees()) - {name} for name, tree in trees().items()}
     assert cycle(graph) == []
 
 
-@pytest.mark.parametrize("module", sorted(name for name in TREES if part(name) in NEVER_HEAVY))
-def test_module_never_imports_torch(module: str) -> None:
-    assert heavy(TREES[module], top_level_only=False) == []
+def test_light_parts_never_import_torch() -> None:
+    light = in_parts(NEVER_HEAVY)
+    assert len(light) > 50
+    assert {name: found for name, tree in light.items() if (found := heavy(tree, top_level_only=False))} == {}
 
 
-@pytest.mark.parametrize("module", sorted(name for name in TREES if part(name) in LAZILY_HEAVY))
-def test_module_imports_torch_only_inside_functions(module: str) -> None:
-    assert heavy(TREES[module], top_level_only=True) == []
+def test_lazy_parts_import_torch_only_inside_functions() -> None:
+    lazy = in_parts(LAZILY_HEAVY)
+    assert len(lazy) > 50
+    assert {name: found for name, tree in lazy.items() if (found := heavy(tree, top_level_only=True))} == {}
 
 
 def test_light_modules_leave_torch_unloaded() -> None:
-    light = sorted(name for name in TREES if part(name) in NEVER_HEAVY | LAZILY_HEAVY)
+    light = sorted(in_parts(NEVER_HEAVY | LAZILY_HEAVY))
     code = f"import sys, importlib\nfor name in {light!r}: importlib.import_module(name)\n"
     code += f"print(sorted(set(sys.modules) & {HEAVY!r}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

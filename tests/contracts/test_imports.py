@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.fixtures import trainings
+from tests.fixtures import forked, trainings
 from tuner.api import prepare_data
 
-ROOT = Path(__file__).resolve().parents[2]
 MOST, MOST_OF_DATA = 150, 14
 TRAIN = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
+{forked.LOADED_AGAIN}
 from tuner.cli.main import main
 try:
     main(["train", "r.yaml", "--train.duration", "2 steps"])
@@ -26,7 +23,7 @@ finally:
 def test_a_training_loads_what_it_uses(tmp_path: Path) -> None:
     trainings.prepare(tmp_path, world_size=1)
     prepare_data(tmp_path / "r.yaml")
-    done = subprocess.run([sys.executable, "-c", TRAIN], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = forked.run([sys.executable, "-c", TRAIN], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     loaded = sorted((tmp_path / "loaded").read_text().split())
     data = [name for name in loaded if f"{name}.".startswith("tuner.data.")]

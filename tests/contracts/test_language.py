@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.contracts.syntax import PACKAGE, ROOT, modules, trees, walk
+
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SOURCES = sorted(path for kind in ("*.py", "*.html") for path in (ROOT / "tuner").rglob(kind))
+DRAWN = sorted(PACKAGE.rglob("*.html"))
 PHRASES = {
     r"\b(?:go|goes|going|went|gone) on\b": "continue, resume",
     r"\bbehind\b": "after",
@@ -62,12 +62,12 @@ def drawn(html: str) -> str:
     return "\n".join([text, *strings])
 
 
-def silent(tree: ast.Module, package: str) -> set[int]:
-    """The strings that stand alone and are for people who change the code: help is made of docstrings in `cli` alone,
-    and of sentences under a field in `config`.
+def silent(every: Iterable[ast.AST], package: str) -> set[int]:
+    """The strings among nodes that stand alone and are for people who change the code: help is made of docstrings in
+    `cli` alone, and of sentences under a field in `config`.
     """
     found = set()
-    for node in ast.walk(tree):
+    for node in every:
         body = getattr(node, "body", None)
         for number, item in enumerate(body if isinstance(body, list) else []):
             if isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant):
@@ -79,29 +79,27 @@ def silent(tree: ast.Module, package: str) -> set[int]:
 
 def shown(tree: ast.Module, package: str = "") -> Iterator[str]:
     """The strings of a module that people may be shown; one with values in it is one string."""
-    left_out = silent(tree, package)
-    for node in ast.walk(tree):
+    every = walk(tree)
+    left_out = silent(every, package)
+    for node in every:
         if isinstance(node, ast.JoinedStr):
-            left_out |= {id(part) for part in ast.walk(node)}
+            left_out |= {id(part) for part in walk(node)}
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in left_out:
             yield node.value
 
 
-def found_in(path: Path) -> list[str]:
-    """The findings of a page or a module."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".md":
-        return findings(prose(text))
-    if path.suffix == ".html":
-        return findings(drawn(text))
-    name = path.relative_to(ROOT / "tuner")
-    return findings("\n".join(shown(ast.parse(text), name.parts[0])))
+def test_pages_are_english() -> None:
+    found = {page: findings(prose(page.read_text(encoding="utf-8"))) for page in PAGES}
+    found |= {page: findings(drawn(page.read_text(encoding="utf-8"))) for page in DRAWN}
+    assert len(found) > 70
+    assert {page: phrases for page, phrases in found.items() if phrases} == {}, "see PHRASES for what to write"
 
 
-@pytest.mark.parametrize("path", [*PAGES, *SOURCES], ids=lambda path: str(path.relative_to(ROOT)))
-def test_sentences_are_english(path: Path) -> None:
-    assert found_in(path) == [], "see PHRASES for what to write"
+def test_what_the_program_says_is_english() -> None:
+    places = {name: path.relative_to(PACKAGE).parts[0] for name, path in modules().items()}
+    found = {name: findings("\n".join(shown(tree, places[name]))) for name, tree in trees().items()}
+    assert {name: phrases for name, phrases in found.items() if phrases} == {}, "see PHRASES for what to write"
 
 
 @pytest.mark.parametrize(

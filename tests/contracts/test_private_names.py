@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-ADAPTERS = {"tuner/runtime/torch_private.py", "tuner/model/transformers_private.py"}
+from tests.contracts.syntax import ROOT, modules, nodes, trees
+from tests.fixtures import forked
+
+ADAPTERS = {"tuner.runtime.torch_private", "tuner.model.transformers_private"}
 LIBRARIES = ("torch", "transformers")
 # All of transformers that is imported outside its adapter; anything deeper has no promise.
 PROMISED = {"transformers", "transformers.utils"}
@@ -29,30 +30,24 @@ def private_parts(name: str) -> bool:
 
 def private_names(tree: ast.Module) -> Iterator[str]:
     """Every private name of the two libraries that a module imports or reaches, or that an object of another's has."""
-    own = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    own |= {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            if node.module and node.module.startswith("transformers.") and node.module not in PROMISED:
-                yield f"line {node.lineno}: {node.module}"
-        else:
-            if isinstance(node, ast.Attribute) and private_parts(node.attr) and node.attr not in own | OTHERS:
-                yield f"line {node.lineno}: {ast.unparse(node)}"
-            continue
-        yield from (f"line {node.lineno}: {n}" for n in names if n.startswith(LIBRARIES) and private_parts(n))
+    reached = nodes(tree, ast.Attribute)
+    own = {node.name for kind in (ast.FunctionDef, ast.ClassDef) for node in nodes(tree, kind)}
+    own |= {node.attr for node in reached if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")}
+    for node in reached:
+        if private_parts(node.attr) and node.attr not in own | OTHERS:
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+    imported = [(node.lineno, alias.name) for node in nodes(tree, ast.Import) for alias in node.names]
+    for statement in nodes(tree, ast.ImportFrom):
+        if (module := statement.module or "").startswith("transformers.") and module not in PROMISED:
+            yield f"line {statement.lineno}: {module}"
+        imported += [(statement.lineno, f"{module}.{alias.name}") for alias in statement.names]
+    yield from (f"line {line}: {name}" for line, name in imported if name.startswith(LIBRARIES) and private_parts(name))
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tuner").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_private_names_are_in_the_adapters_alone(path: Path) -> None:
-    found = list(private_names(ast.parse(path.read_text(encoding="utf-8"))))
-    assert path.relative_to(ROOT).as_posix() in ADAPTERS or found == []
+def test_private_names_are_in_the_adapters_alone() -> None:
+    assert set(modules()) > ADAPTERS
+    found = {module: [*private_names(tree)] for module, tree in trees().items() if module not in ADAPTERS}
+    assert {module: names for module, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize(
@@ -100,14 +95,15 @@ def test_the_public_ways_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> No
 
 # Command lines, one after the other, where torch and transformers have lost every name of the tables, and torch those
 # that have a public way beside them.
-POORER = """
-import json, sys, torch
+POORER = f"""
+{forked.LOADED_AGAIN}
+import json, torch
 from tuner.model import transformers_private
 from tuner.runtime import torch_private
 for name in ("_foreach_norm", "_foreach_div_", "_softmax_backward_data"):
     delattr(torch, name)
 for adapter in (torch_private, transformers_private):
-    adapter.NAMES = {name: (f"{path}_renamed", *rest) for name, (path, *rest) in adapter.NAMES.items()}
+    adapter.NAMES = {{name: (f"{{path}}_renamed", *rest) for name, (path, *rest) in adapter.NAMES.items()}}
 from tuner.cli.main import main
 for words in json.loads(sys.argv[1]):
     print("$", *words, file=sys.stderr, flush=True)
@@ -143,7 +139,7 @@ def test_training_goes_on_without_them_and_profile_says_what_is_missing(
         ["export-hf", "runs/r"],
     ]  # fmt: skip
     command = [sys.executable, "-c", POORER, json.dumps(lines)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = forked.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     trained, predicted, measured, exported = done.stderr.split("$ ")[1:]
     assert "done      2 steps" in trained and trained.endswith("ended with 0\n"), trained
     assert "the recording could not be written" in trained and "torch._C._profiler" in trained

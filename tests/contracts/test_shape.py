@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
+from tests.contracts.syntax import nodes, trees
 
-ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted(path for part in ("train", "setup", "run") for path in (ROOT / "tuner" / part).rglob("*.py"))
-MAX_FUNCTION_LINES = 60
-MAX_CLASS_LINES = 250
+PARTS = ("tuner.train.", "tuner.setup.", "tuner.run.")
+MOST_LINES = {ast.FunctionDef: 60, ast.AsyncFunctionDef: 60, ast.ClassDef: 250}
 SCREEN_LINES = 45
 
 
-def defined(tree: ast.AST, kinds: tuple[type[ast.AST], ...]) -> Iterator[tuple[str, int]]:
-    """Name and length in lines of every definition of the given kinds."""
-    for node in ast.walk(tree):
-        if isinstance(node, kinds):
-            yield node.name, node.end_lineno - node.lineno + 1  # type: ignore[attr-defined]
+def length(node: ast.stmt) -> int:
+    """Lines of a definition."""
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_functions_and_classes_are_short(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    functions = dict(defined(tree, (ast.FunctionDef, ast.AsyncFunctionDef)))
-    classes = dict(defined(tree, (ast.ClassDef,)))
-    assert not {name: n for name, n in functions.items() if n > MAX_FUNCTION_LINES}
-    assert not {name: n for name, n in classes.items() if n > MAX_CLASS_LINES}
+def too_long(tree: ast.AST) -> dict[str, int]:
+    """Name and length in lines of every definition that is longer than it may be."""
+    found = [(node.name, length(node), most) for kind, most in MOST_LINES.items() for node in nodes(tree, kind)]
+    return {name: lines for name, lines, most in found if lines > most}
+
+
+def test_functions_and_classes_are_short() -> None:
+    looked_at = {name: tree for name, tree in trees().items() if f"{name}.".startswith(PARTS)}
+    assert len(looked_at) > 100
+    assert {name: found for name, tree in looked_at.items() if (found := too_long(tree))} == {}
 
 
 def test_the_loop_is_one_screen_without_method_or_rank() -> None:
-    tree = ast.parse((ROOT / "tuner" / "train" / "loop.py").read_text(encoding="utf-8"))
-    loop = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "train_loop")
-    assert loop.end_lineno is not None
-    assert loop.end_lineno - loop.lineno + 1 <= SCREEN_LINES
+    loop = next(node for node in nodes(trees()["tuner.train.loop"], ast.FunctionDef) if node.name == "train_loop")
+    assert length(loop) <= SCREEN_LINES
     asked = [name for node in ast.walk(loop) if isinstance(node, ast.If) for name in ast.walk(node.test)]
     names = {node.attr for node in asked if isinstance(node, ast.Attribute)}
     names |= {node.id for node in asked if isinstance(node, ast.Name)}

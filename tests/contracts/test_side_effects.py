@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,45 +69,55 @@ COMMANDS = [
     ["train", "nowhere.yaml"],
     ["runs", "list", "."],
     ["runs", "show", "."],
-]
-MORE = [
     *([command, "--help"] for command in ("config", "init", "prepare-data", "resume", "export-hf", "generate", "runs")),
     ["config", "show", "--plot-schedule", "tiny_pretrain_cpu", "--train.duration", "50 steps"],
+    ["help", "train"],
+    ["help", "optimizer.lr"],
 ]
-"""Like others of those."""
+"""The first is run in a process that has loaded nothing yet; each other adds what those before did not load."""
 
 WATCH = """
-import atexit, json, os, sys
+import json, os, sys, traceback
 sys.dont_write_bytecode = True
-path = os.environ["SEEN"]
-atexit.register(lambda: open(path, "w").write(json.dumps(sorted(sys.modules))))
-sys.argv = ["tuner", *sys.argv[1:]]
 from tuner.cli.main import main
-main()
+seen, top = [], os.getcwd()
+for number, words in enumerate(json.loads(sys.argv[1])):
+    os.mkdir(f"{top}/{number}")
+    os.chdir(f"{top}/{number}")
+    code = None
+    try:
+        main(words)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+    seen.append({"code": code, "modules": sorted(sys.modules), "files": os.listdir()})
+with open(f"{top}/seen.json", "w") as file:
+    json.dump(seen, file)
 """
 
 
-@pytest.mark.parametrize(
-    "words", [*COMMANDS, *(pytest.param(words, marks=pytest.mark.slow) for words in MORE)], ids=" ".join
-)
-def test_light_commands_import_no_torch(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = tmp_path / "seen.json"
-    monkeypatch.setenv("SEEN", str(seen))
-    work = tmp_path / "work"
-    work.mkdir()
-    done = python(["-c", WATCH, *words], work)
-    assert done.returncode in {0, 2}, done.stderr
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each command ended with, all modules that were loaded then, and the files that it left."""
+    place = tmp_path_factory.mktemp("light")
+    done = python(["-c", WATCH, json.dumps(COMMANDS)], place)
+    assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    modules = {module.split(".")[0] for module in json.loads(seen.read_text())}
-    assert not modules & {"torch", "transformers", "peft", "datasets"}
-    assert list(work.iterdir()) == []
+    found: list[dict[str, Any]] = json.loads((place / "seen.json").read_text())
+    return found
 
 
-def test_the_help_of_the_whole_program_loads_none_of_the_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = tmp_path / "seen.json"
-    monkeypatch.setenv("SEEN", str(seen))
-    python(["-c", WATCH, "--help"], tmp_path)
-    modules = {module.split(".")[0] for module in json.loads(seen.read_text())}
+@pytest.mark.parametrize("number", range(len(COMMANDS)), ids=[" ".join(words) for words in COMMANDS])
+def test_light_commands_import_no_torch(number: int, seen: list[dict[str, Any]]) -> None:
+    before = set(seen[number - 1]["modules"]) if number else set()
+    added = {module.split(".")[0] for module in set(seen[number]["modules"]) - before}
+    assert not added & {"torch", "transformers", "peft", "datasets"}
+    assert seen[number]["code"] in {0, 2}
+    assert seen[number]["files"] == []
+
+
+def test_the_help_of_the_whole_program_loads_none_of_the_recipe(seen: list[dict[str, Any]]) -> None:
+    modules = {module.split(".")[0] for module in seen[0]["modules"]}
+    assert "tuner" in modules
     assert not modules & {"pydantic", "cyclopts", "ruamel", "jsonschema"}
