@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.caches import new_cache
 from tests.export.runs import write_base, write_run
 from tests.fixtures import forked
 from tuner.api import export_hf
@@ -24,10 +25,13 @@ CHAT = Prompt("w10 w11", messages=({"role": "user", "content": "w10 w11"},))
 PLAIN = Prompt("w10 w11", text="w10 w11")
 
 
-@pytest.fixture
-def export(tmp_path: Path) -> Path:
-    base = write_base(tmp_path / "base", "llama-tied")
-    return export_hf(write_run(tmp_path / "run", base)).path
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's export, in the run; no test changes either."""
+    place = tmp_path_factory.mktemp("exported")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TUNER_CACHE", str(new_cache(place / "cache")))
+        return export_hf(write_run(place / "run", write_base(place / "base", "llama-tied"))).path
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ class Mutant:
     def planted(self, root: Path) -> tuple[Path, str]:
         """The file that holds the fault, and its text with it. Raises NoPlaceError."""
         file, qualified = find_place(self.place, root)
-        tree = copy.deepcopy(trees(root)[file])
+        tree = ast.parse(file.read_text(encoding="utf-8"))  # a tree of its own, in a tenth of what a copy takes
         _require_known(tree, self.find, self.put)
         changed = replace(named(tree, qualified), self.find, self.put)
         if changed != 1:
@@ -88,30 +88,25 @@ class InC(Mutant):
 
 
 @functools.cache
-def trees(root: Path) -> dict[Path, ast.Module]:
-    """Every Python file of the package, parsed."""
-    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((root / PACKAGE).rglob("*.py"))}
-
-
-@functools.cache
 def places(root: Path) -> dict[str, tuple[Path, str]]:
     """Every module, class and function by its whole name: its file, and its name within that."""
     found = {}
-    for path, tree in trees(root).items():
+    for path in sorted((root / PACKAGE).rglob("*.py")):
         module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         found[module] = (path, "")
-        for qualified in _names(tree):
+        for qualified in _names(ast.parse(path.read_text(encoding="utf-8"))):
             found[f"{module}.{qualified}"] = (path, qualified)
     return found
 
 
 def _names(node: ast.AST, before: str = "") -> Iterator[str]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.ClassDef):
-            yield before + child.name
-            yield from _names(child, f"{before}{child.name}.")
-        elif not isinstance(child, ast.expr):
-            yield from _names(child, before)
+    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for child in getattr(node, block, ()):
+            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+                yield before + child.name
+                yield from _names(child, f"{before}{child.name}.")
+            elif not isinstance(child, ast.Expr | ast.Assign | ast.Return):
+                yield from _names(child, before)
 
 
 def find_place(place: str, root: Path) -> tuple[Path, str]:

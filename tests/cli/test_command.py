@@ -106,7 +106,12 @@ def test_errors_have_their_exit_codes(error: str, code: int, status: str) -> Non
         assert "hint: h" in done.stderr
     if code == 1:
         assert "--debug" in done.stderr
-    assert run(f"raise {error}").stdout == ""
+
+
+@pytest.mark.parametrize("error", ["errors.DataError('m', 'h')", "ZeroDivisionError('oops')"])
+def test_a_failure_leaves_stdout_empty(error: str) -> None:
+    done = run(f"raise {error}")
+    assert (done.stdout, "error: " in done.stderr) == ("", True)
 
 
 def test_debug_shows_the_traceback() -> None:

@@ -94,6 +94,9 @@ def test_init_says_which_row_is_wrong(text: bytes, expected: str, tmp_path: Path
     assert done.returncode == 3
     assert expected in done.stderr
     assert json.loads(done.stdout)["exit_code"] == 3
+
+
+def test_init_wants_rows_that_are_there(tmp_path: Path) -> None:
     assert tuner("init", "-m", "owner/name", "-d", "nowhere", cwd=tmp_path).returncode == 3
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.contracts.test_surface import commands
-from tests.fixtures import commands as processes
 from tuner.cli import main
 from tuner.cli.app import COMMANDS, GROUPS, TAKES_RECIPE, help_text
 from tuner.cli.argv import split
@@ -64,17 +61,6 @@ def test_every_command_is_in_one_group_of_the_first_page() -> None:
 def test_help_is_short_for_all(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(words) == 0
     assert capsys.readouterr().out.startswith("Usage: tuner")
-
-
-def test_help_imports_no_torch(tmp_path: Path) -> None:
-    import subprocess
-
-    code = "import sys; from tuner.cli.help import explained; explained(['train']); explained(['optimizer.lr'])"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], cwd=tmp_path, check=False,
-        env={"PYTHONPATH": str(processes.forked.ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
+from tests.fixtures.commands import tuner
 from tuner.api import prepare_data
 from tuner.cli.document import SCHEMA_PATH
 from tuner.cli.schedule_view import drawing, figures, planned_schedule
@@ -20,7 +19,6 @@ from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError
 
-ROOT = Path(__file__).parents[2]
 PERIODS = {"kind": "wsd_s", "periods": ["1000 steps", "1000 steps", "2000 steps"], "warmup": "100 steps"}
 
 
@@ -112,9 +110,7 @@ def test_short_runs_can_be_drawn(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     def show(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "tuner", "config", "show", "--plot-schedule", *words]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "70"}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        return tuner("config", "show", "--plot-schedule", *words, cwd=tmp_path, COLUMNS="70")
 
     flags = ["tiny_pretrain_cpu", "--train.duration", "500 steps", "--schedule.kind", "wsd", "--optimizer.lr", "1e-3"]
     done = show(*flags)

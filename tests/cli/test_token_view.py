@@ -13,6 +13,7 @@ import pytest
 
 from tests.caches import new_cache
 from tests.data import pairs, tiny
+from tests.fixtures import forked
 from tuner.cli.token_view import row_texts, token_lines
 from tuner.data.building.explain import explain
 from tuner.data.building.prepare import prepare
@@ -114,7 +115,7 @@ def test_a_terminal_gets_text_and_colour(rows_file: Path, tmp_path: Path) -> Non
     environment = {**os.environ, "TUNER_CACHE": str(new_cache(tmp_path / "cache")), "PYTHONPATH": str(ROOT)}
     environment.pop("NO_COLOR", None)
     command = [sys.executable, "-m", "tuner", "prepare-data", "recipe.yaml", "--explain", "1"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=terminal, stderr=subprocess.PIPE, env=environment) as process:
+    with forked.Popen(command, cwd=tmp_path, stdout=terminal, stderr=subprocess.PIPE, env=environment) as process:
         os.close(terminal)
         shown = b""
         while True:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.contracts.syntax import PACKAGE, modules, nodes, trees, walk
 from tests.fixtures.damaged import RUN, Place, Said
 
-PACKAGE = Path(__file__).parents[2] / "tuner"
 HOOK = """
 import logging, threading, warnings
 class Odd:
@@ -121,22 +120,25 @@ GIVEN = {"console.warn", "self.console.warn", "self.warn", "warn", "ignore_warni
 """What is passed on as such a parameter."""
 
 
-def calls() -> Iterator[tuple[str, ast.Call]]:
+@functools.cache
+def calls() -> list[tuple[str, ast.Call]]:
     """Every call in the package, with its file."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = path.relative_to(PACKAGE).as_posix()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call):
-                yield name, node
+    files = {name: path.relative_to(PACKAGE).as_posix() for name, path in modules().items()}
+    return [(files[name], call) for name, tree in trees().items() for call in nodes(tree, ast.Call)]
+
+
+def last_name(called: ast.expr) -> str:
+    """The last word of what is called."""
+    return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
 
 
 def test_every_place_that_warns_does_so_through_the_console_or_the_outcome() -> None:
     places = Counter[str]()
     for name, call in calls():
-        called = ast.unparse(call.func)
+        called = ast.unparse(call.func) if last_name(call.func) in ("warn", "_warn") else ""
         if called.endswith(".warn") and called.removesuffix(".warn") in CONSOLES:
             places[name] += 1
-        elif called.split(".")[-1] in ("warn", "_warn"):
+        elif called:
             assert name in PARAMETERS.get(called, set()), f"{name}:{call.lineno} warns past the console: {called}"
         for keyword in call.keywords:
             if keyword.arg in ("warn", "warned"):
@@ -152,11 +154,11 @@ def test_nothing_else_writes_a_warning_to_stderr() -> None:
     written = {
         name
         for name, call in calls()
-        if ast.unparse(call.func).split(".")[-1] in ("print", "_say", "say", "line", "write")
+        if last_name(call.func) in ("print", "_say", "say", "line", "write")
         and any(
             isinstance(part, ast.Constant) and str(part.value).startswith("warning")
             for argument in call.args[:1]
-            for part in ast.walk(argument)
+            for part in walk(argument)
         )
     }
     assert written == {"cli/command.py", "runtime/console.py", "runtime/warned.py"}
