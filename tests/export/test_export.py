@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -37,8 +40,29 @@ pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gra
 MakeRun = Callable[..., Path]
 
 
+def some(*quick: object, of: Iterable[Any]) -> list[Any]:
+    """Cases of which these are taken in each run of the tests, and the others are `slow`."""
+    several = [case if isinstance(case, tuple) else (case,) for case in of]
+    chosen = [case if isinstance(case, tuple) else (case,) for case in quick]
+    return [pytest.param(*case, marks=() if case in chosen else pytest.mark.slow) for case in several]
+
+
+@pytest.fixture(scope="module")
+def runs_made(tmp_path_factory: pytest.TempPathFactory) -> MakeRun:
+    """Makes each run once, next to its base; nothing changes them."""
+
+    @functools.cache
+    def make(kind: str, *how: Any) -> Path:
+        place = tmp_path_factory.mktemp(kind)
+        return write_run(place / "run", write_base(place / "base", kind), *how)
+
+    return make
+
+
 @pytest.fixture
-def make_run(tmp_path: Path) -> MakeRun:
+def make_run(runs_made: MakeRun, tmp_path: Path) -> MakeRun:
+    """Makes the run of a test next to its base: copies, which a test may change, of one whose base is elsewhere."""
+
     def make(
         kind: str = "llama-tied",
         lora: LoraSpec | None = None,
@@ -46,12 +70,18 @@ def make_run(tmp_path: Path) -> MakeRun:
         probes: bool = True,
         freeze: tuple[str, ...] = (),
         amount: float = 0.05,
-        facts: dict[str, str] | None = None,
     ) -> Path:
-        base = write_base(tmp_path / "base", kind)
-        return write_run(tmp_path / "run", base, lora, probes, frozen, freeze, amount, facts)
+        run = runs_made(kind, lora, probes, frozen, freeze, amount)
+        shutil.copytree(run.parent, tmp_path, dirs_exist_ok=True)
+        return tmp_path / "run"
 
     return make
+
+
+@pytest.fixture
+def make_own_run(tmp_path: Path) -> MakeRun:
+    """The same with a base of its own, next to it."""
+    return lambda kind, *how, **more: write_run(tmp_path / "run", write_base(tmp_path / "base", kind), *how, **more)
 
 
 def recorded(run: Path) -> torch.Tensor:
@@ -67,7 +97,7 @@ def snapshot(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some("llama", "llama-tied", of=KINDS))
 def test_full_fp32(make_run: MakeRun, kind: str) -> None:
     run = make_run(kind)
     report = export_hf(run, dtype="fp32")
@@ -83,8 +113,8 @@ def test_full_fp32(make_run: MakeRun, kind: str) -> None:
     assert sum(t.numel() for t in written.values()) == sum(trained[f"model/{n}"].numel() for n in names)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("frozen", ["fp32", "bf16"])
+@pytest.mark.parametrize("frozen", some("bf16", of=("fp32", "bf16")))
+@pytest.mark.parametrize("kind", some("gpt2", "gemma3", of=KINDS))
 def test_lora_merged_fp32(make_run: MakeRun, kind: str, frozen: str) -> None:
     run = make_run(kind, LORA, frozen)
     report = export_hf(run, dtype="fp32")
@@ -92,7 +122,7 @@ def test_lora_merged_fp32(make_run: MakeRun, kind: str, frozen: str) -> None:
     assert not any("lora" in name for name in load_file(report.path / "model.safetensors"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some("llama-tied", "gpt2", of=KINDS))
 def test_lora_kept(make_run: MakeRun, kind: str) -> None:
     from peft import PeftModel
 
@@ -118,20 +148,19 @@ VARIANTS = {
 
 
 KINDS_OF_LAYERS, TYPES = ("llama", "llama-tied", "gpt2"), ("fp32", "bf16")
-EXPORTED = [(variant, kind, frozen) for variant in VARIANTS for kind in KINDS_OF_LAYERS for frozen in TYPES]
-QUICK = {("llama", "bf16"), ("llama-tied", "fp32")}
-"""Kinds and types with which each variant is exported in each run of the tests; gpt2's other layout with some."""
+QUICK = [
+    ("rslora", "llama", "bf16"),
+    ("dora", "llama-tied", "fp32"),
+    ("head", "llama", "bf16"),
+    ("head", "llama-tied", "fp32"),
+    ("all", "gpt2", "bf16"),  # its weights lie the other way
+]
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize(
-    ("variant", "kind", "frozen"),
-    [
-        case if case[1:] in QUICK or case in (("dora", "gpt2", "fp32"), ("all", "gpt2", "bf16"))
-        else pytest.param(*case, marks=pytest.mark.slow)
-        for case in EXPORTED
-    ],
-)  # fmt: skip
+    ("variant", "kind", "frozen"), some(*QUICK, of=itertools.product(VARIANTS, KINDS_OF_LAYERS, TYPES))
+)
 def test_every_adapter_is_exported_merged_and_kept(make_run: MakeRun, variant: str, kind: str, frozen: str) -> None:
     run = make_run(kind, VARIANTS[variant], frozen)
     merged = export_hf(run, run / "merged", dtype="fp32")
@@ -168,7 +197,7 @@ def test_an_adapter_that_peft_would_not_take_is_not_published(
         export_hf(run, adapter="keep")
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama-tied", "gpt2"])
+@pytest.mark.parametrize("kind", some("llama-tied", "gpt2", of=KINDS_OF_LAYERS))
 def test_frozen_parameters_come_from_the_base(make_run: MakeRun, kind: str) -> None:
     frozen = ("*.0.*", "lm_head")
     run = make_run(kind, freeze=frozen)
@@ -226,7 +255,7 @@ def without_the_base_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "base_model", build)
 
 
-@pytest.mark.parametrize("kept", ["bf16", "fp32"])
+@pytest.mark.parametrize("kept", some("bf16", of=TYPES))
 def test_the_base_model_is_never_held_in_memory(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
     run = make_run("llama-tied", LORA, kept)
     without_the_base_in_memory(monkeypatch)
@@ -258,10 +287,16 @@ def test_shards_tokenizer_and_generation_config(make_run: MakeRun) -> None:
     assert "tuner_packed" not in (report.path / "config.json").read_text()
 
 
-@pytest.mark.parametrize(("adapter", "base"), [("merge", None), ("keep", "owner/name"), ("keep", None)])
-def test_no_local_path_but_an_adapters_base(make_run: MakeRun, adapter: str, base: str | None, tmp_path: Path) -> None:
+WITHOUT_PATHS = (("merge", None), ("keep", "owner/name"))
+"""What the test of the card looks for paths in, too."""
+
+
+@pytest.mark.parametrize(("adapter", "base"), some(("keep", None), of=(*WITHOUT_PATHS, ("keep", None))))
+def test_no_local_path_but_an_adapters_base(
+    make_own_run: MakeRun, adapter: str, base: str | None, tmp_path: Path
+) -> None:
     """A kept adapter names a local base model by its path, so that it loads, unless it is told another name."""
-    report = export_hf(make_run("llama", LORA), adapter=adapter, base_model=base)  # type: ignore[arg-type]
+    report = export_hf(make_own_run("llama", LORA), adapter=adapter, base_model=base)  # type: ignore[arg-type]
     held = [name for name, data in snapshot(report.path).items() if str(tmp_path).encode() in data]
     assert held == (["adapter_config.json"] if (adapter, base) == ("keep", None) else [])
 
@@ -356,10 +391,12 @@ def test_a_tokenizer_that_is_not_the_runs_is_refused(make_run: MakeRun, change: 
     assert not list((run / "exports").iterdir())
 
 
-@pytest.mark.parametrize("adapter", ["merge", "keep"])
-@pytest.mark.parametrize("probes", [True, False])
-def test_a_changed_base_model_is_refused(make_run: MakeRun, adapter: str, probes: bool) -> None:
-    run = make_run("llama", LORA, "bf16", probes)
+@pytest.mark.parametrize(
+    ("adapter", "probes"),
+    some(("merge", True), ("keep", False), of=itertools.product(("merge", "keep"), (True, False))),
+)
+def test_a_changed_base_model_is_refused(make_own_run: MakeRun, adapter: str, probes: bool) -> None:
+    run = make_own_run("llama", LORA, probes, "bf16")
     path = run.parent / "base" / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -370,15 +407,15 @@ def test_a_changed_base_model_is_refused(make_run: MakeRun, adapter: str, probes
     assert not list((run / "exports").iterdir())
 
 
-def test_a_changed_base_matters_where_something_was_frozen_alone(make_run: MakeRun) -> None:
-    run = make_run("llama", freeze=("lm_head",))
+def test_a_changed_base_matters_where_something_was_frozen_alone(make_own_run: MakeRun) -> None:
+    run = make_own_run("llama", left_alone=("lm_head",))
     write_base(run.parent / "base", "qwen3")
     with pytest.raises(DataError, match="the base model changed"):
         export_hf(run)
 
 
-def test_a_base_model_changed_after_full_training_is_of_no_account(make_run: MakeRun) -> None:
-    run = make_run("llama")
+def test_a_base_model_changed_after_full_training_is_of_no_account(make_own_run: MakeRun) -> None:
+    run = make_own_run("llama")
     (run.parent / "base" / "model.safetensors").unlink()
     assert export_hf(run).path.is_dir()
 
@@ -390,8 +427,9 @@ def test_damage_of_what_is_not_exported_does_no_harm(make_run: MakeRun) -> None:
     assert export_hf(run).path.is_dir()
 
 
-@pytest.mark.parametrize("lora", [None, LORA])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "lora"), some(("fp32", LORA), ("bf16", None), of=itertools.product(TYPES, (None, LORA)))
+)
 def test_base_weights_fail(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, dtype: Literal["fp32", "bf16"], lora: LoraSpec | None
 ) -> None:
@@ -408,10 +446,11 @@ def test_base_weights_fail(
     assert not list((run / "exports").iterdir())
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), some(("llama", "bf16"), ("gpt2", "fp32"), of=itertools.product(("llama", "gpt2"), TYPES))
+)
 def test_tampered_files_are_not_published(
-    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, dtype: str, kind: str
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
 ) -> None:
     run = make_run(kind)
     write = hf.write_shards
@@ -559,8 +598,8 @@ METRICS = [
 
 
 @pytest.mark.parametrize("adapter", ["merge", "keep"])
-def test_the_card_tells_where_the_weights_come_from(make_run: MakeRun, adapter: str, tmp_path: Path) -> None:
-    run = make_run("llama", LORA, facts={"licence": "apache-2.0"})
+def test_the_card_tells_where_the_weights_come_from(make_own_run: MakeRun, adapter: str, tmp_path: Path) -> None:
+    run = make_own_run("llama", LORA, facts={"licence": "apache-2.0"})
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in METRICS) + '{"kind": "tr')
     base = "owner/name" if adapter == "keep" else None
     report = export_hf(run, adapter=adapter, base_model=base)  # type: ignore[arg-type]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,7 @@ LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 DORA = LoraSpec(4, 8.0, 0.0, "all-linear", use_dora=True, modules_to_save=("*.0.mlp",))
 MLP = "model.layers.0.mlp.up_proj.weight"
 HEADS = "model.layers.1.self_attn.q_proj.weight"
+MakeRun = Callable[..., Path]
 pytestmark = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 
 
@@ -52,13 +56,30 @@ def planted(base: Path, plant: object) -> Path:
     return base
 
 
-def make_run(
-    tmp_path: Path, kind: Kind, lora: LoraSpec = LORA, plant: object = None, family: str = "llama-tied"
-) -> Path:
-    base = write_base(tmp_path / "base", family, torch.bfloat16)
-    if plant is not None:
-        planted(base, plant)
-    return write_run(tmp_path / "run", base, lora, frozen="bf16", quantize=kind)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> MakeRun:
+    """Makes each run once, next to its base; nothing changes them."""
+
+    @functools.cache
+    def make(kind: Kind, lora: LoraSpec = LORA, plant: object = None) -> Path:
+        place = tmp_path_factory.mktemp(kind)
+        base = write_base(place / "base", "llama-tied", torch.bfloat16)
+        if plant is not None:
+            planted(base, plant)
+        return write_run(place / "run", base, lora, frozen="bf16", quantize=kind)
+
+    return make
+
+
+@pytest.fixture
+def make_run(made: MakeRun, tmp_path: Path) -> MakeRun:
+    """Makes the run of a test, next to a copy of its base: a copy, too."""
+
+    def make(kind: Kind, lora: LoraSpec = LORA, plant: object = None) -> Path:
+        shutil.copytree(made(kind, lora, plant).parent, tmp_path, dirs_exist_ok=True)
+        return tmp_path / "run"
+
+    return make
 
 
 def written(directory: Path) -> dict[str, torch.Tensor]:
@@ -69,8 +90,8 @@ def recorded(run: Path) -> torch.Tensor:
     return read_probe(open_checkpoint(run / "checkpoints" / "step-7"))["logits"]
 
 
-def test_where_codes_lose_much_the_quantised_base_is_taken(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "nf4", plant=with_outliers)
+def test_where_codes_lose_much_the_quantised_base_is_taken(make_run: MakeRun) -> None:
+    run = make_run("nf4", plant=with_outliers)
     report = export_hf(run)
     assert report.base == "quantized" and report.kl_original is not None and report.kl_quantized is not None
     assert report.kl_quantized <= verify.ROUNDED_KL < report.kl_original
@@ -84,14 +105,14 @@ def test_where_codes_lose_much_the_quantised_base_is_taken(tmp_path: Path) -> No
     assert again.already_exported and (again.base, again.kl_original) == (report.base, report.kl_original)
 
 
-def test_where_codes_lose_nothing_the_original_base_is_taken(tmp_path: Path) -> None:
-    report = export_hf(make_run(tmp_path, "int8", plant=on_grid))
+def test_where_codes_lose_nothing_the_original_base_is_taken(make_run: MakeRun) -> None:
+    report = export_hf(make_run("int8", plant=on_grid))
     assert (report.base, report.kl_original) == ("original", report.kl_quantized)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_either_base_can_be_asked_for(tmp_path: Path, dtype: str) -> None:
-    run = make_run(tmp_path, "nf4", DORA)
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp32"])
+def test_either_base_can_be_asked_for(make_run: MakeRun, tmp_path: Path, dtype: str) -> None:
+    run = make_run("nf4", DORA)
     original = export_hf(run, run / "a", dtype=dtype, base="original")  # type: ignore[arg-type]
     other = export_hf(run, run / "b", dtype=dtype, base="quantized")  # type: ignore[arg-type]
     assert (original.base, other.base, original.kl_original) == ("original", "quantized", other.kl_original)
@@ -109,8 +130,8 @@ def test_either_base_can_be_asked_for(tmp_path: Path, dtype: str) -> None:
         assert float(rest.norm() / seen[name].norm()) < 0.9
 
 
-def test_an_original_base_that_is_too_far_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_run(tmp_path, "nf4", plant=with_outliers)
+def test_an_original_base_that_is_too_far_is_refused(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run("nf4", plant=with_outliers)
     kl = export_hf(run, run / "any").kl_original
     assert kl is not None
     monkeypatch.setattr(merges, "ORIGINAL_KL", kl / 2)
@@ -121,11 +142,13 @@ def test_an_original_base_that_is_too_far_is_refused(tmp_path: Path, monkeypatch
     assert export_hf(run, base="original").base == "original"
 
 
-@pytest.mark.parametrize("how", [{}, {"base": "original"}, {"adapter": "keep"}])
+@pytest.mark.parametrize(
+    "how", [{}, pytest.param({"base": "original"}, marks=pytest.mark.slow), {"adapter": "keep"}]
+)
 def test_codes_of_a_layer_that_are_swapped_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, str]
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, how: dict[str, str]
 ) -> None:
-    run = make_run(tmp_path, "nf4")
+    run = make_run("nf4")
     def swapped(weight: torch.Tensor, kind: Kind, name: str) -> Quantized:
         found = quantize(weight, kind, name)
         return Quantized(found.codes.flip(0), found.scales, found.columns) if name == HEADS else found
@@ -137,11 +160,11 @@ def test_codes_of_a_layer_that_are_swapped_are_found(
     assert list((run / "exports").iterdir()) == []
 
 
-def test_what_is_written_is_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_is_what_was_measured(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     right = Values.merged
     monkeypatch.setattr(Values, "merged", lambda self, dtype: right(_other(self), dtype))
     with pytest.raises(VerificationError, match="not the one that was measured"):
-        export_hf(make_run(tmp_path, "nf4"), base="original")
+        export_hf(make_run("nf4"), base="original")
 
 
 def _other(values: Values) -> Values:
@@ -149,8 +172,8 @@ def _other(values: Values) -> Values:
     return values
 
 
-def test_a_kept_adapter_says_what_it_was_trained_on(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "nf4", plant=with_outliers)
+def test_a_kept_adapter_says_what_it_was_trained_on(make_run: MakeRun) -> None:
+    run = make_run("nf4", plant=with_outliers)
     report = export_hf(run, run.parent / "kept", adapter="keep", dtype="fp32")
     assert report.base is None and report.kl_quantized == 0 and (report.kl_original or 0) > verify.ROUNDED_KL
     facts = json.loads((report.path / "tuner.json").read_text())["quantized_base"]
@@ -161,16 +184,16 @@ def test_a_kept_adapter_says_what_it_was_trained_on(tmp_path: Path) -> None:
     assert verify.compare(recorded(run), verify.last_logits(model, PROMPTS)).relative <= 1e-5
 
 
-def test_a_run_answers_as_it_was_trained(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "int8", DORA)
+def test_a_run_answers_as_it_was_trained(make_run: MakeRun) -> None:
+    run = make_run("int8", DORA)
     model = load_generator(str(run)).model
     assert verify.compare(recorded(run), verify.last_logits(model, PROMPTS)).relative <= 1e-5
 
 
 def test_both_figures_are_printed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    make_run: MakeRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = make_run(tmp_path, "nf4")
+    run = make_run("nf4")
     with pytest.raises(SystemExit) as ended:
         main(["export-hf", str(run), "--base", "quantized", "--json"])
     assert ended.value.code == 0

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,25 +24,32 @@ from tuner.api import export_hf
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.export import verify
 from tuner.export.verify import last_logits
+from tuner.export.weights import DTYPES
 from tuner.model.adapter import ADAPTER, LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.root import CausalLM, trained_parameters
 from tuner.runtime.files import file_entries
 
 pytestmark = [pytest.mark.multi, pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_check")]
-WORLD_SIZES = (1, 2, 4)
 LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 CASES = [(family, tied, lora) for family in FAMILIES for tied in (False, True) for lora in (None, LORA)]
-# Of each family its weights in one case and an adapter's in another, one of them tied; all four of the first.
-QUICK = {
-    *(
-        (family, (number % 2 == 0) == (lora is None), lora)
-        for number, family in enumerate(FAMILIES)
-        for lora in (None, LORA)
-    ),
-    *CASES[:4],
-}
-CHOSEN = [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+FORMS = [("fp32", 1), ("fp32", 2), ("fp32", 4), ("bf16", 4)]
+"""The type of an export, and how many ranks saved the checkpoint: that shows before anything is rounded."""
+TURNS = {(family, number % 2 == 0) for number, family in enumerate(FAMILIES)}
+"""Of each family tied weights or untied ones, in turns."""
+
+
+def is_quick(case: tuple[str, bool, LoraSpec | None], form: tuple[str, int]) -> bool:
+    """Every form of the first family; of others its weights as they are in one case, and rounded with an adapter."""
+    family, tied, lora = case
+    if case in CASES[:4]:
+        return form in FORMS[2:] or tied == (lora is not None)
+    return ((family, tied) in TURNS) == (lora is None) and form == (FORMS[2] if lora is None else FORMS[3])
+
+
+CHOSEN = [
+    pytest.param(case, form, marks=() if is_quick(case, form) else pytest.mark.slow) for case in CASES for form in FORMS
+]
 MOVED = {None: 0.05, LORA: 0.2}
 """How far training moves each parameter."""
 
@@ -60,8 +68,10 @@ class Case:
         return load_file(directory / "model.safetensors")
 
 
-def name_of(case: tuple[str, bool, LoraSpec | None]) -> str:
-    family, tied, lora = case
+def name_of(given: tuple[Any, ...]) -> str:
+    if len(given) == 2:
+        return f"{given[0]}-{given[1]}"
+    family, tied, lora = given
     return f"{family}-{'tied' if tied else 'untied'}-{'lora' if lora else 'full'}"
 
 
@@ -81,15 +91,17 @@ def build(directory: Path, family: str, tied: bool, lora: LoraSpec | None) -> Ca
 
 @pytest.fixture(scope="module")
 def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]:
-    """The cases of this session, each saved by every number of ranks: a group for each, forked with the models."""
+    """The cases of this session, saved by the numbers of ranks that are wanted: a group of each, forked with them."""
     place = tmp_path_factory.mktemp("round-trips")
-    wanted = [item.callspec.params["case"] for item in request.session.items if item.path == Path(__file__)]  # type: ignore[attr-defined]
-    built = {name_of(case): (build(place / name_of(case), *case), case[2]) for case in wanted}
+    items = [item.callspec.params for item in request.session.items if item.path == Path(__file__)]  # type: ignore[attr-defined]
+    saved_by = {(name_of(params["case"]), params["form"][1]) for params in items}
+    wanted = {name_of(params["case"]): params["case"] for params in items}
+    built = {name: (build(place / name, *case), case[2]) for name, case in wanted.items()}
 
     def save_all(rank: int) -> None:
         ranks = dist.get_world_size()
         mesh = init_device_mesh("cpu", (ranks,))
-        for case, lora in built.values():
+        for case, lora in (each for name, each in built.items() if (name, ranks) in saved_by):
             tensors = {
                 f"model/{name}": distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
                 for name, parameter in trained_parameters(CausalLM(case.trained)).items()
@@ -100,7 +112,7 @@ def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             probe = recorded_probe(case.trained) if rank == 0 else None
             save(CheckpointDir(case.run / "checkpoints", "r"), ranks, tensors, {"step": ranks}, facts, probe)
 
-    for ranks in WORLD_SIZES:
+    for ranks in sorted({ranks for _, ranks in saved_by}):
         assert run_ranks(ranks, place, save_all) == [0] * ranks
     yield {name: case for name, (case, _) in built.items()}
 
@@ -126,27 +138,23 @@ def with_merged_weights(case: Case, dtype: torch.dtype) -> PreTrainedModel:
     return merged.to(dtype)
 
 
-@pytest.mark.parametrize("case", CHOSEN, ids=name_of)
-def test_the_export_is_the_trained_model(cases: dict[str, Case], tmp_path: Path, case: tuple) -> None:  # type: ignore[type-arg]
-    run, lora = cases[name_of(case)], case[2]
+@pytest.mark.parametrize(("case", "form"), CHOSEN, ids=name_of)
+def test_the_export_is_the_trained_model(
+    cases: dict[str, Case], tmp_path: Path, case: tuple[str, bool, LoraSpec | None], form: tuple[Any, int]
+) -> None:
+    run, lora, (short, ranks) = cases[name_of(case)], case[2], form
+    dtype = DTYPES[short]
+    report = export_hf(run.run / "checkpoints" / f"step-{ranks}", tmp_path / "export", dtype=short)
+    published = load_file(report.path / "model.safetensors")
+    expected_model = with_merged_weights(run, dtype) if lora else copy.deepcopy(run.trained).to(dtype)
+    expected = run.by_transformers(expected_model, tmp_path / "expected")
+    assert published.keys() == expected.keys()
+    assert all(torch.equal(published[name], expected[name]) for name in expected)
+    got = answers(report.path)
+    assert torch.equal(got, answers(tmp_path / "expected"))
     trained, base = (last_logits(model, PROMPTS) for model in (run.trained, run.base))
-    for dtype in (torch.float32, torch.bfloat16):
-        short = "fp32" if dtype == torch.float32 else "bf16"
-        published = {}
-        # How many ranks saved it shows in what is put together, before anything is rounded.
-        for ranks in WORLD_SIZES if dtype == torch.float32 else WORLD_SIZES[-1:]:
-            checkpoint = run.run / "checkpoints" / f"step-{ranks}"
-            report = export_hf(checkpoint, tmp_path / f"{short}-{ranks}", dtype=short)  # type: ignore[arg-type]
-            published[ranks] = load_file(report.path / "model.safetensors")
-        expected_model = with_merged_weights(run, dtype) if lora else copy.deepcopy(run.trained).to(dtype)
-        expected = run.by_transformers(expected_model, tmp_path / f"expected-{short}")
-        for tensors in published.values():
-            assert tensors.keys() == expected.keys()
-            assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-        got = answers(tmp_path / f"{short}-4")
-        assert torch.equal(got, answers(tmp_path / f"expected-{short}"))
-        same, other = (verify.compare(*unit_spread(trained, logits)) for logits in (got, base))
-        if dtype == torch.float32:
-            assert same.relative <= (1e-5 if lora else 0.0) < 1e-2 < other.relative
-        else:
-            assert same.kl <= 0.02 < other.kl
+    same, other = (verify.compare(*unit_spread(trained, logits)) for logits in (got, base))
+    if dtype == torch.float32:
+        assert same.relative <= (1e-5 if lora else 0.0) < 1e-2 < other.relative
+    else:
+        assert same.kl <= 0.02 < other.kl
