@@ -168,7 +168,7 @@ class RunDir:
 
     def _keep_source(self, work_dirs: Sequence[Path], launch: int) -> dict[str, Any] | None:
         """The facts of the user's source tree, with its diff in a file; None where there is none."""
-        trees = (source_tree(directory) for directory in work_dirs)
+        trees = (source_tree(directory) for directory in dict.fromkeys(work_dirs))
         tree: SourceTree | None = next((tree for tree in trees if tree is not None), None)
         if tree is None:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -48,7 +49,13 @@ def environment() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Package name -> version of those that are installed, `python` and `tuner`; imports none of the others."""
-    found = {"python": platform.python_version(), "tuner": __version__}
+    return {"python": platform.python_version(), "tuner": __version__, **_installed()}
+
+
+@functools.cache
+def _installed() -> Mapping[str, str]:
+    """Those of the packages; read once, since each is a large file of headers."""
+    found = {}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)

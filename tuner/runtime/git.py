@@ -52,9 +52,10 @@ class SourceTree:
 def source_tree(directory: Path) -> SourceTree | None:
     """The working tree that holds `directory`; None without git, outside of one, before a commit, or out of time."""
     git = _Git(directory, time.monotonic() + LIMIT_S, _NOTHING_RUNS)
-    root, commit = git.line("rev-parse", "--show-toplevel"), git.line("rev-parse", "HEAD")
-    if root is None or commit is None:
+    found = git.line("rev-parse", "--show-toplevel", "HEAD")
+    if found is None:
         return None
+    root, _, commit = found.rpartition("\n")
     filters = git.read(1 << 16, "config", "--name-only", "-z", "--get-regexp", _FILTERS) or (b"", False)
     off = [f"{name}={'false' if name.endswith('.required') else ''}" for name in _names(filters[0])]
     git = _Git(directory, git.deadline, (*_NOTHING_RUNS, *off))
