@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,28 @@ from tuner.data.batches import GlobalBatches
 from tuner.errors import DataError, RecipeError
 from tuner.run.options import LaunchOptions
 
-TOTAL = 12
+TOTAL = 6
 """Steps of a whole run."""
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a run, `whole`, has ended."""
+    directory = tmp_path_factory.mktemp("begun")
+    trainings.prepare(directory, 1, layers=1)
+    text = (directory / "r.yaml").read_text().replace("3 epochs", f"{TOTAL} steps")
+    (directory / "r.yaml").write_text(text.replace("every: 4 steps", "every: 2 steps"))
+    launch(directory, name="whole")
+    return directory
+
+
 @pytest.fixture
-def workplace(tmp_path: Path) -> Path:
-    trainings.prepare(tmp_path, 1)
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(recipe.read_text().replace("3 epochs", f"{TOTAL} steps"))
-    return tmp_path
+def workplace(begun: Path) -> Path:
+    """Without the runs of the test before."""
+    for run in (begun / "runs").iterdir():
+        if run.name != "whole":
+            shutil.rmtree(run)
+    return begun
 
 
 def steps(run: Path) -> list[int]:
@@ -43,35 +56,33 @@ def same_from(run: Path, whole: Path, step: int) -> bool:
 
 
 def test_a_branch_ends_as_its_origin_does_and_leaves_it_alone(workplace: Path) -> None:
-    whole = launch(workplace, name="whole", checkpoint__keep="9").run_dir
-    origin = whole / "checkpoints" / "step-8"
+    whole = workplace / "runs" / "whole"
+    origin = whole / "checkpoints" / "step-4"
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
     branch = launch(workplace, from_(origin), name="branch", checkpoint__keep="1")
     assert (branch.status, branch.step) == ("finished", TOTAL)
-    assert same_from(branch.run_dir, whole, 8)
+    assert same_from(branch.run_dir, whole, 4)
     assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
     record = json.loads((branch.run_dir / "run.json").read_text())
-    assert [(entry["from_step"], entry["began_from"]) for entry in record["launches"]] == [(8, str(origin))]
+    assert [(entry["from_step"], entry["began_from"]) for entry in record["launches"]] == [(4, str(origin))]
     assert launch(workplace, from_(origin), name="branch").status == "finished"
 
 
 def test_a_branch_that_stops_has_a_checkpoint_and_the_same_line_goes_on(workplace: Path) -> None:
-    whole = launch(workplace, name="whole").run_dir
-    stopped = launch(workplace, name="origin", train__stop_after="5 steps").run_dir
-    for limit in ("2 steps", "never"):
+    stopped = launch(workplace, name="origin", train__stop_after="3 steps").run_dir
+    for limit in ("1 step", "never"):
         result = launch(workplace, from_(stopped), name="branch", train__stop_after=limit)
         assert (result.run_dir / "checkpoints" / f"step-{result.step}").is_dir()
     assert result.status == "finished"
-    assert steps(stopped) == [4, 5]
-    assert same_from(result.run_dir, whole, 5)
+    assert steps(stopped) == [2, 3]
+    assert same_from(result.run_dir, workplace / "runs" / "whole", 3)
 
 
 @pytest.mark.slow
 def test_a_branch_that_failed_before_it_saved_begins_where_it_began(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = launch(workplace, name="whole").run_dir
-    origin = launch(workplace, name="origin", train__stop_after="6 steps").run_dir
+    origin = launch(workplace, name="origin", train__stop_after="3 steps").run_dir
 
     def failing(*_: Any) -> Any:
         raise OSError("the disk is gone")
@@ -81,13 +92,13 @@ def test_a_branch_that_failed_before_it_saved_begins_where_it_began(
         launch(workplace, from_(origin), name="branch")
     assert steps(workplace / "runs" / "branch") == []
     result = launch(workplace, LaunchOptions(resume="auto"), name="branch")
-    assert [line["step"] for line in lines(result.run_dir)] == list(range(7, TOTAL + 1))
-    assert same_from(result.run_dir, whole, 6)
+    assert [line["step"] for line in lines(result.run_dir)] == list(range(4, TOTAL + 1))
+    assert same_from(result.run_dir, workplace / "runs" / "whole", 3)
 
 
 def test_what_cannot_be_gone_on_from_is_refused(workplace: Path) -> None:
-    whole = launch(workplace, name="whole").run_dir
-    origin = whole / "checkpoints" / "step-8"
+    whole = workplace / "runs" / "whole"
+    origin = whole / "checkpoints" / "step-4"
     for path, more, message in (
         (workplace / "none", {}, "none: no such directory"),
         (whole, {}, "no steps are left"),
@@ -97,7 +108,8 @@ def test_what_cannot_be_gone_on_from_is_refused(workplace: Path) -> None:
             launch(workplace, from_(path), name="branch", **more)
     with pytest.raises(RecipeError, match="did not begin from"):
         launch(workplace, from_(origin), name="whole")
-    (origin / "state.json").write_text("{}")
-    with pytest.raises(DataError, match=r"step-8.state.json"):
-        launch(workplace, from_(origin), name="branch")
+    damaged = shutil.copytree(whole, workplace / "runs" / "damaged") / "checkpoints" / "step-4"
+    (damaged / "state.json").write_text("{}")
+    with pytest.raises(DataError, match=r"step-4.state.json"):
+        launch(workplace, from_(damaged), name="branch")
     assert not (workplace / "runs" / "branch").exists()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.fixtures import trainings
 from tests.fixtures.trainings import launch
 from tuner.checkpoint.load import CheckpointInfo
 from tuner.config.dump import recipe_dict
@@ -42,7 +41,7 @@ def test_differences_are_sorted_by_what_they_mean() -> None:
     assert Changes(refuse=("a", "b", "c", "d", "e")).shown() == "a; b; c and 2 more"
 
 
-def test_a_run_that_goes_on_tells_what_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_goes_on_tells_what_changed(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, str]] = []
 
     def say(self: Console, label: str, text: str, level: str = "info") -> None:
@@ -51,31 +50,29 @@ def test_a_run_that_goes_on_tells_what_changed(tmp_path: Path, monkeypatch: pyte
     def news() -> list[tuple[str, str]]:
         return [(label, text) for label, text in told if label in ("changed", "warning")]
 
-    trainings.prepare(tmp_path, 1)
-    launch(tmp_path, train__stop_after="2 steps")
+    launch(workplace, train__stop_after="1 step")
     monkeypatch.setattr(Console, "say", say)
     again = LaunchOptions(resume="auto")
-    launch(tmp_path, again, train__stop_after="1 steps")
+    launch(workplace, again, train__stop_after="1 steps")
     assert news() == []
-    launch(tmp_path, again, train__stop_after="1 steps", checkpoint__keep="7", train__micro_batch_size="1")
+    launch(workplace, again, train__stop_after="1 steps", checkpoint__keep="7", train__micro_batch_size="1")
     changed, warned = news()
     assert changed == ("changed", "checkpoint.keep 3 -> 7")
     assert warned[1].startswith("train.micro_batch_size 4 -> 1: ")
     told.clear()
     with pytest.raises(RecipeError, match=r"another recipe \(train.nonfinite"):
-        launch(tmp_path, again, train__nonfinite="{skip: 1}")
+        launch(workplace, again, train__nonfinite="{skip: 1}")
     assert news() == []
 
 
 def test_a_machine_without_the_compiled_kernels_goes_on_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warned: list[str] = []
-    trainings.prepare(tmp_path, 1)
-    launch(tmp_path, train__stop_after="2 steps")
+    launch(workplace, train__stop_after="1 step")
     monkeypatch.setattr(Console, "warn", lambda _, text: warned.append(text))
     monkeypatch.setattr("tuner.setup.resolve.native_problem", lambda: "there is no C compiler (cc, gcc, clang)")
-    assert launch(tmp_path, LaunchOptions(resume="auto"), train__stop_after="1 steps").step == 3
+    assert launch(workplace, LaunchOptions(resume="auto"), train__stop_after="1 steps").step == 2
     assert [text.split(":")[0] for text in warned] == ["model.kernels native -> torch"]
 
 

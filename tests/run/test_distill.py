@@ -26,14 +26,25 @@ def flags(teacher: Path, **others: str) -> dict[str, Any]:
     return {"method__kind": "distill", "method__teacher": str(teacher)} | others
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, rows, a recipe, and what becomes the teacher: the model with other weights."""
+    directory = tmp_path_factory.mktemp("taught")
+    trainings.prepare(directory, 1, layers=1)
+    model = directory / "model"
+    load_tokenizer(str(model), None, TokenizerSection(name_or_path="byte")).save(model)
+    change(shutil.copytree(model, directory / "untouched"))
+    return directory
+
+
 @pytest.fixture
-def workplace(tmp_path: Path) -> Path:
-    """A model, rows, a recipe, and a teacher: the model with other weights."""
-    trainings.prepare(tmp_path, 1)
-    load_tokenizer(str(tmp_path / "model"), None, TokenizerSection(name_or_path="byte")).save(tmp_path / "model")
-    shutil.copytree(tmp_path / "model", tmp_path / "teacher")
-    change(tmp_path / "teacher")
-    return tmp_path
+def workplace(made: Path) -> Path:
+    """Without the runs of the test before, and with the teacher and the recipe as they were."""
+    for name in ("runs", "teacher"):
+        shutil.rmtree(made / name, ignore_errors=True)
+    shutil.copytree(made / "untouched", made / "teacher")
+    trainings.prepare(made, 1, layers=1)
+    return made
 
 
 def change(directory: Path) -> None:
@@ -73,26 +84,26 @@ def test_teacher_and_student_may_take_documents_apart(workplace: Path) -> None:
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit_and_its_teacher_must_be(workplace: Path) -> None:
-    taught = flags(workplace / "teacher", method__temperature="2", method__ce_weight="0.1", train__duration="8 steps")
+    learned = {"train__duration": "4 steps", "optimizer__lr": "1e-2"}
+    taught = flags(workplace / "teacher", method__temperature="2", method__ce_weight="0.1", **learned)
     whole = launch(workplace, name="whole", **taught)
-    launch(workplace, name="cut", train__stop_after="5 steps", **taught)
+    launch(workplace, name="cut", train__stop_after="2 steps", **taught)
     again = launch(workplace, LaunchOptions(resume="must"), name="cut", **taught)
     assert outcome(again.run_dir) == outcome(whole.run_dir)
     losses = [line["divergence"] for line in lines(whole.run_dir)]
     assert losses[-1] < 0.9 * losses[0]
-    launch(workplace, name="other", train__stop_after="5 steps", **taught)
+    launch(workplace, name="other", train__stop_after="1 step", **taught)
     change(workplace / "teacher")
     with pytest.raises(DataError, match="the teacher changed since this checkpoint was saved"):
         launch(workplace, LaunchOptions(resume="must"), name="other", **taught)
 
 
-OFFLINE = {"method__top_k": "6", "method__temperature": "2", "method__beta": "0.3", "train__duration": "6 steps"}
+OFFLINE = {"method__top_k": "6", "method__temperature": "2", "method__beta": "0.3", "train__duration": "3 steps"}
 
 
 @pytest.mark.slow
 def test_columns_of_all_tokens_are_the_teacher_in_memory(workplace: Path) -> None:
     held = OFFLINE | {"data__eval": "9 documents", "eval__samples": "0", "adapter__dropout": "0"}
-    held |= {"train__duration": "3 steps"}
     found = {}
     for name, count in (("memory", "null"), ("columns", "300")):
         given = held | {"method__top_k": count}
@@ -126,7 +137,7 @@ def test_columns_are_computed_once_and_in_parts_and_training_loads_no_teacher(
     whole = launch(workplace, LaunchOptions(resume="auto"), name="a", **taught)
     assert len(rows) == 21 + 45 - 16  # two parts of eight rows were kept
     monkeypatch.setattr(teacher, "assemble_teacher", lambda *given: pytest.fail("loaded"))
-    launch(workplace, name="b", train__stop_after="3 steps", **taught)
+    launch(workplace, name="b", train__stop_after="1 step", **taught)
     (workplace / "teacher" / "model.safetensors").unlink()
     again = launch(workplace, LaunchOptions(resume="must"), name="b", **taught)
     assert outcome(again.run_dir) == outcome(whole.run_dir)
@@ -174,6 +185,6 @@ def test_the_teacher_is_in_the_predicted_memory(workplace: Path) -> None:
 
 
 def test_the_teacher_is_in_no_checkpoint(workplace: Path) -> None:
-    run = launch(workplace, name="saved", **flags(workplace / "teacher", train__stop_after="2 steps")).run_dir
+    run = launch(workplace, name="saved", **flags(workplace / "teacher", train__stop_after="1 step")).run_dir
     tensors = [name for path in run.rglob("*.safetensors") for name in load_file(path)]
     assert tensors and all("lora" in name for name in tensors)

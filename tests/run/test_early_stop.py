@@ -97,26 +97,25 @@ def test_only_a_run_with_a_patience_has_it_in_its_state() -> None:
     assert (patient.is_over, patient.is_finished, patient.is_last_step) == (True, True, False)
 
 
-def test_a_run_ends_early_at_the_same_step_however_often_it_was_stopped(tmp_path: Path) -> None:
-    trainings.prepare(tmp_path, 1)
-    run = tmp_path / "runs" / "r"
-    whole = launch(tmp_path, **FLAGS)
+def test_a_run_ends_early_at_the_same_step_however_often_it_was_stopped(workplace: Path) -> None:
+    run = workplace / "runs" / "r"
+    whole = launch(workplace, **FLAGS)
     assert (whole.status, whole.step, whole.total_steps) == ("finished", 2, 5)
     assert whole.checkpoint == run / "checkpoints" / "step-2"
     record = json.loads((run / "run.json").read_text())
     assert record["status"] == "finished"
     assert record["launches"][-1]["why"].startswith("early: eval/loss did not fall by 10 below the ")
-    assert launch(tmp_path, **FLAGS).step == 2, "finished is finished"
+    assert launch(workplace, **FLAGS).step == 2, "finished is finished"
     expected = trainings.outcome(run)
 
-    later = FLAGS | {"name": "later", "output_dir": str(tmp_path / "runs" / "later"), "train__min_steps": "4"}
-    assert launch(tmp_path, **later).step == 4
-    assert launch(tmp_path, LaunchOptions("must"), **later | {"train__min_steps": "3"}).step == 4
+    later = FLAGS | {"name": "later", "output_dir": str(workplace / "runs" / "later"), "train__min_steps": "4"}
+    assert launch(workplace, **later).step == 4
+    assert launch(workplace, LaunchOptions("must"), **later | {"train__min_steps": "3"}).step == 4
 
-    parts = FLAGS | {"name": "parts", "output_dir": str(tmp_path / "runs" / "parts")}
-    stopped = launch(tmp_path, train__stop_after="1 step", **parts)
+    parts = FLAGS | {"name": "parts", "output_dir": str(workplace / "runs" / "parts")}
+    stopped = launch(workplace, train__stop_after="1 step", **parts)
     assert (stopped.status, stopped.step) == ("stopped", 1)
-    ended = launch(tmp_path, LaunchOptions("must"), **parts)
+    ended = launch(workplace, LaunchOptions("must"), **parts)
     assert (ended.status, ended.step) == ("finished", 2)
     assert trainings.outcome(ended.run_dir) == expected
 

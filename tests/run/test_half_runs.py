@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines, outcome
 from tuner.checkpoint.load import newest, read_tensors
 from tuner.run.options import LaunchOptions
@@ -12,12 +11,11 @@ STEPS = 3
 KEYS = {"train__precision": "fp16", "train__duration": f"{STEPS} steps", "checkpoint__every": "never"}
 
 
-def test_it_resumes_at_every_step_bit_for_bit(tmp_path: Path) -> None:
-    trainings.prepare(tmp_path, 1)
-    launch(tmp_path, name="whole", **KEYS)
+def test_it_resumes_at_every_step_bit_for_bit(workplace: Path) -> None:
+    launch(workplace, name="whole", **KEYS)
     for _ in range(STEPS):
-        launch(tmp_path, LaunchOptions(resume="auto"), name="parts", train__stop_after="1 step", **KEYS)
-    whole, parts = tmp_path / "runs" / "whole", tmp_path / "runs" / "parts"
+        launch(workplace, LaunchOptions(resume="auto"), name="parts", train__stop_after="1 step", **KEYS)
+    whole, parts = workplace / "runs" / "whole", workplace / "runs" / "parts"
     assert outcome(whole) == outcome(parts)
     assert [line["loss_scale"] for line in lines(parts)] == [65536.0] * STEPS
     saved = newest(parts / "checkpoints")

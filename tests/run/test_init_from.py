@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, outcome
 from tuner.api import export_hf
 from tuner.checkpoint.load import newest, read_tensors
@@ -22,13 +21,7 @@ from tuner.run.previous import resume_source
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 
-FLAGS = {"train__duration": "4 steps", "checkpoint__every": "2 steps"}
-
-
-@pytest.fixture
-def workplace(tmp_path: Path) -> Path:
-    trainings.prepare(tmp_path, 1)
-    return tmp_path
+FLAGS = {"train__duration": "2 steps", "checkpoint__every": "never"}
 
 
 def train_in_full(workplace: Path) -> None:
@@ -65,16 +58,16 @@ def test_a_run_begins_from_another_and_resumes_without_it(workplace: Path, monke
     flags = {**FLAGS, "model__init_from": '["runs/first"]', "seed": "7"}
     whole = launch(workplace, name="whole", **flags)
     (line,) = [text for label, text in said if label == "init_from"]
-    assert line.startswith(f"checkpoint {first.run_dir}/checkpoints/step-4, step 4: 20 of 20 weights")
+    assert line.startswith(f"checkpoint {first.run_dir}/checkpoints/step-4, step 2: 11 of 11 weights")
     report = (whole.run_dir / "init_from.txt").read_text()
     (entry,) = noted(whole.run_dir)["entries"]
-    assert (entry["path"], entry["step"]) == (str(first.run_dir / "checkpoints" / "step-4"), 4)
-    assert entry["sha256"] in report and "model.layers.{0-1}.mlp.up_proj.weight [48, 32] f32" in report
+    assert (entry["path"], entry["step"]) == (str(first.run_dir / "checkpoints" / "step-2"), 2)
+    assert entry["sha256"] in report and "model.layers.0.mlp.up_proj.weight [48, 32] f32" in report
     said.clear()
     verified: Any = verify.__wrapped__([str(whole.run_dir)])  # type: ignore[attr-defined]  # what the command prints
-    line = f"whole began with checkpoint {entry['path']}, step 4: 20 tensors, sha256 {entry['sha256'][:16]}"
+    line = f"whole began with checkpoint {entry['path']}, step 2: 11 tensors, sha256 {entry['sha256'][:16]}"
     assert verified.artifacts["began_with"] == [line]
-    stopped = launch(workplace, name="stopped", **flags, train__stop_after="2 steps")
+    stopped = launch(workplace, name="stopped", **flags, train__stop_after="1 step")
     shutil.rmtree(first.run_dir)
     again = resumed(stopped.run_dir)
     assert again.status == "finished" and outcome(again.run_dir) == outcome(whole.run_dir)
@@ -95,8 +88,8 @@ def test_frozen_weights_are_given_again_and_must_be_the_same(workplace: Path) ->
     other = second_model(workplace)
     flags = {**FLAGS, "model__init_from": json.dumps([{"path": str(other), "load": ["self_attn"]}])}
     whole = launch(workplace, name="whole", **flags)
-    assert noted(whole.run_dir)["frozen"] == 8
-    stopped = launch(workplace, name="stopped", **flags, train__stop_after="2 steps")
+    assert noted(whole.run_dir)["frozen"] == 4
+    stopped = launch(workplace, name="stopped", **flags, train__stop_after="1 step")
     again = resumed(stopped.run_dir)
     assert outcome(again.run_dir) == outcome(whole.run_dir)
     exported = load_file(export_hf(whole.run_dir, dtype="fp32").path / "model.safetensors")  # compared with its probes
@@ -106,7 +99,7 @@ def test_frozen_weights_are_given_again_and_must_be_the_same(workplace: Path) ->
     assert rank(exported[name] - given[name]) == 4 < rank(exported[name] - base[name])
     with pytest.raises(RecipeError, match=r"init_from gave the base other weights than its files hold"):
         export_hf(whole.run_dir, adapter="keep")
-    stopped = launch(workplace, name="third", **flags, train__stop_after="2 steps")
+    stopped = launch(workplace, name="third", **flags, train__stop_after="1 step")
     tensors = load_file(other / "model.safetensors")
     save_file({**tensors, name: tensors[name] + 1}, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(DataError, match="the base model changed since"):
@@ -143,6 +136,6 @@ def test_wrong_names_are_refused_before_anything_is_written(workplace: Path) -> 
 @pytest.mark.slow
 def test_a_run_that_is_resumed_keeps_its_sources(workplace: Path) -> None:
     other = second_model(workplace)
-    launch(workplace, **FLAGS, train__stop_after="2 steps")
+    launch(workplace, **FLAGS, train__stop_after="1 step")
     with pytest.raises(RecipeError, match=r"model\.init_from \[\] -> "):
         launch(workplace, LaunchOptions(resume="auto"), **FLAGS, model__init_from=json.dumps([str(other)]))

@@ -38,7 +38,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe in a git repository, which is not the working directory."""
     work = tmp_path / "work"
     work.mkdir()
-    trainings.prepare(work, 1)
+    trainings.prepare(work, 1, layers=1)
     git(work, "init")
     git(work, "add", "r.yaml")
     git(work, "commit", "-m", "one")
@@ -50,6 +50,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def launched(work: Path, processes: int, resume: Any = "never", **flags: str) -> RunResult:
     given = {"name": f"p{processes}", "parallel.processes": str(processes), "train.device": "cpu"}
+    given["train.duration"] = "5 steps"
     given |= {key.replace("__", "."): text for key, text in flags.items()}
     loaded = load_recipe(work / "r.yaml", [Override(key, text) for key, text in given.items()])
     return launch(loaded, LaunchOptions(resume, level="error"))
@@ -89,6 +90,6 @@ def test_the_chosen_checkpoint_is_hashed_once_and_goes_to_every_rank(
     monkeypatch.setattr(spawn, "run_ranks", hand_over)
     result = launched(work, 2, "auto")
     assert given[0]["options"]["handed_over"]["checkpoint"] == str(first.checkpoint)
-    assert (result.status, result.metrics["step"]) == ("finished", 18)
+    assert (result.status, result.metrics["step"]) == ("finished", 5)
     assert json.loads((result.run_dir / "run.json").read_text())["launches"][1]["from_step"] == 3
     assert hashed.count(True) == 1

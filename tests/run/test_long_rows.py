@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines, outcome
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
@@ -17,22 +16,20 @@ from tuner.runtime.console import Console
 
 LONG = {
     "train__gradient_checkpointing": "full", "train__offload_activations": "true", "train__tiled_mlp": "true",
-    "train__duration": "6 steps",
+    "train__duration": "3 steps",
 }  # fmt: skip
 WITHOUT_DROPOUT = {"adapter__dropout": "0"}
 
 
-@pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "LEAST", 8)
-    trainings.prepare(tmp_path, 1)
-    return tmp_path
 
 
 @pytest.mark.slow
 def test_a_run_is_resumed_bit_for_bit(workplace: Path) -> None:
     whole = outcome(launch(workplace, name="whole", **LONG).run_dir)
-    stopped = launch(workplace, name="parts", train__stop_after="3 steps", **LONG)
+    stopped = launch(workplace, name="parts", train__stop_after="2 steps", **LONG)
     assert stopped.status == "stopped"
     done = launch(workplace, LaunchOptions(resume="auto"), name="parts", **LONG)
     assert outcome(done.run_dir) == whole
@@ -44,7 +41,7 @@ def test_losses_are_the_plain_runs(workplace: Path) -> None:
         run = launch(workplace, name=name, **WITHOUT_DROPOUT, **flags).run_dir
         return [line["loss"] for line in lines(run) if line["kind"] == "train"]
 
-    plain = losses("plain", train__duration="6 steps")
+    plain = losses("plain", train__duration="3 steps")
     assert losses("long", **LONG) == pytest.approx(plain, rel=1e-6)
 
 

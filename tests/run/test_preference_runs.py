@@ -28,7 +28,7 @@ model: {name_or_path: ./model}
 tokenizer: {name_or_path: byte}
 method: {kind: dpo}
 data: {train: pairs.jsonl, eval: [long.jsonl, short.jsonl], max_length: 64, cache_dir: cache}
-train: {duration: 6 steps, global_batch_size: 2, micro_batch_size: 1, precision: fp32, device: cpu}
+train: {duration: 4 steps, global_batch_size: 2, micro_batch_size: 1, precision: fp32, device: cpu}
 optimizer: {lr: 1e-3}
 eval: {every: 2 steps, samples: 1}
 checkpoint: {every: 2 steps, keep: 1, keep_best: eval/margin/short}
@@ -41,7 +41,7 @@ FIGURES = ("reward_chosen", "reward_rejected", "margin", "accuracy", "logp_chose
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("pairs")
-    trainings.prepare(directory, 1)
+    trainings.prepare(directory, 1, layers=1)
     rng = random.Random(1)
     for name, count in (("pairs", 24), ("long", 4), ("short", 3)):
         rows = [
@@ -69,7 +69,7 @@ def measured(path: Path, recipe: Path | None, **flags: str) -> Score:
 def test_evaluations_have_the_figures_of_each_source_and_keep_the_best(finished: tuple[Path, dict[str, str]]) -> None:
     run, _ = finished
     evaluations = [line for line in lines(run) if line["kind"] == "eval"]
-    assert [line["step"] for line in evaluations] == [0, 2, 4, 6]
+    assert [line["step"] for line in evaluations] == [0, 2, 4]
     names = [f"{name}{of}" for name in ("loss", *FIGURES) for of in ("", "/long", "/short")]
     assert all(set(names) < set(line) for line in evaluations)
     assert evaluations[0]["margin"] == evaluations[0]["reward_chosen"] == 0.0, "it begins as its reference"
@@ -81,17 +81,18 @@ def test_evaluations_have_the_figures_of_each_source_and_keep_the_best(finished:
     assert best == {"metric": "eval/margin/short", "step": max(of_short, key=of_short.__getitem__)} | {
         "value": max(of_short.values())
     }
-    assert {best["step"], 6} <= {step for step, _ in step_dirs(run / "checkpoints")}
+    assert {best["step"], 4} <= {step for step, _ in step_dirs(run / "checkpoints")}
     answers = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert answers[0]["prompt"].strip() == "0" and set(answers[0]["reference"]) == set("ab")
 
 
 def test_it_resumes_bit_for_bit(place: Path, finished: tuple[Path, dict[str, str]]) -> None:
     whole, flags = finished
-    flags = {**flags, "name": f"parts-{whole.name}", "profile__steps": "[2]"}
-    stopped = launch(place, train__stop_after="3 steps", **flags)
+    flags = {**flags, "name": f"parts-{whole.name}"}
+    recorded = {"profile__steps": "[2]"} if "adapter__kind" in flags else {}
+    stopped = launch(place, train__stop_after="3 steps", **flags, **recorded)
     assert (stopped.status, stopped.step) == ("stopped", 3)
-    assert list((stopped.run_dir / "profile").iterdir()), "a step was recorded on the way"
+    assert not recorded or list((stopped.run_dir / "profile").iterdir()), "a step was recorded on the way"
     ended = launch(place, LaunchOptions("must"), **flags).run_dir
     assert outcome(ended) == outcome(whole)
     figures = [[{k: line.get(k) for k in FIGURES} for line in lines(run)] for run in (whole, ended)]
@@ -118,8 +119,8 @@ def test_a_trained_model_is_measured_as_its_run_was(place: Path, finished: tuple
 
 
 def test_the_first_batch_alone_is_learned(place: Path) -> None:
-    flags: dict[str, Any] = {"train__duration": "8 steps", "eval__every": "never", "eval__at_start": "false"}
-    flags |= {"optimizer__lr": "1e-2", "method__beta": "1", **LORA}
+    flags: dict[str, Any] = {"train__duration": "5 steps", "eval__every": "never", "eval__at_start": "false"}
+    flags |= {"optimizer__lr": "2e-2", "method__beta": "1", **LORA}
     run = launch(place, name="overfit", train__overfit_first_batch="true", **flags)
     trained = [line for line in lines(run.run_dir) if line["kind"] == "train"]
     assert trained[-1]["loss"] < trained[0]["loss"] * 0.8 and trained[-1]["accuracy"] == 1.0

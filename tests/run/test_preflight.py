@@ -61,7 +61,7 @@ def test_every_rank_takes_the_checkpoint_of_rank_0_or_none_does(tmp_path: Path) 
 
 def test_tensors_are_hashed_by_rank_0_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainings.prepare(tmp_path, 1)
-    stopped = launch(tmp_path, train__stop_after="2 steps")
+    stopped = launch(tmp_path, train__stop_after="1 step")
     hashed: list[Path] = []
     real = load.verify_shard
 

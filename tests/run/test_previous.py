@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures import forked, trainings
+from tests.fixtures import forked
 from tests.fixtures.trainings import launch
 from tuner.config.load import LoadedRecipe
 from tuner.config.overrides import Override
@@ -37,25 +37,24 @@ def warned_of(loaded: LoadedRecipe, options: LaunchOptions, capsys: pytest.Captu
     return capsys.readouterr().err
 
 
-def test_a_finished_run_is_told_without_torch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainings.prepare(tmp_path, 1)
-    run = tmp_path / "runs" / "r"
-    launch(tmp_path, train__duration="2 steps", train__stop_after="1 step")
+def test_a_finished_run_is_told_without_torch(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = workplace / "runs" / "r"
+    launch(workplace, train__duration="2 steps", train__stop_after="1 step")
     assert already_finished(resume_source(run), LaunchOptions("must"), QUIET) is None
     with pytest.raises(RecipeError, match="another recipe"):
         already_finished(resume_source(run, [Override("optimizer.lr", "1e-9")]), LaunchOptions("must"), QUIET)
-    ended = launch(tmp_path, LaunchOptions("must"), train__duration="2 steps")
+    ended = launch(workplace, LaunchOptions("must"), train__duration="2 steps")
     loaded, must = resume_source(run), LaunchOptions("must")
-    assert already_finished(loaded, must, QUIET) == ended == launch(tmp_path, train__duration="2 steps")
+    assert already_finished(loaded, must, QUIET) == ended == launch(workplace, train__duration="2 steps")
     assert already_finished(loaded, LaunchOptions("must", reset=("schedule",)), QUIET) is None
     assert already_finished(loaded, LaunchOptions(run), QUIET) is None
     longer = resume_source(run, [Override("train.duration", "3 steps")])
     with pytest.raises(RecipeError, match="train.duration 2 steps -> 3 steps") as refused:
         already_finished(longer, must, QUIET)
-    hint = f"change it in this run: add --reset schedule      start another run: tuner train {tmp_path / 'r.yaml'} "
+    hint = f"change it in this run: add --reset schedule      start another run: tuner train {workplace / 'r.yaml'} "
     assert (refused.value.hint or "").startswith(hint)
     with pytest.raises(RecipeError) as refused:
-        launch(tmp_path, train__duration="3 steps")
+        launch(workplace, train__duration="3 steps")
     assert refused.value.hint == (
         "change it in this run: add --resume must --reset schedule      start another run: --name NEW-NAME"
     )
@@ -70,7 +69,7 @@ def test_a_finished_run_is_told_without_torch(tmp_path: Path, capsys: pytest.Cap
     text = rows.read_bytes()
     rows.write_bytes(text + text.splitlines(keepends=True)[0].replace(b"a", b"b"))
     with pytest.raises(DataError, match=f"the data of {rows} changed since this checkpoint was saved") as changed:
-        launch(tmp_path, LaunchOptions("must", reset=parse_reset("schedule")), train__duration="3 steps")
+        launch(workplace, LaunchOptions("must", reset=parse_reset("schedule")), train__duration="3 steps")
     assert "--reset schedule,data;" in (changed.value.hint or "")
     rows.write_bytes(text)
     os.utime(rows, (before.st_atime, before.st_mtime))
@@ -88,4 +87,4 @@ def test_a_finished_run_is_told_without_torch(tmp_path: Path, capsys: pytest.Cap
     assert already_finished(loaded, must, QUIET) is None, "a flipped bit: trained again"
     shard.write_bytes(whole)
     again = LaunchOptions("must", reset=parse_reset("schedule"))
-    assert launch(tmp_path, again, train__duration="3 steps").step == 3, "what the hint says does it"
+    assert launch(workplace, again, train__duration="3 steps").step == 3, "what the hint says does it"

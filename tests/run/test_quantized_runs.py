@@ -21,25 +21,25 @@ from tuner.run.score import find_trained, score
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 
-NF4 = {"model__quantize": "nf4", "train__duration": "6 steps", "checkpoint__every": "3 steps"}
+NF4 = {"model__quantize": "nf4", "train__duration": "4 steps", "checkpoint__every": "3 steps"}
 AUTO = LaunchOptions(resume="auto")
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("quantized")
-    trainings.prepare(directory, 1)
+    trainings.prepare(directory, 1, layers=1)
     return directory
 
 
 def test_a_run_is_resumed_bit_for_bit_and_evaluated_as_it_was_trained(place: Path) -> None:
     flags = {**NF4, "data__eval": "7 documents", "eval__samples": "1"}
     whole = launch(place, name="whole", **flags).run_dir
-    stopped = launch(place, name="parts", train__stop_after="4 steps", **flags)
-    assert stopped.step == 4
+    stopped = launch(place, name="parts", train__stop_after="2 steps", **flags)
+    assert stopped.step == 2
     again = launch(place, AUTO, name="parts", **flags).run_dir
     assert outcome(again) == outcome(whole)
-    plain = launch(place, name="plain", **{**flags, "model__quantize": "none"}).run_dir
+    plain = launch(place, name="plain", train__stop_after="1 step", **{**flags, "model__quantize": "none"}).run_dir
     assert lines(plain)[0]["loss"] != lines(whole)[0]["loss"]
     found = newest(whole / "checkpoints")
     assert found is not None
@@ -54,7 +54,7 @@ def test_a_run_is_resumed_bit_for_bit_and_evaluated_as_it_was_trained(place: Pat
 
 
 def test_another_base_or_quantiser_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch(place, name="refused", train__stop_after="3 steps", **NF4)
+    launch(place, name="refused", train__stop_after="1 step", **NF4)
     with pytest.raises(RecipeError, match="model.quantize nf4 -> int8"):
         launch(place, AUTO, name="refused", **{**NF4, "model__quantize": "int8"})
     newer: dict[str, Any] = {**layers.recipe_of("nf4"), "version": 2}
@@ -64,7 +64,7 @@ def test_another_base_or_quantiser_is_refused(place: Path, monkeypatch: pytest.M
     file = place / "model" / "model.safetensors"
     tensors = load_file(file)
     before = file.read_bytes()
-    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1e-6  # it may have the same codes
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] += 1e-6  # it may have the same codes
     save_file(tensors, file, {"format": "pt"})
     try:
         with pytest.raises(DataError, match="the base model changed since this checkpoint was saved"):

@@ -23,6 +23,7 @@ from tuner.run.previous import resume_source
 from tuner.runtime.files import read_json
 
 RESUME = LaunchOptions(resume="must")
+PAIRS = 24
 ZEROS = {"reward_chosen": 0.0, "reward_rejected": 0.0, "margin": 0.0}
 
 
@@ -30,7 +31,7 @@ ZEROS = {"reward_chosen": 0.0, "reward_rejected": 0.0, "margin": 0.0}
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where one run has left its columns; nobody else runs there."""
     directory = tmp_path_factory.mktemp("begun")
-    paired.prepare(directory)
+    paired.prepare(directory, PAIRS, layers=1)
     launch(directory, train__duration="1 steps", name="first")
     return directory
 
@@ -84,7 +85,7 @@ def test_columns_hold_what_the_model_gives_and_are_found_again(place: Path, monk
     found = open_columns(directory, "reference", verify=True)
     manifest = read_json(directory / "manifest.json")
     assert {split: part["reference"].dtype.name for split, part in found.items()} == dict.fromkeys(found, "float32")
-    assert len(found["train"]["reference"]) == manifest["report"]["train"]["documents"] == 2 * paired.PAIRS
+    assert len(found["train"]["reference"]) == manifest["report"]["train"]["documents"] == 2 * PAIRS
     assert (found["train"]["reference"] < 0).all()
     monkeypatch.setattr(Builder, "add", lambda *given: pytest.fail("computed again"))
     launch(place, train__duration="1 steps", name="second", method__beta="0.3", seed="7")

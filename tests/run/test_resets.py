@@ -22,17 +22,27 @@ from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.train import loop
 
-TOTAL = 12
+TOTAL = 6
 """Steps of the whole run."""
 
 
-@pytest.fixture
-def workplace(tmp_path: Path) -> Path:
-    trainings.prepare(tmp_path, 1)
-    recipe = tmp_path / "r.yaml"
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that stopped at its third step; what becomes of it is put back."""
+    directory = tmp_path_factory.mktemp("begun")
+    trainings.prepare(directory, 1, layers=1)
+    recipe = directory / "r.yaml"
     recipe.write_text(recipe.read_text().replace("3 epochs", f"{TOTAL} steps"))
-    launch(tmp_path, train__stop_after="6 steps", checkpoint__every="never", checkpoint__keep="9")
-    return tmp_path
+    launch(directory, train__stop_after="3 steps", checkpoint__every="never", checkpoint__keep="9")
+    shutil.copytree(directory / "runs", directory / "stopped")
+    return directory
+
+
+@pytest.fixture
+def workplace(begun: Path) -> Path:
+    shutil.rmtree(begun / "runs")
+    shutil.copytree(begun / "stopped", begun / "runs")
+    return begun
 
 
 def resumed(workplace: Path, reset: str | None = None, **flags: str) -> RunResult:
@@ -65,12 +75,11 @@ def test_words_are_parts_and_others_are_refused() -> None:
 def test_a_reset_run_that_is_killed_or_stopped_goes_on_with_the_same_bits(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
-    shutil.copytree(workplace / "runs" / "r", workplace / "kept")
     plain = trainings.outcome(resumed(workplace).run_dir)
     ended = []
     for _ in range(2):
         shutil.rmtree(workplace / "runs" / "r")
-        shutil.copytree(workplace / "kept", workplace / "runs" / "r")
+        shutil.copytree(workplace / "stopped" / "r", workplace / "runs" / "r")
         if not ended:
             resumed(workplace, word)
         else:
@@ -78,13 +87,13 @@ def test_a_reset_run_that_is_killed_or_stopped_goes_on_with_the_same_bits(
                 patch.setattr(loop, "optimizer_step", _no_step)
                 with pytest.raises(KeyError):
                     resumed(workplace, word)  # ends before it saved anything
-            resumed(workplace, train__stop_after="3 steps")
+            resumed(workplace, train__stop_after="1 step")
             resumed(workplace)
         ended.append(trainings.outcome(workplace / "runs" / "r"))
     assert ended[0] == ended[1]
     assert ended[0]["sha256"] != plain["sha256"]
     parts = sorted(parse_reset(word))
-    assert state(workplace)["resets"] == [{"step": 6, "parts": parts, "updates": 6}]
+    assert state(workplace)["resets"] == [{"step": 3, "parts": parts, "updates": 3}]
     assert json.loads((workplace / "runs" / "r" / "run.json").read_text())["resets"] == state(workplace)["resets"]
     assert [line["step"] for line in lines(workplace / "runs" / "r")] == list(range(1, TOTAL + 1))
 
@@ -97,20 +106,20 @@ def test_a_reset_schedule_runs_over_the_steps_that_are_left(workplace: Path) -> 
     flags = {"schedule__kind": "linear", "schedule__warmup": "50%", "schedule__min_lr_ratio": "0.5"}
     with pytest.raises(RecipeError, match="schedule.kind cosine -> linear"):
         resumed(workplace, **flags)
-    resumed(workplace, "schedule", train__duration="16 steps", **flags)
-    rates = [line["lr"] for line in lines(workplace / "runs" / "r")][6:]
-    assert len(rates) == 10
-    assert rates[:5] == pytest.approx([0.2e-3, 0.4e-3, 0.6e-3, 0.8e-3, 1e-3])
+    resumed(workplace, "schedule", train__duration="9 steps", **flags)
+    rates = [line["lr"] for line in lines(workplace / "runs" / "r")][3:]
+    assert len(rates) == 6
+    assert rates[:3] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3])
     assert rates[-1] == pytest.approx(0.5e-3)
-    assert "duration: 16 steps" in (workplace / "runs" / "r" / "recipe.resolved.yaml").read_text()
+    assert "duration: 9 steps" in (workplace / "runs" / "r" / "recipe.resolved.yaml").read_text()
 
 
 def test_a_finished_run_goes_on_where_its_schedule_is_reset_and_longer(workplace: Path) -> None:
     resumed(workplace)
-    longer = resumed(workplace, "schedule", train__duration="16 steps")
-    assert (longer.status, longer.step) == ("finished", 16)
+    longer = resumed(workplace, "schedule", train__duration="8 steps")
+    assert (longer.status, longer.step) == ("finished", 8)
     assert resumed(workplace) == longer
-    with pytest.raises(RecipeError, match="no steps of 16 are left"):
+    with pytest.raises(RecipeError, match="no steps of 8 are left"):
         resumed(workplace, "schedule")
 
 
@@ -124,14 +133,14 @@ def test_state_and_arguments_of_the_optimizer_apart(workplace: Path) -> None:
     before = _tensors(workplace)
     resumed(workplace, "optimizer.arguments", optimizer__lr="1e-12", train__stop_after="1 step")
     kept = _tensors(workplace)
-    assert lines(workplace / "runs" / "r")[6]["lr"] < 1e-12
+    assert lines(workplace / "runs" / "r")[3]["lr"] < 1e-12
     name = next(name for name in before if "exp_avg_sq" in name and before[name].any())
     assert (kept[name] >= 0.94 * before[name]).all()  # 0.95 of what was there before the step
     resumed(workplace, "optimizer", train__stop_after="1 step", **other)
     assert not any("exp_avg" in name for name in _tensors(workplace))
     done = resumed(workplace)
     assert done.status == "finished"
-    assert [reset["step"] for reset in state(workplace)["resets"]] == [6, 7]
+    assert [reset["step"] for reset in state(workplace)["resets"]] == [3, 4]
 
 
 def _tensors(workplace: Path) -> dict[str, Any]:
@@ -150,26 +159,26 @@ def test_reset_data_begin_again_and_may_be_others(workplace: Path, monkeypatch: 
     with pytest.raises(RecipeError, match="data.train"):
         resumed(workplace, **others)
     asked.clear()
-    resumed(workplace, "data", train__stop_after="2 steps", **others)
-    assert asked[:2] == [0, 1]
+    resumed(workplace, "data", train__stop_after="1 step", **others)
+    assert asked[:1] == [0]
     asked.clear()
     assert resumed(workplace).status == "finished"
-    assert asked == list(range(2, TOTAL - 6))
-    assert lines(workplace / "runs" / "r")[6]["epoch"] == pytest.approx(1 / 6, abs=1e-6)
+    assert asked == list(range(1, TOTAL - 3))
+    assert lines(workplace / "runs" / "r")[3]["epoch"] == pytest.approx(1 / 6, abs=1e-6)
 
 
 @pytest.mark.slow
 def test_a_branch_may_be_reset_and_its_origin_stays(workplace: Path) -> None:
-    origin = workplace / "runs" / "r" / "checkpoints" / "step-6"
+    origin = workplace / "runs" / "r" / "checkpoints" / "step-3"
     options = LaunchOptions(origin, reset=parse_reset("schedule,optimizer"))
     branch = launch(workplace, options, name="branch", optimizer__lr="5e-4")
     record = json.loads((branch.run_dir / "run.json").read_text())
     parts = ["optimizer.arguments", "optimizer.state", "schedule"]
-    assert record["resets"] == [{"step": 6, "parts": parts, "updates": 6}]
+    assert record["resets"] == [{"step": 3, "parts": parts, "updates": 3}]
     assert max(line["lr"] for line in lines(branch.run_dir)) == pytest.approx(5e-4)
     assert "resets" not in json.loads((workplace / "runs" / "r" / "run.json").read_text())
-    proof = verify_resume(branch.run_dir, 2, Console(main=False), own_process=False)
-    assert proof.from_step > 6
+    proof = verify_resume(branch.run_dir, 1, Console(main=False), own_process=False)
+    assert proof.from_step > 3
 
 
 def test_what_cannot_be_reset_is_refused(workplace: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.fixtures import trainings
-from tests.fixtures.trainings import TOTAL, launch, lines
+from tests.fixtures.trainings import launch, lines
 from tuner.checkpoint.load import newest
 from tuner.checkpoint.manifest import step_dirs
 from tuner.cli.train import _evaluated, launch_training
@@ -31,26 +31,23 @@ from tuner.setup import resolve as resolve_module
 from tuner.train import evaluate, loop
 
 
-@pytest.fixture
-def workplace(tmp_path: Path) -> Path:
-    trainings.prepare(tmp_path, 1)
-    return tmp_path
-
-
 def test_each_step_has_its_learning_rate(workplace: Path) -> None:
-    result = launch(workplace, schedule__kind="linear", schedule__warmup="4 steps", schedule__min_lr_ratio="0.1")
+    flags = {"schedule__kind": "linear", "schedule__warmup": "4 steps", "schedule__min_lr_ratio": "0.1"}
+    result = launch(workplace, **flags, train__duration="8 steps")
     rates = [line["lr"] for line in lines(result.run_dir)]
-    assert rates[:5] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3 * (1 - 0.9 / 14)])
+    assert rates[:5] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3 * (1 - 0.9 / 4)])
     assert rates[-1] == pytest.approx(1e-4)
 
 
 def test_stopped_and_resumed_is_the_unbroken_run(workplace: Path) -> None:
-    whole = launch(workplace, name="whole")
-    assert (whole.status, whole.step, whole.total_steps) == ("finished", TOTAL, TOTAL)
-    stopped = launch(workplace, train__stop_after="7 steps")
+    """Stopped in the second epoch."""
+    flags = {"train__duration": "9 steps"}
+    whole = launch(workplace, name="whole", **flags)
+    assert (whole.status, whole.step, whole.total_steps) == ("finished", 9, 9)
+    stopped = launch(workplace, train__stop_after="7 steps", **flags)
     assert (stopped.status, stopped.step) == ("stopped", 7)
     again = train(resume_source(stopped.run_dir), LaunchOptions(resume="must"), RankInfo(), Console(main=False))
-    assert (again.status, again.step) == ("finished", TOTAL)
+    assert (again.status, again.step) == ("finished", 9)
     assert trainings.outcome(again.run_dir) == trainings.outcome(whole.run_dir)
     record = json.loads((again.run_dir / "run.json").read_text())
     assert [(entry["from_step"], entry["status"]) for entry in record["launches"]] == [(0, "stopped"), (7, "finished")]
@@ -58,11 +55,11 @@ def test_stopped_and_resumed_is_the_unbroken_run(workplace: Path) -> None:
 
 @pytest.mark.parametrize("at_end", ["true", "false"])
 def test_a_finished_run_says_the_same_again(workplace: Path, at_end: str) -> None:
-    flags = {"data__eval": "7 documents", "eval__samples": "0", "train__duration": "6 steps"}
-    flags |= {"checkpoint__every": "4 steps", "checkpoint__at_end": at_end}
+    flags = {"data__eval": "7 documents", "eval__samples": "0", "train__duration": "3 steps"}
+    flags |= {"checkpoint__every": "2 steps", "checkpoint__at_end": at_end}
     first = launch(workplace, **flags)
     assert launch(workplace, **flags) == first
-    assert (first.step, first.metrics["first_eval_step"], first.metrics["eval_step"]) == (6, 0, 6)
+    assert (first.step, first.metrics["first_eval_step"], first.metrics["eval_step"]) == (3, 0, 3)
     assert set(first.metrics) == {
         "step", "tokens", "trained_tokens", "loss", "eval_loss", "eval_step", "first_eval_loss", "first_eval_step",
         "best",
@@ -93,7 +90,7 @@ def test_the_first_loss_is_shown_where_it_was_an_earlier_one(metrics: dict[str, 
 
 
 def test_a_base_model_that_changed_is_refused(workplace: Path) -> None:
-    launch(workplace, train__stop_after="3 steps")
+    launch(workplace, train__stop_after="1 step")
     file = workplace / "model" / "model.safetensors"
     tensors = load_file(file)
     tensors["model.norm.weight"][0] += 1e-3
@@ -103,17 +100,17 @@ def test_a_base_model_that_changed_is_refused(workplace: Path) -> None:
 
 
 def test_checkpoints_are_pruned_but_not_the_one_resumed_from(workplace: Path) -> None:
-    flags = {"train__duration": "9 steps", "checkpoint__keep": "1"}
+    flags = {"train__duration": "5 steps", "checkpoint__keep": "1"}
     stopped = launch(workplace, train__stop_after="3 steps", **flags)
     assert [step for step, _ in step_dirs(stopped.run_dir / "checkpoints")] == [3]
     done = launch(workplace, LaunchOptions(resume="auto"), **flags)
-    assert [step for step, _ in step_dirs(done.run_dir / "checkpoints")] == [9, 3]
+    assert [step for step, _ in step_dirs(done.run_dir / "checkpoints")] == [5, 3]
 
 
 def test_evaluation_is_weighted_by_tokens_and_its_rows_are_bounded(workplace: Path) -> None:
     found = []
     for micro in ("1", "2"):
-        flags = {"data__eval": "9 documents", "eval__max_rows": "5", "eval__samples": "1", "train__duration": "2 steps"}
+        flags = {"data__eval": "9 documents", "eval__max_rows": "5", "eval__samples": "1", "train__duration": "1 step"}
         result = launch(workplace, name=f"micro{micro}", train__micro_batch_size=micro, **flags)
         evaluations = [line["loss"] for line in lines(result.run_dir) if line["kind"] == "eval"]
         assert len(evaluations) >= 2
@@ -123,51 +120,52 @@ def test_evaluation_is_weighted_by_tokens_and_its_rows_are_bounded(workplace: Pa
 
 
 def test_a_failed_launch_says_so_and_can_go_on(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = {"train__duration": "5 steps", "checkpoint__every": "2 steps"}
     real = GlobalBatches.step
 
     def failing(self: GlobalBatches, i: int) -> Any:
-        if i == 6:
+        if i == 3:
             raise OSError("the disk is gone")
         return real(self, i)
 
     monkeypatch.setattr(GlobalBatches, "step", failing)
     with pytest.raises(OSError, match="disk is gone"):
-        launch(workplace, train__duration="9 steps")
+        launch(workplace, **flags)
     monkeypatch.undo()
     run = workplace / "runs" / "r"
     record = json.loads((run / "run.json").read_text())
     assert (record["status"], record["launches"][0]["why"]) == ("failed", "OSError: the disk is gone")
     found = newest(run / "checkpoints")
     assert found is not None
-    assert found.step == 4
-    with pytest.raises(RecipeError, match="unfinished run, at step 4"):
-        launch(workplace, train__duration="9 steps")
-    assert launch(workplace, LaunchOptions(resume="auto"), train__duration="9 steps").status == "finished"
-    assert [line["step"] for line in lines(run)] == list(range(1, 10))
+    assert found.step == 2
+    with pytest.raises(RecipeError, match="unfinished run, at step 2"):
+        launch(workplace, **flags)
+    assert launch(workplace, LaunchOptions(resume="auto"), **flags).status == "finished"
+    assert [line["step"] for line in lines(run)] == list(range(1, 6))
 
 
 def test_a_stop_file_saves_stops_and_is_used_up(workplace: Path) -> None:
     run = workplace / "runs" / "r"
     run.mkdir(parents=True)
-    launch(workplace, train__stop_after="2 steps", train__duration="6 steps")
+    launch(workplace, train__stop_after="2 steps", train__duration="4 steps")
     (run / "STOP").touch()
-    stopped = launch(workplace, LaunchOptions(resume="auto"), train__duration="6 steps")
+    stopped = launch(workplace, LaunchOptions(resume="auto"), train__duration="4 steps")
     assert (stopped.status, stopped.step) == ("stopped", 3)
     assert not (run / "STOP").exists()
     assert json.loads((run / "run.json").read_text())["launches"][1]["why"] == "STOP"
     found = newest(run / "checkpoints")
     assert found is not None
     assert found.step == 3
-    assert launch(workplace, LaunchOptions(resume="auto"), train__duration="6 steps").status == "finished"
+    assert launch(workplace, LaunchOptions(resume="auto"), train__duration="4 steps").status == "finished"
 
 
 def test_a_signal_in_an_evaluation_cuts_it_short_and_it_is_done_when_the_run_goes_on(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = {"data__eval": "7 documents", "eval__every": "5 steps", "eval__samples": "1", "eval__samples_at": "all"}
-    flags |= {"train__duration": "10 steps"}
+    flags = {"data__eval": "7 documents", "eval__every": "2 steps", "eval__samples": "1", "eval__samples_at": "all"}
+    flags |= {"train__duration": "4 steps", "checkpoint__every": "3 steps"}
     whole = launch(workplace, name="whole", **flags)
-    evaluated = [0, 5, 10]
+    evaluated = [0, 2, 4]
     real, signal_at = evaluate.answer_samples, {"evaluation": 0}
 
     def signalled(*args: Any, **options: Any) -> Any:
@@ -177,7 +175,7 @@ def test_a_signal_in_an_evaluation_cuts_it_short_and_it_is_done_when_the_run_goe
         return real(*args, **options)
 
     monkeypatch.setattr(evaluate_task, "answer_samples", signalled)
-    for last, step in ((0, 0), (0, 5), (5, whole.step)):
+    for last, step in ((0, 0), (0, 2), (2, whole.step)):
         signal_at["evaluation"] = evaluated.index(step) - evaluated.index(last) + 1
         stopped = launch(workplace, LaunchOptions(resume="auto"), **flags)
         assert (stopped.status, stopped.step) == ("stopped", step)
@@ -223,14 +221,14 @@ def test_a_signal_before_the_first_step_leaves_a_run_to_go_on_with(
     with pytest.raises(KeyboardInterrupt):
         launch_training(loaded, LaunchOptions(resume="auto"), False)
     monkeypatch.undo()
-    stopped = launch(workplace, train__stop_after="3 steps")
+    stopped = launch(workplace, train__stop_after="1 step")
     monkeypatch.setattr(preflight, "prepare_to_use", interrupted)
     outcome = launch_training(loaded, LaunchOptions(resume="auto"), False)
-    assert (outcome.status, outcome.exit_code, outcome.metrics["step"]) == ("stopped", 75, 3)
+    assert (outcome.status, outcome.exit_code, outcome.metrics["step"]) == ("stopped", 75, 1)
     assert outcome.artifacts["checkpoint"] == str(stopped.checkpoint)
 
 
-@pytest.mark.parametrize("limit", ["0.5 epochs", "0.5%", "500 tokens", "3 steps"])
+@pytest.mark.parametrize("limit", ["0.5 epochs", "0.5%", "500 tokens"])
 def test_a_launch_may_end_after_any_duration(workplace: Path, limit: str) -> None:
     """Six steps an epoch of about 1,100 tokens, and 18 in all."""
     result = launch(workplace, train__stop_after=limit)
@@ -239,26 +237,26 @@ def test_a_launch_may_end_after_any_duration(workplace: Path, limit: str) -> Non
 
 def test_evaluations_and_checkpoints_count_tokens_too(workplace: Path) -> None:
     flags = {"data__eval": "9 documents", "eval__samples": "0", "eval__every": "500 tokens", "checkpoint__keep": "9"}
-    run = launch(workplace, checkpoint__every="0.5 epochs", train__duration="9 steps", **flags).run_dir
+    run = launch(workplace, checkpoint__every="0.5 epochs", train__duration="6 steps", **flags).run_dir
     found = lines(run)
-    mean = next(line["tokens"] for line in found if line["step"] == 9) / 9
+    mean = next(line["tokens"] for line in found if line["step"] == 6) / 6
     every = -(-500 // mean)
     steps = [line["step"] for line in found if line["kind"] == "eval"]
-    assert steps == sorted({0, 9, *range(0, 10, int(every))})
-    assert sorted(step for step, _ in step_dirs(run / "checkpoints")) == [3, 6, 9]
+    assert steps == sorted({0, 6, *range(0, 7, int(every))})
+    assert sorted(step for step, _ in step_dirs(run / "checkpoints")) == [3, 6]
 
 
 def test_the_first_batch_is_trained_on_again_and_again(workplace: Path) -> None:
-    flags = {"train__stop_after": "4 steps", "optimizer__lr": "1e-12", "adapter__dropout": "0"}
+    flags = {"train__stop_after": "2 steps", "optimizer__lr": "1e-12", "adapter__dropout": "0"}
     losses = [line["loss"] for line in lines(launch(workplace, train__overfit_first_batch="true", **flags).run_dir)]
     others = [line["loss"] for line in lines(launch(workplace, name="all", **flags).run_dir)]
-    assert losses == pytest.approx([others[0]] * 4, rel=1e-6)
+    assert losses == pytest.approx([others[0]] * 2, rel=1e-6)
     assert others[1] != pytest.approx(others[0], rel=1e-5)
 
 
 def test_the_mock_batch_changes_nothing(workplace: Path) -> None:
-    plain = launch(workplace, name="plain", train__stop_after="3 steps")
-    mocked = launch(workplace, name="mocked", train__stop_after="3 steps", train__mock_batch="true")
+    plain = launch(workplace, name="plain", train__stop_after="2 steps")
+    mocked = launch(workplace, name="mocked", train__stop_after="2 steps", train__mock_batch="true")
     assert [line["loss"] for line in lines(plain.run_dir)] == [line["loss"] for line in lines(mocked.run_dir)]
 
 
@@ -305,7 +303,7 @@ def test_deterministic_kernels_are_asked_for_and_let_go(workplace: Path, monkeyp
         return real(self, i)
 
     monkeypatch.setattr(GlobalBatches, "step", look)
-    launch(workplace, train__deterministic="true", train__stop_after="2 steps")
+    launch(workplace, train__deterministic="true", train__stop_after="1 step")
     assert set(seen) == {(True, False)}, "no tensor is filled before it is written to"
     assert not torch.are_deterministic_algorithms_enabled()
     assert deterministic.fill_uninitialized_memory
@@ -347,16 +345,17 @@ def nan_at(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:
 def test_a_step_that_is_not_finite_ends_the_run_and_the_message_says_where(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nan_at(monkeypatch, 6)
-    said = r"step 7: loss nan.*the output of model\.layers\.1\.mlp; rows \d"
+    trainings.emptied(workplace, layers=2)
+    nan_at(monkeypatch, 3)
+    said = r"step 4: loss nan.*the output of model\.layers\.1\.mlp; rows \d"
     with pytest.raises(DivergedError, match=said) as raised:
-        launch(workplace)
-    assert "step-4" in (raised.value.hint or "")
+        launch(workplace, checkpoint__every="2 steps")
+    assert "step-2" in (raised.value.hint or "")
     run = workplace / "runs" / "r"
-    assert [step for step, _ in step_dirs(run / "checkpoints")] == [4]
-    assert [line["step"] for line in lines(run)] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in step_dirs(run / "checkpoints")] == [2]
+    assert [line["step"] for line in lines(run)] == [1, 2, 3]
     record = json.loads((run / "run.json").read_text())
-    assert (record["status"], record["launches"][0]["step"]) == ("failed", 6)
+    assert (record["status"], record["launches"][0]["step"]) == ("failed", 3)
 
 
 def test_skipped_steps_are_marked_and_survive_a_resume(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,13 +371,13 @@ def test_skipped_steps_are_marked_and_survive_a_resume(workplace: Path, monkeypa
                 return result
 
             patch.setattr(loop, "optimizer_step", planted)
-            flags = {"train__nonfinite": "{skip: 1}", "train__duration": "8 steps", "train__stop_after": stop}
+            flags = {"train__nonfinite": "{skip: 1}", "train__duration": "5 steps", "train__stop_after": stop}
             return launch(workplace, LaunchOptions(resume="auto"), name=name, **flags)
 
     whole = once("whole", "never")
-    once("parts", "5 steps")
+    once("parts", "3 steps")
     parts = once("parts", "never")
     assert (whole.status, parts.status) == ("finished", "finished")
-    assert [line.get("skipped", False) for line in lines(whole.run_dir)] == [False, False, True] + [False] * 5
+    assert [line.get("skipped", False) for line in lines(whole.run_dir)] == [False, False, True, False, False]
     assert lines(whole.run_dir)[2]["loss"] is None
     assert trainings.outcome(parts.run_dir) == trainings.outcome(whole.run_dir)

@@ -14,29 +14,28 @@ from tuner.config.load import load_recipe
 from tuner.run.options import LaunchOptions
 from tuner.train.guard import Guard
 
-SKIPS = {"train__steps_to_skip": "[2, 4-5]", "train__duration": "7 steps", "checkpoint__every": "never"}
+SKIPS = {"train__steps_to_skip": "[2, 4-5]", "train__duration": "6 steps", "checkpoint__every": "never"}
 LEFT_OUT = {2, 4, 5}
 
 
-def _named(tmp_path: Path, name: str) -> dict[str, str]:
-    return {"name": name, "output_dir": str(tmp_path / "runs" / name)}
+def _named(workplace: Path, name: str) -> dict[str, str]:
+    return {"name": name, "output_dir": str(workplace / "runs" / name)}
 
 
-def test_they_change_nothing_but_their_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_change_nothing_but_their_updates(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the guard had judged each of them as one to leave out; stopped and resumed it is the same."""
-    trainings.prepare(tmp_path, 1)
-    whole = launch(tmp_path, **SKIPS)
+    whole = launch(workplace, **SKIPS)
     log = lines(whole.run_dir)
-    assert [line["step"] for line in log] == list(range(1, 8))
+    assert [line["step"] for line in log] == list(range(1, 7))
     for line in log:
         assert (line.get("reason") == "steps_to_skip") == (line["step"] in LEFT_OUT) == ("skipped" in line)
         assert (line["loss"] is None) == (line["grad_norm"] is None) == (line["step"] in LEFT_OUT)
         assert (line["tok_per_s"] == 0) == (line["step"] in LEFT_OUT)
     expected = trainings.outcome(whole.run_dir)
 
-    parts = SKIPS | _named(tmp_path, "parts")
-    assert launch(tmp_path, train__stop_after="4 steps", **parts).step == 4
-    assert trainings.outcome(launch(tmp_path, LaunchOptions("must"), **parts).run_dir) == expected
+    parts = SKIPS | _named(workplace, "parts")
+    assert launch(workplace, train__stop_after="4 steps", **parts).step == 4
+    assert trainings.outcome(launch(workplace, LaunchOptions("must"), **parts).run_dir) == expected
 
     judge, judged = Guard.judge, []
 
@@ -48,22 +47,21 @@ def test_they_change_nothing_but_their_updates(tmp_path: Path, monkeypatch: pyte
         return judge(guard, bad)
 
     monkeypatch.setattr(Guard, "judge", judged_bad)
-    guarded = SKIPS | _named(tmp_path, "guarded") | {"train__steps_to_skip": "[]", "train__nonfinite": "{skip: 9}"}
-    other = trainings.outcome(launch(tmp_path, **guarded).run_dir)
+    guarded = SKIPS | _named(workplace, "guarded") | {"train__steps_to_skip": "[]", "train__nonfinite": "{skip: 9}"}
+    other = trainings.outcome(launch(workplace, **guarded).run_dir)
     assert other["sha256"] == expected["sha256"]
     trained = [(a, b) for a, b in zip(other["log"], expected["log"], strict=True) if a["step"] not in LEFT_OUT]
-    assert all(a == b for a, b in trained) and len(trained) == 4
+    assert all(a == b for a, b in trained) and len(trained) == 3
 
 
-def test_a_later_launch_keeps_to_what_one_before_it_leaves_out(tmp_path: Path) -> None:
-    trainings.prepare(tmp_path, 1)
+def test_a_later_launch_keeps_to_what_one_before_it_leaves_out(workplace: Path) -> None:
     plain = {"train__duration": "4 steps", "checkpoint__every": "never"}
-    assert launch(tmp_path, train__stop_after="1 step", **plain).step == 1
+    assert launch(workplace, train__stop_after="1 step", **plain).step == 1
     added = plain | {"train__steps_to_skip": "[2-3]"}
-    stopped = launch(tmp_path, LaunchOptions("must"), train__stop_after="1 step", **added)
+    stopped = launch(workplace, LaunchOptions("must"), train__stop_after="1 step", **added)
     record = json.loads((stopped.run_dir / "run.json").read_text())
     assert record["recipe"]["train"]["steps_to_skip"] == ["2-3"]
     resolved = load_recipe(stopped.run_dir / "recipe.resolved.yaml").recipe
     assert [str(steps) for steps in resolved.train.steps_to_skip] == ["2-3"]
-    ended = launch(tmp_path, LaunchOptions("must"), **added)
+    ended = launch(workplace, LaunchOptions("must"), **added)
     assert [line.get("reason") for line in lines(ended.run_dir)] == [None, "steps_to_skip", "steps_to_skip", None]

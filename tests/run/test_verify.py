@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.caches import new_cache
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch
 from tuner.errors import MachineError, RecipeError, VerificationError
@@ -22,16 +20,15 @@ from tuner.runtime.console import Console
 from tuner.runtime.lock import FileLock
 
 SILENT = Console(main=False)
+FLAGS = {"data__eval": "7 documents", "eval__samples": "0", "train__duration": "7 steps"}
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that no proof changes."""
     place = tmp_path_factory.mktemp("finished")
-    trainings.prepare(place, 1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TUNER_CACHE", str(new_cache(place / "cache")))
-        yield launch(place, data__eval="7 documents", eval__every="5 steps", eval__samples="0").run_dir
+    trainings.prepare(place, 1, layers=1)
+    return launch(place, eval__every="5 steps", **FLAGS, checkpoint__every="3 steps").run_dir
 
 
 def proof(run: Path, steps: int) -> ResumeProof:
@@ -46,9 +43,9 @@ def files(run: Path) -> dict[Path, bytes]:
 def test_steps_are_compared_behind_a_checkpoint_or_from_the_beginning(finished: Path) -> None:
     before = files(finished)
     short = proof(finished, 1)
-    assert (short.from_step, short.steps) == (12, 2)
-    long = proof(finished, 4)
-    assert (long.from_step, long.steps) == (0, 8)
+    assert (short.from_step, short.steps) == (3, 2)
+    long = proof(finished, 3)
+    assert (long.from_step, long.steps) == (0, 6)
     assert long.sha256 != short.sha256
     assert long.tensors == short.tensors > 4
     assert files(finished) == before
@@ -57,10 +54,9 @@ def test_steps_are_compared_behind_a_checkpoint_or_from_the_beginning(finished: 
 
 @pytest.mark.slow
 def test_a_branch_begins_where_it_began(finished: Path) -> None:
-    options = LaunchOptions(resume=finished / "checkpoints" / "step-8")
-    flags = {"data__eval": "7 documents", "eval__samples": "0", "checkpoint__every": "never"}
-    branch = launch(finished.parents[1], options, name="branch", **flags).run_dir
-    assert proof(branch, 2).from_step == 8
+    options = LaunchOptions(resume=finished / "checkpoints" / "step-3")
+    branch = launch(finished.parents[1], options, name="branch", **FLAGS, checkpoint__every="never").run_dir
+    assert proof(branch, 2).from_step == 3
 
 
 def test_what_a_resume_loses_is_named(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +67,9 @@ def test_what_a_resume_loses_is_named(finished: Path, monkeypatch: pytest.Monkey
         context.assembly.train_state.optimizer.set_step_count(0)
 
     monkeypatch.setattr(run_module, "restore", forgets)
-    with pytest.raises(VerificationError, match=r"without: step 12: \w+ .*, .* with a stop"):
+    with pytest.raises(VerificationError, match=r"without: step 7: \w+ .*, .* with a stop"):
         proof(finished, 2)
-    with pytest.raises(VerificationError, match=r"without: \S*lora\S* after step 14$"):
+    with pytest.raises(VerificationError, match=r"without: \S*lora\S* after step 5$"):
         proof(finished, 1)
     monkeypatch.undo()
 
@@ -82,7 +78,7 @@ def test_what_a_resume_loses_is_named(finished: Path, monkeypatch: pytest.Monkey
         context.progress.trained_tokens += 1
 
     monkeypatch.setattr(run_module, "restore", miscounts)
-    with pytest.raises(VerificationError, match="state after step 14: trained_tokens"):
+    with pytest.raises(VerificationError, match="state after step 5: trained_tokens"):
         proof(finished, 1)
     assert not list((finished / "checkpoints").glob(".tmp-*"))
 

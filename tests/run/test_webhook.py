@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.fixtures import trainings
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.config.recipe import WEBHOOK_VARIABLE
@@ -26,7 +25,7 @@ KEYS = {
     "schema_version", "text", "event", "run", "run_dir", "host", "step", "total_steps", "saved_step", "loss",
     "eval_loss", "seconds", "exit_code", "why", "hint", "tuner",
 }  # fmt: skip
-SHORT = {"train__duration": "3 steps", "checkpoint__every": "never"}
+SHORT = {"train__duration": "2 steps", "checkpoint__every": "never"}
 
 
 @dataclass
@@ -70,56 +69,53 @@ def _launch(directory: Path, options: LaunchOptions | None = None, **flags: str)
 
 
 def test_it_hears_of_a_stop_a_finish_and_a_divergence(
-    tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
+    workplace: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainings.prepare(tmp_path, 1)
     monkeypatch.setenv(WEBHOOK_VARIABLE, listener.address)
-    _launch(tmp_path, train__stop_after="1 step")
-    result = _launch(tmp_path, LaunchOptions("must"))
-    _launch(tmp_path, LaunchOptions("auto"))
+    _launch(workplace, train__stop_after="1 step")
+    result = _launch(workplace, LaunchOptions("must"))
+    _launch(workplace, LaunchOptions("auto"))
     stopped, finished = listener.bodies
     assert stopped.keys() == finished.keys() == KEYS
     assert (stopped["event"], stopped["exit_code"], stopped["step"], stopped["why"]) == ("stopped", 75, 1, "stop_after")
-    assert (finished["event"], finished["exit_code"], finished["step"]) == ("finished", 0, 3)
-    assert finished["loss"] == result.metrics["loss"] and finished["total_steps"] == 3
-    assert finished["text"] == "r finished at step 3 of 3"
+    assert (finished["event"], finished["exit_code"], finished["step"]) == ("finished", 0, 2)
+    assert finished["loss"] == result.metrics["loss"] and finished["total_steps"] == 2
+    assert finished["text"] == "r finished at step 2 of 2"
 
     with pytest.raises(DivergedError):
-        _launch(tmp_path, name="bad", output_dir=str(tmp_path / "runs" / "bad"), optimizer__lr="1e30")
+        _launch(workplace, name="bad", output_dir=str(workplace / "runs" / "bad"), optimizer__lr="1e30")
     diverged = listener.bodies[-1]
     assert (diverged["event"], diverged["exit_code"]) == ("diverged", 7)
     assert diverged["text"].startswith("bad diverged at step ") and "step" in diverged["why"]
     for run in ("r", "bad"):
-        for file in (tmp_path / "runs" / run).rglob("*"):
+        for file in (workplace / "runs" / run).rglob("*"):
             assert not file.is_file() or b"s3cret" not in file.read_bytes(), file
 
 
 def test_it_hears_of_the_chosen_events_and_of_failures_before_the_first_step(
-    tmp_path: Path, listener: Listener
+    workplace: Path, listener: Listener
 ) -> None:
-    trainings.prepare(tmp_path, 1)
     address = listener.address.partition("?")[0]
     told = {"notify__webhook": address, "notify__events": "[failed]"}
-    _launch(tmp_path, **told)
+    _launch(workplace, **told)
     assert listener.bodies == []
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"damaged")
+    (workplace / "model" / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(Exception):  # noqa: B017, PT011 - whichever it is, it is the launch's own
-        _launch(tmp_path, name="bad", output_dir=str(tmp_path / "runs" / "bad"), **told)
+        _launch(workplace, name="bad", output_dir=str(workplace / "runs" / "bad"), **told)
     assert [body["event"] for body in listener.bodies] == ["failed"]
     assert listener.bodies[0]["exit_code"] > 0 and listener.bodies[0]["step"] is None
 
 
 def test_what_goes_wrong_is_a_warning_without_the_address(
-    tmp_path: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workplace: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainings.prepare(tmp_path, 1)
     monkeypatch.setenv(WEBHOOK_VARIABLE, listener.address)
     listener.code = 500
-    assert _launch(tmp_path).status == "finished"
+    assert _launch(workplace).status == "finished"
     assert "notify: 127.0.0.1 did not take the message (finished): HTTP 500" in (said := capsys.readouterr().err)
     monkeypatch.setenv(WEBHOOK_VARIABLE, "ftp://user:s3cret@example.org")
-    other = {"name": "other", "output_dir": str(tmp_path / "runs" / "other")}
-    assert _launch(tmp_path, **other).status == "finished"
+    other = {"name": "other", "output_dir": str(workplace / "runs" / "other")}
+    assert _launch(workplace, **other).status == "finished"
     said += capsys.readouterr().err
     assert "notify: the webhook's address is no http or https URL; nothing will be sent" in said
     assert "s3cret" not in said

@@ -31,9 +31,8 @@ def test_a_sample_in_one_line(text: str, shown: str) -> None:
 
 @pytest.mark.parametrize(("free", "answered"), [(1300, True), (1100, False)])
 def test_answers_of_several_processes_need_room_for_the_whole_model(
-    free: int, answered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free: int, answered: bool, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainings.prepare(tmp_path, 1)
     said: list[str] = []
     real = evaluate_task.EvaluateTask.__init__
 
@@ -46,6 +45,6 @@ def test_answers_of_several_processes_need_room_for_the_whole_model(
     monkeypatch.setattr("tuner.runtime.device.room_on", lambda device, processes: free)
     monkeypatch.setattr(Console, "warn", lambda console, text: said.append(text))
     flags = {"data__eval": "7 documents", "eval__every": "2 steps", "eval__samples_at": "all"}
-    run = trainings.launch(tmp_path, train__duration="4 steps", **flags).run_dir
+    run = trainings.launch(workplace, train__duration="2 steps", **flags).run_dir
     assert (run / "samples.jsonl").is_file() == answered
     assert [text.split(":")[0] for text in said if "samples" in text] == ([] if answered else ["eval.samples"])

@@ -27,7 +27,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def launch(directory: Path, **flags: str) -> Path:
-    flags = {"train__duration": "6 steps", "checkpoint__every": "500 steps", "export__dtype": "fp32"} | flags
+    flags = {"train__duration": "3 steps", "checkpoint__every": "500 steps", "export__dtype": "fp32"} | flags
     overrides = [Override(key.replace("__", "."), value) for key, value in flags.items()]
     loaded = load_recipe(directory / "r.yaml", overrides, cwd=directory)
     return launch_run(loaded, LaunchOptions(level="error")).run_dir
@@ -37,35 +37,35 @@ def launch(directory: Path, **flags: str) -> Path:
 def test_exports_of_a_run_are_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNER_CACHE", str(new_cache(tmp_path / "cache")))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    trainings.prepare(tmp_path, 1)
-    run = launch(tmp_path, export__every="4 steps", export__adapter="keep", export__shard_size="1MB")
-    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-4", "step-6"]
-    assert sorted(path.name for path in (run / "exports").iterdir()) == ["latest", "step-4"]
-    offline = export_hf(run / "checkpoints" / "step-4", tmp_path / "offline", "fp32", "keep", 10**6)
+    trainings.prepare(tmp_path, 1, layers=1)
+    run = launch(tmp_path, export__every="2 steps", export__adapter="keep", export__shard_size="1MB")
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-2", "step-3"]
+    assert sorted(path.name for path in (run / "exports").iterdir()) == ["latest", "step-2"]
+    offline = export_hf(run / "checkpoints" / "step-2", tmp_path / "offline", "fp32", "keep", 10**6)
     assert contents(run / "exports" / "latest") == contents(offline.path)
     probes = [json.loads(line) for line in (run / "id_probes.jsonl").read_bytes().splitlines()]
     assert offline.id_probes == len(probes) > 50
     assert [probe["text"] for probe in probes[:2]] != ["", " "]  # rows come first
     assert probes[-1]["framed_ids"]
-    (run / "exports" / "step-6").mkdir()
-    (run / "exports" / "step-6" / "mine.txt").write_text("mine")
+    (run / "exports" / "step-3").mkdir()
+    (run / "exports" / "step-3" / "mine.txt").write_text("mine")
     warned = Warned()
     with (
         collected(warned, print),
-        pytest.raises(RecipeError, match="export of step-6: .*exists and is not this export") as failed,
+        pytest.raises(RecipeError, match="export of step-3: .*exists and is not this export") as failed,
     ):
         launch(tmp_path, export__at_end="true")
     assert warned.texts == [f"{failed.value.message}; training continues"]
     assert json.loads((run / "run.json").read_text())["status"] == "finished"
-    assert [path.name for path in (run / "exports" / "step-6").iterdir()] == ["mine.txt"]
-    assert os.readlink(run / "exports" / "latest") == "step-4"
+    assert [path.name for path in (run / "exports" / "step-3").iterdir()] == ["mine.txt"]
+    assert os.readlink(run / "exports" / "latest") == "step-2"
 
 
 @pytest.mark.multi
 def test_rank_0_exports_once(tmp_path: Path) -> None:
-    trainings.prepare(tmp_path, 1)
-    flags = ["--parallel.processes", "2", "--train.duration", "6 steps", "--checkpoint.every", "500 steps"]
-    flags += ["--export.every", "6 steps", "--export.at_end", "true", "--logging.level", "info"]
+    trainings.prepare(tmp_path, 1, layers=1)
+    flags = ["--parallel.processes", "2", "--train.duration", "2 steps", "--checkpoint.every", "500 steps"]
+    flags += ["--export.every", "2 steps", "--export.at_end", "true", "--logging.level", "info"]
     cache = str(new_cache(tmp_path / "cache"))
     done = forked.run(
         [sys.executable, "-m", "tuner", "train", "r.yaml", "--json", *flags],
@@ -77,8 +77,8 @@ def test_rank_0_exports_once(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     exports = tmp_path / "runs" / "r" / "exports"
-    assert json.loads(done.stdout)["artifacts"]["export"] == str(exports / "step-6")
-    assert sorted(path.name for path in exports.iterdir()) == ["latest", "step-6"]
+    assert json.loads(done.stdout)["artifacts"]["export"] == str(exports / "step-2")
+    assert sorted(path.name for path in exports.iterdir()) == ["latest", "step-2"]
     assert [line.split()[1] for line in done.stderr.splitlines() if line.startswith("exported")] == [
-        str(exports / "step-6")
+        str(exports / "step-2")
     ]

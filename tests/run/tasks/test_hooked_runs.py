@@ -20,7 +20,7 @@ from tuner.run.previous import resume_source
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 
-TOTAL = 18
+TOTAL = 6
 HOOK = """\
 import json
 from pathlib import Path
@@ -43,10 +43,11 @@ class Notify:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path) -> Path:
-    trainings.prepare(tmp_path, 1)
-    (tmp_path / "my_hooks.py").write_text(HOOK)
-    return tmp_path
+def workplace(workplace: Path) -> Path:
+    recipe = workplace / "r.yaml"
+    recipe.write_text(recipe.read_text().replace("3 epochs", f"{TOTAL} steps"))
+    (workplace / "my_hooks.py").write_text(HOOK)
+    return workplace
 
 
 def launch(directory: Path, hooks: str, options: LaunchOptions | None = None, **flags: str) -> RunResult:
@@ -64,55 +65,55 @@ def hook(directory: Path, **options: Any) -> str:
 
 
 def test_a_hook_is_told_of_everything_in_order(workplace: Path) -> None:
-    flags = {"data__eval": "9 documents", "eval__every": "10 steps", "eval__samples": "0"}
-    flags |= {"checkpoint__every": "8 steps", "train__duration": "12 steps"}
+    flags = {"data__eval": "9 documents", "eval__every": "4 steps", "eval__samples": "0"}
+    flags |= {"checkpoint__every": "3 steps", "train__duration": "5 steps"}
     result = launch(workplace, f"[{hook(workplace)}]", **flags)
     reports = told(workplace)
     assert [(r["stage"], r["step"]) for r in reports] == [
-        ("start", 0), ("evaluation", 0), *(("step", n) for n in range(1, 9)), ("save", 8), ("step", 9), ("step", 10),
-        ("evaluation", 10), ("step", 11), ("step", 12), ("evaluation", 12), ("save", 12), ("end", 12),
+        ("start", 0), ("evaluation", 0), ("step", 1), ("step", 2), ("step", 3), ("save", 3), ("step", 4),
+        ("evaluation", 4), ("step", 5), ("evaluation", 5), ("save", 5), ("end", 5),
     ]  # fmt: skip
     lines = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [r["loss"] for r in reports if r["loss"] is not None] == [line["loss"] for line in lines]
     tokens = [line["tokens"] for line in lines if line["kind"] == "train"]
     assert [r["tokens"] for r in reports if r["stage"] == "step"] == tokens
-    assert [r["path"] for r in reports if r["path"]] == ["step-8", "step-12"]
+    assert [r["path"] for r in reports if r["path"]] == ["step-3", "step-5"]
     assert {r["run_id"] for r in reports} == {json.loads((result.run_dir / "run.json").read_text())["run_id"]}
     assert (reports[-1]["status"], {r["status"] for r in reports[:-1]}) == ("finished", {"running"})
-    assert {(r["total"], r["lr"], r["from_step"]) for r in reports} == {(12, 0.001, 0)}
+    assert {(r["total"], r["lr"], r["from_step"]) for r in reports} == {(5, 0.001, 0)}
 
 
 def test_a_resumed_launch_says_where_it_began_and_keeps_the_cadence(workplace: Path) -> None:
-    spec = json.loads(hook(workplace)) | {"every": "4 steps", "stages": ["start", "step", "end"]}
-    launch(workplace, json.dumps([spec]), train__stop_after="6 steps")
-    again = json.dumps([spec | {"every": "3 steps"}])
-    launch(workplace, again, LaunchOptions(resume="auto"), train__duration="3 epochs")
+    spec = json.loads(hook(workplace)) | {"every": "3 steps", "stages": ["start", "step", "end"]}
+    launch(workplace, json.dumps([spec]), train__stop_after="3 steps")
+    again = json.dumps([spec | {"every": "2 steps"}])
+    launch(workplace, again, LaunchOptions(resume="auto"))
     reports = told(workplace)
     assert [(r["stage"], r["step"], r["from_step"], r["status"]) for r in reports] == [
-        ("start", 0, 0, "running"), ("step", 4, 0, "running"), ("end", 6, 0, "stopped"),
-        ("start", 6, 6, "running"), *(("step", n, 6, "running") for n in (9, 12, 15, 18)), ("end", 18, 6, "finished"),
+        ("start", 0, 0, "running"), ("step", 3, 0, "running"), ("end", 3, 0, "stopped"),
+        ("start", 3, 3, "running"), ("step", 4, 3, "running"), ("step", 6, 3, "running"), ("end", 6, 3, "finished"),
     ]  # fmt: skip
     assert len({r["run_id"] for r in reports}) == 1
 
 
 def test_a_hook_that_fails_stops_the_run_with_its_state_saved(workplace: Path) -> None:
     other = {"use": "my_hooks.py:Notify", "options": {"out": str(workplace / "other")}, "stages": ["end"]}
-    hooks = f"[{hook(workplace, fail_at=6)}, {json.dumps(other)}]"
-    short = {"train__duration": "8 steps"}
+    hooks = f"[{hook(workplace, fail_at=3)}, {json.dumps(other)}]"
+    short = {"train__duration": "4 steps"}
     with pytest.raises(PluginError) as caught:
         launch(workplace, hooks, checkpoint__every="never", **short)
     place = f"{workplace}/my_hooks.py:17"
     assert caught.value.message == (
-        f"hook my_hooks.py:Notify failed at step, step 6: ConnectionError: nobody listens ({place})"
+        f"hook my_hooks.py:Notify failed at step, step 3: ConnectionError: nobody listens ({place})"
     )
     run = workplace / "runs" / "r"
     found = newest(run / "checkpoints")
     assert found is not None
-    assert found.step == 6
+    assert found.step == 3
     record = json.loads((run / "run.json").read_text())
     assert (record["status"], record["launches"][0]["why"]) == ("failed", f"PluginError: {caught.value.message}")
     (end,) = [json.loads(line) for line in (workplace / "other").read_text().splitlines()]
-    assert (end["stage"], end["step"], end["status"]) == ("end", 6, "failed")
+    assert (end["stage"], end["step"], end["status"]) == ("end", 3, "failed")
     (workplace / "my_hooks.py").write_text(HOOK.replace("raise ", "pass; "))
     whole = launch(workplace, "null", name="whole", **short)
     resumed = launch(workplace, "null", LaunchOptions(resume="auto"), **short)
@@ -184,18 +185,19 @@ def test_a_tracker_that_cannot_be_opened_stops_the_run_before_its_first_step(
     assert newest(workplace / "runs" / "r" / "checkpoints") is None
 
 
-def test_the_documented_hook_runs_as_documented(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_hook_runs_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parents[3] / "docs" / "hooks.md").read_text()
     blocks = dict(re.findall(r"^```(python|yaml)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
-    recipe = (workplace / "r.yaml").read_text() + blocks["yaml"].replace("below: 2.5", "below: 9")
-    (workplace / "my_hooks.py").write_text(blocks["python"])
-    (workplace / "r.yaml").write_text(recipe)
-    monkeypatch.chdir(workplace)
-    train(load_recipe(workplace / "r.yaml"), LaunchOptions(), RankInfo(), Console(main=False))
-    lines = [json.loads(line) for line in (workplace / "events.jsonl").read_text().splitlines()]
-    saves = [("save", step) for step in (4, 8, 12, 16)]
+    trainings.prepare(tmp_path, 1, layers=1)  # not where a file of that name was loaded before
+    recipe = (tmp_path / "r.yaml").read_text().replace("3 epochs", "10 steps")
+    recipe += blocks["yaml"].replace("below: 2.5", "below: 9")
+    (tmp_path / "my_hooks.py").write_text(blocks["python"])
+    (tmp_path / "r.yaml").write_text(recipe)
+    monkeypatch.chdir(tmp_path)
+    train(load_recipe(tmp_path / "r.yaml"), LaunchOptions(), RankInfo(), Console(main=False))
+    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(line["stage"], line["step"]) for line in lines] == [
-        *saves[:2], ("step", 10), *saves[2:], ("save", TOTAL), ("end", TOTAL)
+        ("save", 4), ("save", 8), ("step", 10), ("save", 10), ("end", 10)
     ]  # fmt: skip
     assert (lines[-1]["run"], lines[-1]["status"]) == ("r", "finished")
 

@@ -16,26 +16,23 @@ from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
 from tuner.run.tasks.prober import first_tensor
 
-SHORT = {"train__duration": "4 steps", "checkpoint__every": "never", "model__kernels": "torch"}
+SHORT = {"train__duration": "3 steps", "checkpoint__every": "never", "model__kernels": "torch"}
 PROBED = {"prober__steps": "[1, 3]", "prober__modules": "[embed_tokens, layers.1.mlp, layers.0.input_layernorm]"}
 
 
-def _named(tmp_path: Path, name: str) -> dict[str, str]:
-    return {"name": name, "output_dir": str(tmp_path / "runs" / name)}
-
-
-def _prepared(tmp_path: Path) -> None:
-    trainings.prepare(tmp_path, 1)
-    text = (tmp_path / "r.yaml").read_text().replace("adapter: {kind: lora, r: 4, dropout: 0.2}\n", "")
-    (tmp_path / "r.yaml").write_text(text)
+@pytest.fixture
+def place(workplace: Path) -> Path:
+    """Two layers, all of whose weights are trained."""
+    recipe = trainings.emptied(workplace, layers=2) / "r.yaml"
+    recipe.write_text(recipe.read_text().replace("adapter: {kind: lora, r: 4, dropout: 0.2}\n", ""))
+    return workplace
 
 
 @pytest.mark.parametrize("recomputed", ["none", "full"])
-def test_what_is_written_fits_together_and_changes_nothing(tmp_path: Path, recomputed: str) -> None:
-    _prepared(tmp_path)
+def test_what_is_written_fits_together_and_changes_nothing(place: Path, recomputed: str) -> None:
     keys = SHORT | {"train__gradient_checkpointing": recomputed}
-    plain = launch(tmp_path, **keys, **_named(tmp_path, "plain"))
-    run = launch(tmp_path, **keys, **PROBED).run_dir
+    plain = launch(place, **keys, name="plain")
+    run = launch(place, **keys, **PROBED).run_dir
     assert trainings.outcome(run) == trainings.outcome(plain.run_dir)
     assert sorted(path.name for path in (run / "prober").iterdir()) == ["step-1", "step-3"]
     file = run / "prober" / "step-3" / "rank-0.safetensors"
@@ -58,22 +55,20 @@ def test_what_is_written_fits_together_and_changes_nothing(tmp_path: Path, recom
     assert not any("layers.0.mlp" in name or name.endswith(".1") for name in found), "nothing is counted twice"
 
 
-def test_outputs_alone(tmp_path: Path) -> None:
-    _prepared(tmp_path)
-    run = launch(tmp_path, **SHORT, **PROBED, prober__gradients="false").run_dir
+def test_outputs_alone(place: Path) -> None:
+    run = launch(place, **SHORT, **PROBED, prober__gradients="false", train__stop_after="1 step").run_dir
     names = load_file(run / "prober" / "step-1" / "rank-0.safetensors")
     assert names and all(name.endswith("/output") for name in names)
 
 
-def test_two_runs_are_compared_by_what_they_wrote(tmp_path: Path) -> None:
+def test_two_runs_are_compared_by_what_they_wrote(place: Path) -> None:
     """A planted difference in one weight shows first in the module that has it."""
-    _prepared(tmp_path)
-    keys = SHORT | {"prober__steps": "[1]", "prober__modules": "[layers]"}
-    one = launch(tmp_path, **keys).run_dir
-    weights = load_file(tmp_path / "model" / "model.safetensors")
+    keys = SHORT | {"prober__steps": "[1]", "prober__modules": "[layers]", "train__stop_after": "1 step"}
+    one = launch(place, **keys).run_dir
+    weights = load_file(place / "model" / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 0.5
-    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    two = launch(tmp_path, **keys, **_named(tmp_path, "other")).run_dir
+    save_file(weights, place / "model" / "model.safetensors", metadata={"format": "pt"})
+    two = launch(place, **keys, name="other").run_dir
     here, there = (load_file(run / "prober" / "step-1" / "rank-0.safetensors") for run in (one, two))
     assert here.keys() == there.keys()
     differing = {name.split("/")[1] for name in here if name.endswith("/output") and not here[name].equal(there[name])}
@@ -94,10 +89,9 @@ def test_half_a_wish_is_refused(prober: dict[str, Any], said: str) -> None:
     assert said in str(caught.value)
 
 
-def test_a_module_that_is_not_there_is_named_with_the_nearest(tmp_path: Path) -> None:
-    _prepared(tmp_path)
+def test_a_module_that_is_not_there_is_named_with_the_nearest(place: Path) -> None:
     with pytest.raises(RecipeError, match="prober.modules: 'layers.0.mpl' matches nothing in this model"):
-        launch(tmp_path, **SHORT, prober__steps="[1]", prober__modules="[layers.0.mpl]")
+        launch(place, **SHORT, prober__steps="[1]", prober__modules="[layers.0.mpl]")
 
 
 def test_the_first_tensor_of_an_output() -> None:

@@ -23,13 +23,7 @@ from tuner.run.tasks.save import Saver, Snapshot
 from tuner.train import loop
 from tuner.train.evaluate import Evaluation
 
-BESIDE = {"checkpoint__async_save": "true", "checkpoint__keep": "9", "train__duration": "12 steps"}
-
-
-@pytest.fixture
-def workplace(tmp_path: Path) -> Path:
-    trainings.prepare(tmp_path, 1)
-    return tmp_path
+BESIDE = {"checkpoint__async_save": "true", "checkpoint__keep": "9", "train__duration": "8 steps"}
 
 
 def saved(run: Path) -> dict[int, tuple[str, dict[str, Any], set[str]]]:
@@ -88,13 +82,13 @@ def test_what_is_saved_beside_training_is_what_is_saved_at_once(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = {"data__eval": "7 documents", "eval__every": "4 steps", "eval__samples": "0"}
-    flags |= {"checkpoint__keep_best": "eval/loss", "checkpoint__marks": "[9 steps]"}
+    flags |= {"checkpoint__keep_best": "eval/loss", "checkpoint__marks": "[7 steps]"}
     at_once = launch(workplace, name="at-once", **{**BESIDE, **flags, "checkpoint__async_save": "false"})
     held = Held(monkeypatch, steps=3)
     beside = launch(workplace, name="beside", **BESIDE, **flags)
     assert held.steps_during[:1] == [3]  # training went on, and changed every tensor
     assert saved(beside.run_dir) == saved(at_once.run_dir)
-    assert {"probe.safetensors"} <= saved(beside.run_dir)[9][2]
+    assert {"probe.safetensors"} <= saved(beside.run_dir)[7][2]
     assert trainings.outcome(beside.run_dir) == trainings.outcome(at_once.run_dir)
 
 
@@ -116,20 +110,21 @@ def test_a_failed_save_ends_the_run_at_the_next_step_with_its_own_error(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(descriptor, data)
 
+    flags = BESIDE | {"checkpoint__every": "2 steps", "train__duration": "6 steps"}
     run = workplace / "runs" / "r"
     monkeypatch.setattr(storage, "write_all", full)
     ended = Saver.ended
     # The thread's end is looked for after every step; here it has always ended by then.
     monkeypatch.setattr(Saver, "ended", property(lambda saver: saver._thread._work is not None or ended.fget(saver)))
     with pytest.raises(MachineError, match=r"rank-0000-of-0001.safetensors: No space left .*needed [\d,]+ bytes"):
-        launch(workplace, **BESIDE)
+        launch(workplace, **flags)
     monkeypatch.undo()
     record = json.loads((run / "run.json").read_text())
-    assert (record["status"], record["launches"][0]["step"]) == ("failed", 9)
-    assert [step for step, _ in step_dirs(run / "checkpoints")] == [4]
+    assert (record["status"], record["launches"][0]["step"]) == ("failed", 5)
+    assert [step for step, _ in step_dirs(run / "checkpoints")] == [2]
     assert not list((run / "checkpoints").glob(".tmp-*"))
-    whole = launch(workplace, name="whole", train__duration="12 steps")
-    again = launch(workplace, LaunchOptions(resume="auto"), **BESIDE)
+    whole = launch(workplace, name="whole", train__duration="6 steps", checkpoint__every="never")
+    again = launch(workplace, LaunchOptions(resume="auto"), **flags)
     assert trainings.outcome(again.run_dir) == trainings.outcome(whole.run_dir)
 
 
@@ -162,9 +157,9 @@ def test_a_disk_without_room_is_told_before_the_first_step(workplace: Path, monk
 
 def test_an_evaluation_that_is_not_finite_is_saved_as_none(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate_task, "evaluate", lambda *args: Evaluation(math.nan, 5))
-    flags = {"data__eval": "7 documents", "eval__samples": "0", "train__duration": "4 steps"}
+    flags = {"data__eval": "7 documents", "eval__samples": "0", "train__duration": "2 steps"}
     done = launch(workplace, checkpoint__keep_best="eval/loss", **flags)
     assert (done.metrics["eval_loss"], done.metrics["best"]) == (None, None)
-    assert saved(done.run_dir)[4][1]["eval_loss"] is None
+    assert saved(done.run_dir)[2][1]["eval_loss"] is None
     assert "NaN" not in (done.run_dir / "metrics.jsonl").read_text()
     assert launch(workplace, checkpoint__keep_best="eval/loss", **flags) == done

@@ -27,13 +27,11 @@ FIGURES = {
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training with tasks at every other step and none held out, and the same without."""
     directory = tmp_path_factory.mktemp("scored")
-    trainings.prepare(directory, 1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TUNER_CACHE", str(directory / "cache"))
-        launch(directory, **SHORT, name="plain")
-        tasks = quiz.flag(directory / "tasks")
-        best = {"checkpoint__keep_best": "eval/text/bits_per_byte", "checkpoint__keep": "1"}
-        launch(directory, **SHORT, **best, name="scored", eval__tasks=tasks, eval__every="2 steps")
+    trainings.prepare(directory, 1, layers=1)
+    launch(directory, **SHORT, name="plain")
+    tasks = quiz.flag(directory / "tasks")
+    best = {"checkpoint__keep_best": "eval/text/bits_per_byte", "checkpoint__keep": "1"}
+    launch(directory, **SHORT, **best, name="scored", eval__tasks=tasks, eval__every="2 steps")
     return directory
 
 
@@ -77,8 +75,7 @@ def test_the_best_checkpoint_goes_by_a_figure_of_a_task(place: Path) -> None:
     assert task_figures(read_run(run))["question"].keys() == {"exact_match"}
 
 
-def test_a_run_ends_early_by_a_figure_of_a_task(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUNER_CACHE", str(place / "cache"))
+def test_a_run_ends_early_by_a_figure_of_a_task(place: Path) -> None:
     (choice, *_) = quiz.write(place / "tasks")
     flags = {"eval__tasks": json.dumps([{"task": choice, "every": "1 step"}]), "eval__min_delta": "1"}
     best = {"checkpoint__keep_best": "eval/choice/acc", "eval__patience": "2", "eval__every": "never"}
@@ -88,8 +85,7 @@ def test_a_run_ends_early_by_a_figure_of_a_task(place: Path, monkeypatch: pytest
     assert [line["step"] for line in evaluations(place / "runs" / "early")] == [0, 1, 2]
 
 
-def test_a_task_with_a_cadence_of_its_own_is_left_out_between(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUNER_CACHE", str(place / "cache"))
+def test_a_task_with_a_cadence_of_its_own_is_left_out_between(place: Path) -> None:
     choice, text, _ = quiz.write(place / "tasks")
     tasks = json.dumps([choice, {"task": text, "every": "3 steps", "name": "rare", "max_items": 2}])
     flags = {"data__eval": "25%", "eval__every": "1 step", "eval__samples": "0", "eval__at_end": "false"}
@@ -100,8 +96,7 @@ def test_a_task_with_a_cadence_of_its_own_is_left_out_between(place: Path, monke
     ]  # fmt: skip
 
 
-def test_an_evaluation_that_was_cut_short_is_repeated(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUNER_CACHE", str(place / "cache"))
+def test_an_evaluation_that_was_cut_short_is_repeated(place: Path) -> None:
     flags = {**SHORT, "eval__tasks": quiz.flag(place / "tasks"), "eval__every": "2 steps", "name": "cut"}
     calls = {"forwards": 0}
 
@@ -130,8 +125,7 @@ def words(answer, item):
 """
 
 
-def test_items_and_scorers_of_the_users_own(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUNER_CACHE", str(place / "cache"))
+def test_items_and_scorers_of_the_users_own(place: Path) -> None:
     (place / "own.py").write_text(PLUGINS)
     question = quiz.write(place / "tasks")[2]
     tasks = [
@@ -159,8 +153,7 @@ def test_items_and_scorers_of_the_users_own(place: Path, monkeypatch: pytest.Mon
         assert isinstance(error.value, (PluginError, TunerError))
 
 
-def test_a_figure_that_no_task_measures_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TUNER_CACHE", str(place / "cache"))
+def test_a_figure_that_no_task_measures_is_refused(place: Path) -> None:
     with pytest.raises(RecipeError, match="no task measures eval/choice/accuracy") as error:
         launch(
             place, **SHORT, eval__tasks=quiz.flag(place / "tasks"), checkpoint__keep_best="eval/choice/accuracy",

@@ -38,7 +38,7 @@ ROWS = {"a": 8, "b": 12, "c": 8}
 
 def prepare(directory: Path) -> None:
     """Write a tiny model, the rows of each window, and the recipe."""
-    trainings.prepare(directory, 1)
+    trainings.prepare(directory, 1, layers=1)
     (directory / "r.yaml").write_text(RECIPE)
     (directory / "logs").mkdir()
     for name, count in ROWS.items():

@@ -21,9 +21,18 @@ MUST = LaunchOptions("must")
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made.prepare(tmp_path)
-    monkeypatch.setenv("TUNER_CACHE", str(tmp_path / "cache"))
     made.prepare_at_once(monkeypatch)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run over the windows comes to that nobody stops."""
+    directory = tmp_path_factory.mktemp("unbroken")
+    made.prepare(directory)
+    with pytest.MonkeyPatch.context() as patch:
+        made.prepare_at_once(patch)
+        return trainings.outcome(made.launch(directory).run_dir)
 
 
 def test_windows_in_order_are_the_rows_of_a_plain_run_over_all_of_them(
@@ -42,8 +51,9 @@ def test_windows_in_order_are_the_rows_of_a_plain_run_over_all_of_them(
     assert ended[0]["sha256"] == ended[1]["sha256"]
 
 
-def test_a_run_stopped_anywhere_ends_as_an_unbroken_one(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    unbroken = trainings.outcome(made.launch(work, name="unbroken").run_dir)
+def test_a_run_stopped_anywhere_ends_as_an_unbroken_one(
+    work: Path, unbroken: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained = made.Trained(monkeypatch)
     made.launch(work, name="broken", train__stop_after="1 steps")
     for steps in (2, 1, 1, 9):  # within a window, at its end, after it
@@ -66,8 +76,7 @@ def test_each_window_has_an_order_of_its_own(work: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-def test_a_late_window_stops_the_run_which_goes_on_when_it_is_there(work: Path) -> None:
-    unbroken = trainings.outcome(made.launch(work, name="unbroken").run_dir)
+def test_a_late_window_stops_the_run_which_goes_on_when_it_is_there(work: Path, unbroken: dict[str, Any]) -> None:
     late = work / "logs" / "b.jsonl"
     late.rename(work / "b")
     result = made.launch(work, name="late")
@@ -96,8 +105,7 @@ def test_what_was_skipped_stays_skipped(work: Path, monkeypatch: pytest.MonkeyPa
     assert {text[0] for text in trained.documents} == {"c"}
 
 
-def test_a_damaged_window_is_refused_by_name_and_nothing_is_lost(work: Path) -> None:
-    unbroken = trainings.outcome(made.launch(work, name="unbroken").run_dir)
+def test_a_damaged_window_is_refused_by_name_and_nothing_is_lost(work: Path, unbroken: dict[str, Any]) -> None:
     path = work / "logs" / "c.jsonl"
     whole = path.read_text()
     path.write_text(whole[:-9])
@@ -112,8 +120,7 @@ def test_a_damaged_window_is_refused_by_name_and_nothing_is_lost(work: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_known_window_is_trained_as_it_was_whatever_became_of_its_files(work: Path) -> None:
-    unbroken = trainings.outcome(made.launch(work, name="unbroken").run_dir)
+def test_a_known_window_is_trained_as_it_was_whatever_became_of_its_files(work: Path, unbroken: dict[str, Any]) -> None:
     run = made.launch(work, name="known", train__stop_after="3 steps").run_dir
     (work / "logs" / "a.jsonl").unlink()  # done
     (work / "logs" / "b.jsonl").write_text("another content")  # under way: its prepared data is kept
@@ -122,8 +129,7 @@ def test_a_known_window_is_trained_as_it_was_whatever_became_of_its_files(work: 
 
 
 @pytest.mark.slow
-def test_windows_of_a_lost_file_are_those_of_the_checkpoint(work: Path) -> None:
-    unbroken = trainings.outcome(made.launch(work, name="unbroken").run_dir)
+def test_windows_of_a_lost_file_are_those_of_the_checkpoint(work: Path, unbroken: dict[str, Any]) -> None:
     run = made.launch(work, name="lost", train__stop_after="3 steps").run_dir
     (run / layout.WINDOWS).unlink()
     assert trainings.outcome(made.launch(work, MUST, name="lost").run_dir) == unbroken
