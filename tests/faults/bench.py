@@ -324,13 +324,14 @@ def fork_server() -> Iterator[None]:
 
     os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
     torch.set_num_threads(1)
+    path = os.environ["PATH"]
     os.environ["PATH"] = os.path.dirname(shutil.which("git") or "/usr/bin/git")  # looked for there alone
     platform.processor()
     measured_peak("cpu", "fp32", 0)
     try:
         yield
     finally:
-        gc.unfreeze()
+        os.environ["PATH"] = path
 
 
 def settle() -> None:

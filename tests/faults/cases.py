@@ -22,7 +22,7 @@ logging: {console_every: 1 h}
 
 
 def _answers(number: int, rng: random.Random) -> dict[str, Any]:
-    return {"prompt": f"{number} ", "completion": "ab" * rng.randint(1, 10)}
+    return {"prompt": f"{number} ", "completion": "ab" * rng.randint(1, 5)}
 
 
 def _text(number: int, rng: random.Random) -> dict[str, Any]:

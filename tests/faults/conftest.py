@@ -13,7 +13,7 @@ from tests.faults.notify import unavailable
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
     """A tiny adapter's jobs, done once unbroken."""
     with fork_server(), scratch() as directory:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.checkpoint.states import full_state
 from tests.faults.bench import scratch
-from tests.faults.calls import SPACE
+from tests.faults.calls import SPACE, Call
 from tests.faults.disk import MODES, Disk, lay_out
 from tests.faults.evidence import label
 from tests.faults.supervisor import Fault, Trace, supervise
@@ -83,25 +83,37 @@ def saves() -> Iterator[Saves]:
         yield Saves(directory)
 
 
-def test_killed_at_every_call_and_again_in_the_recovery(saves: Saves) -> None:
+HALVES = [0, pytest.param(1, marks=pytest.mark.slow)]
+"""The calls with odd numbers, and those with even ones, which resemble them."""
+
+
+def half(saves: Saves, which: int) -> Iterator[tuple[int, int, Call]]:
+    """How many there were before, the number from 1 of every other call, and the call."""
+    for number, at in enumerate(range(1 + which, len(saves.calls) + 1, 2)):
+        yield number, at, saves.calls[at - 1]
+
+
+@pytest.mark.parametrize("which", HALVES)
+def test_killed_at_every_call_and_again_in_the_recovery(saves: Saves, which: int) -> None:
     seen = set()
-    for at, call in enumerate(saves.calls, 1):
+    for number, at, call in half(saves, which):
         for kind in ("kill", "tear") if call.kind == "write" else ("kill",):
             saves.restore()
             assert saves.run(Fault(at, kind)).struck_at == at
             seen.add(saves.judge(at > saves.commit))
-            if at % 3 == 0:
+            if number % 3 == 0:
                 saves.run(Fault(1 + at // 3, "kill"))
                 saves.judge(at > saves.commit)
-            if at % 4 == 0:
+            if number % 4 == 0:
                 saves.finish()
     assert seen == {saves.first, saves.second}
     assert len(saves.calls) > 35
 
 
-def test_an_error_at_every_call(saves: Saves) -> None:
+@pytest.mark.parametrize("which", HALVES)
+def test_an_error_at_every_call(saves: Saves, which: int) -> None:
     told = 0
-    for at, call in enumerate(saves.calls, 1):
+    for number, at, call in half(saves, which):
         for kind, words in (("full", "No space left on device"), ("error", "Input/output error")):
             if kind == "full" and not (call.kind in SPACE or call.creates):
                 continue  # it would strike at the next call that needs room
@@ -117,9 +129,9 @@ def test_an_error_at_every_call(saves: Saves) -> None:
             elif trace.struck:
                 assert call.kind in ("mkdir", "unlink", "close"), f"{where} went unnoticed"
             saves.judge(trace.code == 0)
-            if at % 8 == 0:
+            if number % 8 == 0:
                 saves.finish()
-    assert told > 40
+    assert told > 20
 
 
 def test_short_writes_are_completed(saves: Saves) -> None:
