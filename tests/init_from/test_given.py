@@ -35,6 +35,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def lora(base: Path) -> tuple[Path, TENSORS]:
+    """An adapter as peft saves it, and what it makes of the base."""
+    return write_peft(base, base.parent / "lora")
+
+
+@pytest.fixture(scope="module")
 def other(base: Path) -> Path:
     return write_family(base.parent / "other", seed=2)
 
@@ -157,8 +163,8 @@ def test_an_adapter_of_peft_merges_as_peft_does(base: Path, tmp_path: Path, conf
     assert {name.split(".")[-2] for name in same(found, held(base))} == {"q_proj", "down_proj"}
 
 
-def test_an_adapter_goes_on_in_the_adapter_of_the_run(base: Path, tmp_path: Path) -> None:
-    adapter, _ = write_peft(base, tmp_path / "adapter")
+def test_an_adapter_goes_on_in_the_adapter_of_the_run(base: Path, lora: tuple[Path, TENSORS]) -> None:
+    adapter, _ = lora
     section = {**LORA, "target_modules": ["q_proj", "down_proj"]}
     root = built(recipe_of(base, str(adapter), adapter=section))
     stored = load_file(adapter / "adapter_model.safetensors")
@@ -170,8 +176,8 @@ def test_an_adapter_goes_on_in_the_adapter_of_the_run(base: Path, tmp_path: Path
     assert not same(found, stored) and given(root)["frozen"] == 0
 
 
-def test_an_adapter_is_merged_below_a_new_one(base: Path, tmp_path: Path) -> None:
-    adapter, merged = write_peft(base, tmp_path / "adapter")
+def test_an_adapter_is_merged_below_a_new_one(base: Path, lora: tuple[Path, TENSORS]) -> None:
+    adapter, merged = lora
     root = built(recipe_of(base, {"path": str(adapter), "adapter": "merge"}, adapter=LORA))
     found = values(root)
     for name, tensor in merged.items():
@@ -180,8 +186,8 @@ def test_an_adapter_is_merged_below_a_new_one(base: Path, tmp_path: Path) -> Non
     assert given(root)["frozen"] == 4
 
 
-def test_two_adapters_add_up(base: Path, tmp_path: Path) -> None:
-    adapter, merged = write_peft(base, tmp_path / "adapter")
+def test_two_adapters_add_up(base: Path, lora: tuple[Path, TENSORS]) -> None:
+    adapter, merged = lora
     found, before = values(built(recipe_of(base, str(adapter), str(adapter)))), held(base)
     for name, once in merged.items():
         torch.testing.assert_close(found[name] - before[name], 2 * (once - before[name]), rtol=1e-4, atol=1e-6)
@@ -210,8 +216,8 @@ def test_rows_of_new_tokens_come_from_a_source_that_has_them(tmp_path: Path, ada
     torch.testing.assert_close(rows[2], mean)
 
 
-def test_an_adapter_goes_on_with_a_quantised_base(base: Path, tmp_path: Path) -> None:
-    adapter, _ = write_peft(base, tmp_path / "adapter")
+def test_an_adapter_goes_on_with_a_quantised_base(base: Path, lora: tuple[Path, TENSORS]) -> None:
+    adapter, _ = lora
     section = {**LORA, "target_modules": ["q_proj", "down_proj"]}
     root = built(recipe_of(base, str(adapter), adapter=section, model={"quantize": "int8"}))
     stored = load_file(adapter / "adapter_model.safetensors")
@@ -230,8 +236,8 @@ def test_types_are_those_of_the_model(base: Path, other: Path, tmp_path: Path) -
     assert not same(found, {name: tensor.float() for name, tensor in tensors.items()})
 
 
-def test_a_reference_is_the_model_as_it_begins(base: Path, tmp_path: Path) -> None:
-    adapter, _ = write_peft(base, tmp_path / "adapter")
+def test_a_reference_is_the_model_as_it_begins(base: Path, lora: tuple[Path, TENSORS]) -> None:
+    adapter, _ = lora
     for entries, reference in (((), "adapter_off"), ((str(adapter),), "columns")):
         recipe = recipe_of(base, *entries, adapter=LORA, method={"kind": "dpo"})
         assert getattr(resolve(recipe, MAX_LENGTH, RankInfo()).recipe.method, "reference") == reference  # noqa: B009

@@ -17,7 +17,7 @@ from tuner.ladder.law import NEEDED_SIZES, LawCurve, Size, form_of, sizes_of, st
 from tuner.ladder.points import Point, read_points
 from tuner.ladder.robust import fit_curves, huber
 
-FEW = Settings(samples=100)
+FEW = Settings(samples=40)
 TRUTH = made.Truth()
 LARGE = Size(13e9, 260e9)
 
@@ -103,7 +103,7 @@ def test_the_same_seed_gives_the_same_bits() -> None:
 
 def test_published_points_on_a_line_identify_no_term_of_tokens() -> None:
     points = [point for point in read_points(made.CEREBRAS) if point.rung != "13B"]
-    fit = fit_law(points, "loss", Settings(samples=300), NEEDED_SIZES)
+    fit = fit_law(points, "loss", Settings(samples=100), NEEDED_SIZES)
     found = {one.name: one for one in parameters_of(fit)}
     assert {name: one.why for name, one in found.items() if name in "Bb"} == dict.fromkeys(
         "Bb", "every point has 20.1 tokens per parameter"

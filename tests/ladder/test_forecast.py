@@ -13,7 +13,7 @@ from tuner.ladder.forecast import Question, forecast
 from tuner.ladder.law import Size
 from tuner.ladder.points import read_points
 
-FEW = Settings(samples=200)
+FEW = Settings(samples=60)
 TRUTH = made.Truth()
 
 

@@ -11,7 +11,7 @@ from tuner.ladder.fit import Estimate, Settings, fit_law
 from tuner.ladder.held_out import HeldOut, fit_widened, widening
 from tuner.ladder.law import NEEDED_SIZES, Size
 
-FEW = Settings(samples=100)
+FEW = Settings(samples=40)
 TRUTH = made.Truth()
 
 

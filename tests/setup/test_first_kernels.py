@@ -80,9 +80,12 @@ def test_one_choice_after_the_other_is_left_out(
         if broken == "compiler" and compiled:
             raise ValueError("unsupported")
 
+    let_go: list[int] = []
+    monkeypatch.setattr(first_kernels, "_let_go", lambda: let_go.append(len(made)))  # it takes a second
     monkeypatch.setattr(first_kernels, "mock_batch", compute)
     found: Any = build_runnable(resolved_as(model, chosen), make, SILENT)
     assert [one.kernels for one in made] == tried and found is made[-1]
+    assert let_go == [*range(1, len(tried))], "what did not run is let go before another is built"
     if broken == "triton":
         assert found.resolved.reasons["model.kernels"] == "RuntimeError: Triton cannot find libcuda.so look for it"
 
@@ -135,8 +138,8 @@ def test_processes_leave_kernels_out_together_or_not_at_all(
 def test_a_run_whose_layers_cannot_be_compiled_is_the_run_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainings.prepare(tmp_path, 1)
-    flags = {"data__packing": "true", "train__stop_after": "3 steps"}
+    trainings.prepare(tmp_path, 1, layers=1)
+    flags = {"data__packing": "true", "train__stop_after": "1 step"}
     plain = trainings.launch(tmp_path, name="plain", train__compile="false", **flags)
 
     def broken(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
