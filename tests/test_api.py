@@ -94,6 +94,13 @@ def test_problems_are_given_all_at_once(tmp_path: Path) -> None:
     assert len(tuner.check_recipe(recipe(tmp_path) | {"optimizer": {"lr": -1}, "surprise": 1})) == 2
 
 
+@pytest.mark.multi
+def test_a_layout_is_proven_and_one_that_is_not_possible_refused(tmp_path: Path) -> None:
+    found = tuner.prove(recipe(tmp_path), steps=2, layouts=["none2", "ep2"], quiet=True)
+    assert [(proof.layout, proof.verdict) for proof in found.proofs] == [("none2", "equal"), ("ep2", "refused")]
+    assert not found.wrong
+
+
 def test_importing_the_package_is_cheap_and_train_is_a_function_and_a_package() -> None:
     code = (
         "import sys, tuner\n"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __all__ = [
     "check_recipe", "doctor", "evaluate", "export_hf", "fit", "generate", "load_generator", "load_recipe",
-    "prepare_data", "profile", "push", "resume", "runs", "score_tasks", "show_run", "train", "verify_resume",
+    "prepare_data", "profile", "prove", "push", "resume", "runs", "score_tasks", "show_run", "train", "verify_resume",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         load_recipe,
         prepare_data,
         profile,
+        prove,
         push,
         resume,
         runs,
@@ -49,7 +50,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """`tuner.train`, `tuner.profile` and `tuner.generate` are functions and modules: those stay callable once bound."""
+    """Some names, such as `tuner.train`, are functions and modules: these stay callable once they are bound."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in __all__ and isinstance(value, ModuleType):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tuner.profile.predict import Target
     from tuner.profile.prediction import Prediction
     from tuner.profile.search import Choice
+    from tuner.prove.prove import Proven
     from tuner.run.options import RunResult
     from tuner.run.score import Score
     from tuner.run.score_tasks import TasksScore
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RecipeSource", "check_recipe", "doctor", "evaluate", "export_hf", "fit", "generate", "load_generator",
-    "load_recipe", "prepare_data", "profile", "push", "resume", "runs", "score_tasks", "show_run", "train",
+    "load_recipe", "prepare_data", "profile", "prove", "push", "resume", "runs", "score_tasks", "show_run", "train",
     "verify_resume",
 ]  # fmt: skip
 
@@ -210,6 +211,21 @@ def fit(
     target = _target(found, device, processes, memory)
     whole = with_whole_batches(found, target.rank_info.world_size).recipe
     return find(whole, target, lambda line: console.say("tried", line)).choices
+
+
+def prove(recipe: RecipeSource, steps: int = 20, layouts: Sequence[str] = (), quiet: bool = False) -> Proven:
+    """Hold layouts of a recipe against one process, on a small model of its architecture and this machine's CPU.
+
+    ``layouts`` are names such as ``"fsdp2+tp2"``; without any, the recipe's own and all known ones are proven. The
+    result's ``wrong`` holds those that are not what one process computes.
+    """
+    prepare_environment(os.environ)
+    from tuner.config.ladder import require_one_run
+    from tuner.prove.prove import prove as prove_layouts
+
+    found, console = _loaded(recipe).recipe, _console("info", quiet)
+    require_one_run(found.ladder)
+    return prove_layouts(found, steps, layouts, lambda line: console.say("proven", line))
 
 
 def verify_resume(run: str | Path, steps: int = 2, quiet: bool = False) -> ResumeProof:

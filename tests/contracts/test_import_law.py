@@ -34,7 +34,7 @@ LAW: dict[str, set[str]] = {
     "run": LAUNCH,
     "ladder": LAUNCH | {"run"},
     "generate": BASE | {"data", "model", "checkpoint", "rundir", "export"},
-    "api": LAUNCH | {"run", "generate"},
+    "api": LAUNCH | {"prove", "run", "generate"},
     "cli": LAUNCH | {"prove", "run", "ladder", "generate", "api"},
     "": {"api"} | BASE,
     "__main__": {"cli"},
