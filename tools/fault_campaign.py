@@ -5,6 +5,7 @@
     python tools/fault_campaign.py power --count 1000           states that a disk may hold after a power loss
     python tools/fault_campaign.py errors                       a full disk, EIO and short writes at every call
     python tools/fault_campaign.py ranks --count 300            two processes train; all die, or one of them alone
+    python tools/fault_campaign.py meshes --count 100           the same of those that share layers, rows, experts
     python tools/fault_campaign.py damage --count 2000          bits flipped and files cut in the newest checkpoint
     python tools/fault_campaign.py hostile                      artifacts made to do harm, in runs, models, tokenizers
     python tools/fault_campaign.py kills --point 1234           one trial again, with what it found
@@ -35,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.faults.bench import Bench, fork_server, scratch  # noqa: E402
-from tests.faults.cases import CASES  # noqa: E402
+from tests.faults.cases import CASES, MESHES, Case  # noqa: E402
 from tests.faults.damage import damage_points, damage_trial  # noqa: E402
 from tests.faults.evidence import label, phase  # noqa: E402
 from tests.faults.hostile import hostile_points, hostile_trial  # noqa: E402
@@ -60,10 +61,14 @@ PARTS: dict[str, Trial] = {
     "power": power_trial,
     "errors": error_trial,
     "ranks": kill_trial,
+    "meshes": kill_trial,
     "damage": damage_trial,
     "hostile": hostile_trial,
 }
-COUNTED = {"compound": compound_points, "power": power_points, "ranks": rank_points, "damage": damage_points}
+COUNTED = {
+    "compound": compound_points, "power": power_points, "ranks": rank_points, "meshes": rank_points,
+    "damage": damage_points,
+}  # fmt: skip
 """Points drawn by the seed: as many as are asked for."""
 
 
@@ -77,6 +82,11 @@ def points_of(part: str, benches: Sequence[Bench], options: argparse.Namespace) 
     if options.point is None:
         random.Random(options.seed).shuffle(points)
     return points
+
+
+def of_part(part: str) -> dict[str, Case]:
+    """The trainings that a part strikes, by name."""
+    return MESHES if part == "meshes" else CASES
 
 
 def chosen(points: list[AnyPoint], options: argparse.Namespace) -> list[AnyPoint]:
@@ -118,7 +128,7 @@ def main() -> int:
     parser.add_argument("--skip", type=int, default=0, help="trials to leave out: those of a campaign that goes on")
     parser.add_argument("--point", type=int, help="the number of one point to try again")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=[*CASES, *MESHES], help="all of the part's without it")
     parser.add_argument("--jobs", nargs="+", default=[], help="of prepare, train, resume and export")
     parser.add_argument("--beside", action="store_true", help="save beside training (checkpoint.async_save)")
     parser.add_argument("--settings", default="", help="a line of the recipe, such as 'optimizer: {offload: host}'")
@@ -127,8 +137,7 @@ def main() -> int:
     options = parser.parse_args()
     if unavailable():
         parser.error(unavailable())
-    if options.part == "hostile":
-        options.cases = ["lora"]
+    options.cases = options.cases or (["lora"] if options.part == "hostile" else [*of_part(options.part)])
     if options.beside and not options.jobs:
         options.jobs = ["train", "resume"]  # the others save nothing
     with fork_server(), scratch() as directory:

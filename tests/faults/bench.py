@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.calls import Call
-from tests.faults.cases import CASES, RUN, Job, jobs_of, write_inputs
+from tests.faults.cases import CASES, MESHES, RUN, Job, jobs_of, write_inputs
 from tests.faults.evidence import Sound, contents, first_difference, left_over, read_log, read_order, settled_files
 from tests.faults.ranks import TIMEOUT_S, run_ranks
 from tests.faults.supervisor import Fault, Trace, supervise
@@ -35,10 +35,10 @@ class Bench:
     ) -> None:
         self.directory = directory
         self.case = case
-        self.of = CASES[case]
+        self.of = {**CASES, **MESHES}[case]
         self.beside = beside
         """Whether checkpoints are saved beside training."""
-        self.processes = processes
+        self.processes = max(processes, self.of.processes)
         """How many train."""
         self.settings = settings
         """Further lines of the recipe."""
@@ -46,7 +46,7 @@ class Bench:
         self.recipe = directory / "inputs" / "r.yaml"
         self.sound = Sound()
         self.anew = Sound()
-        """Of a run of which a part began anew; without such a case, the same."""
+        """Of a run that was changed on its way: a part began anew, or the layout is another; without that, the same."""
         self.made: dict[str, dict[str, str]] = {}
         """SHA-256 of the files that preparation and export must make alike."""
         self.jobs: dict[str, Job] = {}
@@ -159,7 +159,7 @@ class Bench:
             self.made[name] = contents(self.root / self._result(job))
         if name == "train":
             self.sound.note(self.root / RUN, self.directory / ORDER)
-        elif name == "resume" and self.of.reset:
+        elif name == "resume" and self.anew is not self.sound:
             self.anew.note(self.root / RUN, self.directory / ORDER)
             self.anew.kept -= {int(self.launches()[-1]["from_step"])}  # kept because this launch went on from it
         if keep is not None:
@@ -180,8 +180,8 @@ class Bench:
             sound.sha256[int(path.name[5:])] = content_sha256(open_checkpoint(path))
 
     def _note_resume(self) -> None:
-        """What the job of that name must come to: the run itself, or one that begins anew in part."""
-        if not self.of.reset:
+        """What the job of that name must come to: the run itself, or one that was changed on its way."""
+        if not (self.of.reset or self.of.mesh):
             self.anew = self.sound
             return
         self.anew.sha256 |= self.sound.sha256
