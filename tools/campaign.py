@@ -80,7 +80,7 @@ CAMPAIGNS = (
     ),
     Campaign(
         "layouts",
-        ("pytest", "tests/multi/test_parity.py", "tests/model/test_compile.py", "tests/tools/test_signal_campaign.py"),
+        ("pytest", "tests/multi", "tests/model/test_compile.py", "tests/tools/test_signal_campaign.py"),
         "all mixtures of processes, shards, recomputing and adapters; layers by the real compiler",
     ),
     Campaign("slow", ("pytest", "-m", "slow", "tests"), "tests that cost much and resemble cheaper ones or campaigns"),

@@ -42,7 +42,7 @@ def gathered(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
 
 
-@pytest.mark.parametrize("saved_at", [2, 4])
+@pytest.mark.parametrize("saved_at", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_saved_at_one_world_size_loaded_at_others(tmp_path: Path, saved_at: int) -> None:
     state = full_state(5)
     expected = content_sha256(open_checkpoint(save(CheckpointDir(tmp_path / "one", "r"), 1, state, {}, {})))

@@ -48,7 +48,7 @@ def run_cases(cases: list[dict[str, Any]], directory: Path) -> None:
         env={**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
 

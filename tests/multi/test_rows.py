@@ -26,7 +26,7 @@ def assert_near(found: CheckpointInfo, wanted: CheckpointInfo) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("shard", ["full", "none"])
+@pytest.mark.parametrize("shard", ["full", pytest.param("none", marks=pytest.mark.slow)])
 def test_one_then_two_then_one_process_are_one(shard: str, tmp_path: Path) -> None:
     write_model(tmp_path, "llama")
     whole = rows_worker.trained(tmp_path, shard, ALONE, None, range(6), tmp_path / "whole")

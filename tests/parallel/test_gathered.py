@@ -11,13 +11,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.fixtures.processes import run_ranks
-from tests.model.test_decode import CPU, LIMITS, PROMPTS
+from tests.model.test_decode import CPU, PROMPTS
 from tests.parallel.test_fsdp import gradients, loss_of, sharded, tiny_model, whole
 from tuner.model.decode import greedy
 from tuner.parallel.fsdp import sync_gradients
 from tuner.parallel.gathered import gathered, whole_bytes
 from tuner.parallel.lookup import lookups
 from tuner.runtime import torch_private
+
+LIMITS = [3, 2, 4]
+"""Tokens of each answer."""
 
 
 class Gathers(torch_private.TorchDispatchMode):  # type: ignore[misc,name-defined]

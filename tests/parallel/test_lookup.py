@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -78,22 +79,21 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 2), (1, 4), (2, 2)])
-def test_rows_are_those_of_the_whole_to_the_bit(shape: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
+def test_rows_are_those_of_the_whole_to_the_bit(shape: tuple[int, int], tmp_path: Path) -> None:
     """Of shards of unequal size, for other numbers of tokens on each process; a scale is its class's own."""
     rows = 41
 
     def work(rank: int) -> None:
-        for kind in (nn.Embedding, Scaled):
+        for kind, dtype in product((nn.Embedding, Scaled), (torch.float32, torch.bfloat16)):
             whole = module(kind, rows, 3).to(dtype)
             whole.weight.data.copy_(values(rows, dtype))
             root = in_shards(kind, whole.weight.data, rank, shape)
             expected = whole(ids := ids_of(rank, rows))
-            assert torch.equal(bits(root[0](ids)), bits(expected)), kind
+            assert torch.equal(bits(root[0](ids)), bits(expected)), (kind, dtype)
             with torch.no_grad():  # of any length
                 many = torch.arange(rows)[rank:]
-                assert torch.equal(bits(root[0](many)), bits(whole(many))), kind
+                assert torch.equal(bits(root[0](many)), bits(whole(many))), (kind, dtype)
 
     size = shape[0] * shape[1]
     assert run_ranks(size, tmp_path, work) == [0] * size

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
 from tests.fixtures.processes import run_ranks
@@ -57,20 +59,21 @@ def test_a_part_that_lies_at_an_odd_place_of_a_storage() -> None:
 
 
 WRONG = 3
-PLACES = {"whole": (4, 2), "sharded": (5, 1), "scalar": ()}
+PLACES: dict[str, tuple[int, ...]] = {"whole": (4, 2), "sharded": (5, 1), "scalar": ()}
 """Where the wrong rank of 2 x 2 has another bit: rows 4 to 6 of ``sharded`` are its own."""
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("name", PLACES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_rank_and_the_place_are_named(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    place = PLACES[name]
-
+def test_the_rank_and_the_place_are_named(tmp_path: Path) -> None:
     def work(rank: int) -> None:
         replicas.CHUNK = 8
         mesh = Mesh.of(RankInfo(rank, 4, rank % 2, 2), MeshSpec("hybrid")).device_meshes("cpu").weights
         assert mesh is not None
+        for dtype, name in product((torch.float32, torch.bfloat16), PLACES):
+            check(rank, mesh, dtype, name)
+
+    def check(rank: int, mesh: DeviceMesh, dtype: torch.dtype, name: str) -> None:
+        place = PLACES[name]
         ranks = Collective(gloo_group())
         whole = torch.arange(21.0).view(7, 3).to(dtype)
         from torch.distributed.tensor import Replicate, Shard

@@ -29,14 +29,13 @@ LORA = {"adapter": {"kind": "lora", "r": 4}}
 ROUTED = {"model": {"router_aux_loss_coef": 0.5}}
 BF16 = {"train": {"precision": "bf16"}}
 FEW = [
-    Case("llama"),
     Case("gemma3", micro=4, sections={"train": {"gradient_checkpointing": "selective"}}),
     Case("qwen3-moe", shard="none", sections=ROUTED),
     Case("three key heads", processes=4, sections=LORA),
 ]
 """The last one has shards beside shares."""
 MANY = [
-    *(Case(family) for family in (*OTHERS, "qwen3", "mistral", "phi", "phi3", "gpt2", "olmo2", "mixtral")),
+    *(Case(family) for family in (*OTHERS, "llama", "qwen3", "mistral", "phi", "phi3", "gpt2", "olmo2", "mixtral")),
     Case("llama", sections={"train": {"gradient_checkpointing": "full"}}),
     Case("llama", micro=1, sections={"parallel": {"accumulate": "whole"}}),
     Case("llama", sections={"adapter": {"kind": "dora", "r": 4}}),

@@ -129,11 +129,12 @@ def compare(found: CausalLM, expected: CausalLM, apart: float = 2e-6) -> None:
 @pytest.mark.multi
 def test_rows_of_new_tokens_on_both_sides_of_a_cut_train_as_in_one_process(tmp_path: Path) -> None:
     spec = TrainableSpec(LoraSpec(4, 8.0, 0.0, "all-linear"), (), NEW_IDS, drawn=True)
+    one = plain(spec)
+    expected = {seed: trained(one, [[seed]], 0)[0] for seed in (1, 2, 3, 4)}
 
     def work(rank: int) -> None:
-        root, one = spread(rank, 4, 2, spec), plain(spec)
+        root = spread(rank, 4, 2, spec)
         found = trained(root, [[1, 2], [3, 4]], rank // 2)
-        expected = {seed: trained(one, [[seed]], 0)[0] for seed in (1, 2, 3, 4)}
         assert found == pytest.approx([expected[1 + rank // 2], expected[3 + rank // 2]], rel=1e-6)
         compare(root, one)
 
@@ -142,25 +143,34 @@ def test_rows_of_new_tokens_on_both_sides_of_a_cut_train_as_in_one_process(tmp_p
 
 @pytest.mark.multi
 def test_in_bf16_the_gradient_of_the_head_is_float32_and_nobody_has_logits_of_all_tokens(tmp_path: Path) -> None:
+    def asked(model: CausalLM) -> None:
+        model.eval()
+        with torch.no_grad(), in_bf16():
+            model.losses(*batch(1))
+            model(*batch(1), judged)
+            greedy(model, [[3, 4, 5], [6]], (), [4, 2], CPU)
+
+    def logits(model: CausalLM) -> torch.Tensor:
+        return record_probes(model, [torch.tensor([3, 4, 5])], CPU)["logits"]
+
+    one = plain()
+    with Columns() as of_one:
+        expected = trained(one, [[1], [2]], 0, in_bf16)
+        asked(one)
+    expected_logits = logits(one)
+
     def work(rank: int) -> None:
-        one, root = plain(), spread(rank, 4, 2, rounded_to=torch.bfloat16)
-        with Columns() as of_one:
-            expected = trained(one, [[1], [2]], 0, in_bf16)
+        root = spread(rank, 4, 2, rounded_to=torch.bfloat16)
         with Columns() as of_four:
             losses = trained(root, [[1, 2]], rank // 2, in_bf16)
         assert losses == pytest.approx([expected[rank // 2]], rel=1e-3)
         compare(root, one, 2e-2)
         found, wanted = (whole(model.model.lm_head.weight.grad) for model in (root, one))
         assert float((found - wanted).norm() / wanted.norm()) < 5e-4  # rounded to bf16 it would be off by 1e-3
-        for model, columns in ((one, of_one), (root, of_four)):
-            with columns:
-                model.eval()
-                with torch.no_grad(), in_bf16():
-                    model.losses(*batch(1))
-                    model(*batch(1), judged)
-                    greedy(model, [[3, 4, 5], [6]], (), [4, 2], CPU)
-        found, wanted = (record_probes(model, [torch.tensor([3, 4, 5])], CPU)["logits"] for model in (root, one))
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)  # with weights as they are trained
+        with of_four:
+            asked(root)
+        # With weights as they are trained.
+        torch.testing.assert_close(logits(root), expected_logits, rtol=1e-5, atol=1e-6)
         assert VOCAB in of_one.seen and VOCAB not in of_four.seen
         assert (49, 48)[rank % 2] in of_four.seen
 

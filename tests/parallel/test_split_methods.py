@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -48,11 +47,6 @@ class Words:
 
     def decode(self, ids: Any, skip: bool = False) -> str:
         return " ".join(map(str, ids))
-
-
-def alone() -> AbstractContextManager[Any]:
-    """Within, this process is a training's only one."""
-    return patch.object(dist, "is_initialized", lambda: False)
 
 
 def method_of(section: dict[str, Any]) -> Method:
@@ -101,11 +95,13 @@ def asked(root: CausalLM, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def compare(models: tuple[CausalLM, CausalLM], mesh: Mesh, section: dict[str, Any]) -> None:
-    """The loss and every gradient of the first model in one process, and of the second on the mesh."""
-    with alone():
-        expected, wanted = of_answers(models[0], Mesh(), method_of(section))
-    found, gradients = of_answers(models[1], mesh, method_of(section))
+Answered = tuple[float, dict[str, torch.Tensor]]
+
+
+def compare(expected_of: Answered, root: CausalLM, mesh: Mesh, section: dict[str, Any]) -> None:
+    """The loss and every gradient of one process, and those of the model on the mesh."""
+    expected, wanted = expected_of
+    found, gradients = of_answers(root, mesh, method_of(section))
     assert found == pytest.approx(expected, rel=2e-6), section
     assert gradients.keys() == wanted.keys()
     most = max(float(one.norm()) for one in wanted.values())
@@ -121,16 +117,16 @@ def test_methods_and_answers_are_those_of_one_process(processes: int, case: spli
     sections = [{**PLAIN[name][0]} for name in names]
     if case.adapter == "lora":
         sections = [{**section, "reference": "adapter_off"} for section in sections]
+    whole = split.whole_model(case, tmp_path / "whole")
+    alone = [of_answers(whole, Mesh(), method_of(section)) for section in sections]
+    asked_alone = asked(whole, Mesh())
 
     def work(rank: int) -> None:
-        mesh = case.mesh_of(rank, processes)
-        whole = split.whole_model(case, tmp_path / str(rank))
-        root = split.split_model(case, mesh, whole, tmp_path / str(rank))
-        for section in sections:
-            compare((whole, root), mesh, section)
+        mesh, expected_of = case.mesh_of(rank, processes), dict(asked_alone)
+        root = split.split_model(case, mesh, whole, tmp_path / "whole")
+        for section, one in zip(sections, alone, strict=True):
+            compare(one, root, mesh, section)
         found_of = asked(root, mesh)
-        with alone():
-            expected_of = asked(whole, Mesh())
         for name in ("losses", "nats"):
             assert found_of.pop(name) == pytest.approx(expected_of.pop(name), rel=2e-6)
         assert found_of == expected_of
@@ -140,15 +136,15 @@ def test_methods_and_answers_are_those_of_one_process(processes: int, case: spli
 
 @pytest.mark.multi
 def test_a_reward_model_has_its_score_whole_on_every_process(tmp_path: Path) -> None:
-    case = split.Split("llama")
+    case, config = split.Split("llama"), cast(Any, family_config("llama", tied=False))
+    config.num_labels = 1
+    config.save_pretrained(tmp_path)
+    spec, section = ModelSpec(str(tmp_path), random_init=True, head="score"), {"kind": "reward"}
+    whole = assemble(case.assembly, build_model(spec, torch.float32, 1))
+    alone = of_answers(whole, Mesh(), method_of(section))
 
     def work(rank: int) -> None:
-        mesh, directory = case.mesh_of(rank, 2), tmp_path / str(rank)
-        config: Any = family_config("llama", tied=False)
-        config.num_labels = 1
-        config.save_pretrained(directory)
-        spec = ModelSpec(str(directory), random_init=True, head="score")
-        whole = assemble(case.assembly, build_model(spec, torch.float32, 1))
+        mesh = case.mesh_of(rank, 2)
         root = assemble(
             case.assembly,
             meta_model(model_config(spec), torch.float32, "score"),
@@ -157,6 +153,6 @@ def test_a_reward_model_has_its_score_whole_on_every_process(tmp_path: Path) -> 
         )
         score: Any = head_layer(root.model)
         assert root.vocabulary is None and score.weight.shape == head_layer(whole.model).weight.shape
-        compare((whole, root), mesh, {"kind": "reward"})
+        compare(alone, root, mesh, section)
 
     assert run_ranks(2, tmp_path, work) == [0, 0]

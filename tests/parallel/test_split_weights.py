@@ -151,12 +151,17 @@ WRONG = 3
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("name", ["norm", "column", "plain"])
-def test_a_wrong_bit_of_a_copy_is_found(name: str, tmp_path: Path) -> None:
+def test_a_wrong_bit_of_a_copy_is_found(tmp_path: Path) -> None:
     """A norm that FSDP2 shards, which both processes of a tensor group have, and matrices with copies of each part."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    places: dict[str, tuple[int, tuple[int, ...]]] = {"norm": (2, (7,)), "column": (1, (0, 7)), "plain": (0, (3,))}
+
     def work(rank: int) -> None:
+        for name in places:
+            check(rank, name)
+
+    def check(rank: int, name: str) -> None:
         ranks = Collective(gloo_group())
         one_axis, part = mesh_of((2, 2))["shard"], numbers(4) + 4 * (rank // 2)
         tensors = {
@@ -171,7 +176,7 @@ def test_a_wrong_bit_of_a_copy_is_found(name: str, tmp_path: Path) -> None:
         if rank == WRONG:
             flip(local(tensors[name]), 3, 2)
         found = first_difference(copies, sums_of(copies), ranks)
-        other, place = {"norm": (2, (7,)), "column": (1, (0, 7)), "plain": (0, (3,))}[name]
+        other, place = places[name]
         assert found is not None
         assert (found.name, found.rank, found.other, found.place) == (name, WRONG, other, place)
 

@@ -186,13 +186,14 @@ def test_last_answer(name: str, tmp_path: Path) -> None:
     expect(verdicts(ALL, tokenizer, result, by_answers(ALL, marked, tokenizer, "last_assistant")))
 
 
-def test_everything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asset", ["smollm2", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_everything(asset: str, tmp_path: Path) -> None:
     """`train_on: all`: no turn is looked for, each token is trained."""
-    model = assets.asset("qwen3")
+    model, marked = assets.asset(asset), MARKED[asset]
     tokenizer = assets.tokenizer(model)
 
     def reference(name: str) -> Wanted:
-        encoded = hf.encode_chat(tokenizer, MARKED["qwen3"], for_template(ALL[name], MARKED["qwen3"]))
+        encoded = hf.encode_chat(tokenizer, marked, for_template(ALL[name], marked))
         return Wanted(product.Encoded(encoded.ids, np.ones(len(encoded.ids), dtype=bool)), True)
 
     expect(verdicts(ALL, tokenizer, run(tmp_path, model, ALL, train_on="all"), reference))
