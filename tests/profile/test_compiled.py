@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from tests.fixtures.predict_cases import BF16, LONG, SHAPE, Case
 from tests.fixtures.predict_counted import resolved_case
 from tests.model.tiny import tiny_config
-from tests.profile.test_predict import predicted, wish
+from tests.profile.test_predict import foreseen
 from tuner.profile.allocations import AllocationTracker
 from tuner.profile.prediction import Phase
 from tuner.profile.timeline import memory_timeline, parts_of
@@ -28,10 +30,14 @@ COPY = sum(LONG[-1]) * SHAPE["hidden_size"] * 2
 """Bytes of the hidden states of the last microbatch in bf16."""
 
 
-def traced(directory: Path, compiled: bool, **keys: Any) -> Trace:
-    resolved, rank_info, step = resolved_case(Case("llama", {**BF16, "model.kernels": "torch", **keys}), directory)
-    on_cuda = replace(resolved, facts=replace(resolved.facts, kind="cuda", generation=9))
-    return trace_step(on_cuda, rank_info, step, step.micro[0], compiled=compiled)
+@cache
+def traced(compiled: bool, level: str = "none") -> Trace:
+    """A step of a recomputing level; traced once for all tests."""
+    keys = {**BF16, "model.kernels": "torch", "train.gradient_checkpointing": level}
+    with TemporaryDirectory() as directory:
+        resolved, rank_info, step = resolved_case(Case("llama", keys), Path(directory))
+        on_cuda = replace(resolved, facts=replace(resolved.facts, kind="cuda", generation=9))
+        return trace_step(on_cuda, rank_info, step, step.micro[0], compiled=compiled)
 
 
 def kept_by_products(trace: Trace) -> Counter[str]:
@@ -44,8 +50,8 @@ def kept_by_products(trace: Trace) -> Counter[str]:
     return Counter(one.module.rpartition(".")[2] for one in kept if one.phase == "forward")
 
 
-def test_compiled_layers_keep_one_copy_of_what_several_products_cast(tmp_path: Path) -> None:
-    plain, compiled = (traced(tmp_path, compiled) for compiled in (False, True))
+def test_compiled_layers_keep_one_copy_of_what_several_products_cast() -> None:
+    plain, compiled = traced(False), traced(True)
     repeats = Counter({"k_proj": 1, "v_proj": 1, "up_proj": 1})
     counted = kept_by_products(plain)
     assert counted - kept_by_products(compiled) == repeats and counted & repeats == repeats
@@ -55,7 +61,7 @@ def test_compiled_layers_keep_one_copy_of_what_several_products_cast(tmp_path: P
 
 
 @pytest.mark.slow
-def test_layers_that_are_computed_again_cast_once_too(tmp_path: Path) -> None:
+def test_layers_that_are_computed_again_cast_once_too() -> None:
     def fullest(trace: Trace) -> int:
         """Most bytes of activations in the backward pass of the first layer."""
         parts = parts_of(trace)
@@ -64,13 +70,12 @@ def test_layers_that_are_computed_again_cast_once_too(tmp_path: Path) -> None:
         at = ("backward", f"model.{LAYER}.")
         return max(n for one, n in zip(found, levels, strict=True) if (one.phase, f"{one.module}."[: len(at[1])]) == at)
 
-    again = {"train.gradient_checkpointing": "full"}
-    plain, compiled = (fullest(traced(tmp_path, compiled, **again)) for compiled in (False, True))
+    plain, compiled = (fullest(traced(compiled, "full")) for compiled in (False, True))
     assert plain - compiled == 3 * sum(LONG[0]) * SHAPE["hidden_size"] * 2
 
 
-def test_what_is_counted_once_is_freed_once_and_with_the_last(tmp_path: Path) -> None:
-    for trace in (traced(tmp_path, True), traced(tmp_path, True, **{"train.gradient_checkpointing": "full"})):
+def test_what_is_counted_once_is_freed_once_and_with_the_last() -> None:
+    for trace in (traced(True), traced(True, "full")):
         levels = Counter[int]()
         for change in trace.changes:
             levels[change.storage] += change.delta
@@ -115,10 +120,9 @@ def test_a_cast_is_repeated_where_it_is_of_the_same_numbers(taken: Callable[...,
 
 
 @pytest.mark.parametrize(("device", "saves"), [("h100-80g", True), pytest.param("cpu", False, marks=pytest.mark.slow)])
-def test_a_gpu_alone_is_predicted_with_the_copies_of_compiled_layers(device: str, saves: bool, tmp_path: Path) -> None:
-    bf16 = {"precision": "bf16"}
+def test_a_gpu_alone_is_predicted_with_the_copies_of_compiled_layers(device: str, saves: bool) -> None:
     compiled, plain = (
-        predicted(wish(tmp_path, train={**bf16, "compile": choice}), device, 80 << 30) for choice in (True, False)
+        foreseen(device, 80 << 30, train={"precision": "bf16", "compile": choice}) for choice in (True, False)
     )
     assert (compiled.memory.layers[LAYER] < plain.memory.layers[LAYER]) == saves
     assert any(text.endswith("one copy of what is cast several times") for text in compiled.assumptions) == saves

@@ -13,7 +13,7 @@ import pytest
 from tests.fixtures import forked
 from tests.fixtures.commands import tuner
 from tests.profile.test_measure import recipe  # noqa: F401 - a fixture
-from tests.profile.test_predict import predicted, wish
+from tests.profile.test_predict import foreseen, predicted, wish
 from tuner.errors import MemoryLimitError
 from tuner.profile.devices import find_device
 from tuner.profile.fit import fit
@@ -32,6 +32,7 @@ def fitted(directory: Path, limit: int, processes: int = 1, **sections: dict[str
     return fit(wish(directory, **sections), target).choices
 
 
+@pytest.mark.slow
 def test_where_all_fits_the_largest_micro_batch_is_taken_and_nothing_computed_again(tmp_path: Path) -> None:
     found = fitted(tmp_path, ROOMY)
     assert found[0].overrides == {"train.micro_batch_size": 8}
@@ -81,8 +82,8 @@ def test_ways_of_sharding_are_tried_with_several_processes(tmp_path: Path) -> No
     assert all(8 % (2 * choice.overrides.get("train.micro_batch_size", 1)) == 0 for choice in found)
 
 
-def test_words(tmp_path: Path) -> None:
-    said = predicted(wish(tmp_path), processes="2x2")
+def test_words() -> None:
+    said = foreseen(processes="2x2")
     assert sentence(said).startswith("peak ") and "in each of 4 processes" in sentence(said)
     assert "fits in 16.00 GiB" in sentence(said) and "roughly" in sentence(said)
     lines = table(said)

@@ -21,9 +21,14 @@ def traced(case: Case, directory: Path) -> Trace:
     return trace_step(resolved, launch, step, step.micro[0])
 
 
-def test_parts_add_up_to_the_peak_that_was_counted(tmp_path: Path) -> None:
-    case = Case("llama")
-    trace, said = traced(case, tmp_path), predicted(*resolved_case(case, tmp_path))
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    """A step of a small Llama on one process, and an evaluation."""
+    return traced(Case("llama"), tmp_path_factory.mktemp("plain"))
+
+
+def test_parts_add_up_to_the_peak_that_was_counted(plain: Trace, tmp_path: Path) -> None:
+    trace, said = plain, predicted(*resolved_case(Case("llama"), tmp_path))
     given = {number for number, storage in enumerate(trace.storages) if storage.given}
     timeline = memory_timeline(trace, {})
     whole = said.parameters + said.optimizer
@@ -37,22 +42,22 @@ def test_parts_add_up_to_the_peak_that_was_counted(tmp_path: Path) -> None:
     assert evaluation is not None and evaluation.parts["gradients"] == evaluation.parts["activations"] == 0
 
 
-def test_every_layer_keeps_as_much_as_the_other(tmp_path: Path) -> None:
-    plain = memory_timeline(traced(Case("llama"), tmp_path), {})
-    assert list(plain.layers) == ["model.layers.0", "model.layers.1", ""]
-    assert plain.layers["model.layers.0"] == plain.layers["model.layers.1"] > plain.layers[""] > 0
+def test_every_layer_keeps_as_much_as_the_other(plain: Trace, tmp_path: Path) -> None:
+    layers = memory_timeline(plain, {}).layers
+    assert list(layers) == ["model.layers.0", "model.layers.1", ""]
+    assert layers["model.layers.0"] == layers["model.layers.1"] > layers[""] > 0
     again = memory_timeline(traced(Case("llama", {"train.gradient_checkpointing": "full"}), tmp_path), {})
-    assert again.layers["model.layers.0"] < plain.layers["model.layers.0"] / 3
+    assert again.layers["model.layers.0"] < layers["model.layers.0"] / 3
     backward = [m for m in again.moments if m.phase == "backward" and m.module == "model.layers.0"]
     assert max(m.parts["activations"] for m in backward) > sum(again.layers.values())
 
 
 @pytest.mark.slow
-def test_shards_are_gathered_and_gradients_reduced(tmp_path: Path) -> None:
+def test_shards_are_gathered_and_gradients_reduced(plain: Trace, tmp_path: Path) -> None:
     trace = traced(Case("llama", {}, LONG, 4), tmp_path)
     assert {"gathered", "reduced", "gradients"} <= set(parts_of(trace))
     timeline = memory_timeline(trace, {})
-    whole = memory_timeline(traced(Case("llama"), tmp_path), {}).peak.parts["parameters"]
+    whole = memory_timeline(plain, {}).peak.parts["parameters"]
     assert timeline.peak.parts["parameters"] == pytest.approx(whole / 4, rel=0.05)
     assert 0 < max(moment.parts["gathered"] for moment in timeline.moments) < 2 * whole
     copies = memory_timeline(traced(Case("llama", {"parallel.shard": "none"}, LONG, 4), tmp_path), {})

@@ -20,6 +20,7 @@ from tuner.profile.fit import Fit, fit
 from tuner.profile.means import lines_to_write, tiers_of
 from tuner.profile.predict import Target
 from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Prediction, TimeEstimate
+from tuner.profile.report import choices_table, flags
 from tuner.profile.traffic import Traffic
 from tuner.profile.tree import Dimension, Tree
 from tuner.profile.trials import How
@@ -130,6 +131,8 @@ def test_what_changes_nothing_is_tried_before_what_does(tmp_path: Path) -> None:
     counted = Counted()
     roomy = found(tmp_path, 80, counted)
     assert roomy.choices[0].overrides == {"train.micro_batch_size": 8} and not roomy.changes
+    assert flags(roomy.choices[0]) == "--train.micro_batch_size 8"
+    assert choices_table(roomy.choices)[1][0] == "choice"
     assert roomy.predictions == len(counted.asked) < 10
     tight = found(tmp_path, 7, Counted())  # weights 4, a row at least 1 with all that goes to the host
     overrides = tight.choices[0].overrides
