@@ -28,6 +28,8 @@ NAMESPACE = "tuner"
 CAST = torch_private.operation("_to_copy")
 READ_NUMBER = torch_private.operation("_local_scalar_dense")
 """What the host calls to read a number off a tensor."""
+ASK_DEVICE = torch.ops.prim.device.default
+"""By which torch asks a fake where it lies: two thirds of all calls, which make nothing."""
 COUNTED = 1 << 62
 """Autograd numbers its nodes from 0; those that add to a parameter's gradient have the largest number there is."""
 COMMUNICATION: dict[str, Part] = {
@@ -98,18 +100,17 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operation on fakes and enter what it made."""
-        kwargs = dict(kwargs or {})
         self._settle_sum()
+        if func is ASK_DEVICE:
+            self._take(args)
+            return args[0].device
+        kwargs = dict(kwargs or {})
         if func.namespace == NAMESPACE and (body := torch_private.custom_body(func)) is not None:
             with self:
                 return body(*args, **kwargs)
         self.observe(func, args, kwargs)
-        before = len(self.storages)
-        given = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        for tensor in given:
-            if (made := self._enter(tensor)) is not None and made >= before:
-                self.storages[made].part = "batch"
-                self.storages[made].given = not tensor.untyped_storage().resizable()
+        given = list(_tensors_in((*args, *kwargs.values())))
+        self._take(given)
         if _stays_real(func, given, kwargs):
             with torch_private.unset_fake_temporarily():
                 result = func(*args, **kwargs)
@@ -120,9 +121,8 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
         before = len(self.storages)
         if func is CAST and (layer := self._compiled_layer()) is not None:
             self._enter_cast(layer, args[0], kwargs, result)
-        for leaf in torch_private.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._enter(leaf)
+        for made in _tensors_in((result,)):
+            self._enter(made)
         if (part := COMMUNICATION.get(func.name())) is not None:
             for number in map(self._enter, given):
                 if number is not None and self.storages[number].part is None:
@@ -203,6 +203,14 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
         for reference, number in self._living.values():
             if reference() is not None and self.storages[number].part is None:
                 self.storages[number].part = part
+
+    def _take(self, given: Iterable[torch.Tensor]) -> None:
+        """Enter what an operation is given; what is new was made outside of those that are followed."""
+        before = len(self.storages)
+        for tensor in given:
+            if (made := self._enter(tensor)) is not None and made >= before:
+                self.storages[made].part = "batch"
+                self.storages[made].given = not tensor.untyped_storage().resizable()
 
     def _compiled_layer(self) -> str | None:
         """The compiled layer that is computed, for the first time or again; evaluation runs layers as they are."""
@@ -299,6 +307,15 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
     def _leaving(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._modules.pop()
         self._nodes.append((torch_private.sequence_number(), self._modules[-1] if self._modules else ""))
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among what an operation is given or gives, those in lists too."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors_in(value)
 
 
 def _stays_real(func: Any, given: list[torch.Tensor], kwargs: Mapping[str, Any]) -> bool:

@@ -36,7 +36,6 @@ _SELECTIVE = Need("`train.gradient_checkpointing: selective`", "`none` and `full
 NAMES = {
     "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", _PREDICTION),
     "disable_current_modes": ("torch.utils._python_dispatch._disable_current_modes", _PREDICTION),
-    "tree_leaves": ("torch.utils._pytree.tree_leaves", _PREDICTION),
     "FakeTensor": ("torch._subclasses.fake_tensor.FakeTensor", _PREDICTION),
     "FakeTensorMode": ("torch._subclasses.fake_tensor.FakeTensorMode", _PREDICTION),
     "unset_fake_temporarily": ("torch._subclasses.fake_tensor.unset_fake_temporarily", _PREDICTION),
