@@ -23,6 +23,7 @@ from tuner.export.plan import ExportOptions, plan_export
 from tuner.model.adapter import LoraSpec
 
 SHARD_BYTES = 60_000
+ROOMS = (0, 1, 100, 300, 1000, 3000, 10_000, 40_000)
 CALLS = ("fsync", "fdatasync", "rename", "write", "mkdir", "unlink", "rmdir", "sendfile")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 
@@ -31,14 +32,25 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+    """A run directory that nothing changes, and what a sound export of it holds."""
+    place = tmp_path_factory.mktemp("made")
+    run = write_run(place / "run", write_base(place / "base", "llama"), LoraSpec(4, 8.0, 0.0, ("q_proj",)))
+    return run, contents(export_hf(run, place / "sound", shard_size=SHARD_BYTES).path)
+
+
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run directory; its exports are not loaded again: what a fault leaves is compared with a sound export."""
-    made = write_run(tmp_path / "run", write_base(tmp_path / "base", "llama"), LoraSpec(4, 8.0, 0.0, "all-linear"))
-    export_hf(made, tmp_path / "sound", shard_size=SHARD_BYTES)
+def run(made: tuple[Path, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run directory of a test; its exports are not loaded again: what a fault leaves is held to a sound one."""
     same = verify.Difference(0.0, 0.0, 0.0)
-    monkeypatch.setattr(hf, "compare_logits", lambda plan, directory, probes, form, padding, merge: same)
-    return made
+    monkeypatch.setattr(hf, "compare_logits", lambda *given: same)
+    return shutil.copytree(made[0], tmp_path / "run")
+
+
+@pytest.fixture
+def sound(made: tuple[Path, dict[str, bytes]]) -> dict[str, bytes]:
+    return made[1]
 
 
 def export(run: Path) -> Path:
@@ -58,9 +70,9 @@ def killed(run: Path, count: int) -> bool:
 
 
 @pytest.mark.slow
-def test_killed_at_every_other_call_and_again_in_the_rerun(run: Path, tmp_path: Path) -> None:
+def test_killed_at_every_other_call_and_again_in_the_rerun(run: Path, sound: dict[str, bytes]) -> None:
     """At all of them once it is published; the campaign `kills` takes each before, too."""
-    sound, before = contents(tmp_path / "sound"), contents(run)
+    before = contents(run)
     final = run / "exports" / "step-7"
     published = count = 0
     while True:
@@ -82,9 +94,9 @@ def test_killed_at_every_other_call_and_again_in_the_rerun(run: Path, tmp_path: 
     assert published >= 2
 
 
-def test_killed_at_every_file_it_begins(run: Path, tmp_path: Path) -> None:
+def test_killed_at_every_file_it_begins(run: Path, sound: dict[str, bytes]) -> None:
     """Those too that libraries write, which go past `os`: the interpreter tells of each before it is opened."""
-    sound, before = contents(tmp_path / "sound"), contents(run)
+    before = contents(run)
     begun = 0
     while True:
         begun += 1
@@ -111,7 +123,9 @@ def test_killed_at_every_file_it_begins(run: Path, tmp_path: Path) -> None:
     assert begun > len(sound)
 
 
-@pytest.mark.parametrize("room", [0, 1, 100, 300, 1000, 3000, 10_000, 40_000])
+@pytest.mark.parametrize(
+    "room", [pytest.param(room, marks=pytest.mark.slow if room in (1, 100, 10_000) else ()) for room in ROOMS]
+)
 def test_no_file_may_grow_beyond_so_many_bytes(run: Path, room: int) -> None:
     """What a full disk does to every write of every library, wherever in a file it is."""
     before = contents(run)
@@ -153,8 +167,8 @@ def failing(name: str, code: int, first: int, monkeypatch: pytest.MonkeyPatch) -
         ("rename", errno.EIO, 1),
     ],
 )
-def test_an_error_at_every_call(run: Path, tmp_path: Path, name: str, code: int, least: int) -> None:
-    sound, before = contents(tmp_path / "sound"), contents(run)
+def test_an_error_at_every_call(run: Path, sound: dict[str, bytes], name: str, code: int, least: int) -> None:
+    before = contents(run)
     final = run / "exports" / "step-7"
     failures = 0
     while True:

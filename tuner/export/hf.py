@@ -92,7 +92,7 @@ def _written_and_proven(plan: ExportPlan, started: float) -> ExportReport:
             digests = verify.require_written(directory, written, outputs)
             if plan.adapter != "keep":
                 form.require_written(directory)
-            difference = compare_logits(plan, directory, probes, form, padding, merge)
+            difference = compare_logits(plan, directory, trained, probes, form, padding, merge)
         _write_identity(plan, directory, digests, padding, merge)
         if is_done(plan):  # by another process meanwhile: its bytes are the same
             return _report(replace(plan, done=True), None, None, started)
@@ -182,6 +182,7 @@ def merged_to(plan: ExportPlan, trained: Trained, probes: verify.Probes) -> Merg
 def compare_logits(
     plan: ExportPlan,
     directory: Path,
+    trained: Trained,
     probes: verify.Probes,
     form: Form,
     padding: Padding | None = None,
@@ -207,7 +208,7 @@ def compare_logits(
         again = verify.answers(loaded, replace(probes, logits=merge.last))
         verify.require_close(again, "the export's model is not the one that was measured", relative=verify.SAME_MODEL)
     if plan.dtype != "fp32" or is_original:
-        _fill(plan, loaded, form)
+        _fill(plan, trained, loaded, form)
         exact = verify.answers(loaded, probes)
     verify.require_close(exact, "the export's model is not the trained model", relative=verify.SAME_MODEL)
     if not is_original:
@@ -215,10 +216,10 @@ def compare_logits(
     return difference
 
 
-def _fill(plan: ExportPlan, loaded: nn.Module, form: Form) -> None:
+def _fill(plan: ExportPlan, trained: Trained, loaded: nn.Module, form: Form) -> None:
     """Put the weights as training held them into a loaded export: nothing is rounded then, and nothing else changes."""
     with OpenFiles() as files:
-        values = Values(plan.source, trained_skeleton(plan.source), files)
+        values = Values(plan.source, trained, files)
         if plan.adapter == "keep":
             verify.fill_adapter(loaded, {out.name: out.source.whole() for out in values.adapter(DTYPES["fp32"])})
         else:
