@@ -59,12 +59,15 @@ class Mutant:
     def planted(self, root: Path) -> tuple[Path, str]:
         """The file that holds the fault, and its text with it. Raises NoPlaceError."""
         file, qualified = find_place(self.place, root)
-        tree = ast.parse(file.read_text(encoding="utf-8"))  # a tree of its own, in a tenth of what a copy takes
+        text = texts(root)[file]
+        tree = ast.parse(text)
         _require_known(tree, self.find, self.put)
-        changed = replace(named(tree, qualified), self.find, self.put)
+        statement = tree if not qualified else named(tree, qualified.partition(".")[0])
+        place = statement if "." not in qualified else named(statement, qualified.partition(".")[2])
+        changed = replace(place, self.find, self.put)
         if changed != 1:
             raise NoPlaceError(f"its pattern occurs {changed} times in {qualified or file.stem}")
-        return file, ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+        return file, _with(text, statement)
 
 
 @dataclass(frozen=True)
@@ -87,16 +90,38 @@ class InC(Mutant):
         return path, texts[path].replace(match[0], body)
 
 
+def _with(text: str, changed: ast.AST) -> str:
+    """A file's text with one of its statements, or all of it, as a tree has it now; the others keep their layout."""
+    if not isinstance(changed, ast.FunctionDef | ast.ClassDef):
+        return ast.unparse(changed) + "\n"
+    lines = text.splitlines(keepends=True)
+    first = min([changed.lineno, *(decorator.lineno for decorator in changed.decorator_list)])
+    return "".join([*lines[: first - 1], ast.unparse(changed), "\n", *lines[changed.end_lineno :]])
+
+
 @functools.cache
-def places(root: Path) -> dict[str, tuple[Path, str]]:
-    """Every module, class and function by its whole name: its file, and its name within that."""
-    found = {}
-    for path in sorted((root / PACKAGE).rglob("*.py")):
-        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-        found[module] = (path, "")
-        for qualified in _names(ast.parse(path.read_text(encoding="utf-8"))):
-            found[f"{module}.{qualified}"] = (path, qualified)
-    return found
+def texts(root: Path) -> dict[Path, str]:
+    """Every Python file of the package."""
+    return {path: path.read_text(encoding="utf-8") for path in sorted((root / PACKAGE).rglob("*.py"))}
+
+
+@functools.cache
+def places_in(path: Path, root: Path) -> dict[str, tuple[Path, str]]:
+    """A file's module, classes and functions by their whole names: the file, and the name within it."""
+    module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    names = ["", *_names(ast.parse(texts(root)[path]))]
+    return {f"{module}.{name}".removesuffix("."): (path, name) for name in names}
+
+
+def places(root: Path, last: str = "") -> dict[str, tuple[Path, str]]:
+    """The places of all files, or of those that may have one whose name ends so: parsing all takes seconds."""
+    defined = (f"def {last}(", f"class {last}(", f"class {last}:")
+    chosen = [
+        path
+        for path, text in texts(root).items()
+        if not last or last in (path.stem, path.parent.name) or any(words in text for words in defined)
+    ]
+    return {name: place for path in chosen for name, place in places_in(path, root).items()}
 
 
 def _names(node: ast.AST, before: str = "") -> Iterator[str]:
@@ -111,8 +136,8 @@ def _names(node: ast.AST, before: str = "") -> Iterator[str]:
 
 def find_place(place: str, root: Path) -> tuple[Path, str]:
     """The file of a place and the name within it. Raises NoPlaceError with the names that come near."""
-    known = places(root)
     words = place.split(".")
+    known = places(root, words[-1])
     for skipped in range(len(words)):
         end = ".".join(words[skipped:])
         found = [name for name in known if name == end or name.endswith(f".{end}")]
@@ -120,7 +145,7 @@ def find_place(place: str, root: Path) -> tuple[Path, str]:
             return known[found[0]]
         if found:
             raise NoPlaceError(f"{place} may be any of {', '.join(found)}")
-    near = difflib.get_close_matches(f"{PACKAGE}.{place}", known, n=3, cutoff=0.6)
+    near = difflib.get_close_matches(f"{PACKAGE}.{place}", places(root), n=3, cutoff=0.6)
     raise NoPlaceError(f"nothing is named {place}" + (f"; near it: {', '.join(near)}" if near else ""))
 
 
@@ -154,11 +179,13 @@ def replace(place: ast.AST, find: str, put: str) -> int:
 
 def _require_known(tree: ast.Module, find: str, put: str) -> None:
     """A fault that stops the interpreter at once shows nothing: what it names must be there."""
-    imported = {name.asname or name.name for node in ast.walk(tree) if isinstance(node, IMPORTS) for name in node.names}
-    here = _names_in(tree) | _names_in(ast.parse(find)) | imported | set(dir(builtins))
     wanted = ast.parse(put)
-    if unknown := sorted(_names_in(wanted) - _names_in(wanted, ast.Store) - here):
-        raise NoPlaceError(f"{', '.join(unknown)}: not known there")
+    unknown = _names_in(wanted) - _names_in(wanted, ast.Store) - _names_in(ast.parse(find)) - set(dir(builtins))
+    if unknown:  # in few faults, and looking through a whole file takes long
+        imported = {n.asname or n.name for node in ast.walk(tree) if isinstance(node, IMPORTS) for n in node.names}
+        unknown -= _names_in(tree) | imported
+    if unknown:
+        raise NoPlaceError(f"{', '.join(sorted(unknown))}: not known there")
 
 
 def _names_in(tree: ast.AST, context: type[ast.expr_context] = ast.expr_context) -> set[str]:
