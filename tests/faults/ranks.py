@@ -13,8 +13,8 @@ from collections.abc import Callable
 HANGS = 99
 TIMEOUT_S = 15
 """Of the recipe: the longest wait for another process."""
-PATIENCE_S = TIMEOUT_S + 5.0
-"""How long the others may go on after one has died; mostly what they wait for is gone at once."""
+PATIENCE_S = 3.0 * TIMEOUT_S
+"""How long the others may go on after one has died: one that waits for it may begin to do so later."""
 
 
 def run_ranks(count: int, work: Callable[[], int]) -> int:
