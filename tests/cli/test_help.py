@@ -110,8 +110,9 @@ def test_topics() -> None:
     assert "learning_rate" in explained(["optimizer.lr"])
     assert "adapter.kind lora or dora" in explained(["adapter.r"])
     assert "--data.train.0.KEY" in explained(["data.train"]) and "weight" in explained(["data.train"])
-    assert all(f"--{key} " in explained(["optimizer"]) for key in fields() if key.startswith("optimizer."))
-    assert "--schedule.warmup" not in explained(["optimizer"])
+    shown = explained(["optimizer"])
+    assert [key for key in fields() if key.startswith("optimizer.") and f"--{key} " not in shown] == []
+    assert "--schedule.warmup" not in shown
     assert "--schedule.warmup" in explained(["recipe"])
     with pytest.raises(RecipeError, match="no help on optimzer") as refused:
         explained(["optimzer"])

@@ -273,13 +273,13 @@ def test_every_field_has_another_tools_name() -> None:
 @pytest.mark.parametrize("key", FOREIGN)
 def test_another_tools_name_is_answered_with_ours(key: str, tmp_path: Path) -> None:
     section, name = key.rpartition(".")[0].split(".")[0], key.rpartition(".")[2]
-    for theirs in FOREIGN[key]:
-        line = only(problems(write(base(), [(theirs, "1")]), tmp_path))
+    written = problems(write(base(), [(theirs, "1") for theirs in FOREIGN[key]]), tmp_path)
+    flags = flag_problems([(f"train.{theirs}", "1") for theirs in FOREIGN[key]])
+    for theirs, line, flag in zip(FOREIGN[key], written, flags, strict=True):
         assert re.match(rf"r\.yaml:\d+:1  {theirs}  (unknown; |not supported: )", line)
         assert "a recipe has" not in line
         assert name in line
         assert section in line
-        flag = only(flag_problems([(f"train.{theirs}", "1")]))
         assert flag.startswith((f"flag --train.{theirs}  unknown; ", f"flag --train.{theirs}  not supported: "))
         assert name in flag
 

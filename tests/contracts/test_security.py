@@ -45,6 +45,7 @@ CALLS = {
     "tempfile.mktemp": "a guessable temporary name",
     "torch.hub.load": "torch.hub",
 }
+SHARED = ("/tmp/", "/dev/shm/")
 KEYWORDS = {
     "shell": True,
     "trust_remote_code": True,
@@ -82,7 +83,7 @@ def dangers(every: Iterable[ast.AST]) -> Iterator[str]:
                 value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
                 if keyword.arg in KEYWORDS and value is KEYWORDS[keyword.arg]:
                     yield f"line {node.lineno}: {keyword.arg}={value}"
-        elif isinstance(node, ast.Constant) and str(node.value).startswith(("/tmp/", "/dev/shm/")):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(SHARED):
             yield f"line {node.lineno}: a fixed name in a shared directory"
 
 

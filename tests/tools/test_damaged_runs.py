@@ -19,7 +19,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     ("state", "command"),
     [
         ("bit flipped", "export"),
-        ("directory gone", "eval"),
+        pytest.param("directory gone", "eval", marks=pytest.mark.slow),
         ("all bits flipped", "generate"),
         pytest.param("all checkpoints gone", "export", marks=pytest.mark.slow),
     ],

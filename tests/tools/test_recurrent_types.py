@@ -42,7 +42,10 @@ def drawn(kind: str) -> PreTrainedModel:
     return model.train(False)
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in sorted(OTHERS_STAND_FOR_THEM)]
+
+
+@pytest.fixture(scope="module", params=[*sorted(FAMILIES.keys() - OTHERS_STAND_FOR_THEM), *SLOW])
 def root(request: pytest.FixtureRequest) -> Iterator[CausalLM]:
     yield CausalLM(drawn(request.param))
 

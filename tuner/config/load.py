@@ -114,7 +114,7 @@ def read_recipe(source: Source = None, overrides: Sequence[Override] = (), cwd: 
     if recipe is None:
         return ReadRecipe(None, tuple(problems.found), hint)
     origins = {dotted(key): node.where for key, node in tree.leaves() if node.where != "default"}
-    if not text:
+    if not text and not problems.found:
         from tuner.config.dump import recipe_yaml
 
         text = recipe_yaml(recipe)
