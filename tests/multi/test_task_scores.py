@@ -21,7 +21,8 @@ if "TUNER_TEST_EVERY_ROW" not in os.environ:  # `make campaign` takes shards alo
     CASES = {name: CASES[name] for name in ("one", "2 x 2")}
 FLAGS = {
     "train.duration": "1 step", "checkpoint.at_end": "false", "checkpoint.every": "never", "eval.every": "never",
-    "eval.at_end": "false", "train.micro_batch_size": "1", "parallel.processes": "auto",
+    "eval.at_end": "false", "train.micro_batch_size": "1", "train.global_batch_size": "4",
+    "parallel.processes": "auto",
 }  # fmt: skip
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +19,7 @@ import pyarrow as pa
 
 from tests.caches import new_cache
 from tests.fixtures import forked
+from tuner.data.encoding.tokenizer import TextTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -64,6 +69,29 @@ def prepare_here(recipe: dict[str, Any]) -> Prepared:
     from tuner import prepare_data
 
     return opened(prepare_data(recipe).path)
+
+
+@contextlib.contextmanager
+def parsed_once() -> Iterator[None]:
+    """Within, a tokenizer.json is parsed once, and not for each run in this process."""
+    with contextlib.ExitStack() as until:
+        for name in ("_parsed", "_table"):
+            once = cached_property(_once(vars(TextTokenizer)[name].func))
+            once.__set_name__(TextTokenizer, name)
+            until.enter_context(patch.object(TextTokenizer, name, once))
+        yield
+
+
+def _once(parse: Callable[[TextTokenizer], Any]) -> Callable[[TextTokenizer], Any]:
+    found: dict[bytes, Any] = {}
+
+    def kept(tokenizer: TextTokenizer) -> Any:
+        content = tokenizer.files["tokenizer.json"]
+        if content not in found:
+            found[content] = parse(tokenizer)
+        return found[content]
+
+    return kept
 
 
 def opened(prepared: Path) -> Prepared:

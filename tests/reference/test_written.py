@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +35,12 @@ Reference = Callable[[str], Wanted]
 Result = tuple[list[product.Encoded], dict[str, str]]
 """Documents in order, and the reasons of the refused rows by the conversations' names."""
 ALL = {**written.PLAIN, **written.TOOLS, **written.UNPROMPTED}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_parse() -> Iterator[None]:
+    with product.parsed_once():
+        yield
 
 
 def run(
