@@ -58,7 +58,7 @@ def test_a_run_begins_from_another_and_resumes_without_it(workplace: Path, monke
     flags = {**FLAGS, "model__init_from": '["runs/first"]', "seed": "7"}
     whole = launch(workplace, name="whole", **flags)
     (line,) = [text for label, text in said if label == "init_from"]
-    assert line.startswith(f"checkpoint {first.run_dir}/checkpoints/step-4, step 2: 11 of 11 weights")
+    assert line.startswith(f"checkpoint {first.run_dir}/checkpoints/step-2, step 2: 11 of 11 weights")
     report = (whole.run_dir / "init_from.txt").read_text()
     (entry,) = noted(whole.run_dir)["entries"]
     assert (entry["path"], entry["step"]) == (str(first.run_dir / "checkpoints" / "step-2"), 2)

@@ -128,8 +128,8 @@ def test_what_is_computed_survives_its_end_and_what_is_damaged_does_not(
     (directory,) = kept(place)
     wanted = {path.name: path.read_bytes() for path in directory.glob("*.npy")}
     shutil.rmtree(directory)
-    monkeypatch.setattr("tuner.data.building.columns.PART_ROWS", 8)
-    monkeypatch.setattr(columns, "PART_ROWS", 8)
+    monkeypatch.setattr("tuner.data.building.columns.PART_ROWS", 4)
+    monkeypatch.setattr(columns, "PART_ROWS", 4)
     real, added = Builder.add, list[tuple[str, int]]()
 
     def dying(self: Builder, split: str, number: int, values: Any) -> None:
