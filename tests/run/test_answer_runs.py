@@ -16,7 +16,7 @@ RECIPE = """\
 model: {name_or_path: ./model, kernels: torch}
 tokenizer: {name_or_path: byte}
 data: {train: rows.jsonl, max_length: 64, cache_dir: cache}
-train: {duration: 3 steps, global_batch_size: 4, micro_batch_size: 1, precision: fp32, device: cpu}
+train: {duration: 4 steps, global_batch_size: 4, micro_batch_size: 1, precision: fp32, device: cpu}
 optimizer: {lr: 5e-3}
 logging: {level: warning}
 """
@@ -25,7 +25,7 @@ logging: {level: warning}
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("answers")
-    trainings.prepare(directory, 1, layers=1)
+    trainings.prepare(directory, 1)
     (directory / "r.yaml").write_text(RECIPE)
     rng = random.Random(1)
     answers = [(f"question {i} ", "ab" * rng.randint(1, 4), "cd" * rng.randint(1, 4)) for i in range(40)]

@@ -50,7 +50,7 @@ def test_the_start_says_what_the_host_holds(workplace: Path, monkeypatch: pytest
     monkeypatch.setattr(Console, "say", lambda console, label, text, *rest: said.update({label: text}))
     launch(workplace, LaunchOptions(dry_run=True), **LONG)
     assert said["offload"] == (
-        "the inputs of recomputed layers are kept on the host: up to 8.0 MiB a process, which saves nothing on a CPU"
+        "the inputs of recomputed layers are kept on the host: up to 4.0 MiB a process, which saves nothing on a CPU"
     )
 
 
