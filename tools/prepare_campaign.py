@@ -34,6 +34,8 @@ sys.path.insert(0, str(ROOT))
 CALLS = ("mkdir", "fsync", "rename", "link", "unlink", "open")
 MARK = "TUNER_CAMPAIGN"
 PATIENCE_S = 60.0
+PRELOADED = ("tuner.data.building.prepare", "tuner.data.building.documents", "tuner.data.encoding.tokenizer_json")
+"""What builders import, once for all of them."""
 context = multiprocessing.get_context("forkserver")
 
 
@@ -329,7 +331,7 @@ def main() -> int:
     parser.add_argument("--mutant", choices=list(MUTANTS), default="none", help="break the builder: trials must fail")
     parser.add_argument("--replay", nargs=2, metavar=("KIND", "NUMBER"), help="one trial alone, such as: kill 17")
     options = parser.parse_args()
-    context.set_forkserver_preload(["tuner.data.building.rows", "tuner.config.recipe"])
+    context.set_forkserver_preload(list(PRELOADED))
     wanted = [("kill", options.first + i) for i in range(options.kills)] + [("race", i) for i in range(options.races)]
     if options.replay:
         wanted = [(options.replay[0], int(options.replay[1]))]

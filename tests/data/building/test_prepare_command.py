@@ -145,9 +145,14 @@ main(sys.argv[1:])
 @pytest.fixture
 def many_files(recipe: Path) -> Path:
     """A recipe of enough small files that two workers are busy for a while."""
+    return of_files(recipe, 24, rows_each=400)
+
+
+def of_files(recipe: Path, count: int, rows_each: int) -> Path:
+    """Have a recipe take so many files of so many rows with two workers."""
     (recipe.parent / "rows").mkdir()
-    for number in range(24):
-        rows = [tiny.chat(f"question {number} {i}", f"answer {i}") for i in range(400)]
+    for number in range(count):
+        rows = [tiny.chat(f"question {number} {i}", f"answer {i}") for i in range(rows_each)]
         tiny.write_rows(recipe.parent / "rows" / f"{number:02}.jsonl", rows)
     recipe.write_text("model: {name_or_path: ./model}\ndata: {train: rows, eval: 2%, workers: 2}\n")
     return recipe
@@ -156,7 +161,7 @@ def many_files(recipe: Path) -> Path:
 def start(recipe: Path) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(new_cache(recipe.parent / "cache"))}
     command = [sys.executable, "-c", COMMAND, "prepare-data", str(recipe)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def workers_of(pid: int) -> list[int]:
@@ -214,14 +219,15 @@ def test_a_killed_worker_is_one_line_with_its_place(many_files: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_a_script_without_a_guard_is_not_run_again_by_workers(many_files: Path) -> None:
-    script = many_files.parent / "script.py"
+def test_a_script_without_a_guard_is_not_run_again_by_workers(recipe: Path) -> None:
+    several = of_files(recipe, 4, rows_each=20)
+    script = recipe.parent / "script.py"
     script.write_text(
         "from tuner.data.building import documents, spec\ndocuments.BUNDLE_BYTES = spec.MANY_BYTES = 1\n"
         "from tuner import prepare_data\nprint('once')\n"
-        f"print(prepare_data({str(many_files)!r}).path)\n"
+        f"print(prepare_data({str(several)!r}).path)\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(new_cache(many_files.parent / "cache"))}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(new_cache(recipe.parent / "cache"))}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     once, path = done.stdout.splitlines()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.data import spm, tiny
+from tests.fixtures import forked
 from tuner.config.recipe import TokenizerSection
 from tuner.data.building.report import warnings_of
 from tuner.data.encoding import tokenizer_files
@@ -105,7 +105,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     def run(*arguments: Any, **options: Any) -> Any:
         calls.append(arguments)
-        return subprocess.run(*arguments, **options)  # noqa: PLW1510 (the caller says)
+        return forked.run(*arguments, **options)
 
     monkeypatch.setattr(tokenizer_files, "subprocess", SimpleNamespace(run=run))
     return calls

@@ -114,7 +114,7 @@ def test_a_line_of_many_blocks_is_passed_over_in_bounded_memory(
     resize(monkeypatch, 1 << 16, 1 << 18)
     text = json.dumps({"text": "ok"}).encode()
     for suffix in ("jsonl", "json", "jsonl.gz"):
-        long = b'{"text": "' + b"x" * (40 << 20) + b'"}'
+        long = b'{"text": "' + b"x" * (20 << 20) + b'"}'
         body = (
             b"[" + text + b",\n" + long + b",\n" + text + b"]" if suffix == "json" else b"\n".join([text, long, text])
         )
