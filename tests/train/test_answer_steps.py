@@ -57,7 +57,7 @@ def test_dora_has_the_papers_gradients(model: Path) -> None:
     state.root.double()
     log_p = alone(state, data)
     for method in ("several", "kto"):
-        equal(product(state, method, data, PACKED, 2), looped(state, method, data, *log_p), 1e-6)
+        equal(product(state, method, data, PACKED, 2), looped(method, data, *log_p), 1e-6)
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
@@ -70,17 +70,17 @@ def test_capped_logits_have_the_papers_gradients(tmp_path: Path, adapter: str) -
     state.root.double()
     log_p = alone(state, data)
     for method in ("sigmoid", "orpo"):
-        equal(product(state, method, data, PACKED, 2), looped(state, method, data, *log_p), 1e-6)
+        equal(product(state, method, data, PACKED, 2), looped(method, data, *log_p), 1e-6)
 
 
-@pytest.mark.parametrize("method", ["several", "orpo", "kto"])
-def test_a_step_reads_nothing_from_the_device(model: Path, method: str) -> None:
-    state, data = state_for(model, adapter={"kind": "lora"}), Answers(16)
+def test_a_step_reads_nothing_from_the_device(model: Path) -> None:
+    state, data, methods = state_for(model, adapter={"kind": "lora"}), Answers(16), ("several", "orpo", "kto")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        product(state, method, data, PACKED, 2)
+        for method in methods:
+            product(state, method, data, PACKED, 2)
     reads = [e for e in profile.events() if e.name in {"aten::_local_scalar_dense", "aten::item", "aten::nonzero"}]
     assert "aten::segment_reduce" in {event.key for event in profile.key_averages()}, "the profile saw the step"
-    assert len(reads) <= 2, "that of the test, which reads the loss"
+    assert len(reads) <= 2 * len(methods), "those of the test, which reads each loss"
 
 
 def test_an_answer_without_tokens_is_certain_and_sums_do_not_depend_on_what_lies_around_them() -> None:

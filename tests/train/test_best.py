@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,19 @@ HELD = {"data__eval": "7 documents", "eval__every": "2 steps", "eval__samples": 
 SPARSE = {"checkpoint__every": "6 steps", "checkpoint__keep": "1"}
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workplace that is copied; a step is of two rows."""
+    directory = tmp_path_factory.mktemp("prepared")
+    trainings.prepare(directory, 1, layers=1)
+    recipe = directory / "r.yaml"
+    recipe.write_text(re.sub(r"_batch_size: \d", "_batch_size: 2", recipe.read_text()))
+    return directory
+
+
 @pytest.fixture
-def workplace(tmp_path: Path) -> Path:
-    trainings.prepare(tmp_path, 1)
-    return tmp_path
+def workplace(prepared: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
 
 
 def losses(monkeypatch: pytest.MonkeyPatch, by_step: dict[int, float]) -> None:
@@ -82,10 +92,11 @@ def test_the_best_is_the_highest_where_that_is_better() -> None:
 
 
 def test_marked_steps_are_saved_and_never_pruned(workplace: Path) -> None:
-    flags = {"checkpoint__marks": "[3 steps, 5 steps, 50%]", "checkpoint__at_end": "false", **SPARSE}
-    assert steps(launch(workplace, **flags).run_dir) == [3, 5, 9, 12]
+    flags = {"checkpoint__marks": "[3 steps, 5 steps, 75%]", "checkpoint__every": "4 steps", "checkpoint__keep": "1"}
+    flags |= {"checkpoint__at_end": "false", "train__duration": "12 steps"}
+    assert steps(launch(workplace, **flags).run_dir) == [3, 5, 8, 9]
     late = {"checkpoint__marks": "[100%]", "checkpoint__at_end": "false", "checkpoint__every": "never"}
-    assert steps(launch(workplace, name="late", train__duration="4 steps", **late).run_dir) == [4]
+    assert steps(launch(workplace, name="late", train__duration="2 steps", **late).run_dir) == [2]
 
 
 def test_the_best_evaluation_is_saved_and_stays(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,27 +110,29 @@ def test_the_best_evaluation_is_saved_and_stays(workplace: Path, monkeypatch: py
 
 def test_the_last_evaluation_is_saved_where_it_is_the_best(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = {"checkpoint__keep_best": "eval/loss", "checkpoint__at_end": "false", "checkpoint__keep": "1", **HELD}
-    losses(monkeypatch, {step: 20.0 - step for step in range(0, 14, 2)})
-    assert steps(launch(workplace, checkpoint__every="never", **flags).run_dir) == [10, 12]
+    flags |= {"train__duration": "6 steps"}
+    losses(monkeypatch, {step: 20.0 - step for step in range(0, 8, 2)})
+    assert steps(launch(workplace, checkpoint__every="never", **flags).run_dir) == [4, 6]
 
 
 def test_a_run_that_goes_on_remembers_its_best(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = {"checkpoint__keep_best": "eval/loss", **HELD, **SPARSE}
+    losses(monkeypatch, {0: 1.0, 2: 5.0, 4: 3.0, 6: 4.0})
+    run = launch(workplace, train__stop_after="7 steps", **flags).run_dir
+    stopped = shutil.copytree(run, workplace / "stopped")
+    assert steps(run) == [4, 7]
 
-    def stopped_at_7(name: str) -> Path:
-        losses(monkeypatch, {0: 1.0, 2: 5.0, 4: 3.0, 6: 4.0})
-        return launch(workplace, name=name, train__stop_after="7 steps", **flags).run_dir
-
-    def go_on(name: str, **more: Any) -> list[int]:
+    def go_on(**more: Any) -> list[int]:
         losses(monkeypatch, {8: 3.5, 10: 3.2, 12: 9.0})
-        return steps(launch(workplace, LaunchOptions(resume="auto"), name=name, **(flags | more)).run_dir)
+        found = steps(launch(workplace, LaunchOptions(resume="auto"), **(flags | more)).run_dir)
+        shutil.rmtree(run)
+        shutil.copytree(stopped, run)
+        return found
 
-    assert steps(stopped_at_7("a")) == [4, 7]
-    assert go_on("a") == [4, 7, 12]  # 7 is what it went on from
-    shutil.rmtree(stopped_at_7("b") / "checkpoints" / "step-4")
-    assert go_on("b") == [7, 10, 12]
-    stopped_at_7("c")
-    assert go_on("c", checkpoint__keep_best="null") == [7, 12]
+    assert go_on() == [4, 7, 12]  # 7 is what it went on from
+    assert go_on(checkpoint__keep_best="null") == [7, 12]
+    shutil.rmtree(run / "checkpoints" / "step-4")
+    assert go_on() == [7, 10, 12]
 
 
 def test_a_loss_that_nothing_measures_is_refused(workplace: Path) -> None:

@@ -71,8 +71,9 @@ def test_functions_and_classes(workplace: Path) -> None:
 def test_a_run_follows_it_from_the_first_step_on(workplace: Path) -> None:
     trainings.prepare(workplace, 1)
     flags = {"schedule__kind": "custom", "schedule__use": "own.py:triangle", "schedule__options": "{top: 0.5}"}
+    flags |= {"train__duration": "6 steps", "train__global_batch_size": "2", "train__micro_batch_size": "2"}
     found = [line["lr"] for line in lines(launch(workplace, **flags).run_dir)]
-    assert found == pytest.approx([1e-3 * min(i, 18 - i) / 9 for i in range(1, 19)])
+    assert found == pytest.approx([1e-3 * min(i, 6 - i) / 3 for i in range(1, 7)])
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,14 @@ def test_they_are_those_of_the_tensors_themselves(model: Path) -> None:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(("shard", "adapter"), [("full", "full"), ("none", "lora"), ("hybrid", "full")])
+@pytest.mark.parametrize(
+    ("shard", "adapter"),
+    [
+        pytest.param("full", "full", marks=pytest.mark.slow),
+        pytest.param("none", "lora", marks=pytest.mark.slow),
+        ("hybrid", "full"),  # each process has a part, of which there are two copies
+    ],
+)
 def test_two_processes_find_those_of_one(shard: str, adapter: str, model: Path, tmp_path: Path) -> None:
     size = 4 if shard == "hybrid" else 2
 

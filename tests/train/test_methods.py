@@ -1,6 +1,8 @@
 """A loss of the user's own: its value, its figures in metrics.jsonl, its rows, and its mistakes."""
 
 import json
+import shutil
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -8,15 +10,20 @@ from typing import Any
 import pytest
 import torch
 
+from tests.caches import new_cache
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
-from tuner.config.methods import Examples
+from tests.train.synthetic import assembly_for, recipe_for, write_model
+from tuner.config.methods import CustomMethod, Examples
 from tuner.config.recipe import UNIONS
 from tuner.errors import PluginError
 from tuner.model.output_layer import LogitTransform
+from tuner.runtime.dist import RankInfo
 from tuner.setup import build
+from tuner.setup.build import Assembly
 from tuner.train.methods.method import Method, build_method
 from tuner.train.progress import CLOCKED
+from tuner.train.step import forward_backward
 
 LOSS = """
 import torch
@@ -39,11 +46,42 @@ def raises():
 """
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workplace that is copied."""
+    directory = tmp_path_factory.mktemp("prepared")
+    trainings.prepare(directory, 1)
+    (directory / "my_loss.py").write_text(LOSS)
+    return directory
+
+
 @pytest.fixture
-def workplace(tmp_path: Path) -> Path:
-    trainings.prepare(tmp_path, 1)
-    (tmp_path / "my_loss.py").write_text(LOSS)
-    return tmp_path
+def workplace(prepared: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The log of three steps with the loss that is there already."""
+    directory = tmp_path_factory.mktemp("plain")
+    trainings.prepare(directory, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TUNER_CACHE", str(new_cache(directory / "cache")))
+        return lines(launch(directory, train__stop_after="3 steps").run_dir)
+
+
+@pytest.fixture(scope="module")
+def assembly(tmp_path_factory: pytest.TempPathFactory) -> Assembly:
+    """A small training with the loss that is there already."""
+    directory = tmp_path_factory.mktemp("model")
+    write_model(directory)
+    return assembly_for(recipe_for(directory, train={"global_batch_size": 1}), [5], RankInfo())
+
+
+def forward_with(assembly: Assembly, file: Path, use: str) -> None:
+    """Build a method of a file and take its part of a step."""
+    method = build_method(CustomMethod(kind="custom", use=f"{file}:{use}"))
+    forward_backward(replace(assembly.train_state, method=method), 0, assembly.batches.step(0))
 
 
 def custom(workplace: Path, name: str, use: str, **flags: str) -> list[dict[str, Any]]:
@@ -51,21 +89,23 @@ def custom(workplace: Path, name: str, use: str, **flags: str) -> list[dict[str,
     return lines(launch(workplace, name=name, **(wanted | flags)).run_dir)
 
 
-def test_the_same_loss_trains_the_same_and_logs_its_figures(workplace: Path) -> None:
-    plain = lines(launch(workplace, name="plain", train__stop_after="3 steps").run_dir)
+def test_the_same_loss_trains_the_same_and_logs_its_figures(
+    workplace: Path, plain: list[dict[str, Any]]
+) -> None:
     own = custom(workplace, "own", "with_z_loss")
     for a, b in zip(plain, own, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
         assert 0 <= b["accuracy"] <= 1
         assert list(b)[-len(CLOCKED) :] == list(CLOCKED)
-    heavier = custom(workplace, "heavier", "with_z_loss", method__options="{weight: 0.1}")
+    heavier = custom(workplace, "heavier", "with_z_loss", method__options="{weight: 0.1}", train__stop_after="1 steps")
     assert heavier[0]["loss"] == pytest.approx(own[0]["loss"] + 0.1 * own[0]["z2"], rel=1e-5)
 
 
 def test_figures_are_means_over_the_global_batch_for_any_micro_batch(workplace: Path) -> None:
-    one = custom(workplace, "one", "with_z_loss", train__micro_batch_size="1", adapter__dropout="0")
-    two = custom(workplace, "two", "with_z_loss", train__micro_batch_size="2", adapter__dropout="0")
+    flags = {"adapter__dropout": "0", "train__stop_after": "1 steps"}
+    one = custom(workplace, "one", "with_z_loss", train__micro_batch_size="1", **flags)
+    two = custom(workplace, "two", "with_z_loss", train__micro_batch_size="2", **flags)
     assert one[0]["z2"] == pytest.approx(two[0]["z2"], rel=1e-6)
 
 
@@ -96,7 +136,14 @@ def test_prepared_rows_are_those_of_the_method_that_it_names(workplace: Path) ->
         ("with_zloss", "did you mean with_z_loss|has no with_zloss"),
     ],
 )
-def test_mistakes_are_named(workplace: Path, use: str, said: str) -> None:
+def test_mistakes_are_named(assembly: Assembly, tmp_path: Path, use: str, said: str) -> None:
+    (tmp_path / "my_loss.py").write_text(LOSS)
+    with pytest.raises(PluginError, match=said):
+        forward_with(assembly, tmp_path / "my_loss.py", use)
+
+
+@pytest.mark.parametrize(("use", "said"), [("nothing", "not a loss function"), ("clash", "the name of another")])
+def test_a_mistake_ends_a_launch(workplace: Path, use: str, said: str) -> None:
     with pytest.raises(PluginError, match=said):
         custom(workplace, "bad", use)
 
@@ -118,13 +165,7 @@ def test_an_unknown_option_is_named(workplace: Path) -> None:
 def test_evaluation_is_cross_entropy_whatever_the_loss(workplace: Path) -> None:
     flags = {"data__eval": "9 documents", "eval__samples": "0", "train__stop_after": "1 steps"}
     plain = lines(launch(workplace, name="plain", **flags).run_dir)
-    own = custom(
-        workplace,
-        "own",
-        "with_z_loss",
-        method__options="{weight: 1}",
-        **{k: v for k, v in flags.items() if "stop" not in k},
-    )
+    own = custom(workplace, "own", "with_z_loss", method__options="{weight: 1}", **flags)
     assert json.dumps(own[0]["loss"]) == json.dumps(plain[0]["loss"])
     assert torch.tensor(own[0]["loss"]).isfinite()
 
@@ -137,12 +178,13 @@ def test_the_loss_in_the_docs_trains(workplace: Path, root: Path) -> None:
     assert all("accuracy" in line for line in found)
 
 
-def test_the_method_in_the_docs_is_the_mean_over_documents(workplace: Path, root: Path) -> None:
+def test_the_method_in_the_docs_is_the_mean_over_documents(
+    workplace: Path, root: Path, plain: list[dict[str, Any]]
+) -> None:
     text = (root / "docs" / "methods.md").read_text(encoding="utf-8")
     (workplace / "my_loss.py").write_text(text.split("```python\n")[2].split("```")[0])
     own = custom(workplace, "documented", "DocumentMean")
     ours = lines(launch(workplace, name="ours", train__stop_after="3 steps", method__reduction="document").run_dir)
-    plain = lines(launch(workplace, name="plain", train__stop_after="1 steps").run_dir)
     assert [line["loss"] for line in own] == pytest.approx([line["loss"] for line in ours], rel=1e-5)
     assert [line["grad_norm"] for line in own] == pytest.approx([line["grad_norm"] for line in ours], rel=1e-4)
     assert own[0]["token_loss"] == pytest.approx(plain[0]["loss"], rel=1e-5)
@@ -193,7 +235,7 @@ class Partial:
         ("Partial", "gave a Partial, not a loss function"),
     ],
 )
-def test_mistakes_of_a_method_are_named(workplace: Path, use: str, said: str) -> None:
-    (workplace / "my_loss.py").write_text(METHODS)
+def test_mistakes_of_a_method_are_named(assembly: Assembly, tmp_path: Path, use: str, said: str) -> None:
+    (tmp_path / "my_loss.py").write_text(METHODS)
     with pytest.raises(PluginError, match=said):
-        custom(workplace, "bad", use)
+        forward_with(assembly, tmp_path / "my_loss.py", use)

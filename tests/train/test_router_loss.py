@@ -109,7 +109,7 @@ def test_recomputed_layers_have_it(model: Path, wanted: Found) -> None:
     assert wanted.off(found(assembled(model, True, train=rows))) < 1e-6
 
 
-@pytest.mark.parametrize("layout", ["full", "none"])
+@pytest.mark.parametrize("layout", ["full", pytest.param("none", marks=pytest.mark.slow)])
 def test_processes_share_it(layout: str, model: Path, wanted: Found, tmp_path: Path) -> None:
     def work(rank: int) -> None:
         rows = {"global_batch_size": 6, "micro_batch_size": 1}  # a row less than that: one process has a filler
