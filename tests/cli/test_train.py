@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +36,26 @@ def workplace(tmp_path: Path) -> Path:
     """A directory with a tiny model, rows and the recipe r.yaml (LoRA, 18 steps)."""
     trainings.prepare(tmp_path, 1)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Such a directory with a run that was stopped at step 5 of 8, and what may change of it once more in `kept`."""
+    directory = tmp_path_factory.mktemp("stopped")
+    trainings.prepare(directory, 1)
+    shorten(directory)
+    tuner(directory, "train", "r.yaml", "--train.stop_after", "5 steps", code=75)
+    shutil.copytree(directory / "runs", directory / "kept" / "runs")
+    shutil.copy(directory / "rows.jsonl", directory / "kept")
+    return directory
+
+
+@pytest.fixture
+def stopped(stopped_once: Path) -> Path:
+    """That directory as it was, in its place: a run knows where its data is."""
+    shutil.rmtree(stopped_once / "runs")
+    shutil.copytree(stopped_once / "kept", stopped_once, dirs_exist_ok=True)
+    return stopped_once
 
 
 def environment(directory: Path) -> dict[str, str]:
@@ -221,33 +242,29 @@ def test_a_dry_run_prints_the_plan_and_trains_nothing(workplace: Path) -> None:
     assert not (workplace / "runs").exists()
 
 
-def test_another_data_set_is_refused_on_resume(workplace: Path) -> None:
-    shorten(workplace)
-    tuner(workplace, "train", "r.yaml", "--train.stop_after", "5 steps", code=75)
-    rows = (workplace / "rows.jsonl").read_text()
-    (workplace / "rows.jsonl").write_text(rows.replace("ab", "ba"))
-    done = tuner(workplace, "resume", "runs/r", code=3)
+def test_another_data_set_is_refused_on_resume(stopped: Path) -> None:
+    rows = (stopped / "rows.jsonl").read_text()
+    (stopped / "rows.jsonl").write_text(rows.replace("ab", "ba"))
+    done = tuner(stopped, "resume", "runs/r", code=3)
     assert re.search(r"the data of \S*rows\.jsonl changed since .*--reset schedule,data", done.stderr, re.DOTALL)
-    (workplace / "rows.jsonl").write_text(rows)
-    tuner(workplace, "resume", "runs/r")
+    (stopped / "rows.jsonl").write_text(rows)
+    tuner(stopped, "resume", "runs/r")
 
 
-def test_two_launches_on_one_run_have_one_winner(workplace: Path) -> None:
-    shorten(workplace)
-    tuner(workplace, "train", "r.yaml", "--train.stop_after", "2 steps", code=75)
+def test_two_launches_on_one_run_have_one_winner(stopped: Path) -> None:
     held = forked.Popen(
         [sys.executable, "-c", "import sys, time; from tuner.runtime.lock import FileLock; from pathlib import Path\n"
          "with FileLock(Path('runs/r/lock')): print('held', flush=True); time.sleep(60)"],
-        cwd=workplace, env=environment(workplace), stdout=subprocess.PIPE, text=True,
+        cwd=stopped, env=environment(stopped), stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         assert held.stdout is not None
         assert held.stdout.readline() == "held\n"
-        assert str(held.pid) in tuner(workplace, "resume", "runs/r", code=4).stderr
+        assert str(held.pid) in tuner(stopped, "resume", "runs/r", code=4).stderr
     finally:
         held.kill()
         held.communicate()
-    tuner(workplace, "resume", "runs/r")
+    tuner(stopped, "resume", "runs/r")
 
 
 @pytest.mark.parametrize(
@@ -281,14 +298,13 @@ def test_a_run_without_a_final_checkpoint_is_finished_too(workplace: Path) -> No
     assert newest(workplace / "runs" / "r" / "checkpoints") is not None
 
 
-def test_a_run_is_never_started_over_silently(workplace: Path) -> None:
-    tuner(workplace, "train", "r.yaml", "--train.stop_after", "5 steps", code=75)
-    run = workplace / "runs" / "r"
+def test_a_run_is_never_started_over_silently(stopped: Path) -> None:
+    run = stopped / "runs" / "r"
     for manifest in run.glob("checkpoints/*/manifest.json"):
         manifest.write_text("{}")
     metrics = (run / "metrics.jsonl").read_text()
     for words in (["resume", "runs/r"], ["train", "r.yaml", "--resume", "auto"]):
-        assert "none of its checkpoints is valid" in tuner(workplace, *words, code=3).stderr
+        assert "none of its checkpoints is valid" in tuner(stopped, *words, code=3).stderr
     assert (run / "metrics.jsonl").read_text() == metrics
 
 
@@ -308,9 +324,8 @@ def test_prepared_data_of_another_recipe_are_refused(workplace: Path) -> None:
     assert own.returncode == 0, own.stderr
 
 
-def test_a_run_is_proven_to_go_on_exactly_in_processes_of_its_own(workplace: Path) -> None:
-    run = workplace / "runs" / "r"
-    tuner(workplace, "train", "r.yaml", "--train.stop_after", "1 steps", code=75)
-    document = json.loads(tuner(workplace, "verify-resume", str(run), "--steps", "1", "--json").stdout)
+def test_a_run_is_proven_to_go_on_exactly_in_processes_of_its_own(stopped: Path) -> None:
+    run = stopped / "runs" / "r"
+    document = json.loads(tuner(stopped, "verify-resume", str(run), "--steps", "1", "--json").stdout)
     assert document["artifacts"] == {"path": str(run)}
-    assert (document["metrics"]["from_step"], document["metrics"]["steps"]) == (1, 2)
+    assert (document["metrics"]["from_step"], document["metrics"]["steps"]) == (5, 2)
