@@ -15,7 +15,8 @@ FAST = ("tests/data/encoding/test_fast.py",)
 PREPARE = ("tests/data/building/test_changed.py",)
 MODEL = ("tests/model",)
 TRAIN = ("tests/train",)
-RANKS = ("tests/parallel",)
+FSDP = ("tests/parallel/test_fsdp.py",)
+REPLICAS = ("tests/parallel/test_replicas.py",)
 PROFILE = ("tests/profile",)
 EXPORT = ("tests/export",)
 FAULTS = ("tests/faults/test_saves.py",)
@@ -624,14 +625,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "parallel.fsdp.shard",
         "A.set_gradient_divide_factor(1.0)",
         "",
-        RANKS,
+        FSDP,
     ),
     Mutant(
         "parallel-buffers-left-out",
         "parallel.fsdp._tensors",
         "[*A.named_parameters(), *A.named_buffers()]",
         "[*A.named_parameters()]",
-        RANKS,
+        FSDP,
     ),
     # One optimizer step at a time.
     Mutant(
@@ -1130,8 +1131,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("tiles-draws", "model.tiles._replay", "torch.set_rng_state(A)", "pass", MODEL),
     Mutant("tiles-unproven", "model.tiles._why_not", "A <= B", "True", MODEL),
     # Health and internals.
-    Mutant("replicas-sums-without-places", "parallel.replicas.chunk_sums", "A * weights[: len(B)]", "A", RANKS),
-    Mutant("replicas-shards-mixed", "parallel.replicas.Copy.of", "A * mesh.size(B) + C[B]", "C[B] * 0", RANKS),
+    Mutant("replicas-sums-without-places", "parallel.replicas.chunk_sums", "A * weights[: len(B)]", "A", REPLICAS),
+    Mutant("replicas-shards-mixed", "parallel.replicas.Copy.of", "A * mesh.size(B) + C[B]", "C[B] * 0", REPLICAS),
     Mutant(
         "internals-counted-by-each",
         "train.internals.StepWatch._share",
