@@ -9,7 +9,7 @@ from tuner.errors import DataError, RecipeError
 from tuner.ladder.fit import Estimate, Fit, Settings
 from tuner.ladder.held_out import HeldOut, compared, fit_widened
 from tuner.ladder.law import NEEDED_SIZES, Form, Size, form_of, sizes_of
-from tuner.ladder.points import LOSS, Point, by_rung, short, with_figure
+from tuner.ladder.points import LOSS, Point, by_rung, require_figure, short, with_figure
 from tuner.ladder.score import ScoreFit, fit_score
 
 FAR = 10.0
@@ -61,6 +61,8 @@ def forecast(points: Sequence[Point], question: Question) -> Forecast:
     if target is not None:
         _require_on_line(form_of(decayed), target)
         notes += _far(decayed, target)
+    for figure in question.scores:
+        require_figure(rest, figure)  # a misspelt one is said before the fit, which takes seconds
     widened = fit_widened(decayed, question.loss, question.settings, NEEDED_SIZES)
     loss = None if target is None else widened.fit.predict([target])[0]
     scores, predicted = [], {}
