@@ -100,6 +100,21 @@ def test_the_next_save_and_a_stop_wait_for_the_one_before(workplace: Path, monke
     assert stopped.checkpoint == stopped.run_dir / "checkpoints" / "step-6"
 
 
+def test_a_run_that_saves_nothing_at_its_end_waits_for_the_last_save(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = storage._write_shard
+
+    def late(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.5)
+        return real(*args)
+
+    monkeypatch.setattr(storage, "_write_shard", late)
+    done = launch(workplace, **BESIDE | {"train__duration": "5 steps", "checkpoint__at_end": "false"})
+    assert done.checkpoint == done.run_dir / "checkpoints" / "step-4"
+
+
 def test_a_failed_save_ends_the_run_at_the_next_step_with_its_own_error(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
