@@ -63,6 +63,11 @@ def test_spikes_are_those_of_the_last_128_steps_by_numpy() -> None:
     assert [i for i, skip in enumerate(found) if skip] == [200, 300, 350]
 
 
+def test_nothing_is_a_spike_before_there_is_a_whole_window() -> None:
+    values = [(3.0, 1.0)] * (WINDOW - 1) + [(30.0, 1.0)]
+    assert not any(skip for skip, _ in judged(Guard(CPU, spike_sigmas=3.0), values))
+
+
 def test_a_restored_guard_goes_on_as_the_first_would_have() -> None:
     rng = np.random.default_rng(1)
     values = [tuple(v) for v in rng.normal(3.0, 0.5, (300, 2)) + (rng.random((300, 1)) > 0.97) * 4.0]

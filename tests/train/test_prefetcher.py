@@ -50,3 +50,10 @@ def test_the_first_batch_again_and_again() -> None:
     batches: Any = Recorded()
     with Prefetcher(batches, 7, 10, first_only=True) as feed:
         assert [feed.next() for _ in range(3)] == ["step 0"] * 3
+
+
+def test_it_begins_again_with_other_steps() -> None:
+    with Prefetcher(Recorded(), 0, 1) as feed:  # type: ignore[arg-type]
+        assert feed.next() == "step 0"
+        feed.restart(4, 6)
+        assert [feed.next(), feed.next()] == ["step 4", "step 5"]
