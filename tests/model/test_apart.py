@@ -43,6 +43,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "llama": tiny_config("llama"),
 }
+CALLED = ("mamba", "llama")
+"""Those that are taken document by document in each run of the tests: it is the class's own forward."""
 WHY = {"bart": "numbers tokens by their place in the row", "bloom": "has attention of its own"}
 
 
@@ -69,8 +71,14 @@ def gradients(root: CausalLM) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in root.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("route", ["batch", "calls"])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "route"),
+    [
+        pytest.param(kind, route, marks=pytest.mark.slow if route == "calls" and kind not in CALLED else ())
+        for kind in CONFIGS
+        for route in ("batch", "calls")
+    ],
+)
 def test_documents_apart_are_those_that_the_plain_model_computes_alone(kind: str, route: Route, tmp_path: Path) -> None:
     root = root_of(kind, tmp_path)
     plain = plainly(tmp_path, root)

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*context_fn"),
 ]
 TOKENS, LONGEST = 96, 64
-PACKINGS, WARM_UP = 12, 2
+PACKINGS, WARM_UP = 8, 2
 LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 DORA = LoraSpec(4, 8.0, 0.0, "all-linear", use_dora=True)
 

@@ -62,7 +62,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Torch:
 
 def use(kind: str, generation: int, **changes: Any) -> str:
     config = config_of(kind)
-    for name, value in changes.items():
+    for name, value in {"num_attention_heads": 2, "num_key_value_heads": 1, **changes}.items():
         setattr(config, name, value)
     with traced_for("cuda", generation=generation):
         use_flash_version(config, CPU)
@@ -115,7 +115,7 @@ def test_what_is_wrong_or_fails_is_not_used_and_that_is_said(
 
 def test_layers_of_several_kinds_are_told_apart(there: Torch) -> None:
     """Gemma 4's layers with a window have heads of 256 channels, the others of 512; a model without heads has none."""
-    config = Gemma4TextConfig()
+    config = Gemma4TextConfig(num_attention_heads=2, num_key_value_heads=1)
     assert {heads.widest for heads in Heads.of(config)} == {256, 512}
     words = "tuner's Triton kernel: heads have 512 channels"
     assert set(kernel_and_reason(config, 8, "bf16", is_here=False).split("; ")) == {"flash attention 2", words}

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fixtures import forked
+
 ROOT = Path(__file__).resolve().parents[2]
 COMPARE = """
 import json, sys, torch
@@ -47,13 +49,9 @@ print(json.dumps(found))
 
 
 def differences(device: str, **env: str) -> list[float]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPARE, device],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-    )
+    words = [sys.executable, "-W", "ignore", "-c", COMPARE, device]
+    run = forked.run if device == "cpu" else subprocess.run
+    done = run(words, check=False, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **env})
     assert done.returncode == 0, done.stderr
     return [float(item) for item in json.loads(done.stdout.splitlines()[-1])]
 

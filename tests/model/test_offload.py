@@ -64,8 +64,19 @@ def gradients_of(root: CausalLM) -> torch.Tensor:
     return gradient(root)
 
 
-@pytest.mark.parametrize("level", ["selective", "full"])
-@pytest.mark.parametrize(("kind", "lora"), [("llama", None), ("llama", LORA), ("gpt2", None), ("qwen3-moe", None)])
+@pytest.mark.parametrize(
+    ("kind", "lora", "level"),
+    [
+        ("llama", None, "full"),
+        ("llama", LORA, "selective"),
+        ("gpt2", None, "full"),
+        ("qwen3-moe", None, "selective"),
+        pytest.param("llama", None, "selective", marks=pytest.mark.slow),
+        pytest.param("llama", LORA, "full", marks=pytest.mark.slow),
+        pytest.param("gpt2", None, "selective", marks=pytest.mark.slow),
+        pytest.param("qwen3-moe", None, "full", marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_are_the_same_bits(kind: str, lora: LoraSpec | None, level: Level, tmp_path: Path) -> None:
     expected = gradients_of(root_for(kind, tmp_path, lora))
     root, inputs = offloaded(kind, tmp_path, level, lora)

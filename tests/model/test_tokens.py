@@ -18,7 +18,12 @@ from tuner.model.tokens import TrainableTokens
 from tuner.model.trainable import TrainableSpec
 
 GROWN, ROOM = range(VOCAB, VOCAB + 3), range(VOCAB - 3, VOCAB)
-CASES = [(family, GROWN) for family in FAMILIES] + [("llama", ROOM), ("gpt2", ROOM)]
+ENDS = [("llama", False, GROWN), ("gemma3", True, GROWN), ("phi", False, GROWN), ("gpt2", True, GROWN)]
+ENDS += [("llama", True, GROWN), ("llama", True, ROOM), ("gpt2", False, ROOM)]
+"""Families whose embeddings or output layers have a scale, a bias or names of their own; all others' are Llama's."""
+OTHERS = [(family, tied, GROWN) for family in FAMILIES for tied in (True, False)]
+OTHERS += [(family, tied, ROOM) for family in ("llama", "gpt2") for tied in (True, False)]
+CASES = [*ENDS, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS if case not in ENDS)]
 LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_check")
 
@@ -40,8 +45,7 @@ def ends(model: PreTrainedModel) -> list[torch.Tensor]:
     return [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
 
 
-@pytest.mark.parametrize(("family", "new_ids"), CASES)
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("family", "tied", "new_ids"), CASES)
 def test_full_training_begins_with_the_mean(tmp_path: Path, family: str, tied: bool, new_ids: range) -> None:
     base = family_model(family, tied)
     model = built(tmp_path, (family, tied), new_ids, TrainableSpec(new_ids=new_ids))
@@ -64,8 +68,7 @@ def test_full_training_begins_with_the_mean(tmp_path: Path, family: str, tied: b
     assert len(trained_parameters(CausalLM(model))) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize(("family", "new_ids"), CASES)
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("family", "tied", "new_ids"), CASES)
 def test_rows_alone_are_trained_as_in_the_whole_weight(tmp_path: Path, family: str, tied: bool, new_ids: range) -> None:
     """Beside an adapter: the same values and gradients as with the rows inside weights that are trained whole."""
     whole = built(tmp_path, (family, tied), new_ids, TrainableSpec(new_ids=new_ids))

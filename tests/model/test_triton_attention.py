@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures import forked
+
 ROOT = Path(__file__).resolve().parents[2]
 # Heads of queries and of keys, channels of keys and of values, documents, window, cap. Documents end inside a block and
 # at its end; windows are shorter than a block, as long as one, and longer than a document.
@@ -53,13 +55,9 @@ print(json.dumps(found))
 
 
 def differences(device: str, types: str, **env: str) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPARE, device, types, json.dumps(CASES)],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-    )
+    words = [sys.executable, "-W", "ignore", "-c", COMPARE, device, types, json.dumps(CASES)]
+    run = forked.run if device == "cpu" else subprocess.run
+    done = run(words, check=False, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **env})
     assert done.returncode == 0, done.stderr
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -1,5 +1,6 @@
 """The compiled kernel gives plain masked attention, in value and gradients, whatever the layout and the threads."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from tuner.model.native.attention import native_attention
 
 CPU = torch.device("cpu")
 LENGTHS = [(1,), (40,), (5, 40, 1, 23), (130, 300, 64, 65, 1)]
+WINDOWS, WIDTHS = (0, 1, 20, 150), ((32, 32), (8, 6), (20, 48), (80, 16))
+OF_BLOCKS = [*zip(WINDOWS, WIDTHS, strict=True), (0, (8, 6)), (150, (32, 32))]
+"""Windows and widths that documents of several blocks are taken with."""
 
 
 def plain(leaves: list[torch.Tensor], lengths: tuple[int, ...], window: int, scale: float) -> torch.Tensor:
@@ -38,9 +42,13 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm().clamp_min(1e-12))
 
 
-@pytest.mark.parametrize("widths", [(32, 32), (8, 6), (20, 48), (80, 16)])
-@pytest.mark.parametrize("window", [0, 1, 20, 150])
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(
+    ("lengths", "window", "widths"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case[0] == LENGTHS[-1] and case[1:] not in OF_BLOCKS else ())
+        for case in product(LENGTHS, WINDOWS, WIDTHS)
+    ],
+)
 def test_equals_plain(lengths: tuple[int, ...], window: int, widths: tuple[int, int]) -> None:
     for dtype, allowed in ((torch.float32, 1e-6), (torch.bfloat16, 8e-3)):
         leaves = inputs(sum(lengths), dtype, widths)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.fixtures import forked
 from tests.model.quantize import drawn
 from tuner.model.native import library
 from tuner.model.quantize.codes import Kind, dequantize, quantize
@@ -88,7 +89,8 @@ def test_the_operation_makes_the_weight_and_is_predicted_without_numbers() -> No
 def wrong_in_triton(device: str, **env: str) -> object:
     command = [sys.executable, "-W", "ignore", "-c", IN_TRITON, device, json.dumps(IN_INTERPRETER if env else SHAPES)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **env}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    run = forked.run if device == "cpu" else subprocess.run
+    done = run(command, check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
