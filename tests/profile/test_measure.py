@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,9 @@ from tuner.train.guard import WINDOW
 SINGLE = RankInfo(0, 1, 0, 1)
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    write_base(tmp_path / "base", "qwen3")
+def write_recipe(directory: Path) -> Path:
+    """Forty chats, a tiny model and a recipe of both; returns the recipe."""
+    write_base(directory / "base", "qwen3")
     rows = [
         {
             "messages": [
@@ -42,12 +44,29 @@ def recipe(tmp_path: Path) -> Path:
         }
         for i in range(40)
     ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "r.yaml").write_text(
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "r.yaml").write_text(
         "version: 1\nmodel: {name_or_path: base}\ndata: {train: rows.jsonl, max_length: 32}\n"
         "train: {duration: 2 epochs, global_batch_size: 4, micro_batch_size: 2, precision: fp32, device: cpu}\n"
     )
-    return tmp_path / "r.yaml"
+    return directory / "r.yaml"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe that tests measure and change nothing of."""
+    return write_recipe(tmp_path_factory.mktemp("measured"))
+
+
+@pytest.fixture(scope="module")
+def once(shared: Path) -> Callable[..., Measurement]:
+    """Measures the shared recipe with these flags, for all tests that look at it once."""
+    return cache(lambda **flags: measured(shared, **flags))
 
 
 def measured(recipe: Path, limit: int | None = None, output: Path | None = None, **flags: str) -> Measurement:
@@ -60,11 +79,11 @@ def measured(recipe: Path, limit: int | None = None, output: Path | None = None,
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the tracer's own
 @pytest.mark.parametrize("adapter", ["none", "lora"])
-def test_parts_are_those_of_the_model(recipe: Path, adapter: str) -> None:
-    report = measured(recipe, adapter__kind=adapter)
+def test_parts_are_those_of_the_model(shared: Path, once: Callable[..., Measurement], adapter: str) -> None:
+    report = once() if adapter == "none" else once(adapter__kind=adapter)
     from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_pretrained(recipe.parent / "base", dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(shared.parent / "base", dtype=torch.float32)
     buffers = sum(b.numel() * b.element_size() for b in base.buffers())
     size = sum(p.numel() * 4 for p in base.parameters())
     tensors, guard = len(list(base.parameters())), 8 * (2 * WINDOW + 2)
@@ -83,11 +102,11 @@ def test_parts_are_those_of_the_model(recipe: Path, adapter: str) -> None:
     assert sum(holding.bytes for holding in memory.largest) == memory.peak_bytes
     assert [phase for phase, _ in memory.marks] == ["forward", "backward"] * 2 + ["optimizer"]
     assert report.fits and report.text().startswith("peak ") and "fits in" in report.text()
-    assert not (recipe.parent / "runs").exists()
+    assert not (shared.parent / "runs").exists()
 
 
-def test_activations_are_found_in_the_modules_that_made_them(recipe: Path) -> None:
-    plain, again = measured(recipe), measured(recipe, train__gradient_checkpointing="full")
+def test_activations_are_found_in_the_modules_that_made_them(once: Callable[..., Measurement]) -> None:
+    plain, again = once(), once(train__gradient_checkpointing="full")
     kept = {one.owner: one.bytes for one in plain.memory.largest if one.part == "activations"}
     assert kept["model.layers.0.mlp.gate_proj"] > 0
     assert again.memory.phases["forward"] < plain.memory.phases["forward"]
@@ -120,8 +139,8 @@ def test_compiled_layers_are_recorded_as_they_train(recipe: Path, monkeypatch: p
     assert 0 < kept[1] < kept[0]
 
 
-def test_rates(recipe: Path) -> None:
-    report = measured(recipe)
+def test_rates(once: Callable[..., Measurement]) -> None:
+    report = once()
     rates = report.rates
     assert report.step_s == pytest.approx(sum(report.times.values())) and set(report.times) == set(TIMES)
     assert all(seconds > 0 for seconds in report.times.values())
@@ -136,22 +155,25 @@ def test_rates(recipe: Path) -> None:
     assert json.dumps(passed_on.as_json()) == json.dumps(report.as_json())
 
 
-def test_state_of_other_optimizers_is_counted_under_their_names(recipe: Path) -> None:
+def test_state_of_other_optimizers_is_counted_under_their_names(
+    once: Callable[..., Measurement], tmp_path: Path
+) -> None:
     """Momentum is one number a weight; one of the user's own allocates it in its first step."""
-    (recipe.parent / "own.py").write_text("from torch.optim import SGD\n")
-    whole = measured(recipe).memory.parts["optimizer"]
-    sgd = measured(recipe, optimizer__kind="sgd", optimizer__lr="0.1")
-    flags = {"optimizer__use": f"{recipe.parent}/own.py:SGD", "optimizer__options": "{momentum: 0.9}"}
-    own = measured(recipe, optimizer__kind="custom", optimizer__lr="0.1", **flags)
+    (tmp_path / "own.py").write_text("from torch.optim import SGD\n")
+    whole = once().memory.parts["optimizer"]
+    sgd = once(optimizer__kind="sgd", optimizer__lr="0.1")
+    flags = {"optimizer__use": f"{tmp_path}/own.py:SGD", "optimizer__options": "{momentum: 0.9}"}
+    own = once(optimizer__kind="custom", optimizer__lr="0.1", **flags)
     assert sgd.memory.parts["optimizer"] == own.memory.parts["optimizer"] == pytest.approx(whole / 2, rel=0.02)
     assert "optimizer " in sgd.text() and "optimizer " in own.text()
 
 
-def test_a_cap_on_counted_bytes_is_examined_where_it_is_passed(recipe: Path) -> None:
-    report = measured(recipe)
+def test_a_cap_on_counted_bytes_is_examined_where_it_is_passed(shared: Path, once: Callable[..., Measurement]) -> None:
+    once()  # the first of a process holds a little besides
+    report = measured(shared)
     cap = report.memory.peak_bytes - 1
     assert report.shortage is None
-    capped = measured(recipe, limit=cap)
+    capped = measured(shared, limit=cap)
     short = capped.shortage
     assert short is not None and not capped.fits and capped.memory.peak_bytes == cap + 1
     assert short.line().startswith("out of memory in the step with the longest row, judged against")
@@ -161,8 +183,8 @@ def test_a_cap_on_counted_bytes_is_examined_where_it_is_passed(recipe: Path) -> 
     assert short.hint().startswith("--train.micro_batch_size 1 fits")
     passed_on = MEASURED.validate_python(MEASURED.dump_python(Measured(1, capped), mode="json")).found
     assert passed_on is not None and passed_on.shortage == short
-    assert measured(recipe, limit=cap, train__micro_batch_size="1").fits
-    none = measured(recipe, limit=1000).shortage
+    assert measured(shared, limit=cap, train__micro_batch_size="1").fits
+    none = measured(shared, limit=1000).shortage
     assert none is not None and "optimizer of model.layers.*.mlp" in none.line()
     assert "take a device with more memory" in none.hint()
     with pytest.raises(RecipeError, match="at least one"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.caches import new_cache
-from tests.profile.test_watch import launch, workplace  # noqa: F401 - a fixture
+from tests.profile.test_watch import launch, place, workplace  # noqa: F401 - fixtures
 from tuner.errors import MemoryLimitError
 from tuner.profile import watch
 from tuner.train import loop

@@ -23,13 +23,20 @@ from tuner.train.guard import WINDOW
 FLAGS = {"train.duration": "4 steps", "checkpoint.every": "never", "train.micro_batch_size": "4"}
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe without an adapter, in which every test trains under names of its own."""
+    found = tmp_path_factory.mktemp("trained")
+    trainings.prepare(found, 1)
+    lines = (found / "r.yaml").read_text().splitlines(keepends=True)
+    (found / "r.yaml").write_text("".join(line for line in lines if not line.startswith("adapter")))
+    return found
+
+
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TUNER_CACHE", str(new_cache(tmp_path / "cache")))
-    trainings.prepare(tmp_path, 1)
-    lines = (tmp_path / "r.yaml").read_text().splitlines(keepends=True)
-    (tmp_path / "r.yaml").write_text("".join(line for line in lines if not line.startswith("adapter")))
-    return tmp_path
+def workplace(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TUNER_CACHE", str(new_cache(place / "cache")))
+    return place
 
 
 def launch(directory: Path, name: str, **flags: str) -> Path:
@@ -91,7 +98,7 @@ def test_a_failing_profile_is_a_warning(
 
     whole = getattr(StepRecorder, broken)
     monkeypatch.setattr(StepRecorder, broken, lambda self, *rest: (whole(self, *rest), fail())[1])
-    run = launch(workplace, broken, profile__steps="[2]")
+    run = launch(workplace, f"broken-{broken}", profile__steps="[2]")
     err = capfd.readouterr().err
     assert "the recording could not be" in err and "OSError: no space; training continues" in err
     assert json.loads((run / "run.json").read_text())["status"] == "finished"
@@ -116,8 +123,8 @@ def test_a_step_that_fails_leaves_no_recording_behind(workplace: Path, monkeypat
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_recorded_step_on_a_gpu_has_the_allocators_history(workplace: Path) -> None:
-    plain = launch(workplace, "plain", train__device="cuda", train__compile="false")
-    run = launch(workplace, "recorded", train__device="cuda", train__compile="false", profile__steps="[2]")
+    plain = launch(workplace, "plain-gpu", train__device="cuda", train__compile="false")
+    run = launch(workplace, "recorded-gpu", train__device="cuda", train__compile="false", profile__steps="[2]")
     assert trainings.outcome(run) == trainings.outcome(plain)
     found = json.loads((run / "profile" / "memory-step-2-rank0.json").read_text())
     assert found["peak_bytes"] == sum(found["peak_parts"].values())
