@@ -182,7 +182,10 @@ def test_answers_that_are_compared_get_their_method(
         assert load_recipe(tmp_file(tmp_path, text)).recipe.method.kind == "dpo"
 
 
-@pytest.mark.parametrize(("count", "words", "steps"), [(400, 30, FEW_STEPS), (700, 60, FEW_STEPS), (20, 3, 1)])
+@pytest.mark.parametrize(
+    ("count", "words", "steps"),
+    [(400, 30, FEW_STEPS), pytest.param(700, 60, FEW_STEPS, marks=pytest.mark.slow), (20, 3, 1)],
+)
 def test_what_is_chosen_gives_enough_steps_where_the_data_allow(
     count: int, words: int, steps: int, model: str, tmp_path: Path
 ) -> None:

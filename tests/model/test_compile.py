@@ -85,7 +85,7 @@ def traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ("level", "lora"),
     [
         pytest.param("none", None, marks=pytest.mark.slow),
-        ("selective", None),
+        pytest.param("selective", None, marks=pytest.mark.slow),
         pytest.param("full", None, marks=pytest.mark.slow),
         ("none", LORA),
         pytest.param("full", LORA, marks=pytest.mark.slow),
@@ -101,9 +101,8 @@ def test_no_packing_compiles_anew(level: str, lora: LoraSpec | None, tmp_path: P
 
 
 @pytest.mark.usefixtures("traced_alone")
-@pytest.mark.parametrize(
-    "kind", ["qwen3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gpt2", "gemma3", "mistral"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma3", "mistral"])
 def test_no_packing_compiles_anew_in_other_architectures(kind: str, tmp_path: Path) -> None:
     check(root_for(kind, tmp_path), root_for(kind, tmp_path), Padding(TOKENS, LONGEST))
 

@@ -42,14 +42,14 @@ def no_calls() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("kind", "level", "lora"),
     [
-        ("llama", "none", None),
+        pytest.param("llama", "none", None, marks=pytest.mark.slow),
         ("llama", "selective", LORA),
         ("gemma3", "full", LORA),
         ("mistral", "selective", None),
         ("deepseek", "selective", None),
-        ("deepseek", "full", None),
+        pytest.param("deepseek", "full", None, marks=pytest.mark.slow),
         ("narrow", "none", None),
-        ("gpt_oss", "none", None),
+        pytest.param("gpt_oss", "none", None, marks=pytest.mark.slow),
         ("gpt_oss", "selective", LORA),
     ],
 )

@@ -75,8 +75,17 @@ def test_gradients_are_the_plain_models(family: str, tmp_path: Path) -> None:
     assert relative(gradients_of(tiled(root)), expected) < 1e-6
 
 
-@pytest.mark.parametrize("level", ["none", "selective", "full"])
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize(
+    ("level", "native"),
+    [
+        ("none", False),
+        ("selective", True),
+        ("full", False),
+        ("full", True),
+        pytest.param("none", True, marks=pytest.mark.slow),
+        pytest.param("selective", False, marks=pytest.mark.slow),
+    ],
+)
 def test_with_every_level_and_kernels_and_offload(level: Level, native: bool, tmp_path: Path) -> None:
     expected = gradients_of(root_for("llama", tmp_path, LORA))
     root = root_for("llama", tmp_path, LORA)

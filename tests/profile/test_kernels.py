@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn.attention import varlen
 
 from tests.fixtures.predict_cases import BF16, Case
 from tests.fixtures.predict_counted import resolved_case
+from tuner.profile import kernels
 from tuner.profile.fakes import cuda_stand_in
 from tuner.profile.kernels import grouped_product, keeps_number, scratch_bytes
 from tuner.profile.tracing import trace_step
@@ -33,8 +35,24 @@ def test_scratch_space_is_asked_of_the_kernel_for_bf16_on_a_cpu_alone() -> None:
     assert scratch_bytes(MM, half, "cuda") == scratch_bytes(torch.ops.aten.mul.Tensor, half, "cpu") == 0
     found = scratch_bytes(MM, half, "cpu")
     assert found == scratch_bytes(MM, half, "cpu") >= 0
-    large = torch.empty(1 << 20, 1 << 14, dtype=torch.bfloat16, device="meta")
-    assert scratch_bytes(MM, (large, large.T), "cpu") < 64 << 20
+    wide = torch.empty(1 << 20, 8, dtype=torch.bfloat16, device="meta")
+    assert scratch_bytes(MM, (wide, wide.T), "cpu") < 64 << 20
+
+
+def test_products_that_are_asked_for_are_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def ask(func: Any, layouts: Any) -> int:
+        asked.append(layouts)
+        return 0
+
+    monkeypatch.setattr(kernels, "_asked", ask)
+    for columns, side in ((8, 8192), (1 << 14, 2048)):
+        large = torch.empty(1 << 20, columns, dtype=torch.bfloat16, device="meta")
+        assert scratch_bytes(MM, (large, large.T), "cpu") == 0
+        (first, _), (second, _) = asked.pop()
+        assert (first, second) == ((side, min(side, columns)), (min(side, columns), side))
+        assert side * min(side, columns) * side <= kernels._ASKED
 
 
 def test_gloo_gathers_into_a_buffer_of_its_own_and_reduces_a_copy() -> None:

@@ -99,7 +99,7 @@ def test_never_more_rows_than_best_fit_or_first_fit_nor_fewer_than_the_bound(len
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(12, 20))
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=7), st.integers(12, 20))
 def test_the_bound_holds_for_every_packing_there_is(lengths: list[int], capacity: int) -> None:
     fewest = fewest_rows(lengths, capacity)
     assert lower_bound(counts_of(lengths, capacity)) <= fewest <= len(records_of(lengths, capacity))

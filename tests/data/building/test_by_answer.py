@@ -116,6 +116,7 @@ def test_rows_of_one_document_are_held_out_as_documents(documents: list[list[int
     assert np.array_equal(numbered, hold_out(table, split, seed))
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_changes_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuner.data.building.documents.BUNDLE_BYTES", 1)
     monkeypatch.setattr("tuner.data.building.spec.MANY_BYTES", 1)

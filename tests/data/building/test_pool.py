@@ -197,8 +197,17 @@ finally:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("pause", [0.05, 60.0], ids=["between", "within"])
+@pytest.mark.parametrize(
+    ("number", "pause"),
+    [
+        (signal.SIGKILL, 0.05),
+        (signal.SIGKILL, 60.0),
+        (signal.SIGTERM, 60.0),
+        (signal.SIGINT, 60.0),
+        pytest.param(signal.SIGTERM, 0.05, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 0.05, marks=pytest.mark.slow),
+    ],
+)
 def test_no_worker_outlives_its_parent(tmp_path: Path, number: signal.Signals, pause: float) -> None:
     script = tmp_path / "script.py"
     script.write_text(PARENT)
