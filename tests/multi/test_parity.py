@@ -183,6 +183,7 @@ def test_gradients_that_overflow_on_one_rank_leave_out_the_update_of_all(found: 
     assert [figures["loss_scale"] for figures in other["figures"]] == [65536.0, 65536.0, 32768.0]
     assert other["skipped"] == [False, True, False] and one["skipped"] == [False] * 3
     assert largest_relative(one["loss"], other["loss"]) <= 1e-5, "the forward pass is not touched"
+    assert largest_relative(one["grad_norm"][::2], other["grad_norm"][::2]) <= 1e-4, "it is that of all shards"
     for step in (0, 2):
         expected, got = gradients(found, "fp16: one", step), gradients(found, OVERFLOW, step)
         assert (got - expected).norm() <= 1e-2 * expected.norm(), step
