@@ -14,11 +14,11 @@ SKELETONS = ("tests/data/encoding/test_template_layout.py",)
 FAST = ("tests/data/encoding/test_fast.py",)
 PREPARE = ("tests/data/building/test_changed.py",)
 MODEL = ("tests/model",)
-TRAIN = ("tests/train",)
+STEP = ("tests/train/test_step.py",)
 FSDP = ("tests/parallel/test_fsdp.py",)
 REPLICAS = ("tests/parallel/test_replicas.py",)
 PROFILE = ("tests/profile",)
-EXPORT = ("tests/export",)
+EXPORT = ("tests/export/test_export.py",)
 FAULTS = ("tests/faults/test_saves.py",)
 NATIVE = ("tests/model/native",)
 ROWS = ("tests/train/test_row_adamw.py",)
@@ -252,7 +252,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "data.batches.GlobalBatches.step",
         "A.trained_per_row",
         "A.tokens_per_row",
-        BATCHES + TRAIN,
+        BATCHES + STEP,
     ),
     Mutant(
         "data-filler-trains",
@@ -640,14 +640,14 @@ MUTANTS: tuple[Mutant, ...] = (
         "train.step.forward_backward",
         "loss = A.loss(B)",
         "loss = A.loss({name: B[name] / len(batches.micro) for name in B})",
-        TRAIN,
+        STEP,
     ),
     Mutant(
         "train-no-clipping",
         "train.step.optimizer_step",
         "A.optimizer.step(B, C)",
         "A.optimizer.step(B)",
-        TRAIN,
+        STEP,
     ),
     Mutant(
         "rows-bias-by-the-run",
@@ -745,28 +745,28 @@ MUTANTS: tuple[Mutant, ...] = (
         "train.guard.Guard.judge",
         "A = B | shut",
         "A = B",
-        TRAIN,
+        STEP,
     ),
     Mutant(
         "train-spikes-from-half-a-window",
         "train.guard.Guard._is_spike",
         "A >= WINDOW",
         "A >= WINDOW // 2",
-        TRAIN,
+        ("tests/train/test_guard.py",),
     ),
     Mutant(
         "train-feed-swallows-the-next",
         "train.prefetcher.Prefetcher.next",
         "self._ahead = None",
         "self._ahead = current",
-        TRAIN,
+        ("tests/train/test_prefetcher.py",),
     ),
     Mutant(
         "train-dropout-repeats",
         "train.step.forward_backward",
         "_mixed(A, B, C, D)",
         "_mixed(A, C, D)",
-        TRAIN,
+        STEP,
     ),
     Mutant(
         "train-divergence-of-one-rank",
@@ -808,21 +808,21 @@ MUTANTS: tuple[Mutant, ...] = (
         "run.loop.train_loop",
         "A.factor(B + 1)",
         "A.factor(B)",
-        TRAIN,
+        ("tests/train/test_custom_schedules.py",),
     ),
     Mutant(
         "train-decay-on-norms",
         "train.optimizer.group_parameters",
         "A if is_matrix(...) else 0.0",
         "A",
-        TRAIN,
+        STEP,
     ),
     Mutant(
         "train-resume-forgets-updates",
         "run.state.restore",
         "A.set_step_count(B)",
         "",
-        TRAIN,
+        ("tests/train/test_compact_adamw.py",),
     ),
     Mutant(
         "host-update-before-gradients",
@@ -901,21 +901,21 @@ MUTANTS: tuple[Mutant, ...] = (
         "model.low_rank.LowRank.added_to",
         "A.float() + B * C.scale",
         "A.float() - B * C.scale",
-        EXPORT,
+        ("tests/export/test_mixtures.py",),
     ),
     Mutant(
         "export-damage-unseen",
         "export.tensors._Chunks._check",
         "A.hexdigest() != B.sha256",
         "not A.hexdigest()",
-        EXPORT,
+        ("tests/export/test_tensors.py",),
     ),
     Mutant(
         "export-first-rows-again",
         "export.tensors._Chunks._fill",
         "A if self._entry.shape else 0",
         "0",
-        EXPORT,
+        ("tests/export/test_tensors.py",),
     ),
     Mutant(
         "export-any-logits-pass",
@@ -1138,11 +1138,15 @@ MUTANTS: tuple[Mutant, ...] = (
         "train.internals.StepWatch._share",
         "sum_of_squares([A]) / B",
         "sum_of_squares([A])",
-        TRAIN,
+        ("tests/train/test_internals.py",),
     ),
     Mutant("observe-later-keys", "model.observe.largest_logit", "A <= places[:, None]", "A == A", MODEL),
     Mutant(
-        "diverging-where-all-grow", "train.diverging.Divergence._of_figure", "FACTOR * max(A, 1.0)", "FACTOR", TRAIN
+        "diverging-where-all-grow",
+        "train.diverging.Divergence._of_figure",
+        "FACTOR * max(A, 1.0)",
+        "FACTOR",
+        ("tests/train/test_diverging.py",),
     ),
     Mutant("health-saves-unchecked", "run.tasks.save.SaveTask._save", "self._saver.verify()", "pass", HEALTH),
     # Early ends, steps left out, averages, what is looked into, cores.
