@@ -64,15 +64,8 @@ def test_a_run_stopped_anywhere_ends_as_an_unbroken_one(
     assert [(e["name"], e["first_step"], e["last_step"]) for e in made.entries(result.run_dir)] == [
         ("a", 0, 2), ("b", 2, 5), ("c", 5, 7),
     ]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_each_window_has_an_order_of_its_own(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = made.Trained(monkeypatch)
-    made.launch(work)
-    order = [text[1:].split(" ")[0] for step in (0, 1, 5, 6) for text in trained.steps[step]]
-    assert sorted(order[:8]) == sorted(order[8:])
-    assert order[:8] != order[8:]
+    first_of_a, first_of_c = ({text[1:].split(" ")[0] for text in trained.steps[step]} for step in (0, 5))
+    assert len(first_of_a) == len(first_of_c) == 4 and first_of_a != first_of_c, "each has an order of its own"
 
 
 @pytest.mark.slow
