@@ -1,10 +1,11 @@
 """Plant known faults in `tuner/`, one at a time in a copy of the tree, and count those that the tests catch.
 
-    python tools/mutants.py [--only NAME ...] [--workers N] [--list]
+    python tools/mutants.py [--only NAME ...] [--workers N] [--fast] [--list]
 
 Each fault of `tools/mutants_table.py` changes a pattern in a place that is found by its name (`tools/mutations.py`).
-The tests named beside it must pass without the fault and fail with it. Prints one JSON object: caught, planted, and the
-names of the survivors; exits with 1 when more than one in ten survives.
+The tests named beside it must pass without the fault and fail with it; ``--fast`` asks those of `make test` alone, and
+not the slow ones. Prints one JSON object: caught, planted, and the names of the survivors; exits with 1 when more than
+one in ten survives.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from tools.mutants_table import MUTANTS  # noqa: E402
 from tools.mutations import Mutant  # noqa: E402
 
 TIMEOUT_S = 400
+SLOW = "TUNER_TEST_SLOW"
+"""The variable that asks for tests marked slow, too."""
 TESTS_FAILED, COLLECTION_FAILED = 1, 2
 
 
@@ -47,6 +50,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", nargs="*", default=[], help="names of faults, or beginnings of them")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--fast", action="store_true", help="leave out tests marked slow, as make test does")
     parser.add_argument("--list", action="store_true", help="check that every fault applies; run nothing")
     options = parser.parse_args()
     chosen = [mutant for mutant in MUTANTS if not options.only or mutant.name.startswith(tuple(options.only))]
@@ -55,6 +59,7 @@ def main() -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
         clean = copy_tree(Path(scratch) / "clean")
+        os.environ.pop(SLOW, None) if options.fast else os.environ.setdefault(SLOW, "1")
         failing = baseline(clean, chosen, options.workers)
         with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
             jobs = [pool.submit(judge, mutant, clean, failing) for mutant in chosen]
@@ -126,7 +131,7 @@ def judge(mutant: Mutant, clean: Path, failing: set[str]) -> Verdict:
 
 def run_tests(tree: Path, tests: Sequence[str]) -> tuple[int | None, str]:
     """pytest's exit code (None for a hang, a failure too) and output, with the copy's `tuner` first in line."""
-    own = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "TUNER_TEST_SLOW": "1"}
+    own = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     environment = {**os.environ, **own}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     try:
