@@ -55,6 +55,12 @@ def check_copies(assembly: Assembly, processes: int, wrong_on: int) -> None:
     assert found is not None and (found.name, found.tensors) == (name, (name,))
 
 
+def near(step: tuple[float, float]) -> tuple[Any, Any]:
+    """A loss within 1e-6; a gradient norm within 1e-5, since Adafactor's updates make more of what float32 rounds."""
+    loss, norm = step
+    return pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5)
+
+
 def held_to_one_process(case: Case, meshes: list[dict[str, Any]], tmp_path: Path) -> None:
     """Walk from mesh to mesh, then on in one process, beside one process alone."""
     write(tmp_path, case.family)
@@ -77,7 +83,7 @@ def held_to_one_process(case: Case, meshes: list[dict[str, Any]], tmp_path: Path
     assert run_ranks(case.processes, tmp_path, work) == [0] * case.processes
     last = STEPS * len(meshes)
     found = walked(case.assembly(tmp_path, None), last, tmp_path / f"mesh-{len(meshes) - 1}" / f"step-{last}", tmp_path)
-    assert found == [pytest.approx(one, rel=1e-6) for one in expected[last:]]
+    assert found == [near(one) for one in expected[last:]]
     wanted = dict(read_tensors(open_checkpoint(tmp_path / "alone" / f"step-{last + STEPS}")))
     for name, tensor in read_tensors(open_checkpoint(tmp_path / f"step-{last + STEPS}")):
         apart = torch.linalg.vector_norm((tensor - wanted.pop(name)).double())
