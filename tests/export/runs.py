@@ -127,6 +127,7 @@ def checkpoint_facts(
             "target_modules": targets,
             "use_rslora": lora.use_rslora,
             "modules_to_save": list(lora.modules_to_save),
+            "experts": lora.experts,
         }
     return {
         "recipe": {

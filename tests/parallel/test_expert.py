@@ -43,16 +43,20 @@ KINDS: dict[str, PretrainedConfig] = {
 }
 TRAINED = [1, 25, 3, 15, 20, 9, 11, 30]
 ADAPTED: dict[str, Any] = {"kind": "lora", "r": 4}
+OF_EXPERTS: dict[str, Any] = {**ADAPTED, "experts": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "two": {"world": 2, "local": 2, "expert": 2, "micro": 1},
     "two, recomputed": {"world": 2, "local": 2, "expert": 2, "micro": 2, "recompute": "selective"},
     "two, lora": {"world": 2, "local": 2, "expert": 2, "micro": 4, "adapter": ADAPTED},
+    "two, lora on experts": {"world": 2, "local": 2, "expert": 2, "micro": 2, "adapter": OF_EXPERTS},
+    "two shards, lora on experts": {"world": 2, "local": 2, "expert": 1, "micro": 1, "adapter": OF_EXPERTS},
+    "2 x 2 shards, lora on experts": {"world": 4, "local": 4, "expert": 2, "micro": 1, "adapter": OF_EXPERTS},
     "2 x 2 shards": {"world": 4, "local": 4, "expert": 2, "micro": 1, "recompute": "full"},
     "2 x 2 replicas": {"world": 4, "local": 2, "expert": 2, "micro": 2, "shard": "hybrid"},
     "four": {"world": 4, "local": 4, "expert": 4, "micro": 1},
 }
 ONE: dict[str, Any] = {"world": 1, "local": 1, "expert": 1, "micro": 8}
-QUICK = ("2 x 2 shards",)
+QUICK = ("2 x 2 shards", "two, lora on experts", "two shards, lora on experts")
 STEPS = 2
 
 
@@ -139,10 +143,13 @@ def test_steps_are_those_of_one_process(name: str, model: Path, alone: One, tmp_
 
     def work(rank: int) -> None:
         assembly = assembled(model, rank, layout)
-        weight: Any = assembly.train_state.root.model.get_parameter("model.layers.0.mlp.experts.gate_up_proj")
         axes = (Replicate(),) if layout.get("shard") == "hybrid" else ()
-        assert weight.placements == (*axes, Shard(1), Shard(0))
-        assert weight.to_local().shape[0] == 4 // layout["expert"]
+        ends = ("", "_lora_A", "_lora_B") if layout.get("adapter") == OF_EXPERTS else ("",)
+        for end in ends:
+            name = f"model.layers.0.mlp.experts.gate_up_proj{end}"
+            weight: Any = assembly.train_state.root.model.get_parameter(name)
+            assert weight.placements == ((*axes, Shard(1), Shard(0)) if layout["expert"] > 1 else (Shard(0),))
+            assert weight.to_local().shape[0] == 4 // max(layout["expert"], 2)
         one.require_same_gradients(assembly)
         one.require_same_steps(assembly)
 

@@ -15,6 +15,7 @@ from tuner.config.other_parts import (
     builder,
     data_set,
     data_sets,
+    experts,
     held_out,
     held_out_sets,
     kernels,
@@ -182,6 +183,7 @@ _TABLE: dict[str, Rule] = {
     "use_dora peft_use_dora lora_dora": switch("adapter.kind", "dora"),
     "lora_target_modules lora_target lora_modules target_modules": targets,
     "lora_target_linear": switch("adapter.target_modules", "all-linear"),
+    "target_parameters lora_target_parameters": experts,
     "lora_modules_to_save additional_target trainable_modules": names_in("adapter.modules_to_save"),
     "freeze_layers freeze_parameters freeze_modules": names_in("model.freeze"),
     "lora_model_dir adapter_name_or_path adapter_folder adapters resume_adapter lora_weights lora_checkpoint "

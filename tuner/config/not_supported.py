@@ -181,8 +181,8 @@ ABSENT: tuple[Absent, ...] = (
         "peft_init_lora_weights "
         "lora_init use_vera vera_rank use_lokr use_loha use_oft oft_rank oft_block_size adalora adalora_target_r "
         "adapter_layers prefix_tuning num_virtual_tokens prompt_tuning ia3 use_ia3 layers_to_transform "
-        "peft_layers_to_transform lora_layers layers_pattern lora_fan_in_fan_out lora_bias bias target_parameters "
-        "lora_target_parameters peft_autocast_adapter_dtype relora relora_steps relora_prune_ratio mora_rank",
+        "peft_layers_to_transform lora_layers layers_pattern lora_fan_in_fan_out lora_bias bias "
+        "peft_autocast_adapter_dtype relora relora_steps relora_prune_ratio mora_rank",
         "adapter types and initialisations other than LoRA, rsLoRA and DoRA",
         "adapter.kind: lora or dora, with adapter.use_rslora: true or adapter.target_modules",
     ),

@@ -42,6 +42,21 @@ def targets(value: Any, given: Given) -> Lines | str | None:
     return {"adapter.target_modules": [name.strip() for name in value.split(",")]}
 
 
+_EXPERTS = {"gate_up_proj", "up_proj", "down_proj"}
+
+
+def experts(value: Any, given: Given) -> Lines | str | None:
+    """Names of the weights of routed experts, of which a recipe adapts both, in all layers."""
+    items = value.split(",") if isinstance(value, str) else value
+    names = [str(item).strip() for item in items] if isinstance(items, (list, tuple)) else []
+    ends = {name.rpartition(".")[2] for name in names}
+    if not ends or not ends <= _EXPERTS or not all("experts" in name for name in names):
+        return None
+    if "down_proj" not in ends or len(ends) == 1 or any(part.isdigit() for name in names for part in name.split(".")):
+        return "adapter.experts: true adapts both weights of the routed experts of all layers"
+    return {"adapter.experts": True}
+
+
 def names_in(key: str) -> Rule:
     """Names in a list or separated by commas."""
 

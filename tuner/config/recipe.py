@@ -174,6 +174,8 @@ class LowRankAdapter(Section):
         AfterValidator(_no_other_word_for_all),
     ] = "all-linear"
     """Linear layers that get an adapter: all-linear (all but the output), or names or globs, e.g. [attn.*_proj]."""
+    experts: Bool = False
+    """Adapt the routed experts of each layer, too: both weights of each expert, A and B of its own for each."""
     modules_to_save: Globs = ()
     """Modules trained in full in addition to the adapter, in fp32: names or globs, e.g. [lm_head, embed_tokens]."""
 

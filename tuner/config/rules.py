@@ -15,7 +15,7 @@ from tuner.config.optimizers import (
     keeps_states_on_host,
     rounds_by_chance,
 )
-from tuner.config.recipe import HealthSection, Recipe
+from tuner.config.recipe import DoraAdapter, HealthSection, LowRankAdapter, Recipe
 
 
 @dataclass(frozen=True)
@@ -302,6 +302,18 @@ def _export_needs_checkpoint(recipe: Recipe, given: Set[str]) -> str | None:
     return "the last step is exported from its checkpoint; set checkpoint.at_end: true"
 
 
+def _adapted_experts_have_plain_lora(recipe: Recipe, given: Set[str]) -> str | None:
+    if not isinstance(recipe.adapter, DoraAdapter) or not recipe.adapter.experts:
+        return None
+    return "DoRA has lengths for the rows of layers, not of experts; set adapter.kind: lora, or experts: false"
+
+
+def _adapted_experts_are_whole(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.parallel.tensor == 1 or not isinstance(recipe.adapter, LowRankAdapter) or not recipe.adapter.experts:
+        return None
+    return "parallel.tensor splits no experts with adapters; leave it out for parallel.expert, or set experts: false"
+
+
 def _kept_adapter_is_there(recipe: Recipe, given: Set[str]) -> str | None:
     if recipe.export.adapter == "merge" or recipe.adapter.kind != "none":
         return None
@@ -437,6 +449,8 @@ RULES: tuple[Rule, ...] = (
         _lr_of_its_own,
     ),
     Rule(("export.at_end", "export.every", "checkpoint.at_end"), _export_needs_checkpoint),
+    Rule(("adapter.experts", "adapter.kind"), _adapted_experts_have_plain_lora),
+    Rule(("adapter.experts", "parallel.tensor"), _adapted_experts_are_whole),
     Rule(("export.adapter", "adapter.kind"), _kept_adapter_is_there),
     Rule(("export.base", "model.quantize", "export.adapter"), _base_is_a_choice),
     Rule(("optimizer.nesterov", "optimizer.momentum", "optimizer.kind"), _nesterov_has_momentum),

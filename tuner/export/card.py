@@ -208,7 +208,8 @@ def _adapter_text(source: Source, mode: str) -> str | None:
     scale = " over the root of r" if adapter.get("use_rslora") else ""
     saved = adapter.get("modules_to_save")
     full = f", {', '.join(saved)} trained in full" if saved else ""
-    return f"{name}, r {adapter.get('r')}, alpha {adapter.get('alpha'):g}{scale}{full}, {how}"
+    experts = ", of routed experts too" if adapter.get("experts") else ""
+    return f"{name}, r {adapter.get('r')}, alpha {adapter.get('alpha'):g}{scale}{experts}{full}, {how}"
 
 
 def _usage(is_adapter: bool, vocabulary: int | None, is_whole: bool) -> list[str]:

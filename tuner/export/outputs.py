@@ -21,16 +21,18 @@ from tuner.export.tensors import (
     TensorSource,
     checkpoint_tensor,
     converted_tensors,
+    made_tensor,
     mean_tensor,
     merged_tensor,
     replaced_tensor,
     rounded_tensor,
 )
 from tuner.export.weights import lora_spec, read_config, require_tensors, some, trainable_spec_of
-from tuner.export.write import peft_name, saved_twin
+from tuner.export.write import expert_names, peft_name, saved_twin
 from tuner.model.adapter import ADAPTER, lora_layers
 from tuner.model.build import meta_model
-from tuner.model.low_rank import LowRank
+from tuner.model.experts import LORA_A, LORA_B, adapted_experts, adapted_weights
+from tuner.model.low_rank import ExpertsLowRank, LowRank
 from tuner.model.published import Published, converted, published
 from tuner.model.tokens import trainable_tokens
 from tuner.model.transformers_private import kept_in_float32
@@ -71,7 +73,8 @@ class Values:
         self._base = None if original else quantized_base(source, trained.plain)
         self._index: Index = source.checkpoint.index()
         self._indices = [(info, info.index()) for info in source.averaged]
-        self._adapters: Mapping[str, Callable[[], LowRank]] = {}
+        self._adapters: Mapping[str, Callable[[], LowRank | ExpertsLowRank]] = {}
+        self._of_experts: Mapping[str, Callable[[], ExpertsLowRank]] = {}
         self._trained_names = {name.replace(".base_layer.", "."): name for name in trained.names}
         self._exact = set(kept_in_float32(trained.plain))
         self._new_rows = {f"{name}.weight": f"{name}.new_rows" for name in trainable_tokens(trained.adapted)}
@@ -99,17 +102,28 @@ class Values:
 
     def _entries(self) -> tuple[list[Published], Frozen]:
         """All tensors of the plain model, and what holds those that were not trained."""
-        self._adapters = self._low_rank()
+        self._of_experts = self._low_rank_of_experts()
+        self._adapters = self._low_rank() | self._of_experts
         entries = published(self._trained.plain)
         left = [entry for entry in entries if entry.name not in self._trained_names]
         return entries, Frozen(self._source, self._trained.plain, self._files, left, self._base)
 
     def adapter(self, dtype: torch.dtype) -> list[Output]:
         """Every trained tensor of the adapter by peft's name, in ``dtype``."""
-        names = {peft_name(name): name for name in sorted(self._trained.names)}
+        of_experts = expert_names(self._trained.adapted)
+        names = {peft_name(of_experts.get(name, name)): name for name in sorted(self._trained.names)}
         if twin := saved_twin(self._trained.adapted, lora_spec(self._source.adapter or {})):
             names[peft_name(twin[1])] = twin[0]
-        return [Output(target, dtype, self.checkpoint(name)) for target, name in names.items()]
+        return [Output(target, dtype, self._as_in_peft(name)) for target, name in names.items()]
+
+    def _as_in_peft(self, name: str) -> TensorSource:
+        """A trained tensor as peft has it: the ranks of all experts are one dimension there."""
+        found = self.checkpoint(name)
+        if not name.endswith((LORA_A, LORA_B)):
+            return found
+        in_peft = _a_in_peft if name.endswith(LORA_A) else _b_in_peft
+        shape = in_peft(torch.empty(found.shape, device="meta")).shape
+        return made_tensor(tuple(shape), found.dtype, lambda: in_peft(found.whole()))
 
     def checkpoint(self, name: str) -> TensorSource:
         """A trained tensor of the model with its adapter."""
@@ -124,12 +138,14 @@ class Values:
         """A tensor with its adapter and its new tokens; None where it is frozen and the files hold it in parts."""
         trained = self._trained_names.get(entry.name)
         found = frozen.tensor(entry) if trained is None else self.checkpoint(trained)
-        if entry.name in self._adapters:
-            if found is None or not entry.is_itself:
-                raise RecipeError(
-                    f"{entry.name} is adapted and published as {some(list(entry.targets))}: it cannot be merged",
-                    hint="export with --adapter keep",
-                )
+        if entry.name in self._of_experts:
+            found = frozen.later(entry) if found is None else found
+        elif entry.name in self._adapters and (found is None or not entry.is_itself):
+            raise RecipeError(
+                f"{entry.name} is adapted and published as {some(list(entry.targets))}: it cannot be merged",
+                hint="export with --adapter keep",
+            )
+        if found is not None and entry.name in self._adapters:
             found = merged_tensor(found, self._adapters[entry.name])
         if found is not None and entry.name in self._new_rows:
             found = replaced_tensor(found, self.checkpoint(self._new_rows[entry.name]), self._source.new_ids.start)
@@ -161,7 +177,17 @@ class Values:
             outputs += _laid_out(model, entry, found, self._type_of(held, dtype))
         return outputs
 
-    def _low_rank(self) -> dict[str, Callable[[], LowRank]]:
+    def _low_rank_of_experts(self) -> dict[str, Callable[[], ExpertsLowRank]]:
+        """The same of the weights of routed experts."""
+        modules: dict[str, Any] = adapted_experts(self._trained.adapted)
+        weights = {f"{name}.{each}": module for name, module in modules.items() for each in adapted_weights(module)}
+        return {weight: partial(self._read_experts, weight, module) for weight, module in weights.items()}
+
+    def _read_experts(self, weight: str, module: Any) -> ExpertsLowRank:
+        a, b = (self.checkpoint(weight + end).whole().float() for end in (LORA_A, LORA_B))
+        return ExpertsLowRank(a, b, float(module.lora.scale), bool(module.is_transposed))
+
+    def _low_rank(self) -> dict[str, Callable[[], LowRank | ExpertsLowRank]]:
         """What reads the adapter of each adapted weight, by the weight's name in the plain model."""
         layers = {f"{name}.weight": (name, layer) for name, layer in lora_layers(self._trained.adapted)}
         if self._source.adapter is not None:
@@ -191,6 +217,16 @@ def _laid_out(model: PreTrainedModel, entry: Published, found: TensorSource, dty
         rounded = rounded_tensor(found, _written(found, dtype))
         parts = converted_tensors(rounded, partial(converted, model, entry.name), entry.targets)
     return [Output(target, _written(part, dtype), part) for target, part in parts.items()]
+
+
+def _a_in_peft(a: torch.Tensor) -> torch.Tensor:
+    """A ``[E, r, in]`` of all experts as peft has it: ``[E·r, in]``, those of an expert one after the other."""
+    return a.flatten(0, 1)
+
+
+def _b_in_peft(b: torch.Tensor) -> torch.Tensor:
+    """B ``[E, out, r]`` as peft has it: ``[out, r·E]``, those of a rank one after the other."""
+    return b.permute(1, 2, 0).flatten(1)
 
 
 def _written(source: TensorSource, dtype: torch.dtype) -> torch.dtype:

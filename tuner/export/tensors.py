@@ -19,7 +19,7 @@ import torch
 from tuner.checkpoint.index import TensorEntry
 from tuner.checkpoint.shard_hash import Chunk
 from tuner.errors import DataError
-from tuner.model.low_rank import LowRank
+from tuner.model.low_rank import ExpertsLowRank, LowRank
 
 BLOCK_BYTES = 8 << 20
 """Of a block as it is read; a slice that is longer is a block of its own."""
@@ -271,7 +271,7 @@ def converted_tensors(
     return {name: TensorSource(shape, source.dtype, reader(name, shape)) for name, shape in shapes.items()}
 
 
-def merged_tensor(base: TensorSource, load: Callable[[], LowRank]) -> TensorSource:
+def merged_tensor(base: TensorSource, load: Callable[[], LowRank | ExpertsLowRank]) -> TensorSource:
     """W + s·B·A in float32, not rounded; with DoRA each output is then brought to its length.
 
     The adapter is loaded for the first block and dropped after the last.
@@ -281,10 +281,7 @@ def merged_tensor(base: TensorSource, load: Callable[[], LowRank]) -> TensorSour
     whole = functools.cache(lambda: _merged(base, adapter(), 0, base.length))
 
     def read(start: int, stop: int) -> torch.Tensor:
-        if adapter().transposed and adapter().length is not None:
-            part = whole()[start:stop]
-        else:
-            part = _merged(base, adapter(), start, stop)
+        part = whole()[start:stop] if adapter().needs_all else _merged(base, adapter(), start, stop)
         if stop == base.length:
             adapter.cache_clear()
             whole.cache_clear()
@@ -293,5 +290,5 @@ def merged_tensor(base: TensorSource, load: Callable[[], LowRank]) -> TensorSour
     return TensorSource(base.shape, torch.float32, read)
 
 
-def _merged(base: TensorSource, adapter: LowRank, start: int, stop: int) -> torch.Tensor:
+def _merged(base: TensorSource, adapter: LowRank | ExpertsLowRank, start: int, stop: int) -> torch.Tensor:
     return adapter.added_to(base.read(start, stop), start)

@@ -119,6 +119,7 @@ def lora_spec(adapter: Mapping[str, Any]) -> LoraSpec:
             use_rslora=bool(adapter.get("use_rslora", False)),
             use_dora=adapter.get("kind") == "dora",
             modules_to_save=tuple(map(str, adapter.get("modules_to_save", ()))),
+            experts=bool(adapter.get("experts", False)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"the checkpoint's adapter facts are incomplete: {error}") from error

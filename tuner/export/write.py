@@ -19,6 +19,7 @@ from tuner.errors import DataError, RecipeError
 from tuner.export.source import Source
 from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers, saved_modules
 from tuner.model.build import has_score, is_part
+from tuner.model.experts import LORA_A, LORA_B, adapted_experts, adapted_weights
 from tuner.model.peft_names import taken_for_experts
 from tuner.model.tokens import trainable_tokens
 from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
@@ -59,6 +60,9 @@ def write_adapter_config(
     facts = json.loads(json.dumps(config.to_dict(), default=_plain))
     if by_weight:
         facts |= _by_weight(by_weight, lora)
+    if lora.experts:
+        weights = [f"{name}.{each}" for name, one in adapted_experts(adapted).items() for each in adapted_weights(one)]
+        facts |= {"target_parameters": [*(facts.get("target_parameters") or ()), *weights], "lora_dropout": 0.0}
     facts["fan_in_fan_out"] = bool(injected.fan_in_fan_out)
     facts |= {**_saved_modules(adapted, lora), **_new_tokens(adapted), "inference_mode": True, "revision": base[1]}
     write_new(directory / ADAPTER_CONFIG, json_bytes(facts))
@@ -82,6 +86,20 @@ def peft_name(name: str) -> str:
     short = name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")
     short = re.sub(r"\.new_rows$", ".token_adapter.trainable_tokens_delta", short)
     return _PEFT_PREFIX + short.replace(f".{ADAPTER}.", ".")
+
+
+def expert_names(model: PreTrainedModel) -> dict[str, str]:
+    """What peft calls the adapters of routed experts, by our names.
+
+    It wraps the module of a layer's experts once for each weight, in their order: the last wrapper is the outermost.
+    """
+    found = {}
+    for name, module in adapted_experts(model).items():
+        for depth, weight in enumerate(reversed(adapted_weights(module))):
+            wrapper = name + ".base_layer" * depth
+            found[f"{name}.{weight}{LORA_A}"] = f"{wrapper}.lora_A.weight"
+            found[f"{name}.{weight}{LORA_B}"] = f"{wrapper}.lora_B.weight"
+    return found
 
 
 def saved_twin(model: PreTrainedModel, lora: LoraSpec) -> tuple[str, str] | None:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from tuner.checkpoint.index import DTYPE_NAMES, DTYPES
 from tuner.checkpoint.load import CheckpointInfo, read_tensor
 from tuner.errors import DataError, RecipeError
+from tuner.model.experts import LORA_A as OF_EXPERTS
 from tuner.model.stored import Stored, stored_in, stored_tensors
 from tuner.rundir.exports import LINEAGE
 from tuner.rundir.layout import MODEL_PREFIX
@@ -115,6 +116,11 @@ def open_source(path: Path, hashes: bool) -> WeightSource:
 
 def _of_checkpoint(info: CheckpointInfo) -> WeightSource:
     tensors = {}
+    if any(name.startswith(MODEL_PREFIX) and name.endswith(OF_EXPERTS) for name in info.index()):
+        raise RecipeError(
+            f"{info.path}: its adapter is one of routed experts, too, which is not taken",
+            hint="merge it, and take that: tuner export-hf RUN",
+        )
     for name, entry in info.index().items():
         if name.startswith(MODEL_PREFIX):
             read = functools.partial(read_tensor, info.path, entry)

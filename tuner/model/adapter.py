@@ -5,6 +5,7 @@ https://arxiv.org/abs/2312.03732) takes s = alpha / sqrt(r) in place of alpha / 
 https://arxiv.org/abs/2402.09353) trains the length of every row of the sum on its own.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from tuner.model.adaptable import (
     takes_product,
 )
 from tuner.model.build import has_score, head_layer, is_part
+from tuner.model.experts import LORA_A, LORA_B, NO_EXPERTS, adapted_experts
 from tuner.model.freeze import select
 from tuner.runtime.warned import pass_on
 
@@ -49,6 +51,13 @@ class LoraSpec:
     use_rslora: bool = False
     use_dora: bool = False
     modules_to_save: Sequence[str] = ()
+    experts: bool = False
+    """Whether the routed experts of each layer are adapted, too (:mod:`tuner.model.adapted_experts`)."""
+
+    @property
+    def scale(self) -> float:
+        """What B·A is multiplied by."""
+        return self.alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
     def peft_config(self, targets: Sequence[str], scores: bool, base: str | None = None) -> LoraConfig:
         """The same as peft's config for these layers, which ``adapter_config.json`` holds."""
@@ -82,6 +91,10 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
             warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)  # refused right below
             torch.manual_seed(seed)
             _inject(config, model, targets, on_meta)
+            if spec.experts:
+                from tuner.model.adapted_experts import ExpertsLora, adapt_experts  # few adapters have them
+
+                adapt_experts(model, ExpertsLora(spec.r, spec.scale, spec.dropout), saved)
     except ValueError as error:
         raise RecipeError(f"adapter: {str(error).splitlines()[0]}") from error
     _require_adapted(model, targets)
@@ -152,7 +165,8 @@ def stacked_weights(model: nn.Module) -> list[str]:
     for name, module in model.named_modules():
         if not type(module).__name__.startswith("Conv"):
             own = module.named_parameters(recurse=False)
-            found += [f"{name}.{last}" for last, parameter in own if parameter.ndim == 3 and len(parameter) > 1]
+            stacked = (last for last, one in own if one.ndim == 3 and len(one) > 1)
+            found += [f"{name}.{last}" for last in stacked if not last.endswith((LORA_A, LORA_B))]
     return found
 
 
@@ -161,7 +175,9 @@ def left_out_experts(model: PreTrainedModel) -> str | None:
 
     Layers of their own, where a class still has them, are adapted as all others.
     """
-    weights = [name for name in stacked_weights(model) if not model.get_parameter(name).requires_grad]
+    adapted = tuple(f"{name}." for name in adapted_experts(model))
+    names = (name for name in stacked_weights(model) if not name.startswith(adapted))
+    weights = [name for name in names if not model.get_parameter(name).requires_grad]
     if not weights:
         return None
     return (
@@ -179,6 +195,7 @@ def require_used(model: PreTrainedModel, logits: Callable[[], torch.Tensor]) -> 
     Raises RecipeError with those to leave out.
     """
     layers = dict(lora_layers(model))
+    _require_experts_called(model, logits)
     bad = not_adaptable(model, {name: layer.get_base_layer() for name, layer in layers.items()})
     for name, why in bad.items():
         raise _not_adaptable(layers, bad, name, why)
@@ -216,6 +233,23 @@ def _require_called(layers: Mapping[str, Any], logits: Callable[[], torch.Tensor
         if name not in called and _is_read(held_tensor(layer.get_base_layer()), before, seeded):
             raise _not_adaptable(layers, (name,), name, READ)
     return before
+
+
+def _require_experts_called(model: PreTrainedModel, logits: Callable[[], torch.Tensor]) -> None:
+    """Check that the modules of adapted experts are called. Raises RecipeError."""
+    called: set[nn.Module] = set()
+    modules = adapted_experts(model)
+    hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in modules.values()]
+    try:
+        if hooks:
+            with torch.no_grad():
+                logits()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name, module in modules.items():
+        if module not in called:
+            raise RecipeError(f"adapter.experts: {name} is not called: its adapter learns nothing", hint=NO_EXPERTS)
 
 
 @torch.no_grad()
@@ -269,13 +303,18 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
     besides the adapter (``modules_to_save``, rows of new tokens) stays.
     """
     layers = [layer for _, layer in lora_layers(model)]
+    experts: list[Any] = list(adapted_experts(model).values())
     for layer in layers:
         layer._disable_adapters = True
+    for module in experts:
+        module.lora.is_on = False
     try:
         yield
     finally:
         for layer in layers:
             layer._disable_adapters = False
+        for module in experts:
+            module.lora.is_on = True
 
 
 def _train_in_full(model: PreTrainedModel, module: nn.Module) -> None:

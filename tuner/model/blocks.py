@@ -146,7 +146,7 @@ def _is_cheap(name: str, given: dict[str, Any]) -> bool:
 
     That is an adapter's second product, whose result is as large as that of the layer it is added to.
     """
-    first = {"aten::mm": "self", "aten::addmm": "mat1"}.get(name)
+    first = {"aten::mm": "self", "aten::addmm": "mat1", "aten::_grouped_mm": "self"}.get(name)
     return first is not None and bool(given[first].shape[-1] * _CHEAP <= given["mat2"].shape[-1])
 
 

@@ -4,6 +4,10 @@ import inspect
 
 from torch import nn
 
+LORA_A, LORA_B = "_lora_A", "_lora_B"
+"""Ends of the names of an adapter's parameters next to the weight of all experts that they adapt."""
+NO_EXPERTS = "write experts: false"
+"""What helps where routed experts cannot have an adapter."""
 _SAID = ("has_gate", "has_bias", "is_transposed", "num_experts")
 """What transformers notes on a module that follows its interface of experts (`use_experts_implementation`)."""
 
@@ -15,6 +19,21 @@ def routed_experts(model: nn.Module) -> dict[str, nn.Module]:
     """
     said = ((name, one) for name, one in model.named_modules() if all(hasattr(one, word) for word in _SAID))
     return {name: module for name, module in said if _takes_choices(module)}
+
+
+def adapted_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of routed experts that have an adapter, by name."""
+
+    def is_adapted(module: nn.Module) -> bool:
+        return any(name.endswith(LORA_A) for name, _ in module.named_parameters(recurse=False))
+
+    return {name: module for name, module in model.named_modules() if is_adapted(module)}
+
+
+def adapted_weights(module: nn.Module) -> list[str]:
+    """Names of the weights of such a module that have an adapter, in the order of its parameters."""
+    own = dict(module.named_parameters(recurse=False))
+    return [name for name in own if f"{name}{LORA_A}" in own]
 
 
 def _takes_choices(module: nn.Module) -> bool:

@@ -58,6 +58,10 @@ def apply_liger(model: PreTrainedModel) -> None:
         raise RecipeError(f"model.kernels: liger has no kernels for {model_type}", hint="write kernels: torch")
     whole = decoder_of(model) if has_score(model) or is_part(model) else model  # it knows no model with a score
     _apply_liger_kernel_to_instance(model=whole, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
+    from tuner.model.experts import adapted_experts  # with the kernels of GPUs
+
+    for module in adapted_experts(model).values():
+        vars(module).pop("forward", None)  # its kernel would leave their adapters out
 
 
 def has_liger(model_type: str) -> bool:

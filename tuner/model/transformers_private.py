@@ -25,6 +25,7 @@ _WINDOWS = Need("checking how far a model with windows looks back", "models with
 _SAMPLES = Need("decoding sample answers", "`--eval.samples 0` trains without it")
 _READING = Need("quantising weights while they are read (`model.quantize`)", "`quantize: none` trains without it")
 _BUILDING = Need("building a model", "exported directories load without tuner")
+_EXPERTS = Need("adapting routed experts (`adapter.experts`)", "`experts: false` trains without it")
 NAMES = {
     "revert_weight_conversion": ("transformers.core_model_loading.revert_weight_conversion", _EXPORT),
     "load_converted": ("transformers.core_model_loading.convert_and_load_state_dict_in_model", _EXPORT),
@@ -37,6 +38,7 @@ NAMES = {
     "WeightRenaming": ("transformers.core_model_loading.WeightRenaming", _EXPORT),
     "no_init_weights": ("transformers.initialization.no_init_weights", _EXPORT),
     "sdpa_mask": ("transformers.masking_utils.sdpa_mask", _WINDOWS),
+    "grouped_linear": ("transformers.integrations.moe._grouped_linear", _EXPERTS),
     "DynamicSlidingWindowLayer": ("transformers.cache_utils.DynamicSlidingWindowLayer", _SAMPLES),
 }
 """By the name here: where transformers has it, what needs it, and what works without."""
@@ -268,6 +270,18 @@ def keep_as_made(module: nn.Module) -> None:
 def commit_of(config: PretrainedConfig) -> str | None:
     """The commit on the hub that a config came from; None of a local one."""
     return getattr(config, "_commit_hash", None)
+
+
+def computes_in_groups(experts: nn.Module) -> bool:
+    """Whether a module of routed experts multiplies by those of all rows at once, and not by one after the other."""
+    name: str | None = private_attribute(experts.config, "_experts_implementation", _EXPERTS)
+    return name != "eager"
+
+
+def apply_gate(experts: nn.Module, projected: torch.Tensor) -> torch.Tensor:
+    """What a module of gated experts makes of the rows ``[N, 2·I]`` of its first projection: ``[N, I]``."""
+    gated: torch.Tensor = private_attribute(experts, "_apply_gate", _EXPERTS)(projected)
+    return gated
 
 
 def masks_by_position(decoder: nn.Module) -> bool:

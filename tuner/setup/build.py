@@ -341,6 +341,7 @@ def _lora_spec(adapter: LowRankAdapter) -> "LoraSpec":
         adapter.use_rslora,
         adapter.kind == "dora",
         adapter.modules_to_save,
+        adapter.experts,
     )
 
 
