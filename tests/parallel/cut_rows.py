@@ -21,6 +21,7 @@ from transformers import (
     Qwen2Config,
 )
 
+from tests.fixtures.rows import MadeRows
 from tests.model.tiny import SHAPE, VOCAB, family_model
 from tests.train.answers import Answers
 from tests.train.synthetic import NoTokenizer, recipe_for
@@ -47,28 +48,19 @@ LENGTHS = ((19, 7, 1, 4), (32,), (3, 4, 2, 8, 9), (13, 12))
 APART = 1e-6
 
 
-class PackedRows:
+class PackedRows(MadeRows):
     """Rows of documents of which most tokens are trained; of the first one few, which lie at its end."""
 
     max_length = MAX_LENGTH
 
     def __init__(self) -> None:
-        rng, first, self._rows = np.random.default_rng(3), 0, []
+        rng, first, made = np.random.default_rng(3), 0, list[Row]()
         for number, lengths in enumerate(LENGTHS):
             count = sum(lengths)
             trained = np.arange(count) > count - 6 if number == 0 else rng.random(count) < 0.8
             documents = np.arange(first, first := first + len(lengths))
-            self._rows.append(Row(rng.integers(3, VOCAB, count), trained, np.array(lengths, dtype=np.int32), documents))
-        self.tokens_per_row = np.array([len(row.input_ids) for row in self._rows])
-        self.documents_per_row = np.array([len(row.lengths) for row in self._rows])
-        self.squares_per_row = np.array([int((row.lengths.astype(np.int64) ** 2).sum()) for row in self._rows])
-        self.trained_per_row = np.array([len(collate([row]).trained_positions) for row in self._rows])
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, i: int) -> Row:
-        return self._rows[i]
+            made.append(Row(rng.integers(3, VOCAB, count), trained, np.array(lengths, dtype=np.int32), documents))
+        super().__init__(made)
 
 
 @dataclass(frozen=True)

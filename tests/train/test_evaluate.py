@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fixtures.rows import MadeRows
 from tests.model.tiny import VOCAB, tiny_config
 from tuner.data.batches import Batch, collate
 from tuner.data.prepared import Row
@@ -25,34 +25,22 @@ LENGTHS = [[9, 4], [12], [5, 5, 3], [7, 6]]
 """Documents of each row."""
 
 
-class Rows:
+class Rows(MadeRows):
     """Packed rows in memory; documents are numbered as they come, but those of the first row are turned round."""
 
     max_length = 16
 
     def __init__(self, trained_share: float = 0.5) -> None:
         rng = np.random.default_rng(0)
-        first, self._rows = 0, []
+        first, made = 0, list[Row]()
         for lengths in LENGTHS:
             documents = np.arange(first, first + len(lengths))
             first += len(lengths)
             n = sum(lengths)
-            numbers = documents[::-1].copy() if len(self._rows) == 0 else documents
+            numbers = documents[::-1].copy() if not made else documents
             trained = rng.random(n) < trained_share
-            self._rows.append(Row(rng.integers(3, VOCAB, n), trained, np.array(lengths, dtype=np.int32), numbers))
-        self.tokens_per_row = np.array([len(row.input_ids) for row in self._rows])
-        self.documents_per_row = np.array([len(row.lengths) for row in self._rows])
-        self.squares_per_row = np.array([int((row.lengths.astype(np.int64) ** 2).sum()) for row in self._rows])
-        self.trained_per_row = np.array([len(collate([row]).trained_positions) for row in self._rows])
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, i: int) -> Row:
-        return self._rows[i]
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._rows)
+            made.append(Row(rng.integers(3, VOCAB, n), trained, np.array(lengths, dtype=np.int32), numbers))
+        super().__init__(made)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ outputs]``, and its gradient is scaled in a further one. Here the sum is made in
 import inspect
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -120,6 +120,21 @@ def add_in_product(layer: Any) -> None:
 
 
 def _forward(layer: Any, source: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    return added_in_product(layer, lambda up, inner: (inner, up.weight), source, *args, **options)
+
+
+def added_in_product(
+    layer: Any,
+    second: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    source: torch.Tensor,
+    *args: Any,
+    **options: Any,
+) -> torch.Tensor:
+    """The forward of such a layer, with peft's arguments; ``source`` is ``[..., in]``, what is returned ``[..., out]``.
+
+    ``second`` gives what the adapter's second layer multiplies, of it and of what its first made: rows ``[..., r]`` and
+    a weight ``[out, r]``.
+    """
     (adapter,) = layer.active_adapters
     down, up = layer.lora_A[adapter], layer.lora_B[adapter]
     one_type = torch.is_autocast_enabled(source.device.type) or up.weight.dtype == weight_type(layer.get_base_layer())
@@ -128,5 +143,6 @@ def _forward(layer: Any, source: torch.Tensor, *args: Any, **options: Any) -> to
         return plain
     result = layer.base_layer(source)
     inner = down(layer.lora_dropout[adapter](layer._cast_input_dtype(source, down.weight.dtype)))
-    summed = torch.addmm(result.flatten(0, -2), inner.flatten(0, -2), up.weight.T, alpha=layer.scaling[adapter])
+    rows, weight = second(up, inner)
+    summed = torch.addmm(result.flatten(0, -2), rows.flatten(0, -2), weight.T, alpha=layer.scaling[adapter])
     return summed.view(result.shape).to(result.dtype)

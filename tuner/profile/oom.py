@@ -119,7 +119,7 @@ def replay_step(assembly: Assembly, number: int, message: str) -> OomReport:
 def report_at(
     assembly: Assembly, record: MemoryRecord, at: int, where: str, asked: int | None = None
 ) -> OomReport:
-    """What a record tells of the moment after change ``at``."""
+    """What a record has of the moment after change ``at``."""
     change = record.changes[at]
     largest = tuple(record.owners(at)[:LISTED])
     held = record.totals()[at + 1]

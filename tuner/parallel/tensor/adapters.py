@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tuner.model.adaptable import takes_product, weight_type
+from tuner.model.adaptable import added_in_product, takes_product
 from tuner.model.adapter import ADAPTER
 from tuner.parallel.tensor.collectives import Group, entered
 from tuner.parallel.tensor.layers import Columns, OwnDropout, Rows, local, own_weight
@@ -48,16 +48,11 @@ def split_parameters(layer: Any, way: SplitWay) -> dict[nn.Parameter, int]:
 
 def _columns_forward(layer: Any, source: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     """As :func:`tuner.model.adaptable.add_in_product` has it, with this process's rows of B."""
-    down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
-    one_type = torch.is_autocast_enabled(source.device.type) or up.weight.dtype == weight_type(layer.get_base_layer())
-    if layer.merged or layer.disable_adapters or args or options or not one_type:
-        plain: torch.Tensor = type(layer).forward(layer, source, *args, **options)
-        return plain
-    result = layer.base_layer(source)
-    inner = down(layer.lora_dropout[ADAPTER](layer._cast_input_dtype(source, down.weight.dtype)))
-    given = up.forward.enter(inner).flatten(0, -2)
-    total = torch.addmm(result.flatten(0, -2), given, own_weight(up).T, alpha=layer.scaling[ADAPTER])
-    return total.view(result.shape).to(result.dtype)
+
+    def own_rows(up: Any, inner: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return up.forward.enter(inner), own_weight(up)
+
+    return added_in_product(layer, own_rows, source, *args, **options)
 
 
 class Lengths:
