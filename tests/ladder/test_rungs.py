@@ -70,11 +70,29 @@ def test_a_count_of_parameters_becomes_a_shape(wanted: int, tmp_path: Path) -> N
     write_ladder_files(tmp_path)
     (rung,) = rungs_of(load_recipe(ladder_tree(sizes=[wanted], tokens="N"), cwd=tmp_path))
     config = rung.loaded.recipe.model.config
-    assert rung.parameters == pytest.approx(wanted, rel=0.05 if wanted > 10**6 else 0.12)
+    assert rung.parameters == pytest.approx(wanted, rel=0.07 if wanted > 10**6 else 0.12)
     assert config["num_attention_heads"] == 2 * config["num_key_value_heads"], "heads share keys as they did"
     assert config["hidden_size"] == 16 * config["num_attention_heads"]
     assert config["intermediate_size"] == 2 * config["hidden_size"]
-    assert 8 <= config["hidden_size"] / config["num_hidden_layers"] <= 128, "as deep as wide, about as the base is"
+    assert 16 <= config["hidden_size"] / config["num_hidden_layers"] <= 64, "as deep as wide, about as the base is"
+
+
+def test_neighbours_are_as_deep_for_their_width_although_their_counts_would_be_met_better_otherwise() -> None:
+    """230K could be one layer of 160 channels within 0.4 %: a loss that no fit of the others can expect."""
+    base = {
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 128, "model_type": "llama",
+    }  # fmt: skip
+
+    def count(shape: dict[str, int]) -> int:
+        h, keys = shape["hidden_size"], shape["num_key_value_heads"] * 16
+        return shape["num_hidden_layers"] * (2 * h * h + 2 * h * keys + 3 * h * shape["intermediate_size"] + 2 * h) + h
+
+    wanted = (110_000, 230_000, 590_000, 1_300_000, 3_000_000, 60_000_000)
+    shapes = [shape_of(parameters, base, count) for parameters in wanted]
+    aspects = [shape["hidden_size"] / shape["num_hidden_layers"] for shape in shapes]
+    assert min(aspects) > 32 / 1.6 and max(aspects) < 32 * 1.6, aspects
+    assert [count(shape) for shape in shapes] == pytest.approx(wanted, rel=0.09)
 
 
 def test_a_shape_keeps_proportions_and_count() -> None:

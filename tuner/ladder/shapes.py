@@ -9,8 +9,11 @@ from typing import Any
 
 from tuner.errors import RecipeError
 
-WEIGHT = 20.0
-"""Of a count that is off by a share, against proportions that are off by a logarithm: 5 % are as bad as a factor e."""
+WEIGHT = 5.0
+"""Of a count that is off by a share, against proportions that are off by a logarithm: 20 % are as bad as a factor e.
+
+A fit reads what a size really counts; one that is much deeper or shallower than the others is off their curve.
+"""
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 EIGHTH = 8
 """Widths of the MLP are multiples of so many, which products are fast with."""
