@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,17 +78,23 @@ def test_a_count_of_parameters_becomes_a_shape(wanted: int, tmp_path: Path) -> N
     assert 16 <= config["hidden_size"] / config["num_hidden_layers"] <= 64, "as deep as wide, about as the base is"
 
 
+def counted(channels: int) -> Callable[[dict[str, int]], int]:
+    """Counts a Llama's parameters by a formula, for heads of so many channels: no model is built."""
+
+    def count(shape: dict[str, int]) -> int:
+        h, keys = shape["hidden_size"], shape["num_key_value_heads"] * channels
+        return shape["num_hidden_layers"] * (2 * h * h + 2 * h * keys + 3 * h * shape["intermediate_size"] + 2 * h) + h
+
+    return count
+
+
 def test_neighbours_are_as_deep_for_their_width_although_their_counts_would_be_met_better_otherwise() -> None:
     """230K could be one layer of 160 channels within 0.4 %: a loss that no fit of the others can expect."""
     base = {
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 128, "model_type": "llama",
     }  # fmt: skip
-
-    def count(shape: dict[str, int]) -> int:
-        h, keys = shape["hidden_size"], shape["num_key_value_heads"] * 16
-        return shape["num_hidden_layers"] * (2 * h * h + 2 * h * keys + 3 * h * shape["intermediate_size"] + 2 * h) + h
-
+    count = counted(16)
     wanted = (110_000, 230_000, 590_000, 1_300_000, 3_000_000, 60_000_000)
     shapes = [shape_of(parameters, base, count) for parameters in wanted]
     aspects = [shape["hidden_size"] / shape["num_hidden_layers"] for shape in shapes]
@@ -96,16 +103,12 @@ def test_neighbours_are_as_deep_for_their_width_although_their_counts_would_be_m
 
 
 def test_a_shape_keeps_proportions_and_count() -> None:
-    """Of a Llama of 3 B parameters, by a formula: no model is built."""
+    """Of a Llama of 3 B parameters."""
     base = {
         "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24, "num_key_value_heads": 8,
         "intermediate_size": 8192, "model_type": "llama",
     }  # fmt: skip
-
-    def count(shape: dict[str, int]) -> int:
-        h, keys = shape["hidden_size"], shape["num_key_value_heads"] * 128
-        return shape["num_hidden_layers"] * (2 * h * h + 2 * h * keys + 3 * h * shape["intermediate_size"] + 2 * h) + h
-
+    count = counted(128)
     for wanted in (190_000_000, 1_000_000_000, 13_000_000_000):
         shape = shape_of(wanted, base, count)
         assert count(shape) == pytest.approx(wanted, rel=0.04)

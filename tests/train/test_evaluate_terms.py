@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fixtures.rows import MadeRows
 from tests.model.tiny import VOCAB, tiny_config
 from tests.train.test_evaluate import step_config
 from tuner.config.methods import DpoMethod
-from tuner.data.batches import collate
 from tuner.data.prepared import Row
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.root import CausalLM
@@ -28,7 +27,7 @@ PAIRS = ((0, 1, 2), (5,), (3, 6), (4,))
 SOURCES = (("a", "b", "c"), (4, 6, 4))
 
 
-class PairRows:
+class PairRows(MadeRows):
     """Packed pairs in memory, with a reference's log-probability of each answer."""
 
     max_length = 64
@@ -38,12 +37,7 @@ class PairRows:
         self.pairs = [[rng.integers(3, VOCAB, int(n)) for n in rng.integers(4, 9, 2)] for _ in range(7)]
         self.trained = [[int(n) for n in rng.integers(1, 4, 2)] for _ in range(7)]
         self.reference = rng.normal(-9, 2, 14).astype(np.float32)
-        rows = [self._row(numbers) for numbers in PAIRS]
-        self._rows = rows
-        self.tokens_per_row = np.array([len(row.input_ids) for row in rows])
-        self.documents_per_row = np.array([len(row.lengths) for row in rows])
-        self.squares_per_row = np.array([int((row.lengths.astype(np.int64) ** 2).sum()) for row in rows])
-        self.trained_per_row = np.array([len(collate([row]).trained_positions) for row in rows])
+        super().__init__([self._row(numbers) for numbers in PAIRS])
 
     def _row(self, numbers: tuple[int, ...]) -> Row:
         ids = [side for number in numbers for side in self.pairs[number]]
@@ -53,15 +47,6 @@ class PairRows:
         lengths = np.array([len(one) for one in ids], dtype=np.int32)
         columns = {"reference": self.reference[documents]}
         return Row(np.concatenate(ids), np.concatenate(flags), lengths, documents, columns)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, i: int) -> Row:
-        return self._rows[i]
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._rows)
 
 
 @pytest.fixture(scope="module")
