@@ -23,8 +23,8 @@ typedef struct {
 } Attention;
 
 typedef struct {
-  long first, tokens, head, depth, value_depth, tiles; /* depths are multiples of 16, keys fill whole tiles */
-  long pairs, value_pairs;                             /* multiples of 16; 0 where numbers are taken one by one */
+  long first, tokens, head, depth, value_depth, tiles; /* depths are multiples of LANES, keys fill whole tiles */
+  long pairs, value_pairs;                             /* multiples of LANES; 0 where numbers are taken one by one */
   const char *key, *value;
   long item;
 } Job;

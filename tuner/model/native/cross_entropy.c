@@ -12,7 +12,7 @@ typedef struct {
   int64_t rows, columns, is_bfloat, wants_gradient, threads;
 } CrossEntropy;
 
-/* 16 logits of a row from `at`; the last ones of a row that are not there are minus infinity. */
+/* LANES logits of a row from `at`; the last ones of a row that are not there are minus infinity. */
 INLINE vec logits_at(const CrossEntropy *c, const char *row, long at) {
   if (at + LANES <= c->columns)
     return c->is_bfloat ? widen(((const loose_halves *)(row + 2 * at))->v) : load((const float *)row + at);

@@ -5,6 +5,7 @@
 #endif
 
 #define BLOCK 64
+#define VALUES 16
 
 typedef struct {
   const void *codes;   /* [rows, code_stride] of bytes: pairs of 4-bit codes, or int8 */
@@ -25,7 +26,7 @@ INLINE halves narrow_finite(vec x) {
 #endif
 }
 
-INLINE void put_16(char *output, long at, int is_bfloat, vec x) {
+INLINE void put_lanes(char *output, long at, int is_bfloat, vec x) {
   if (is_bfloat)
     ((loose_halves *)(output + 2 * at))->v = narrow_finite(x);
   else
@@ -42,9 +43,11 @@ INLINE void put_one(char *output, long at, int is_bfloat, float number) {
 }
 
 /* A block of 4-bit codes: of its 16 products each column takes one. */
-INLINE void pairs_of_block(const uint8_t *codes, vec products, char *output, long columns, int is_bfloat) {
+INLINE void pairs_of_block(const uint8_t *codes, const float *values, float scale, char *output, long columns,
+                           int is_bfloat) {
 #ifdef __AVX512BW__
   if (columns == BLOCK) {
+    vec products = load(values) * scale;
     __m512i both = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)codes));
     __m512i each = _mm512_or_si512(_mm512_srli_epi16(both, 4), _mm512_slli_epi16(both, 8));
     each = _mm512_and_si512(each, _mm512_set1_epi8(15)); /* the 64 codes in the order of their columns */
@@ -64,11 +67,13 @@ INLINE void pairs_of_block(const uint8_t *codes, vec products, char *output, lon
     return;
   }
 #endif
-  uint16_t rounded[LANES];
-  float whole[LANES];
-  halves narrowed = narrow_finite(products);
-  memcpy(rounded, &narrowed, sizeof rounded);
-  memcpy(whole, &products, sizeof whole);
+  uint16_t rounded[VALUES];
+  float whole[VALUES];
+  for (int i = 0; i < VALUES; i += LANES) {
+    vec products = load(values + i) * scale;
+    ((loose_halves *)(rounded + i))->v = narrow_finite(products);
+    store(whole + i, products);
+  }
   for (long i = 0; i < columns; i++) {
     int code = i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4;
     if (is_bfloat)
@@ -78,7 +83,7 @@ INLINE void pairs_of_block(const uint8_t *codes, vec products, char *output, lon
   }
 }
 
-typedef int8_t octets __attribute__((vector_size(16)));
+typedef int8_t octets __attribute__((vector_size(LANES)));
 typedef struct { octets v; } __attribute__((packed, aligned(1), may_alias)) loose_octets;
 
 INLINE vec numbers_of(const int8_t *codes) {
@@ -93,7 +98,7 @@ INLINE vec numbers_of(const int8_t *codes) {
 INLINE void bytes_of_block(const int8_t *codes, float scale, float step, char *output, long columns, int is_bfloat) {
   long at = 0;
   for (; at + LANES <= columns; at += LANES) {
-    put_16(output, at, is_bfloat, numbers_of(codes + at) * scale * step);
+    put_lanes(output, at, is_bfloat, numbers_of(codes + at) * scale * step);
   }
   for (; at < columns; at++) {
     float product = codes[at] * scale;
@@ -103,7 +108,6 @@ INLINE void bytes_of_block(const int8_t *codes, float scale, float step, char *o
 
 INLINE void rows_of(const Dequantize *d, int is_bfloat) {
   long width = is_bfloat ? 2 : 4;
-  vec values = d->values ? load(d->values) : (vec){0};
 #pragma omp parallel for schedule(static) num_threads((int)d->threads)
   for (long row = 0; row < d->rows; row++) {
     const char *codes = (const char *)d->codes + row * d->code_stride;
@@ -113,7 +117,7 @@ INLINE void rows_of(const Dequantize *d, int is_bfloat) {
       long columns = d->columns - at < BLOCK ? d->columns - at : BLOCK;
       float scale = scales[at / BLOCK];
       if (d->values)
-        pairs_of_block((const uint8_t *)codes + at / 2, values * scale, output + at * width, columns, is_bfloat);
+        pairs_of_block((const uint8_t *)codes + at / 2, d->values, scale, output + at * width, columns, is_bfloat);
       else
         bytes_of_block((const int8_t *)codes + at, scale, (float)d->step, output + at * width, columns, is_bfloat);
     }

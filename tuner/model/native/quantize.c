@@ -27,7 +27,7 @@ INLINE ints nearest_to(vec parts) {
   return __builtin_convertvector((parts + magic) - magic, ints);
 }
 
-typedef uint8_t octets __attribute__((vector_size(16)));
+typedef uint8_t octets __attribute__((vector_size(LANES)));
 
 /* Codes and scale of up to 64 numbers of a row; 1 where one of them is no number up to huge. */
 INLINE int quantize_block(const Quantize *q, const char *row, long at, char *codes, float *scale, int is_bfloat) {

@@ -1,17 +1,24 @@
-/* Vectors of 16 floats, which the compiler maps to what the processor has, and the small matrix product over them. */
+/* Vectors of as many floats as one register of the processor holds, and the small matrix product over them. */
 #include <stdint.h>
 #include <string.h>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
 
+/* A wider vector would be several registers, and the compiler keeps those of a product in memory. */
+#if defined(__AVX512F__)
 #define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ints __attribute__((vector_size(64)));
-typedef uint32_t bits __attribute__((vector_size(64)));
-typedef uint16_t halves __attribute__((vector_size(32)));
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef struct { vec v; } __attribute__((packed, aligned(4), may_alias)) loose_vec;
 typedef struct { halves v; } __attribute__((packed, aligned(2), may_alias)) loose_halves;
 
@@ -42,7 +49,7 @@ INLINE float one_at(const char *base, long i, int is_bfloat) {
   return number;
 }
 
-/* 16 numbers from `at` of a row of `columns`, bfloat16 or float32; those beyond its end are zeros. */
+/* LANES numbers from `at` of a row of `columns`, bfloat16 or float32; those beyond its end are zeros. */
 INLINE vec numbers_at(const char *row, long at, long columns, int is_bfloat) {
   if (at + LANES <= columns)
     return is_bfloat ? widen(((const loose_halves *)(row + 2 * at))->v) : load((const float *)row + at);
@@ -99,52 +106,67 @@ INLINE vec exp2_of(vec x) {
   return pick(x >= -126.0f, scaled, pick(x < -126.0f, (vec){0}, x));
 }
 
-#define STAGE(r, s)                                                                                        \
-  for (int i = 0; i < LANES; i++)                                                                          \
-    if (!(i & s)) {                                                                                        \
-      vec a = r[i], b = r[i + s];                                                                          \
-      r[i] = __builtin_shufflevector(a, b, LOW(0, s), LOW(1, s), LOW(2, s), LOW(3, s), LOW(4, s),          \
-        LOW(5, s), LOW(6, s), LOW(7, s), LOW(8, s), LOW(9, s), LOW(10, s), LOW(11, s), LOW(12, s),         \
-        LOW(13, s), LOW(14, s), LOW(15, s));                                                               \
-      r[i + s] = __builtin_shufflevector(a, b, HIGH(0, s), HIGH(1, s), HIGH(2, s), HIGH(3, s), HIGH(4, s), \
-        HIGH(5, s), HIGH(6, s), HIGH(7, s), HIGH(8, s), HIGH(9, s), HIGH(10, s), HIGH(11, s), HIGH(12, s), \
-        HIGH(13, s), HIGH(14, s), HIGH(15, s));                                                            \
+#define FOUR(of, j, s) of(j, s), of(j + 1, s), of(j + 2, s), of(j + 3, s)
+#if LANES == 16
+#define LANES_OF(of, s) FOUR(of, 0, s), FOUR(of, 4, s), FOUR(of, 8, s), FOUR(of, 12, s)
+#elif LANES == 8
+#define LANES_OF(of, s) FOUR(of, 0, s), FOUR(of, 4, s)
+#else
+#define LANES_OF(of, s) FOUR(of, 0, s)
+#endif
+#define LOW(j, s) ((j) & (s) ? LANES + (j) - (s) : (j))
+#define HIGH(j, s) ((j) & (s) ? LANES + (j) : (j) + (s))
+#define STAGE(r, s)                                                     \
+  for (int i = 0; i < LANES; i++)                                       \
+    if (!(i & s)) {                                                     \
+      vec a = r[i], b = r[i + s];                                       \
+      r[i] = __builtin_shufflevector(a, b, LANES_OF(LOW, s));           \
+      r[i + s] = __builtin_shufflevector(a, b, LANES_OF(HIGH, s));      \
     }
-#define LOW(j, s) ((j) & (s) ? 16 + (j) - (s) : (j))
-#define HIGH(j, s) ((j) & (s) ? 16 + (j) : (j) + (s))
 
-/* Turn 16 rows of 16 into columns. */
+/* Turn LANES rows of LANES into columns. */
 INLINE void transpose(vec *r) {
+#if LANES > 8
   STAGE(r, 8)
+#endif
+#if LANES > 4
   STAGE(r, 4)
+#endif
   STAGE(r, 2)
   STAGE(r, 1)
 }
 
-/* C[8][16 n] = (or +=) sum over k of A(i, k) B[k][j]: A(i, k) lies at a[i * row + k * column]. */
+/* Rows of a product whose sums, two vectors each, are kept in registers: of 32, or of 16. */
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define ROWS 8
+#else
+#define ROWS 4
+#endif
+
+/* C[ROWS][LANES n] = (or +=) sum over k of A(i, k) B[k][j]: A(i, k) lies at a[i * row + k * column]. */
 #define PRODUCT(name, n)                                                                                      \
   INLINE void name(long depth, const float *a, long row, long column, const float *b, long width, float *c,   \
                    long out, int add) {                                                                       \
-    vec sum[8][n];                                                                                            \
-    for (int i = 0; i < 8; i++)                                                                               \
+    vec sum[ROWS][n];                                                                                         \
+    for (int i = 0; i < ROWS; i++)                                                                            \
       for (int j = 0; j < n; j++) sum[i][j] = add ? load(c + i * out + j * LANES) : (vec){0};                 \
     for (long k = 0; k < depth; k++) {                                                                        \
       vec right[n];                                                                                           \
       for (int j = 0; j < n; j++) right[j] = load(b + k * width + j * LANES);                                 \
-      for (int i = 0; i < 8; i++)                                                                             \
+      for (int i = 0; i < ROWS; i++)                                                                          \
         for (int j = 0; j < n; j++) sum[i][j] += a[i * row + k * column] * right[j];                          \
     }                                                                                                         \
-    for (int i = 0; i < 8; i++)                                                                               \
+    for (int i = 0; i < ROWS; i++)                                                                            \
       for (int j = 0; j < n; j++) store(c + i * out + j * LANES, sum[i][j]);                                  \
   }
 PRODUCT(product_of_2, 2)
 PRODUCT(product_of_1, 1)
 
-/* The same for any multiple of 8 rows and of 16 columns. */
+/* The same for any multiple of 8 rows and of LANES columns. */
 INLINE void multiply(long rows, long columns, long depth, const float *a, long row, long column, const float *b,
                      long width, float *c, long out, int add) {
   for (long j = 0; j < columns; j += 2 * LANES)
-    for (long i = 0; i < rows; i += 8)
+    for (long i = 0; i < rows; i += ROWS)
       if (columns - j >= 2 * LANES)
         product_of_2(depth, a + i * row, row, column, b + j, width, c + i * out + j, out, add);
       else
