@@ -221,8 +221,11 @@ def test_a_training_in_which_every_row_is_touched_is_the_dense_one(optimizer: di
     name = "model.embed_tokens.weight"
     for key, parameter in dense.train_state.parameters.items():
         near = 1e-4 if optimizer.get("kind") == "muon" else 1e-6  # in bf16 it makes much of a last digit
-        difference = (ours.train_state.parameters[key] - parameter).abs()[3 if key == name else 0 :].max()
-        assert difference < near, (key, difference)
+        difference = (ours.train_state.parameters[key] - parameter).abs()[3 if key == name else 0 :]
+        if "state" in optimizer:  # and so does a number between two codes: one of 80,000 may take the other one
+            assert (difference > near).sum() <= 1, (key, difference.max())
+            near = 1e-2 * 1e-3  # what a neighbouring code makes of an update, at the rate
+        assert difference.max() < near, (key, difference.max())
     state = ours.train_state.optimizer.state_tensors()
     counts = state[f"optimizer/row_updates/{name}"]
     assert counts.tolist() == [0.0] * len(UNUSED) + [3.0] * (len(counts) - len(UNUSED))
