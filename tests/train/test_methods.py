@@ -89,9 +89,7 @@ def custom(workplace: Path, name: str, use: str, **flags: str) -> list[dict[str,
     return lines(launch(workplace, name=name, **(wanted | flags)).run_dir)
 
 
-def test_the_same_loss_trains_the_same_and_logs_its_figures(
-    workplace: Path, plain: list[dict[str, Any]]
-) -> None:
+def test_the_same_loss_trains_the_same_and_logs_its_figures(workplace: Path, plain: list[dict[str, Any]]) -> None:
     own = custom(workplace, "own", "with_z_loss")
     for a, b in zip(plain, own, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
