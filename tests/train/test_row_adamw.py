@@ -218,14 +218,15 @@ def test_a_training_in_which_every_row_is_touched_is_the_dense_one(optimizer: di
     for a, b in zip(found, wanted, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-6) and a.grad_norm == pytest.approx(b.grad_norm, rel=1e-6)
         assert b.grad_norm > 0.1, "clipped: a row counts once, however many tokens it has"
-    name = "model.embed_tokens.weight"
+    name, other_codes = "model.embed_tokens.weight", 0
     for key, parameter in dense.train_state.parameters.items():
         near = 1e-4 if optimizer.get("kind") == "muon" else 1e-6  # in bf16 it makes much of a last digit
         difference = (ours.train_state.parameters[key] - parameter).abs()[3 if key == name else 0 :]
-        if "state" in optimizer:  # and so does a number between two codes: one of 80,000 may take the other one
-            assert (difference > near).sum() <= 1, (key, difference.max())
-            near = 1e-2 * 1e-3  # what a neighbouring code makes of an update, at the rate
+        if "state" in optimizer:  # so do 8 bits of a number between two codes; at the rate, a code is less than 1e-5
+            other_codes += int((difference > near).sum())
+            near = 1e-5
         assert difference.max() < near, (key, difference.max())
+    assert other_codes <= 1, "of 53,000 numbers"
     state = ours.train_state.optimizer.state_tensors()
     counts = state[f"optimizer/row_updates/{name}"]
     assert counts.tolist() == [0.0] * len(UNUSED) + [3.0] * (len(counts) - len(UNUSED))
