@@ -13,6 +13,7 @@ import torch
 
 from tests.checkpoint.states import full_state
 from tests.fixtures import trainings
+from tests.fixtures.constructors import replace_constructor
 from tests.fixtures.cuda_stub import DEVICE, CudaStub, cuda_stub
 from tests.run.tasks.test_save import BESIDE, saved
 from tuner.checkpoint.staging import Background, Staging
@@ -70,7 +71,7 @@ def test_python_s_word_for_a_full_memory_counts_too(cuda: CudaStub, monkeypatch:
         return real(*args, **options)
 
     staging, state, real = Staging(), full_state(1), torch.empty
-    monkeypatch.setattr(torch, "empty", none)
+    replace_constructor(monkeypatch, "empty", none)
     with pytest.raises(MachineError, match="no memory for a copy of the state"):
         staging.reserve(state)
 

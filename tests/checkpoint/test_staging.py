@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoint.states import equal, full_state
+from tests.fixtures.constructors import replace_constructor
 from tuner.checkpoint.load import content_sha256, open_checkpoint, read_tensors
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.checkpoint.staging import Staging
@@ -63,7 +64,7 @@ def test_memory_that_is_not_there_is_an_error_with_the_bytes(monkeypatch: pytest
         return real(*args, **options)
 
     staging = Staging()
-    monkeypatch.setattr(torch, "empty", none)
+    replace_constructor(monkeypatch, "empty", none)
     with pytest.raises(MachineError, match=r"no memory for a copy of the state to save \([\d,]+ bytes\)"):
         staging.reserve(state)
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.fixtures import forked
+from tests.fixtures.constructors import replace_constructor
 from tests.fixtures.processes import run_ranks
 from tests.test_errors import NCCL, UNHANDLED
 from tuner.errors import ExitCode, LostRankError, MachineError
@@ -222,7 +223,7 @@ def test_nccl_connects_where_the_processes_meet_on_the_device_of_each(
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", done.append)
-    monkeypatch.setattr(torch, "zeros", lambda size, device: (done.append(device), zeros(size))[1])
+    replace_constructor(monkeypatch, "zeros", lambda size, device: (done.append(device), zeros(size))[1])
     monkeypatch.setattr(dist, "init_process_group", lambda **options: done.append(options["backend"]))
     monkeypatch.setattr(dist, "all_reduce", fails)
     monkeypatch.setattr(process, "_meet", lambda *args: None)
