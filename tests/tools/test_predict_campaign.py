@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 
 import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.fixtures import predict_counted
 from tests.fixtures.predict_cases import QUICK, SLOW, Case, cases, meshes
-from tests.fixtures.predict_counted import counted, resolved_case
+from tests.fixtures.predict_counted import counted, resolved_case, settled
 from tests.fixtures.predict_traced import predicted
 from tools.predict_campaign import problems
 
@@ -40,3 +46,26 @@ def test_there_are_enough_cases() -> None:
     assert len(every) >= 50 and {case.processes for case in every} == {1, 2, 4}
     grouped = meshes()
     assert len({case.name for case in grouped}) >= 30 and {case.processes for case in grouped} == {2, 4}
+
+
+@pytest.mark.parametrize("holds_view", [False, True], ids=["its object", "a view of it"])
+def test_a_collective_ends_when_threads_have_let_go(holds_view: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predict_counted, "level_now", lambda: 0)  # nothing counts in this process
+    threads = []
+
+    def collective(tensor: torch.Tensor) -> None:
+        held = [tensor[:1] if holds_view else tensor]
+
+        def let_go() -> None:
+            time.sleep(0.1)
+            held.clear()
+
+        threads.append(Thread(target=let_go))
+        threads[-1].start()
+
+    given = torch.zeros(8)
+    storage, gone = StorageWeakRef(given.untyped_storage()), weakref.ref(given)
+    settled(collective)(given)
+    del given
+    assert gone() is None and storage.expired()
+    threads[0].join()
