@@ -10,11 +10,13 @@ from threading import Thread
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import _collective_utils as of_dtensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.fixtures import predict_counted
 from tests.fixtures.predict_cases import QUICK, SLOW, Case, cases, meshes
-from tests.fixtures.predict_counted import counted, resolved_case, settled
+from tests.fixtures.predict_counted import counted, resolved_case, settle_collectives, settled
 from tests.fixtures.predict_traced import predicted
 from tools.predict_campaign import problems
 
@@ -69,3 +71,10 @@ def test_a_collective_ends_when_threads_have_let_go(holds_view: bool, monkeypatc
     del given
     assert gone() is None and storage.expired()
     threads[0].join()
+
+
+def test_collectives_are_settled_wherever_torch_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = dist.scatter
+    settle_collectives(monkeypatch.setattr)
+    assert dist.scatter is not real and of_dtensor.scatter is dist.scatter  # type: ignore[attr-defined]
+    assert dist.distributed_c10d.all_gather is dist.all_gather
