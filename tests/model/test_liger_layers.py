@@ -4,14 +4,19 @@ And none of their kernels writes in the forward pass into what a product made, w
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
 
-from tuner.model.kernels import has_liger
+from tests.model.tiny import tiny_config
+from tuner.model.kernels import apply_liger, has_liger
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("llama", "phi3", "gemma3")
@@ -107,6 +112,26 @@ def test_kernels_whose_parts_are_missing_are_none(monkeypatch: pytest.MonkeyPatc
     assert has_liger("llama") and not has_liger("no_such_type")
     monkeypatch.setattr(patching, "MODEL_TYPE_TO_APPLY_LIGER_FN", {"whole": whole, "broken": broken})
     assert has_liger("whole") and not has_liger("broken")
+
+
+def test_norms_are_liger_s_and_the_rotation_stays_the_architecture_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger's own writes into queries and keys, which selective recomputing keeps; it would be that of every model."""
+    pytest.importorskip("liger_kernel")
+    own = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", own)  # whatever takes its place is not for other tests
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"), dtype=torch.float32)
+    apply_liger(model)
+    assert "liger" in repr(model.model.norm.forward).lower()
+    assert modeling_llama.apply_rotary_pos_emb is own
+
+
+def test_liger_s_back_ends_that_are_not_installed_are_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("liger_kernel")
+    back_ends = logging.getLogger("liger_kernel.backends")
+    monkeypatch.setattr(back_ends, "level", logging.NOTSET)
+    monkeypatch.setattr(back_ends, "_cache", {})
+    assert has_liger("llama")
+    assert not back_ends.isEnabledFor(logging.WARNING) and back_ends.isEnabledFor(logging.ERROR)
 
 
 @pytest.mark.slow
