@@ -128,6 +128,26 @@ def test_what_is_sent_for_a_micro_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.multi
+@pytest.mark.parametrize("are_whole", [False, True])
+def test_between_micro_batches_a_process_keeps_shards_of_gradients_unless_asked_for_whole_ones(
+    are_whole: bool, tmp_path: Path
+) -> None:
+    def work(rank: int) -> None:
+        root, sent = sharded(rank), Sent()
+        sync_gradients(root, False, are_whole)
+        with sent:
+            step(root, rank)
+        assert sent.calls["_reduce_scatter_base_"] == (0 if are_whole else 5)
+        parameters = list(root.parameters())
+        assert {parameter.grad is None for parameter in parameters} == {are_whole}
+        sync_gradients(root, True, are_whole)
+        step(root, rank)
+        assert all(local(p.grad).shape == local(p).shape for p in parameters if p.grad is not None)
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]
+
+
+@pytest.mark.multi
 @pytest.mark.parametrize("processes_to_a_copy", [1, 2])
 def test_gradients_are_summed_over_processes_once_they_are_asked_for(processes_to_a_copy: int, tmp_path: Path) -> None:
     def work(rank: int) -> None:
