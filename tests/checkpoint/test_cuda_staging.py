@@ -107,10 +107,11 @@ def test_a_run_s_saves_from_a_device(workplace: Path, monkeypatch: pytest.Monkey
 def test_a_run_says_once_that_its_copies_are_not_page_locked(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(Console, "warn", lambda console, text: said.append(text))
-    with cuda_stub(refuse=NOT_SUPPORTED):
+    with cuda_stub(refuse=NOT_SUPPORTED) as cuda:
         flags = {"train__stop_after": "4 steps", "checkpoint__every": "2 steps"}
         run = trainings.launch(workplace, **BESIDE, **flags).run_dir
     assert [*saved(run)] == [4, 2]
+    assert cuda.names().count("record") == 2, "the last one, too, goes through the memory that is there for copies"
     assert [text[:21] for text in said if "page-lock" in text] == ["CUDA cannot page-lock"]
 
 

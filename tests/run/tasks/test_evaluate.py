@@ -1,5 +1,6 @@
 """What a launch says beside its figures."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ def test_answers_of_several_processes_need_room_for_the_whole_model(
     free: int, answered: bool, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
+    gathers: list[Any] = []
     real = evaluate_task.EvaluateTask.__init__
 
     def among_two(task: Any, context: Any, *args: Any) -> None:
@@ -42,9 +44,11 @@ def test_answers_of_several_processes_need_room_for_the_whole_model(
 
     monkeypatch.setattr(evaluate_task.EvaluateTask, "__init__", among_two)
     monkeypatch.setattr("tuner.parallel.gathered.whole_bytes", lambda root: 1000)
+    monkeypatch.setattr("tuner.parallel.gathered.gathered", lambda root: nullcontext(gathers.append(root)))
     monkeypatch.setattr("tuner.runtime.device.room_on", lambda device, processes: free)
     monkeypatch.setattr(Console, "warn", lambda console, text: said.append(text))
     flags = {"data__eval": "7 documents", "eval__every": "2 steps", "eval__samples_at": "all"}
     run = trainings.launch(workplace, train__duration="2 steps", **flags).run_dir
     assert (run / "samples.jsonl").is_file() == answered
+    assert bool(gathers) == answered, "once for all tokens of all answers"
     assert [text.split(":")[0] for text in said if "samples" in text] == ([] if answered else ["eval.samples"])
