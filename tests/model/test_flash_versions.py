@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,6 +138,13 @@ def test_without_a_package_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
     monkeypatch.setattr(flash_versions, "_is_there", lambda module: True)
     assert use("llama", 9) == "flash attention 2"
+
+
+def test_a_package_is_looked_for_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "later_flash_attention.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("later_flash_attention", "no_flash_attention", "no_flash_attention.cute.interface")
+    assert [flash_versions._is_there(name) for name in names] == [True, False, False]
 
 
 def test_it_is_chosen_where_a_model_is_built_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

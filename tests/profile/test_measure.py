@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,6 +139,26 @@ def test_compiled_layers_are_recorded_as_they_train(recipe: Path, monkeypatch: p
     assert graphs[0] == graphs[1] == 0 < graphs[2] == graphs[3]
     kept = [max(found.memory.series["activations"]) for found in (plain, compiled)]
     assert 0 < kept[1] < kept[0]
+
+
+def test_the_recorded_step_computes_with_compiled_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computed eagerly they keep more, and a recipe that fits would not."""
+    made: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        made.append(graph)
+        return graph.forward
+
+    layer: Any = torch.compile(torch.nn.ReLU(), backend=backend)
+    memory = SimpleNamespace(memory=lambda: "recorded")
+    monkeypatch.setattr(measuring, "StepRecorder", lambda *given, **options: nullcontext(memory))
+    monkeypatch.setattr(measuring, "_take", lambda *given: layer(torch.ones(1) + 1))
+    optimizer = SimpleNamespace(allocate=lambda: None, set_step_count=lambda count: None)
+    train_state = SimpleNamespace(optimizer=optimizer, root=SimpleNamespace(padding=None))
+    batches = SimpleNamespace(step=lambda index: None)
+    assembly: Any = SimpleNamespace(train_state=train_state, batches=batches)
+    assert measuring._recorded_step(assembly, 0, None) == "recorded"
+    assert len(made) == 1
 
 
 def test_rates(once: Callable[..., Measurement]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tuner.runtime import before_torch
-from tuner.runtime.before_torch import SPIN_COUNT, expand_segments, limit_spinning
+from tuner.runtime.before_torch import SPIN_COUNT, expand_segments, limit_spinning, prepare_environment
 from tuner.runtime.environment import safe_variables
 
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -70,6 +70,13 @@ def test_how_the_user_lets_threads_wait_stays(name: str) -> None:
     environment = {name: "ACTIVE"}
     limit_spinning(environment)
     assert environment == {name: "ACTIVE"}
+
+
+@pytest.mark.usefixtures("driver")
+def test_threads_and_memory_are_prepared_together() -> None:
+    environment: dict[str, str] = {}
+    prepare_environment(environment)
+    assert environment == EXPANDABLE | {"GOMP_SPINCOUNT": SPIN_COUNT}
 
 
 ENTRIES = (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,27 @@ def test_what_was_asked_for_is_not_tried(model: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(first_kernels, "mock_batch", never)
     made: Any = build_runnable(resolved_as(model, ()), Built, SILENT)  # type: ignore[arg-type]
     assert made.kernels == (True, "liger")
+
+
+@pytest.mark.parametrize(("chosen", "tried", "first"), [(BOTH, [True], []), ((), [], [True])])
+def test_that_compiling_takes_a_while_is_said_before_it_begins(
+    chosen: tuple[str, ...], tried: list[bool], first: list[bool], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is tried before training, and where it is left to the first step."""
+    said: list[tuple[str, bool]] = []
+
+    @contextmanager
+    def doing(console: Console, text: str, at_once: bool = False) -> Iterator[None]:
+        said.append((text, at_once))
+        yield
+
+    monkeypatch.setattr(Console, "doing", doing)
+    monkeypatch.setattr(Console, "say", lambda console, label, text: said.append((text, True)))
+    monkeypatch.setattr(first_kernels, "mock_batch", lambda *given: None)
+    build_runnable(resolved_as(model, chosen), Built, SILENT)  # type: ignore[arg-type]
+    words = "compiling the decoder layers, a minute or two"
+    assert [at_once for text, at_once in said if text == words] == tried
+    assert [at_once for text, at_once in said if text == f"the first step is spent {words}"] == first
 
 
 def test_memory_is_no_reason(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
