@@ -84,13 +84,14 @@ def workplace(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_run_s_saves_from_a_device(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once = trainings.launch(workplace, name="at-once", **{**BESIDE, "checkpoint__async_save": "false"})
+    flags = {**BESIDE, "train__duration": "10 steps", "checkpoint__every": "2 steps"}
+    at_once = trainings.launch(workplace, name="at-once", **{**flags, "checkpoint__async_save": "false"})
     real = OptimizerSet.step
     with cuda_stub() as cuda:
         monkeypatch.setattr(
             OptimizerSet, "step", lambda *args, **options: (cuda.note("update"), real(*args, **options))[1]
         )
-        beside = trainings.launch(workplace, name="beside", **BESIDE)
+        beside = trainings.launch(workplace, name="beside", **flags)
     assert saved(beside.run_dir) == saved(at_once.run_dir)
     assert {call.device for call in cuda.calls} == {DEVICE.index}, "no call makes a context on another device"
     threads = {call.thread for call in cuda.calls}
