@@ -74,3 +74,10 @@ def test_the_nearest_come_first() -> None:
     known = ["model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"]
     assert nearest("model.layers.1.mlp.upproj.weight", known)[0] == known[1]
     assert nearest("qqqqqqq", known) == []
+
+
+def test_those_that_are_as_near_as_the_third_are_named_too() -> None:
+    layers = [f"model.layers.1.self_attn.{one}_proj.weight" for one in ("q", "k", "v", "o")]
+    known = [*layers, "model.layers.1.mlp.up_proj.weight"]
+    assert set(nearest("model.layers.1.self_attn._proj.weight", known)) == {*layers}
+    assert len(nearest("proj.weight", [f"{letter}_proj.weight" for letter in "abcdefgh"])) == 6

@@ -45,9 +45,14 @@ def _expression(pattern: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Up to three of the known names that are most like a name or a glob, the likest first."""
+    """Up to three of the known names that are most like a name or a glob, the likest first.
+
+    Up to three more follow where they are as like as the third: `_proj` may stand for that of q, k, v and o.
+    """
     names = list(dict.fromkeys(known))
-    return difflib.get_close_matches(name, names, NEAREST, 0.5)
+    found = difflib.get_close_matches(name, names, 2 * NEAREST, 0.5)
+    likeness = [difflib.SequenceMatcher(None, one, name).ratio() for one in found]
+    return [one for one, like in zip(found, likeness, strict=True) if like >= likeness[:NEAREST][-1]]
 
 
 def brief(names: Sequence[str]) -> list[str]:
