@@ -193,7 +193,10 @@ def measure(bench: Bench, rounds: int) -> dict[str, Any]:
         for side, go in sides.items():
             took[side].append(go())
             last = took[side][-1]
-            _say(f"round {number}  {side:14} {last['step_s']:7.2f} s a step, {last['whole_s']:7.2f} s with all else")
+            _say(
+                f"round {number}  {side:14} {last['step_s']:7.2f} s a step, {last['whole_s']:7.2f} s with all else, "
+                f"{last['peak_gib']:.2f} GiB"
+            )
     figures = {side: _figures(found) for side, found in took.items()}
     report = {
         "machine": machine("cpu"),
