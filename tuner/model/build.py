@@ -138,13 +138,41 @@ def _overridden(spec: ModelSpec, config: PretrainedConfig) -> PretrainedConfig:
             ) from error
     if not spec.config_overrides:
         return config
-    changed = {**config.to_dict(), **spec.config_overrides}
+    changed = {**config.to_dict(), **spec.config_overrides} | _following(config, spec.config_overrides)
     if "num_hidden_layers" in spec.config_overrides:
         changed.pop("layer_types", None)
     try:
         return type(config).from_dict(changed)
     except Exception as error:  # configs validate themselves, each with exceptions of its own
         raise RecipeError(f"model.config: {_reason(error)}", hint="these values do not go together") from error
+
+
+def _following(config: PretrainedConfig, given: Mapping[str, Any]) -> dict[str, int]:
+    """What of a config followed from its other numbers, and follows from the ``given`` ones: its classes keep it.
+
+    The width of a head, where it was hidden_size / num_attention_heads, and as many key heads as heads.
+    """
+    names = type(config).attribute_map
+    named = {names.get(key, key): value for key, value in given.items()}
+
+    def value(key: str, before: bool) -> int | None:
+        found = getattr(config, key, None) if before else named.get(names.get(key, key), getattr(config, key, None))
+        return found if isinstance(found, int) and found > 0 else None
+
+    def width(before: bool) -> int | None:
+        hidden, heads = value("hidden_size", before), value("num_attention_heads", before)
+        return None if hidden is None or heads is None or hidden % heads else hidden // heads
+
+    follows: dict[str, Callable[[bool], int | None]] = {
+        "head_dim": width,
+        "num_key_value_heads": partial(value, "num_attention_heads"),
+    }
+    found = {}
+    for key, rule in follows.items():
+        was, now = rule(True), rule(False)
+        if names.get(key, key) not in named and was is not None and now and getattr(config, key, None) == was != now:
+            found[names.get(key, key)] = now
+    return found
 
 
 def dropouts_of(config: PretrainedConfig) -> dict[str, float]:

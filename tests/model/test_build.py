@@ -1,0 +1,51 @@
+"""What of a config follows the recipe's values, and what stays as the base has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Gemma2Config, GPT2Config, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from tuner.model.build import ModelSpec, model_config
+
+LLAMA = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 30}
+
+
+def changed(directory: Path, config: PretrainedConfig, given: dict[str, Any]) -> PretrainedConfig:
+    config.save_pretrained(directory)
+    return model_config(ModelSpec(str(directory), random_init=True, config_overrides=given))
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "heads"),  # heads: their number, their width, those of keys
+    [
+        ({"num_key_value_heads": 2}, {"hidden_size": 96, "num_attention_heads": 6}, (6, 16, 2)),
+        ({"num_key_value_heads": 2}, {"hidden_size": 320, "num_attention_heads": 10}, (10, 32, 2)),
+        ({}, {"num_attention_heads": 8}, (8, 8, 8)),
+        ({}, {"num_attention_heads": 8, "num_key_value_heads": 4}, (8, 8, 4)),
+        ({}, {"hidden_size": 128, "head_dim": 16}, (4, 16, 4)),
+        ({"head_dim": 32}, {"hidden_size": 128}, (4, 32, 4)),  # 128 / 4, but the base's own was not 64 / 4
+        ({"head_dim": 8}, {"hidden_size": 128}, (4, 8, 4)),
+        ({}, {"num_hidden_layers": 3}, (4, 16, 4)),
+    ],
+)
+def test_heads_follow_from_the_new_numbers_where_they_followed_from_the_old(
+    tmp_path: Path, own: dict[str, Any], given: dict[str, Any], heads: tuple[int, int, int]
+) -> None:
+    config = changed(tmp_path, LlamaConfig(**LLAMA, **own), given)
+    assert (config.num_attention_heads, config.head_dim, config.num_key_value_heads) == heads
+
+
+def test_heads_that_a_class_or_a_base_makes_wider_stay(tmp_path: Path) -> None:
+    sizes = LLAMA | {"num_key_value_heads": 2}
+    assert changed(tmp_path / "qwen3", Qwen3Config(**sizes, head_dim=128), {"hidden_size": 32}).head_dim == 128
+    assert changed(tmp_path / "gemma2", Gemma2Config(**sizes, head_dim=16), {"hidden_size": 128}).head_dim == 32
+
+
+def test_a_class_with_names_of_its_own_is_changed_by_either(tmp_path: Path) -> None:
+    small = GPT2Config(n_embd=64, n_head=4, n_layer=1, vocab_size=30)
+    for given in ({"n_embd": 32}, {"hidden_size": 32}):
+        config = changed(tmp_path, small, given)
+        assert (config.n_embd, config.hidden_size, config.n_head) == (32, 32, 4)
