@@ -8,8 +8,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from tuner.config.duration import Cadence
 from tuner.config.numbers import Real, Weights, Whole
-from tuner.config.section import ByKind, Options, Section, Use
+from tuner.config.section import ByKind, Durations, Options, Section, Use
 from tuner.config.value_types import T, Text, Word, refuse
 
 _METHOD_KIND = (
@@ -304,6 +305,10 @@ _TOP_K = (
     "Tokens of the teacher's distribution that are kept with the prepared data, computed once, so that training loads "
     "no teacher; null keeps the teacher in memory, and all of its distribution."
 )
+_TEACHER_EVERY = (
+    "How often a newer version of the teacher is looked for and taken: method.teacher is then a directory whose "
+    "step-N are models, such as the exports of a run."
+)
 _TAIL = (
     "With top_k, the teacher's remaining probability: rest makes all other tokens one class, in both distributions; "
     "renormalise gives it to the top_k, which needs beta below 1."
@@ -318,6 +323,7 @@ class DistillMethod(MethodSection):
     """Hub name or local directory of the teacher, which has the student's tokenizer (required)."""
     teacher_revision: Annotated[str | None, Text(kind="a commit or tag")] = None
     """Hub commit or tag of the teacher."""
+    teacher_every: Annotated[Durations | None, Cadence(units=("steps",)), Field(description=_TEACHER_EVERY)] = None
     beta: Annotated[float, Real(ge=0, le=1)] = 0.0
     """The divergence: 0 is KL(teacher || student), 1 KL(student || teacher), and between them Jensen-Shannon's."""
     temperature: Annotated[float, Real(gt=0)] = 1.0
@@ -345,6 +351,16 @@ class DistillMethod(MethodSection):
             "agreement": Figure("higher", "agree"),
             **tail,
         }
+
+    @model_validator(mode="after")
+    def _has_one_teacher_at_a_time(self) -> DistillMethod:
+        if self.teacher_every is None:
+            return self
+        if self.top_k is not None:
+            raise refuse("teacher_every: a teacher's columns are computed once, before training; write top_k: null")
+        if self.teacher_revision is not None:
+            raise refuse("teacher_every looks for versions in a directory, which has no revision: leave out one")
+        return self
 
     @model_validator(mode="after")
     def _is_finite(self) -> DistillMethod:

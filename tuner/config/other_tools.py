@@ -54,6 +54,7 @@ _NAMES: dict[str, str] = {
     "method.baseline": "calculate_kl kto_baseline",
     "method.teacher": "teacher_model teacher_model_name_or_path teacher_name_or_path",
     "method.teacher_revision": "teacher_model_revision",
+    "method.teacher_every": "teacher_sync_steps",
     "method.temperature": "kd_temperature distillation_temperature",
     "method.ce_weight": "ce_loss_ratio ce_loss_weight",
     "method.top_k": "kd_top_k kd_online_topk top_logprobs",

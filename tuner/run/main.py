@@ -42,6 +42,7 @@ from tuner.train.tasks import Event, Status, Tasks
 
 if TYPE_CHECKING:
     from tuner.run.tasks.export import Exporter
+    from tuner.run.teacher_versions import TeacherVersions
     from tuner.run.windows.opened import OpenedWindows
     from tuner.rundir.windows import WindowPosition
 
@@ -79,6 +80,7 @@ def train(
     ):
         ready = agreed(ready, options, Collective(gloo_group()))
         phase.enter("set-up of the model")
+        teachers, resolved = _teachers(ready, resolved)
         assembly = _built(ready, resolved, rank_info, console)
         given = assembly.train_state.root.given or {}
         if "summary" in given:
@@ -92,6 +94,8 @@ def train(
             assembly = _referred(ready, assembly, console, signals)
         if isinstance(resolved.recipe.method, DistillMethod) and resolved.recipe.method.top_k is not None:
             assembly = _taught(ready, assembly, console, signals)
+        if teachers is not None:
+            teachers.identify(assembly)
         table = assembly.timetable
         early = _early_stop(resolved.recipe.eval, resolved.recipe.train.min_steps, assembly.keeps)
         progress = Progress(table.plan, table.data_start, early=early)
@@ -100,6 +104,7 @@ def train(
         console.keep(ready.run.logs / log_name(rank_info.rank))
         run_id = str(record["run_id"])
         context = LaunchContext(ready.run, run_id, assembly, progress, ready.resets, console, signals, windows)
+        context = replace(context, teachers=teachers)
         tasks = launch_tasks(context, ready.found, exporter)
         return _run(context, ready, record, tasks)
 
@@ -134,6 +139,17 @@ def _taught(ready: Preflight, assembly: Assembly, console: Console, signals: Sto
 
     phase.enter("teacher")
     return taught(ready, assembly, console, lambda: signals.requested)
+
+
+def _teachers(ready: Preflight, resolved: Resolved) -> tuple[TeacherVersions | None, Resolved]:
+    """The versions of the teacher, where newer ones are looked for, and the recipe with the one at hand. Collective."""
+    method = resolved.recipe.method
+    if not isinstance(method, DistillMethod) or method.teacher_every is None:
+        return None, resolved
+    from tuner.run.teacher_versions import begin_versions
+
+    teachers = begin_versions(method, ready.run, ready.record, ready.found, ready.spec.cache_dir)
+    return teachers, replace(resolved, teacher=str(teachers.path))
 
 
 def _windows(ready: Preflight, position: WindowPosition, assembly: Assembly, progress: Progress) -> OpenedWindows:

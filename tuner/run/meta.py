@@ -10,6 +10,7 @@ from tuner.checkpoint.load import CheckpointInfo, require_same_base, require_sam
 from tuner.config.dump import recipe_dict
 from tuner.data.id_probes import ID_PROBES, read_probes, text_probes, write_probes
 from tuner.errors import DataError
+from tuner.model.root import CausalLM
 from tuner.model.transformers_private import commit_of
 from tuner.model.vetting import licence_of
 from tuner.run.changes import sources_of_eval
@@ -43,7 +44,7 @@ def run_meta(assembly: Assembly) -> dict[str, Any]:
         "adapter": None if recipe.adapter.kind == "none" else recipe_dict(recipe)["adapter"],
         "frozen_hash": assembly.train_state.root.frozen_hash,
         **({} if (quantizer := quantizer_facts(recipe)) is None else {"quantizer": quantizer}),
-        **({} if (teacher := assembly.train_state.method.teacher) is None else {"teacher_hash": teacher.frozen_hash}),
+        **({} if (teacher := _only_teacher(assembly)) is None else {"teacher_hash": teacher.frozen_hash}),
         **({} if (given := assembly.train_state.root.given) is None else {GIVEN: _without_report(given)}),
         "tokenizer_hash": assembly.tokenizer.hash,
         "data_key": assembly.prepared.key,
@@ -71,6 +72,11 @@ def run_meta(assembly: Assembly) -> dict[str, Any]:
     return meta
 
 
+def _only_teacher(assembly: Assembly) -> CausalLM | None:
+    """The teacher in memory, where the run has no other: of versions each checkpoint's state says which it was."""
+    return None if assembly.resolved.teacher is not None else assembly.train_state.method.teacher
+
+
 def _without_report(given: Mapping[str, Any]) -> dict[str, Any]:
     return {"entries": given["entries"], "frozen": given["frozen"]}
 
@@ -96,7 +102,7 @@ def require_same_data(found: CheckpointInfo, assembly: Assembly, was_reset: bool
             "changed since this checkpoint was saved",
             hint="restore it, or name its commit: model.revision; or start a new run with --name",
         )
-    teacher = assembly.train_state.method.teacher
+    teacher = _only_teacher(assembly)
     if teacher is not None and meta.get("teacher_hash") != teacher.frozen_hash:
         raise DataError(
             f"{found.path}: the teacher changed since this checkpoint was saved ({meta.get('teacher_hash')} -> "

@@ -16,6 +16,7 @@ from tuner.setup.build import Assembly, run_tensors
 from tuner.train.progress import METRICS, Progress
 
 if TYPE_CHECKING:
+    from tuner.run.teacher_versions import TeacherVersions
     from tuner.run.windows.opened import OpenedWindows
     from tuner.train.ema import Ema
 
@@ -35,13 +36,16 @@ class LaunchContext:
     signals: StopSignals
     windows: OpenedWindows | None = None
     """Where the run is among the windows of its data, where it has windows."""
+    teachers: TeacherVersions | None = None
+    """The versions of the teacher, where newer ones are looked for."""
 
 
 def run_state(context: LaunchContext, finished: bool) -> dict[str, Any]:
     """The JSON state of a checkpoint."""
     resets = {"resets": [reset.as_state() for reset in context.resets]}
     windows = {} if context.windows is None else {"windows": context.windows.as_state()}
-    return context.progress.as_state() | resets | windows | {"finished": finished}
+    teachers = {} if context.teachers is None else {"teachers": context.teachers.as_state(context.progress.step)}
+    return context.progress.as_state() | resets | windows | teachers | {"finished": finished}
 
 
 def outcome(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,11 @@ def link_latest(directory: Path, name: str) -> None:
         fresh.unlink(missing_ok=True)
 
 
+def newest_version(directory: Path) -> tuple[int, Path] | None:
+    """The newest `step-N` of a directory of models, with its N; None where there is none. Links are passed over."""
+    return next(iter(step_dirs(directory)), None)
+
+
 def is_export(path: Path, step: int, options: Mapping[str, Any]) -> bool:
     """Whether a directory is a published export of this step with these options, by its `tuner.json`."""
     try:

@@ -7,6 +7,7 @@ RUN/
   metrics.jsonl           a line for each step and each evaluation
   samples.jsonl           answers to held-out prompts
   windows.json            which windows of its data a run has opened or left out, where it has windows
+  teachers.json           which versions of its teacher a run has learned from, where it looks for newer ones
   evaluations/step-N/     TASK.jsonl: a line for each item of a task that was scored
   checkpoints/step-N/     what training resumes from (tuner.checkpoint.manifest names them)
   tokenizer/              the tokenizer's files
@@ -37,6 +38,7 @@ RESOLVED_RECIPE = "recipe.resolved.yaml"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 WINDOWS = "windows.json"
+TEACHERS = "teachers.json"
 EVALUATIONS = "evaluations"
 CHECKPOINTS = "checkpoints"
 DAMAGED_CHECKPOINTS = "damaged-checkpoints"

@@ -128,7 +128,20 @@ def _check_model_files(recipe: Recipe, found: Findings) -> None:
             hint = "give a run, a checkpoint, an export, or the directory of a model or adapter"
             found.add(f"model.init_from.{number}.path", f"{entry.path}: no such directory", hint)
     if isinstance(recipe.method, DistillMethod):
-        _check_model_directory("method.teacher", recipe.method.teacher, True, found)
+        _check_teacher(recipe.method, found)
+
+
+def _check_teacher(method: DistillMethod, found: Findings) -> None:
+    teacher = method.teacher
+    if method.teacher_every is not None:
+        from tuner.setup.teacher import newest_teacher  # with the classes of models
+
+        try:
+            teacher = str(newest_teacher(Path(teacher))[1])
+        except RecipeError as error:
+            found.add("method.teacher", error.message.removeprefix("method.teacher: "), error.hint)
+            return
+    _check_model_directory("method.teacher", teacher, True, found)
 
 
 def _check_model_directory(key: str, name: str, has_weights: bool, found: Findings) -> None:

@@ -62,6 +62,8 @@ class Resolved:
     """How the documents of a micro-batch go through the model."""
     given: Mapping[str, Any] | None = None
     """What `model.init_from` gave the run that is resumed, by its checkpoint; None where a run begins."""
+    teacher: str | None = None
+    """The directory of the teacher's version that is at hand, where `method.teacher_every` looks for newer ones."""
 
 
 def resolve(

@@ -19,6 +19,7 @@ from tuner.data.id_probes import text_probes
 from tuner.errors import RecipeError, TunerError
 from tuner.model.build import ModelSpec, meta_model, model_config
 from tuner.model.kernels import has_liger
+from tuner.rundir.exports import newest_version
 from tuner.setup.precision import frozen_dtype
 from tuner.setup.resolve import Resolved, route_for
 
@@ -26,11 +27,12 @@ from tuner.setup.resolve import Resolved, route_for
 def teacher_of(resolved: Resolved, method: DistillMethod) -> Resolved:
     """The resolved recipe with the teacher in the place of its model; frozen weights have the type of the products."""
     recipe = resolved.recipe
-    config = model_config(teacher_model(method))
+    spec = teacher_model(method) if resolved.teacher is None else ModelSpec(resolved.teacher)
+    config = model_config(spec)
     kernels = "torch" if recipe.model.kernels == "liger" and not has_liger(config.model_type) else recipe.model.kernels
     changed: dict[str, Any] = {
-        "name_or_path": method.teacher,
-        "revision": method.teacher_revision,
+        "name_or_path": spec.name_or_path,
+        "revision": spec.revision,
         "init": "pretrained",
         "config": {},
         "dtype": frozen_dtype(recipe.train.precision, resolved.facts),
@@ -47,8 +49,21 @@ def teacher_of(resolved: Resolved, method: DistillMethod) -> Resolved:
 
 
 def teacher_model(method: DistillMethod) -> ModelSpec:
-    """The teacher as the model package takes it."""
-    return ModelSpec(method.teacher, method.teacher_revision)
+    """The teacher as the model package takes it: of several versions the newest. Raises RecipeError without one."""
+    if method.teacher_every is None:
+        return ModelSpec(method.teacher, method.teacher_revision)
+    return ModelSpec(str(newest_teacher(Path(method.teacher))[1]))
+
+
+def newest_teacher(directory: Path) -> tuple[int, Path]:
+    """The newest `step-N` of a directory of versions, with its N. Raises RecipeError where there is none."""
+    found = newest_version(directory)
+    if found is None:
+        raise RecipeError(
+            f"method.teacher: {directory} holds no version of a teacher (a directory step-N with a model)",
+            hint="name the exports of a run, such as runs/NAME/exports, and export once; or leave out teacher_every",
+        )
+    return found
 
 
 def check_teacher(method: DistillMethod, student: TextTokenizer, cache_dir: Path) -> None:
@@ -56,15 +71,16 @@ def check_teacher(method: DistillMethod, student: TextTokenizer, cache_dir: Path
 
     Their vocabularies may be padded to different sizes. Raises RecipeError with the first difference.
     """
+    spec = teacher_model(method)
     with blaming_teacher():
-        embedded = int(model_config(teacher_model(method)).get_text_config().vocab_size)
-        taught = load_tokenizer(method.teacher, method.teacher_revision, TokenizerSection(), cache_dir)
+        embedded = int(model_config(spec).get_text_config().vocab_size)
+        taught = load_tokenizer(spec.name_or_path, spec.revision, TokenizerSection(), cache_dir)
     difference = _difference(student, taught)
     if difference is None and student.vocab_size > embedded:
         difference = f"it has {embedded:,} embeddings for {student.vocab_size:,} tokens"
     if difference is not None:
         raise RecipeError(
-            f"method.teacher: {method.teacher} reads other tokens than the student: {difference}",
+            f"method.teacher: {spec.name_or_path} reads other tokens than the student: {difference}",
             hint="take a teacher of the student's family, or train the student with the teacher's tokenizer: "
             "tokenizer.name_or_path",
         )

@@ -79,6 +79,7 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
         stop,
         *_measures(context, log),
         *([] if health is None else [health]),
+        *_teachers(context, log),
         EvaluateTask(context, log, samples, _task_scores(context)),
         SaveTask(context, saver, log, samples, time_left, resumed_from),
         ConsoleTask(
@@ -117,6 +118,15 @@ def _prober(context: LaunchContext) -> list[Task]:
     from tuner.run.tasks.prober import ProberTask
 
     return [ProberTask(context.assembly, context.run.path, context.console)]
+
+
+def _teachers(context: LaunchContext, log: LogTask) -> list[Task]:
+    """The task that takes newer versions of the teacher, where the recipe asks for it."""
+    if context.teachers is None:
+        return []
+    from tuner.run.tasks.teacher import TeacherTask
+
+    return [TeacherTask(context, context.teachers, log)]
 
 
 def _task_scores(context: LaunchContext) -> TaskScores | None:

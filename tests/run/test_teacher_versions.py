@@ -1,0 +1,202 @@
+"""Runs whose teacher is still learning: newer versions are taken on a cadence, and again by whoever resumes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.fixtures import trainings
+from tests.fixtures.trainings import launch, lines, outcome
+from tuner.config.load import load_recipe
+from tuner.config.overrides import Override
+from tuner.config.recipe import TokenizerSection
+from tuner.data.encoding.tokenizer_files import load_tokenizer
+from tuner.errors import DataError, RecipeError
+from tuner.run.options import LaunchOptions
+from tuner.run.teacher_versions import TeacherVersions
+from tuner.rundir.teachers import TeacherEntry
+
+RESUME = LaunchOptions(resume="must")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("versions")
+    trainings.prepare(directory, 1, layers=1)
+    load_tokenizer(str(directory / "model"), None, TokenizerSection(name_or_path="byte")).save(directory / "model")
+    return directory
+
+
+@pytest.fixture
+def workplace(made: Path) -> Path:
+    """With one version of the teacher."""
+    for name in ("runs", "teacher"):
+        shutil.rmtree(made / name, ignore_errors=True)
+    publish(made, 10)
+    return made
+
+
+def publish(directory: Path, step: int) -> Path:
+    """Another version of the teacher, with weights of its own."""
+    path = directory / "teacher" / f"step-{step}"
+    shutil.copytree(directory / "model", path)
+    shift(path, step)
+    return path
+
+
+def shift(path: Path, by: int) -> None:
+    weights = load_file(path / "model.safetensors")
+    for tensor in weights.values():
+        tensor.add_(0.05 * torch.sin(by * torch.arange(1, tensor.numel() + 1)).view_as(tensor))
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def flags(directory: Path, **others: str) -> dict[str, Any]:
+    given = {
+        "method__kind": "distill", "method__teacher": str(directory / "teacher"), "method__teacher_every": "2 steps",
+        "train__duration": "8 steps", "checkpoint__every": "3 steps", "optimizer__lr": "1e-2", "name": "run",
+    }  # fmt: skip
+    return given | others
+
+
+def appearing(directory: Path, monkeypatch: pytest.MonkeyPatch, versions: Mapping[int, int], dies: int = 0) -> None:
+    """Have versions appear just before the look after a step, and a launch die at its look after step `dies`."""
+    look = TeacherVersions.look
+
+    def looked(self: TeacherVersions, step: int) -> TeacherEntry:
+        if step == dies:
+            raise KeyboardInterrupt
+        if step in versions:
+            publish(directory, versions[step])
+        return look(self, step)
+
+    monkeypatch.setattr(TeacherVersions, "look", looked)
+
+
+def noted(run: Path) -> list[tuple[int, str]]:
+    return [(entry["step"], entry["name"]) for entry in json.loads((run / "teachers.json").read_text())["versions"]]
+
+
+def test_a_killed_run_learns_from_the_same_versions_in_the_same_steps(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        appearing(workplace, patch, {2: 20, 6: 30})
+        whole = launch(workplace, **flags(workplace, name="whole"))
+    assert noted(whole.run_dir) == [(0, "step-10"), (2, "step-20"), (6, "step-30")]
+    for number in (20, 30):
+        shutil.rmtree(workplace / "teacher" / f"step-{number}")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        appearing(workplace, patch, {2: 20}, dies=6)
+        launch(workplace, **flags(workplace))
+    publish(workplace, 30)  # step 4 is taken again: its look found nothing newer, and that is final
+    again = launch(workplace, RESUME, **flags(workplace))
+    assert noted(again.run_dir) == noted(whole.run_dir)
+    assert outcome(again.run_dir) == outcome(whole.run_dir)
+    first = launch(workplace, **flags(workplace, name="first", method__teacher_every="never",
+                                      method__teacher=str(workplace / "teacher" / "step-10")))  # fmt: skip
+    losses = [[line["teacher_ce"] for line in lines(run.run_dir)] for run in (whole, first)]
+    assert losses[0][:2] == losses[1][:2] and losses[0][2:] != losses[1][2:]
+
+
+def test_a_run_that_stops_at_a_look_goes_on_as_if_it_had_not(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        appearing(workplace, patch, {4: 20})
+        whole = launch(workplace, **flags(workplace, name="whole"))
+    shutil.rmtree(workplace / "teacher" / "step-20")
+    with monkeypatch.context() as patch:
+        appearing(workplace, patch, {4: 20})
+        launch(workplace, **flags(workplace, train__stop_after="4 steps"))
+    again = launch(workplace, RESUME, **flags(workplace))
+    assert outcome(again.run_dir) == outcome(whole.run_dir)
+
+
+def test_the_version_at_hand_may_go_once_it_is_loaded(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = TeacherVersions.look
+
+    def pruned(self: TeacherVersions, step: int) -> TeacherEntry:
+        publish(workplace, 10 + step)
+        shutil.rmtree(workplace / "teacher" / self.at_hand.name)
+        return look(self, step)
+
+    monkeypatch.setattr(TeacherVersions, "look", pruned)
+    run = launch(workplace, **flags(workplace)).run_dir
+    assert noted(run) == [(step, f"step-{10 + step}") for step in (0, 2, 4, 6, 8)]
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_with_the_same_version(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        appearing(workplace, patch, {}, dies=2)
+        launch(workplace, **flags(workplace))
+    publish(workplace, 20)
+    launch(workplace, LaunchOptions(resume="auto"), **flags(workplace))
+    assert noted(workplace / "runs" / "run") == [(0, "step-10"), (2, "step-20")]
+
+
+def test_a_branch_of_a_run_begins_with_the_version_of_its_checkpoint(workplace: Path) -> None:
+    parent = launch(workplace, **flags(workplace, train__stop_after="3 steps"))
+    publish(workplace, 20)
+    branch = LaunchOptions(resume=parent.run_dir / "checkpoints" / "step-3")
+    child = launch(workplace, branch, **flags(workplace, name="child"))
+    assert noted(child.run_dir) == [(0, "step-10"), (4, "step-20")]
+
+
+def test_versions_that_are_gone_changed_or_of_another_shape_are_refused(workplace: Path) -> None:
+    launch(workplace, **flags(workplace, train__stop_after="3 steps"))
+    path = workplace / "teacher" / "step-10"
+    shift(path, 3)
+    with pytest.raises(DataError, match=r"step-10: the teacher changed since the run learned from it"):
+        launch(workplace, RESUME, **flags(workplace))
+    path.rename(path.with_name("elsewhere"))
+    publish(workplace, 20)
+    with pytest.raises(DataError, match=r"step-10 is gone, from which the run learned after step 0"):
+        launch(workplace, RESUME, **flags(workplace))
+    shutil.rmtree(path.with_name("elsewhere"))
+    shutil.rmtree(workplace / "teacher" / "step-20")
+    publish(workplace, 10)
+    facts = json.loads((publish(workplace, 30) / "config.json").read_text())
+    (path.with_name("step-30") / "config.json").write_text(json.dumps(facts | {"rms_norm_eps": 0.25}))
+    with pytest.raises(RecipeError, match=r"its config has rms_norm_eps 0.25, that of step-10 1e-06"):
+        launch(workplace, RESUME, **flags(workplace))
+    shutil.rmtree(path.with_name("step-30"))
+    assert launch(workplace, RESUME, **flags(workplace)).status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"top_k": "8"}, "a teacher's columns are computed once"),
+        ({"teacher_revision": "main"}, "has no revision"),
+        ({"teacher_every": "5 min"}, "steps"),
+    ],
+)
+def test_a_cadence_is_refused_where_no_newer_teacher_can_come(
+    workplace: Path, given: Mapping[str, str], says: str
+) -> None:
+    own = flags(workplace, **{f"method__{key}": text for key, text in given.items()})
+    with pytest.raises(RecipeError, match=says):
+        launch(workplace, **own)
+
+
+def test_a_directory_without_versions_is_named_by_checks_and_launches(workplace: Path) -> None:
+    from tuner.setup.check import check_files
+    from tuner.setup.findings import Findings
+
+    own = flags(workplace, method__teacher=str(workplace / "model"))
+    with pytest.raises(RecipeError, match=r"method.teacher: .*/model holds no version of a teacher"):
+        launch(workplace, **own)
+    overrides = [Override(key.replace("__", "."), text) for key, text in own.items()]
+    loaded = load_recipe(workplace / "r.yaml", overrides, cwd=workplace)
+    found = Findings(loaded)
+    check_files(loaded.recipe, found)
+    with pytest.raises(RecipeError, match=r"method.teacher.*holds no version of a teacher"):
+        found.raise_any()

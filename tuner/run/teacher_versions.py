@@ -1,0 +1,157 @@
+"""The versions of a teacher that is still learning: which one a launch begins with, and how a newer one is taken."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tuner.checkpoint.load import CheckpointInfo
+from tuner.config.methods import DistillMethod
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.errors import DataError, RecipeError
+from tuner.model.build import ModelSpec, model_config
+from tuner.rundir.directory import RunDir
+from tuner.rundir.teachers import TeacherEntry, Teachers, read_teachers
+from tuner.runtime.process import Collective, gloo_group
+from tuner.setup.build import Assembly, assemble_teacher
+from tuner.setup.teacher import check_teacher, newest_teacher
+
+_OWN = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+"""Of a config, what two versions of one model need not have in common."""
+
+
+@dataclass
+class TeacherVersions:
+    """The versions of a run's teacher as far as a launch is, on every rank."""
+
+    method: DistillMethod
+    cache_dir: Path
+    known: Teachers
+    at_hand: TeacherEntry
+    _shape: Mapping[str, Any] = field(default_factory=dict)
+    """The config of the version at hand, whose directory may go once it is loaded."""
+
+    @property
+    def path(self) -> Path:
+        """The directory of the version at hand."""
+        return Path(self.method.teacher) / self.at_hand.name
+
+    def as_state(self, step: int) -> dict[str, Any]:
+        """Their part of a checkpoint's JSON state after ``step``."""
+        return self.known.until(step).as_plain()
+
+    def identify(self, assembly: Assembly) -> None:
+        """Note the weights of the version at hand. Raises DataError where they are not those that the run had."""
+        teacher = assembly.train_state.method.teacher
+        assert teacher is not None
+        found = str(teacher.frozen_hash)
+        if self.at_hand.sha256 and self.at_hand.sha256 != found:
+            raise DataError(
+                f"{self.path}: the teacher changed since the run learned from it ({self.at_hand.sha256} -> {found})",
+                hint="restore it; or start a new run with --name",
+            )
+        self._shape = _shape(self.path)
+        entry = replace(self.at_hand, sha256=found)
+        others = tuple(each for each in self.known.entries if each.step != entry.step)
+        self.at_hand = entry
+        self.known = replace(self.known, entries=tuple(sorted((*others, entry), key=lambda each: each.step)))
+
+    def look(self, step: int) -> TeacherEntry:
+        """The version to learn from after ``step``, on rank 0: as it was noted, or else the newest one there is."""
+        if step <= self.known.looked:
+            return self.known.at(step)
+        number, path = newest_teacher(Path(self.method.teacher))
+        if number <= int(self.at_hand.name.rpartition("-")[2]):
+            return self.at_hand
+        return TeacherEntry(step, path.name, "")
+
+    def check(self, entry: TeacherEntry, student: TextTokenizer) -> None:
+        """Check, on rank 0, that a version is there, reads the student's tokens, and has the shape of the one at hand.
+
+        Raises DataError, RecipeError.
+        """
+        path = require_version(Path(self.method.teacher), entry)
+        update: dict[str, Any] = {"teacher": str(path), "teacher_every": None}
+        check_teacher(self.method.model_copy(update=update), student, self.cache_dir)
+        before, now = self._shape, _shape(path)
+        if differs := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
+            key = differs[0]
+            raise RecipeError(
+                f"{path}: is no version of the teacher at hand: its config has {key} {now.get(key)!r}, that of "
+                f"{self.path.name} {before.get(key)!r}",
+                hint=f"remove it from {path.parent}, and resume the run",
+            )
+
+    def take(self, entry: TeacherEntry, assembly: Assembly) -> None:
+        """Learn from another version from now on; the one before is freed first. Collective. Raises DataError."""
+        state = assembly.train_state
+        self.at_hand, state.method.teacher = entry, None
+        gc.collect()  # a sharded module's hooks refer to it
+        resolved = replace(assembly.resolved, teacher=str(self.path))
+        state.method.teacher = assemble_teacher(resolved, self.method, state.step_config)
+        self.identify(assembly)
+
+    def noted(self, step: int) -> Teachers:
+        """What is known now that a newer version was looked for after ``step``."""
+        self.known = replace(self.known, looked=max(self.known.looked, step))
+        return self.known
+
+
+def begin_versions(
+    method: DistillMethod,
+    run: RunDir,
+    record: Mapping[str, Any] | None,
+    found: CheckpointInfo | None,
+    cache_dir: Path,
+) -> TeacherVersions:
+    """The versions as a launch begins with them: as rank 0 has them noted, or the newest one. Collective.
+
+    Raises DataError where the one that the run had is gone, RecipeError where there is none.
+    """
+    step, directory = 0 if found is None else found.step, Path(method.teacher)
+
+    def begun() -> Teachers:
+        noted = _noted(run.path, record, found)
+        if noted is None:
+            noted = Teachers((TeacherEntry(step, newest_teacher(directory)[1].name, ""),), step)
+        require_version(directory, noted.at(step))
+        return noted
+
+    known = Collective(gloo_group()).on_rank0(begun)
+    return TeacherVersions(method, cache_dir, known, known.at(step))
+
+
+def require_version(directory: Path, entry: TeacherEntry) -> Path:
+    """The directory of a version that a run learned from. Raises DataError where it is gone."""
+    path = directory / entry.name
+    if not path.is_dir():
+        raise DataError(
+            f"{path} is gone, from which the run learned after step {entry.step}",
+            hint="restore it, and have the teacher's run keep as many (export.keep) as the checkpoints reach back; "
+            "or start a new run with --name",
+        )
+    return path
+
+
+def _noted(run_dir: Path, record: Mapping[str, Any] | None, found: CheckpointInfo | None) -> Teachers | None:
+    """The versions that a run has learned from, or the one that its checkpoint comes from; None where it begins."""
+    own = None if record is None else read_teachers(run_dir)
+    plain = None if found is None else found.state.get("teachers")
+    saved = None if plain is None else Teachers.of(plain)
+    if own is None or found is None or saved is None:
+        return own or saved
+    if own.until(found.step).entries != saved.entries:
+        raise DataError(
+            f"{run_dir}: teachers.json and {found.path} name other teachers",
+            hint="start another run: --name NEW-NAME",
+        )
+    return own
+
+
+def _shape(directory: Path) -> dict[str, Any]:
+    """The config of a version without what is its own."""
+    facts = model_config(ModelSpec(str(directory))).to_dict()
+    return {key: value for key, value in facts.items() if key not in _OWN}
