@@ -10,7 +10,7 @@ import torch
 
 from tools import cuda_campaign
 from tools.causal_cases import tiny_config
-from tools.cuda_campaign import KernelRefused, check_flash, examine
+from tools.cuda_campaign import MODES, KernelRefused, check_flash, examine
 from tuner.errors import RecipeError
 from tuner.model.attention import Unsupported
 from tuner.model.build import meta_model
@@ -63,6 +63,13 @@ def test_what_flash_attention_demands(change: Callable[..., Any], why: str) -> N
     check_flash(WIDE, WIDE[:2], WIDE[:2, :, :8], BOUNDS)
     with pytest.raises(KernelRefused, match=why):
         check_flash(*change(WIDE, WIDE, WIDE, BOUNDS))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_that_asks_for_numbers_is_refused_in_every_mode(mode: str) -> None:
+    """Recomputing notes what a router chose by a mode of its own, between the model and torch."""
+    found = examine("longcat_flash", "h100-80g", modes=(mode,)).modes[mode]
+    assert (found.verdict, "cannot be predicted" in found.reason) == ("refused", True), found
 
 
 def test_only_the_models_own_errors_are_refusals() -> None:

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 
 REASON = 200
 """Letters of an error that are shown."""
+_BETWEEN = ("__torch_dispatch__", "__torch_function__")
+"""What torch calls of a mode, between an operation and who called it."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ def _is_by_transformers(error: Exception) -> bool:
     frames = [(str(frame.f_globals.get("__name__")), frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
     if frames[-1][0].startswith("tuner."):
         return False
-    callers = (name for name, frame in reversed(frames) if frame.f_code.co_name != "__torch_dispatch__")
+    callers = (name for name, frame in reversed(frames) if frame.f_code.co_name not in _BETWEEN)
     return next((name for name in callers if not name.startswith("torch")), "").startswith("transformers.")
 
 
