@@ -68,7 +68,7 @@ DEVICES = {
     "80 GB": "h100-80g",
     "141 GB": "h200-141g",
 }
-COUNTS, LENGTHS = (1, 8), (2048, 4096)
+COUNTS, LENGTHS = (1, 8), (4096,)
 PLAIN = {"gradient_checkpointing": "none", "micro_batch_size": 1, "offload_activations": False, "tiled_mlp": False}
 SHORT = {
     "train.micro_batch_size": "{} rows",

@@ -35,7 +35,7 @@ def test_only_what_is_missing_is_predicted(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(fits_table, "FIGURES", tmp_path / "fits.json")
     monkeypatch.setattr(fits_table, "run_group", run_group)
-    monkeypatch.setattr("sys.argv", ["fits_table.py", "run", "--only", "1B (Llama 3.2), full, rows of 2,048, 1 x"])
+    monkeypatch.setattr("sys.argv", ["fits_table.py", "run", "--only", "1B (Llama 3.2), full, rows of 4,096, 1 x"])
     assert fits_table.main() == 0 and len(asked) == len(DEVICES)
     assert fits_table.main() == 0 and len(asked) == len(DEVICES)
 
