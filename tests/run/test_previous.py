@@ -88,3 +88,23 @@ def test_a_finished_run_is_told_without_torch(workplace: Path, capsys: pytest.Ca
     shard.write_bytes(whole)
     again = LaunchOptions("must", reset=parse_reset("schedule"))
     assert launch(workplace, again, train__duration="3 steps").step == 3, "what the hint says does it"
+
+
+def test_a_checkpoint_that_could_not_be_restored_is_still_the_runs(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be by another version of the model's code; the version that wrote it reads it."""
+    from tuner.run import main
+    from tuner.rundir.model_path import find_checkpoint, ignore_warning
+
+    run = launch(workplace, name="kept", train__stop_after="2 steps").run_dir
+
+    def unfit(*given: object) -> None:
+        raise DataError("does not hold this model's state")
+
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="does not hold"):
+        patch.setattr(main, "restore", unfit)
+        launch(workplace, LaunchOptions(resume="must"), name="kept")
+    found = find_checkpoint(run, ignore_warning)
+    assert found is not None and found.checkpoint.step == 2
+    assert launch(workplace, LaunchOptions(resume="must"), name="kept", train__stop_after="1 step").step == 3

@@ -177,6 +177,8 @@ def _run(context: LaunchContext, ready: Preflight, record: dict[str, Any], launc
     why: str | None = None
     try:
         if ready.found is not None:
+            if ready.found.path.parent == run.checkpoints:
+                progress.saved_step = ready.found.step  # it is there, whether or not it can be restored
             with context.console.doing("loading checkpoint"):
                 restore(context, ready.found)
         launch.cut_back(progress.step if ready.found is not None else -1, progress.evaluation_owed)

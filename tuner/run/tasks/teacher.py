@@ -17,7 +17,7 @@ from tuner.train.tasks import Event, Request, Task
 class TeacherTask(Task):
     """Takes the newest version where it is due: before the evaluation and the save of the step, which show it.
 
-    It looks after a launch's last step, too: whoever resumes there goes on with what an unbroken run has.
+    It looks after a launch's last step, too: whoever resumes there continues with what an unbroken run has.
     """
 
     def __init__(self, context: LaunchContext, versions: TeacherVersions, log: LogTask) -> None:
