@@ -9,8 +9,8 @@
 recomputing, against the plain step; fails beyond 1e-6. ``peaks``: four layers of the shape of Llama 3.1 8B, the step
 traced on fake tensors as for a GPU: its tensors' peak on the device, and what is on the host. ``longest``: the longest
 row of a small model, in whole 1,024 tokens, that is predicted to fit into the limit, on a card of such memory and on
-this CPU, less what its heap may have in holes; with ``--run`` the CPU's are trained, two steps each in a process whose
-memory is limited to that, and so is a row longer by half, which must not fit. Tables are Markdown, on stdout.
+this CPU; with ``--run`` the CPU's are trained, two steps each in a process whose memory is limited to that, and so is a
+row longer by half, which must not fit. Tables are Markdown, on stdout.
 """
 
 from __future__ import annotations
@@ -44,14 +44,12 @@ from tuner.model.blocks import apply_offload, apply_recompute  # noqa: E402
 from tuner.model.build import ModelSpec, build_model  # noqa: E402
 from tuner.model.root import CausalLM  # noqa: E402
 from tuner.profile.devices import DEVICES, Device, find_device, parse_memory  # noqa: E402
-from tuner.profile.predict import Target, predict  # noqa: E402
+from tuner.profile.predict import ERRORS, Target, predict  # noqa: E402
 from tuner.profile.prediction import Prediction  # noqa: E402
 from tuner.runtime.dist import RankInfo  # noqa: E402
 from tuner.runtime.files import gib  # noqa: E402
 
-HOLES = 0.12
-"""Share of a CPU's memory left for the holes of the C library's heap, which grow to a tenth in a few steps."""
-ALLOWED, STEP, MOST = 1e-6, 1024, 1 << 20
+ALLOWED, STEP, MOST = 1e-6, 1024, 1 << 22
 HEADER = "| | longest row | predicted peak | on the host | process (RSS) | seconds a step | half more |"
 BYTES = "byte"
 """The tokenizer of UTF-8 bytes: a row of so many tokens is a text of as many letters."""
@@ -61,8 +59,8 @@ LAYERS_OF_8B = {
 }  # fmt: skip
 SMALL = {
     "hidden_size": 128, "intermediate_size": 2048, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 64, "num_hidden_layers": 8, "vocab_size": 512, "max_position_embeddings": MOST,
-    "sliding_window": 1024,
+    "head_dim": 64, "num_hidden_layers": 4, "vocab_size": 512, "max_position_embeddings": MOST,
+    "sliding_window": 256,
 }  # fmt: skip
 """Whose time grows with the tokens and not with their square: such rows can be trained on a processor."""
 RECOMPUTED = {"gradient_checkpointing": "full"}
@@ -180,7 +178,7 @@ def longest(limit: int, where: str, run: bool, out: Path | None) -> int:
                 continue
             lines = found[card.shown if device is card else "this CPU"]
             for way in ways:
-                room = limit if device is card else int(limit * (1 - HOLES))
+                room = int(limit / (1 + ERRORS[device.kind]))
                 tokens, said = _search(partial(predicted, Path(name), SMALL, WAYS[way], device), room)
                 lines.append(Figure(way, tokens, said.peak_bytes, said.host_bytes))
                 print(f"{device.shown}: {way}: {tokens:,} tokens, {gib(said.peak_bytes)}", file=sys.stderr, flush=True)
@@ -200,22 +198,23 @@ def longest(limit: int, where: str, run: bool, out: Path | None) -> int:
 
 
 def _search(ask: Callable[[int], Prediction], limit: int) -> tuple[int, Prediction]:
-    """The most tokens, in whole steps, whose predicted peak is within the limit."""
-    said, over = ask(STEP), 0
-    if said.peak_bytes > limit:
-        raise SystemExit(f"{STEP} tokens need {gib(said.peak_bytes)} already")
-    fits, size = STEP, 2 * STEP
-    while not over and size <= MOST:
-        now = ask(size)
-        if now.peak_bytes <= limit:
-            fits, said, size = size, now, size * 2
-        else:
-            over = size
-    while over and over - fits > max(STEP, fits // 64 // STEP * STEP):
-        middle = (fits + over) // 2 // STEP * STEP
-        now = ask(middle)
-        fits, said, over = (middle, now, over) if now.peak_bytes <= limit else (fits, said, middle)
-    return fits, said
+    """The most tokens, to a 64th of them in whole steps, whose predicted peak is within the limit.
+
+    The peak of long rows is nearly a line, which is followed from the two predictions made last.
+    """
+    known = {size: ask(size) for size in (16 * STEP, 32 * STEP)}
+    if known[16 * STEP].peak_bytes > limit:
+        raise SystemExit(f"{16 * STEP} tokens need {gib(known[16 * STEP].peak_bytes)} already")
+    while True:
+        fits = max(size for size, one in known.items() if one.peak_bytes <= limit)
+        over = min((size for size, one in known.items() if one.peak_bytes > limit), default=MOST)
+        least = max(STEP, fits // 64 // STEP * STEP)
+        if over - fits <= least:
+            return fits, known[fits]
+        (one, less), (two, more) = [(size, known[size].peak_bytes) for size in list(known)[-2:]]
+        guess = two + (limit - more) * (two - one) // (more - less) // STEP * STEP
+        guess = min(max(guess, fits + least), max(fits + STEP, over - least))
+        known[guess] = ask(guess)
 
 
 def _trained(figure: Figure, limit: int, directory: Path) -> Figure:

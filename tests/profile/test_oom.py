@@ -40,11 +40,9 @@ from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import MemoryLimitError
 from tuner.run import main as run_main
-from tuner.setup import build as run_build
 from tuner.runtime import memory
 from tuner.run.options import LaunchOptions
 
-run_build.keep_freed_memory = lambda size: None  # it reserves addresses
 steps = run_main.train_loop
 def capped(*given):
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -12,6 +12,7 @@ from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
 from tuner.model import tiles
 from tuner.run.options import LaunchOptions
+from tuner.runtime import memory
 from tuner.runtime.console import Console
 
 LONG = {
@@ -65,3 +66,16 @@ def test_routers_with_a_loss_are_refused_by_name(workplace: Path) -> None:
     flags: dict[str, Any] = {"model__router_aux_loss_coef": "0.01", **LONG}
     with pytest.raises(RecipeError, match="train.tiled_mlp: layers whose routers have a loss"):
         launch(workplace, **flags)
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_steps_keep_what_they_free_where_there_is_room(
+    has_room: bool, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+    monkeypatch.setattr(memory, "keep_freed_memory", lambda size: asked.append("keep") is None)
+    monkeypatch.setattr(memory, "return_freed_memory", lambda: asked.append("return") is None)
+    limit = memory.peak_resident_bytes() // 2
+    monkeypatch.setattr(memory, "_own_limits", lambda: [] if has_room else [limit])
+    launch(workplace, train__duration="2 steps")
+    assert asked == (["return", "keep"] if has_room else ["return"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from tuner.profile.recorder import StepRecorder
 from tuner.runtime import phase
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
+from tuner.runtime.memory import FreedMemory, peak_resident_bytes
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import Assembly, build
 from tuner.setup.less_memory import less_memory
@@ -85,9 +85,14 @@ def measure(
     with _examined(assembly, longest + 1):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        freed = FreedMemory(free) if device.type == "cpu" else None  # as in training
+        if freed is not None:
+            freed.before_first_step()
         record = _recorded_step(assembly, longest, options.output)
+        if freed is not None:
+            freed.after_step()
         clock, batches = _timed_steps(assembly, options.steps)
-        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if device.type == "cpu" else None
+        resident = peak_resident_bytes() if device.type == "cpu" else None
         communication_s, files = _traced_step(assembly, options)
     steps, meter, precision = options.steps, assembly.mfu, str(resolved.recipe.train.precision)
     asked = [meter.operations(one.micro) for one in batches]

@@ -14,14 +14,16 @@ from tuner.run.state import LaunchContext
 from tuner.run.tasks.console import ConsoleTask
 from tuner.run.tasks.evaluate import EvaluateTask
 from tuner.run.tasks.hooks import Hooks, Registration, RunFacts, user_hook
-from tuner.run.tasks.log import LogTask, StepClock
+from tuner.run.tasks.log import LogTask, MemoryTask, StepClock
 from tuner.run.tasks.record import RecordTask
 from tuner.run.tasks.save import Saver, SaveTask
 from tuner.run.tasks.stop import StopTask
 from tuner.run.tasks.time_left import Due, TimeLeft
 from tuner.rundir.layout import METRICS, SAMPLES
 from tuner.rundir.records import Records
+from tuner.runtime.memory import FreedMemory
 from tuner.runtime.process import Collective, gloo_group
+from tuner.setup.build import Assembly
 from tuner.train.plan import cadence
 from tuner.train.tasks import Task, Tasks
 
@@ -76,6 +78,7 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
         *_prober(context),
         saver,
         log,
+        *_memory(assembly),
         stop,
         *_measures(context, log),
         *([] if health is None else [health]),
@@ -91,6 +94,14 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
 
         tasks.append(WindowTask(context, context.windows, log, stop, time_left))
     return LaunchTasks(Tasks(tasks), hooks, stop, (metrics, samples))
+
+
+def _memory(assembly: Assembly) -> list[Task]:
+    """The task that decides what becomes of freed memory, where that is the C library's."""
+    facts = assembly.resolved.facts
+    if facts.kind != "cpu":
+        return []
+    return [MemoryTask(FreedMemory(facts.free_bytes // assembly.rank_info.local_world_size))]
 
 
 def _registrations(context: LaunchContext) -> list[Registration]:

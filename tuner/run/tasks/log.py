@@ -1,7 +1,6 @@
-"""The task that writes a line of metrics.jsonl for every step, and the clock that times them."""
+"""The task that writes a line of metrics.jsonl for every step, the clock that times them, and what looks at memory."""
 
 import math
-import resource
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from tuner.rundir.records import Records
+from tuner.runtime.memory import FreedMemory, peak_resident_bytes
 from tuner.train.progress import MfuMeter, Progress, finite
 from tuner.train.step import StepResult
 from tuner.train.tasks import Event, TakenStep, Task
@@ -107,6 +107,23 @@ class LogTask(Task):
         }
 
 
+class MemoryTask(Task):
+    """On a CPU, has the C library keep what steps free, or return it, by the most that they have held."""
+
+    def __init__(self, freed: FreedMemory) -> None:
+        self._freed = freed
+
+    def start(self) -> Iterator[Event]:
+        """The model is built."""
+        self._freed.before_first_step()
+        yield from ()
+
+    def step_taken(self, taken: TakenStep) -> Iterator[Event]:
+        """Look at what this process has held so far."""
+        self._freed.after_step()
+        yield from ()
+
+
 def _determined(taken: TakenStep, result: StepResult) -> dict[str, Any]:
     """The part of a line that the recipe determines."""
     facts = {
@@ -129,4 +146,4 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Peak of allocated device memory, or of the process's resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_resident_bytes()

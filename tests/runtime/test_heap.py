@@ -1,0 +1,119 @@
+"""Freed memory stays with the process where there is room, so that the next step meets no page fault."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tuner.runtime import memory
+from tuner.runtime.memory import FreedMemory, keep_freed_memory, return_freed_memory
+
+on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
+PROGRAM = """
+import ctypes, resource
+from tuner.runtime.memory import FreedMemory, keep_freed_memory, return_freed_memory
+from tuner.runtime.memory import resident_bytes
+library = ctypes.CDLL(None)
+library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+library.free.argtypes = [ctypes.c_void_p]
+def use():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = library.malloc(48 << 20)
+    ctypes.memset(block, 1, 48 << 20)
+    library.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+{code}
+"""
+FAULTS = "use()\nprint(use())"
+HOLES = """
+before = resident_bytes()
+blocks = [library.malloc(2 << 20) for _ in range(100)]
+for block in blocks:
+    ctypes.memset(block, 1, 2 << 20)
+for block in blocks[::2]:
+    library.free(block)
+print((resident_bytes() - before) >> 20)
+"""
+
+
+def said(code: str) -> int:
+    done = subprocess.run([sys.executable, "-c", PROGRAM.format(code=code)], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@on_linux
+def test_a_block_used_again_costs_no_fault() -> None:
+    assert said(f"assert keep_freed_memory(1 << 30)\n{FAULTS}") < 10 < said(FAULTS)
+
+
+@on_linux
+def test_what_cannot_be_reserved_is_left() -> None:
+    assert said(f"assert keep_freed_memory(1 << 60)\n{FAULTS}") < 10
+
+
+@on_linux
+def test_what_is_returned_leaves_no_holes() -> None:
+    assert said(f"keep_freed_memory(1 << 20)\n{HOLES}") > 190
+    assert said(f"assert return_freed_memory()\n{HOLES}") < 110
+
+
+@on_linux
+def test_what_was_kept_is_returned_too() -> None:
+    both = f"keep_freed_memory(1 << 30)\nuse()\nassert return_freed_memory()\n{FAULTS}"
+    assert said(both) > 10
+    assert said("keep_freed_memory(1 << 30)\nuse()\nreturn_freed_memory()\nprint(resident_bytes() >> 20)") < 45
+
+
+@on_linux
+def test_what_the_process_may_take_is_part_of_the_room() -> None:
+    limited = "resource.setrlimit(resource.RLIMIT_DATA, ({}, -1))\nfreed = FreedMemory(1 << 40)\nfreed.after_step()\n"
+    assert said(f"{limited.format('1 << 34')}print(int(freed.kept))") == 1
+    assert said(f"{limited.format('resident_bytes()')}print(int(freed.kept))") == 0
+
+
+class Steps:
+    """Steps whose peaks are given, and what was asked of the library after them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, has_glibc: bool = True) -> None:
+        self.asked = list[str]()
+        self.peak = 0
+        monkeypatch.setattr(memory, "keep_freed_memory", lambda size: self.ask(f"keep {size}") and has_glibc)
+        monkeypatch.setattr(memory, "return_freed_memory", lambda: self.ask("return") and has_glibc)
+        monkeypatch.setattr(memory, "peak_resident_bytes", lambda: self.peak)
+        self.freed = FreedMemory(1000)
+        self.freed.before_first_step()
+        assert self.asked.pop() == "return"
+
+    def ask(self, what: str) -> bool:
+        self.asked.append(what)
+        return True
+
+    def take(self, *peaks: int) -> list[str]:
+        for peak in peaks:
+            self.peak = peak
+            self.freed.after_step()
+        return self.asked
+
+
+def test_where_there_is_room_for_holes_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Steps(monkeypatch).take(800, 810, 888) == ["keep 500"]
+
+
+def test_where_there_is_none_it_is_returned_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Steps(monkeypatch).take(889, 900, 990) == []
+
+
+def test_where_a_longer_row_comes_it_is_returned_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Steps(monkeypatch).take(700, 900, 600, 700) == ["keep 500", "return"]
+
+
+def test_another_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Steps(monkeypatch, has_glibc=False).take(700, 700, 900) == []
+
+
+def test_elsewhere_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert keep_freed_memory(1 << 20) is False
+    assert return_freed_memory() is False
