@@ -1,11 +1,12 @@
 """What fits where: models from 1B to 70B, in full and as adapters, on one and eight devices of 16 to 141 GB.
 
     python tools/fits_table.py run [--only TEXT] [--workers 2]   # predicts what is missing into tools/fits.json
-    python tools/fits_table.py check --cells 12 --seed 7         # cells predicted again, whole
+    python tools/fits_table.py check --cells 12 --seed 7         # cells predicted again, whole and quickly
     python tools/fits_table.py page                              # writes docs/fits.md from tools/fits.json
 
-Each cell is what `tuner profile --fit` finds for a recipe, by predictions of models with fewer layers; `check` predicts
-drawn cells whole. Nothing of it has been compared with a GPU.
+Each cell is what `tuner profile --fit` finds for a recipe: chosen by predictions of models with fewer layers, confirmed
+by one of the whole model, whose figures it shows. `check` predicts drawn cells both ways, and says how far the quick
+prediction is from the whole one. Nothing of it has been compared with a GPU.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from tuner.profile.fit import fit, ways_of  # noqa: E402
 from tuner.profile.predict import Target, predict  # noqa: E402
 from tuner.profile.prediction import Prediction  # noqa: E402
 from tuner.profile.shortened import predict_by_layers  # noqa: E402
-from tuner.profile.trials import How  # noqa: E402
+from tuner.profile.trials import How, Predict, predict_whole  # noqa: E402
 from tuner.runtime.dist import RankInfo  # noqa: E402
+from tuner.runtime.files import gib  # noqa: E402
 from tuner.setup.settled import changed  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,6 +71,7 @@ DEVICES = {
     "141 GB": "h200-141g",
 }
 COUNTS, LENGTHS = (1, 8), (4096,)
+MOST_OFF = 0.02
 PLAIN = {"gradient_checkpointing": "none", "micro_batch_size": 1, "offload_activations": False, "tiled_mlp": False}
 SHORT = {
     "train.micro_batch_size": "{} rows",
@@ -120,14 +123,14 @@ class Cell:
 class Remembered:
     """Predictions by recipe and machine, for cells that differ in the size of the memory alone."""
 
-    def __init__(self) -> None:
-        self._known: dict[str, Prediction] = {}
+    def __init__(self, made: Predict) -> None:
+        self._made, self._known = made, dict[str, Prediction]()
 
     def __call__(self, recipe: Recipe, target: Target, layers: int, prepared: Path | None = None) -> Prediction:
         machine = [target.device.kind, target.device.generation, asdict(target.rank_info)]
         key = json.dumps([recipe_dict(recipe), machine], sort_keys=True)
         if key not in self._known:
-            self._known[key] = predict_by_layers(recipe, target, layers, prepared)
+            self._known[key] = self._made(recipe, target, layers, prepared)
         return replace(
             self._known[key], device=target.device.shown, limit_bytes=target.limit_bytes,
             host_limit_bytes=target.host_limit_bytes,
@@ -147,14 +150,14 @@ def cells() -> Iterator[Cell]:
                     yield from (Cell(model, method, length, memory, count) for memory in DEVICES)
 
 
-def figures_of(cell: Cell, directory: Path, remembered: Remembered) -> dict[str, Any]:
+def figures_of(cell: Cell, directory: Path, how: How) -> dict[str, Any]:
     """What fits in a cell, as plain values; other rows and adapters are other cells."""
     recipe = cell.recipe(directory)
     ways = [
         way for way in ways_of(recipe)
         if not way[0] and not way[1].last_resort and "model.quantize" not in way[1].values
     ]  # fmt: skip
-    found = fit(recipe, cell.target(), ways=ways, how=How(remembered, whole=False))
+    found = fit(recipe, cell.target(), ways=ways, how=how)
     best = found.choices[0]
     said = best.prediction
     return {
@@ -171,12 +174,12 @@ def figures_of(cell: Cell, directory: Path, remembered: Remembered) -> dict[str,
 
 def run_group(group: list[Cell]) -> list[dict[str, Any]]:
     """The figures of cells that share predictions."""
-    remembered = Remembered()
+    how = How(Remembered(predict_by_layers), Remembered(predict_whole))
     with tempfile.TemporaryDirectory() as name:
         lines = []
         for cell in group:
             began = time.monotonic()
-            lines.append(figures_of(cell, Path(name), remembered))
+            lines.append(figures_of(cell, Path(name), how))
             print(f"{time.monotonic() - began:6.1f} s  {cell.name}: {text_of(lines[-1])}", flush=True)
         return lines
 
@@ -226,17 +229,24 @@ def page(lines: list[dict[str, Any]]) -> str:
 
 
 def check(lines: list[dict[str, Any]], count: int, seed: int) -> int:
-    """Predict drawn cells whole; returns how many differ by more than a hundredth, or no longer fit."""
+    """Predict drawn cells again.
+
+    Returns how many have another peak, no longer fit, or are predicted from fewer layers more than `MOST_OFF` off.
+    """
     drawn = random.Random(seed).sample([line for line in lines if line["fits"]], count)
     wrong = 0
     with tempfile.TemporaryDirectory() as name:
         for line in drawn:
             cell = _cell(line)
-            whole = predict(changed(cell.recipe(Path(name)), line["overrides"]), cell.target())
-            off = line["peak_gib"] * 2**30 / whole.peak_bytes - 1
-            bad = abs(off) > 0.01 or whole.verdict != "fits"
+            recipe = changed(cell.recipe(Path(name)), line["overrides"])
+            layers = MODELS[cell.model]["num_hidden_layers"]
+            whole, quick = predict(recipe, cell.target()), predict_by_layers(recipe, cell.target(), layers)
+            is_another = round(whole.peak_bytes / 2**30, 2) != line["peak_gib"]
+            off = quick.peak_bytes / whole.peak_bytes - 1
+            bad = is_another or abs(off) > MOST_OFF or whole.verdict != "fits"
             wrong += bad
-            print(f"{'WRONG' if bad else 'ok':5} {off:+.3%} {whole.verdict} {cell.name}: {text_of(line)}", flush=True)
+            said = f"quick {off:+.2%}, whole {gib(whole.peak_bytes)}, {whole.verdict}"
+            print(f"{'WRONG' if bad else 'ok':5} {said}; {cell.name}: {text_of(line)}", flush=True)
     print(f"{count} cells, {wrong} wrong")
     return wrong
 

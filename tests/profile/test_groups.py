@@ -148,7 +148,7 @@ def test_rows_are_cut_where_nothing_else_fits(tmp_path: Path) -> None:
     def found(limit: int) -> tuple[dict[str, Any], int]:
         counted = Spread()
         target = Target(find_device("rtx4090-24g"), RankInfo(0, 8, 0, 8), limit * GIB, GIB)  # the host has no room
-        best = fit(recipe, target, how=How(counted, whole=False)).choices[0]
+        best = fit(recipe, target, how=How(counted, whole=None)).choices[0]
         assert best.fits
         return best.overrides, len(counted.asked)
 

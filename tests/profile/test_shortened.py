@@ -40,7 +40,7 @@ def test_it_is_the_prediction_of_the_whole_model(
     model = {"init": "random", "config": {"num_hidden_layers": LAYERS}}
     recipe = wish(tmp_path, **{**sections, "model": model})
     target = Target(find_device(device), RankInfo(0, processes, 0, processes), 1 << 36)
-    quick, whole = predict_by_layers(recipe, target, LAYERS), predict(recipe, target)
+    quick, whole = predict_by_layers(recipe, target, LAYERS), predict(recipe, target, layers=LAYERS)
     for phase in ("build", "forward", "backward", "optimizer"):  # segments of 2 MiB do not grow evenly
         assert asked_of(quick, phase) == asked_of(whole, phase)
     assert asdict(quick.time.traffic) == asdict(whole.time.traffic)
@@ -62,3 +62,19 @@ def test_layers_are_alike_or_not() -> None:
 def test_few_layers_are_predicted_whole(tmp_path: Path) -> None:
     recipe, target = wish(tmp_path), Target(find_device("cpu"), RankInfo(), 1 << 34)
     assert predict_by_layers(recipe, target, 2).memory == foreseen().memory
+
+
+@pytest.mark.parametrize("level", ["full", pytest.param("selective", marks=pytest.mark.slow)])
+def test_what_the_allocator_rounds_is_not_multiplied_by_the_layers(level: str, tmp_path: Path) -> None:
+    layers = 12
+    shape = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
+    config = {**shape, "head_dim": 64, "num_hidden_layers": layers, "max_position_embeddings": 4096}
+    sections: dict[str, Any] = {
+        "model": {"init": "random", "config": config},
+        "adapter": {"kind": "lora"},
+        "data": {"max_length": 4096},
+        "train": {"gradient_checkpointing": level, "precision": "bf16", "micro_batch_size": 1},
+    }
+    recipe, target = wish(tmp_path, **sections), Target(find_device("h100-80g"), RankInfo(0, 8, 0, 8), 1 << 36)
+    quick, whole = (predict_by_layers(recipe, target, layers), predict(recipe, target))
+    assert quick.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)

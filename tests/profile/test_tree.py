@@ -124,7 +124,7 @@ class Counted:
 def found(place: Path, limit: int, counted: Counted, host: int = 64, **sections: dict[str, Any]) -> Fit:
     sections["train"] = {"micro_batch_size": 1, "gradient_checkpointing": "none", **sections.get("train", {})}
     target = Target(find_device("rtx4090-24g"), RankInfo(), limit * GIB, host * GIB)
-    return fit(wish(place, **sections), target, how=How(counted, whole=False))
+    return fit(wish(place, **sections), target, how=How(counted, whole=None))
 
 
 def test_what_changes_nothing_is_tried_before_what_does(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_the_copy_of_saves_is_given_up_where_the_host_has_no_room_for_it(
         return said
 
     target = Target(find_device("rtx4090-24g"), RankInfo(), 80 * GIB, 32 * GIB)
-    best = fit(wish(tmp_path), target, how=How(counted, whole=False)).choices[0]
+    best = fit(wish(tmp_path), target, how=How(counted, whole=None)).choices[0]
     assert best.overrides["checkpoint.async_save"] is False and best.fits
 
 

@@ -76,7 +76,8 @@ def predict(recipe: Recipe, target: Target, prepared: Path | None = None, layers
     if (apart := resolved.reasons.get("packing")) is not None:
         assumptions = (*assumptions, apart)
     always, constants = _constants(resolved, trace, rank_info)
-    timeline = memory_timeline(trace, always, device.kind == "cuda" and expands_segments(os.environ))
+    expandable = device.kind == "cuda" and expands_segments(os.environ)
+    timeline = memory_timeline(trace, always, expandable, by_tensors=layers is not None)
     timeline = _with_host_copy(timeline, resolved, trace)
     total_steps = _total_steps(resolved.recipe, work)
     return Prediction(

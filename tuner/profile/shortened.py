@@ -35,7 +35,7 @@ def predict_by_layers(recipe: Recipe, target: Target, layers: int, prepared: Pat
     pairs = _aligned(few.memory, more.memory)
     if pairs is None:
         return predict(recipe, target, prepared)
-    moments = tuple(replace(one, parts=_grown(one.parts, other.parts, layers)) for one, other in pairs)
+    moments = tuple(replace(one, parts=_parts(one.parts, other.parts, layers)) for one, other in pairs)
     memory = MemoryTimeline(moments, {}, _grown(few.memory.host, more.memory.host, layers))
     flops = {name: _line(value, more.time.flops[name], layers) for name, value in few.time.flops.items()}
     traffic = _traffic(few.time.traffic, more.time.traffic, layers)
@@ -47,6 +47,16 @@ def predict_by_layers(recipe: Recipe, target: Target, layers: int, prepared: Pat
 def _line(few: float, more: float, layers: int) -> float:
     """The value at so many layers of what grows evenly."""
     return more + (more - few) / (MORE - FEWER) * (layers - MORE)
+
+
+def _parts(few: Mapping[Part, int], more: Mapping[Part, int], layers: int) -> dict[Part, int]:
+    """The bytes of a moment; what the allocator rounds comes from how blocks fall, and grows as the root of the rest.
+
+    A line through two such figures would multiply their chance difference by the number of layers.
+    """
+    asked = _grown(few, {part: size for part, size in more.items() if part != "rounding"}, layers)
+    growth = sum(asked.values()) / max(1, sum(more.values()) - more["rounding"])
+    return {**asked, "rounding": round((few["rounding"] + more["rounding"]) / 2 * growth**0.5)}
 
 
 def _grown(few: Mapping[Part, int], more: Mapping[Part, int], layers: int) -> dict[Part, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tuner.profile.cuda_allocator import Allocator, Block, CachingAllocator, ExpandableAllocator
@@ -16,10 +17,14 @@ ROOT = "model."
 """The model's name in the module that is trained, which is left out."""
 
 
-def memory_timeline(trace: Trace, always: Mapping[Part, int], expandable: bool = False) -> MemoryTimeline:
+def memory_timeline(
+    trace: Trace, always: Mapping[Part, int], expandable: bool = False, by_tensors: bool = False
+) -> MemoryTimeline:
     """The timeline of a trace, with bytes that are ``always`` there added to it.
 
-    On CUDA it is what the allocator holds, with ``expandable`` segments or without.
+    On CUDA it is what the allocator holds, with ``expandable`` segments or without. ``by_tensors`` takes the moments at
+    which most is asked of it, with the most that it holds in the same turn: what is asked grows evenly with the layers,
+    and at which of two moments that ask for nearly as much it holds more does not.
     """
     parts, names = parts_of(trace), _names(trace)
     allocator: Allocator = ExpandableAllocator() if expandable else CachingAllocator()
@@ -41,9 +46,18 @@ def memory_timeline(trace: Trace, always: Mapping[Part, int], expandable: bool =
         moment = Moment(change.phase, names[change.module], dict(now))
         if not moments or (moments[-1].phase, moments[-1].module) != (moment.phase, moment.module):
             moments.append(moment)
-        elif moment.total > moments[-1].total:
-            moments[-1] = moment
+        else:
+            moments[-1] = _fullest(moments[-1], moment, by_tensors)
     return MemoryTimeline(tuple(moments), _kept(trace, parts, names), host_peak)
+
+
+def _fullest(one: Moment, other: Moment, by_tensors: bool) -> Moment:
+    """The fuller of two moments, the first of equal ones."""
+    if not by_tensors:
+        return other if other.total > one.total else one
+    held = max(one.total, other.total)
+    more, asked = max(((it, it.total - it.parts["rounding"]) for it in (one, other)), key=lambda pair: pair[1])
+    return replace(more, parts={**more.parts, "rounding": held - asked})
 
 
 def parts_of(trace: Trace) -> list[Part]:

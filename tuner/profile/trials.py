@@ -22,12 +22,17 @@ from tuner.setup.settled import MICRO, OFFLOAD, TILED, changed, data_processes, 
 Predict = Callable[[Recipe, Target, int, Path | None], Prediction]
 
 
+def predict_whole(recipe: Recipe, target: Target, layers: int, prepared: Path | None = None) -> Prediction:
+    """What `predict` says, of as many layers as there are."""
+    return predict(recipe, target, prepared)
+
+
 @dataclass(frozen=True)
 class How:
-    """How variants are predicted: quickly at first, and whole before one is chosen."""
+    """How variants are predicted: quickly at first, and whole before one is chosen; None chooses by the quick ones."""
 
     quick: Predict = predict_by_layers
-    whole: bool = True
+    whole: Predict | None = predict_whole
 
 
 PLAINLY = How()
@@ -93,12 +98,13 @@ class Trials:
     def confirmed(self, values: Mapping[str, Any]) -> Choice | None:
         """The same, predicted whole."""
         quick, key = self.choice(values), _key(values)
-        if quick is None or not self.how.whole or self.speed.layers == 0:
+        if quick is None or self.how.whole is None or self.speed.layers == 0:
             return quick
         if key not in self._whole:
             wanted = {**values, **{name: value for name, value in quick.overrides.items() if name == ASYNC}}
             self.count += 1
-            self._whole[key] = Choice(quick.overrides, predict(changed(self.recipe, wanted), self.target))
+            whole = self.how.whole(changed(self.recipe, wanted), self.target, self.speed.layers, None)
+            self._whole[key] = Choice(quick.overrides, whole)
         return self._whole[key]
 
     def too_large(self, values: Mapping[str, Any]) -> bool:
