@@ -12,7 +12,7 @@ import mmap
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 HOLES = 0.125
@@ -25,6 +25,9 @@ _OWN_PAGES = 1 << 20
 _MOST_MAPPED = 1 << 15
 _MADV_HUGEPAGE = 14
 _HUGE_PAGE = 2 << 20
+_CLEAR_REFS, _FORGET_PEAK = Path("/proc/self/clear_refs"), "5"
+_forgotten_peak = 0
+"""Process-wide, as the peak is that the system counts."""
 
 
 class _Mallinfo(ctypes.Structure):
@@ -96,8 +99,9 @@ class FreedMemory:
         self._is_settled = False
 
     def before_first_step(self) -> None:
-        """Return what is free, and what the step frees."""
+        """Return what is free, and what the step frees; what building the model held is no measure of a step."""
         self._is_settled = not return_freed_memory()
+        _forget_peak()
 
     def after_step(self) -> None:
         """Look at what was held, and change what becomes of freed memory where that takes it."""
@@ -110,12 +114,25 @@ class FreedMemory:
             self.kept = keep_freed_memory(self._room // 2)
 
     def _has_room(self) -> bool:
-        return peak_resident_bytes() * (1 + HOLES) <= self._room
+        return _counted_peak() * (1 + HOLES) <= self._room
 
 
 def peak_resident_bytes() -> int:
     """The most bytes of this process that were in memory at a time."""
+    return max(_forgotten_peak, _counted_peak())
+
+
+def _counted_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _forget_peak() -> None:
+    """Have the system count from here on, where it can: proc(5), clear_refs."""
+    global _forgotten_peak  # noqa: PLW0603 - process-wide
+    peak = peak_resident_bytes()
+    with suppress(OSError):
+        _CLEAR_REFS.write_text(_FORGET_PEAK)
+        _forgotten_peak = peak
 
 
 def return_freed_memory() -> bool:
