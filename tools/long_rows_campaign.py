@@ -184,7 +184,7 @@ def longest(limit: int, where: str, run: bool, out: Path | None) -> int:
                 print(f"{device.shown}: {way}: {tokens:,} tokens, {gib(said.peak_bytes)}", file=sys.stderr, flush=True)
         if run:
             found["this CPU"] = [_trained(figure, limit, Path(name)) for figure in found["this CPU"]]
-    for place, figures in found.items():
+    for place, figures in ((place, figures) for place, figures in found.items() if figures):
         print(f"\n{place}, {gib(limit)}\n\n{HEADER}\n{' --- '.join('|' * 8)}")
         for one in figures:
             ran = ["" if one.peak_rss is None else gib(one.peak_rss), f"{one.seconds:.0f}" if one.seconds else ""]
