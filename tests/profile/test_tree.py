@@ -178,6 +178,14 @@ def test_what_the_model_refuses_is_left_out(tmp_path: Path) -> None:
         found(tmp_path, 7, counted, train={"mock_batch": True})
 
 
+def test_times_are_of_the_target_whatever_a_whole_prediction_was_made_for(tmp_path: Path) -> None:
+    target, sections = Target(find_device("rtx4090-24g"), RankInfo(), 24 * GIB), {"train": {"micro_batch_size": 1}}
+    quick, whole = (
+        fit(wish(tmp_path, **sections), target, how=How(Counted(), whole=made)).choices for made in (None, Counted())
+    )
+    assert quick[0].overrides == whole[0].overrides and quick[0].step_s == whole[0].step_s < 1
+
+
 def test_the_copy_of_saves_is_given_up_where_the_host_has_no_room_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,7 +104,7 @@ class Trials:
             wanted = {**values, **{name: value for name, value in quick.overrides.items() if name == ASYNC}}
             self.count += 1
             whole = self.how.whole(changed(self.recipe, wanted), self.target, self.speed.layers, None)
-            self._whole[key] = Choice(quick.overrides, whole)
+            self._whole[key] = Choice(quick.overrides, self._timed(whole, values))
         return self._whole[key]
 
     def too_large(self, values: Mapping[str, Any]) -> bool:
@@ -137,11 +137,15 @@ class Trials:
             self.refused.append(error)
             self._notify(f"{described(overrides)}: {error.message}")
             return None
-        busy_s = self.speed.busy_s(values)
-        time = replace(prediction.time, busy_s=busy_s, step_s=seconds_of(busy_s, prediction.time.traffic))
-        found = Choice(overrides, replace(prediction, time=time))
+        found = Choice(overrides, self._timed(prediction, values))
         self._notify(f"{described(overrides)}: {gib(prediction.peak_bytes)}, {prediction.verdict}")
         return found
+
+    def _timed(self, prediction: Prediction, values: Mapping[str, Any]) -> Prediction:
+        """The prediction with the time of all layers on this target, wherever it was made for."""
+        busy_s = self.speed.busy_s(values)
+        time = replace(prediction.time, busy_s=busy_s, step_s=seconds_of(busy_s, prediction.time.traffic))
+        return replace(prediction, time=time)
 
 
 def _key(values: Mapping[str, Any]) -> str:
