@@ -75,6 +75,7 @@ def test_what_the_process_may_take_is_part_of_the_room() -> None:
 
 @on_linux
 def test_what_building_took_is_no_measure_of_a_step() -> None:
+    before = bytearray(b"1") * (400 << 20)  # of the process that starts the others, and no part of theirs
     built = "block = library.malloc(300 << 20)\nctypes.memset(block, 1, 300 << 20)\nlibrary.free(block)\n"
     steps = "freed = FreedMemory(200 << 20)\nfreed.before_first_step()\n{}freed.after_step()\nprint(int(freed.kept))"
     assert said(built + steps.format("")) == 1
@@ -82,6 +83,7 @@ def test_what_building_took_is_no_measure_of_a_step() -> None:
     peaks = "print(int(peak_resident_bytes() > 300 << 20 > _counted_peak()))"
     imported = "from tuner.runtime.memory import _counted_peak, peak_resident_bytes\n"
     assert said(imported + built + steps.format("").replace("print(int(freed.kept))", peaks)) == 1
+    assert len(before) == 400 << 20
 
 
 class Steps:
