@@ -222,8 +222,9 @@ def page(lines: list[dict[str, Any]]) -> str:
             for method in METHODS:
                 for length in LENGTHS:
                     row = [by_cell.get(Cell(model, method, length, memory, count)) for memory in DEVICES]
-                    texts = ["" if line is None else text_of(line) for line in row]
-                    found.append(f"| {model} | {method} | {length:,} | {' | '.join(texts)} |")
+                    if None not in row:  # else it is not predicted yet
+                        texts = [text_of(line) for line in row if line is not None]
+                        found.append(f"| {model} | {method} | {length:,} | {' | '.join(texts)} |")
         found.append("")
     return "\n".join(found).rstrip() + "\n"
 
