@@ -111,7 +111,7 @@ class Steps:
 
 
 def test_where_there_is_room_for_holes_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Steps(monkeypatch).take(800, 810, 888) == ["keep 500"]
+    assert Steps(monkeypatch).take(888, 900, 970) == ["keep 500"]
 
 
 def test_where_there_is_none_it_is_returned_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_where_there_is_none_it_is_returned_throughout(monkeypatch: pytest.Monke
 
 
 def test_where_a_longer_row_comes_it_is_returned_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Steps(monkeypatch).take(700, 900, 600, 700) == ["keep 500", "return"]
+    assert Steps(monkeypatch).take(700, 900, 990, 600, 700) == ["keep 500", "return"]
 
 
 def test_another_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

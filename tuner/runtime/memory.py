@@ -18,6 +18,8 @@ from pathlib import Path
 
 HOLES = 0.125
 """Room for holes, as a share of the most that the process held in a step without them."""
+NEAR = 0.02
+"""Room that is to be left once the holes are there, as a share of the most that the process held with them."""
 _STATM, _STATUS = Path("/proc/self/statm"), Path("/proc/self/status")
 _PAGE_BYTES = 4096
 _CALM_OBJECTS = 200_000
@@ -115,7 +117,7 @@ class FreedMemory:
             self.kept = keep_freed_memory(self._room // 2)
 
     def _has_room(self) -> bool:
-        return _counted_peak() * (1 + HOLES) <= self._room
+        return _counted_peak() * (1 + (NEAR if self.kept else HOLES)) <= self._room
 
 
 def peak_resident_bytes() -> int:
