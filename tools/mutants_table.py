@@ -25,6 +25,8 @@ ROWS = ("tests/train/test_row_adamw.py",)
 CODES = ("tests/train/test_moment_codes.py",)
 INIT_FROM = ("tests/init_from",)
 QUANTIZE = ("tests/model/quantize",)
+HEAP = ("tests/runtime/test_heap.py",)
+SHORTENED = ("tests/profile/test_shortened.py",)
 HEALTH = ("tests/run/tasks/test_health.py",)
 LADDER = ("tests/ladder",)
 PLAN = ("tests/train/test_plan.py",)
@@ -1130,6 +1132,21 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("tiles-sum-type", "model.tiles._add", "torch.promote_types(A, B)", "A", MODEL),
     Mutant("tiles-draws", "model.tiles._replay", "torch.set_rng_state(A)", "pass", MODEL),
     Mutant("tiles-unproven", "model.tiles._why_not", "A <= B", "True", MODEL),
+    # Memory that is freed, and short models in the place of long ones.
+    Mutant("freed-kept-at-once", "runtime.memory.FreedMemory.before_first_step", "return_freed_memory()", "True", HEAP),
+    Mutant("freed-never-kept", "runtime.memory.FreedMemory._has_room", "A <= self._room", "False", HEAP),
+    Mutant("freed-kept-to-the-end", "runtime.memory.FreedMemory._has_room", "A <= self._room", "True", HEAP),
+    Mutant("freed-without-own-limits", "runtime.memory._own_limits", "A != B", "False", HEAP),
+    Mutant("freed-as-building-took", "runtime.memory.FreedMemory.before_first_step", "_forget_peak()", "pass", HEAP),
+    Mutant("shortened-ends-overlap", "profile.shortened.Ends.of", "A is True", "False", SHORTENED),
+    Mutant(
+        "shortened-rounding-in-a-line",
+        "profile.shortened._parts",
+        "round((A + B) / 2 * C)",
+        "round(_line(A, B, further))",
+        SHORTENED,
+    ),
+    Mutant("shortened-layer-less", "profile.shortened.predict_by_layers", "layers - A", "layers - A - 1", SHORTENED),
     # Health and internals.
     Mutant("replicas-sums-without-places", "parallel.replicas.chunk_sums", "A * weights[: len(B)]", "A", REPLICAS),
     Mutant("replicas-shards-mixed", "parallel.replicas.Copy.of", "A * mesh.size(B) + C[B]", "C[B] * 0", REPLICAS),
