@@ -27,6 +27,7 @@ INIT_FROM = ("tests/init_from",)
 QUANTIZE = ("tests/model/quantize",)
 HEAP = ("tests/runtime/test_heap.py",)
 SHORTENED = ("tests/profile/test_shortened.py",)
+FAKES = ("tests/profile/test_fakes.py",)
 HEALTH = ("tests/run/tasks/test_health.py",)
 LADDER = ("tests/ladder",)
 PLAN = ("tests/train/test_plan.py",)
@@ -1147,6 +1148,8 @@ MUTANTS: tuple[Mutant, ...] = (
         SHORTENED,
     ),
     Mutant("shortened-layer-less", "profile.shortened.predict_by_layers", "layers - A", "layers - A - 1", SHORTENED),
+    Mutant("tiles-of-traffic-once", "profile.traffic.TrafficCounter._add", "A * self._times", "A", FAKES),
+    Mutant("tiles-of-traces-two", "profile.fakes.few_tiles", "TILES <= A < B", "1 <= A < B", FAKES),
     # Health and internals.
     Mutant("replicas-sums-without-places", "parallel.replicas.chunk_sums", "A * weights[: len(B)]", "A", REPLICAS),
     Mutant("replicas-shards-mixed", "parallel.replicas.Copy.of", "A * mesh.size(B) + C[B]", "C[B] * 0", REPLICAS),

@@ -181,7 +181,7 @@ class HostInputs:
         storage = tensor.untyped_storage()
         here = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).view(torch.uint8)
         place = _Place(self._turn, len(here), here.device, self._blocks(here), here, changes_in_place(here))
-        place.moved = self._way(here.device).copy(list(_parts(place)))
+        place.moved = self._way(here.device).copy(list(block_pairs(place)))
         self._leaving.append(place)
         self._away.append(place)
         while len(self._leaving) > IN_FLIGHT:
@@ -200,7 +200,7 @@ class HostInputs:
     def _bring(self, place: _Place) -> None:
         """Begin to copy a storage back; its memory is the computing stream's own."""
         place.here = torch.empty(place.n_bytes, dtype=torch.uint8, device=place.device)
-        place.moved = self._way(place.device).copy([(here, host) for host, here in _parts(place)])
+        place.moved = self._way(place.device).copy([(here, host) for host, here in block_pairs(place)])
         place.comes_back = True
 
     def _layer_before(self, place: _Place) -> list[_Place]:
@@ -243,7 +243,7 @@ def _is_input(given: Any) -> bool:
     return isinstance(given, torch.Tensor) and given.is_floating_point() and not isinstance(given, torch.nn.Parameter)
 
 
-def _parts(place: _Place) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def block_pairs(place: _Place) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Each block of the host with the bytes on the device that belong there."""
     assert place.here is not None
     for number, block in enumerate(place.blocks):

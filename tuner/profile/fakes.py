@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +19,9 @@ from torch import nn
 
 from tuner.model import triton_attention
 from tuner.runtime.device import HOPPER, traced_for
+
+TILES = 3
+"""Tiles that are traced, with the last: the second begins while the first is there, the third finds its memory."""
 
 
 def give_storage(root: nn.Module, device: torch.device) -> None:
@@ -73,6 +76,38 @@ def balanced_experts(size: int) -> Iterator[None]:
         return each, list(each)
 
     with patch.object(expert, "split_sizes", split_sizes):
+        yield
+
+
+@contextmanager
+def few_tiles(standing_for: Callable[[int], None]) -> Iterator[None]:
+    """Within, of the tiles of a row the first few and the last are computed: those between are like them.
+
+    ``standing_for`` is told before each of them for how many it stands.
+    """
+    from tuner.model import output_layer, tiles  # few launches have them
+
+    every = output_layer.spans
+
+    def some(count: int, size: int) -> Iterator[slice]:
+        between = max(0, -(-count // size) - TILES - 1)
+        for number, span in enumerate(every(count, size)):
+            if TILES <= number < TILES + between:
+                continue
+            standing_for(1 + between * (number == TILES - 1))
+            yield span
+        standing_for(1)
+
+    with patch.object(tiles, "spans", some):
+        yield
+
+
+@contextmanager
+def inputs_not_copied() -> Iterator[None]:
+    """Within, what leaves for the host and comes back is there and is not copied, which takes no memory."""
+    from tuner.model import offload  # few launches have it
+
+    with patch.object(offload, "block_pairs", lambda place: iter(())):
         yield
 
 

@@ -26,7 +26,15 @@ from tuner.model.root import CausalLM
 from tuner.parallel.assemble import assemble
 from tuner.parallel.fsdp import local, sync_gradients
 from tuner.parallel.mesh import DeviceMeshes, Mesh
-from tuner.profile.fakes import balanced_experts, cuda_stand_in, give_storage, quiet_kernels, unchanged_modules
+from tuner.profile.fakes import (
+    balanced_experts,
+    cuda_stand_in,
+    few_tiles,
+    give_storage,
+    inputs_not_copied,
+    quiet_kernels,
+    unchanged_modules,
+)
 from tuner.profile.prediction import Phase
 from tuner.profile.sizes import Sizes
 from tuner.profile.traffic import Traffic, TrafficCounter
@@ -127,6 +135,10 @@ def trace_step(
         counter = TrafficCounter(_shapes(root), rank_info.local_world_size, _exchanging(meshes))
         tracker.observe = counter.count
         stack.enter_context(phase.observed(counter.begin))
+        if resolved.recipe.train.tiled_mlp is True:
+            stack.enter_context(few_tiles(counter.standing_for))
+        if resolved.recipe.train.offload_activations is True:
+            stack.enter_context(inputs_not_copied())
         with refusing(model):
             marks = _step(tracker, train_state, batches)
             traffic = tuple(counter.micro)

@@ -76,7 +76,7 @@ class TrafficCounter:
         self.micro: list[Traffic] = []
         self.optimizer = Traffic()
         self._shapes = {tuple(shape) for shape in shapes if len(shape) == MATRIX}
-        self._local_size, self._part = local_size, ""
+        self._local_size, self._part, self._times = local_size, "", 1
         self._exchanging = frozenset(exchanging)
 
     def begin(self, part: str) -> None:
@@ -84,6 +84,10 @@ class TrafficCounter:
         self._part = part
         if part == "forward":
             self.micro.append(Traffic())
+
+    def standing_for(self, times: int) -> None:
+        """What comes from here on is there so many times, of which one is traced."""
+        self._times = times
 
     def count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Enter an operation that is about to run, or just ran."""
@@ -110,7 +114,7 @@ class TrafficCounter:
 
     def _add(self, found: Traffic) -> None:
         if self._part in {"forward", "backward"}:
-            self.micro[-1] += found
+            self.micro[-1] += found * self._times
         else:
             self.optimizer += found
 

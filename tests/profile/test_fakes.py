@@ -1,0 +1,51 @@
+"""What is left out of a trace is like what is in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.profile.test_predict import predicted, wish
+from tuner.model import tiles
+from tuner.profile import fakes
+from tuner.profile.prediction import Prediction
+
+LORA: dict[str, Any] = {"adapter": {"kind": "lora"}}
+TILES = 9
+TILE = tiles.LEAST
+
+
+def tensors(prediction: Prediction) -> set[tuple[Any, ...]]:
+    """The bytes of every moment by phase, module and part: those of tiles that are alike are one."""
+    return {
+        (moment.phase, moment.module, *((part, size) for part, size in moment.parts.items() if part != "rounding"))
+        for moment in prediction.memory.moments
+    }
+
+
+@pytest.mark.parametrize(
+    ("device", "sections"),
+    [("h100-80g", {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("h100-80g", LORA), ("cpu", LORA)])],
+)
+def test_a_few_tiles_need_what_all_of_them_need(
+    device: str, sections: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length = TILES * TILE - 40  # tiles are of nearly one size, and the last is the smallest
+    config = {"num_hidden_layers": 2, "max_position_embeddings": length}
+    train = {
+        "tiled_mlp": True,
+        "gradient_checkpointing": "full",
+        "precision": "bf16",
+        "micro_batch_size": 1,
+        "global_batch_size": 1,
+    }
+    given = {"model": {"init": "random", "config": config}, "data": {"max_length": length}, "train": train, **sections}
+    recipe = wish(tmp_path, **given)
+    few = predicted(recipe, device)
+    monkeypatch.setattr(fakes, "TILES", TILES)
+    every = predicted(recipe, device)
+    assert len(every.memory.moments) > len(few.memory.moments)
+    assert tensors(few) == tensors(every) and few.peak_bytes == every.peak_bytes
+    assert few.time == every.time and (few.time.traffic.converted > 0 or device == "cpu")
