@@ -31,6 +31,10 @@ from tuner.config.fields import fields
         (["train", "--train.micro-batch-size", "4"], ["train"], [("train.micro-batch-size", "4")]),
         (["train", "--optimizer.lr"], ["train"], [("optimizer.lr", None)]),
         (["train", "./a.b", "x.yaml", "--resume", "auto"], ["train", "./a.b", "x.yaml", "--resume", "auto"], []),
+        (["profile", "r.yaml", "--fit", "24GiB"], ["profile", "r.yaml", "--fit", "24GiB"], []),
+        (["profile", "r.yaml", "--fit"], ["profile", "r.yaml", "--fit", ""], []),
+        (["profile", "--fit", "r.yaml"], ["profile", "--fit", "", "r.yaml"], []),
+        (["profile", "--fit", "--device", "cpu", "-"], ["profile", "--fit", "", "--device", "cpu", "-"], []),
     ],
 )
 def test_splitting(words: list[str], rest: list[str], flags: list[tuple[str, str | None]]) -> None:

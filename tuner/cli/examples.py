@@ -104,7 +104,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "profile": (
         "tuner profile recipe.yaml",
         "tuner profile recipe.yaml --device h100-80g --processes 8",
-        "tuner profile recipe.yaml --fit 24GiB",
+        "tuner profile recipe.yaml --fit",
+        "tuner profile recipe.yaml --fit --device rtx4090-24g",
         "tuner profile recipe.yaml --measure 3 --output report",
     ),
     "prove": (

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tuner.profile.prediction import Prediction
     from tuner.runtime.console import Console, Level
 
-HINT = "let it choose: tuner profile RECIPE --fit SIZE"
+HINT = "let it choose: tuner profile RECIPE --fit"
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class ProfileOptions:
 
     def check(self) -> None:
         """Raise RecipeError for options that exclude each other."""
-        if self.fit is not None and (self.memory is not None or self.output is not None):
-            raise RecipeError(
-                "--fit cannot be combined with --memory or --output", hint="--fit says how much memory there is"
-            )
+        if self.fit is not None and self.output is not None:
+            raise RecipeError("--fit cannot be combined with --output", hint="write the page of what it finds")
+        if self.fit and self.memory is not None:
+            raise RecipeError("--fit SIZE cannot be combined with --memory", hint="--fit says how much memory there is")
         if (self.measure is not None or self.dry_run) and (
-            self.fit or self.device or self.processes or self.host_memory
+            self.fit is not None or self.device or self.processes or self.host_memory
         ):
             raise RecipeError(
                 "--measure runs on this machine's device",
@@ -66,7 +66,10 @@ def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
         typer.Option(help="Judge each process against this much memory, e.g. 24GiB, instead of what is free."),
     ] = None,
     fit: Annotated[
-        str | None, typer.Option(help="Find the fastest setting that fits into this much for each process, e.g. 24GiB.")
+        str | None,
+        typer.Option(
+            metavar="[SIZE]", help="Find the fastest setting that fits the device, or so much for each process: 24GiB."
+        ),
     ] = None,
     host_memory: Annotated[
         str | None,
@@ -156,7 +159,8 @@ def _fitted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> 
         from tuner.profile.report import choices_table, flags, plain
         from tuner.setup.settled import with_whole_batches
 
-        target = _target(loaded, options, options.fit, "--fit")
+        limit, option = (options.fit, "--fit") if options.fit else (options.memory, "--memory")
+        target = _target(loaded, options, limit, option)
         whole = with_whole_batches(loaded, target.rank_info.world_size).recipe
         began = time.monotonic()
         found = fit(whole, target, lambda line: console.say("tried", line))
