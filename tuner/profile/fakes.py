@@ -91,12 +91,14 @@ def few_tiles(standing_for: Callable[[int], None]) -> Iterator[None]:
 
     def some(count: int, size: int) -> Iterator[slice]:
         between = max(0, -(-count // size) - TILES - 1)
-        for number, span in enumerate(every(count, size)):
-            if TILES <= number < TILES + between:
-                continue
-            standing_for(1 + between * (number == TILES - 1))
-            yield span
-        standing_for(1)
+        try:
+            for number, span in enumerate(every(count, size)):
+                if TILES <= number < TILES + between:
+                    continue
+                standing_for(1 + between * (number == TILES - 1))
+                yield span
+        finally:  # computing a layer again may stop anywhere
+            standing_for(1)
 
     with patch.object(tiles, "spans", some):
         yield
