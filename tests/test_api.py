@@ -18,6 +18,8 @@ import tuner
 from tuner import api
 from tuner.config.dump import flow
 from tuner.config.paths import recipes_dir
+from tuner.errors import MemoryLimitError
+from tuner.profile.devices import find_device
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 
@@ -92,6 +94,14 @@ def test_a_loaded_recipe_gives_its_sections(tmp_path: Path) -> None:
 def test_problems_are_given_all_at_once(tmp_path: Path) -> None:
     assert tuner.check_recipe(recipe(tmp_path)) == ()
     assert len(tuner.check_recipe(recipe(tmp_path) | {"optimizer": {"lr": -1}, "surprise": 1})) == 2
+
+
+def test_what_fits_is_found_for_a_size_or_the_device(tmp_path: Path) -> None:
+    wish = recipe(tmp_path)
+    on_device = tuner.fit(wish, device="h100-80g", quiet=True)
+    assert on_device[0].fits and on_device[0].prediction.limit_bytes == find_device("h100-80g").memory_bytes
+    with pytest.raises(MemoryLimitError, match="nothing fits in 0.20 GiB"):
+        tuner.fit(wish, "0.2GiB", quiet=True)
 
 
 @pytest.mark.multi

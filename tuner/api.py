@@ -201,9 +201,16 @@ def profile(
 
 
 def fit(
-    recipe: RecipeSource, memory: str, device: str | None = None, processes: str | None = None, quiet: bool = False
+    recipe: RecipeSource,
+    memory: str | None = None,
+    device: str | None = None,
+    processes: str | None = None,
+    quiet: bool = False,
 ) -> list[Choice]:
-    """Find settings that fit into so much memory for each process, such as ``"24GiB"``, the fastest first."""
+    """Find settings that fit into so much memory for each process, such as ``"24GiB"``, the fastest first.
+
+    Without ``memory`` it is that of the device. Raises MemoryLimitError where nothing fits.
+    """
     from tuner.profile.fit import fit as find
     from tuner.setup.settled import with_whole_batches
 

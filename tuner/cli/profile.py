@@ -68,7 +68,7 @@ def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
     fit: Annotated[
         str | None,
         typer.Option(
-            metavar="[SIZE]", help="Find the fastest setting that fits the device, or so much for each process: 24GiB."
+            metavar="[SIZE]", help="Find the fastest setting that fits the device, or SIZE for each process (24GiB)."
         ),
     ] = None,
     host_memory: Annotated[
