@@ -100,7 +100,7 @@ def test_what_fits_is_found_for_a_size_or_the_device(tmp_path: Path) -> None:
     wish = recipe(tmp_path)
     on_device = tuner.fit(wish, device="h100-80g", quiet=True)
     assert on_device[0].fits and on_device[0].prediction.limit_bytes == find_device("h100-80g").memory_bytes
-    with pytest.raises(MemoryLimitError, match="nothing fits in 0.20 GiB"):
+    with pytest.raises(MemoryLimitError, match="nothing fits in 204.8 MiB"):
         tuner.fit(wish, "0.2GiB", quiet=True)
 
 

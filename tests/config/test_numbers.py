@@ -53,13 +53,22 @@ def test_floats_read_as_they_print(number: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("5GB", 5 * 10**9), ("64GiB", 64 << 30), ("16Ki", 16384), (4096, 4096), ("1B", 1)]
+    ("text", "size"),
+    [
+        ("5GB", 5 * 10**9),
+        ("64GiB", 64 << 30),
+        ("16Ki", 16384),
+        (4096, 4096),
+        ("1B", 1),
+        ("0.2GiB", 214748364),
+        ("23.7 GiB", 25447681228),
+    ],
 )
 def test_sizes(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["0", "-5GB", "1.5", "GB", "inf"])
+@pytest.mark.parametrize("text", ["0", "-5GB", "1.5", "0.5B", "GB", "inf"])
 def test_sizes_are_whole_and_positive(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_bytes(text)

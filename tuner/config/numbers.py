@@ -29,9 +29,13 @@ def parse_number(value: str | int | float | Fraction) -> Fraction:
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return a size in bytes (`5GB`, `64GiB`, `16Ki`, `4096`); ValueError unless it is a whole, positive number."""
+    """Return a size in whole bytes (`5GB`, `23.7GiB`, `16Ki`, `4096`); ValueError where it is less than one.
+
+    What is written with a unit is rounded down; a number without one is refused unless it is whole.
+    """
     count = _parse(text, DECIMAL_SUFFIXES | BINARY_SUFFIXES | BYTE_SUFFIXES)
-    if count.denominator != 1 or count <= 0:
+    has_unit = isinstance(text, str) and text.strip()[-1:].isalpha()
+    if count < 1 or (count.denominator != 1 and not has_unit):
         raise ValueError(f"{text} is not a whole number of bytes")
     return int(count)
 
