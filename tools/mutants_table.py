@@ -1149,6 +1149,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("shortened-layer-less", "profile.shortened.predict_by_layers", "layers - A", "layers - A - 1", SHORTENED),
     Mutant("tiles-of-traffic-once", "profile.traffic.TrafficCounter._add", "A * self._times", "A", FAKES),
+    Mutant("tiles-of-weights-last", "profile.fakes.few_weight_tiles", "[*A[:TILES], *B]", "[*B]", FAKES),
     Mutant("tiles-of-traces-two", "profile.fakes.few_tiles", "TILES <= A < B", "1 <= A < B", FAKES),
     # Health and internals.
     Mutant("replicas-sums-without-places", "parallel.replicas.chunk_sums", "A * weights[: len(B)]", "A", REPLICAS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from tests.profile.test_predict import predicted, wish
 from tuner.model import tiles
+from tuner.model.quantize import product
+from tuner.model.quantize.rows import fill
 from tuner.profile import fakes
 from tuner.profile.prediction import Prediction
 
@@ -49,3 +52,20 @@ def test_a_few_tiles_need_what_all_of_them_need(
     assert len(every.memory.moments) > len(few.memory.moments)
     assert tensors(few) == tensors(every) and few.peak_bytes == every.peak_bytes
     assert few.time == every.time and (few.time.traffic.converted > 0 or device == "cpu")
+
+
+@pytest.mark.parametrize("device", ["h100-80g", pytest.param("cpu", marks=pytest.mark.slow)])
+def test_a_few_tiles_of_a_quantised_weight_need_what_all_of_them_need(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 64 * TILES}
+    model = {"init": "random", "config": config, "quantize": "nf4"}
+    monkeypatch.setattr(product, "TILE_BYTES", {"cpu": 1 << 15, "cuda": 1 << 15})  # 64 rows or columns
+    made: Counter[str] = Counter()
+    monkeypatch.setattr(product, "fill", lambda *given: made.update([given[0].device.type]) or fill(*given))
+    recipe = wish(tmp_path, model=model, train={"precision": "bf16"}, **LORA)
+    few, those = predicted(recipe, device), made.total()
+    monkeypatch.setattr(fakes, "TILES", TILES)
+    every = predicted(recipe, device)
+    assert made.total() - those > those > 0
+    assert few.memory == every.memory and few.time == every.time

@@ -105,6 +105,21 @@ def few_tiles(standing_for: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextmanager
+def few_weight_tiles() -> Iterator[None]:
+    """Within, of the tiles of a quantised weight the first few, of which one is the largest, and the last are made."""
+    from tuner.model.quantize import product  # few launches have a quantised base
+
+    every = product.tiles
+
+    def some(length: int, bytes_each: int, device: str) -> list[tuple[int, int]]:
+        found = every(length, bytes_each, device)
+        return [*found[:TILES], *found[TILES:][-1:]]
+
+    with patch.object(product, "tiles", some):
+        yield
+
+
+@contextmanager
 def inputs_not_copied() -> Iterator[None]:
     """Within, what leaves for the host and comes back is there and is not copied, which takes no memory."""
     from tuner.model import offload  # few launches have it

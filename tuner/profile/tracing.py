@@ -30,6 +30,7 @@ from tuner.profile.fakes import (
     balanced_experts,
     cuda_stand_in,
     few_tiles,
+    few_weight_tiles,
     give_storage,
     inputs_not_copied,
     quiet_kernels,
@@ -137,6 +138,8 @@ def trace_step(
         stack.enter_context(phase.observed(counter.begin))
         if resolved.recipe.train.tiled_mlp is True:
             stack.enter_context(few_tiles(counter.standing_for))
+        if resolved.recipe.model.quantize != "none":
+            stack.enter_context(few_weight_tiles())
         if resolved.recipe.train.offload_activations is True:
             stack.enter_context(inputs_not_copied())
         with refusing(model):
