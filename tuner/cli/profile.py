@@ -38,7 +38,10 @@ class ProfileOptions:
     def check(self) -> None:
         """Raise RecipeError for options that exclude each other."""
         if self.fit is not None and self.output is not None:
-            raise RecipeError("--fit cannot be combined with --output", hint="write the page of what it finds")
+            raise RecipeError(
+                "--fit cannot be combined with --output",
+                hint="leave out --output, and write the page with the flags that --fit prints",
+            )
         if self.fit and self.memory is not None:
             raise RecipeError("--fit SIZE cannot be combined with --memory", hint="--fit says how much memory there is")
         if (self.measure is not None or self.dry_run) and (

@@ -83,7 +83,7 @@ def balanced_experts(size: int) -> Iterator[None]:
 def few_tiles(standing_for: Callable[[int], None]) -> Iterator[None]:
     """Within, of the tiles of a row the first few and the last are computed: those between are like them.
 
-    ``standing_for`` is told before each of them for how many it stands.
+    ``standing_for`` is called before each of them with the number of tiles in whose place it is traced.
     """
     from tuner.model import output_layer, tiles  # few launches have them
 
@@ -121,7 +121,7 @@ def few_weight_tiles() -> Iterator[None]:
 
 @contextmanager
 def inputs_not_copied() -> Iterator[None]:
-    """Within, what leaves for the host and comes back is there and is not copied, which takes no memory."""
+    """Within, inputs on their way to the host and back have their memory at both ends, and no bytes are copied."""
     from tuner.model import offload  # few launches have it
 
     with patch.object(offload, "block_pairs", lambda place: iter(())):
