@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,38 @@ def test_scratch_space_is_asked_of_the_kernel_for_bf16_on_a_cpu_alone() -> None:
     assert scratch_bytes(MM, half, "cuda") == scratch_bytes(torch.ops.aten.mul.Tensor, half, "cpu") == 0
     found = scratch_bytes(MM, half, "cpu")
     assert found == scratch_bytes(MM, half, "cpu") >= 0
+
+
+BLOCKS, RESULT = 3 << 20, 4  # bytes of scratch space whatever the sides, and bytes a number of the result
+
+
+@pytest.mark.parametrize(
+    ("rule", "wanted"),
+    [
+        (lambda rows, columns: 0, 0),
+        (lambda rows, columns: BLOCKS, BLOCKS),
+        (lambda rows, columns: rows * columns * RESULT + 128, (1 << 40) * RESULT + 128),
+    ],
+    ids=["none", "blocks of the matrices", "the result in float32"],
+)
+def test_scratch_space_of_longer_products_follows_the_rule_of_the_processor(
+    rule: Callable[[int, int], int], wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On each processor oneDNN has a rule of its own; the three that are known are given in place of the kernel."""
+    monkeypatch.setattr(kernels, "_asked", lambda func, layouts: rule(layouts[0][0][0], layouts[1][0][1]))
     wide = torch.empty(1 << 20, 8, dtype=torch.bfloat16, device="meta")
-    assert scratch_bytes(MM, (wide, wide.T), "cpu") < 64 << 20
+    assert scratch_bytes(MM, (wide, wide.T), "cpu") == wanted
+
+
+def test_a_product_too_long_to_be_asked_for_has_the_scratch_space_of_a_real_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the processor that is here, whichever rule it follows."""
+    first, second = torch.empty(2048, 64, dtype=torch.bfloat16), torch.empty(64, 2048, dtype=torch.bfloat16)
+    real = scratch_bytes(MM, (first, second), "cpu")
+    monkeypatch.setattr(kernels, "_LONGEST", (512, 256, 128))
+    monkeypatch.setattr(kernels, "_ASKED", 1 << 24)
+    assert scratch_bytes(MM, (first, second), "cpu") == pytest.approx(real, abs=1 << 20)
 
 
 def test_products_that_are_asked_for_are_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:

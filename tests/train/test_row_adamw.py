@@ -180,6 +180,7 @@ def test_settings_that_are_left_open_are_those_of_the_group_or_the_optimizer() -
 
 # Whole trainings: every token is in every global batch of 40 rows, but for those that no row has.
 ROWS = [20] * 40
+RATE = 1e-3  # of `recipe_for`
 UNUSED = range(3)
 
 
@@ -208,6 +209,13 @@ OPTIMIZERS: tuple[dict[str, Any], ...] = (
 )
 
 
+def assert_neighbouring_codes(dense: Assembly, ours: Assembly) -> None:
+    """A moment between two codes is rounded by its last digit, which depends on the processor's instructions."""
+    of_dense, of_ours = (one.train_state.optimizer.state_tensors() for one in (dense, ours))
+    apart = [(of_dense[key].int() - of_ours[key].int()).abs().flatten() for key in of_dense if "_codes/" in key]
+    assert torch.cat(apart).max() <= 1 and torch.cat(apart).sum() <= 10, "of 80,000 codes"
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["adamw", "muon", "8bit"])
 def test_a_training_in_which_every_row_is_touched_is_the_dense_one(optimizer: dict[str, Any], model: Path) -> None:
     """With micro-batches, clipping, the guard, and other optimizers for the rest, or with their states in 8 bits."""
@@ -218,15 +226,17 @@ def test_a_training_in_which_every_row_is_touched_is_the_dense_one(optimizer: di
     for a, b in zip(found, wanted, strict=True):
         assert a.loss == pytest.approx(b.loss, rel=1e-6) and a.grad_norm == pytest.approx(b.grad_norm, rel=1e-6)
         assert b.grad_norm > 0.1, "clipped: a row counts once, however many tokens it has"
-    name, other_codes = "model.embed_tokens.weight", 0
+    name, far = "model.embed_tokens.weight", 0
     for key, parameter in dense.train_state.parameters.items():
         near = 1e-4 if optimizer.get("kind") == "muon" else 1e-6  # in bf16 it makes much of a last digit
         difference = (ours.train_state.parameters[key] - parameter).abs()[3 if key == name else 0 :]
-        if "state" in optimizer:  # so do 8 bits of a number between two codes; at the rate, a code is less than 1e-5
-            other_codes += int((difference > near).sum())
-            near = 1e-5
+        if "state" in optimizer:  # a number of which a code differs moves by another share of the rate
+            far += int((difference > near).sum())
+            near = RATE
         assert difference.max() < near, (key, difference.max())
-    assert other_codes <= 1, "of 53,000 numbers"
+    assert far <= 5, "of 53,000 numbers"
+    if "state" in optimizer:
+        assert_neighbouring_codes(dense, ours)
     state = ours.train_state.optimizer.state_tensors()
     counts = state[f"optimizer/row_updates/{name}"]
     assert counts.tolist() == [0.0] * len(UNUSED) + [3.0] * (len(counts) - len(UNUSED))

@@ -46,8 +46,10 @@ _ATTENTION_BACKWARD = {"torch_attn::_varlen_attn_backward", "aten::_flash_attent
 """Both are given the gradient, query, key, value, output, normaliser and the bounds of the documents first."""
 _NARROW, _BLOCK_ROWS = 128, 128
 _LONGEST, _ASKED = (8192, 4096, 2048), 1 << 33
-"""Sides of the products that are asked for: scratch space holds blocks of the matrices, and hardly grows with longer
-ones. The first with no more operations is taken."""
+"""Sides of the products that are asked for, the first with no more operations. Where scratch space holds blocks of the
+matrices it hardly grows with longer ones; where it holds the result in float32 it grows as the result does."""
+_PADDING = 4096
+"""More than what oneDNN adds to a buffer to align it."""
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -76,8 +78,14 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], device: str, deterministic: 
     if func is _GROUPED:
         # The largest of the products that can be: the data decide how rows are spread over groups.
         func, tensors = torch.ops.aten.mm.default, [one[0] if one.dim() == 3 else one for one in tensors[:2]]
-    asked = [tuple(_layout(tensor, longest) for tensor in tensors) for longest in _LONGEST]
-    return _asked(func, next((layouts for layouts in asked if _operations(layouts) <= _ASKED), asked[-1]))
+    candidates = [tuple(_layout(tensor, longest) for tensor in tensors) for longest in _LONGEST]
+    layouts = next((layouts for layouts in candidates if _operations(layouts) <= _ASKED), candidates[-1])
+    scratch = _asked(func, layouts)
+    accumulated = _accumulator_bytes([shape for shape, _ in layouts])
+    # Processors without bf16 instructions sum up a whole matrix in float32 and round it at the end.
+    if 0 <= scratch - accumulated < _PADDING:
+        scratch += _accumulator_bytes([tuple(tensor.shape) for tensor in tensors]) - accumulated
+    return scratch
 
 
 def _attention_bytes(args: tuple[Any, ...], deterministic: bool) -> int:
@@ -107,6 +115,11 @@ def _converted_bytes(tensors: list[torch.Tensor]) -> int:
         return 0
     common = reduce(torch.promote_types, (tensor.dtype for tensor in tensors if tensor.dim()), torch.bool)
     return sum(t.numel() * common.itemsize for t in tensors if t.dim() and t.dtype != common)
+
+
+def _accumulator_bytes(shapes: Sequence[tuple[int, ...]]) -> int:
+    """Bytes in float32 of the product of two matrices, which come last; of a batch, one of its products."""
+    return int(shapes[-2][-2] * shapes[-1][-1] * 4)
 
 
 def _operations(layouts: Sequence[_Layout]) -> int:
