@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 Kind = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow"]
 _KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
-    ".arrow": "arrow", ".txt": "text", ".text": "text", ".md": "text", ".markdown": "text", ".rst": "text",
+    ".arrow": "arrow", ".feather": "arrow",
+    ".txt": "text", ".text": "text", ".md": "text", ".markdown": "text", ".rst": "text",
 }  # fmt: skip
 Compression = Literal["", "gzip", "zstd"]
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}

@@ -4,6 +4,8 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -12,13 +14,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tuner.config.methods import Examples
-from tuner.data.encoding.compared import AnyEncoder
+from tuner.data.encoding.compared import AnyEncoder, answers_of
 from tuner.data.encoding.encode import CHECKS, Encoder
 from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import SpecialTokens
 from tuner.data.prepared import arrow, arrow_bits
 from tuner.data.reading.blocks import Block, RawRecord, examples_of, lines_in, position_of
+from tuner.data.reading.padded import PADDED, has_null, padded_records
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Compared, Example
 from tuner.runtime.memory import give_back
@@ -254,7 +257,8 @@ class _Gathered:
         self._columns.append(self._kept(batch, targets, kept))
         answers = int(np.isin(batch.records[kept], list(batch.by_answer)).sum()) if batch.by_answer else 0
         left_out = Counter(reason for reasons in batch.by_answer.values() for reason in reasons)
-        self._tally.add(Tally(batch.fast, batch.escaped, batch.notes, len(batch.by_answer), answers, left_out))
+        notes = batch.notes + _padded(part)
+        self._tally.add(Tally(batch.fast, batch.escaped, notes, len(batch.by_answer), answers, left_out))
 
     def done(self) -> EncodedBundle:
         """All of them."""
@@ -304,6 +308,16 @@ class _Gathered:
         own = [batch.columns[name][kept] for name in self._schema.names[3:]]
         prompts = batch.prompt_tokens[kept].astype(np.uint32, copy=False)
         return table, ids, trained, lengths.astype(np.uint32), prompts, *own
+
+
+def _padded(part: list[_Found]) -> Counter[str]:
+    """The note on nulls as a table fills them in, where records of one block have them."""
+    count = 0
+    for _, found in groupby(part, itemgetter(0)):
+        usable = [(record.raw, example) for _, record, example in found if not isinstance(example, RecordProblem)]
+        if any(b"null" in raw and has_null(answers_of(example)) for raw, example in usable):
+            count += padded_records([answers_of(example) for _, example in usable])
+    return Counter({PADDED: count}) if count else Counter()
 
 
 def _summed(values: npt.NDArray[np.int64], each: int) -> npt.NDArray[np.int64]:

@@ -35,7 +35,7 @@ MANY_BYTES = 12 << 20
 INFLATES = 4
 """How many times its size a compressed file has, as far as can be told before it is read."""
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Counts up when the same input would give other bytes."""
 
 

@@ -41,9 +41,10 @@ def turns_of(value: Record, key: str, by_speaker: bool = False) -> list[Message]
     """
     turns = []
     for i, item in enumerate(items_of(value, key)):
-        if isinstance(item, dict) and "from" in item and "role" not in item:
+        has_role = isinstance(item, dict) and item.get("role") is not None
+        if isinstance(item, dict) and item.get("from") is not None and not has_role:
             turns.append(turn_of(item, (key, i)))
-        elif key == "conversations" and isinstance(item, dict) and "role" not in item:
+        elif key == "conversations" and isinstance(item, dict) and not has_role:
             raise RecordProblem("a turn has from and value", path=(key, i))
         else:
             turns.append(message_of(item, (key, i), by_speaker))

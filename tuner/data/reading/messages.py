@@ -158,9 +158,9 @@ def _call(value: Any, path: KeyPath) -> Message:
         function.pop("type", None)
     if not isinstance(function.get("name"), str):
         raise RecordProblem("a tool call has a name", path=path)
-    arguments = function.get("arguments", function.pop("parameters", None))
-    if arguments is None:
-        arguments = {}
+    parameters = function.pop("parameters", None)
+    arguments = function.get("arguments")
+    arguments = next((item for item in (arguments, parameters) if item is not None), {})
     if isinstance(arguments, str):
         arguments = _object_in(arguments)
     elif not isinstance(arguments, dict):

@@ -1,12 +1,13 @@
 """Arrow and parquet files in record batches of bounded size, decoded by the caller, block by block."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pyarrow as pa
 
+from tuner.data.reading.arrow_values import plain_records
 from tuner.data.reading.block import BLOCK_BYTES, Block, RawRecord
 from tuner.data.reading.data_sets import arrow_batches, first_line
 from tuner.data.reading.problems import RecordProblem
@@ -14,7 +15,6 @@ from tuner.data.sources import SourceFile
 from tuner.errors import DataError
 
 MAX_BATCH_ROWS = 8192
-Decode = Callable[[Any], Any]
 
 
 def parquet_batches(path: Path, batch_bytes: int) -> Iterator[pa.RecordBatch]:
@@ -32,44 +32,21 @@ def parquet_batches(path: Path, batch_bytes: int) -> Iterator[pa.RecordBatch]:
 
 
 def _values(data: bytes) -> Iterator[dict[str, Any] | RecordProblem]:
-    """Yield the rows of an Arrow stream as plain records; JSON columns are parsed. One that is no text is a problem."""
+    """Yield the rows of an Arrow stream as plain records. One that is no text is a problem."""
     with pa.ipc.open_stream(data) as reader:
-        decoders = {field.name: decode for field in reader.schema if (decode := _decoder(field.type)) is not None}
         for batch in reader:
-            for record in _records(batch):
-                if not isinstance(record, RecordProblem):
-                    for name, decode in decoders.items():
-                        record[name] = decode(record[name])
-                yield record
+            yield from _records(batch)
 
 
-def _records(batch: pa.RecordBatch) -> list[dict[str, Any] | RecordProblem]:
+def _records(batch: pa.RecordBatch) -> Iterable[dict[str, Any] | RecordProblem]:
     try:
-        records: list[dict[str, Any] | RecordProblem] = batch.to_pylist()
-    except (OverflowError, ValueError, pa.ArrowException) as error:  # a date, a time zone, a struct that Python has not
+        return plain_records(batch)
+    except (OverflowError, ValueError, pa.ArrowException) as error:  # a date, a time zone, a map that Python has not
         if batch.num_rows > 1:
             return [record for i in range(batch.num_rows) for record in _records(batch.slice(i, 1))]
         if isinstance(error, UnicodeDecodeError):
             return [RecordProblem(f"not UTF-8: byte 0x{error.object[error.start]:02x}")]
         return [RecordProblem(f"not readable: {first_line(error)}")]
-    return records
-
-
-def _decoder(kind: pa.DataType) -> Decode | None:
-    """How a value of this type becomes plain where it has JSON inside; None where it is plain already."""
-    if isinstance(kind, pa.JsonType):
-        return lambda value: None if value is None else orjson.loads(value)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        inner = _decoder(kind.value_type)
-        if inner is not None:
-            return lambda value: None if value is None else [inner(item) for item in value]
-    if pa.types.is_struct(kind):
-        inside = {field.name: decode for field in kind if (decode := _decoder(field.type)) is not None}
-        if inside:
-            return lambda value: (
-                value and {name: inside[name](item) if name in inside else item for name, item in value.items()}
-            )
-    return None
 
 
 def table_blocks(file: SourceFile) -> Iterator[Block]:

@@ -1,0 +1,75 @@
+"""Nulls that look as if a table had filled them in: in JSON lines that were written from one they are values.
+
+A table's objects at one place have the same keys, and null stands for what a record did not have. Where the objects of
+many records are so, whoever wrote them may not have meant the nulls; but nobody can tell, and they are kept.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tuner.data.reading.examples import Conversation, Example
+
+PADDED = "nulls as a table fills them in, in tools or tool calls: trained as written"
+Place = tuple[str, ...]
+
+
+class _Objects:
+    """What the objects at one place have in common."""
+
+    def __init__(self) -> None:
+        self.keys: frozenset[str] | None = None
+        self.are_alike = True
+        self.null: set[str] = set()
+        self.filled: set[str] = set()
+        self.records: set[int] = set()
+        """Those with a null here."""
+
+    def add(self, record: int, value: dict[str, Any]) -> None:
+        keys = frozenset(value)
+        self.are_alike &= self.keys in {None, keys}
+        self.keys = keys
+        null = {key for key, item in value.items() if item is None}
+        self.filled |= keys - null
+        if null:
+            self.null |= null
+            self.records.add(record)
+
+    @property
+    def is_padded(self) -> bool:
+        return self.are_alike and not self.null.isdisjoint(self.filled)
+
+
+def padded_records(examples: Sequence[Sequence[Example]]) -> int:
+    """How many have null for a key of tools or tool calls that others fill, where all objects there have equal keys.
+
+    An example is what becomes of one record: several where it has several answers.
+    """
+    places: dict[Place, _Objects] = {}
+    for record, parts in enumerate(examples):
+        for place, value in _objects([_tools_and_calls(part) for part in parts], ()):
+            places.setdefault(place, _Objects()).add(record, value)
+    return len(set().union(*(objects.records for objects in places.values() if objects.is_padded)))
+
+
+def has_null(parts: Sequence[Example]) -> bool:
+    """Whether null is the value of a key in the tools or tool calls of what becomes of one record."""
+    return any(None in value.values() for part in parts for _, value in _objects(_tools_and_calls(part), ()))
+
+
+def _tools_and_calls(example: Example) -> dict[str, Any]:
+    if not isinstance(example, Conversation):
+        return {}
+    calls = [call for message in example.messages for call in message.get("tool_calls", ())]
+    return {"tools": example.tools, "calls": calls}
+
+
+def _objects(value: Any, place: Place) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """The objects in a value, each with the keys that lead to it."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _objects(item, place)
+    elif isinstance(value, dict):
+        yield place, value
+        for key, item in value.items():
+            if isinstance(item, (dict, list)):
+                yield from _objects(item, (*place, key))
