@@ -78,6 +78,28 @@ def tuner(place: Path, *words: str, code: int = 0, stdin: str = "") -> subproces
     return done
 
 
+def test_held_out_rows_that_are_not_those_of_the_run_are_refused(place: Path) -> None:
+    resolved, rows = place / "runs" / "r" / "recipe.resolved.yaml", place / "short.jsonl"
+    texts = resolved.read_text(), rows.read_text()
+    changes = (
+        (resolved, texts[0].replace("max_length: 64", "max_length: 63")),
+        (rows, texts[1].replace("short 1", "short 2")),
+    )
+    try:
+        for path, changed in changes:
+            assert changed not in texts
+            path.write_text(changed)
+            with pytest.raises(DataError, match=r"are not those that the run had \(\w+ -> \w+\)"):
+                scored(place / "runs" / "r")
+            assert scored(place / "runs" / "r", data__eval="long.jsonl").rows > 0, "other rows may be asked for"
+            for kept, text in zip((resolved, rows), texts, strict=True):
+                kept.write_text(text)
+    finally:
+        for kept, text in zip((resolved, rows), texts, strict=True):
+            kept.write_text(text)
+    assert scored(place / "runs" / "r").evaluation.loss == evaluations(place)[4]["loss"]
+
+
 def test_a_run_gives_its_own_last_loss_bit_for_bit(place: Path) -> None:
     last = evaluations(place)[4]
     done = tuner(place, "eval", "-", stdin="runs/r\n")

@@ -15,7 +15,7 @@ from tuner.api import export_hf
 from tuner.checkpoint.manifest import step_dirs
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
-from tuner.errors import RecipeError
+from tuner.errors import DataError, RecipeError
 from tuner.run.options import LaunchOptions
 from tuner.run.score import Score, find_trained, score
 from tuner.run.verify import verify_resume
@@ -111,11 +111,28 @@ def test_a_trained_model_is_measured_as_its_run_was(place: Path, finished: tuple
     assert found == {name: last[name] for name in found} and len(found) == 21
     smaller = measured(run, place / "r.yaml", **flags, train__global_batch_size="1").evaluation.line()
     assert smaller == pytest.approx(found, rel=1e-6, abs=1e-7)
+    assert measured(run, place / "r.yaml", **flags).measure == "dpo"
+
+
+def test_what_an_export_is_measured_by_does_not_depend_on_the_cache(
+    place: Path, finished: tuple[Path, dict[str, str]]
+) -> None:
+    run, flags = finished
+    exported, last = export_hf(run).path, [line for line in lines(run) if line["kind"] == "eval"][-1]
+    alone = measured(exported, place / "r.yaml")
+    assert alone.measure == "answers_alone"
+    assert alone.evaluation.figures.keys() == {"accuracy", "accuracy_per_token", "logp_chosen", "logp_rejected"}
+    assert alone.evaluation.figures["logp_chosen"] == pytest.approx(last["logp_chosen"], rel=1e-3)  # merged, or bf16
+    columns = place / "cache" / "reference"
     if "adapter__kind" in flags:
-        alone = measured(export_hf(run).path, place / "r.yaml").evaluation
-        assert alone.figures.keys() == {"accuracy", "accuracy_per_token", "logp_chosen", "logp_rejected"}
-        assert alone.figures["logp_chosen"] == pytest.approx(last["logp_chosen"], rel=1e-3)  # its weights are merged
-        assert 0 < alone.loss < 10
+        return
+    columns.rename(place / "away")
+    try:
+        assert measured(exported, place / "r.yaml").evaluation == alone.evaluation
+        with pytest.raises(DataError, match=r"reference/\w+ is gone"):
+            measured(run, place / "r.yaml", **flags)
+    finally:
+        (place / "away").rename(columns)
 
 
 def test_the_first_batch_alone_is_learned(place: Path) -> None:

@@ -130,7 +130,7 @@ def _outcome(score: Score) -> Outcome:
     figures = _figures(whole)
     return Outcome(
         repr(whole.loss),
-        artifacts={"path": str(score.path), "sources": sources},
+        artifacts={"path": str(score.path), "measure": score.measure, "sources": sources},
         metrics={**figures, "step": score.step, "rows": score.rows, "seconds": round(score.seconds, 3)},
         is_text=True,
     )

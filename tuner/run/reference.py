@@ -18,7 +18,7 @@ from tuner.data.batches import Batch, collate
 from tuner.data.building.cache import cache_path, valid
 from tuner.data.building.columns import Columns, files_of, open_columns
 from tuner.data.prepared import PackedRows, PreparedData, Row
-from tuner.errors import RecipeError, VerificationError
+from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.parallel.fsdp import sync_gradients
 from tuner.run.columns import ColumnsInfo, ColumnsSpec, Work, computed, key_of, manifest_body
 from tuner.run.preflight import Preflight
@@ -254,10 +254,18 @@ def _differences(assembly: Assembly, split: str, batch: Batch) -> list[str]:
     return problems
 
 
-def cached_columns(cache_dir: Path, info: ColumnsInfo) -> dict[str, Columns] | None:
-    """The columns that a run noted, by split and name, every byte of which is checked; None where the cache lost them.
+def cached_columns(cache_dir: Path, info: ColumnsInfo) -> dict[str, Columns]:
+    """The columns that a run noted, by split and name, every byte of which is checked.
 
-    Raises DataError for damaged files.
+    Raises DataError for damaged files, and where the cache lost them.
     """
     path = cache_path(cache_dir, "reference", info.key)
-    return None if valid(path, "reference") is None else open_columns(path, "reference", verify=True)
+    if valid(path, "reference") is None:
+        raise DataError(
+            f"{path} is gone: what the run's reference gives its rows, against which they are measured",
+            hint="restore it, or name the cache that has it: --data.cache_dir DIR; an export is measured without it",
+        )
+    columns = open_columns(path, "reference", verify=True)
+    if files_of(path) != info.files:
+        raise DataError(f"{path} does not hold the reference of this run", hint="restore it, or evaluate an export")
+    return columns

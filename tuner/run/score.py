@@ -2,10 +2,8 @@
 
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tuner.checkpoint.load import load_into, require_same_base, require_same_quantizer
 from tuner.config.load import LoadedRecipe, load_recipe
@@ -18,7 +16,6 @@ from tuner.errors import DataError, DivergedError, RecipeError
 from tuner.model.root import CausalLM, trained_parameters
 from tuner.rundir.layout import MODEL_PREFIX, RESOLVED_RECIPE
 from tuner.rundir.model_path import HfDirectory, RunCheckpoint, resolve_model_path
-from tuner.rundir.run_json import is_run, read_record
 from tuner.runtime.console import Console
 from tuner.runtime.deterministic import tf32_products
 from tuner.runtime.dist import RankInfo
@@ -42,6 +39,8 @@ class Score:
     path: Path
     step: int | None
     """The checkpoint's step; None for a Hugging Face directory."""
+    measure: str
+    """What the loss is: `cross_entropy` of the trained tokens, the method's own by its kind, or `answers_alone`."""
     evaluation: Evaluation
     rows: int
     seconds: float
@@ -65,9 +64,11 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
     """Evaluate the model on the recipe's held-out rows, preparing them where that is not done. Collective.
 
     Model, adapter and tokenizer are the directory's own; rows, method, batch size and precision the recipe's, where
-    `auto` is what the run had. A method with a reference is measured against that of the model's run; without it pairs
-    are compared by their log-probabilities. Raises RecipeError for a recipe without held-out rows, and for labelled
-    answers without their reference, DivergedError where the loss is not finite.
+    `auto` is what the run had. A checkpoint of a method with a reference is measured against that of its run on the
+    run's rows; an export, or other rows, by the log-probabilities of the answers alone: what the cache holds decides
+    nothing. Raises RecipeError for a recipe without held-out rows, and for labelled answers without their reference,
+    DataError where the run's own rows are not those that it had, or its reference is gone, DivergedError where the loss
+    is not finite.
     """
     recipe = recipe_of(trained, loaded)
     if recipe.data.eval is None:
@@ -75,11 +76,12 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
     with console.doing("reading the data"):
         spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, loaded.recipe.seed)
         data = open_prepared(prepare_to_use(spec, console))
+        _require_same_rows(trained, loaded.recipe, data)
         resolved = resolve(recipe, spec.max_length, rank_info, spec.tokenizer.new_ids)
     held = held_out_rows(resolved.recipe, data)
     if held is None:
         raise DataError(f"{data.path}: holds no held-out rows")
-    held, by_terms = _measured(trained, resolved, held, data, spec.cache_dir, console)
+    measure, held, by_terms = _measured(trained, resolved, held, data, spec.cache_dir, console)
     console.say("model", f"{trained.path} · {resolved.facts.kind}, {resolved.recipe.train.precision} compute")
     joined = process_group(rank_info, resolved.facts.kind, recipe.parallel.timeout.seconds)
     with joined, tf32_products(resolved.recipe.train.tf32):
@@ -95,7 +97,7 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
     if not math.isfinite(result.loss):
         raise DivergedError(f"{trained.path}: the loss is {result.loss}", hint="look at the run: tuner runs plot RUN")
     step = trained.checkpoint.step if isinstance(trained, RunCheckpoint) else None
-    return Score(trained.path, step, result, rows, seconds)
+    return Score(trained.path, step, measure, result, rows, seconds)
 
 
 def loaded_model(trained: Trained, resolved: Resolved, rank_info: RankInfo) -> tuple[CausalLM, StepConfig]:
@@ -117,44 +119,50 @@ def run_recipe(trained: Trained) -> Path:
     return path
 
 
+def _require_same_rows(trained: Trained, recipe: Recipe, data: PreparedData) -> None:
+    """Check that the rows that the run's own recipe names are those that it was trained with. Raises DataError."""
+    if not isinstance(trained, RunCheckpoint) or recipe.data.windows.is_on:  # each window has a key of its own
+        return
+    own, had = load_recipe(run_recipe(trained)).recipe, trained.checkpoint.manifest["meta"].get("data_key")
+    here = {"cache_dir": own.data.cache_dir, "workers": own.data.workers}  # these may be the machine's
+    asked = (recipe.data.model_copy(update=here), recipe.method.examples, recipe.seed)
+    if asked == (own.data, own.method.examples, own.seed) and data.key != had:
+        raise DataError(
+            f"{trained.path}: the rows of {trained.run_dir / RESOLVED_RECIPE} are not those that the run had "
+            f"({had} -> {data.key}): a file or a key under data changed, or the version of tuner that prepared them",
+            hint="restore what changed; or name the rows to measure on in a recipe: tuner eval RUN RECIPE",
+        )
+
+
 def _measured(
     trained: Trained, resolved: Resolved, held: HeldOut, data: PreparedData, cache_dir: Path, console: Console
-) -> tuple[HeldOut, ByTerms | None]:
-    """The rows, with the columns of a reference where the method has one, and how they are measured."""
+) -> tuple[str, HeldOut, ByTerms | None]:
+    """What is measured, the rows with the columns of a reference where the method has one, and how."""
     recipe = resolved.recipe
     method, rows = build_method(recipe.method), recipe.train.global_batch_size
+    kind, by_terms = recipe.method.kind, ByTerms.of(method, rows)
     if method.reference != "columns":
-        return held, ByTerms.of(method, rows)
+        return "cross_entropy" if by_terms is None else kind, held, by_terms
     from tuner.run.columns import ColumnsInfo
     from tuner.run.reference import cached_columns, with_row_columns
     from tuner.train.methods.preference import AnswersAlone
 
-    info = ColumnsInfo.of_meta(_noted(trained), "reference")
-    columns = cached_columns(cache_dir, info) if info is not None and info.prepared_key == data.key else None
-    if columns is not None:
-        return replace(held, rows=with_row_columns(held.rows, columns["eval"])), ByTerms.of(method, rows)
-    kind, examples = recipe.method.kind, recipe.method.examples
-    if examples.kind != "preference":
+    noted = trained.checkpoint.manifest["meta"] if isinstance(trained, RunCheckpoint) else {}
+    info = ColumnsInfo.of_meta(noted, "reference")
+    if info is not None and info.prepared_key == data.key:
+        columns = cached_columns(cache_dir, info)
+        return kind, replace(held, rows=with_row_columns(held.rows, columns["eval"])), by_terms
+    if recipe.method.examples.kind != "preference":
         raise RecipeError(
-            f"method.kind: {kind} measures against a reference, which is not here for these rows",
+            f"method.kind: {kind} measures against a reference, which {trained.path} has none of for these rows",
             hint="evaluate the run itself on its own rows: tuner eval RUN",
         )
     console.say(
-        "reference",
-        f"that of {kind} is not here for these rows: pairs are compared by their log-probabilities alone, and the loss "
-        "is the cross-entropy of chosen answers",
+        "measure",
+        "pairs by the log-probabilities of their answers alone, the loss is the cross-entropy of chosen answers: "
+        f"{kind} needs the run's reference, which checkpoints have for the run's own rows",
     )
-    return held, ByTerms.of(AnswersAlone(), rows)
-
-
-def _noted(trained: Trained) -> Mapping[str, Any]:
-    """What is noted of the launch that trained a model: in its checkpoint, or in the run that an export lies in."""
-    if isinstance(trained, RunCheckpoint):
-        meta: Mapping[str, Any] = trained.checkpoint.manifest["meta"]
-        return meta
-    run_dir = trained.path.absolute().parent.parent
-    launches = read_record(run_dir)["launches"] if is_run(run_dir) else []
-    return launches[-1] if launches else {}
+    return "answers_alone", held, ByTerms.of(AnswersAlone(), rows)
 
 
 def _require_head(trained: Trained, head: Head, recipe: Recipe) -> None:
