@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from tuner.runtime import timeline
+from tuner.runtime.timeline import Moment
 
 
 class LayerClock:
@@ -22,8 +24,8 @@ class LayerClock:
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
         inside = {part for layer in layers for part in layer.modules() if part is not layer}
         self._layers = [layer for layer in layers if layer not in inside]  # Mamba names its mixers, too
-        self._on_cuda = device.type == "cuda"
-        self._marks: list[float | torch.cuda.Event] = []
+        self._timeline = timeline.of(device)
+        self._marks: list[Moment] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -37,25 +39,10 @@ class LayerClock:
 
     def seconds(self) -> float:
         """The sum over all layers and forward passes; on CUDA waits for the last of them."""
+        if self._marks:
+            self._marks[-1].wait()
         starts, ends = self._marks[::2], self._marks[1::2]
-        return sum(_between(start, end) for start, end in zip(starts, ends, strict=False))
+        return sum(end.seconds_since(start) for start, end in zip(starts, ends, strict=False))
 
-    @property
-    def _mark(self) -> Callable[..., None]:
-        def mark(*_: Any) -> None:
-            if not self._on_cuda:
-                self._marks.append(time.perf_counter())
-                return
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append(event)
-
-        return mark
-
-
-def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-    assert isinstance(start, float) and isinstance(end, float)
-    return end - start
+    def _mark(self, *_: Any) -> None:
+        self._marks.append(self._timeline.mark())

@@ -21,7 +21,7 @@ from tuner.model.output_layer import Objective, OutputLayer, Result
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import squared_norm, sum_whole_gradients, sync_gradients
 from tuner.parallel.mesh import Mesh
-from tuner.runtime import phase
+from tuner.runtime import phase, timeline
 from tuner.runtime.device import to_device
 from tuner.train.guard import Guard
 from tuner.train.methods.method import Counts, Method, Microbatch, Sum, Terms, logged
@@ -106,25 +106,25 @@ class StepScalars:
     """A step's numbers on their way to the host: float64, in the order of :class:`StepResult`, figures by name last.
 
     On a CUDA device they are copied after the step's own work; reading them before its end would make the host wait.
+    ``ended`` is when the device has taken the step and copied them.
     """
 
-    def __init__(self, values: torch.Tensor, names: Sequence[str]) -> None:
-        self._host, self._done, self._names = values, None, tuple(names)
+    def __init__(self, values: torch.Tensor, names: Sequence[str], device: torch.device) -> None:
+        self._host, self._names = values, tuple(names)
         if values.is_cuda:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
+        line = timeline.of(device)
+        self.ended, self._is_behind = line.mark(), line.is_behind
 
     @property
     def at_hand(self) -> bool:
         """Whether reading is free on every rank: always on a CPU, never asked of the clock on CUDA."""
-        return self._done is None
+        return not self._is_behind
 
     def read(self) -> StepResult:
         """The numbers; waits until the device has got there."""
-        if self._done is not None:
-            self._done.synchronize()
+        self.ended.wait()
         loss, norm, skipped, halted, *figures = self._host.tolist()
         return StepResult(loss, norm, bool(skipped), bool(halted), dict(zip(self._names, figures, strict=True)))
 
@@ -167,7 +167,7 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     figures = [torch.stack(means[len(means) - len(names) :])] if names else []
     if scale is not None:
         names, figures = (*names, "loss_scale"), [*figures, scale[None]]
-    return StepScalars(torch.cat([values, torch.stack([skip, halt]), *figures]), names)
+    return StepScalars(torch.cat([values, torch.stack([skip, halt]), *figures]), names, state.step_config.device)
 
 
 def leave_out_step(state: TrainState) -> StepScalars:
@@ -176,7 +176,8 @@ def leave_out_step(state: TrainState) -> StepScalars:
     Its loss and gradient norm are not numbers. What a step does not compute has no collectives, so all ranks do alike.
     """
     state.guard.leave_out()
-    return StepScalars(torch.tensor([math.nan, math.nan, 1.0, 0.0], dtype=torch.float64), ())
+    values = torch.tensor([math.nan, math.nan, 1.0, 0.0], dtype=torch.float64)
+    return StepScalars(values, (), state.step_config.device)
 
 
 def _divisor(norm: torch.Tensor, limit: float | None, scale: torch.Tensor | None) -> torch.Tensor | None:

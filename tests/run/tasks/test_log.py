@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fixtures.queued_device import QueuedDevice
 from tuner.config.methods import DpoMethod, Figure
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.flops import Flops
-from tuner.run.tasks import log
 from tuner.run.tasks.console import ConsoleTask
-from tuner.run.tasks.log import HaltedError, LogTask, StepClock
+from tuner.run.tasks.log import HaltedError, LogTask
 from tuner.run.tasks.time_left import Due, TimeLeft
 from tuner.rundir.records import Records
+from tuner.runtime import timeline
 from tuner.runtime.console import Console
 from tuner.train.plan import Cadence, Plan
 from tuner.train.progress import CLOCKED, Best, MfuMeter, Progress
@@ -34,13 +35,13 @@ def batch(*lengths: int, trained: int) -> Batch:
 
 
 def taken(index: int, batches: StepBatches, values: Sequence[float] = (1.5, 0.5, 0, 0)) -> TakenStep:
-    scalars = StepScalars(torch.tensor(values, dtype=torch.float64), [])
+    scalars = StepScalars(torch.tensor(values, dtype=torch.float64), [], torch.device("cpu"))
     return TakenStep(index, batches, 0.25, 9, 1e-3, 1.0, scalars)
 
 
 def log_task(flops: Flops = FLOPS, step: int = 1) -> LogTask:
     progress = Progress(Plan(4, 4, 1, 5), step=step)
-    return LogTask(progress, Records(None), StepClock(), MfuMeter(flops, peak=1e4), torch.device("cpu"))
+    return LogTask(progress, Records(None), MfuMeter(flops, peak=1e4), torch.device("cpu"))
 
 
 def console_task(figures: Mapping[str, Figure] | None = None) -> tuple[ConsoleTask, Progress, list[str]]:
@@ -56,10 +57,12 @@ def console_task(figures: Mapping[str, Figure] | None = None) -> tuple[ConsoleTa
 
 
 def test_figures_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = QueuedDevice({}, 0.0, is_behind=False)
+    monkeypatch.setattr(timeline, "of", lambda _: device)
     task = log_task()
-    times = iter([10.0, 14.0])
-    monkeypatch.setattr(log.time, "monotonic", lambda: next(times))
-    assert list(task.start()) == []
+    device.host = 10.0
+    with task.around_step(1):
+        device.host = 14.0
     batches = StepBatches(np.arange(4), 6, 40, [batch(3, 2, trained=2), batch(4, trained=1)])
     (event,) = task.step_taken(taken(0, batches))
     line = event.metrics

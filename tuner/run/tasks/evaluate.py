@@ -91,9 +91,10 @@ class EvaluateTask(Task):
         progress.evaluation_owed = True
         phase.enter(f"evaluation after step {progress.step}")
         yield from self._log.settle()
-        started = time.monotonic()
         try:
-            found = self._found(held, tasks)
+            with self._log.clock.pause() as pause:
+                found = self._found(held, tasks)
+                self._keep(found)
         except EvaluationCutError:
             self._console.say("eval", f"step {progress.step}: cut short; it is repeated when the run is resumed")
             return
@@ -102,16 +103,13 @@ class EvaluateTask(Task):
         progress.best = best_after(progress.best, self._assembly.keeps, progress.step, measured)
         if progress.early is not None and progress.early.is_due:
             self._console.say("ending", progress.early.reason())
-        self._keep(found)
-        seconds = time.monotonic() - started
         figures = {name: finite(value) for name, value in (measured | found.averaged).items()}
         if None in figures.values():
             lost = ", ".join(name for name, value in figures.items() if value is None)
             self._console.warn(f"step {progress.step}: an evaluation's {lost} is not finite")
-        line = {"kind": "eval", "step": progress.step, **figures, "eval_s": round(seconds, 3), **found.times()}
+        line = {"kind": "eval", "step": progress.step, **figures, "eval_s": round(pause.seconds, 3), **found.times()}
         self._log.metrics.add(line)
         self._samples.flush()
-        self._log.clock.leave_out(seconds)
         yield Event("evaluation", progress.step, progress.tokens, line)
         self._show(found.answers)
         if found.scores:

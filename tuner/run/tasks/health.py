@@ -1,7 +1,6 @@
 """The task that checks devices, collectives and copies of the model, on a cadence and before saves."""
 
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -57,14 +56,12 @@ class HealthTask(Task):
         """Compute the known products for the first time, and check. Collective."""
         config = self._assembly.train_state.step_config
         self._products = KnownProducts(config.device, config.autocast)
-        started = time.monotonic()
-        n_tensors = self._check()
-        seconds = time.monotonic() - started
+        with self._log.clock.pause() as pause:
+            n_tensors = self._check()
         processes = self._assembly.mesh.size
         copies = f", collectives and the copies of {n_tensors:,} tensors" if processes > 1 else ""
         devices = f"{processes} devices" if processes > 1 else "the device"
-        self._console.say("health", f"{devices}{copies} checked in {seconds:.2f} s")
-        self._log.clock.leave_out(seconds)
+        self._console.say("health", f"{devices}{copies} checked in {pause.seconds:.2f} s")
         yield from ()
 
     def between_steps(self, agreed: Request) -> Iterator[Event]:
@@ -73,12 +70,10 @@ class HealthTask(Task):
         if not self._due.due_at(progress.step):
             return
         yield from self._log.settle()
-        started = time.monotonic()
-        self._check()
-        seconds = time.monotonic() - started
-        self._log.clock.leave_out(seconds)
+        with self._log.clock.pause() as pause:
+            self._check()
         facts = {"kind": "health", "step": progress.step, "tokens": progress.tokens}
-        line = facts | {"check_s": round(seconds, 3)}
+        line = facts | {"check_s": round(pause.seconds, 3)}
         self._log.metrics.add(line)
         yield Event("figures", progress.step, progress.tokens, line)
 

@@ -1,7 +1,6 @@
 """The task that writes figures of each decoder layer, and names a layer that diverges."""
 
 import json
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -62,16 +61,15 @@ class InternalsTask(Task):
             return
         phase.enter(f"internals of step {taken.step}")
         yield from self._log.settle()
-        started = time.monotonic()
-        inside = Inside.of(self._state.root, taken.batches.micro[0], self._state.step_config, taken.step)
-        of_step, of_forward = added_up([self._sums, inside.sums()])
-        self._sums = {}
-        found = self._watch.figures(of_step) | inside.figures(of_forward)
+        with self._log.clock.pause() as pause:
+            inside = Inside.of(self._state.root, taken.batches.micro[0], self._state.step_config, taken.step)
+            of_step, of_forward = added_up([self._sums, inside.sums()])
+            self._sums = {}
+            found = self._watch.figures(of_step) | inside.figures(of_forward)
         figures = {name: finite(value) for name, value in found.items()}
-        seconds = time.monotonic() - started
-        line = {"kind": KIND, "step": taken.step, "tokens": taken.tokens, **figures, "internals_s": round(seconds, 3)}
+        facts = {"kind": KIND, "step": taken.step, "tokens": taken.tokens}
+        line = facts | figures | {"internals_s": round(pause.seconds, 3)}
         self._log.metrics.add(line)
-        self._log.clock.leave_out(seconds)
         yield Event("figures", taken.step, taken.tokens, line)
         for growth in self._divergence.note(figures):
             self._console.warn(f"step {taken.step}: {growth}")

@@ -14,7 +14,7 @@ from tuner.run.state import LaunchContext
 from tuner.run.tasks.console import ConsoleTask
 from tuner.run.tasks.evaluate import EvaluateTask
 from tuner.run.tasks.hooks import Hooks, Registration, RunFacts, user_hook
-from tuner.run.tasks.log import LogTask, MemoryTask, StepClock
+from tuner.run.tasks.log import LogTask, MemoryTask
 from tuner.run.tasks.record import RecordTask
 from tuner.run.tasks.save import Saver, SaveTask
 from tuner.run.tasks.stop import StopTask
@@ -61,7 +61,7 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     facts = RunFacts(run.path, context.run_id, progress.plan.total_steps, recipe_dict(recipe), from_step)
     hooks = Hooks(_registrations(context), facts, progress)
     meta = run_meta(assembly) | (tokenizer_meta(run) if main else {"tokenizer_files": {}})
-    log = LogTask(progress, metrics, StepClock(), assembly.mfu, assembly.train_state.step_config.device)
+    log = LogTask(progress, metrics, assembly.mfu, assembly.train_state.step_config.device)
     health = _health(context, log)
     verify = (lambda: None) if health is None else health.before_save
     saver = Saver(assembly, CheckpointDir(run.checkpoints, context.run_id), meta, (metrics, samples), verify)

@@ -1,18 +1,22 @@
 """The task that writes a line of metrics.jsonl for every step, the clock that times them, and what looks at memory."""
 
 import math
-import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from tuner.rundir.records import Records
+from tuner.runtime import timeline
 from tuner.runtime.memory import FreedMemory, peak_resident_bytes
+from tuner.runtime.timeline import Moment
 from tuner.train.progress import MfuMeter, Progress, finite
 from tuner.train.step import StepResult
 from tuner.train.tasks import Event, TakenStep, Task
+
+SHORTEST_S = 1e-6
 
 
 class HaltedError(Exception):
@@ -23,25 +27,41 @@ class HaltedError(Exception):
         self.taken, self.result = taken, result
 
 
-class StepClock:
-    """Seconds from one step's end to the next, without what is not the step's own."""
+class Pause:
+    """Work between two steps that is part of neither; the host's seconds are known once it is over."""
 
-    def __init__(self) -> None:
-        self._last = time.monotonic()
+    seconds: float = 0.0
+
+
+class StepClock:
+    """Seconds from one step's end on the device to the next one's, without the pauses between them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._timeline = timeline.of(device)
+        self._from, self._has_begun = self._timeline.mark(), False
+        self._pauses: list[tuple[Moment, Moment]] = []
 
     def begin(self) -> None:
-        """The first step begins now."""
-        self._last = time.monotonic()
+        """The first step of a launch begins now; other steps begin where the one before them ended."""
+        if not self._has_begun:
+            self._from, self._has_begun, self._pauses = self._timeline.mark(), True, []
 
-    def lap(self) -> float:
-        """Seconds since the last step's end, which is now."""
-        now = time.monotonic()
-        seconds, self._last = now - self._last, now
-        return seconds
+    def lap(self, ended: Moment) -> float:
+        """Seconds of the step that ended then, more than none. The device has got there."""
+        paused = sum(end.seconds_since(begun) for begun, end in self._pauses)
+        seconds = ended.seconds_since(self._from) - paused
+        self._from, self._pauses = ended, []
+        return max(seconds, SHORTEST_S)  # a step that is left out queues nothing
 
-    def leave_out(self, seconds: float) -> None:
-        """Do not count the last ``seconds`` as part of the next step."""
-        self._last += seconds
+    @contextmanager
+    def pause(self) -> Iterator[Pause]:
+        """Have the block count as part of no step. The steps before it have been read: the device has taken them."""
+        pause, since, begun = Pause(), self._timeline.now(), self._timeline.mark()
+        try:
+            yield pause
+        finally:
+            self._pauses.append((begun, self._timeline.mark()))
+            pause.seconds = self._timeline.now() - since
 
 
 class LogTask(Task):
@@ -51,17 +71,16 @@ class LogTask(Task):
     next step queued and never runs dry. Raises HaltedError where the guard ends the run.
     """
 
-    def __init__(
-        self, progress: Progress, metrics: Records, clock: StepClock, mfu: MfuMeter, device: torch.device
-    ) -> None:
-        self.metrics, self.clock = metrics, clock
+    def __init__(self, progress: Progress, metrics: Records, mfu: MfuMeter, device: torch.device) -> None:
+        self.metrics, self.clock = metrics, StepClock(device)
         self._progress, self._mfu, self._device = progress, mfu, device
         self._unread: deque[TakenStep] = deque()
 
-    def start(self) -> Iterator[Event]:
-        """Start the clock."""
-        self.clock.begin()
-        yield from ()
+    def around_step(self, number: int) -> AbstractContextManager[None]:
+        """Start the clock with the first step."""
+        if number:
+            self.clock.begin()
+        return nullcontext()
 
     def step_taken(self, taken: TakenStep) -> Iterator[Event]:
         """Lines of steps before this one, or its own, may become known."""
@@ -93,7 +112,7 @@ class LogTask(Task):
 
     def _measured(self, taken: TakenStep) -> dict[str, Any]:
         """What the clock says of a step; ``mfu`` is left out where the model's arithmetic is not known."""
-        step_s, batches = self.clock.lap(), taken.batches
+        step_s, batches = self.clock.lap(taken.scalars.ended), taken.batches
         mfu = None if taken.left_out else self._mfu.mfu(batches.micro, step_s)
         trained = 0 if taken.left_out else 1  # a speed is of what was computed
         return {
@@ -102,7 +121,7 @@ class LogTask(Task):
             "tok_per_s": round(trained * batches.tokens / step_s, 1),
             "trained_per_s": round(trained * batches.trained_count / step_s, 1),
             "mem_gib": round(peak_memory_bytes(self._device) / 2**30, 3),
-            "data_wait": round(taken.data_s / step_s, 4),
+            "data_wait": round(min(1.0, taken.data_s / step_s), 4),
             **({} if mfu is None else {"mfu": round(mfu, 4)}),
         }
 

@@ -1,6 +1,5 @@
 """The task that measures each process's own time in the decoder layers, and names a slow one."""
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -64,13 +63,12 @@ class RankTimesTask(Task):
         if taken is None:
             return
         yield from self._log.settle()
-        started = time.monotonic()
-        tokens = sum(len(batch.input_ids) for batch in taken.batches.micro)
-        own = RankTime(self._clock.seconds(), taken.data_s, tokens)
-        times = Collective(gloo_group()).on_all_ranks(lambda: own)
-        line = _line(taken, times)
-        self._log.metrics.add(line)
-        self._log.clock.leave_out(time.monotonic() - started)
+        with self._log.clock.pause():
+            tokens = sum(len(batch.input_ids) for batch in taken.batches.micro)
+            own = RankTime(self._clock.seconds(), taken.data_s, tokens)
+            times = Collective(gloo_group()).on_all_ranks(lambda: own)
+            line = _line(taken, times)
+            self._log.metrics.add(line)
         yield Event("figures", taken.step, taken.tokens, line)
         self._name(taken.step, times)
 

@@ -240,19 +240,18 @@ class SaveTask(Task):
         """Save the run as it is: at once if the launch ends here, ``last``, else in the background. Collective."""
         phase.enter(f"save of step {self._progress.step}")
         yield from self._log.settle()  # the wait for steps that still run is theirs
-        started = time.monotonic()
-        yield from self._settle()
-        self._saver.verify()
-        self._log.metrics.flush()
-        self._samples.flush()
-        with self._console.doing(f"saving step {self._progress.step}"):
-            snapshot = self._snapshot(finished)
-            committed = None if not last and self._saver.begin(snapshot) else self._saver.save(snapshot)
+        with self._log.clock.pause() as pause:
+            yield from self._settle()
+            self._saver.verify()
+            self._log.metrics.flush()
+            self._samples.flush()
+            with self._console.doing(f"saving step {self._progress.step}"):
+                snapshot = self._snapshot(finished)
+                committed = None if not last and self._saver.begin(snapshot) else self._saver.save(snapshot)
         if committed is not None:
             yield self._saved(committed)
         self._saved_at = time.monotonic()
-        self._time_left.took["save"] = self._saved_at - started
-        self._log.clock.leave_out(self._saved_at - started)
+        self._time_left.took["save"] = pause.seconds
 
     def _settle(self) -> Iterator[Event]:
         """Wait for a save in the background, if there is one, and tell of it. Raises what any rank raised in it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
 
 from tuner.run.state import LaunchContext
@@ -39,7 +38,6 @@ class TeacherTask(Task):
         if not self._due.due_at(step):
             return
         yield from self._log.settle()
-        started = time.monotonic()
         versions, assembly, ranks = self._versions, self._context.assembly, Collective(gloo_group())
 
         def looked() -> TeacherEntry:
@@ -48,15 +46,14 @@ class TeacherTask(Task):
                 versions.check(found, assembly.tokenizer)
             return found
 
-        entry = ranks.on_rank0(looked)
-        is_another = entry != versions.at_hand
+        with self._log.clock.pause() as pause:
+            entry = ranks.on_rank0(looked)
+            is_another = entry != versions.at_hand
+            if is_another:
+                versions.take(entry, assembly)
+            self._note(versions.noted(step))
         if is_another:
-            versions.take(entry, assembly)
-        self._note(versions.noted(step))
-        seconds = time.monotonic() - started
-        self._log.clock.leave_out(seconds)
-        if is_another:
-            self._context.console.say("teacher", f"{entry.name} from here on, loaded in {seconds:.1f} s")
+            self._context.console.say("teacher", f"{entry.name} from here on, loaded in {pause.seconds:.1f} s")
 
     def _note(self, known: Teachers) -> None:
         """Write down, before the first step with it, what a launch after this one is to take. Collective."""

@@ -70,9 +70,8 @@ class WindowTask(Task):
         if Request.STOP not in agreed and self._progress.is_last_step and not self._progress.is_over:
             phase.enter("wait for the next window")
             yield from self._log.settle()
-            started = time.monotonic()
-            self._go_over()
-            self._log.clock.leave_out(time.monotonic() - started)
+            with self._log.clock.pause():
+                self._go_over()
 
     def finish(self, finished: bool) -> Iterable[Event]:
         """Leave what is being prepared."""
