@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tuner.runtime import timeline
-from tuner.runtime.timeline import Moment
+from tuner.runtime.device import Moment, timeline_of
 
 
 class LayerClock:
@@ -24,7 +23,7 @@ class LayerClock:
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
         inside = {part for layer in layers for part in layer.modules() if part is not layer}
         self._layers = [layer for layer in layers if layer not in inside]  # Mamba names its mixers, too
-        self._timeline = timeline.of(device)
+        self._timeline = timeline_of(device)
         self._marks: list[Moment] = []
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The device that a run will use: facts about it, what it can do at most, and whose kernels compute."""
+"""The device that a run will use: facts about it, what it can do at most, its timeline, and whose kernels compute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from tuner.errors import MachineError
 from tuner.runtime.process import cores
@@ -211,6 +211,73 @@ def to_device(array: object, device: torch.device) -> torch.Tensor:
 
     tensor = torch.as_tensor(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class Moment(Protocol):
+    """When the device has done what was queued before."""
+
+    def wait(self) -> None:
+        """Return once the device has got there."""
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Seconds between two moments of one timeline, both of which the device has reached."""
+
+
+class Timeline(Protocol):
+    """The time of one device, and of the host beside it."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the device runs behind the host, so that reading what it computes may be a wait."""
+
+    def now(self) -> float:
+        """The host's time, in seconds of a monotonic clock."""
+
+    def mark(self) -> Moment:
+        """The moment at which the device will have done all that is queued by now. Nothing waits."""
+
+
+class _HostMoment:
+    def __init__(self) -> None:
+        self.at = time.monotonic()
+
+    def wait(self) -> None:
+        """It is now, or was."""
+
+    def seconds_since(self, earlier: Moment) -> float:
+        assert isinstance(earlier, _HostMoment)
+        return self.at - earlier.at
+
+
+class _CudaMoment:
+    def __init__(self) -> None:
+        import torch
+
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        assert isinstance(earlier, _CudaMoment)
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
+
+class _DeviceTimeline:
+    def __init__(self, is_behind: bool) -> None:
+        self.is_behind = is_behind
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def mark(self) -> Moment:
+        return _CudaMoment() if self.is_behind else _HostMoment()
+
+
+def timeline_of(device: torch.device) -> Timeline:
+    """The timeline of a device; a CPU's is the host's own."""
+    return _DeviceTimeline(device.type == "cuda")
 
 
 def target(tensor: torch.Tensor) -> str:

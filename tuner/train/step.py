@@ -21,8 +21,8 @@ from tuner.model.output_layer import Objective, OutputLayer, Result
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import squared_norm, sum_whole_gradients, sync_gradients
 from tuner.parallel.mesh import Mesh
-from tuner.runtime import phase, timeline
-from tuner.runtime.device import to_device
+from tuner.runtime import phase
+from tuner.runtime.device import timeline_of, to_device
 from tuner.train.guard import Guard
 from tuner.train.methods.method import Counts, Method, Microbatch, Sum, Terms, logged
 from tuner.train.optimizer import OptimizerSet
@@ -114,8 +114,8 @@ class StepScalars:
         if values.is_cuda:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
-        line = timeline.of(device)
-        self.ended, self._is_behind = line.mark(), line.is_behind
+        timeline = timeline_of(device)
+        self.ended, self._is_behind = timeline.mark(), timeline.is_behind
 
     @property
     def at_hand(self) -> bool:

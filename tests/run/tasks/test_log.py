@@ -15,12 +15,13 @@ from tests.fixtures.queued_device import QueuedDevice
 from tuner.config.methods import DpoMethod, Figure
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.flops import Flops
+from tuner.run.tasks import log
 from tuner.run.tasks.console import ConsoleTask
 from tuner.run.tasks.log import HaltedError, LogTask
 from tuner.run.tasks.time_left import Due, TimeLeft
 from tuner.rundir.records import Records
-from tuner.runtime import timeline
 from tuner.runtime.console import Console
+from tuner.train import step
 from tuner.train.plan import Cadence, Plan
 from tuner.train.progress import CLOCKED, Best, MfuMeter, Progress
 from tuner.train.step import StepScalars
@@ -58,7 +59,8 @@ def console_task(figures: Mapping[str, Figure] | None = None) -> tuple[ConsoleTa
 
 def test_figures_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     device = QueuedDevice({}, 0.0, is_behind=False)
-    monkeypatch.setattr(timeline, "of", lambda _: device)
+    for module in (step, log):
+        monkeypatch.setattr(module, "timeline_of", lambda _: device)
     task = log_task()
     device.host = 10.0
     with task.around_step(1):

@@ -10,10 +10,11 @@ import pytest
 
 from tests.fixtures.queued_device import QueuedDevice
 from tests.fixtures.trainings import launch, lines
-from tuner.run.tasks import evaluate
+from tuner.run.tasks import evaluate, log
 from tuner.run.tasks.console import ConsoleTask
 from tuner.run.tasks.save import Saver
-from tuner.runtime import phase, timeline
+from tuner.runtime import phase
+from tuner.train import step
 from tuner.train.progress import MfuMeter
 
 EVALUATION_S, SAVE_S = 7.0, 2.0
@@ -30,7 +31,8 @@ RUN = {
 def queued(patch: pytest.MonkeyPatch, reads: bool = False) -> QueuedDevice:
     """Have steps, evaluations and saves take their time on a stand-in."""
     device = QueuedDevice({"forward": 0.2, "backward": 0.3, "optimizer": 0.5}, FIRST_S, reads)
-    patch.setattr(timeline, "of", lambda _: device)
+    for module in (step, log):
+        patch.setattr(module, "timeline_of", lambda _: device)
 
     def taking(work: Callable[..., Any], on_device: float, on_host: float) -> Callable[..., Any]:
         def slowly(*arguments: Any) -> Any:
@@ -55,11 +57,11 @@ def test_each_step_has_its_time_and_they_add_up_to_the_run(
     monkeypatch.setattr(MfuMeter, "mfu", lambda self, batches, seconds: asked.append(seconds))
     monkeypatch.setattr(ConsoleTask, "_left", lambda self, step: shown.append(self._time_left.seconds(step)) or "")
     with phase.observed(device.part):
-        log = lines(launch(workplace, checkpoint__async_save="false", **RUN).run_dir)
-    trained = [line for line in log if line["kind"] == "train"]
+        found = lines(launch(workplace, checkpoint__async_save="false", **RUN).run_dir)
+    trained = [line for line in found if line["kind"] == "train"]
     took = [line["step_s"] for line in trained]
     assert took == pytest.approx(device.worked, rel=0.02) and took[0] > FIRST_S > 10 * max(took[1:])
-    assert [line["eval_s"] for line in log if line["kind"] == "eval"] == pytest.approx([EVALUATION_S] * 4, rel=0.02)
+    assert [line["eval_s"] for line in found if line["kind"] == "eval"] == pytest.approx([EVALUATION_S] * 4, rel=0.02)
     saved = 3  # after steps 2, 4 and 6; the one at the end is after the last step
     between = device.ends[-1] - device.ends[0] - 2 * EVALUATION_S - saved * SAVE_S
     assert sum(took[1:]) == pytest.approx(between, rel=0.005)

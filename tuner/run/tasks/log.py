@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from tuner.rundir.records import Records
-from tuner.runtime import timeline
+from tuner.runtime.device import Moment, timeline_of
 from tuner.runtime.memory import FreedMemory, peak_resident_bytes
-from tuner.runtime.timeline import Moment
 from tuner.train.progress import MfuMeter, Progress, finite
 from tuner.train.step import StepResult
 from tuner.train.tasks import Event, TakenStep, Task
@@ -37,7 +36,7 @@ class StepClock:
     """Seconds from one step's end on the device to the next one's, without the pauses between them."""
 
     def __init__(self, device: torch.device) -> None:
-        self._timeline = timeline.of(device)
+        self._timeline = timeline_of(device)
         self._from, self._has_begun = self._timeline.mark(), False
         self._pauses: list[tuple[Moment, Moment]] = []
 
