@@ -125,7 +125,9 @@ def test_a_recipe_may_be_on_stdin_or_named_there(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text(MESSAGES)
     text = "model: {name_or_path: a/b}\ndata: {train: x.jsonl}\n"
     (tmp_path / "r.yaml").write_text(text)
-    assert tuner("config", "check", "-", cwd=tmp_path, stdin="r.yaml\n").stdout == f"{tmp_path / 'r.yaml'}\n"
+    checked = tuner("config", "check", "-", "--schedule.warmup", "100%", cwd=tmp_path, stdin="r.yaml\n")
+    assert checked.stdout == f"{tmp_path / 'r.yaml'}\n"
+    assert "warning: schedule.warmup: 100% takes all of the run, so that nothing follows it; write" in checked.stderr
     done = tuner("config", "show", "-", "--optimizer.lr", "3e-4", cwd=tmp_path, stdin=text)
     assert f"path: {tmp_path / 'x.jsonl'}" in done.stdout
     refused = tuner("config", "check", "-", "--json", cwd=tmp_path, stdin=f"{text}sed: 1\n")

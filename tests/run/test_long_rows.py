@@ -49,7 +49,9 @@ def test_losses_are_the_plain_runs(workplace: Path) -> None:
 def test_the_start_says_what_the_host_holds(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: dict[str, str] = {}
     monkeypatch.setattr(Console, "say", lambda console, label, text, *rest: said.update({label: text}))
-    launch(workplace, LaunchOptions(dry_run=True), **LONG)
+    launch(workplace, LaunchOptions(dry_run=True), schedule__warmup="50 steps", **LONG)
+    assert said["plan"].endswith(" · lr up to 6e-05 of 0.001")
+    assert said["warning"].startswith("schedule.warmup: 50 steps is longer than the run of 3 steps: ")
     assert said["offload"] == (
         "the inputs of recomputed layers are kept on the host: up to 4.0 MiB a process, which saves nothing on a CPU"
     )

@@ -1,8 +1,9 @@
-"""A run of hardly any steps is warned of, with what to change."""
+"""A run of hardly any steps is warned of, and a schedule that does not fit it, with what to change."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe
 from tuner.setup.timetable import FEW_STEPS, few_steps
 from tuner.train.plan import Plan, plan_steps
+from tuner.train.schedule import build_schedule, peak_factor, schedule_flaws
 
 
 def planned(duration: str, rows: int, batch: int, micro: int = 1) -> tuple[Recipe, Plan]:
@@ -66,3 +68,62 @@ def test_either_way_out_gives_enough_steps(rows: int, batch: int) -> None:
     assert plan_steps(Duration.parse(f"{longer[1]} epochs"), np.full(rows, 100), batch).total_steps >= FEW_STEPS
     steps = plan_steps(Duration.parse("1 epoch"), np.full(rows, 100), int(smaller[1])).total_steps
     assert steps >= min(FEW_STEPS, rows)
+
+
+def scheduled(schedule: dict[str, Any]) -> Recipe:
+    recipe = {"model": {"name_or_path": "a/b"}, "data": {"train": "x"}, "schedule": schedule}
+    return load_recipe(recipe).recipe
+
+
+FITS = [
+    ({}, 1),
+    ({}, 4),
+    ({"kind": "cosine", "warmup": "50 steps"}, 51),
+    ({"kind": "constant", "warmup": "never"}, 1),
+    ({"kind": "inverse_sqrt", "warmup": "39 steps"}, 40),
+    ({"kind": "wsd"}, 1),
+    ({"kind": "wsd"}, 2),
+    ({"kind": "wsd", "warmup": "50%", "decay": "50%"}, 40),
+    ({"kind": "wsd", "warmup": "1 step", "decay": "1 step"}, 4),
+    ({"kind": "wsd", "warmup": "never", "decay": "100%"}, 9),
+    ({"kind": "wsd_s", "periods": ["20 steps", "20 steps"]}, 40),
+    ({"kind": "wsd_s", "periods": ["10 steps"], "min_lr_ratio": 0.1}, 10),
+]
+WSD, PERIODS = {"kind": "wsd"}, {"kind": "wsd_s", "periods": ["20 steps", "40 steps"]}
+FLAWED = [
+    ({"warmup": "50 steps"}, 4, "50 steps is longer than the run of 4 steps: .* gets to 8% of", 4 / 50),
+    ({"kind": "constant", "warmup": "2000 tokens"}, 1, r"\(20 steps\) is longer than the run of 1 step:", 1 / 20),
+    ({"warmup": "100%"}, 40, r"100% \(40 steps\) takes all of the run of 40 steps", 1.0),
+    ({"kind": "linear", "warmup": "5 steps"}, 5, "5 steps takes all of the run of 5 steps", 1.0),
+    ({"kind": "inverse_sqrt", "warmup": "90 steps"}, 30, "longer than the run of 30 steps: .* 33%", 30 / 90),
+    (WSD | {"warmup": "60%", "decay": "60%"}, 40, "overlap in the run of 40 .* 83% .*schedule.decay: 10%$", 20 / 24),
+    (WSD | {"warmup": "95%", "decay": "20%"}, 100, "overlap .* write schedule.warmup: 3%$", 82 / 95),
+    (WSD | {"warmup": "95%", "decay": "99%"}, 100, "overlap .* schedule.decay: 10% and schedule.warmup: 3%$", 49 / 95),
+    (WSD | {"warmup": "5 steps", "decay": "90 steps"}, 40, "overlap .* write schedule.decay: 10%$", 36 / 41),
+    (WSD | {"warmup": "60 steps"}, 40, "is longer than the run of 40 steps", 37 / 60),
+    (PERIODS | {"warmup": "15 steps", "decay": "50%"}, 60, "overlap in the first period .* schedule.decay: 10%$", 1.0),
+    (PERIODS | {"warmup": "25 steps"}, 60, "overlap in the first period .* schedule.warmup: 3%$", 1.0),
+    (PERIODS | {"periods": ["30 steps", "10 steps"]}, 40, "10% is one step in period 2, .*min_lr_ratio: 0.1$", 1.0),
+]
+
+
+@pytest.mark.parametrize(("schedule", "steps"), FITS)
+def test_a_schedule_that_fits_is_not_warned_of(schedule: dict[str, Any], steps: int) -> None:
+    section, tokens = scheduled(schedule).schedule, np.full(steps, 100)
+    plan = Plan(steps, 1, steps, steps)
+    assert schedule_flaws(section, plan, tokens) == []
+    if schedule != {"kind": "wsd"} or steps > 1:  # in one step the warm-up and the fall are the same step
+        assert peak_factor(build_schedule(section, plan, tokens), 1, steps) == pytest.approx(1, abs=0.11)
+
+
+@pytest.mark.parametrize(("schedule", "steps", "expected", "peak"), FLAWED)
+def test_a_schedule_that_does_not_fit_is_warned_of_and_the_line_helps(
+    schedule: dict[str, Any], steps: int, expected: str, peak: float
+) -> None:
+    section, tokens = scheduled(schedule).schedule, np.full(steps, 100)
+    plan = Plan(steps, 1, steps, steps)
+    (flaw,) = schedule_flaws(section, plan, tokens)
+    assert re.search(expected, flaw), flaw
+    assert peak_factor(build_schedule(section, plan, tokens), 1, steps) == pytest.approx(peak, abs=0.01)
+    lines = dict(re.findall(r"schedule\.(\w+): ([^ ]+)", flaw.split("; write ")[1]))
+    assert schedule_flaws(scheduled(schedule | lines).schedule, plan, tokens) == []

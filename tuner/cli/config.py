@@ -23,13 +23,14 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 @command("config check")
 def check(ctx: typer.Context, recipe: RecipeArgument = None) -> Outcome:
     """Say everything that is wrong with a recipe - keys, files, templates, code, layers; else print its path."""
-    from tuner.setup.check import check_recipe
+    from tuner.setup.check import check_recipe, schedule_warnings
 
     read = read_for_command(recipe, overrides_of(ctx))
     print(f"checked   {check_recipe(read)}", file=sys.stderr)
-    path = read.whole().path
+    whole = read.whole()
+    path, warnings = whole.path, schedule_warnings(whole.recipe)
     result = str(path) if path else "ok"
-    return Outcome(result, next=f"tuner prepare-data {result}" if path else None)
+    return Outcome(result, warnings=warnings, next=f"tuner prepare-data {result}" if path else None)
 
 
 @app.command()

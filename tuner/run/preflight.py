@@ -29,7 +29,7 @@ from tuner.runtime.process import Collective
 from tuner.setup.build import mesh_of, trainable_of, trained_count
 from tuner.setup.resolve import Resolved, model_spec, resolve
 from tuner.setup.settled import Settled, in_groups, rows_at_once
-from tuner.setup.timetable import Starts, Timetable, few_steps, timetable
+from tuner.setup.timetable import Rates, Starts, Timetable, few_steps, rates, timetable
 from tuner.train.methods.method import check_method
 from tuner.train.schedule import check_schedule
 
@@ -261,7 +261,8 @@ def plan_launch(
     total_steps = table.plan.total_steps
     if record is None and found is not None and found.step >= total_steps:
         raise RecipeError(f"{found.path}: no steps are left to train", hint="give an earlier checkpoint of its run")
-    _announce(console, resolved, table, rank_info)
+    rate = rates(resolved.recipe, ready.data, table, ready.starts)
+    _announce(console, resolved, table, rate, rank_info)
     if keeps_states_on_host(resolved.recipe.optimizer):
         from tuner.setup.host_states import announce_host_states
 
@@ -269,6 +270,8 @@ def plan_launch(
     announce_packing(console, resolved, ready.data)
     if found is None and (few := few_steps(loaded.recipe, table.plan)) is not None:
         console.warn(few)
+    for flaw in rate.flaws:
+        console.warn(flaw)
     return resolved, total_steps
 
 
@@ -290,7 +293,7 @@ def _require_same_choices(
     warn_of_changes([line for line in changed.warn if line not in known.warn], console)
 
 
-def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info: RankInfo) -> None:
+def _announce(console: Console, resolved: Resolved, table: Timetable, rate: Rates, rank_info: RankInfo) -> None:
     recipe, plan, facts = resolved.recipe, table.plan, resolved.facts
     trained = _trained(resolved)
     processes = in_groups(recipe, rank_info.world_size)
@@ -309,7 +312,7 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rank_info:
     console.say(
         "plan",
         f"{_length(recipe, table, row)} · micro-batch {micro} x {accumulated} x {processes} · "
-        f"lr {table.peak_lr:g}"
+        f"lr {rate}"
         + (f" (auto: {resolved.reasons['optimizer.lr']})" if "optimizer.lr" in resolved.reasons else ""),
     )
     if recipe.train.offload_activations is True:

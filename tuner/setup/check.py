@@ -24,6 +24,8 @@ from tuner.setup.findings import Findings
 from tuner.setup.settled import AXES, in_groups, rows_at_once, sharing, with_whole_batches
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PARTS = 1000
+"""Steps that stand for a run whose length is not known."""
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt")
 
 
@@ -52,6 +54,24 @@ def check_recipe(read: ReadRecipe) -> str:
     found.raise_any()
     end = f"; {apart}" if apart else ""
     return f"{checked}, and layer names in {Path(recipe.model.name_or_path).name}{end}"
+
+
+def schedule_warnings(recipe: Recipe) -> list[str]:
+    """What of the schedule does not fit the run, as far as its length is known without the data."""
+    section, duration = recipe.schedule, recipe.train.duration
+    if isinstance(section, CustomSchedule) or recipe.data.windows.is_on:
+        return []
+    is_known = duration.unit == "steps"
+    spans = [section.warmup, getattr(section, "decay", None), *getattr(section, "periods", ())]
+    if not {span.unit for span in spans if span is not None} <= ({"steps", "%"} if is_known else {"%"}):
+        return []
+    import numpy as np
+
+    from tuner.train.plan import Plan
+    from tuner.train.schedule import schedule_flaws
+
+    plan = Plan(1, 1, 1, int(duration.count) if is_known else PARTS)
+    return schedule_flaws(section, plan, np.ones(1, dtype=np.int64), is_known)
 
 
 def _check_values(recipe: Recipe, found: Findings) -> None:

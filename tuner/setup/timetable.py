@@ -11,7 +11,7 @@ from tuner.data.prepared import PackedRows, PreparedData
 from tuner.errors import RecipeError
 from tuner.setup.settled import rows_at_once
 from tuner.train.plan import Cadence, Plan, cadence, mark_steps, plan_steps
-from tuner.train.schedule import Schedule, StartedLater, build_schedule
+from tuner.train.schedule import Schedule, StartedLater, build_schedule, peak_factor, schedule_flaws
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class Timetable:
 
     plan: Plan
     schedule: Schedule
-    peak_lr: float
     evaluation: Cadence
     saving: Cadence
     marks: frozenset[int]
@@ -71,6 +70,35 @@ def few_steps(recipe: Recipe, plan: Plan) -> str | None:
     return f"the whole run is {steps}, which teach a model little; write {' or '.join(ways)}, or take more data"
 
 
+@dataclass(frozen=True)
+class Rates:
+    """The learning rate of a run: as it is written, the highest that a step gets, and what of the schedule is wrong."""
+
+    written: float
+    highest: float
+    flaws: list[str]
+
+    def __str__(self) -> str:
+        """In a few words: where no step gets to what is written, how far they get."""
+        return f"{self.written:g}" if self.highest == self.written else f"up to {self.highest:.3g} of {self.written:g}"
+
+
+def rates(recipe: Recipe, prepared: PreparedData, table: Timetable, starts: Starts) -> Rates:
+    """The learning rate over a run; of windows whose end is not known, nothing is said of the schedule."""
+    written, plan, tokens = float(recipe.optimizer.lr), table.plan, prepared.train.tokens_per_row
+    if recipe.data.windows.is_on:
+        from tuner.setup.window_course import total_steps
+
+        limit = total_steps(recipe)
+        if limit is None:
+            return Rates(written, written, [])
+        plan = replace(plan, total_steps=limit)
+        tokens = np.full(plan.global_batch_size, int(recipe.data.max_length), dtype=np.int64)
+    highest = written * peak_factor(table.schedule, starts.schedule + 1, plan.total_steps)
+    rest = replace(plan, total_steps=plan.total_steps - starts.schedule)
+    return Rates(written, highest, schedule_flaws(recipe.schedule, rest, tokens))
+
+
 def timetable(recipe: Recipe, prepared: PreparedData, starts: Starts = Starts()) -> Timetable:  # noqa: B008 - frozen
     """The steps of a resolved recipe over prepared data; a schedule that was reset runs over the steps after that.
 
@@ -91,7 +119,6 @@ def timetable(recipe: Recipe, prepared: PreparedData, starts: Starts = Starts())
     return Timetable(
         plan,
         schedule,
-        float(recipe.optimizer.lr),
         evaluation,
         cadence(recipe.checkpoint.every, plan, tokens).or_of(exporting),
         mark_steps(recipe.checkpoint.marks, plan, tokens),
@@ -122,7 +149,6 @@ def _of_windows(recipe: Recipe, rows: PackedRows, starts: Starts) -> Timetable:
     return Timetable(
         plan,
         _schedule(recipe, course, full, starts.schedule),
-        float(recipe.optimizer.lr),
         evaluation,
         cadence(known(recipe.checkpoint.every, limit), course, full).or_of(exporting),
         mark_steps(recipe.checkpoint.marks, marked, full),

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tuner.config.duration import Duration
 from tuner.config.recipe import Schedule as Section
 from tuner.config.schedules import (
     ConstantSchedule,
@@ -44,6 +45,11 @@ class Decay:
     end: int
     shape: Shape
     floor: float = 0.0
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether all of it is one step at a factor of 0."""
+        return self.shape != "inverse_sqrt" and self.floor == 0 and self.end - self.start == 1
 
     def factor(self, index: int) -> float:
         """The factor at ``index``: 1 before the start, the floor from the end on."""
@@ -132,6 +138,63 @@ def build_schedule(section: Section, plan: Plan, row_tokens: npt.NDArray[np.int6
             return WarmupDecay(warmup, (Decay(start, _end(total, floor), section.decay_shape, floor),))
         case WsdPeriodsSchedule():
             return WarmupDecay(warmup, tuple(_periods(section, plan, row_tokens)))
+
+
+def peak_factor(schedule: Schedule, first: int, last: int) -> float:
+    """The largest factor of the steps from ``first`` to ``last``; of long runs some of them are tried."""
+    turns = [index + near for index, _ in schedule.turns() for near in (-1, 0, 1)]
+    tried = {*np.linspace(first, last, 1000).round().astype(int).tolist(), *turns}
+    return max(schedule.factor(index) for index in tried if first <= index <= last)
+
+
+def schedule_flaws(section: Section, plan: Plan, row_tokens: npt.NDArray[np.int64], known: bool = True) -> list[str]:
+    """What of a schedule does not fit the run, each with the line to write: parts that are too long or overlap.
+
+    With ``known`` false the plan's steps stand for parts of a run whose length is not known, and are not named.
+    """
+    if isinstance(section, CustomSchedule):
+        return []
+    total, schedule = plan.total_steps, build_schedule(section, plan, row_tokens)
+    assert isinstance(schedule, WarmupDecay), "those of tuner's own"
+
+    def named(key: str, duration: Duration, steps: int) -> str:
+        counted = known and duration.unit != "steps"
+        return f"schedule.{key}: {duration}" + (f" ({steps:,} step{'s' if steps != 1 else ''})" if counted else "")
+
+    run = f"the run of {total:,} step{'s' if total != 1 else ''}" if known else "the run"
+    peak = f"the learning rate gets to {peak_factor(schedule, 1, total):.0%} of optimizer.lr"
+    found, warmup = [], schedule.warmup_steps
+    if section.warmup is not None and (warmup > total or warmup == total > 1):
+        what = f"is longer than {run}: {peak}" if warmup > total else f"takes all of {run}, so that nothing follows it"
+        found.append(f"{named('warmup', section.warmup, warmup)} {what}; write schedule.warmup: 3%")
+    if isinstance(section, WsdSchedule | WsdPeriodsSchedule):
+        periods = isinstance(section, WsdPeriodsSchedule)
+        if section.warmup is not None and not found and _overlap(schedule, total):
+            parts = f"{named('warmup', section.warmup, warmup)} and schedule.decay: {section.decay}"
+            lines = _without_overlap(section, plan, row_tokens)
+            first = "the first period of " if periods else ""
+            found.append(f"{parts} overlap in {first}{run}: {peak}; {lines}")
+        short = [number for number, fall in enumerate(schedule.falls, 1) if fall.is_lost and fall.end <= total]
+        if short:
+            decay = f"schedule.decay: {section.decay} is one step in period {short[0]}"
+            found.append(f"{decay}, at a learning rate of 0, which trains nothing; write schedule.min_lr_ratio: 0.1")
+    return found
+
+
+def _overlap(schedule: WarmupDecay, total: int) -> bool:
+    """Whether the first fall begins before the warm-up ends; in a run of one step they are the same step."""
+    return total > 1 and schedule.falls[0].start < schedule.warmup_steps
+
+
+def _without_overlap(section: WsdSchedule | WsdPeriodsSchedule, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> str:
+    """The lines to write in place of parts that overlap: as few as do."""
+    usual = {"decay": Duration.parse("10%"), "warmup": Duration.parse("3%")}
+    for keys in (("decay",), ("warmup",), ("decay", "warmup")):
+        changed = section.model_copy(update={key: usual[key] for key in keys})
+        schedule = build_schedule(changed, plan, row_tokens)
+        if isinstance(schedule, WarmupDecay) and not _overlap(schedule, plan.total_steps):
+            return "write " + " and ".join(f"schedule.{key}: {usual[key]}" for key in keys)
+    return "write a longer first period, or schedule.warmup: never"
 
 
 def check_schedule(section: Section) -> None:
