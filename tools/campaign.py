@@ -14,12 +14,16 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / ".demo" / "campaigns"
 DEMO = str(ROOT / ".demo")
+
+MASKED = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+"""Instructions that torch, oneDNN and the detection of bf16 leave alone."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class Campaign:
     name: str
     words: tuple[str, ...]
     covers: str
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def command(self) -> list[str]:
@@ -84,6 +89,10 @@ CAMPAIGNS = (
         "all mixtures of processes, shards, recomputing and adapters; layers by the real compiler",
     ),
     Campaign("slow", ("pytest", "-m", "slow", "tests"), "tests that cost much and resemble cheaper ones or campaigns"),
+    Campaign(
+        "masked", ("pytest", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "tests"),
+        "every test as on a processor without AVX512 and bf16", MASKED,
+    ),
     Campaign("rows", ("pytest", "tests/reference"), "every row of others' files and drawn ones, against transformers"),
     Campaign("pairs", ("pairs_campaign",), "5,000 mutated rows of pairs and of labels: verdict, texts and masks"),
     Campaign("recipes", ("recipes_campaign",), "every shipped recipe: predicted for its card, two steps in small"),
@@ -154,6 +163,7 @@ def run(campaign: Campaign) -> tuple[Campaign, str, str]:
     inputs = {"TUNER_TEST_SMOLLM2": f"{DEMO}/smollm2", "TUNER_TEST_ASSETS": f"{DEMO}/assets"}
     all_tests = {"TUNER_TEST_EVERY_ROW": "1", "TUNER_TEST_SLOW": "1"}
     environment = {"OMP_NUM_THREADS": "1", **inputs, **os.environ, **all_tests, "PYTHONPATH": str(ROOT)}
+    environment |= campaign.environment
     with log.open("w") as output:
         code = subprocess.run(
             campaign.command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False

@@ -21,6 +21,28 @@ def test_the_peak_is_measured_once_and_draws_no_number_of_the_run(monkeypatch: p
 
 
 @pytest.mark.parametrize(
+    ("flags", "bound", "fast"),
+    [
+        ({"avx512_bf16"}, {}, True),
+        ({"avx512_bf16"}, {"ONEDNN_MAX_CPU_ISA": "DEFAULT"}, True),
+        ({"avx512_bf16", "amx_bf16"}, {"ONEDNN_MAX_CPU_ISA": "avx512_core_bf16"}, True),
+        ({"avx512_bf16", "amx_bf16"}, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}, False),
+        ({"amx_bf16"}, {"DNNL_MAX_CPU_ISA": "avx2"}, False),
+        ({"avx512_vnni"}, {"ONEDNN_MAX_CPU_ISA": "ALL"}, False),
+    ],
+)
+def test_bf16_is_fast_where_the_processor_has_it_and_onednn_may_use_it(
+    monkeypatch: pytest.MonkeyPatch, flags: set[str], bound: dict[str, str], fast: bool
+) -> None:
+    monkeypatch.setattr(device, "_processor", lambda: ("a processor", frozenset(flags)))
+    for name in device._ISA_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in bound.items():
+        monkeypatch.setenv(name, value)
+    assert device.device_facts("cpu").bf16_fast is fast
+
+
+@pytest.mark.parametrize(
     ("flags", "precision", "side"),
     [
         ({"avx2"}, "bf16", device.SLOW_SIDE),  # a product of 1024 takes it seconds
@@ -33,6 +55,8 @@ def test_the_product_is_small_where_the_processor_lacks_the_type(
     monkeypatch: pytest.MonkeyPatch, flags: set[str], precision: str, side: int
 ) -> None:
     seen: list[int] = []
+    for name in device._ISA_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(device, "_processor", lambda: ("a processor", frozenset(flags)))
     monkeypatch.setattr(torch, "mm", lambda left, right, out: seen.append(len(left)))
     measured_peak.cache_clear()

@@ -29,6 +29,12 @@ SLOW_SIDE = 256
 TO_COMPILE = "apt install g++ python3-dev; pip install triton"
 """What brings whatever :func:`compiler_problem` or :func:`triton_problem` finds missing."""
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+_ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""By which a user bounds the instructions that oneDNN, whose kernels multiply matrices on a CPU, may use."""
+_ISAS_WITHOUT_BF16 = frozenset(
+    {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"},
+)
+"""Its names of instruction sets that do not multiply bf16."""
 _traced: str | None = None
 """Process-wide, and no context variable: compiled layers read it."""
 _traced_memory: int | None = None
@@ -68,7 +74,7 @@ def device_facts(kind: Literal["auto", "cuda", "cpu"], index: int = 0) -> Device
     if kind == "cpu" or not available:
         total, free = host_memory()
         name, flags = _processor()
-        return DeviceFacts("cpu", name, total, free, bool(flags & _BF16_FLAGS), torch.get_num_threads())
+        return DeviceFacts("cpu", name, total, free, _multiplies_bf16(flags), torch.get_num_threads())
     if index >= torch.cuda.device_count():
         raise MachineError(
             f"local rank {index} has no CUDA device: there are {torch.cuda.device_count()}",
@@ -89,6 +95,12 @@ def _processor() -> tuple[str, frozenset[str]]:
     name = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, flags=re.MULTILINE)
     return name[1].strip() if name else f"cpu, {cores()} cores", frozenset(flags[1].split() if flags else ())
+
+
+def _multiplies_bf16(flags: frozenset[str]) -> bool:
+    """Whether matrices of bf16 are multiplied by instructions of a processor with these flags, not in float32."""
+    bound = next((os.environ[name] for name in _ISA_VARIABLES if name in os.environ), "")
+    return bool(flags & _BF16_FLAGS) and bound.upper() not in _ISAS_WITHOUT_BF16
 
 
 def host_memory() -> tuple[int, int]:
@@ -155,7 +167,7 @@ def _multiplies(dtype: torch.dtype) -> bool:
     """Whether this processor has instructions for products in a type; for fp16 torch calls none of any."""
     import torch
 
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and bool(_processor()[1] & _BF16_FLAGS))
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and _multiplies_bf16(_processor()[1]))
 
 
 def side_of(kind: Literal["cuda", "cpu"], threads: int) -> int:
