@@ -121,6 +121,13 @@ def test_a_record_that_is_gone_or_damaged_is_not_what_makes_a_run(tmp_path: Path
     (path / "run.json").unlink()
     found = read_run(path)
     assert found.status == "finished"
+    lost = f"{path / 'metrics.jsonl'} ends at step {{}} of 4: its later lines are lost"
+    (path / "metrics.jsonl").unlink()
+    assert read_run(path).problems[1:] == [lost.format(0)]
+    (path / "metrics.jsonl").write_text('{"kind": "train", "step": 3}\n{"kind": "train", "ste')
+    assert read_run(path).problems[1:] == [lost.format(3)]
+    (path / "metrics.jsonl").write_text('{"kind": "train", "step": 4}\n{"kind": "train", "ste')
+    found = read_run(path)
     assert found.problems == [f"{path / 'run.json'} is gone: tuner resume {path} writes it again"]
     assert read_run(path).record == found.record
     manifest = path / "checkpoints" / "step-4" / "manifest.json"

@@ -34,6 +34,13 @@ def last_step(checkpoints: Path, record: Mapping[str, Any] | None) -> int | None
     return max(known, default=None)
 
 
+def synced_step(checkpoints: Path, record: Mapping[str, Any]) -> int:
+    """The step up to which metrics.jsonl was on the disk: before the last checkpoint committed, or its launch ended."""
+    newest = record["launches"][-1] if record["launches"] else {}
+    ended = _step(newest.get("step")) if newest.get("status") in ("finished", "stopped") else None
+    return max(last_step(checkpoints, record) or 0, ended or 0)
+
+
 def last_problem(checkpoints: Path, record: Mapping[str, Any] | None) -> str | None:
     """What is wrong with a run's last checkpoint by its manifest, its files and their sizes; None where nothing is.
 

@@ -19,7 +19,7 @@ from tuner.config.eval_tasks import EvalTask
 from tuner.config.tree import Problems
 from tuner.config.yaml import read_yaml
 from tuner.errors import DataError, RecipeError
-from tuner.rundir.last_checkpoint import any_valid, last_problem, last_state, last_step, way_to_whole
+from tuner.rundir.last_checkpoint import any_valid, last_problem, last_state, last_step, synced_step, way_to_whole
 from tuner.rundir.layout import CHECKPOINTS, LOCK, METRICS, RECORD, RESOLVED_RECIPE
 from tuner.rundir.run_json import TIME_FORMAT, is_run, other_contents, read_record
 from tuner.runtime.files import TMP_PREFIX, TRASH_PREFIX
@@ -68,13 +68,16 @@ class Run:
     @property
     def problems(self) -> list[str]:
         """What of the run is damaged or gone, a line each, with what to type."""
-        found = []
+        found, line = [], self.latest.step
         if not (self.path / RECORD).is_file():
             found.append(f"{self.path / RECORD} is gone: tuner resume {self.path} writes it again")
         if self.status == "damaged":
             checkpoints = self.path / CHECKPOINTS
             way = way_to_whole(checkpoints, any_valid(checkpoints))
             found.append(f"{self.path}: its last checkpoint is not whole: {self.damage}; {way}")
+        synced, ends = synced_step(self.path / CHECKPOINTS, self.record), 0 if line is None else line["step"]
+        if synced > ends:
+            found.append(f"{self.path / METRICS} ends at step {ends:,} of {synced:,}: its later lines are lost")
         return found
 
     @cached_property

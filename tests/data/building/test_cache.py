@@ -68,8 +68,30 @@ def test_damage_is_named_file_by_file(tmp_path: Path) -> None:
         f"{info.path / 'samples.jsonl'}: missing",
         f"{info.path / 'train.rows.arrow'}: its SHA-256 differs from the manifest's",
     ]
-    (info.path / "manifest.json").write_text("{")
+    manifest = info.path / "manifest.json"
+    written = manifest.read_text()
+    manifest.write_text("{")
     assert "not valid JSON" in damages(entry)[0]
+    facts = json.loads(written)
+    for changed in (
+        {**facts, "max_length": facts["max_length"] + 1},
+        {**facts, "report": {**facts["report"], "bytes": 0}},
+        {key: value for key, value in facts.items() if key != "manifest_sha256"},
+    ):
+        manifest.write_text(json.dumps(changed))
+        assert damages(entry)[0] == f"{manifest}: its SHA-256 differs from the one that it names"
+    manifest.write_text(json.dumps(facts, indent=4))
+    assert len(damages(entry)) == 2, "how it is written does not matter"
+
+
+def test_a_manifest_that_was_changed_is_built_again(tmp_path: Path) -> None:
+    info = prepared(tmp_path)
+    manifest = info.path / "manifest.json"
+    written = manifest.read_text()
+    manifest.write_text(written.replace(f'"max_length": {json.loads(written)["max_length"]}', '"max_length": 63'))
+    assert manifest.read_text() != written
+    assert not prepared(tmp_path).cached
+    assert manifest.read_text() == written
 
 
 def test_leftovers_and_damage_go_and_nothing_else(tmp_path: Path) -> None:

@@ -6,13 +6,16 @@
     <cache>/<level>/.<key>.lock   held by whoever builds or removes that key; the file itself is never removed
     <cache>/<level>/.tmp-<key>-*, .trash-*<key>-*   leftovers of a builder that was killed
 
-A directory is valid when its manifest is readable and every file has its size; `damages` also compares SHA-256.
+A directory is valid when its manifest is as it was written and every file has its size; `damages` also compares
+SHA-256 sums.
 """
 
 import errno
+import hashlib
+import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +28,7 @@ from tuner.runtime.files import (
     MANIFEST_NAME,
     discard_dir,
     file_entries,
+    json_bytes,
     machine_error,
     publish_dir,
     read_json,
@@ -44,6 +48,8 @@ SCHEMAS: dict[Level, str] = {
     "reference": REFERENCE_SCHEMA,
     "teacher": TEACHER_SCHEMA,
 }
+SELF = "manifest_sha256"
+"""The manifest's own digest in it: a key changed by hand or by the disk is damage, as in any other file."""
 LEFT_SPOOL = "standard input of a process that was killed"
 _KEY = re.compile(r"[0-9a-f]{16}")
 _LEFTOVER = re.compile(r"\.(?:(?:tmp|trash)-)+([0-9a-f]{16})-.+")
@@ -89,9 +95,17 @@ def valid(path: Path, level: Level) -> dict[str, Any] | None:
     try:
         manifest = read_json(path / MANIFEST_NAME)
         verify_entries(path, manifest["files"], hash=False)
+        if manifest.get(SELF, _digest(manifest)) != _digest(manifest):
+            return None
     except (DataError, KeyError, TypeError, AttributeError):
         return None
     return manifest if manifest.get("schema") == SCHEMAS[level] else None
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of what a manifest says, but for this digest itself."""
+    said = {key: value for key, value in manifest.items() if key != SELF}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def build_once(
@@ -143,6 +157,7 @@ def build_held(final: Path, level: Level, make: Callable[[Path], dict[str, Any]]
         known = body.pop("files", {})
         files = {**file_entries(tmp, exclude={MANIFEST_NAME, *known}), **known}
         manifest = {**body, "schema": SCHEMAS[level], "key": final.name, "files": files}
+        manifest[SELF] = _digest(json.loads(json_bytes(manifest)))
         write_json(tmp / MANIFEST_NAME, manifest)
         publish_dir(tmp, final)
     except OSError as error:
@@ -189,6 +204,8 @@ def damages(entry: Entry) -> list[str]:
     if manifest.get("schema") not in SCHEMAS.values() or not isinstance(files, dict):
         return [f"{entry.path / MANIFEST_NAME}: not of this version (schema {manifest.get('schema')!r})"]
     found = []
+    if manifest.get(SELF) != _digest(manifest):
+        found.append(f"{entry.path / MANIFEST_NAME}: its SHA-256 differs from the one that it names")
     for name, facts in sorted(files.items()):
         try:
             verify_entries(entry.path, {name: facts}, hash=True)
