@@ -27,15 +27,18 @@ import os, sys
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import any_rank
 from tuner.runtime.process import gloo_group
-from tuner.runtime.process import process_group
+from tuner.runtime.process import from_rank0, process_group
 import torch, torch.distributed as dist
 launch = RankInfo.from_environment()
-with process_group(launch, "cpu", 30.0):
-    group = gloo_group()
-    assert group is gloo_group() and dist.get_world_size(group) == 2
-    assert any_rank(launch.rank == 1, group) and not any_rank(False, group)
-    assert torch.get_num_threads() == int(sys.argv[1])
-assert not dist.is_initialized() and gloo_group() is None
+for number in range(3):
+    assert from_rank0(launch, 30.0, "abandoned", lambda: f"{launch.rank} {number}") == f"0 {number}"
+    with process_group(launch, "cpu", 30.0):
+        group = gloo_group()
+        assert group is gloo_group() and dist.get_world_size(group) == 2
+        assert any_rank(launch.rank == 1, group) and not any_rank(False, group)
+        assert torch.get_num_threads() == int(sys.argv[1])
+    assert not dist.is_initialized() and gloo_group() is None
+    assert from_rank0(launch, 30.0, "abandoned", lambda: f"{launch.rank} {-number}") == f"0 {-number}"
 """
 
 
@@ -58,12 +61,17 @@ def start(root: Path, env: dict[str, str], script: str, *arguments: str) -> list
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+@pytest.mark.parametrize("launcher", ["torchrun", "agent", "slurm"])
 def test_two_processes_join_agree_and_leave(root: Path, launcher: str) -> None:
-    if launcher == "torchrun":
+    """Again and again, as the trainings of one program do; torchrun's own store keeps the keys of all of them."""
+    hosted = None
+    if launcher != "slurm":
         env = {"RANK": "%", "WORLD_SIZE": "2", "LOCAL_RANK": "%", "LOCAL_WORLD_SIZE": "2"}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
         threads = 1
+        if launcher == "agent":
+            hosted = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            env |= {"MASTER_PORT": str(hosted.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     else:
         env = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "%", "SLURM_NTASKS": "2", "SLURM_LOCALID": "%"}
         env |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "1"}

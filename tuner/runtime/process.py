@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 T = TypeVar("T")
-_met: tuple[tuple[str, int, int], Store] | None = None
-"""Where this process's run meets, until its group is made: the first rank may host it, and can do so once."""
+_store: tuple[tuple[str, int, int], Store] | None = None
+"""Where this process meets others, for as long as it lives: the first rank may host it, or torchrun does for all."""
+_groups = 0
+"""Process groups that were made there. Each has keys of its own: those of the one before are still in the store."""
+_asked = 0
+"""What was asked of rank 0 there, which every rank asks alike."""
 _gloo: tuple[object, ProcessGroup | None] | None = None
 """The default group and the gloo group made for it, so that a second default group gets one of its own."""
 
@@ -41,7 +45,7 @@ def process_group(rank_info: RankInfo, device: str, timeout_s: float) -> Iterato
     if rank_info.world_size == 1:
         yield
         return
-    global _met  # noqa: PLW0603
+    global _groups  # noqa: PLW0603
     import torch
     import torch.distributed as dist
 
@@ -59,7 +63,7 @@ def process_group(rank_info: RankInfo, device: str, timeout_s: float) -> Iterato
             timeout=timedelta(seconds=timeout_s),
         )
         group = gloo_group(timeout_s)
-        _met = None  # a further group of this process meets again
+        _groups += 1
         if own is not None:
             _require_own_devices(own, group)
             # NCCL connects in the first collective: here, where what keeps it from that is named as such.
@@ -126,11 +130,13 @@ def from_rank0(rank_info: RankInfo, timeout_s: float, name: str, work: Callable[
     """
     if rank_info.world_size == 1:
         return work()
+    global _asked  # noqa: PLW0603
+    _asked += 1
     try:
-        store = _meet(rank_info, timeout_s)
+        store, key = _meet(rank_info, timeout_s), f"{name} {_asked}"
         if rank_info.is_main:
-            store.set(name, work())
-        answer: bytes = store.get(name)
+            store.set(key, work())
+        answer: bytes = store.get(key)
     except (RuntimeError, ValueError, OSError) as error:
         raise MachineError(
             f"rank {rank_info.rank} of {rank_info.world_size} could not agree with the others: {error}",
@@ -144,20 +150,18 @@ def _meet(rank_info: RankInfo, timeout_s: float) -> Store:
 
     Where nobody listens, torch tries twice to connect, each time for as long as it is given.
     """
-    global _met  # noqa: PLW0603 - as process-wide as the group that is made with it
+    global _store  # noqa: PLW0603 - as process-wide as the group that is made with it
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous as meetings
 
     address = rendezvous(os.environ)
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if address == "env://" else address
     place = (where, rank_info.rank, rank_info.world_size)
-    if _met is not None and _met[0] == place:
-        return _met[1]
-    half = timedelta(seconds=timeout_s / 2)
-    store: Store = next(meetings(address, rank_info.rank, rank_info.world_size, timeout=half))[0]
-    store.set_timeout(timedelta(seconds=timeout_s))
-    _met = (place, PrefixStore("default_pg", store))
-    return _met[1]
+    if _store is None or _store[0] != place:
+        half = timedelta(seconds=timeout_s / 2)
+        _store = (place, next(meetings(address, rank_info.rank, rank_info.world_size, timeout=half))[0])
+    _store[1].set_timeout(timedelta(seconds=timeout_s))
+    return PrefixStore(f"group {_groups}", _store[1])
 
 
 def gloo_group(timeout_s: float | None = None) -> ProcessGroup | None:
