@@ -88,11 +88,18 @@ class Judge:
             self.faults.add("empty")
         return self.finished(place, turns[:-1], [turns[-1:]], None, label)
 
+    def asked_elsewhere(self, prompt: list[str]) -> bool:
+        """Whether a key that is not read asks something that a prompt taken from the answers lacks."""
+        asked = [self.row[name] for name in ("question", "query", "input") if isinstance(self.row.get(name), str)]
+        return any(len(text.split()) > 1 and not any(text.strip() in part for part in prompt) for text in asked)
+
     def refused(self, fault: str) -> Verdict:
         """The verdict of what cannot be looked at further."""
         return Verdict(frozenset({*self.faults, fault}), [])
 
     def media(self) -> None:
+        if type(self.row.get("train")) in (bool, int, float) and self.row["train"] != 1:
+            self.faults.add("schema")
         if any(self.row.get(kind) or self.row.get(f"{kind}s") for kind in ("image", "audio", "video")):
             self.faults.add("media")
 
@@ -147,10 +154,10 @@ class Judge:
             return self.question()
         if key == "prompt" and isinstance(given, str) and not holds_turns(given):
             return given
-        if key == "prompt" and not isinstance(given, (str, list)):
+        if key == "prompt" and not isinstance(given, (str, list, dict)):
             self.faults.add("schema")
             return None
-        return self.turns(key, given)
+        return self.turns(key, [given] if isinstance(given, dict) and key == "prompt" else given)
 
     def question(self) -> list[Said] | None:
         row = self.row
@@ -179,6 +186,8 @@ class Judge:
         prompt = self.prompt(key)
         if None in answers or (key is not None and prompt is None):
             return Verdict(frozenset(self.faults or {"schema"}), [])
+        if key in (None, "messages"):
+            answers = beside_chat(answers)
         texts = [isinstance(answer, str) for answer in answers]
         if any(texts) and not all(texts):
             return self.refused("kinds")
@@ -199,10 +208,12 @@ class Judge:
                     break
                 words = at + 1 if letters[0].isspace() else words
             prompt = answers[0][:words].rstrip()
-            if not prompt:
+            if not prompt or self.asked_elsewhere([prompt]):
                 self.faults.add("no prompt")
             answers = [answer[len(prompt) :] for answer in answers]
         documents: list[list[Part]] = [[(prompt, False), (answer + END, True)] for answer in answers]
+        if isinstance(self.row.get("system"), str) and self.row["system"].strip():
+            self.faults.add("system")
         self.control(prompt, *answers)
         return Verdict(frozenset(self.faults), documents, margin, label)
 
@@ -219,6 +230,10 @@ class Judge:
             count = len(prompt)
             if not all(same(answer[:count], prompt) for answer in answers):
                 self.faults.add("other prompt")
+        elif len(answers) == 1:
+            count = max([at + 1 for at, turn in enumerate(answers[0]) if turn.role in ("system", "user")], default=0)
+            if isinstance(prompt, str) and prompt.strip() not in [turn.text.strip() for turn in answers[0][:count]]:
+                self.faults.add("other prompt")
         else:
             count = 0
             while all(len(answer) > count for answer in answers) and same_all([answer[count] for answer in answers]):
@@ -226,6 +241,8 @@ class Judge:
             words = None if not isinstance(prompt, str) else prompt.strip()
             if words is not None and words not in [turn.text.strip() for turn in answers[0][:count]]:
                 self.faults.add("other prompt")
+        if prompt is None and self.asked_elsewhere([turn.text for turn in answers[0][:count]]):
+            self.faults.add("no prompt")
         if any(len(answer) == count for answer in answers):
             self.faults.add("empty")
         if not all(answer[count].role == "assistant" for answer in answers if len(answer) > count):
@@ -251,14 +268,13 @@ class Judge:
             turn.wish not in (None, turn.role == "assistant") for answer in answers for turn in answer
         ):
             self.faults.add("wish")
-        system = self.row.get("system") if key in ("conversations", "instruction") else None
-        if system:
-            if prompt and prompt[0].role == "system":
-                self.faults.add("system")
-            if not isinstance(system, str):
-                self.faults.add("schema")
-            else:
-                prompt = [plain("system", system), *prompt]
+        system = self.row.get("system")
+        if system and not isinstance(system, str):
+            self.faults.add("schema")
+        elif system and (not prompt or prompt[0].role != "system"):
+            prompt = [plain("system", system), *prompt]
+        elif system and prompt[0].text != system:
+            self.faults.add("system")
         self.control(json.dumps(from_text(self.row.get("tools"))) if self.row.get("tools") else "")
         self.control(*(turn.identity for turn in (*prompt, *(turn for answer in answers for turn in answer))))
         if self.faults:
@@ -271,6 +287,15 @@ class Judge:
     def control(self, *texts: str) -> None:
         if any(token in text for text in texts for token in (BEGIN, END)):
             self.faults.add("control token")
+
+
+def beside_chat(answers: list[Any]) -> list[Any]:
+    """A text and a whole conversation: the text answers what the last answer of that does."""
+    chats = [answer for answer in answers if not isinstance(answer, str)]
+    if len(answers) == 2 and len(chats) == 1 and chats[0][0].role != "assistant":
+        start = 1 + max(at for at, turn in enumerate(chats[0]) if turn.role in ("system", "user") or at == 0)
+        return [[*chats[0][:start], plain("assistant", a)] if isinstance(a, str) else a for a in answers]
+    return answers
 
 
 def judge(row: dict[str, Any], kind: str) -> Verdict:
@@ -319,12 +344,12 @@ def said(turn: dict[str, Any]) -> Said:
     else:
         role = {"developer": "system", "function": "tool"}.get(turn["role"], turn["role"])
         text, thought, calls = content_of(turn)
-        known = ("role", "content", "tool_calls", "train", "loss_weight", "weight", "reasoning_content")
+        known = ("role", "content", "tool_calls", "train", "loss_weight", "weight", "loss", "reasoning_content")
         more = {name: item for name, item in turn.items() if item is not None and name not in known}
         thought = turn.get("reasoning_content") if thought is None else thought
     made = [called(call) for call in calls]
     identity = json.dumps([role, text, thought, made, more], ensure_ascii=False, sort_keys=True)
-    wishes = [bool(turn[name]) for name in ("train", "loss_weight", "weight") if turn.get(name) is not None]
+    wishes = [bool(turn[name]) for name in ("train", "loss_weight", "weight", "loss") if turn.get(name) is not None]
     lines = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments, _ in made]
     silent = not (text.strip() or thought or made)
     written = "\n".join([*([text] if text else []), *lines]) if made else text

@@ -40,9 +40,14 @@ Random = random.Random
 FAULTS = ("disagreements", "documents_differ", "columns_differ", "exceptions")
 CLASSES = {
     "images, audio and video": "media",
-    "method.kind": "other method",
+    "a preference row": "other method",
+    "label is empty": "other method",
+    "chosen is null": "other method",
+    "rejected is null": "other method",
+    "label is null": "other method",
     "no chosen + rejected": "other method",
     "no label": "other method",
+    "it has no part": "schema",
     "is empty": "empty",
     "are equal": "equal",
     "become the same tokens": "equal",
@@ -59,6 +64,7 @@ CLASSES = {
     "is no answer of the assistant": "no answer",
     "next to the label": "no answer",
     "a system prompt both": "system",
+    "system has no place": "system",
     "the control token": "control token",
 }
 """A part of the product's reason -> what the oracle calls it; every other reason is about the schema."""

@@ -110,6 +110,8 @@ def judge_row(row: dict[str, Any], vocabulary: int) -> str:
     there = {key for key, item in row.items() if item is not None}
     if any(row.get(kind) or row.get(f"{kind}s") for kind in ("image", "audio", "video")):
         return "media"
+    if type(row.get("train")) in (bool, int, float) and row["train"] != 1:
+        return "flag"
     if {"chosen", "rejected"} <= there or {"chosen_messages", "rejected_messages"} <= there:
         return "preference"
     for keys, check in FORMS:
@@ -147,9 +149,38 @@ def tools_good(row: dict[str, Any]) -> bool:
     return not row.get("tools") or (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))
 
 
-def turns_good(turns: Any, sharegpt: bool) -> bool:
+def turns_good(turns: Any, sharegpt: bool, learned: bool = True) -> bool:
     turns = from_text(turns)
-    return isinstance(turns, list) and len(turns) > 0 and all(turn_good(turn, sharegpt) for turn in turns)
+    if not isinstance(turns, list) or not turns or not all(turn_good(turn, sharegpt) for turn in turns):
+        return False
+    return not learned or not any(map(empty_answer, turns))
+
+
+def empty_answer(turn: dict[str, Any]) -> bool:
+    """Whether a good turn is an answer that may be learned, without a word, a thought or a call."""
+    role = turn["role"] if "role" in turn else turn["from"]
+    if role not in ("assistant", "gpt", "chatgpt", "bing", "bard", "model"):
+        return False
+    if any(turn.get(name) is not None and not turn[name] for name in WISHES):
+        return False
+    said = turn.get("content") if "role" in turn else turn["value"]
+    if turn.get("reasoning_content") or (turn.get("tool_calls") and from_text(turn["tool_calls"])):
+        return False
+    if isinstance(said, list):
+        words = [part for part in said if part["type"] == "text"]
+        if len(words) < len(said):
+            others = [part for part in said if part["type"] != "text"]
+            if any(part["type"] == "tool_call" or thought(part) for part in others):
+                return False
+        said = "".join(next(part[name] for name in ("text", "value") if part.get(name) is not None) for part in words)
+    return not (said or "").strip()
+
+
+def thought(part: dict[str, Any]) -> str:
+    return next(part[name] for name in (part["type"], "text", "value") if part.get(name) is not None)
+
+
+WISHES = ("train", "loss_weight", "weight", "loss")
 
 
 def turn_good(turn: Any, sharegpt: bool) -> bool:
@@ -175,6 +206,8 @@ def message_good(message: dict[str, Any]) -> bool:
     role, content, calls = (message.get(key) for key in ("role", "content", "tool_calls"))
     if not isinstance(role, str) or role not in ["system", "user", "assistant", "tool", "developer", "function"]:
         return False
+    if any(message.get(kind) or message.get(f"{kind}s") for kind in ("image", "audio", "video")):
+        return False
     if isinstance(calls, str):
         calls = good_json(calls)
         if calls is None and message["tool_calls"] != "null":
@@ -189,7 +222,7 @@ def message_good(message: dict[str, Any]) -> bool:
     if (calls or inside) and role != "assistant":
         return False
     if isinstance(content, list):
-        return all(map(part_good, content))
+        return all(map(part_good, content)) and (bool(content) or bool(calls))
     return isinstance(content, str) or (content is None and bool(calls))
 
 
@@ -217,7 +250,7 @@ def call_good(call: Any) -> bool:
 
 
 def wishes_good(turn: dict[str, Any]) -> bool:
-    wishes = {name: turn[name] for name in ("train", "loss_weight", "weight") if turn.get(name) is not None}
+    wishes = {name: turn[name] for name in WISHES if turn.get(name) is not None}
     if "train" in wishes and wishes["train"] not in (True, False):
         return False
     if "train" in wishes and not isinstance(wishes["train"], bool):
@@ -227,23 +260,69 @@ def wishes_good(turn: dict[str, Any]) -> bool:
     )
 
 
+def system_good(row: dict[str, Any], first: dict[str, Any]) -> bool:
+    if not row.get("system"):
+        return True
+    speaks = first["role"] if "role" in first else first["from"]
+    own = first.get("content") if "role" in first else first["value"]
+    if isinstance(own, list):
+        own = "".join(next(part[name] for name in ("text", "value") if part.get(name) is not None) for part in own)
+    return isinstance(row["system"], str) and (speaks not in ("system", "developer") or own == row["system"])
+
+
 def messages_good(row: dict[str, Any]) -> bool:
-    return turns_good(row["messages"], False) and tools_good(row)
+    return turns_good(row["messages"], False) and tools_good(row) and system_good(row, from_text(row["messages"])[0])
 
 
 def conversations_good(row: dict[str, Any]) -> bool:
-    if not turns_good(row["conversations"], True) or not tools_good(row):
+    return (
+        turns_good(row["conversations"], True)
+        and tools_good(row)
+        and system_good(row, from_text(row["conversations"])[0])
+    )
+
+
+def holds_turns(text: Any) -> bool:
+    """Whether a text is JSON for a list of turns, as a CSV file has it."""
+    if not isinstance(text, str) or text.lstrip()[:1] != "[":
         return False
-    first = from_text(row["conversations"])[0]
-    speaks = first["role"] if "role" in first else first["from"]
-    return not row.get("system") or (isinstance(row["system"], str) and speaks not in ("system", "developer"))
+    try:
+        items = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
+        return False
+    spoken = all("from" in item and "value" in item for item in items)
+    return spoken or all("role" in item and ("content" in item or "tool_calls" in item) for item in items)
 
 
 def prompt_good(row: dict[str, Any]) -> bool:
     prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, list) and isinstance(completion, list):
-        return turns_good(prompt, False) and turns_good(completion, False) and tools_good(row)
-    return isinstance(prompt, str) and isinstance(completion, str) and completion != ""
+    asked = [prompt] if isinstance(prompt, dict) else prompt
+    answer = [completion] if isinstance(completion, dict) else completion
+    if isinstance(answer, str) and not holds_turns(answer):
+        if not answer.strip():
+            return False
+        if isinstance(asked, str) and not holds_turns(asked):
+            return not (isinstance(row.get("system"), str) and row["system"].strip())
+        return turns_good(asked, False, learned=False) and tools_good(row) and system_good(row, from_text(asked)[0])
+    if not turns_good(answer, False):
+        return False
+    answer = from_text(answer)
+    if isinstance(asked, str) and not holds_turns(asked):
+        asked = [{"role": "user", "content": asked}]
+    if not turns_good(asked, False, learned=False):
+        return False
+    return repeats(from_text(asked), answer) and tools_good(row) and system_good(row, from_text(asked)[0])
+
+
+def repeats(asked: list[Any], answer: list[Any]) -> bool:
+    """Whether an answer begins with the assistant's words, or with the messages that it answers before these."""
+    speakers = [turn["role"] if "role" in turn else turn["from"] for turn in answer]
+    spoken = [name in ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "function_call") for name in speakers]
+    if spoken[0]:
+        return any(spoken[i] and not empty_answer({**answer[i], **dict.fromkeys(WISHES)}) for i in range(len(answer)))
+    return answer[: len(asked)] == asked and len(answer) > len(asked) and spoken[len(asked)]
 
 
 def alpaca_good(row: dict[str, Any]) -> bool:
@@ -253,16 +332,21 @@ def alpaca_good(row: dict[str, Any]) -> bool:
         all(isinstance(part, str) for part in asked)
         and "".join(asked) != ""
         and isinstance(row["output"], str)
-        and row["output"] != ""
+        and row["output"].strip() != ""
         and isinstance(history, list)
         and all(isinstance(pair, list) and [type(said) for said in pair] == [str, str] for pair in history)
+        and all(said.strip() for _, said in history)
         and (not row.get("system") or isinstance(row["system"], str))
         and tools_good(row)
     )
 
 
 def text_good(row: dict[str, Any]) -> bool:
-    return isinstance(row["text"], str) and row["text"] != ""
+    speakers = (
+        "system human user gpt assistant chatgpt bing bard model function_call observation tool function_response"
+    )
+    speaks = isinstance(row.get("role"), str) and row["role"].lower() in [*speakers.split(), "prompter"]
+    return isinstance(row["text"], str) and row["text"].strip() != "" and not speaks
 
 
 def tokens_good(row: dict[str, Any]) -> bool:

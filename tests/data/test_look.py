@@ -142,7 +142,7 @@ def test_a_tokenizer_without_a_template_is_given_one(tmp_path: Path) -> None:
 def test_a_context_is_read_as_input_and_what_is_not_read_is_named(
     keys: tuple[str, ...], model: str, tmp_path: Path
 ) -> None:
-    rows = [{**dict.fromkeys(keys, "hello"), "url": "there", "id": 1}]
+    rows = [{**{key: f"hello {key}" for key in keys}, "url": "there", "id": 1}]
     path = tiny.write_rows(tmp_path / "rows.jsonl", rows)
     seen = look(model, DataSource(path=str(path)))
     assert (seen.form, seen.columns["input"], seen.unused) == ("alpaca", "context", ("url",))

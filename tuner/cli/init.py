@@ -22,7 +22,7 @@ def init(
 ) -> Outcome:
     """Look at the first rows and print a commented recipe."""
     from tuner.config.load import load_recipe
-    from tuner.config.starter import counted, not_used, starter
+    from tuner.config.starter import bad_rows, counted, not_used, starter
     from tuner.data.look import look
 
     given = load_recipe({"model": {"name_or_path": model}, "data": {"train": data}}).recipe
@@ -34,8 +34,9 @@ def init(
         f"{tokens} -> data.max_length {seen.max_length}, {seen.steps:,} step{'' if seen.steps == 1 else 's'}",
         file=sys.stderr,
     )
+    warnings = [f"{bad_rows(seen)}; the first: {seen.first_bad}"] if seen.bad else []
     metrics = {
         "rows": seen.rows, "longest_tokens": seen.longest, "max_length": seen.max_length,
-        "packed_rows": seen.packed_rows, "steps": seen.steps,
+        "packed_rows": seen.packed_rows, "steps": seen.steps, "bad_rows": seen.bad,
     }  # fmt: skip
-    return Outcome(text, metrics=metrics, is_text=True)
+    return Outcome(text, metrics=metrics, warnings=warnings, is_text=True)

@@ -34,8 +34,14 @@ class Look:
     """What they are examples of: pretrain for plain text."""
     columns: Mapping[str, str]
     """Where our keys are in a row, where they have other names."""
+    format: str
+    """The form of the rows where it has to be named, else auto."""
     unused: tuple[str, ...]
     """Keys whose text is neither trained on nor shown to the model."""
+    bad: int
+    """Rows among those that were read which cannot be used."""
+    first_bad: str
+    """The place of the first of them and what is wrong with it."""
     lacks_template: bool
     """Whether they are chats, and the model's tokenizer has no chat template."""
     by_tokenizer: bool
@@ -75,6 +81,7 @@ def starter(model: str, data: str, seen: Look) -> str:
         (f"  kind: {_METHODS[seen.kind]}", _method(seen)),
         ("data:", ""),
         (f"  train: {_source(data, seen)}", _rows(seen)),
+        *_bad_rows(seen),
         held_out,
         (f"  max_length: {seen.max_length}", _length(seen)),
         ("train:", ""),
@@ -113,10 +120,22 @@ def _optimizer(seen: Look) -> tuple[str, str]:
 
 
 def _source(data: str, seen: Look) -> str:
-    if not seen.columns:
+    if seen.format == "auto" and not seen.columns:
         return flow(data)
-    columns = ", ".join(f"{ours}: {flow(theirs)}" for ours, theirs in seen.columns.items())
-    return f"{{path: {flow(data)}, columns: {{{columns}}}}}"
+    form = {} if seen.format == "auto" else {"format": seen.format}
+    return flow({"path": data, **form, **({"columns": dict(seen.columns)} if seen.columns else {})})
+
+
+def _bad_rows(seen: Look) -> list[tuple[str, str]]:
+    if not seen.bad:
+        return []
+    first = "".join(char if char.isprintable() else "?" for char in seen.first_bad)
+    return [("  # on_bad_row: skip", f"{bad_rows(seen)} and must be fixed, or left out so; the first: {first}")]
+
+
+def bad_rows(seen: Look) -> str:
+    """How many rows are bad: `1 row cannot be read`."""
+    return f"{seen.bad:,} row{' cannot' if seen.bad == 1 else 's cannot'} be read"
 
 
 def _rows(seen: Look) -> str:

@@ -7,7 +7,7 @@ the lengths of the first documents follow a row length, a batch size and a durat
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, repeat, takewhile
+from itertools import accumulate, islice, repeat, takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from tuner.config.starter import FEW_STEPS, Look
 from tuner.data.building.bins import pack
-from tuner.data.building.documents import bad_record_error
-from tuner.data.building.encoded import bad_record
+from tuner.data.building.documents import first_records
+from tuner.data.building.encoded import BadRecord, bad_record
 from tuner.data.building.spec import inflated_bytes, positions_in
 from tuner.data.encoding.compared import AnyEncoder, answers_of
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
@@ -24,8 +24,8 @@ from tuner.data.encoding.named_templates import template_source
 from tuner.data.encoding.tokenizer import TextTokenizer, parse_json
 from tuner.data.encoding.tokenizer_files import local_files
 from tuner.data.reading.blocks import blocks, examples_of, lines_in
-from tuner.data.reading.columns import proposed_answers, proposed_columns
 from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.proposals import Reading, reading_for
 from tuner.data.reading.records import (
     Compared,
     Conversation,
@@ -33,7 +33,6 @@ from tuner.data.reading.records import (
     PlainText,
     PromptCompletion,
     Tokens,
-    compared_by,
     form_of,
     unused_texts,
 )
@@ -47,6 +46,8 @@ if TYPE_CHECKING:
 
 READ_BYTES = 16 << 20
 """Records are read up to so many bytes of them."""
+FIRST = 64
+"""How they are read is tried on so many."""
 SAMPLE_BYTES, SAMPLE_RECORDS = 1 << 20, 4000
 """The first of them are encoded, up to either bound."""
 CHARACTERS_PER_TOKEN = 3
@@ -81,26 +82,31 @@ class _Read:
     size: int = 0
     """Bytes of the blocks that were read."""
     is_all: bool = True
+    bad: int = 0
+    first_bad: str | None = None
+    """The first bad one: its place and what is wrong with it."""
 
 
 def look(model: str, source: "DataSource") -> Look:
     """Return what the records of a source are, how many and how long, and what suits them.
 
-    Where the keys of the first record are not ours, the `columns` that they suggest are taken. Lengths are counted with
-    the model's tokenizer where its files are on this machine. Raises DataError for what `prepare-data` would not read
-    either, and MachineError for a hub data set that cannot be fetched.
+    How the records are read is chosen by trying it on the first ones: `columns` where their keys are not ours. Lengths
+    are counted with the model's tokenizer where its files are on this machine. Bad records are counted. Raises
+    DataError where no record can be read, and MachineError for a hub data set that cannot be fetched.
     """
     own, positions = _of_model(model)
     files = expand([source])
-    first = _first_record(files)
     has_template = own is not None and own.has_template
-    kind = "sft" if first is None else compared_by(first, source.columns)
-    if first is not None and source.format == "auto" and not source.columns:
-        source = source.model_copy(update={"columns": _columns(first, has_template, kind)})
+    first = list(islice((value for file in files for value in first_records(file)), FIRST))
+    reading = Reading("sft", source.format, source.columns)
+    if source.format == "auto" and not source.columns:
+        reading = reading_for(first, has_template)
+        source = source.model_copy(update={"columns": reading.columns, "format": reading.format})
         files = expand([source])
-    read = _read(files, source.columns, has_template, kind)
+    kind: ExampleKind = reading.kind
+    read = _read(files, source.columns, kind)
     if not read.examples:
-        raise DataError(f"{source.path}: no rows")
+        raise DataError(f"{source.path}: no rows") if read.first_bad is None else _all_bad(read)
     parts = [part for example in read.examples for part in answers_of(example)]
     if kind == "sft" and all(isinstance(example, PlainText) for example in parts):
         kind = "pretrain"
@@ -120,7 +126,10 @@ def look(model: str, source: "DataSource") -> Look:
         is_all=read.is_all,
         kind=kind,
         columns=dict(source.columns),
-        unused=() if first is None or source.format != "auto" else unused_texts(first, source.columns, kind),
+        format=source.format,
+        unused=_unused(first, reading),
+        bad=read.bad,
+        first_bad=read.first_bad or "",
         lacks_template=lacks_template,
         by_tokenizer=lengths is not None,
         longest=int(estimated.max()),
@@ -132,27 +141,21 @@ def look(model: str, source: "DataSource") -> Look:
     )
 
 
-def _first_record(files: Sequence[SourceFile]) -> Mapping[str, object] | None:
-    records = (record for file in files for block in blocks(file) for record, _ in examples_of(block))
-    first = next(records, None)
-    return None if first is None else first.value
+def _all_bad(read: _Read) -> DataError:
+    """The error where no record can be read."""
+    rows = "its row is" if read.bad == 1 else f"all of its {read.bad:,} rows are"
+    return DataError(str(read.first_bad), hint=f"{rows} bad, this one first: fix {'it' if read.bad == 1 else 'them'}")
 
 
-def _columns(first: Mapping[str, object], has_template: bool, kind: "ExampleKind") -> Mapping[str, str]:
-    """The `columns` that the keys of the first record need, or that make more of its text count."""
-    if kind == "preference":
-        return proposed_answers(first, has_template)
-    form = form_of(first)
-    if form not in (None, "alpaca"):
-        return {}
-    columns = proposed_columns(first, has_template)
-    return columns if form is None else {ours: theirs for ours, theirs in columns.items() if ours == "input"}
+def _unused(records: Sequence[Mapping[str, object]], reading: Reading) -> tuple[str, ...]:
+    """The keys whose text is not read of the records that are read."""
+    read = (record for record in records if reading.try_on(record) is not None)
+    keys = (key for record in read for key in unused_texts(record, reading.columns, reading.kind))
+    return tuple(dict.fromkeys(keys)) if reading.format in {"auto", "sharegpt"} else ()
 
 
-def _read(
-    files: Sequence[SourceFile], columns: Mapping[str, str], has_template: bool, kind: "ExampleKind"
-) -> _Read:
-    """Read records until there are enough. DataError for a bad one, as preparation has it."""
+def _read(files: Sequence[SourceFile], columns: Mapping[str, str], kind: "ExampleKind") -> _Read:
+    """Read records until there are enough; bad ones are counted."""
     read = _Read()
     for file in files:
         before = 0
@@ -162,8 +165,9 @@ def _read(
                 return read
             for record, example in examples_of(block, kind):
                 if isinstance(example, RecordProblem):
-                    bad = bad_record(record, example)
-                    raise bad_record_error(file.name, bad, before, has_template) from example
+                    read.bad += 1
+                    read.first_bad = read.first_bad or _described(file, before, bad_record(record, example))
+                    continue
                 read.records += 1
                 if read.sampled < SAMPLE_BYTES and len(read.examples) < SAMPLE_RECORDS:
                     read.examples.append(example)
@@ -173,6 +177,10 @@ def _read(
             read.size += block.size
             before += lines_in(block)
     return read
+
+
+def _described(file: SourceFile, before: int, bad: BadRecord) -> str:
+    return f"{file.name}:{before + bad.line}:{bad.col}: {f'{bad.where}: ' if bad.where else ''}{bad.reason}"
 
 
 def _of_model(model: str) -> tuple[TextTokenizer | None, int | None]:
@@ -221,15 +229,19 @@ def _estimated(example: Example) -> int:
 
 
 def _max_length(lengths: npt.NDArray[np.int64], times: float, pretrain: bool, positions: int | None) -> int:
-    """The shortest row that keeps the documents whole; for plain text the longest that still gives enough steps."""
+    """The shortest row that keeps the documents whole; for plain text the longest that still gives enough steps.
+
+    Where plain text is too little for that, documents stay whole all the same: cut short, they would teach less.
+    """
     most = min(LARGEST_PRETRAIN if pretrain else LARGEST, positions or LARGEST)
     doubled = accumulate(repeat(2), lambda length, two: length * two, initial=SMALLEST)
     choices = [*takewhile(lambda length: length < most, doubled), most]
+    whole = [length for length in choices if np.mean(lengths <= length) >= WHOLE]
     if pretrain:
         tokens = float(lengths.sum()) * times
         enough = [length for length in choices if tokens / length >= FEW_STEPS * USUAL_BATCH]
-        return max(enough, default=choices[0])
-    return next((length for length in choices if np.mean(lengths <= length) >= WHOLE), most)
+        return max([*enough, *whole[:1]], default=choices[0])
+    return next(iter(whole), most)
 
 
 def _packed_rows(lengths: npt.NDArray[np.int64], max_length: int, pretrain: bool) -> int:

@@ -13,12 +13,12 @@ from tuner.config.methods import ExampleKind
 from tuner.data.reading.block import RawRecord
 from tuner.data.reading.blocks import position_of
 from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.proposals import Reading, proposals, reading_for
 from tuner.data.reading.records import (
     Conversation,
     Labelled,
     Pair,
     PromptCompletion,
-    compared_by,
     parse_compared,
     parse_record,
 )
@@ -219,43 +219,30 @@ BAD: list[tuple[ExampleKind, dict[str, Any], str, str]] = [
     ("unpaired", {"prompt": "q", "completion": " ", "label": True}, "completion is empty", '" "'),
     ("unpaired", {"text": "q", "label": True}, "no messages, conversations, prompt + completion or", '{"text"'),
 ]
-HINTS: list[tuple[ExampleKind, dict[str, Any], str, str | None]] = [
-    (
-        "preference",
-        {"messages": [user(), answer()]},
-        "no chosen [+] rejected; .* method.kind: sft learns",
-        "method.kind: sft",
-    ),
-    ("preference", {"text": "x"}, "method.kind: pretrain learns such rows", "method.kind: pretrain"),
-    ("preference", {"messages": [user(), answer()], "label": True}, "but a label", "method.kind: kto"),
-    ("preference", {"x": 1}, "no chosen [+] rejected; the row has 'x'$", None),
+OTHER_METHODS: list[tuple[ExampleKind, dict[str, Any], str, list[dict[str, Any]]]] = [
+    ("preference", {"messages": [user(), answer()]}, "no chosen [+] rejected; the row has", [{"method": "sft"}]),
+    ("preference", {"text": "x"}, "no chosen [+] rejected; the row has 'text'", [{"method": "pretrain"}]),
+    ("preference", {"messages": [user(), answer()], "label": True}, "but a label", [{"method": "kto"}]),
+    ("preference", {"x": 1}, "no chosen [+] rejected; the row has 'x'$", []),
     (
         "preference",
         {"question": "q", "preferred": "a", "non_preferred": "b"},
         "no chosen [+] rejected; the row has",
-        "columns: {prompt: question, chosen: preferred, rejected: non_preferred}",
-    ),
-    ("unpaired", {"messages": [user(), answer()]}, "no label; .* method.kind: sft learns", "method.kind: sft"),
-    ("unpaired", _TEXTS, "a preference row has no label", "method.kind: dpo"),
-    ("sft", _TEXTS, "a preference row .*: write method.kind: dpo to learn", "columns: {completion: chosen}"),
-    (
-        "sft",
-        {"chosen": [user()], "rejected": [user()]},
-        "a preference row .*: write method.kind: dpo",
-        "columns: {messages: chosen}",
+        [{"columns": {"instruction": "question", "chosen": "preferred", "rejected": "non_preferred"}}],
     ),
     (
-        "sft",
-        {"messages": [user(), answer()], "label": True},
-        "true or false label .*: write method.kind: kto",
-        "format: messages",
+        "preference",
+        {"system": "s", "question": "what is it?", "chosen": "It is a", "rejected": "It is b"},
+        "no prompt: question is not read",
+        [{"columns": {"instruction": "question"}}],
     ),
-    (
-        "sft",
-        {"messages": [user(), answer()], "kto_tag": False},
-        "true or false kto_tag .*: write method.kind: kto",
-        "format: messages",
-    ),
+    ("unpaired", {"messages": [user(), answer()]}, "no label; the row has", [{"method": "sft"}]),
+    ("unpaired", _TEXTS, "a preference row: it has two answers and no label", [{"method": "dpo"}]),
+    ("sft", _TEXTS, "a preference row", [{"columns": {"completion": "chosen"}}, {"method": "dpo"}]),
+    ("sft", {"chosen": [user()], "rejected": [user()]}, "a preference row", []),
+    ("sft", {**_TEXTS, "rejected": "a"}, "a preference row", [{"columns": {"completion": "chosen"}}]),
+    ("sft", {"messages": [user(), answer()], "label": True}, "a labelled row .label.", [{"method": "kto"}]),
+    ("sft", {"messages": [user(), answer()], "kto_tag": False}, "a labelled row .kto_tag.", [{"method": "kto"}]),
 ]
 
 
@@ -268,7 +255,7 @@ def test_pairs_of_every_form(name: str) -> None:
     row, wanted = PAIRS[name]
     before = copy.deepcopy(row)
     assert parsed("preference", row) == wanted
-    assert row == before and compared_by(row) == "preference"
+    assert row == before and reading_for([row], chats=True) == Reading("preference")
 
 
 @pytest.mark.parametrize("name", LABELLED)
@@ -277,7 +264,8 @@ def test_labelled_answers_of_every_form(name: str) -> None:
     before = copy.deepcopy(row)
     assert parsed("unpaired", row) == wanted
     assert row == before
-    assert compared_by(row) == ("unpaired" if isinstance(row.get("label", row.get("kto_tag")), bool) else "sft")
+    is_said = str(row.get("label", row.get("kto_tag"))).lower() in {"true", "false"}
+    assert reading_for([row], chats=True).kind == ("unpaired" if is_said else "sft")
 
 
 @pytest.mark.parametrize(("kind", "row", "reason", "at"), BAD, ids=[reason for *_, reason, _ in BAD])
@@ -292,11 +280,13 @@ def test_rows_that_compare_nothing_are_refused_at_their_place(
     assert raw[col - 1 :].decode().startswith(at)
 
 
-@pytest.mark.parametrize(("kind", "row", "reason", "hint"), HINTS)
-def test_rows_of_another_method_name_it(kind: ExampleKind, row: dict[str, Any], reason: str, hint: str | None) -> None:
-    with pytest.raises(RecordProblem, match=reason) as caught:
+@pytest.mark.parametrize(("kind", "row", "reason", "lines"), OTHER_METHODS)
+def test_rows_of_another_method_name_it(
+    kind: ExampleKind, row: dict[str, Any], reason: str, lines: list[dict[str, Any]]
+) -> None:
+    with pytest.raises(RecordProblem, match=reason):
         parsed(kind, row)
-    assert caught.value.hint == hint
+    assert [proposal.lines for proposal in proposals(row, [row], Reading(kind), chats=True)] == lines
 
 
 def test_columns_and_forms_of_pairs() -> None:

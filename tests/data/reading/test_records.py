@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 import json
 from typing import Any
 
@@ -9,9 +8,9 @@ from ruamel.yaml import YAML
 
 from tuner.data.reading.block import RawRecord
 from tuner.data.reading.blocks import position_of
-from tuner.data.reading.columns import columns_line, proposed_columns
 from tuner.data.reading.jsonl import parse_json_record
 from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.proposals import Reading, proposals, ways_out
 from tuner.data.reading.records import Conversation, PlainText, PromptCompletion, Tokens, parse_record, unused_texts
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
@@ -45,8 +44,8 @@ GOOD: dict[str, tuple[dict[str, Any], Any]] = {
         chat({"role": "tool", "name": "f", "content": "1"}),
     ),
     "text parts": (
-        {"messages": [user([{"type": "text", "text": "q"}, {"type": "text", "value": "2"}]), answer([])]},
-        chat(user("q2"), answer("")),
+        {"messages": [user([{"type": "text", "text": "q"}, {"type": "text", "value": "2"}]), answer()]},
+        chat(user("q2"), answer()),
     ),
     "reasoning parts": (
         {
@@ -170,7 +169,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": "x"}, "messages is a list, got a string", '"x"'),
     ({"messages": "[1"}, "messages: not JSON", '"[1"'),
     ({"messages": []}, "messages is empty", "[]"),
-    ({"messages": None}, "messages is a list, got null", "null"),
+    ({"messages": None}, "messages is null", "null"),
     ({"messages": [3]}, "a message is an object, got a number", "3"),
     ({"messages": [{"content": "x"}]}, "unknown role null; known: system, user", '{"content"'),
     ({"messages": [{"role": "human", "content": "x"}]}, "unknown role 'human'", '"human"'),
@@ -208,11 +207,27 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"instruction": "x", "output": "y", "history": [["a"]]}, "history is a list of [question, answer]", '["a"]'),
     ({"instruction": "x", "output": "y", "history": [["a", 3]]}, "history is a string, got a number", "3"),
     ({"prompt": "x", "completion": ""}, "completion is empty", '""'),
-    ({"prompt": "x", "completion": [answer()]}, "completion is a string, got a list", "["),
+    ({"prompt": "x", "completion": 3}, "completion is a text or a list of messages, got a number", "3"),
+    ({"messages": [user(), answer(" ")]}, "an answer is empty", '{"role": "assistant"'),
+    ({"messages": [user([]), answer()]}, "content is empty: it has no part", "[]"),
+    ({"messages": [user(), answer([])]}, "content is empty: it has no part", "[]"),
+    ({"conversations": [turn("human", "q"), turn("gpt", "")]}, "an answer is empty", '{"from": "gpt"'),
+    ({"prompt": [user()], "completion": [answer("")]}, "completion is empty: no word", "[{"),
+    ({"prompt": "x", "completion": "\n"}, "completion is empty", '"\\n"'),
+    ({"instruction": "x", "output": " "}, "output is empty", '" "'),
+    ({"instruction": "x", "output": "y", "history": [["a", ""]]}, "an answer is empty", '""'),
+    ({"text": " \n"}, "text is empty", '" \\n"'),
+    ({"text": "x", "role": "prompter"}, "one message of a conversation is no document", '"prompter"'),
+    ({"messages": [user(), answer()], "train": False}, "train is a flag of messages", "false"),
+    ({"messages": [user(), answer()], "train": -1}, "train is a flag of messages", "-1"),
+    ({"messages": [user(), answer()], "images": True}, "images, audio and video cannot be trained", "true"),
+    ({"messages": [user(images=["a.png"]), answer()]}, "images, audio and video cannot be trained", '["a.png"]'),
+    ({"system": "be kind", "prompt": "q", "completion": "a"}, "system has no place next to", '"be kind"'),
+    ({"prompt": "q", "completion": None}, "completion is null", "null"),
     ({"prompt": [3], "completion": [answer()]}, "a message is an object", "3"),
     ({"prompt": "x", "chosen": "y", "rejected": "z"}, "a preference row (chosen, rejected)", '"z"'),
     ({"chosen_messages": [], "rejected_messages": []}, "a preference row", "[]"),
-    ({"messages": [{"role": "user", "content": "x"}], "label": False}, "makes this a preference row", "false"),
+    ({"messages": [{"role": "user", "content": "x"}], "label": False}, "a labelled row (label)", "false"),
     ({"text": ""}, "text is empty", '""'),
     ({"text": ["x"]}, "text is a string, got a list", '["x"]'),
     ({"input_ids": []}, "input_ids is empty", "[]"),
@@ -265,7 +280,12 @@ HELPED: list[tuple[dict[str, Any], str, dict[str, str], Any]] = [
         {"prompt": "human", "completion": "assistant"},
         PromptCompletion("q", "a"),
     ),
-    ({"instruction": "q", "response": "a"}, "auto", {"output": "response"}, chat(user(), answer())),
+    (
+        {"instruction": "q", "response": "a"},
+        "auto",
+        {"prompt": "instruction", "completion": "response"},
+        PromptCompletion("q", "a"),
+    ),
     (
         {"instruction": "q", "context": "c", "response": "a"},
         "auto",
@@ -277,15 +297,18 @@ HELPED: list[tuple[dict[str, Any], str, dict[str, str], Any]] = [
     ({"turns": [turn("human", "q"), turn("gpt", "a")]}, "auto", {"conversations": "turns"}, chat(user(), answer())),
     ({"content": "t", "url": "u"}, "auto", {"text": "content"}, PlainText("t")),
     ({"prompt": "q", "chosen": "a", "rejected": "b"}, "auto", {"completion": "chosen"}, PromptCompletion("q", "a")),
-    ({"chosen": [user(), answer()], "rejected": [user()]}, "auto", {"messages": "chosen"}, chat(user(), answer())),
+    (
+        {"chosen": [user(), answer()], "rejected": [user(), answer("b")]},
+        "auto",
+        {"completion": "chosen"},
+        chat(user(), answer(), train=[False, None]),
+    ),
     (
         {"messages": [{"role": "human", "content": "q"}, {"role": "gpt", "content": "a"}]},
         "sharegpt",
         {},
         chat(user(), answer()),
     ),
-    ({"messages": [user(), answer()], "label": True}, "messages", {}, chat(user(), answer())),
-    ({"prompt": "q", "completion": "a", "label": True}, "prompt_completion", {}, PromptCompletion("q", "a")),
 ]
 """Records that are refused, and the format or columns that their problem names as help, with what comes of it."""
 
@@ -299,15 +322,19 @@ def test_a_problem_names_the_line_that_helps(
 ) -> None:
     with pytest.raises(RecordProblem) as caught:
         parse_record(row)
-    assert caught.value.hint == (columns_line(columns) if columns else f"format: {format}")
-    given = YAML(typ="safe").load(f"{{{caught.value.hint}}}")
-    assert given == ({"columns": columns} if columns else {"format": format})
+    assert caught.value.hint is None
+    proposed = proposals(row, [row], Reading("sft"), chats=False)[0]
+    assert proposed.reading == Reading("sft", format, columns)
+    line = proposed.text("rows.jsonl")
+    given = YAML(typ="safe").load(line[line.index("{") : line.rindex("}") + 1])
+    assert given == {"path": "rows.jsonl", **({"columns": columns} if columns else {"format": format})}
+    assert ("chat_template: chatml" in line) == isinstance(expected, Conversation)
     assert parse_record(row, format, columns) == expected
 
 
 @pytest.mark.parametrize("row", [{"question": "q"}, {"a": "b", "c": "d"}, {"prompt": 3}, {"messages": []}, {}])
 def test_nothing_is_proposed_where_nothing_is_likely(row: dict[str, Any]) -> None:
-    assert proposed_columns(row) == {}
+    assert proposals(row, [row], Reading("sft"), chats=True) == []
 
 
 ASKED: list[tuple[dict[str, Any], dict[str, str]]] = [
@@ -323,9 +350,8 @@ ASKED: list[tuple[dict[str, Any], dict[str, str]]] = [
 
 @pytest.mark.parametrize(("row", "columns"), ASKED, ids=[" ".join(row) for row, _ in ASKED])
 def test_for_a_chat_template_questions_and_answers_become_turns(row: dict[str, Any], columns: dict[str, str]) -> None:
-    with pytest.raises(RecordProblem) as caught:
-        parse_record(row)
-    assert copy.copy(caught.value).chat_hint == columns_line(columns)
+    proposed = proposals(row, [row], Reading("sft"), chats=True)[0]
+    assert proposed.reading.columns == columns and not proposed.needs_template
     example = parse_record(row, "auto", columns)
     assert isinstance(example, Conversation)
     assert [message["role"] for message in example.messages] == ["user", "assistant"]
@@ -333,13 +359,11 @@ def test_for_a_chat_template_questions_and_answers_become_turns(row: dict[str, A
 
 
 def test_where_no_key_is_known_the_form_of_columns_is_shown() -> None:
-    for row in ({"q": "x", "a": "y"}, {"question": "x"}):
-        with pytest.raises(RecordProblem) as caught:
-            parse_record(row)
-        assert caught.value.hint == caught.value.chat_hint == "columns: {instruction: YOURS, output: YOURS}"
-    with pytest.raises(RecordProblem) as caught:
-        parse_record({"q": "x"}, "messages")
-    assert caught.value.hint is None
+    form = "write the source as {path: rows.jsonl, columns: {instruction: YOURS, output: YOURS}}"
+    row = {"q": "x", "a": "y"}
+    assert ways_out(row, [row], Reading("sft"), True, "rows.jsonl") == [f"{form}, with the row's own keys as YOURS"]
+    for row, given in (({"q": "x"}, Reading("sft")), ({"q": "x", "a": "y"}, Reading("sft", "messages"))):
+        assert ways_out(row, [row], given, True, "rows.jsonl") == []
 
 
 @pytest.mark.parametrize(
@@ -348,7 +372,7 @@ def test_where_no_key_is_known_the_form_of_columns_is_shown() -> None:
         ({"prompt": "q", "completion": "a", "context": "c", "id": 3, "url": ""}, {}, ("context",)),
         ({"instruction": "q", "output": "a", "context": "c"}, {}, ("context",)),
         ({"instruction": "q", "output": "a", "context": "c"}, {"input": "context"}, ()),
-        ({"messages": [user(), answer()], "system": "s"}, {}, ("system",)),
+        ({"messages": [user(), answer()], "system": "s"}, {}, ()),
         ({"text": "t", "title": "u"}, {}, ("title",)),
     ],
 )
@@ -364,9 +388,10 @@ def test_sharegpt_by_name_reads_other_names_of_roles_alone() -> None:
     with pytest.raises(RecordProblem, match="unknown role 'referee'") as caught:
         parse_record({"messages": [{"role": "referee", "content": "q"}]}, "sharegpt")
     assert (caught.value.path, caught.value.hint) == (("messages", 0, "role"), None)
-    with pytest.raises(RecordProblem, match="no conversations; the row has 'text'") as caught:
+    with pytest.raises(RecordProblem, match="no conversations; the row has 'text'"):
         parse_record({"text": "x"}, "sharegpt")
-    assert caught.value.hint == "format: text"
+    proposed = proposals({"text": "x"}, [], Reading("sft", "sharegpt"), chats=True)
+    assert [one.reading for one in proposed] == [Reading("sft", "text")]
 
 
 def test_a_format_forces_the_form() -> None:

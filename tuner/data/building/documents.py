@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,16 +38,19 @@ from tuner.data.encoding.fast import NOT_INSTALLED, is_installed
 from tuner.data.encoding.tokenizer_json import Unproven
 from tuner.data.prepared import arrow_bits
 from tuner.data.reading.block import BLOCK_BYTES, Block
-from tuner.data.reading.blocks import blocks
-from tuner.data.reading.columns import COLUMNS_FORM, yaml_word
+from tuner.data.reading.blocks import blocks, records_of
+from tuner.data.sources import SourceFile
 from tuner.errors import DataError, MachineError, NoRowsError
 from tuner.runtime.memory import give_back
 
 if TYPE_CHECKING:
+    from tuner.config.methods import ExampleKind
     from tuner.data.building.spec import PrepareSpec
     from tuner.runtime.console import Console
 
 REJECTS = "rejects.jsonl"
+SAMPLE = 64
+"""Records of a file that a proposal is tried on."""
 BUNDLE_BYTES = BLOCK_BYTES
 """Smaller blocks are encoded together, and make one record batch."""
 
@@ -59,8 +63,13 @@ class _Origin:
     source: int
     block: int
     """Its number in its file, from 0."""
-    name: str
+    file: SourceFile
     size: int
+
+    @property
+    def name(self) -> str:
+        """What messages call its file."""
+        return self.file.name
 
 
 EncodingPool = WorkerPool[Bundle, EncodedBundle]
@@ -171,7 +180,9 @@ def _read(
                     lines = 0 if origin.block == 0 else lines
                     for bad in block.bad:
                         if job.stop_at_bad_row or origin.split.first_bad is None:
-                            error = bad_record_error(origin.name, bad, lines, job.tokenizer.has_template)
+                            error = bad_record_error(
+                                origin.file, bad, lines, job.tokenizer.has_template, job.examples.kind
+                            )
                             if job.stop_at_bad_row:
                                 raise error
                             origin.split.first_bad = error
@@ -213,7 +224,7 @@ def _grouped(split: Split) -> Iterator[list[tuple[_Origin, Block]]]:
             if group and (full or (split.by_source and group[0][0].source != number)):
                 yield group
                 group = []
-            group.append((_Origin(split, number, block.index, file.name, block.size), block))
+            group.append((_Origin(split, number, block.index, file, block.size), block))
     if group:
         yield group
 
@@ -343,32 +354,45 @@ def _refuse_nothing(split: Split, documents: int, unit: str) -> None:
     rows = f"{counts.records:,} row{'' if counts.records == 1 else 's'}"
     hint = None if split.first_bad is None else _without_skipping(split.first_bad.hint)
     if counts.dropped:
-        hint = "a row needs an answer that method.train_on trains; method.kind: pretrain trains plain text"
+        hint = "a row needs an answer that method.train_on trains"
     raise DataError(f"{names}: nothing to train on in {rows}: {listed}", hint=hint)
 
 
 def _without_skipping(hint: str | None) -> str | None:
     """What to do about bad rows where leaving them out is what left nothing."""
-    return None if hint is None else hint.removesuffix(_FIX_OR_SKIP).removesuffix("; or ") or "fix the rows"
+    if hint is None:
+        return None
+    return hint.removesuffix(_FIX_OR_SKIP).removesuffix(_FIX).removesuffix("; or ") or "fix the rows"
 
 
+_FIX = "fix the rows, of which none can be read so far"
 _FIX_OR_SKIP = "fix the row, or write data.on_bad_row: skip to leave such rows out"
 
 
-def bad_record_error(name: str, bad: BadRecord, lines: int, has_template: bool) -> DataError:
+def bad_record_error(
+    file: SourceFile, bad: BadRecord, lines: int, has_template: bool, kind: "ExampleKind"
+) -> DataError:
     """The error for a bad record, with its position; `lines` are those of its file before its block.
 
-    `has_template` says whether the model's tokenizer has a chat template, for which rows may have other columns.
+    `has_template` says whether the model's tokenizer has a chat template, `kind` what the method's examples are.
     """
     where = f"{bad.where}: " if bad.where else ""
-    hint = _FIX_OR_SKIP
-    line = bad.chat_hint if has_template else bad.hint
-    if line is not None and line.startswith(("columns:", "format:")):
-        yours = ", with the row's own keys as YOURS" if line == COLUMNS_FORM else ""
-        hint = f"write the source as {{path: {yaml_word(Path(name).name)}, {line}}}{yours}; or {hint}"
-    elif line is not None:
-        hint = f"write {line}; or {hint}"
-    return DataError(f"{name}:{lines + bad.line}:{bad.col}: {where}{bad.reason}", hint=hint)
+    ways = [f"write {bad.hint}"] if bad.hint is not None else []
+    last = _FIX_OR_SKIP
+    if bad.value is not None:
+        from tuner.data.reading.proposals import Reading, ways_out
+
+        given, first = Reading(kind, file.format, dict(file.columns)), first_records(file)
+        ways += ways_out(bad.value, first, given, has_template, Path(file.name).name)
+        last = _FIX_OR_SKIP if any(given.try_on(record) is not None for record in first) else _FIX
+    hint = "; or ".join([*ways, last])
+    return DataError(f"{file.name}:{lines + bad.line}:{bad.col}: {where}{bad.reason}", hint=hint)
+
+
+def first_records(file: SourceFile) -> list[Mapping[str, Any]]:
+    """The first records of a file that can be read, as they are. DataError."""
+    values = (record.value for block in blocks(file) for record in records_of(block))
+    return [value for value in islice(values, SAMPLE) if value is not None]
 
 
 def _reject(name: str, bad: BadRecord, lines: int) -> str:

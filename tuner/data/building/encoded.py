@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from operator import itemgetter
@@ -56,9 +56,9 @@ class BadRecord(NamedTuple):
     reason: str
     record: str
     hint: str | None = None
-    """The line to write in the recipe where one would make the record usable."""
-    chat_hint: str | None = None
-    """That line where the model has a chat template."""
+    """The line to write in the recipe where one, apart from the source's, would make the record usable."""
+    value: Mapping[str, Any] | None = None
+    """The record, for what may be proposed: of the first one of a bundle that is no example."""
 
 
 class _Summed:
@@ -235,6 +235,8 @@ class _Gathered:
         self._bad: list[list[tuple[int, int, BadRecord]]] = [[] for _ in bundle]
         """Of each block, with the place where the record begins."""
         self._tally = Tally()
+        self._is_unread = False
+        """Whether a record could not be read: the first such one goes along."""
 
     @property
     def is_bad(self) -> bool:
@@ -250,7 +252,8 @@ class _Gathered:
         for owner, record, example in part:
             if isinstance(example, RecordProblem):
                 self._counts[owner].records += 1
-                self._refuse(owner, record, example)
+                self._refuse(owner, record, example, None if self._is_unread else record.value)
+                self._is_unread = True
         for i, problem in batch.problems.items():
             owner, record = read[i]
             self._refuse(owner, record, problem)
@@ -285,9 +288,11 @@ class _Gathered:
             if dropped[number]:
                 counts.dropped[NO_TRAINED_TOKEN] += int(dropped[number]) // self._each
 
-    def _refuse(self, owner: int, record: RawRecord, problem: RecordProblem) -> None:
+    def _refuse(
+        self, owner: int, record: RawRecord, problem: RecordProblem, value: Mapping[str, Any] | None = None
+    ) -> None:
         self._counts[owner].skipped[problem.kind] += 1
-        self._bad[owner].append((record.line, record.col, bad_record(record, problem)))
+        self._bad[owner].append((record.line, record.col, bad_record(record, problem, value)))
 
     def _kept(
         self, batch: EncodedBatch, targets: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]
@@ -344,9 +349,9 @@ def _record_batch(columns: Sequence[npt.NDArray[Any]], schema: pa.Schema) -> pa.
     return pa.record_batch([*lists, *plain], schema=schema)
 
 
-def bad_record(record: RawRecord, problem: RecordProblem) -> BadRecord:
-    """Return what is said of a record that cannot be used."""
+def bad_record(record: RawRecord, problem: RecordProblem, value: Mapping[str, Any] | None = None) -> BadRecord:
+    """Return what is said of a record that cannot be used; `value` is the record where it is no example."""
     line, col = position_of(record, problem)
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem.path).lstrip(".")
     shown = record.raw[:REJECT_BYTES].decode("utf-8", "replace")
-    return BadRecord(line, col, where, problem.reason, shown, problem.hint, problem.chat_hint)
+    return BadRecord(line, col, where, problem.reason, shown, problem.hint, value)

@@ -84,8 +84,10 @@ def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
                 except RecordProblem as problem:
                     if spec.data.on_bad_row == "skip":
                         continue
-                    bad = bad_record(record, problem)
-                    raise bad_record_error(file.name, bad, before, spec.tokenizer.has_template) from problem
+                    value = record.value if isinstance(example, RecordProblem) else None
+                    bad = bad_record(record, problem, value)
+                    has_template = spec.tokenizer.has_template
+                    raise bad_record_error(file, bad, before, has_template, spec.examples.kind) from problem
                 fates = _fates(spec, placed.documents)
                 yield [
                     DocumentView(

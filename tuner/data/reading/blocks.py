@@ -12,7 +12,7 @@ from tuner.data.reading.block import Block, RawRecord, parts
 from tuner.data.reading.json_blocks import json_blocks, json_records
 from tuner.data.reading.jsonl import locate
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Compared, Example, parse_compared, parse_record
+from tuner.data.reading.records import Compared, Example, document_of, parse_compared, parse_record
 from tuner.data.reading.tables import table_blocks, table_records
 from tuner.data.reading.text_blocks import csv_blocks, csv_records, text_blocks, text_records
 from tuner.data.sources import Kind, SourceFile, file_error
@@ -68,6 +68,7 @@ def examples_of(block: Block, kind: "ExampleKind" = "sft") -> Iterator[tuple[Raw
                 example = parse_compared(record.value, kind, form, columns)
             else:
                 example = parse_record(record.value, form, columns)
+                example = document_of(example) if kind == "pretrain" else example
         except RecordProblem as problem:
             yield record, problem
         else:

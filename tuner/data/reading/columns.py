@@ -1,23 +1,40 @@
-"""Which `columns` would make a record of other keys readable, guessed from its keys: for errors and `tuner init`."""
+"""What the keys of other data sets are called, and which `columns` a record of such keys may need.
 
-import json
+Names suggest, and nothing more: `proposals.py` tries each suggestion on the records themselves.
+"""
+
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
-_PROMPTS = ("prompt", "question", "query", "instruction", "input", "user", "human", "problem", "request", "source")
-_COMPLETIONS = (
-    *("completion", "answer", "response", "output", "assistant", "reply", "solution", "gpt", "bot", "target"),
-    *("best_answer", "answers"),
+_PROMPTS = (
+    *("prompt", "question", "query", "instruction", "input", "inputs", "user", "human", "problem", "request"),
+    *("article", "document", "dialogue", "dialog", "source"),
 )
-_CONTEXTS = ("input", "context")
-_TEXTS = ("text", "content", "body", "document", "article", "passage", "code", "story", "abstract")
+_ANSWERS = (
+    *("completion", "answer", "response", "output", "assistant", "reply", "solution", "gpt", "bot", "target"),
+    *("targets", "best_answer", "answers", "highlights", "summary"),
+)
+_CONTEXTS = ("input", "context", "passage")
+_SYSTEMS = ("system", "system_prompt", "system_message")
+_TEXTS = (
+    *("text", "content", "body", "document", "article", "passage", "code", "story", "abstract", "raw_content"),
+    "page_content",
+)
 """Names that data sets use, the likeliest first."""
+_LOST = frozenset(
+    (*_CONTEXTS, *_SYSTEMS, "history", "tools", "functions", "choices", "options", "cot", "reasoning", "thinking")
+)
+"""Names of what belongs to a prompt or an answer: a row that has one is not learned rightly without it."""
+ASKING = frozenset(_PROMPTS[:10])
+"""Names of a prompt that mean nothing else where there is none by our name."""
 _MOST_KEYS = 64
-_SIDES = (
+SIDES = (
     ("chosen", "rejected"),
+    ("chosen_messages", "rejected_messages"),
     ("preferred_output", "non_preferred_output"),
     ("preferred", "non_preferred"),
     ("preferred", "dispreferred"),
@@ -25,73 +42,152 @@ _SIDES = (
     ("response_chosen", "response_rejected"),
     ("chosen_answer", "rejected_answer"),
     ("answer_chosen", "answer_rejected"),
+    ("chosen_conversations", "rejected_conversations"),
     ("accepted", "rejected"),
     ("better", "worse"),
-    ("positive", "negative"),
+    ("winner", "loser"),
+    ("response", "rejected_response"),
+    ("response_j", "response_k"),
+    ("messages", "rejected_messages"),
+    ("messages", "rejected_response"),
 )
 """Names of a preferred answer and the other."""
-COLUMNS_FORM = "columns: {instruction: YOURS, output: YOURS}"
-"""What to write where no key of a row is known: the row's own keys stand for YOURS."""
-_PLAIN = re.compile(r"[A-Za-z_./][\w./-]*")
+_NUMBERED = re.compile(r"[_-]?(\d+|(?<=[_-])[a-z])$")
+_WORDS = re.compile(r"[_\W]+")
 
 
-def proposed_columns(record: Mapping[str, Any], chats: bool = False) -> dict[str, str]:
-    """Return the `columns`, ours to theirs, under which a record is likely to be readable; empty where none are.
+@dataclass
+class Keys:
+    """The keys of a record by what they may hold, each by its name in lower case."""
 
-    With `chats` a question and its answer become turns that the model's chat template writes, and not plain text.
+    texts: dict[str, str] = field(default_factory=dict)
+    """Of a text that is no JSON."""
+    turns: dict[str, str] = field(default_factory=dict)
+    """Of a list of turns or messages, also inside of an object: `input.messages`."""
+    sides: tuple[str, str] | None = None
+    """Of a preferred answer and the other."""
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "Keys":
+        """Sort the first keys of a record."""
+        found = cls()
+        names = {key.lower(): key for key in list(record)[:_MOST_KEYS] if record[key] is not None}
+        sides = next((both for both in SIDES if set(both) <= set(names)), None)
+        found.sides = None if sides is None else (names[sides[0]], names[sides[1]])
+        for name, key in names.items():
+            value = record[key]
+            if key in (found.sides or ()):
+                continue
+            if turns_in(value) is not None:
+                found.turns[name] = key
+            elif isinstance(value, str) and not _is_json(value):
+                found.texts[name] = key
+            elif isinstance(value, dict):
+                inside = (part for part in list(value)[:_MOST_KEYS] if turns_in(value[part]) is not None)
+                found.turns |= {f"{name}.{part}".lower(): f"{key}.{part}" for part in inside}
+        return found
+
+    def named(self, names: Iterable[str]) -> Iterator[str]:
+        """The record's keys of a text that have one of the names, in the order of the names."""
+        return (self.texts[name] for name in names if name in self.texts)
+
+
+def learned(record: Mapping[str, Any], chats: bool) -> Iterator[dict[str, str]]:
+    """Yield `columns`, ours to theirs, the likeliest first, under which an answer or a text of a record is learned.
+
+    With `chats` the model has a chat template: a question and its answer become turns.
     """
-    keys = list(record)[:_MOST_KEYS]
-    for key in keys:
-        form = turns_in(record[key])
-        if form is not None:
-            return {} if key == form else {form: key}
-    texts = {key.lower(): key for key in keys if isinstance(record[key], str)}
-    completion = _first(_COMPLETIONS, texts)
-    prompt = texts.get("instruction") or _first(_PROMPTS, texts)
-    if completion is not None and prompt not in (None, completion):
-        if chats or ("instruction" in texts and completion != texts.get("output")):
-            context = _first([name for name in _CONTEXTS if texts.get(name) != prompt], texts)
-            found = {"instruction": prompt, "output": completion, "input": context}
-        else:
-            found = {"prompt": prompt, "completion": completion}
-    else:
-        found = {"text": _first(_TEXTS, texts)}
-    return {ours: theirs for ours, theirs in found.items() if theirs is not None and ours != theirs}
+    keys = Keys.of(record)
+    if keys.sides is not None:
+        for prompt in _prompts(record, keys, chats):
+            yield _other({**prompt, "completion": keys.sides[0]})
+    for name, key in keys.turns.items():
+        yield from ({"prompt": key, "completion": answer} for answer in keys.named(_ANSWERS))
+        form = turns_in(_at(record, key)) or ""
+        yield _other({form: key} | ({} if "." not in name else _beside(record, key)) | _system(keys, form))
+    for prompt in _prompts(record, keys, chats):
+        for answer in keys.named(_ANSWERS):
+            asked = prompt.get("instruction") or prompt.get("prompt")
+            if asked not in (None, answer):
+                yield _other({**prompt, ("output" if "instruction" in prompt else "completion"): answer})
+    yield from (_other({"text": key}) for key in keys.named(_TEXTS))
 
 
-def proposed_answers(record: Mapping[str, Any], chats: bool = False) -> dict[str, str]:
-    """Return the `columns`, ours to theirs, under which a record is likely to be a pair of answers to one prompt.
+def compared(record: Mapping[str, Any], chats: bool) -> Iterator[dict[str, str]]:
+    """Yield `columns`, ours to theirs, under which a record may be a pair of answers; `chats` as for `learned`."""
+    keys = Keys.of(record)
+    if keys.sides is not None:
+        for prompt in _prompts(record, keys, chats):
+            yield _other({**prompt, "chosen": keys.sides[0], "rejected": keys.sides[1]})
 
-    `chats` as for :func:`proposed_columns`; empty where there is no such pair, or no other name.
-    """
+
+def labelled(record: Mapping[str, Any], chats: bool) -> Iterator[dict[str, str]]:
+    """Yield `columns`, ours to theirs, under which a record with a label may be an answer to a prompt."""
+    yield from (columns for columns in learned(record, chats) if "text" not in columns)
+
+
+def _prompts(record: Mapping[str, Any], keys: Keys, chats: bool) -> Iterator[dict[str, str]]:
+    """Where the prompt may be: under a key that is ours, in turns, or in a text, as a turn and as it is."""
+    yield {}
+    for name, key in keys.turns.items():
+        yield {"prompt": key} | (_beside(record, key) if "." in name else {})
+    for key in keys.named(("instruction", *_PROMPTS)):
+        context = next((own for own in keys.named(_CONTEXTS) if own != key), None)
+        turn = {"instruction": key} | ({} if context is None else {"input": context}) | _system(keys, "conversations")
+        yield from (turn, {"prompt": key}) if chats else ({"prompt": key}, turn)
+
+
+def _system(keys: Keys, form: str) -> dict[str, str]:
+    key = next(keys.named(_SYSTEMS), None)
+    return {} if key is None or not form else {"system": key}
+
+
+def _beside(record: Mapping[str, Any], key: str) -> dict[str, str]:
+    """The tools that stand in an object next to its messages."""
+    outer = key.rpartition(".")[0]
+    return {"tools": f"{outer}.tools"} if _at(record, f"{outer}.tools") else {}
+
+
+def _other(columns: Mapping[str, str]) -> dict[str, str]:
+    return {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+
+
+def _at(record: Mapping[str, Any], name: str) -> Any:
+    item: Any = record
+    for part in [name] if name in record else name.split("."):
+        item = item.get(part) if isinstance(item, Mapping) else None
+    return item
+
+
+def is_part(key: str) -> bool:
+    """Whether a key is named as a part of a prompt or of an answer; a number or a letter after it does not count."""
+    name = _NUMBERED.sub("", key.lower())
+    words = words_of(name)
+    named = name in _LOST or (name in _PROMPTS and name != "source") or name in _ANSWERS
+    return named or bool(words and (words[-1] in _ANSWERS[:5] or not _LOST.isdisjoint(words[-1:])))
+
+
+def words_of(key: str) -> list[str]:
+    """The words of a key: `original_question` has two."""
+    return [word for word in _WORDS.split(key.lower()) if word]
+
+
+def other_side(record: Mapping[str, Any], chosen: str | None) -> str | None:
+    """The key of the answer that another was preferred to, by the names of both; None where there is none."""
     names = {key.lower(): key for key in list(record)[:_MOST_KEYS] if record[key] is not None}
-    sides = next((both for both in _SIDES if set(both) <= set(names)), None)
-    if sides is None:
-        return {}
-    chosen, rejected = (names[side] for side in sides)
-    found = {"chosen": chosen, "rejected": rejected}
-    prompt = _first(_PROMPTS, {key: name for key, name in names.items() if key not in sides})
-    if prompt is not None:
-        texts = isinstance(record[prompt], str) and isinstance(record[chosen], str)
-        nested = record[prompt]
-        if isinstance(nested, dict) and turns_in(nested.get("messages")) is not None:
-            prompt = f"{prompt}.messages"
-        found = {"instruction" if chats and texts and prompt != "prompt" else "prompt": prompt} | found
-    return {ours: theirs for ours, theirs in found.items() if ours != theirs}
+    others = (other for side, other in SIDES if chosen is not None and side == chosen.lower())
+    return next((names[other] for other in others if other in names), None)
 
 
-def columns_line(columns: Mapping[str, str]) -> str:
-    """`columns` as a recipe has them: `columns: {prompt: question, completion: answer}`."""
-    return f"columns: {{{', '.join(f'{ours}: {yaml_word(theirs)}' for ours, theirs in columns.items())}}}"
-
-
-def yaml_word(text: str) -> str:
-    """A text as it stands in a YAML flow mapping: in quotes where it is no plain word."""
-    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
-
-
-def _first(names: Sequence[str], keys: Mapping[str, str]) -> str | None:
-    return next((keys[name] for name in names if name in keys), None)
+def _is_json(text: str) -> bool:
+    """Whether a text is a JSON list or object."""
+    if text.lstrip()[:1] not in {"[", "{"}:
+        return False
+    try:
+        orjson.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def turns_in(value: Any) -> str | None:

@@ -1,12 +1,22 @@
 """The forms of records, one parser each: what every key of a form may hold."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-from tuner.data.reading.examples import Conversation, Example, PlainText, PromptCompletion, Record, Tokens
+from tuner.data.reading.examples import Conversation, Example, PlainText, Record, Tokens
 from tuner.data.reading.jsonl import strict_json
-from tuner.data.reading.messages import Message, check_string, check_text, message_of, said_by, turn_of, type_name
-from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.messages import (
+    SPEAKERS,
+    Message,
+    check_string,
+    check_text,
+    is_silent,
+    message_of,
+    said_by,
+    turn_of,
+    type_name,
+)
+from tuner.data.reading.problems import KeyPath, RecordProblem
 
 NOT_TRAINED = -100
 """The label of a token that is not trained."""
@@ -51,15 +61,36 @@ def turns_of(value: Record, key: str, by_speaker: bool = False) -> list[Message]
     return turns
 
 
-def from_sharegpt(value: Record) -> Example:
-    """The form where the recipe names it: what a speaker may be called, a role may be called too."""
-    return conversation(value, turns_of(value, "conversations", by_speaker=True), system=True)
+def from_turns(value: Record, key: str = "conversations", by_speaker: bool = False) -> Example:
+    """The conversation at a key; `by_speaker` as for `turns_of`. RecordProblem."""
+    turns = turns_of(value, key, by_speaker)
+    refuse_empty(turns, (key,))
+    return conversation(value, turns)
 
 
-def _from_alpaca(value: Record) -> Example:
+def refuse_empty(turns: Sequence[Message], path: KeyPath) -> None:
+    """Refuse an answer without a word and a tool call, of which only the end would be learned. RecordProblem."""
+    for i, message in enumerate(turns):
+        if message["role"] == "assistant" and message.get("train") is not False and is_silent(message):
+            raise RecordProblem("an answer is empty: no word and no tool call", path=(*path, i))
+
+
+def from_alpaca(value: Record) -> Example:
+    """A question of instruction and input, with its answer. RecordProblem."""
     question = alpaca_question(value)
+    for i, message in enumerate(question[:-1]):
+        if is_silent(message) and message["role"] == "assistant":
+            raise RecordProblem("an answer is empty: no word and no tool call", path=("history", i // 2, 1))
     answer = check_text(value["output"], ("output",))
-    return conversation(value, [*question, said_by("assistant", answer)], system=True)
+    return conversation(value, [*question, said_by("assistant", answer)])
+
+
+def from_text(value: Record) -> Example:
+    """A document. RecordProblem: one message of a conversation is none."""
+    role = value.get("role")
+    if isinstance(role, str) and role.lower() in (*SPEAKERS, "prompter"):
+        raise RecordProblem(f"text is what {role} says: one message of a conversation is no document", path=("role",))
+    return PlainText(check_text(value["text"], ("text",)))
 
 
 def alpaca_question(value: Record) -> list[Message]:
@@ -82,12 +113,14 @@ def alpaca_question(value: Record) -> list[Message]:
     return [*messages, said_by("user", question)]
 
 
-def conversation(value: Record, messages: list[Message], system: bool = False) -> Conversation:
-    """A conversation with the record's tools and, where its form has one, the record's system prompt."""
-    if system and value.get("system"):
-        if messages[0]["role"] == "system":
+def conversation(value: Record, messages: list[Message]) -> Conversation:
+    """A conversation with the record's tools and its system prompt, where it has one. RecordProblem."""
+    if value.get("system"):
+        system = check_string(value["system"], ("system",))
+        if messages[0]["role"] != "system":
+            messages = [said_by("system", system), *messages]
+        elif messages[0]["content"] != system:
             raise RecordProblem("a system prompt both in the row and as its first turn", path=("system",))
-        messages = [said_by("system", check_string(value["system"], ("system",))), *messages]
     train = [message.pop("train", None) for message in messages]
     return Conversation(messages, train, _tools(value))
 
@@ -101,15 +134,8 @@ def _tools(value: Record) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-def _from_prompt(value: Record) -> Example:
-    prompt, completion = value["prompt"], value["completion"]
-    if isinstance(prompt, list) and isinstance(completion, list):
-        given = [{"train": False, **message} for message in turns_of(value, "prompt")]
-        return conversation(value, given + turns_of(value, "completion"))
-    return PromptCompletion(check_string(prompt, ("prompt",)), check_text(completion, ("completion",)))
-
-
-def _from_tokens(value: Record) -> Example:
+def from_tokens(value: Record) -> Example:
+    """Token ids and what says which of them are trained. RecordProblem."""
     ids = _whole_numbers(value, "input_ids", 0, _MAX_ID)
     if value.get("attention_mask") is not None and not all(_flags(value, "attention_mask", len(ids))):
         raise RecordProblem("padding in input_ids: attention_mask is not all 1", path=("attention_mask",))
@@ -154,21 +180,3 @@ def _check_length(items: list[Any], key: str, length: int) -> None:
 
 
 _MASKS = ("loss_mask", "trained", "assistant_masks", "completion_mask")
-ALSO_READ = {
-    "messages": ("tools",),
-    "sharegpt": ("system", "tools"),
-    "prompt_completion": ("tools",),
-    "alpaca": ("input", "history", "system", "tools"),
-}
-"""What a form may read apart from the keys that it needs."""
-FORMS: dict[str, tuple[tuple[str, ...], Callable[[Record], Example]]] = {
-    "messages": (("messages",), lambda value: conversation(value, turns_of(value, "messages"))),
-    "sharegpt": (
-        ("conversations",),
-        lambda value: conversation(value, turns_of(value, "conversations"), system=True),
-    ),
-    "prompt_completion": (("prompt", "completion"), _from_prompt),
-    "alpaca": (("instruction", "output"), _from_alpaca),
-    "text": (("text",), lambda value: PlainText(check_text(value["text"], ("text",)))),
-    "tokens": (("input_ids",), _from_tokens),
-}

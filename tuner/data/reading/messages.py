@@ -20,7 +20,9 @@ SPEAKERS = {
 _OTHER_ROLES = {"developer": "system", "function": "tool"}
 _REASONING = ("reasoning", "thinking")
 _MEDIA_WORDS = ("image", "audio", "video")
-_TRAIN_KEYS = ("train", "loss_weight", "weight")
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+NO_MEDIA = "images, audio and video cannot be trained"
+_TRAIN_KEYS = ("train", "loss_weight", "weight", "loss")
 _TYPES = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a string"}
 
 
@@ -34,14 +36,16 @@ def message_of(value: Any, path: KeyPath, by_speaker: bool = False) -> Message:
     if by_speaker and isinstance(role, str):
         role = SPEAKERS.get(role, role)
     if role not in ROLES:
-        hint = "format: sharegpt" if isinstance(role, str) and role in SPEAKERS else None
-        raise RecordProblem(f"unknown role {_shown(role)}; known: {', '.join(ROLES)}", None, (*path, "role"), hint)
+        raise RecordProblem(f"unknown role {_shown(role)}; known: {', '.join(ROLES)}", path=(*path, "role"))
     message["role"] = role
+    for key in MEDIA:
+        if message.get(key):
+            raise RecordProblem(NO_MEDIA, path=(*path, key))
     calls = _calls(message.pop("tool_calls", None), (*path, "tool_calls"))
     content = value.get("content")
-    if isinstance(content, list):
+    if isinstance(content, list) and (content or not calls):
         _add_parts(message, content, calls, (*path, "content"))
-    elif content is None and calls:
+    elif calls and content in (None, []):
         message["content"] = ""
     else:
         message["content"] = check_string(content, (*path, "content"))
@@ -72,6 +76,13 @@ def said_by(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
+def is_silent(message: Message) -> bool:
+    """Whether a message has no word, no thought and no tool call."""
+    content = message["content"]
+    has_words = content and not content.isspace()
+    return not (has_words or message.get("tool_calls") or message.get("reasoning_content"))
+
+
 def check_string(value: Any, path: KeyPath) -> str:
     """Return a string. RecordProblem."""
     if not isinstance(value, str):
@@ -80,9 +91,9 @@ def check_string(value: Any, path: KeyPath) -> str:
 
 
 def check_text(value: Any, path: KeyPath) -> str:
-    """Return a string that is not empty. RecordProblem."""
+    """Return a string that is not blank. RecordProblem."""
     text = check_string(value, path)
-    if not text:
+    if not text or text.isspace():
         raise RecordProblem(f"{path[-1]} is empty", path=path)
     return text
 
@@ -115,6 +126,8 @@ def _with_train_flag(message: Message, value: dict[str, Any], path: KeyPath) -> 
 
 def _add_parts(message: Message, parts: list[Any], calls: list[Message], path: KeyPath) -> None:
     """Add the content and reasoning of a list of parts to `message`, and its tool calls to `calls`."""
+    if not parts:
+        raise RecordProblem("content is empty: it has no part", path=path)
     texts, thoughts = [], []
     for i, part in enumerate(parts):
         here = (*path, i)

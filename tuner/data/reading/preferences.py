@@ -1,19 +1,16 @@
 """Records that compare answers: a chosen and a rejected one to the same prompt, or one with a label.
 
-The prompt is a key of its own (`prompt`, `conversations`, `instruction`, `messages`) or what both answers begin with:
-the longest run of equal messages, or of equal text up to a space. Everything an assistant says after it is learned.
+Everything an assistant says after the prompt is learned.
 """
 
 import math
-import os.path
 import re
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from tuner.data.reading.columns import turns_in
-from tuner.data.reading.examples import Answered, Conversation, Labelled, Pair, PromptCompletion, Record
-from tuner.data.reading.forms import alpaca_question, conversation, turns_of
-from tuner.data.reading.messages import Message, check_string, said_by, type_name
+from tuner.data.reading.answers import PROMPTS, Prompt, check_said, compared_answers, joined
+from tuner.data.reading.examples import Conversation, Labelled, Pair, Record
+from tuner.data.reading.forms import turns_of
+from tuner.data.reading.messages import type_name
 from tuner.data.reading.problems import RecordProblem
 
 SIDES = (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
@@ -21,24 +18,10 @@ SIDES = (("chosen", "rejected"), ("chosen_messages", "rejected_messages"))
 LABELS = ("label", "kto_tag")
 """Keys of whether an answer is wanted."""
 SCORES = ("score_chosen", "score_rejected")
-_PROMPTS = {
-    "prompt_completion": "prompt", "sharegpt": "conversations", "alpaca": "instruction", "messages": "messages",
-}  # fmt: skip
-"""Form -> where it has its prompt; of a record whose form is not named the first of them counts."""
-_READ = frozenset((*(key for keys in SIDES for key in keys), *_PROMPTS.values(), *SCORES, "margin", "input", "history"))
-"""Keys of a pair of answers that are read, wherever they stand."""
-_WITH_SYSTEM = ("conversations", "instruction")
 _LABELS_AS_TEXT = {"true": True, "1": True, "false": False, "0": False}
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _LARGEST = 3.4028234e38
 """A margin is kept as a number of 32 bits."""
-
-_Answer = str | list[Message]
-
-
-class _Prompt(NamedTuple):
-    key: str | None
-    given: _Answer | None
 
 
 def sides_of(value: Record) -> tuple[str, str] | None:
@@ -51,16 +34,10 @@ def label_key(value: Record) -> str | None:
     return next((key for key in LABELS if value.get(key) not in (None, "")), None)
 
 
-def read_keys(value: Record) -> frozenset[str]:
-    """The keys of a pair of answers that are read."""
-    with_system = any(value.get(key) is not None for key in _WITH_SYSTEM) and value.get("prompt") is None
-    return _READ | {"system"} if with_system else _READ
-
-
 def pair_of(value: Record, keys: tuple[str, str], format: str) -> Pair:  # noqa: A002 (the recipe's word)
     """Return the two answers at `keys` and their prompt; `format` names the form of the prompt. RecordProblem."""
     _check_form(format)
-    chosen, rejected = _answered(value, keys, format)
+    chosen, rejected = compared_answers(value, keys, format)
     return Pair(chosen, rejected, _margin(value))
 
 
@@ -72,8 +49,8 @@ def labelled_of(value: Record, key: str, format: str) -> Labelled:  # noqa: A002
     if not isinstance(found, (bool, int)) or found not in (0, 1):
         raise RecordProblem(f"{key} is true or false, got {_shown(label)}", path=(key,))
     for form, answer in (("prompt_completion", "completion"), ("alpaca", "output")):
-        if format in {"auto", form} and value.get(answer) is not None and value.get(_PROMPTS[form]) is not None:
-            return Labelled(_answered(value, (answer,), form)[0], bool(found))
+        if format in {"auto", form} and value.get(answer) is not None and value.get(PROMPTS[form]) is not None:
+            return Labelled(compared_answers(value, (answer,), form)[0], bool(found))
     for form in ("messages", "sharegpt"):
         if format in {"auto", form} and (place := _turns_key(value, form)) is not None:
             return Labelled(_last_answer(value, place, format), bool(found))
@@ -81,13 +58,13 @@ def labelled_of(value: Record, key: str, format: str) -> Labelled:  # noqa: A002
 
 
 def _check_form(format: str) -> None:  # noqa: A002 (the recipe's word)
-    if format != "auto" and format not in _PROMPTS:
+    if format != "auto" and format not in PROMPTS:
         raise RecordProblem(f"rows of format {format} have no answers to a prompt", 1, hint="format: auto")
 
 
 def _turns_key(value: Record, form: str) -> str | None:
     """Where a record has its turns; the form sharegpt reads messages too."""
-    keys = (_PROMPTS[form], "messages") if form == "sharegpt" else (_PROMPTS[form],)
+    keys = (PROMPTS[form], "messages") if form == "sharegpt" else (PROMPTS[form],)
     return next((key for key in keys if value.get(key) is not None), None)
 
 
@@ -99,143 +76,8 @@ def _last_answer(value: Record, key: str, format: str) -> Conversation:  # noqa:
         raise RecordProblem(f"the last message of {key} is no answer of the assistant", path=(key, len(prompt)))
     if not prompt:
         raise RecordProblem(f"{key} has no prompt before the answer", path=(key,))
-    _check_said(answer, key)
-    return _joined(value, _Prompt(key, prompt), answer, key)
-
-
-def _answered(value: Record, keys: Sequence[str], format: str) -> list[Answered]:  # noqa: A002 (the recipe's word)
-    """The prompt with each of the answers at `keys`."""
-    prompt = _prompt(value, format)
-    answers = [_answer(value, key, format == "sharegpt") for key in keys]
-    texts = [answer for answer in answers if isinstance(answer, str)]
-    if texts and len(texts) < len(answers):
-        raise RecordProblem(f"of {' and '.join(keys)} one is a text and one a list of messages", path=(keys[1],))
-    for key, text in zip(keys, texts, strict=False):
-        if not text.strip():
-            raise RecordProblem(f"{key} is empty", path=(key,))
-    if texts and not isinstance(prompt.given, list):
-        _refuse_equal(texts, keys)
-        shared, texts = (prompt.given, texts) if prompt.given is not None else _shared_text(texts, keys)
-        return [PromptCompletion(shared, text) for text in texts]
-    said = [[said_by("assistant", text)] for text in texts] or [list(answer) for answer in answers]  # type: ignore[arg-type]
-    _refuse_equal(said, keys)
-    if not texts:
-        prompt, said = _after_prompt(prompt, said, keys)
-    for key, messages in zip(keys, said, strict=True):
-        _check_said(messages, key)
-    return [_joined(value, prompt, messages, key) for key, messages in zip(keys, said, strict=True)]
-
-
-def _prompt(value: Record, format: str) -> _Prompt:  # noqa: A002 (the recipe's word)
-    keys = _PROMPTS.values() if format == "auto" else (_PROMPTS[format],)
-    key = next((key for key in keys if value.get(key) is not None), None)
-    if key is None and format == "sharegpt" and value.get("messages") is not None:
-        key = "messages"
-    if key is None:
-        return _Prompt(None, None)
-    if key == "instruction":
-        return _Prompt(key, alpaca_question(value))
-    given = value[key]
-    if key == "prompt" and (not isinstance(given, (str, list)) or (isinstance(given, str) and turns_in(given) is None)):
-        return _Prompt(key, check_string(given, (key,)))
-    return _Prompt(key, turns_of(value, key, format == "sharegpt"))
-
-
-def _answer(value: Record, key: str, by_speaker: bool) -> _Answer:
-    """A text, or the messages of an answer: one by itself, or a list."""
-    given = value[key]
-    if isinstance(given, str) and turns_in(given) is None:
-        return given
-    if isinstance(given, dict):
-        try:
-            return turns_of({key: [given]}, key, by_speaker)
-        except RecordProblem as problem:
-            path = (key, *problem.path[2:])
-            raise RecordProblem(problem.reason, problem.col, path, problem.hint) from problem
-    if not isinstance(given, (str, list)):
-        raise RecordProblem(f"{key} is a text or a list of messages, got {type_name(given)}", path=(key,))
-    return turns_of(value, key, by_speaker)
-
-
-def _refuse_equal(answers: Sequence[Any], keys: Sequence[str]) -> None:
-    if len(answers) == 2 and answers[0] == answers[1]:
-        raise RecordProblem(f"{keys[0]} and {keys[1]} are equal", path=(keys[1],))
-
-
-def _shared_text(texts: list[str], keys: Sequence[str]) -> tuple[str, list[str]]:
-    """What texts begin with, up to a space before a word in which they differ, and the rest of each."""
-    shared = os.path.commonprefix(texts)
-    stop = len(shared)
-    while stop and not shared[stop - 1].isspace():
-        stop -= 1
-    prompt = shared[:stop].rstrip()
-    if not prompt:
-        raise RecordProblem(f"no prompt: {' and '.join(keys)} do not begin with the same words", path=(keys[0],))
-    return prompt, [text[len(prompt) :] for text in texts]
-
-
-def _after_prompt(
-    prompt: _Prompt, said: list[list[Message]], keys: Sequence[str]
-) -> tuple[_Prompt, list[list[Message]]]:
-    """The messages of the prompt, and of each answer what follows it where it repeats it."""
-    whole = [messages[0]["role"] != "assistant" for messages in said]
-    given = prompt.given
-    if not any(whole):
-        if given is None:
-            raise RecordProblem(f"no prompt: {' and '.join(keys)} begin with an answer", path=(keys[0],))
-        return _Prompt(prompt.key, [said_by("user", given)] if isinstance(given, str) else given), said
-    if isinstance(given, list) and prompt.key != "messages":
-        shared = len(given)
-        agrees = all(messages[:shared] == given for messages in said)
-    else:
-        shared = _equal_messages(said)
-        agrees = not isinstance(given, str) or any(_says(message, given) for message in said[0][:shared])
-    if not agrees:
-        raise RecordProblem(f"{keys[-1]} does not repeat the {prompt.key} that it is an answer to", path=(keys[-1],))
-    for key, messages in zip(keys, said, strict=True):
-        if len(messages) == shared:
-            raise RecordProblem(f"{key} is empty: it has no message after the prompt", path=(key,))
-        if messages[shared]["role"] != "assistant":
-            reason = f"the prompts of {' and '.join(keys)} differ" if len(keys) > 1 else f"{key} begins with no answer"
-            what = "what follows the shared messages is not the assistant's"
-            raise RecordProblem(f"{reason}: {what}", path=(key, shared))
-    return _Prompt(prompt.key, said[0][:shared]), [messages[shared:] for messages in said]
-
-
-def _equal_messages(said: list[list[Message]]) -> int:
-    """How many messages all of them begin with."""
-    equal = [all(message == both[0] for message in both) for both in zip(*said, strict=False)]
-    return next((i for i, same in enumerate(equal) if not same), len(equal))
-
-
-def _says(message: Message, text: str) -> bool:
-    return str(message["content"]).strip() == text.strip()
-
-
-def _check_said(answer: list[Message], key: str) -> None:
-    """Refuse an answer in which no word and no tool call of the assistant."""
-    said = [message for message in answer if message["role"] == "assistant"]
-    if not any(
-        message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content") for message in said
-    ):
-        raise RecordProblem(f"{key} is empty: no word and no tool call of the assistant", path=(key,))
-
-
-def _joined(value: Record, prompt: _Prompt, answer: list[Message], key: str) -> Conversation:
-    """A conversation of prompt and answer, of which the assistant's messages in the answer are trained."""
-    given = prompt.given if isinstance(prompt.given, list) else []
-    for part, place, trains in ((given, prompt.key or key, False), (answer, key, True)):
-        for message in part:
-            if "train" in message and message["train"] != (trains and message["role"] == "assistant"):
-                what = "what the assistant says after the prompt is trained, and nothing else"
-                raise RecordProblem(f"train or weight of a message contradicts: {what}", path=(place,))
-    plain = [{name: item for name, item in message.items() if name != "train"} for message in (*given, *answer)]
-    made = conversation(value, plain, system=prompt.key in _WITH_SYSTEM)
-    # The last answer is trained by the method's rule; the flags say it of those before it.
-    said = [i for i, message in enumerate(made.messages) if message["role"] == "assistant"][:-1]
-    first = len(made.messages) - len(answer)
-    flags = [True if i >= first and i in said else None for i in range(len(made.messages))]
-    return made._replace(train=flags)
+    check_said(answer, key)
+    return joined(value, Prompt(key, prompt), answer, key)
 
 
 def _margin(value: Record) -> float | None:

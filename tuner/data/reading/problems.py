@@ -17,8 +17,7 @@ def quoted(text: str) -> str:
 class RecordProblem(Exception):
     """Why one record cannot be used; `col` counts characters from 1, `path` names the value where `col` is not known.
 
-    `hint` is the line to write in the recipe where one would make the record usable, and `chat_hint` the one to write
-    instead where the model has a chat template.
+    `hint` is the line to write in the recipe where one, apart from the source's, would make the record usable.
     """
 
     def __init__(
@@ -27,20 +26,18 @@ class RecordProblem(Exception):
         col: int | None = None,
         path: KeyPath = (),
         hint: str | None = None,
-        chat_hint: str | None = None,
     ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.col = col
         self.path = path
         self.hint = hint
-        self.chat_hint = chat_hint or hint
 
     @property
     def kind(self) -> str:
         """The reason without what it quotes and counts of the record, for counting: files have few kinds."""
         return _NUMBER.sub("N", _QUOTED.sub("'...'", self.reason))
 
-    def __reduce__(self) -> tuple[type["RecordProblem"], tuple[str, int | None, KeyPath, str | None, str | None]]:
+    def __reduce__(self) -> tuple[type["RecordProblem"], tuple[str, int | None, KeyPath, str | None]]:
         """Survive the way between two processes whole."""
-        return RecordProblem, (self.reason, self.col, self.path, self.hint, self.chat_hint)
+        return RecordProblem, (self.reason, self.col, self.path, self.hint)

@@ -4,11 +4,12 @@ A form is told from the keys of each record, in the order of `FORMS`, unless the
 null counts as absent: tables fill with null what a record does not have.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
-from tuner.data.reading.columns import COLUMNS_FORM, columns_line, proposed_answers, proposed_columns
+from tuner.data.reading.answers import PROMPTS, learned_answer
+from tuner.data.reading.columns import other_side
 from tuner.data.reading.examples import (
     Compared,
     Conversation,
@@ -20,9 +21,9 @@ from tuner.data.reading.examples import (
     Record,
     Tokens,
 )
-from tuner.data.reading.forms import ALSO_READ, FORMS, from_sharegpt
-from tuner.data.reading.messages import ROLES, SPEAKERS
-from tuner.data.reading.preferences import LABELS, SIDES, label_key, labelled_of, pair_of, read_keys, sides_of
+from tuner.data.reading.forms import from_alpaca, from_text, from_tokens, from_turns
+from tuner.data.reading.messages import MEDIA, NO_MEDIA, ROLES, SPEAKERS
+from tuner.data.reading.preferences import LABELS, SCORES, SIDES, label_key, labelled_of, pair_of, sides_of
 from tuner.data.reading.problems import RecordProblem, quoted
 
 __all__ = [
@@ -32,8 +33,7 @@ __all__ = [
 if TYPE_CHECKING:
     from tuner.config.methods import ExampleKind
 
-_MEDIA = ("image", "images", "audio", "audios", "video", "videos")
-_UNUSUAL = frozenset(("tools", *LABELS, *_MEDIA, *(key for pair in SIDES for key in pair)))
+_UNUSUAL = frozenset(("tools", "system", "train", *LABELS, *MEDIA, *(key for pair in SIDES for key in pair)))
 """Keys next to `messages` that need a look."""
 _PLAIN_ROLES = frozenset(("system", "user", "assistant"))
 _NO_COLUMNS: Mapping[str, str] = {}
@@ -56,6 +56,15 @@ def parse_record(value: Record, format: str = "auto", columns: Mapping[str, str]
         raise _named_as_written(problem, columns) from problem
 
 
+def document_of(example: Example) -> Example:
+    """What is learned of an example token by token: a lone message of the assistant, as ms-swift writes it, is text."""
+    if isinstance(example, Conversation) and [message["role"] for message in example.messages] == ["assistant"]:
+        message = example.messages[0]
+        if message.keys() <= {"role", "content"}:
+            return PlainText(message["content"])
+    return example
+
+
 def parse_compared(
     value: Record,
     kind: Literal["preference", "unpaired"],
@@ -66,12 +75,13 @@ def parse_compared(
     try:
         view = _renamed(value, columns) if columns else value
         _refuse_media(view)
+        _refuse_flag(view)
         sides, label = sides_of(view), label_key(view)
         if kind == "preference" and sides is not None:
             return pair_of(view, sides, format)
         if kind == "unpaired" and label is not None:
             return labelled_of(view, label, format)
-        raise _not_compared(view, kind, columns)
+        raise _not_compared(view, kind)
     except RecordProblem as problem:
         raise _named_as_written(problem, columns) from problem
 
@@ -81,28 +91,20 @@ def _named_as_written(problem: RecordProblem, columns: Mapping[str, str]) -> Rec
     if not problem.path or problem.path[0] not in columns:
         return problem
     path = (*columns[str(problem.path[0])].split("."), *problem.path[1:])
-    return RecordProblem(problem.reason, problem.col, path, problem.hint, problem.chat_hint)
+    return RecordProblem(problem.reason, problem.col, path, problem.hint)
 
 
-def _not_compared(value: Record, kind: str, columns: Mapping[str, str]) -> RecordProblem:
-    """What a record is that has not the answers that its method compares, and the line to write."""
+def _not_compared(value: Record, kind: str) -> RecordProblem:
+    """What a record is that has not the answers that its method compares."""
     names = ", ".join(quoted(key) for key in list(value)[:8]) or "no keys"
-    form = form_of(value)
+    wanted = ("chosen", "rejected") if kind == "preference" else ("label",)
+    for key in wanted:
+        if all(name in value for name in wanted) and value[key] in (None, ""):
+            return RecordProblem(f"{key} is {'null' if value[key] is None else 'empty'}", path=(key,))
     if kind == "unpaired" and sides_of(value) is not None:
-        what = "a preference row has no label: method.kind: dpo learns which of two answers is preferred"
-        return RecordProblem(what, 1, hint="method.kind: dpo")
-    if kind == "preference" and form is not None and label_key(value) is not None:
-        what = "no chosen + rejected, but a label: method.kind: kto learns which answers are wanted"
-        return RecordProblem(what, 1, hint="method.kind: kto")
-    wanted = "chosen + rejected" if kind == "preference" else "label"
-    if kind == "preference" and not columns:
-        plain, chats = (proposed_answers(value, chats) for chats in (False, True))
-        if plain:
-            lines = columns_line(plain), columns_line(chats)
-            return RecordProblem(f"no {wanted}; the row has {names}", 1, hint=lines[0], chat_hint=lines[1])
-    learns = None if form is None else f"method.kind: {'pretrain' if form == 'text' else 'sft'}"
-    more = "" if learns is None else f": {learns} learns such rows"
-    return RecordProblem(f"no {wanted}; the row has {names}{more}", 1, hint=learns)
+        return RecordProblem("a preference row: it has two answers and no label", 1)
+    but = ", but a label" if kind == "preference" and label_key(value) is not None else ""
+    return RecordProblem(f"no {' + '.join(wanted)}{but}; the row has {names}", 1)
 
 
 def _plain(value: Record) -> Conversation | None:
@@ -117,6 +119,7 @@ def _plain(value: Record) -> Conversation | None:
             or type(message.get("content")) is not str
             or type(role := message.get("role")) is not str
             or role not in _PLAIN_ROLES
+            or (role == "assistant" and (not (content := message["content"]) or content.isspace()))
         ):
             return None
     return Conversation(messages, [None] * len(messages), None)
@@ -125,45 +128,47 @@ def _plain(value: Record) -> Conversation | None:
 def _parse(value: Record, format: str, columns: Mapping[str, str]) -> Example:  # noqa: A002 (the recipe's word)
     if format != "text":
         _refuse_media(value)
+    _refuse_flag(value)
     if format == "auto" and not columns:
         _refuse_compared(value)
+    if format in {"auto", "prompt_completion"} and "completion" in columns and value.get("completion") is not None:
+        return learned_answer(value, "completion", other_side(value, columns["completion"]), format)
     forms = FORMS if format == "auto" else {format: FORMS[format]}
     if format == "sharegpt":
-        forms = {format: (FORMS[format][0], from_sharegpt)}
+        forms = {format: (FORMS[format][0], lambda value: from_turns(value, by_speaker=True))}
     for keys, parse in forms.values():
         if all(value.get(key) is not None for key in keys):
             return parse(value)
-    for keys, parse in forms.values():  # null is judged as a value only where no other form fits
-        if all(key in value for key in keys):
-            return parse(value)
-    raise _unknown(value, [keys for keys, _ in forms.values()], columns)
+    for keys, _ in forms.values():
+        missing = next((key for key in keys if key in value and value[key] is None), None)
+        if missing is not None and all(key in value for key in keys):
+            raise RecordProblem(f"{missing} is null", path=(missing,))
+    raise _unknown(value, [keys for keys, _ in forms.values()])
 
 
 def _refuse_media(value: Record) -> None:
-    for key in _MEDIA:
+    for key in MEDIA:
         if value.get(key):
-            raise RecordProblem("images, audio and video cannot be trained", path=(key,))
+            raise RecordProblem(NO_MEDIA, path=(key,))
+
+
+def _refuse_flag(value: Record) -> None:
+    """Refuse a row that says of itself that it is not trained: it would be."""
+    flag = value.get("train")
+    if isinstance(flag, (bool, int, float)) and flag != 1:
+        raise RecordProblem("train is a flag of messages: a row that is not to be trained is left out", path=("train",))
 
 
 def _refuse_compared(value: Record) -> None:
-    """Refuse what would learn rejected answers too, with the method that learns from them and with another way."""
+    """Refuse what would learn rejected answers too."""
     sides = sides_of(value)
     if sides is not None:
-        ours = "messages" if isinstance(value[sides[0]], list) else "completion"
-        raise RecordProblem(
-            f"a preference row ({', '.join(sides)}): write method.kind: dpo to learn which of the two is preferred; "
-            "sft can learn the chosen answers",
-            path=(sides[1],),
-            hint=columns_line({ours: sides[0]}),
-        )
+        reason = f"a preference row ({', '.join(sides)}): two answers, of which one is preferred"
+        raise RecordProblem(reason, path=(sides[1],))
     label = label_key(value)
     if label is not None and isinstance(value[label], bool):
-        raise RecordProblem(
-            f"a true or false {label} makes this a preference row: write method.kind: kto to learn from the labels; "
-            "sft would learn answers labelled false too, and does where the format is named",
-            path=(label,),
-            hint=f"format: {form_of(value) or 'messages'}",
-        )
+        what = "it says whether the answer is wanted, and answers that are not would be learned too"
+        raise RecordProblem(f"a labelled row ({label}): {what}", path=(label,))
 
 
 def form_of(value: Record, columns: Mapping[str, str] = _NO_COLUMNS) -> str | None:
@@ -173,49 +178,49 @@ def form_of(value: Record, columns: Mapping[str, str] = _NO_COLUMNS) -> str | No
     return next(matching, None)
 
 
-def _unknown(value: Record, wanted: list[tuple[str, ...]], columns: Mapping[str, str]) -> RecordProblem:
+def _unknown(value: Record, wanted: list[tuple[str, ...]]) -> RecordProblem:
     known = [key for keys in wanted for key in keys]
     matches = {key: get_close_matches(key, known, 1, 0.7) for key in list(value)[:64] if key not in known}
     near = [f"{quoted(key)} (did you mean {match[0]!r}?)" for key, match in matches.items() if match]
     names = ", ".join(near[:8] or [quoted(key) for key in list(value)[:8]]) or "no keys"
-    reason = f"no {' or '.join(' + '.join(keys) for keys in wanted)}; the row has {names}"
-    form = form_of(value)
-    if form is not None:
-        return RecordProblem(reason, 1, hint=f"format: {form}")
-    fallback = COLUMNS_FORM if len(wanted) > 1 and value and not columns and not near else None
-    plain, chats = ({} if columns else proposed_columns(value, chats) for chats in (False, True))
-    hint, chat_hint = (columns_line(proposed) if proposed else fallback for proposed in (plain, chats))
-    return RecordProblem(reason, 1, hint=hint, chat_hint=chat_hint)
+    return RecordProblem(f"no {' or '.join(' + '.join(keys) for keys in wanted)}; the row has {names}", 1)
 
 
-def compared_by(value: Record, columns: Mapping[str, str] = _NO_COLUMNS) -> "ExampleKind":
-    """Return what a record is an example of, by its keys, where it compares answers; sft where it does not."""
-    try:
-        value = _renamed(value, columns) if columns else value
-    except RecordProblem:
-        return "sft"
-    if sides_of(value) is not None or (form_of(value) is None and not columns and proposed_answers(value)):
-        return "preference"
-    label = label_key(value)
-    known = label is not None and form_of(value) not in (None, "text", "tokens") and isinstance(value[label], bool)
-    return "unpaired" if known else "sft"
+def has_speakers(value: Record) -> bool:
+    """Whether a record has messages whose role is one of ShareGPT's names, which the form `sharegpt` reads."""
+    lists = (value[key] for key in ("messages", "conversations", "prompt") if isinstance(value.get(key), list))
+    roles = {item.get("role") for items in lists for item in items if isinstance(item, dict)}
+    return any(isinstance(role, str) and role in SPEAKERS and role not in ROLES for role in roles)
+
+
+def unread_keys(value: Record, columns: Mapping[str, str] = _NO_COLUMNS, kind: "ExampleKind" = "sft") -> list[str]:
+    """Return the keys of a record that are neither learned nor given to the chat template. RecordProblem."""
+    view = _renamed(value, columns) if columns else value
+    read = _read_keys(view, kind, "completion" in columns)
+    outer = {theirs.partition(".")[0] for theirs in columns.values()}
+    return [key for key in value if key not in read and (key not in outer or key in view and key not in columns)]
+
+
+def _read_keys(view: Record, kind: "ExampleKind", answers: bool) -> Set[str]:
+    """The keys that are read of a record by our names; `answers` where its completion answers a prompt of any form."""
+    if kind == "preference" or kind == "unpaired" or answers:  # noqa: PLR1714 (as above)
+        compared = [label_key(view), *SCORES, "margin", *(key for keys in SIDES for key in keys)]
+        prompt = next((key for key in PROMPTS.values() if view.get(key) is not None), None)
+        more = ("input", "history") if prompt == "instruction" else ()
+        answer = "output" if prompt == "instruction" and view.get("completion") is None else "completion"
+        return {*more, prompt, answer, "system", "tools", *([] if answers else compared)}
+    form = form_of(view)
+    return set() if form is None else {*FORMS[form][0], *ALSO_READ.get(form, ())}
 
 
 def unused_texts(
     value: Record, columns: Mapping[str, str] = _NO_COLUMNS, kind: "ExampleKind" = "sft"
 ) -> tuple[str, ...]:
-    """Return the keys of a record whose text is not read: neither trained on nor given to the chat template."""
-    value = _renamed(value, columns) if columns else value
-    if kind == "preference":
-        return _texts_but(value, read_keys(value))
-    form = form_of(value)
-    if form is None or form == "tokens":
+    """Return the keys of a record whose text is not read."""
+    if form_of(value, columns) == "tokens":
         return ()
-    return _texts_but(value, {*FORMS[form][0], *ALSO_READ.get(form, ())})
-
-
-def _texts_but(value: Record, read: Set[str]) -> tuple[str, ...]:
-    return tuple(key for key, text in value.items() if key not in read and isinstance(text, str) and text.strip())
+    texts = ((key, value[key]) for key in unread_keys(value, columns, kind))
+    return tuple(key for key, text in texts if isinstance(text, str) and text.strip())
 
 
 def _renamed(value: Record, columns: Mapping[str, str]) -> Record:
@@ -244,6 +249,25 @@ def _at(value: Record, name: str) -> tuple[Any, bool]:
     return item, True
 
 
+def _from_prompt(value: Record) -> Example:
+    return learned_answer(value, "completion", None, "prompt_completion")
+
+
+ALSO_READ = {
+    "messages": ("system", "tools"),
+    "sharegpt": ("system", "tools"),
+    "prompt_completion": ("system", "tools"),
+    "alpaca": ("input", "history", "system", "tools"),
+}
+"""What a form may read apart from the keys that it needs."""
+FORMS: dict[str, tuple[tuple[str, ...], Callable[[Record], Example]]] = {
+    "messages": (("messages",), lambda value: from_turns(value, "messages")),
+    "sharegpt": (("conversations",), from_turns),
+    "prompt_completion": (("prompt", "completion"), _from_prompt),
+    "alpaca": (("instruction", "output"), from_alpaca),
+    "text": (("text",), from_text),
+    "tokens": (("input_ids",), from_tokens),
+}
 _OPTIONAL = frozenset(
     ("system", "tools", "input", "history", "labels", "loss_mask", "margin", "score_chosen", "score_rejected")
 )

@@ -1,0 +1,1 @@
+"""The advice that `tuner` gives, followed: the parts of `tools/advice_campaign.py`."""

@@ -1,0 +1,33 @@
+"""Every line that `tuner` proposes is written, and what is then trained or resolved is compared with what was meant.
+
+    python tools/advice_campaign.py PART [options of the part]
+
+The parts are modules of `tools/advice`, each with a `main` of its own; what is meant is in the files of JSON lines next
+to them, written from the documents of other tools by somebody who had not seen the answers.
+
+- `rows`: rows of other layouts, under each method, with a chat template and without one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = sorted(path.stem for path in (ROOT / "tools" / "advice").glob("*.py") if path.stem != "__init__")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the part that the first word names; 1 where a piece of advice is wrong."""
+    words = list(sys.argv[1:] if words is None else words)
+    if not words or words[0] not in PARTS:
+        print(f"name one of: {', '.join(PARTS)}", file=sys.stderr)
+        return 2
+    return int(importlib.import_module(f"tools.advice.{words[0]}").main(words[1:]))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())

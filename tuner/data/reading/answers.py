@@ -1,0 +1,245 @@
+"""A prompt and the answers to it, in every form that records write them in.
+
+The prompt is a key of its own (`prompt`, `conversations`, `instruction`, `messages`) or what both answers begin with:
+the longest run of equal messages, or of equal text up to a space. What the assistant says after it is the answer.
+"""
+
+import os.path
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tuner.data.reading.columns import ASKING, turns_in
+from tuner.data.reading.examples import Answered, Conversation, PromptCompletion, Record
+from tuner.data.reading.forms import alpaca_question, conversation, refuse_empty, turns_of
+from tuner.data.reading.messages import Message, check_string, is_silent, said_by, type_name
+from tuner.data.reading.problems import RecordProblem
+
+PROMPTS = {
+    "prompt_completion": "prompt", "sharegpt": "conversations", "alpaca": "instruction", "messages": "messages",
+}  # fmt: skip
+"""Form -> where it has its prompt; of a record whose form is not named the first of them counts."""
+
+_Answer = str | list[Message]
+
+
+class Prompt(NamedTuple):
+    """What is answered, and the key that it stands under."""
+
+    key: str | None
+    given: _Answer | None
+
+
+def compared_answers(value: Record, keys: Sequence[str], format: str) -> list[Answered]:  # noqa: A002 (the recipe's word)
+    """The prompt with each of the answers at `keys`; `format` names the form of the prompt. RecordProblem."""
+    prompt, answers = _parts(value, keys, format)
+    if isinstance(answers[0], str):
+        _refuse_equal(answers, keys)
+        return [PromptCompletion(str(prompt.given), str(text)) for text in answers]
+    return [joined(value, prompt, list(said), key) for key, said in zip(keys, answers, strict=True)]  # type: ignore[arg-type]
+
+
+def learned_answer(value: Record, key: str, other: str | None, format: str) -> Answered:  # noqa: A002 (as above)
+    """The prompt with the answer at `key`, which alone is learned. RecordProblem.
+
+    Where the record has no prompt of its own, or repeats it in the answer, it is what this answer and the one at
+    `other` begin with.
+    """
+    prompt, answers = _parts(value, (key,) if other is None else (key, other), format, learned=True)
+    answer = answers[0]
+    if isinstance(answer, str):
+        return PromptCompletion(str(prompt.given), answer)
+    refuse_empty(answer, (key,))
+    given = prompt.given if isinstance(prompt.given, list) else []
+    before = [{"train": False, **message} for message in given]
+    return conversation(value, [*before, *answer])
+
+
+def _parts(
+    value: Record,
+    keys: Sequence[str],
+    format: str,  # noqa: A002 (the recipe's word)
+    learned: bool = False,
+) -> tuple[Prompt, Sequence[_Answer]]:
+    """The prompt, a text or messages, and each answer to it in the same form; of one that is learned that alone."""
+    prompt = _prompt(value, format)
+    answers = [_answer(value, key, format == "sharegpt") for key in keys[: 1 if learned else None]]
+    if learned and len(keys) > 1 and (prompt.key is None or _is_whole(answers[0])):
+        answers.append(_answer(value, keys[1], format == "sharegpt"))
+    if prompt.key in {None, "messages"}:
+        answers = _after_chat(answers)
+    texts = [answer for answer in answers if isinstance(answer, str)]
+    if texts and len(texts) < len(answers):
+        raise RecordProblem(f"of {' and '.join(keys)} one is a text and one a list of messages", path=(keys[1],))
+    for key, text in zip(keys, texts, strict=False):
+        if not text.strip():
+            raise RecordProblem(f"{key} is empty", path=(key,))
+    if texts and not isinstance(prompt.given, list):
+        if prompt.given is None:
+            _refuse_equal(texts, keys)
+            prompt, texts = _shared_text(value, texts, keys)
+        if isinstance(value.get("system"), str) and value["system"].strip():
+            raise RecordProblem("system has no place next to a prompt that is text and no turn", path=("system",))
+        return prompt, texts
+    said = [[said_by("assistant", text)] for text in texts] or [list(answer) for answer in answers]  # type: ignore[arg-type]
+    if not learned:
+        _refuse_equal(said, keys)
+    if not texts:
+        prompt, said = _after_prompt(value, prompt, said, keys)
+    for key, messages in zip(keys, said, strict=False):
+        check_said(messages, key)
+    return prompt, said
+
+
+def _after_chat(answers: list[_Answer]) -> list[_Answer]:
+    """A text next to a whole conversation, as ms-swift writes pairs: it answers what the last answer of that does."""
+    chats = [answer for answer in answers if not isinstance(answer, str)]
+    if len(chats) != 1 or len(answers) != 2 or not _is_whole(chats[0]):
+        return answers
+    before = chats[0][: _equal_messages(chats)]
+    return [[*before, said_by("assistant", each)] if isinstance(each, str) else each for each in answers]
+
+
+def _is_whole(answer: _Answer) -> bool:
+    """Whether an answer begins with its prompt."""
+    return not isinstance(answer, str) and answer[0]["role"] != "assistant"
+
+
+def _prompt(value: Record, format: str) -> Prompt:  # noqa: A002 (the recipe's word)
+    keys = PROMPTS.values() if format == "auto" else (PROMPTS[format],)
+    key = next((key for key in keys if value.get(key) is not None), None)
+    if key is None and format == "sharegpt" and value.get("messages") is not None:
+        key = "messages"
+    if key is None:
+        return Prompt(None, None)
+    if key == "instruction":
+        return Prompt(key, alpaca_question(value))
+    given = value[key]
+    if key == "prompt" and isinstance(given, dict):
+        return Prompt(key, _one_message(key, given, format == "sharegpt"))
+    if key == "prompt" and (not isinstance(given, (str, list)) or (isinstance(given, str) and turns_in(given) is None)):
+        return Prompt(key, check_string(given, (key,)))
+    return Prompt(key, turns_of(value, key, format == "sharegpt"))
+
+
+def _answer(value: Record, key: str, by_speaker: bool) -> _Answer:
+    """A text, or the messages of an answer: one by itself, or a list."""
+    given = value[key]
+    if isinstance(given, str) and turns_in(given) is None:
+        return given
+    if isinstance(given, dict):
+        return _one_message(key, given, by_speaker)
+    if not isinstance(given, (str, list)):
+        raise RecordProblem(f"{key} is a text or a list of messages, got {type_name(given)}", path=(key,))
+    return turns_of(value, key, by_speaker)
+
+
+def _one_message(key: str, given: Mapping[str, Any], by_speaker: bool) -> list[Message]:
+    """A message by itself."""
+    try:
+        return turns_of({key: [given]}, key, by_speaker)
+    except RecordProblem as problem:
+        path = (key, *problem.path[2:])
+        raise RecordProblem(problem.reason, problem.col, path, problem.hint) from problem
+
+
+def _refuse_equal(answers: Sequence[Any], keys: Sequence[str]) -> None:
+    if len(answers) == 2 and answers[0] == answers[1]:
+        raise RecordProblem(f"{keys[0]} and {keys[1]} are equal", path=(keys[1],))
+
+
+def _shared_text(value: Record, texts: list[str], keys: Sequence[str]) -> tuple[Prompt, list[str]]:
+    """What texts begin with, up to a space before a word in which they differ, and the rest of each."""
+    shared = os.path.commonprefix(texts) if len(texts) > 1 else ""
+    stop = len(shared)
+    while stop and not shared[stop - 1].isspace():
+        stop -= 1
+    prompt = shared[:stop].rstrip()
+    _refuse_unread(value, [prompt], keys)
+    if not prompt:
+        what = f"{' and '.join(keys)} do not begin with the same words" if len(texts) > 1 else f"{keys[0]} has none"
+        raise RecordProblem(f"no prompt: {what}", path=(keys[0],))
+    return Prompt(None, prompt), [text[len(prompt) :] for text in texts]
+
+
+def _refuse_unread(value: Record, prompt: Sequence[str], keys: Sequence[str]) -> None:
+    """Refuse a prompt taken from the answers where a key of another name has one that is no part of it."""
+    for key, item in value.items():
+        if key in keys or key in {"tools", "margin"}:
+            continue
+        turns = turns_in(item)
+        asks = key.lower() in ASKING and type(item) is str and len(item.split()) > 1
+        said = texts_of(item) if turns is not None else [item] if asks else []
+        if not all(any(text.strip() in part for part in prompt) for text in said):
+            raise RecordProblem(f"no prompt: {key} is not read, and {' and '.join(keys)} do not repeat it", path=(key,))
+
+
+def texts_of(item: Any) -> list[str]:
+    """The texts in a list of turns or messages."""
+    messages = turns_of({"messages": item}, "messages", by_speaker=True)
+    return [str(message["content"]) for message in messages if message["role"] in {"system", "user"}]
+
+
+def _after_prompt(
+    value: Record, prompt: Prompt, said: list[list[Message]], keys: Sequence[str]
+) -> tuple[Prompt, list[list[Message]]]:
+    """The messages of the prompt, and of each answer what follows it where it repeats it."""
+    whole = [_is_whole(messages) for messages in said]
+    given = prompt.given
+    if not any(whole):
+        if given is None:
+            _refuse_unread(value, (), keys)
+            raise RecordProblem(f"no prompt: {' and '.join(keys)} begin with an answer", path=(keys[0],))
+        return Prompt(prompt.key, [said_by("user", given)] if isinstance(given, str) else given), said
+    if isinstance(given, list) and prompt.key != "messages":
+        shared = len(given)
+        agrees = all(messages[:shared] == given for messages in said)
+    else:
+        shared = _equal_messages(said)
+        agrees = not isinstance(given, str) or any(_says(message, given) for message in said[0][:shared])
+    if not agrees:
+        raise RecordProblem(f"{keys[-1]} does not repeat the {prompt.key} that it is an answer to", path=(keys[-1],))
+    for key, messages in zip(keys, said, strict=False):
+        if len(messages) == shared:
+            raise RecordProblem(f"{key} is empty: it has no message after the prompt", path=(key,))
+        if messages[shared]["role"] != "assistant":
+            reason = f"the prompts of {' and '.join(keys)} differ" if len(keys) > 1 else f"{key} begins with no answer"
+            what = "what follows the shared messages is not the assistant's"
+            raise RecordProblem(f"{reason}: {what}", path=(key, shared))
+    if given is None:
+        _refuse_unread(value, [str(message["content"]) for message in said[0][:shared]], keys)
+    return Prompt(prompt.key, said[0][:shared]), [messages[shared:] for messages in said]
+
+
+def _equal_messages(said: list[list[Message]]) -> int:
+    """How many messages all of them begin with; of one alone, all up to the last that is no answer."""
+    if len(said) == 1:
+        return max((i + 1 for i, message in enumerate(said[0]) if message["role"] in {"system", "user"}), default=0)
+    equal = [all(message == both[0] for message in both) for both in zip(*said, strict=False)]
+    return next((i for i, same in enumerate(equal) if not same), len(equal))
+
+
+def _says(message: Message, text: str) -> bool:
+    return str(message["content"]).strip() == text.strip()
+
+
+def check_said(answer: Sequence[Message], key: str) -> None:
+    """Refuse an answer in which no word and no tool call of the assistant. RecordProblem."""
+    if all(is_silent(message) for message in answer if message["role"] == "assistant"):
+        raise RecordProblem(f"{key} is empty: no word and no tool call of the assistant", path=(key,))
+
+
+def joined(value: Record, prompt: Prompt, answer: list[Message], key: str) -> Conversation:
+    """A conversation of prompt and answer, of which the assistant's messages in the answer are trained."""
+    given = prompt.given if isinstance(prompt.given, list) else []
+    for part, place, trains in ((given, prompt.key or key, False), (answer, key, True)):
+        for message in part:
+            if "train" in message and message["train"] != (trains and message["role"] == "assistant"):
+                what = "what the assistant says after the prompt is trained, and nothing else"
+                raise RecordProblem(f"train or weight of a message contradicts: {what}", path=(place,))
+    plain = [{name: item for name, item in message.items() if name != "train"} for message in (*given, *answer)]
+    made = conversation(value, plain)
+    # The last answer is trained by the method's rule; the flags say it of those before it.
+    said = [i for i, message in enumerate(made.messages) if message["role"] == "assistant"][:-1]
+    first = len(made.messages) - len(answer)
+    flags = [True if i >= first and i in said else None for i in range(len(made.messages))]
+    return made._replace(train=flags)

@@ -1,0 +1,293 @@
+"""The line to write for a record that cannot be read: only one that was tried on the source's own records.
+
+What `columns.py` suggests by the names of keys is applied to the record and to the first ones of its source. It is
+proposed where the record is then read with every text that belongs to it, and each record that was read before still
+is, as before.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from tuner.config.dump import flow
+from tuner.config.methods import ExampleKind
+from tuner.data.reading.columns import (
+    SIDES,
+    Keys,
+    compared,
+    is_part,
+    labelled,
+    learned,
+    turns_in,
+    words_of,
+)
+from tuner.data.reading.examples import (
+    Compared,
+    Conversation,
+    Example,
+    Labelled,
+    Pair,
+    PlainText,
+    PromptCompletion,
+)
+from tuner.data.reading.preferences import label_key
+from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.records import document_of, form_of, has_speakers, parse_compared, parse_record, unread_keys
+
+COLUMNS_FORM = "columns: {instruction: YOURS, output: YOURS}"
+"""What to write where no key of a row is known: the row's own keys stand for YOURS."""
+_METHODS: dict[ExampleKind, str] = {"sft": "sft", "pretrain": "pretrain", "preference": "dpo", "unpaired": "kto"}
+_LEARNS = {
+    "dpo": "to learn which of two answers is preferred",
+    "kto": "to learn which answers are wanted",
+    "sft": "to learn the answers",
+    "pretrain": "to learn plain text",
+}
+_ASIDE = frozenset(
+    (
+        *("id", "uuid", "source", "url", "lang", "language", "category", "topic", "subject", "type", "tag", "license"),
+        *("dataset", "split", "model", "title", "domain", "author", "date", "timestamp", "path", "file", "level"),
+    )
+)
+"""Names of what is known about a text: it is no part of it."""
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How records are read: by what kind of method, and by what their source says."""
+
+    kind: ExampleKind
+    format: str = "auto"
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, record: Record) -> Example | Compared:
+        """The example in a record. RecordProblem."""
+        if self.kind == "preference" or self.kind == "unpaired":  # noqa: PLR1714 (which narrows the type)
+            return parse_compared(record, self.kind, self.format, self.columns)
+        example = parse_record(record, self.format, self.columns)
+        return document_of(example) if self.kind == "pretrain" else example
+
+    def try_on(self, record: Record) -> Example | Compared | None:
+        """The example in a record, or None."""
+        try:
+            return self.of(record)
+        except RecordProblem:
+            return None
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A reading under which a record is an example, and what of its text is left out."""
+
+    reading: Reading
+    given: Reading
+    """How the recipe has it."""
+    unread: tuple[str, ...]
+    needs_template: bool
+
+    @property
+    def lines(self) -> dict[str, Any]:
+        """What to write: `method`, `columns`, `format` or `chat_template`, each where it is another than is given."""
+        found: dict[str, Any] = {}
+        if _METHODS[self.reading.kind] != _METHODS[self.given.kind]:
+            found["method"] = _METHODS[self.reading.kind]
+        if self.reading.columns != self.given.columns:
+            found["columns"] = dict(self.reading.columns)
+        if self.reading.format != self.given.format:
+            found["format"] = self.reading.format
+        return found | ({"chat_template": "chatml"} if self.needs_template else {})
+
+    def text(self, path: str) -> str:
+        """The advice in words, for a source at `path`."""
+        lines = self.lines
+        source = {"path": path} | {key: lines[key] for key in ("format", "columns") if key in lines}
+        parts = []
+        if "method" in lines:
+            parts.append(f"method.kind: {lines['method']}")
+        if len(source) > 1:
+            parts.append(f"the source as {flow(source)}")
+        if "chat_template" in lines:
+            parts.append(f"tokenizer.chat_template: {lines['chat_template']}")
+        text = f"write {' and '.join(parts)}"
+        if "method" in lines:
+            text += f" {_LEARNS[lines['method']]}"
+        elif "completion" in lines.get("columns", {}) and self.is_of_pair:
+            text += " to learn the preferred answers"
+        return text + (f" ({', '.join(map(repr, self.unread))} not read)" if self.unread else "")
+
+    @property
+    def is_of_pair(self) -> bool:
+        """Whether an answer of two is learned."""
+        learned = self.reading.columns.get("completion", "").lower()
+        return self.reading.kind in {"sft", "pretrain"} and any(learned == side for side, _ in SIDES)
+
+
+def ways_out(bad: Record, sample: Sequence[Record], given: Reading, chats: bool, path: str) -> list[str]:
+    """Return in words what may be written for a record of the source at `path`; the arguments as for `proposals`.
+
+    Where nothing of a record's keys is known but texts, it is the form of the line.
+    """
+    found = proposals(bad, sample, given, chats)
+    if found or given.kind not in {"sft", "pretrain"} or given != Reading(given.kind) or form_of(bad) is not None:
+        return [proposal.text(path) for proposal in found]
+    keys = Keys.of(bad)
+    if len(keys.texts) < 2 or keys.turns or keys.sides or any(map(is_part, bad)):
+        return []
+    return [f"write the source as {{path: {flow(path)}, {COLUMNS_FORM}}}, with the row's own keys as YOURS"]
+
+
+def proposals(bad: Record, sample: Sequence[Record], given: Reading, chats: bool) -> list[Proposal]:
+    """Return what may be written for a record that is not read as `given`, the likeliest first; at most one a method.
+
+    `sample` are records of the same source, `chats` says whether the model has a chat template.
+    """
+    typical = _typical(bad, sample)
+    found: list[Proposal] = []
+    for kind in _kinds(given.kind):
+        candidates = _candidates(typical, kind, given, chats)
+        tried = (_tried(candidate, given, bad, sample, chats) for candidate in candidates)
+        proposal = next(filter(None, tried), None)
+        found += [] if proposal is None else [proposal]
+        if found and not (kind == given.kind and found[0].is_of_pair):
+            break
+    return found
+
+
+def _kinds(given: ExampleKind) -> tuple[ExampleKind, ...]:
+    others: tuple[ExampleKind, ...] = ("preference", "unpaired", "sft", "pretrain")
+    alike = {"sft", "pretrain"}  # both read the same records
+    return (given, *(kind for kind in others if kind != given and not {kind, given} <= alike))
+
+
+def reading_for(records: Sequence[Record], chats: bool) -> Reading:
+    """Return the reading that makes the most of the first records of a source: the plainest of those that do."""
+    typical = _typical({}, records)
+    kinds: tuple[ExampleKind, ...] = ("preference", "unpaired", "sft")
+    mapped = (candidate for kind in kinds for candidate in _candidates(typical, kind, Reading(kind), chats))
+    readings = [*map(Reading, kinds), *mapped]
+    best = max(readings, key=lambda reading: _used(reading, records))
+    return best if _used(best, records) else Reading("sft")
+
+
+def _used(reading: Reading, records: Sequence[Record]) -> int:
+    """Two points for each record that is read; one where a part of it is not, which is no reason for `columns`."""
+    points = 0
+    for record in records:
+        example = reading.try_on(record)
+        if example is not None and _is_learned(example, reading, record):
+            points += (not reading.columns) if lost(record, example, reading) else 2
+    return points
+
+
+def _is_learned(example: Example | Compared, reading: Reading, record: Record) -> bool:
+    """Whether an example has something to learn; numbers for labels may be classes of anything."""
+    if isinstance(example, Labelled):
+        label = record.get(reading.columns.get("label", label_key(record) or "label"))
+        return str(label).strip().lower() in {"true", "false"}
+    return not isinstance(example, Conversation) or has_answer(example)
+
+
+def _typical(bad: Record, sample: Sequence[Record]) -> dict[str, Any]:
+    """One record with a value of each key that records like `bad` have, from the first that has one."""
+    found = {key: value for key, value in bad.items() if value not in (None, "", [], {})}
+    for record in sample:
+        if not bad or len(record.keys() & bad.keys()) * 2 > len(bad):
+            found = {key: value for key, value in record.items() if value not in (None, "", [], {})} | found
+    return found
+
+
+def _candidates(typical: Record, kind: ExampleKind, given: Reading, chats: bool) -> Iterator[Reading]:
+    """Readings that may be meant, the likeliest first."""
+    if given.format != "auto":
+        form = form_of(typical)
+        yield from [Reading(kind, form, given.columns)] if form is not None else []
+    yield Reading(kind, "auto", given.columns)
+    if has_speakers(typical):
+        yield Reading(kind, "sharegpt", given.columns)
+    suggested = {"preference": compared, "unpaired": labelled}.get(kind, learned)
+    yield from (Reading(kind, "auto", columns) for columns in suggested(typical, chats))
+
+
+def _tried(candidate: Reading, given: Reading, bad: Record, sample: Sequence[Record], chats: bool) -> Proposal | None:
+    """The proposal of a reading; None where it does not do."""
+    example = candidate.try_on(bad)
+    if candidate == given or example is None or not is_whole(example) or lost(bad, example, candidate):
+        return None
+    if candidate.kind != given.kind and isinstance(example, PlainText) != (candidate.kind == "pretrain"):
+        return None
+    for record in sample:
+        before, after = given.try_on(record), candidate.try_on(record)
+        same = after == before if candidate.kind == given.kind else after is not None
+        if (before is not None and not same) or (after is not None and lost(record, after, candidate)):
+            return None
+    return Proposal(candidate, given, _aside(bad, example, candidate), not chats and _is_chat(example))
+
+
+def _is_chat(example: Example | Compared) -> bool:
+    parts = (example.chosen, example.rejected) if isinstance(example, Pair) else (example,)
+    return any(isinstance(part.example if isinstance(part, Labelled) else part, Conversation) for part in parts)
+
+
+def is_whole(example: Example | Compared) -> bool:
+    """Whether what is learned answers something: a text apart, it has a prompt and ends with the answer to it."""
+    if isinstance(example, PromptCompletion):
+        return bool(example.prompt.strip())
+    return not isinstance(example, Conversation) or (
+        has_answer(example) and example.messages[-1]["role"] == "assistant"
+    )
+
+
+def has_answer(example: Conversation) -> bool:
+    """Whether an answer that may be learned comes after something that it answers."""
+    roles = [message["role"] for message in example.messages]
+    first = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
+    return any(role == "assistant" and example.train[i] is not False for i, role in enumerate(roles) if i > first)
+
+
+def lost(record: Record, example: Example | Compared, reading: Reading) -> list[str]:
+    """Return the keys of what belongs to a prompt or an answer, by their names, and is in no part of the example."""
+    said = "\n".join(texts_in(_values(example)))
+    sides = Keys.of(record).sides or ()
+    found = []
+    for key in unread_keys(record, reading.columns, reading.kind):
+        value = record[key]
+        if key not in sides and (is_part(key) or turns_in(value) is not None):
+            found += [key] if any(text.strip() not in said for text in texts_in(value)) else []
+    return found
+
+
+def _aside(record: Record, example: Example | Compared, reading: Reading) -> tuple[str, ...]:
+    """The keys of texts of several words that are not read, though their names do not say that they are aside."""
+    said = "\n".join(texts_in(_values(example)))
+    sides = Keys.of(record).sides or ()
+    unread = (key for key in unread_keys(record, reading.columns, reading.kind) if key not in sides)
+    texts = ((key, record[key]) for key in unread if isinstance(record[key], str) and _ASIDE.isdisjoint(words_of(key)))
+    return tuple(key for key, text in texts if len(text.split()) > 1 and text.strip() not in said)
+
+
+def _values(example: Example | Compared) -> list[Any]:
+    """Everything that an example holds."""
+    if isinstance(example, Pair):
+        return [*_values(example.chosen), *_values(example.rejected)]
+    if isinstance(example, Labelled):
+        return _values(example.example)
+    return [*example]
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts in a JSON value that are not blank, but for who speaks."""
+    if isinstance(value, str):
+        if turns_in(value) is not None:
+            yield from texts_in(orjson.loads(value))
+        elif value.strip():
+            yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key not in {"role", "from"}:
+                yield from texts_in(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from texts_in(item)
