@@ -29,6 +29,8 @@ def test_a_name_is_a_run_under_runs_and_a_path_wins(place: Path) -> None:
     assert model_name("l") == str(place / "runs" / "l")
     assert model_name("owner/name") == "owner/name"
     (place / "l").mkdir()
+    assert run_path("l") == place / "runs" / "l" != run_path("l", others=True) == place / "l"
+    made.run(place / "l")
     assert run_path("l") == place / "l"
     assert model_name("l") == "l"
 
@@ -42,6 +44,17 @@ def test_a_recipe_stands_for_its_run(place: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(RecipeError, match="is a recipe, and its run has not begun") as refused:
         run_path("later.yaml")
     assert refused.value.hint == f"begin it: tuner train {place / 'later.yaml'}"
+
+
+def test_an_export_next_to_a_recipe_hides_no_run(place: Path) -> None:
+    for name in ("m", "later"):
+        (place / name).mkdir()
+        (place / name / "config.json").write_text("{}")
+    (place / "runs" / "m").rename(place / "runs" / "n")
+    (place / "m.yaml").write_text("model: {name_or_path: a/b}\ndata: {train: x}\noutput_dir: runs/n\n")
+    assert run_path("m") == place / "runs" / "n"
+    assert run_path("m", others=True) == run_path("m", recipes=False) == place / "m"
+    assert run_path("later") == place / "later"  # its run has not begun
 
 
 def test_what_is_nothing_is_answered_with_the_runs_that_there_are(place: Path) -> None:

@@ -31,7 +31,7 @@ def compare(
     from tuner.evals.compare import compare as differences
     from tuner.evals.compare import read_task_results
 
-    places = [results_of(run_path(path)) for path in (first, second)]
+    places = [results_of(run_path(path, others=True)) for path in (first, second)]
     found = differences(read_task_results(places[0]), read_task_results(places[1]), level)
     return Outcome(
         _table(found, level),

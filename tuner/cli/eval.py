@@ -49,7 +49,7 @@ def eval(  # noqa: A001 - the command's name
         raise RecipeError("--output is for the results of tasks", hint="add --tasks FILE.jsonl")
     if model == recipe == "-":
         raise RecipeError("only one of the two can be read from stdin")
-    path = run_path(model)
+    path = run_path(model, others=True)
     from tuner.run.score import find_trained, score
     from tuner.runtime.console import Console
     from tuner.runtime.dist import RankInfo

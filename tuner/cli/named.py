@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from tuner.cli.command import input_path
-from tuner.errors import MachineError, RecipeError
+from tuner.errors import MachineError, RecipeError, TunerError
+from tuner.rundir.model_path import is_run_path
+from tuner.rundir.run_json import is_run
 
 RUNS = "runs"
 """Where recipes put their runs, unless they say otherwise."""
@@ -48,23 +50,25 @@ ModelArgument = Annotated[
 ]  # fmt: skip
 
 
-def run_path(argument: str | Path, recipes: bool = True) -> Path:
+def run_path(argument: str | Path, recipes: bool = True, others: bool = False) -> Path:
     """Return the directory that an argument names, as an absolute path; `-` reads the argument from stdin.
 
-    A path that exists wins; with `recipes` a recipe stands for the directory of its run, which is said. Raises
-    RecipeError for what is none of these, with the runs that there are.
+    A path that exists wins; with `recipes` a recipe stands for the directory of its run, which is said. A directory
+    that is no run, such as an export next to the recipe, hides no run of its name, but for commands that take `others`.
+    Raises RecipeError for what is none of these, with the runs that there are.
     """
     path = input_path(argument)
     if recipes and path.is_file() and path.suffix in RECIPES:
         return _run_of(path)
+    if path.exists() and (others or not recipes or is_run_path(path)):
+        return path
+    named, recipe = _named(str(argument)), path.with_name(f"{path.name}.yaml")
+    if named is not None and (is_run_path(named) or not path.exists()):
+        return named
+    if recipes and recipe.is_file() and (not path.exists() or _has_begun(recipe)):
+        return _run_of(recipe)
     if path.exists():
         return path
-    named = _named(str(argument))
-    if named is not None:
-        return named
-    recipe = path.with_name(f"{path.name}.yaml")
-    if recipes and recipe.is_file():
-        return _run_of(recipe)
     raise RecipeError(f"{path}: no such directory, and no run of that name in ./{RUNS}", hint=known_runs())
 
 
@@ -109,8 +113,6 @@ def _not_on_hub(name: str) -> str | None:
 
 def known_runs() -> str:
     """A hint with the names of the runs that are here."""
-    from tuner.rundir.run_json import is_run
-
     place = Path.cwd() / RUNS
     found = sorted(path.name for path in place.iterdir() if is_run(path)) if place.is_dir() else []
     if not found:
@@ -125,10 +127,19 @@ def _named(name: str) -> Path | None:
     return path if name not in ("", "-") and not os.path.isabs(name) and path.is_dir() else None
 
 
+def _has_begun(recipe: Path) -> bool:
+    """Whether a file is a recipe whose run is there."""
+    from tuner.config.load import load_recipe
+
+    try:
+        return is_run(Path(load_recipe(recipe).recipe.output_dir))
+    except TunerError:
+        return False
+
+
 def _run_of(recipe: Path) -> Path:
     """The directory of a recipe's run. Raises RecipeError where the recipe is wrong, or its run never began."""
     from tuner.config.load import load_recipe
-    from tuner.rundir.run_json import is_run
     from tuner.runtime.console import Console
 
     directory = Path(load_recipe(recipe).recipe.output_dir)

@@ -27,7 +27,7 @@ def push(
 
     The token is that of HF_TOKEN, or of hf auth login; HF_ENDPOINT names another hub.
     """
-    source = run_path(path)
+    source = run_path(path, others=True)
     from dataclasses import asdict
 
     from tuner.export.hub import find_export, plan_push
