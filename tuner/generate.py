@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from transformers import (
     TextStreamer,
 )
 
+from tuner.data.encoding.loaded_template import LoadedTemplates
+from tuner.data.encoding.template import EndlessTemplateError
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export.source import Source, resolve
 from tuner.export.weights import DTYPES, first_line, load_trained
@@ -103,17 +106,22 @@ class Generator:
         """Whether the tokenizer renders messages."""
         return self.tokenizer.chat_template is not None
 
+    @cached_property
+    def _templates(self) -> LoadedTemplates:
+        return LoadedTemplates(self.tokenizer)
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of the prompt, opened for the model's answer. Raises RecipeError for an empty prompt."""
         if prompt.text is not None or not self.has_template:
             text = prompt.text if prompt.text is not None else "\n".join(m["content"] for m in prompt.messages)
             ids = self.tokenizer(text)["input_ids"]
         else:
-            messages = list(prompt.messages)
             try:
-                text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-            except Exception as error:  # jinja raises whatever the template raises
-                raise RecipeError(f"the chat template refuses this prompt: {error}") from error
+                text = self._templates.render(prompt.messages, True)
+            except EndlessTemplateError:
+                raise
+            except DataError as error:
+                raise RecipeError(error.message) from error
             ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not ids:
             raise RecipeError("the prompt is empty")

@@ -25,7 +25,7 @@ LAW: dict[str, set[str]] = {
     "rundir": BASE | {"checkpoint"},
     "transformers_tokenizer": BASE | {"data"},
     "init_from": BASE | {"model", "checkpoint", "rundir"},
-    "export": BASE | {"model", "checkpoint", "rundir", "init_from"},
+    "export": BASE | {"data", "model", "checkpoint", "rundir", "init_from"},
     "train": MATHS,
     "setup": MATHS | {"train", "rundir", "init_from"},
     "evals": MATHS | {"train"},

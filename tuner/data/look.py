@@ -188,7 +188,7 @@ def _of_model(model: str) -> tuple[TextTokenizer | None, int | None]:
     files = local_files(model)
     try:
         positions = positions_in(parse_json(files, "config.json"))
-        tokenizer = TextTokenizer(files) if "tokenizer.json" in files else None
+        tokenizer = TextTokenizer(files, origin=model) if "tokenizer.json" in files else None
     except DataError:
         return None, None
     return tokenizer, positions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from tuner.checkpoint.load import read_probe
 from tuner.checkpoint.manifest import PROBE_NAME
 from tuner.checkpoint.storage import tensor_bytes
 from tuner.config.methods import Head
+from tuner.data.encoding.loaded_template import LoadedTemplates
+from tuner.data.encoding.template import unless_refused
 from tuner.errors import DataError, MemoryLimitError, VerificationError
 from tuner.export.shards import Output, Written, sha256_of_same
 from tuner.export.source import Source
@@ -108,8 +111,7 @@ def fallback_probes(model: PreTrainedModel) -> Probes:
 
 @torch.no_grad()
 def last_logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Logits ``[P, V]`` in float32 at the last position of each prompt, each run alone and unpacked; scores ``[P, 1]``.
-    """
+    """Logits ``[P, V]`` in float32 at the last position of each prompt, each run alone and unpacked; scores ``[P, 1]``."""
     rows = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], dtype=torch.int64)
@@ -283,7 +285,10 @@ def require_same_ids(directory: Path, source: Source) -> int:
         tokenizer = auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a class raises over files that it cannot read
         raise VerificationError(f"transformers cannot load the exported tokenizer: {error}") from error
+    templates = LoadedTemplates(tokenizer, str(source.run_dir / TOKENIZER))
     for probe in probes:
+        if (messages := probe.get("messages")) is not None:  # transformers renders without limits, so ours goes first
+            unless_refused(partial(templates.render, tools=probe.get("tools")), messages, False)
         _require_ids(tokenizer, probe)
     return len(probes)
 

@@ -8,13 +8,16 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from tuner.data.encoding.loaded_template import LoadedTemplates
+from tuner.data.encoding.template import unless_refused
 from tuner.errors import DataError, RecipeError
 from tuner.export.source import Source
 from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers, saved_modules
@@ -213,25 +216,21 @@ def _tokenizer_ends(source: Source, known: Sequence[int]) -> list[int]:
 def turn_ends(tokenizer: Any, known: Sequence[int] = ()) -> list[int]:
     """Token id with which the chat template closes an assistant's turn, where generation stops at none of it yet.
 
-    It stops at the tokenizer's own end token and at the ids that are `known`.
+    It stops at the tokenizer's own end token and at the ids that are `known`. Raises DataError for a template that goes
+    beyond its limits, or does not compile.
     """
     if tokenizer.chat_template is None:
         return []
+    templates = LoadedTemplates(tokenizer)
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special = (special | {*tokenizer.all_special_tokens}) - {tokenizer.unk_token}
     pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
     ends = {*tokenizer.convert_ids_to_tokens(list(known)), tokenizer.eos_token}
 
-    def rendered(messages: Sequence[Mapping[str, Any]], prompt: bool) -> str | None:
-        try:
-            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=prompt))
-        except Exception:  # a template raises what it likes; one that refuses this turn names no end
-            return None
-
     def specials(text: str) -> list[tuple[int, int]]:
         return [found.span() for found in pattern.finditer(text)]
 
-    end = turn_end(Exchange(rendered, specials, ends, tokenizer.bos_token))
+    end = turn_end(Exchange(partial(unless_refused, templates.render), specials, ends, tokenizer.bos_token))
     return [] if end is None else [int(tokenizer.convert_tokens_to_ids(end))]
 
 

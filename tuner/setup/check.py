@@ -233,9 +233,9 @@ def _check_template(path: Path) -> None:
     except UnicodeDecodeError:
         raise DataError(f"{path}: not UTF-8 text") from None
     try:
-        ChatTemplate(text, {})
+        ChatTemplate(text, {}, name=f"{path}: the chat template")
     except DataError as error:
-        raise DataError(f"{path}: {error.message}") from None
+        raise DataError(error.message, hint=error.hint) from None
 
 
 def _check_source(source: DataSource) -> None:

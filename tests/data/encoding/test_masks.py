@@ -12,7 +12,7 @@ from tests.data import tiny
 from tuner.data.encoding import chat, place, turns
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.place import Document
-from tuner.data.encoding.template import MAX_STEPS
+from tuner.data.encoding.template_limits import MAX_STEPS
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
 from tuner.data.encoding.turns import TrainOn
@@ -391,11 +391,11 @@ def test_an_end_token_that_takes_white_space_is_trained_with_it(marked: bool) ->
     ],
 )
 def test_a_template_that_goes_on_for_ever_is_stopped(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuner.data.encoding.template.MAX_STEPS", 10_000)
+    monkeypatch.setattr("tuner.data.encoding.template_limits.MAX_STEPS", 10_000)
     tokenizer = tiny.tokenizer("{% if messages[0].content == 'x' %}" + endless + "{% endif %}" + tiny.CHATML)
     assert trained_parts(encode(tiny.chat("a", "b"), tokenizer=tokenizer), tokenizer) == ["b<|im_end|>"]
     for _ in range(2):  # what one row used up is not missed by the next
-        with pytest.raises(RecordProblem, match="does not end within its limits"):
+        with pytest.raises(RecordProblem, match="goes beyond its limits"):
             encode(tiny.chat("x", "b"), tokenizer=tokenizer)
         assert tokenizer.render(tiny.chat("z" * 9)["messages"]).count("z") == 9
 

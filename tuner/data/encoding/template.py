@@ -9,16 +9,12 @@ from datetime import datetime
 from functools import cached_property
 from itertools import product
 from types import MappingProxyType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
-from jinja2 import TemplateError, meta, nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2 import Template, TemplateError, meta, nodes
 
+from tuner.data.encoding.template_limits import MAX_TIME_CHARS, LimitError, refuse
+from tuner.data.encoding.template_sandbox import CLOSE, OPEN, Sandbox
 from tuner.errors import DataError
 
 TEMPLATE_FILE, TOOL_TEMPLATE_FILE = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
@@ -33,114 +29,35 @@ THINKING_VARIABLES = ("enable_thinking", "thinking")
 
 _PROBES = ("the question", "the answer")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# Marks of a generation block in the rendered text. Noncharacters: no valid text interchange holds them.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-MAX_STEPS = 2_000_000
-"""Rounds of loops and calls of macros in one render: a template that goes on for ever is stopped, anywhere alike."""
-MAX_POWER, MAX_REPEATED = 1000, 64 << 20
-"""The largest exponent in a template, and the most characters or items that a product makes."""
+_HINT = "set tokenizer.chat_template to a template that you trust; docs/security.md has the limits"
+_SHOWN_CHARS = 300
+"""Of what a template says itself in an error."""
 
 
 class EndlessTemplateError(DataError):
     """A template went on for ever, or would have taken all memory."""
 
 
-class _Generation(Extension):
-    """The `{% generation %}` tag: puts marks around what the assistant wrote, when asked to."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
-
-    def parse(self, parser: Parser) -> Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Callable[[], str]) -> str:
-        return f"{_OPEN}{caller()}{_CLOSE}"
-
-
-class _StepsExceededError(Exception):
-    """A template took more steps than it may."""
-
-
-class _Steps(Extension):
-    """Counts the rounds of loops and the calls of macros."""
-
-    left = MAX_STEPS
-
-    def insert(self, tree: nodes.Template) -> nodes.Template:
-        """Let every loop and macro of a template count."""
-        counted: list[nodes.For | nodes.Macro] = [*tree.find_all(nodes.For), *tree.find_all(nodes.Macro)]
-        for node in counted:
-            node.body.insert(0, nodes.ExprStmt(self.call_method("_step"), lineno=node.lineno))
-        return tree
-
-    def _step(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise _StepsExceededError
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, in which no single operation takes for ever either."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Multiply or raise to a power, within limits."""
-        if operator == "**" and isinstance(right, (int, float)) and abs(right) > MAX_POWER:
-            raise _StepsExceededError
-        if operator == "*":
-            for many, times in ((left, right), (right, left)):
-                if isinstance(times, int) and isinstance(many, (str, list, tuple)) and len(many) * times > MAX_REPEATED:
-                    raise _StepsExceededError
-        return super().call_binop(context, operator, left, right)
-
-
-class _Namespace(Namespace):
-    """jinja2's namespace without underscore names, which could reach CPython's internals."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, rest = args[0], args[1:]
-        values = dict(*rest, **kwargs)
-        for name in values:
-            _refuse_underscore(name)
-        Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_underscore(name)
-        super().__setitem__(name, value)
-
-
-class _Dict:
-    """`dict` for templates: callable, with `fromkeys`, and no class attributes to climb on."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
 class ChatTemplate:
     """A compiled chat template; raises DataError where its source does not compile."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], now: datetime | None = None) -> None:
-        """Compile; `now` is the current time for the template, whenever it asks. DataError."""
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        now: datetime | None = None,
+        name: str = "the chat template",
+    ) -> None:
+        """Compile; `now` is the current time for the template, whenever it asks, `name` where it is. DataError."""
         self.source = source
+        self.name = name
         self._has_marks = "endgeneration" in source
         self._special_tokens = dict(special_tokens)
-        try:
-            environment = _environment(now or datetime.now())
-            self._steps = cast(_Steps, environment.extensions[_Steps.identifier])
-            self._template = environment.from_string(self._steps.insert(environment.parse(source)))
-        except TemplateError as error:
-            line = getattr(error, "lineno", None)
-            place = f" line {line}" if line else ""
-            raise DataError(f"chat template{place}: {error}") from error
+        self._sandbox = _sandbox(now or datetime.now())
+        self._template = self._compiled()
         plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         probe = self._written(plain) if self._has_marks else ""
-        self.has_generation_marks = self._has_marks and (probe is None or _OPEN in probe)
+        self.has_generation_marks = self._has_marks and (probe is None or OPEN in probe)
 
     def render(
         self,
@@ -154,7 +71,7 @@ class ChatTemplate:
         `variables` are what `apply_chat_template` takes as further keyword arguments.
         """
         text = self._render(self._as_read(messages), add_generation_prompt, tools, variables)
-        return text.replace(_OPEN, "").replace(_CLOSE, "") if self._has_marks else text
+        return text.replace(OPEN, "").replace(CLOSE, "") if self._has_marks else text
 
     def render_marked(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
@@ -165,12 +82,12 @@ class ChatTemplate:
         length = opened = 0
         text = self._render(self._as_read(messages), False, tools)
         while text:
-            stop = next((i for i, char in enumerate(text) if char in (_OPEN, _CLOSE)), len(text))
+            stop = next((i for i, char in enumerate(text) if char in (OPEN, CLOSE)), len(text))
             pieces.append(text[:stop])
             length += stop
-            if text[stop : stop + 1] == _OPEN:
+            if text[stop : stop + 1] == OPEN:
                 opened = length
-            elif text[stop : stop + 1] == _CLOSE:
+            elif text[stop : stop + 1] == CLOSE:
                 spans.append((opened, length))
             text = text[stop + 1 :]
         return "".join(pieces), spans
@@ -233,7 +150,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> str:
-        self._steps.left = MAX_STEPS
+        self._sandbox.meter.begin(len(messages))
         try:
             return self._template.render(
                 **self._special_tokens,
@@ -244,9 +161,26 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
             )
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
-            raise DataError(f"the chat template refuses these messages: {error}") from error
-        except (RecursionError, MemoryError, _StepsExceededError) as error:
-            raise EndlessTemplateError("the chat template does not end within its limits") from error
+            raise DataError(f"{self.name} refuses these messages: {_said(error)}") from error
+        except LimitError as error:
+            raise EndlessTemplateError(f"{self.name} goes beyond its limits: {error}", hint=_HINT) from None
+        except (RecursionError, MemoryError) as error:
+            raise EndlessTemplateError(f"{self.name} goes beyond its limits: it calls itself", hint=_HINT) from error
+
+    def _compiled(self) -> Template:
+        meter = self._sandbox.meter
+        meter.begin()
+        try:
+            return self._sandbox.from_string(self._sandbox.metered(self.source))
+        except LimitError as error:
+            raise EndlessTemplateError(f"{self.name} goes beyond its limits: {error}", hint=_HINT) from None
+        except TemplateError as error:
+            line = getattr(error, "lineno", None)
+            place = f" line {line}" if line else ""
+            raise DataError(f"{self.name}{place}: {_said(error)}") from error
+        except (RecursionError, MemoryError, SyntaxError, ValueError) as error:
+            what = "its statements or expressions lie too deep in each other, or its numbers are too long"
+            raise EndlessTemplateError(f"{self.name} goes beyond its limits: {what}", hint=_HINT) from error
 
 
 def unless_refused(
@@ -286,39 +220,30 @@ def named_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
 def parse_template(source: str) -> nodes.Template:
     """Return the syntax tree of a template's source; DataError where it does not compile."""
     try:
-        return _environment(datetime.now()).parse(source)
-    except TemplateError as error:
-        raise DataError(f"chat template: {error}") from error
+        return _sandbox(datetime.now()).parse(source)
+    except (TemplateError, LimitError, RecursionError) as error:
+        raise DataError(f"chat template: {_said(error)}") from error
 
 
-def _environment(now: datetime) -> _Environment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, _Steps, loopcontrols])
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = now.strftime
-    environment.globals["dict"] = _Dict()
-    environment.globals["namespace"] = _Namespace
-    return environment
+def _sandbox(now: datetime) -> Sandbox:
+    sandbox = Sandbox()
+
+    def raise_exception(message: Any) -> NoReturn:
+        sandbox.meter.written(message)
+        raise TemplateError(str(message)[:_SHOWN_CHARS])
+
+    def strftime_now(form: str) -> str:
+        if len(form) > MAX_TIME_CHARS:
+            refuse(f"a form of the time of more than {MAX_TIME_CHARS:,} characters")
+        return now.strftime(form)
+
+    sandbox.globals["raise_exception"], sandbox.globals["strftime_now"] = raise_exception, strftime_now
+    return sandbox
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own filter escapes HTML, which no chat format wants.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _refuse_underscore(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace attribute may not start with an underscore: {name!r}")
+def _said(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def _with_calls(message: Message, arguments_as_text: bool, null_content: bool) -> Message:

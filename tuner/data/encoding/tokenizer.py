@@ -57,12 +57,14 @@ class TextTokenizer:
         now: datetime | None = None,
         new_ids: range = range(0),
         loaded_as: dict[str, Any] | None = None,
+        origin: str = "",
     ) -> None:
         """Build from a tokenizer directory's files by name.
 
         `chat_template` replaces the directory's own; `model_eos_ids` are further ids that end a turn, `now` the
         current time for a template, `new_ids` those of tokens that the recipe added to the files, `loaded_as` how
-        transformers loads them, as a manifest holds it, where it was asked. DataError.
+        transformers loads them, as a manifest holds it, where it was asked, `origin` the file, directory or key that
+        errors of the template name. DataError.
         """
         self.loaded_as = loaded_as
         self.files = dict(files)
@@ -74,8 +76,10 @@ class TextTokenizer:
             self.files[TEMPLATE_FILE] = chat_template.encode()
             self.files.pop(TOOL_TEMPLATE_FILE, None)
         self._now = now or datetime.now()  # one for all processes of a preparation, whenever they render
+        self._origin = origin
+        where = f"{origin}: the chat template" if origin else "the chat template"
         self._templates = {
-            name: ChatTemplate(source, self.special_tokens, self._now)
+            name: ChatTemplate(source, self.special_tokens, self._now, where)
             for name, source in named_templates(self.files, config).items()
             if name in ("default", "tool_use")
         }
@@ -83,7 +87,7 @@ class TextTokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Workers get the tokenizer once, at their start; the template in use is among the files.
-        return TextTokenizer, (self.files, None, self._model_eos_ids, self._now, self.new_ids)
+        return TextTokenizer, (self.files, None, self._model_eos_ids, self._now, self.new_ids, None, self._origin)
 
     @cached_property
     def text_prefix(self) -> list[int]:

@@ -97,7 +97,8 @@ def load_tokenizer(
         if grown is not files:
             files, _ = context.as_loaded(grown)
             require_ids(files, added, new_ids)
-    found = TextTokenizer(files, template, ends, new_ids=new_ids, loaded_as=loaded)
+    origin = context.name if template is None else f"tokenizer.chat_template: {tokenizer.chat_template}"
+    found = TextTokenizer(files, template, ends, new_ids=new_ids, loaded_as=loaded, origin=origin)
     if named is not None:
         named.require_end(found.special_tokens, context.name)
     return found

@@ -1,0 +1,259 @@
+"""Templates made to do harm end within their limits, all others render as plain jinja2 would."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from jinja2 import nodes
+from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_TESTS
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tests.data import tiny
+from tools.hostile_templates import HOSTILE, HostileTemplate
+from tools.template_campaign import SYSTEM, THOUGHTS, TOOLS, TURNS
+from tuner.config.recipe import TokenizerSection
+from tuner.data.encoding import template_filters, template_limits, template_methods
+from tuner.data.encoding.loaded_template import LoadedTemplates
+from tuner.data.encoding.template import ChatTemplate, EndlessTemplateError
+from tuner.data.encoding.template_limits import LimitError, Meter
+from tuner.data.encoding.template_sandbox import Sandbox
+from tuner.data.encoding.tokenizer_files import load_tokenizer
+from tuner.errors import DataError
+
+ROOT = Path(__file__).parents[3]
+CHAT = [{"role": "user", "content": "the question"}, {"role": "assistant", "content": "the answer"}]
+PUBLISHED = sorted([*(ROOT / "tools/chat_templates").glob("*.jinja"), *(ROOT / "tuner/data/templates").glob("*.jinja")])
+SLOW = {
+    *("a chain of attributes", "a chain of filters", "a chain of sums", "a long body", "encode", "in a long text"),
+    *("in a list of long texts", "count", "truncate", "changed", "cycle", "many statements", "ranges in lists"),
+    *("nested loops", "nested loops without text", "a loop that leaves all out", "loop controls", "generation block"),
+    *("fromkeys", "map of a big text", "sum of lists", "macro that doubles", "caller that doubles", "a giant name"),
+    *("macro without a loop", "recursive loop, doubling", "plus, kept", "set block", "a literal written in a loop"),
+    *("nest in a namespace", "string filter", "pprint", "text of a nest", "equal nests", "a nest as a key"),
+    *("nest by join", "an error of a nest", "sums of products in a loop"),
+    *("a deep key", "a deep list as text", "tojson, indented", "dict growth", "cycler"),
+}
+"""Those that use up their time, or take a while to be refused."""
+
+
+def refused(one: HostileTemplate) -> str:
+    """What is said of a template that is refused when it is compiled, or rendered."""
+    with pytest.raises(DataError) as caught:
+        template = ChatTemplate(one.source, {}, name="here: the chat template")
+        template.render(CHAT)
+        template.render(CHAT[:1], True)
+    return caught.value.message
+
+
+@pytest.mark.parametrize("one", [one for one in HOSTILE if one.name not in SLOW], ids=lambda one: one.name)
+def test_a_hostile_template_is_refused_by_name(one: HostileTemplate) -> None:
+    said = refused(one)
+    assert said.startswith("here: the chat template") and len(said) < 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one", [one for one in HOSTILE if one.name in SLOW], ids=lambda one: one.name)
+def test_a_hostile_template_that_takes_its_time_is_refused(one: HostileTemplate) -> None:
+    assert refused(one).startswith("here: the chat template")
+
+
+def test_one_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock, and then sooner: whoever leaves bad rows out meets it with every row."""
+    monkeypatch.setattr(template_limits, "FIRST_SECONDS", 0.01)
+    monkeypatch.setattr(template_limits, "MESSAGE_SECONDS", 0)
+    loop = "{% for i in range(99999) %}{% endfor %}"
+    template = ChatTemplate("{% if messages[0].content == 'x' %}" + loop * 15 + "{% endif %}a", {})
+    for allowed in ("0.01", "0.005", "0.0025"):
+        with pytest.raises(EndlessTemplateError, match=f"more than {allowed} s of processor time"):
+            template.render([{"role": "user", "content": "x"}])
+    assert template.render(CHAT) == "a"
+
+
+def test_one_that_takes_too_much_memory_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "MAX_GROWN_BYTES", 8 << 20)
+    grow = "{% set n = namespace(x=[]) %}{% for i in range(99) %}{% set n.x = n.x + ['a' * 4000000 ~ i] %}{% endfor %}"
+    with pytest.raises(EndlessTemplateError, match="more than 8 MiB of memory"):
+        ChatTemplate(grow, {}).render(CHAT)
+
+
+@pytest.mark.parametrize("given", ["chat_template.jinja", "tokenizer_config.json", "recipe"])
+def test_the_error_names_where_the_template_is(tmp_path: Path, given: str) -> None:
+    source = "{{ 'a' * 4000000000 }}"
+    section = TokenizerSection()
+    tiny.write_directory(tmp_path, tiny.CHATML)
+    named = str(tmp_path)
+    if given == "recipe":
+        path = tmp_path / "own.jinja"
+        path.write_text(source)
+        section, named = TokenizerSection(chat_template=str(path)), f"tokenizer.chat_template: {path}"
+    elif given == "chat_template.jinja":
+        (tmp_path / given).write_text(source)
+    else:
+        (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+        config = json.loads((tmp_path / given).read_text())
+        (tmp_path / given).write_text(json.dumps({**config, "chat_template": source}))
+    tokenizer = load_tokenizer(str(tmp_path), None, section)
+    with pytest.raises(EndlessTemplateError, match="a text of more than 16,777,216 characters") as caught:
+        tokenizer.render(CHAT)
+    assert caught.value.message.startswith(f"{named}: the chat template goes beyond its limits")
+    # What the hint says to write makes it usable.
+    assert load_tokenizer(str(tmp_path), None, TokenizerSection(chat_template="chatml")).render(CHAT)
+
+
+class Loaded:
+    """What is asked of a tokenizer that transformers loaded."""
+
+    name_or_path = "somebody/model"
+    special_tokens_map: ClassVar = {"bos_token": "<s>"}
+
+    def __init__(self, chat_template: Any) -> None:
+        self.chat_template = chat_template
+
+
+def test_templates_of_loaded_tokenizers_render_within_limits() -> None:
+    """In generate, chat and exports."""
+    named = {"default": "{{ bos_token }}{{ messages[0].content }}", "tool_use": "{{ 'a' * 4000000000 }}", "rag": "{{"}
+    templates = LoadedTemplates(Loaded(named))
+    assert templates.render(CHAT) == "<s>the question"
+    with pytest.raises(EndlessTemplateError, match="^somebody/model: the chat template goes beyond its limits"):
+        templates.render(CHAT, tools=TOOLS)
+    with pytest.raises(DataError, match="no chat template of the name default"):
+        LoadedTemplates(Loaded({"rag": "a"})).render(CHAT)
+
+
+class PlainGeneration(Extension):
+    """The tag of transformers, without marks."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> Any:
+        next(parser.stream)
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def plain(source: str, tokens: dict[str, str]) -> Any:
+    """What plain jinja2 renders."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[PlainGeneration, loopcontrols]
+    )
+
+    def tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, **more: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
+
+    def raise_exception(message: str) -> None:
+        raise ValueError(message)
+
+    environment.filters["tojson"] = tojson
+    environment.globals.update(raise_exception=raise_exception, strftime_now=lambda form: "2026")
+    template = environment.from_string(source)
+
+    def render(messages: Any, prompt: bool, tools: Any) -> str | None:
+        given = [
+            {"thinking": m["reasoning_content"], **m} if m.get("reasoning_content") is not None else m for m in messages
+        ]
+        try:
+            return template.render(**tokens, messages=given, add_generation_prompt=prompt, tools=tools, documents=None)
+        except Exception:  # whatever it refuses
+            return None
+
+    return render
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_others_render_as_plain_jinja2_does(path: Path) -> None:
+    source = re.sub(r"strftime_now\([^)]*\)", "'2026'", path.read_text(encoding="utf-8"))
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    ours, theirs = ChatTemplate(source, tokens), plain(source, tokens)
+    chats = [TURNS, [SYSTEM, *TURNS], TURNS[:1], THOUGHTS[:2]]
+    if "tool" not in source:  # else messages are given in the form that the template reads
+        chats.append(TURNS * 8)
+    for messages in chats:
+        for prompt in (False, True):
+            for tools in (None, TOOLS):
+                try:
+                    rendered: str | None = ours.render(messages, prompt, tools)
+                except DataError:
+                    rendered = None
+                assert rendered == theirs(messages, prompt, tools)
+
+
+EXPRESSIONS = (
+    "'a' + 'b' ~ 1 ~ none ~ [1, 'a'] ~ {'a': (1,)}",
+    "'%s-%05.2f-%d' % ('a', 1.5, 3) ~ '{:>4}|{a}'.format(1, a=[2])",
+    "2 ** 10 - 3 * 4 // 5 % 7 + 1.5 / 2",
+    "[1, 2] + [3] == [1, 2, 3] and 'b' in 'abc' and 2 in {2: 1} and (1, 2) < (1, 3) and 1 < 2 < 3",
+    "'a,b,,c'.split(',') ~ 'a b'.split() ~ 'abcb'.rsplit('b', 1) ~ 'a-b'.partition('-') ~ 'x'.center(5, '.')",
+    "' a '.strip() ~ 'aab'.lstrip('a') ~ 'ab'.replace('a', 'cc') ~ '-'.join(['a', 'b']) ~ 'ab'.upper() ~ '7'.zfill(3)",
+    "'a\\tb'.expandtabs(4) ~ 'ab'.find('b') ~ 'abab'.count('ab') ~ 'ab'.startswith(('a', 'c')) ~ 'é'.encode('utf-8')",
+    "[3, 1, 2] | sort | join('-') ~ ([1, 1, 2] | unique | list) ~ ([1, 2, 3] | sum) ~ ([[1], [2]] | sum(start=[]))",
+    "[{'a': 1}, {'a': 2}] | map(attribute='a') | map('string') | select('equalto', '2') | list",
+    "{'b': 1, 'a': [1, {'c': none}]} | tojson(indent=2) ~ ({'a': 1} | items | list) ~ ({'b': 1, 'a': 2} | dictsort)",
+    "range(7) | batch(3, 'x') | list ~ (range(7) | slice(3) | list) ~ ([1, 2, 3][1:])",
+    "('abc' | reverse) ~ 'abc'[::-1] ~ ('abc' | list) ~ ([1, 2] | reverse | list) ~ ('a b' | wordcount)",
+    "'a b' | title ~ ('<a>' | escape) ~ ('  a ' | trim) ~ ('a b c' | truncate(4, true, '..', 0))",
+    "('a\nb' | indent(2)) ~ ('a' | center(5)) ~ ('%s' | format('b')) ~ ('a b' | wordwrap(1))",
+    "namespace(a=1).a ~ dict(a=1, **{'b': 2}) ~ dict([(1, 2)]) ~ {}.fromkeys('ab', 1)",
+    "(5).bit_length() ~ (5).to_bytes(2, 'big')",
+    "'ß' | upper ~ ('aB' | lower) ~ ('ab' | capitalize) ~ ('5' | int + 1) ~ (1.55 | round(1)) ~ ('1.5' | float)",
+    "(1, 2) is sequence and {} is mapping and x is undefined and 6 is divisibleby 3 and 2 is in [1, 2] and 4 is even",
+    "messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | list",
+    "messages | groupby('role') | map('first') | join",
+)
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_an_expression_within_limits_is_what_plain_jinja2_makes_of_it(expression: str) -> None:
+    source = f"{{{{ {expression} }}}}{{% for m in messages if {expression} %}}{{{{ loop.index }}}}{{% endfor %}}"
+    expected = plain(source, {})(CHAT, False, None)
+    assert expected and ChatTemplate(source, {}).render(CHAT) == expected
+
+
+def test_every_name_of_python_and_jinja2_is_known() -> None:
+    """What a newer version brings is refused until somebody looked at what it takes."""
+    assert set(DEFAULT_FILTERS) == template_filters.FILTERS and set(DEFAULT_TESTS) == template_filters.TESTS
+    known = template_methods.BOUNDED | template_methods.PLAIN | {"format", "format_map"}  # these are the sandbox's own
+    sandbox = Sandbox()
+    for value in ("", b"", 1, 1.5, True, [], (), {}, range(1), {}.keys(), {}.items(), {}.values()):
+        for name in dir(value):
+            attribute = getattr(value, name)
+            if callable(attribute) and sandbox.is_safe_attribute(value, name, attribute):
+                assert name in known, f"{type(value).__name__}.{name}"
+
+
+def test_an_unknown_method_is_refused() -> None:
+    class Other(str):
+        def grow(self) -> str:
+            return str(self)
+
+    with pytest.raises(DataError, match="the method grow is not known to be safe"):
+        ChatTemplate("{{ a.grow() }}", {}).render(CHAT, variables={"a": Other("b")})
+
+
+def test_a_meter_counts_what_is_in_lists_as_often_as_it_is_there() -> None:
+    twice = ["ab", "ab"]
+    assert Meter().weigh([twice, twice]) > 2 * Meter().weigh(twice) > 4 * len("ab")
+    deep: list[Any] = []
+    for _ in range(300):
+        deep = [deep]
+    with pytest.raises(LimitError, match="more than 200 deep"):
+        Meter().weigh(deep)
+
+
+def test_the_documents_give_the_limits() -> None:
+    text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    limits = (
+        f"{template_limits.MAX_CHARS:,} characters", f"{template_limits.MAX_ITEMS:,} items",
+        f"{template_limits.MAX_STEPS:,} steps", f"{template_limits.MAX_GROWN_BYTES >> 20} MiB",
+        f"{template_limits.MAX_SECONDS:g} s", f"{template_limits.FIRST_SECONDS:g} s",
+        f"{template_limits.MESSAGE_SECONDS:g} s", f"{template_limits.MAX_DEPTH} deep",
+        f"{template_limits.MAX_SOURCE_CHARS:,} characters", f"{template_limits.MAX_TOKENS:,} tokens",
+        f"{template_limits.MAX_NESTING} deep", f"{template_limits.MAX_BITS:,} bits",
+        f"{template_limits.MAX_SLOW_CHARS:,} characters",
+    )  # fmt: skip
+    assert [limit for limit in limits if limit not in text] == []

@@ -1,0 +1,194 @@
+"""What one render of a chat template may take: steps, processor time, memory, and the size of any one value.
+
+A call into C cannot be interrupted, and a render in a process of its own would cost as much again as rendering does. So
+no operation of a template is begun before it is known that its result stays within the limits (`template_sandbox.py`),
+and each is charged for what it copies or compares. Whenever a slice of work is used up, the clock and the resident
+memory are looked at: a render that uses up none, as most, pays for neither.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sized
+from itertools import islice
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from jinja2.utils import Namespace
+
+from tuner.runtime.memory import resident_bytes
+
+MAX_SOURCE_CHARS, MAX_TOKENS, MAX_NESTING = 1 << 18, 1 << 14, 100
+"""Of a template's source: its characters, its tokens, and how deep its statements and expressions lie in each other."""
+MAX_STEPS = 2_000_000
+"""Rounds of loops and calls of macros in one render: a template that goes on for ever is stopped, anywhere alike."""
+MAX_SECONDS, FIRST_SECONDS, MESSAGE_SECONDS = 1.0, 0.2, 0.01
+"""Processor time of one render, after its first slice of work: at most, for the first message, and for each more."""
+MAX_GROWN_BYTES = 128 << 20
+"""Resident memory that the process may gain while it renders."""
+MAX_CHARS, MAX_ITEMS = 1 << 24, 1 << 20
+"""Of any text, and of any list, that a template makes or compares; those of lists in it count too."""
+MAX_DEPTH = 200
+"""How deep a value that a template writes, compares or uses as a key lies in others."""
+MAX_BITS, MAX_POWER = 1 << 13, 1000
+"""Of a whole number that a template computes; the largest exponent and number of decimals."""
+MAX_SLOW_CHARS = 1 << 16
+"""Of a text for filters that go through it character by character."""
+MAX_TIME_CHARS = 1000
+"""Of the form in which a template asks for the time."""
+MAX_SEARCH = 1 << 28
+"""Characters times characters that are looked for, where a search may compare each with each."""
+
+_SLICE = 1 << 17
+"""Units of work between two looks at the clock: some ten milliseconds. A unit is about what a small operation takes."""
+_SMALL = 1 << 12
+VIEWS = tuple(map(type, ({}.keys(), {}.values(), {}.items())))
+_NESTS = (list, tuple, dict, set, frozenset, Namespace, MappingProxyType, *VIEWS)
+_NUMBER_CHARS, _OTHER_CHARS = 24, 100
+
+
+class LimitError(Exception):
+    """A template goes beyond a limit; the message says which."""
+
+
+def refuse(what: str) -> NoReturn:
+    """End the render. Raises LimitError."""
+    raise LimitError(what)
+
+
+class Meter:
+    """Counts what a render takes."""
+
+    def __init__(self) -> None:
+        self._patience = 1.0
+        self.begin()
+
+    def begin(self, messages: int = 0) -> None:
+        """Begin with a render of so many messages: nothing is used up."""
+        self._seconds = self._patience * min(MAX_SECONDS, FIRST_SECONDS + MESSAGE_SECONDS * messages)
+        self.steps = MAX_STEPS
+        self.left = _SLICE
+        self._until: float | None = None
+        self._resident = 0
+
+    def step(self, cost: int) -> bool:
+        """One round of a loop, or one call of a macro, of so many operations; true."""
+        self.steps -= 1
+        if self.steps < 0:
+            refuse(f"more than {MAX_STEPS:,} steps")
+        self.left -= cost
+        if self.left < 0:
+            self._look()
+        return True
+
+    def charge(self, units: int) -> None:
+        """Count work."""
+        self.left -= units
+        if self.left < 0:
+            self._look()
+
+    def chars(self, count: int) -> None:
+        """Count a text that is about to be made."""
+        if count > MAX_CHARS:
+            refuse(f"a text of more than {MAX_CHARS:,} characters")
+        self.charge(count >> 6)
+
+    def items(self, count: int) -> None:
+        """Count a list that is about to be made."""
+        if count > MAX_ITEMS:
+            refuse(f"a list of more than {MAX_ITEMS:,} items")
+        self.charge(count >> 4)
+
+    def bits(self, count: int) -> None:
+        """Count a whole number that is about to be made."""
+        if count > MAX_BITS:
+            refuse(f"a number of more than {MAX_BITS:,} bits")
+        self.charge(count >> 6)
+
+    def slow(self, count: int) -> None:
+        """Count a text that is gone through character by character."""
+        if count > MAX_SLOW_CHARS:
+            refuse(f"a text of more than {MAX_SLOW_CHARS:,} characters for a slow filter")
+        self.charge(count)
+
+    def search(self, chars: int, wanted: int) -> None:
+        """Count a search that may compare each character with each that is wanted."""
+        if chars * wanted > MAX_SEARCH:
+            refuse(f"a search of {wanted:,} characters in {chars:,}")
+        self.charge(chars * wanted >> 8)
+
+    def bounded(self, values: Any) -> Any:
+        """The values as something of a known and bounded size: themselves, or what an iterator gives, as a list."""
+        if not isinstance(values, Sized):
+            if not isinstance(values, Iterable):
+                return values
+            values = list(islice(values, MAX_ITEMS + 1))
+        self.items(len(values) if not isinstance(values, str) else str.__len__(values))
+        return values
+
+    def counted(self, values: Iterator[Any], cost: int) -> Iterator[Any]:
+        """The same values, each of which is charged as it is taken."""
+        for value in values:
+            self.charge(cost)
+            yield value
+
+    def weigh(self, value: Any) -> int:
+        """The characters of a value written out, with all that is in it however often it is in it. LimitError."""
+        if isinstance(value, str):
+            chars = str.__len__(value)
+            if chars > _SMALL:
+                self.chars(chars)
+            return chars
+        if not isinstance(value, _NESTS):
+            return _chars_of(value)
+        level, chars, count, depth = [value], 0, 0, 0
+        while level:
+            depth += 1
+            below: list[Any] = []
+            for one in level:
+                if isinstance(one, str):
+                    chars += str.__len__(one) + 2
+                elif isinstance(one, _NESTS):
+                    below += _inside(one)
+                else:
+                    chars += _chars_of(one)
+                if len(below) > MAX_ITEMS:
+                    break
+            count += len(level) + len(below)
+            if depth > MAX_DEPTH:
+                refuse(f"a value more than {MAX_DEPTH} deep")
+            self.items(count)
+            self.chars(chars)
+            self.charge(len(level) << 2)
+            level = below
+        return chars + 4 * count
+
+    def written(self, value: Any) -> int:
+        """The characters of a value as text; what is in lists may be written out in escapes. LimitError."""
+        chars = self.weigh(value)
+        return chars if isinstance(value, str) else chars << 2
+
+    def _look(self) -> None:
+        """See what was used up. LimitError."""
+        self.left = _SLICE
+        now, resident = time.thread_time(), resident_bytes() or 0
+        if self._until is None:
+            self._until, self._resident = now + self._seconds, resident
+        elif resident > self._resident + MAX_GROWN_BYTES:
+            refuse(f"more than {MAX_GROWN_BYTES >> 20} MiB of memory")
+        elif now > self._until:
+            # Whoever leaves bad rows out meets the same template again: all its renders together take twice as long.
+            self._patience = max(self._patience / 2, 1 / 16)
+            refuse(f"more than {self._seconds:.2g} s of processor time")
+
+
+def _inside(nest: Any) -> Iterable[Any]:
+    if isinstance(nest, (dict, MappingProxyType)):
+        return [*nest.keys(), *nest.values()]
+    if isinstance(nest, Namespace):
+        return object.__getattribute__(nest, "__dict__").values()  # it shows its own names alone
+    return nest  # type: ignore[no-any-return]
+
+
+def _chars_of(value: Any) -> int:
+    if isinstance(value, int):
+        return _NUMBER_CHARS + value.bit_length() // 3
+    return _NUMBER_CHARS + 4 * len(value) if isinstance(value, bytes) else _OTHER_CHARS if value is not None else 4

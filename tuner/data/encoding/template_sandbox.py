@@ -1,0 +1,355 @@
+"""The sandbox in which chat templates render: jinja2's, in which no single operation takes much time or memory either.
+
+Whatever a template can ask of C is bounded before it is done: operators, comparisons and texts here, the methods of
+texts, lists and numbers in `template_methods.py`, filters and tests in `template_filters.py`. A name that is on none of
+their lists is refused, so that what a newer Python or jinja2 brings is looked at first. The bounds are put into a
+template's syntax tree as filters with names that no template can write; those of other nodes cost nothing.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from types import BuiltinMethodType, MethodType
+from typing import Any
+
+from jinja2 import TemplateSyntaxError, nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.lexer import Token, TokenStream
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.runtime import Context, LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+from tuner.data.encoding.template_filters import TEXT_FILTERS, bounded_filters, bounded_tests
+from tuner.data.encoding.template_limits import (
+    MAX_BITS,
+    MAX_NESTING,
+    MAX_POWER,
+    MAX_SOURCE_CHARS,
+    MAX_TOKENS,
+    Meter,
+    refuse,
+)
+from tuner.data.encoding.template_methods import OWNERS, bound_arguments, formatted
+from tuner.data.encoding.template_spy import TemplateSpy
+
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+"""Marks of a generation block in the rendered text. Noncharacters: no valid text interchange holds them."""
+_STEP, _TEXT, _JOIN, _WEIGH, _KEY, _CUT = "+step", "+text", "+join", "+weigh", "+key", "+cut"
+_SMALL, _SMALL_INT = 1 << 10, 1 << 62
+_ALWAYS_TEXT = frozenset({*TEXT_FILTERS, _JOIN})
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """jinja2 with the settings of transformers, within limits: `meter` says what the render at work has taken."""
+
+    intercepted_binops = frozenset({"+", "-", "*", "//", "%", "**"})
+
+    def __init__(self) -> None:
+        # A constant is computed when it is needed: folded at compile time it might make the code as large as it is.
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=[_Generation, _Tokens, loopcontrols]
+        )
+        self.meter = meter = Meter()
+        self.code_generator_class = _Code
+        self.filters = bounded_filters(self, meter)
+        self.tests = bounded_tests(self, meter)
+        own: dict[str, Callable[..., Any]] = {
+            _STEP: meter.step, _TEXT: self._text, _JOIN: self._join, _WEIGH: self._weigh, _KEY: self._weigh,
+            _CUT: self._cut,
+        }  # fmt: skip
+        self.filters.update(own)
+        self.globals["dict"], self.globals["namespace"] = _Dict(), _Namespace
+        self.globals.pop("lipsum")
+        self.concat = self._concat  # type: ignore[assignment]  # compiled templates take it from here
+
+    def metered(self, source: str) -> nodes.Template:
+        """Parse a source, and let what it does be counted. LimitError, TemplateError."""
+        if len(source) > MAX_SOURCE_CHARS:
+            refuse(f"more than {MAX_SOURCE_CHARS:,} characters of source")
+        tree = _Metered().visit(self.parse(source))
+        assert isinstance(tree, nodes.Template)
+        return tree
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute, where the result is within limits."""
+        if operator == "+" and type(left) is str and type(right) is str and len(left) + len(right) < _SMALL:
+            return left + right  # as most are
+        return self.operate(operator, left, right)
+
+    def operate(self, operator: str, left: Any, right: Any) -> Any:
+        """The same without a context. LimitError."""
+        if operator in ("*", "**") or type(left) is not int or type(right) is not int:
+            self._bound(operator, left, right)
+        elif not -_SMALL_INT < left < _SMALL_INT or not -_SMALL_INT < right < _SMALL_INT:
+            bits = left.bit_length() + right.bit_length()
+            self.meter.bits(bits)
+            self.meter.charge(bits)
+        return self.binop_table[operator](left, right)
+
+    def _bound(self, operator: str, left: Any, right: Any) -> None:
+        meter = self.meter
+        if operator == "+":
+            if isinstance(left, str):
+                meter.chars(str.__len__(left) + meter.weigh(right) * _escapes(left, right))
+            elif isinstance(left, (list, tuple, bytes)) and isinstance(right, (list, tuple, bytes)):
+                meter.items(len(left) + len(right))
+        elif operator == "*":
+            for many, times in ((left, right), (right, left)):
+                if isinstance(times, int) and isinstance(many, (str, list, tuple, bytes)):
+                    (meter.chars if isinstance(many, str) else meter.items)(len(many) * max(times, 0))
+            if isinstance(left, int) and isinstance(right, int):
+                meter.bits(left.bit_length() + right.bit_length())
+        elif operator == "**":
+            if isinstance(right, (int, float)) and abs(right) > MAX_POWER:
+                refuse(f"an exponent of more than {MAX_POWER:,}")
+            if isinstance(left, int) and isinstance(right, int):
+                meter.bits(left.bit_length() * abs(right))
+        elif operator == "%" and isinstance(left, (str, bytes)):
+            formatted(meter, left, "%", (right,))
+        elif operator == "-":
+            meter.weigh(left)
+            meter.weigh(right)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """The sandbox's `format` of a text, within limits."""
+        if type(value) not in (BuiltinMethodType, MethodType):
+            return None
+        inner = super().wrap_str_format(value)
+        if inner is None:
+            return None
+        text, meter, bare = value.__self__, self.meter, inner
+
+        def limited(*args: Any, **kwargs: Any) -> str:
+            formatted(meter, text, "{", (*args, *kwargs.values()))
+            return bare(*args, **kwargs)
+
+        return limited
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call what a template calls; a method of a text, list or number where its result is within limits."""
+        meter = self.meter
+        meter.charge(8)
+        owner = getattr(obj, "__self__", None)
+        if owner is None and obj is not str.maketrans:
+            if obj is _Namespace or type(obj) is _Dict:
+                args = self._mapping(args)
+        elif isinstance(owner, OWNERS) or obj is str.maketrans:
+            for name in ("_loop_vars", "_block_vars"):  # what jinja2 hands to its own functions
+                kwargs.pop(name, None)
+            if type(obj) is BuiltinMethodType or type(owner) is not TemplateSpy:
+                return obj(*bound_arguments(meter, owner, obj.__name__, args, kwargs), **kwargs)
+            meter.charge(meter.weigh(args))  # it answers for contents of any kind, and is short itself
+        elif type(owner) is _Dict:
+            args = self._mapping(args)
+        elif isinstance(owner, LoopContext):
+            meter.weigh(args)  # `changed` compares them
+        return super().call(context, obj, *args, **kwargs)
+
+    def _mapping(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a dict is made of."""
+        if args:
+            args = tuple(self.meter.bounded(each) for each in args)
+            self.meter.charge(sum(len(each) for each in args if hasattr(each, "__len__")))
+            self.meter.weigh([each for each in args if not isinstance(each, dict)])
+        return args
+
+    def _concat(self, parts: Iterable[str]) -> str:
+        pieces = parts if isinstance(parts, list) else list(parts)
+        self.meter.chars(sum(map(str.__len__, pieces)))
+        return "".join(pieces)
+
+    def _text(self, value: Any) -> Any:
+        """A value that is about to be written."""
+        if not isinstance(value, str):
+            self.meter.chars(self.meter.written(value))
+        return value
+
+    def _join(self, values: list[Any]) -> str:
+        self.meter.chars(sum([str.__len__(v) if isinstance(v, str) else self.meter.written(v) for v in values]))
+        return "".join(map(str, values))
+
+    def _weigh(self, value: Any) -> Any:
+        """A value that is about to be compared, or used as a key."""
+        self.meter.weigh(value)
+        return value
+
+    def _cut(self, value: Any) -> Any:
+        """A slice of something."""
+        if isinstance(value, str):
+            self.meter.charge(str.__len__(value) >> 6)
+        elif isinstance(value, (list, tuple)):
+            self.meter.charge(len(value) >> 4)
+        return value
+
+
+def _escapes(left: Any, right: Any) -> int:
+    """By how much a text grows where it is joined with one that is HTML."""
+    return 6 if hasattr(left, "__html__") or hasattr(right, "__html__") else 1
+
+
+class _Code(CodeGenerator):
+    """Writes a template as Python, and evaluates nothing meanwhile."""
+
+    def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
+        if not isinstance(node, (nodes.TemplateData, nodes.Const)):
+            raise nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class _Generation(Extension):
+    """The `{% generation %}` tag: puts marks around what the assistant wrote, when asked to."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        return f"{OPEN}{caller()}{CLOSE}"
+
+
+class _Tokens(Extension):
+    """Counts the tokens of a source."""
+
+    def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
+        for count, token in enumerate(stream):
+            if count >= MAX_TOKENS:
+                refuse(f"more than {MAX_TOKENS:,} tokens of source")
+            yield token
+
+
+class _Metered(NodeTransformer):
+    """Puts into a tree what counts and bounds."""
+
+    def __init__(self) -> None:
+        self._seen = self._depth = 0
+
+    def visit(self, node: Node, *args: Any, **kwargs: Any) -> Any:
+        self._seen += 1
+        self._depth += 1
+        if self._depth > MAX_NESTING:
+            refuse(f"statements and expressions more than {MAX_NESTING} deep in each other")
+        try:
+            return super().visit(node, *args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def visit_Output(self, node: nodes.Output) -> Node:
+        self.generic_visit(node)
+        node.nodes = [each if _is_text(each) else _bounded(each, _TEXT) for each in node.nodes]
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> Node:
+        self.generic_visit(node)
+        return _bounded(nodes.List(node.nodes, lineno=node.lineno), _JOIN)
+
+    def visit_Compare(self, node: nodes.Compare) -> Node:
+        self.generic_visit(node)
+        left = node.expr
+        for operand in node.ops:
+            right = operand.expr
+            if operand.op in ("in", "notin"):
+                if left is node.expr and not _is_fixed(left):
+                    node.expr = _bounded(left, _KEY)
+                if not _is_fixed(right):
+                    operand.expr = _bounded(right, _WEIGH)
+            elif not _is_fixed(left) and not _is_fixed(right):
+                operand.expr = _bounded(right, _WEIGH)
+            left = right
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> Node:
+        self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice):
+            return _bounded(node, _CUT)
+        if not isinstance(node.arg, nodes.Const):
+            node.arg = _bounded(node.arg, _KEY)
+        return node
+
+    def visit_Pair(self, node: nodes.Pair) -> Node:
+        self.generic_visit(node)
+        if not isinstance(node.key, nodes.Const):
+            node.key = _bounded(node.key, _KEY)
+        return node
+
+    def visit_Const(self, node: nodes.Const) -> Node:
+        if isinstance(node.value, int) and node.value.bit_length() > MAX_BITS:
+            refuse(f"a number of more than {MAX_BITS:,} bits")
+        return node
+
+    def visit_ScopedEvalContextModifier(self, node: Node) -> Node:
+        raise TemplateSyntaxError("a chat template has no HTML to escape: autoescape is not known", node.lineno)
+
+    def visit_For(self, node: nodes.For) -> Node:
+        node = self._counted(node)
+        if node.test is not None:
+            node.test = nodes.And(self._step(1, node), node.test, lineno=node.lineno)
+        return node
+
+    def _counted(self, node: Any) -> Any:
+        """Let every round of a loop, or call of what has a body, count as much as stands in it."""
+        before = self._seen
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(self._step(self._seen - before, node), lineno=node.lineno))
+        return node
+
+    visit_Macro = visit_CallBlock = visit_Block = _counted
+
+    @staticmethod
+    def _step(cost: int, node: Node) -> nodes.Expr:
+        return _bounded(nodes.Const(cost, lineno=node.lineno), _STEP)
+
+
+def _bounded(node: Node, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _is_fixed(node: Node) -> bool:
+    """Whether what is compared is in the source, and so is short."""
+    if isinstance(node, (nodes.List, nodes.Tuple)):
+        return all(isinstance(item, nodes.Const) for item in node.items)
+    return isinstance(node, nodes.Const)
+
+
+def _is_text(node: Node) -> bool:
+    """Whether an expression cannot be anything but a text, which is counted where it is made."""
+    if isinstance(node, nodes.CondExpr):
+        return _is_text(node.expr1) and (node.expr2 is None or _is_text(node.expr2))
+    return isinstance(node, (nodes.TemplateData, nodes.Const)) or (
+        isinstance(node, nodes.Filter) and node.name in _ALWAYS_TEXT
+    )
+
+
+class _Namespace(Namespace):
+    """jinja2's namespace without underscore names, which could reach CPython's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, rest = args[0], args[1:]
+        values = dict(*rest, **kwargs)
+        for name in values:
+            _refuse_underscore(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace attribute may not start with an underscore: {name!r}")
+
+
+class _Dict:
+    """`dict` for templates: callable, with `fromkeys`, and no class attributes to climb on."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
