@@ -68,6 +68,10 @@ CAMPAIGNS = (
     Campaign("host", ("host_campaign", "--model", f"{DEMO}/smollm2"), "states on the host: bits, meshes, bytes"),
     Campaign("reference", ("reference_campaign", "--kills", "20"), "preferences killed, their reference included"),
     Campaign("signal", ("signal_campaign", "--trials", "50"), "Ctrl-C, SIGTERM and closed terminals on two processes"),
+    Campaign(
+        "moments", ("signal_campaign", "--moments", "200", "--out", f"{DEMO}/campaigns/moments.jsonl"),
+        "SIGINT and SIGTERM at any moment from tuner's first line on: what commands say and leave",
+    ),
     Campaign("ladder", ("ladder_campaign",), "five sizes on the standard library's documentation, killed five times"),
     Campaign("eval", ("eval_campaign",), "scores of tasks: transformers item by item, two processes, the weights"),
     Campaign("elastic", ("elastic_campaign",), "another number of processes at each resume, losses and order"),

@@ -1,6 +1,7 @@
 """Stop training in two processes at random moments, as terminals and schedulers do, and look at what is left.
 
     python tools/signal_campaign.py --trials 100 --seed 0
+    python tools/signal_campaign.py --moments 200 --out moments.jsonl     (tools/signal_moments.py)
 
 Each trial starts `tuner train` with two local processes on a tiny model, waits for the first step and a random time
 more, and stops it. The ways: `ctrl-c`, the key in a terminal of its own, which signals the whole foreground group;
@@ -33,6 +34,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from tools.signal_moments import COMMANDS, moments  # noqa: E402
 
 WAYS = ("ctrl-c", "scheduler", "step", "hangup")
 LONGEST_S = 60.0
@@ -179,8 +182,15 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--moments", type=int, help="in place of these: moments from tuner's own first line on")
+    parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS), help="that moments are of")
+    parser.add_argument("--out", type=Path, help="a file with a line for each moment, with which a campaign goes on")
     options = parser.parse_args()
-    results = campaign(options.trials, options.seed, tuple(options.ways))
+    if options.moments is not None:
+        with tempfile.TemporaryDirectory(prefix="tuner-moments-", ignore_cleanup_errors=True) as place:
+            results = moments(Path(place), options.moments, options.seed, options.out, tuple(options.commands))
+    else:
+        results = campaign(options.trials, options.seed, tuple(options.ways))
     good = sum(result["good"] for result in results)
     slowest = max(result["seconds"] for result in results)
     print(json.dumps({"trials": len(results), "good": good, "slowest_s": slowest, "seed": options.seed}))

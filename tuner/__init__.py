@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+
+
+def _is_the_program() -> bool:
+    """Whether this is imported by `tuner` or `python -m tuner`, and not by a program or a notebook that uses it."""
+    words = getattr(sys, "argv", [])
+    if words[:1] == ["-m"]:  # as long as Python looks for the module to run
+        return sys.orig_argv[-len(words)] in {"tuner", "-mtuner"}
+    return bool(words) and words[0].rpartition("/")[2] == "tuner"
+
+
+def _leave(number: int, frame: object) -> None:
+    """Until a command has its own answer to signals (`tuner.runtime.stop`), nothing is there to be undone."""
+    try:
+        os.write(2, b"error: interrupted\n")
+    finally:
+        os._exit(130)
+
+
+IS_PROGRAM = _is_the_program()
+if IS_PROGRAM:
+    # Before anything that takes time to load: Python's own answer to Ctrl-C is a traceback out of whatever was loading.
+    import _signal  # type: ignore[import-not-found]
+
+    for _number in (_signal.SIGINT, _signal.SIGTERM, _signal.SIGUSR1, _signal.SIGHUP):
+        if _signal.getsignal(_number) != _signal.SIG_IGN:  # ignored by a shell's background job, or nohup
+            _signal.signal(_number, _leave)
+
+from types import ModuleType  # noqa: E402
+
+TYPE_CHECKING = False  # `typing` takes many times longer to import than this file
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0"
 __all__ = [

@@ -148,8 +148,11 @@ class DivergedError(TunerError):
 
 
 MACHINE_ERRORS = frozenset(
-    {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.EIO, errno.ESTALE}
-)
+    {
+        errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.EIO,
+        errno.ESTALE, errno.ENOLCK,
+    }
+)  # fmt: skip
 
 
 # Near a full card the first allocation that fails is often not one of torch's allocator, which has a class for it, but
@@ -181,6 +184,23 @@ def memory_line(error: BaseException) -> str:
     return next(filter(_NO_MEMORY.search, lines), lines[0] if lines else type(error).__name__)
 
 
+def space_hint(error: OSError) -> str | None:
+    """What to do where nothing more can be written, by what it is that ran out; None for another error."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            "free disk space, or choose another directory for what is written there (output_dir, data.cache_dir, "
+            "TMPDIR), then run the same command"
+        )
+    if error.errno != errno.EFBIG:
+        return None
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return "the file system takes no file of this size: choose another directory, then run the same command"
+    return f"files may have {limit:,} bytes here: raise that with ulimit -f unlimited, then run the same command"
+
+
 def as_tuner_error(error: BaseException) -> TunerError:
     """Return what an exception means to people: its line, its hint and its exit code."""
     if isinstance(error, TunerError):
@@ -197,7 +217,8 @@ def as_tuner_error(error: BaseException) -> TunerError:
             hint="write train.deterministic: false, or train on the CPU",
         )
     if isinstance(error, OSError) and error.errno in MACHINE_ERRORS:
-        return MachineError(f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror))
+        named = f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
+        return MachineError(named, hint=space_hint(error))
     if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("tuner"):
         return MachineError(f"the library {error.name} is missing", hint=f"install it: pip install {error.name}")
     return TunerError(f"{kind}: {first}" if first else kind, hint="a bug in tuner; run with --debug to see where")

@@ -47,17 +47,24 @@ class _RefusedError(Exception):
 
 
 def main() -> int:
-    """Answer the job named on the command line; the reason on stderr and exit code 1 where there is no answer."""
+    """Answer the job named on the command line; the reason on stderr and exit code 1 where there is none.
+
+    Where the machine cannot write or read, exit code 2, and the system's number of the error in the last line.
+    """
     sys.modules["torch"] = None  # type: ignore[assignment] # no tokenizer needs it, and its import takes a second
     job = Path(sys.argv[1])
     try:
         facts, replaced = _answer(job)
+        _write(job / "answer", {name: content for name, content in replaced.items() if content is not None})
+        removed = sorted(name for name, content in replaced.items() if content is None)
+        told = json.dumps({**facts, "removed": removed}, indent=2, sort_keys=True) + "\n"
+        (job / "answer" / ANSWER).write_text(told)
     except (_RefusedError, TunerError) as error:
         print(error, file=sys.stderr)
         return 1
-    _write(job / "answer", {name: content for name, content in replaced.items() if content is not None})
-    removed = sorted(name for name, content in replaced.items() if content is None)
-    (job / "answer" / ANSWER).write_text(json.dumps({**facts, "removed": removed}, indent=2, sort_keys=True) + "\n")
+    except OSError as error:
+        print(error.errno or 0, file=sys.stderr)
+        return 2
     return 0
 
 

@@ -199,6 +199,40 @@ def test_a_signal_stops_the_pipeline_with_75(workplace: Path, sent: signal.Signa
     assert found.step == document["metrics"]["step"]
 
 
+SIGNALLED = """
+import os, signal, sys
+import tuner.run.launch as launching
+def launch(*given):
+    real(*given) if sys.argv[1] == "after" else None
+    os.kill(os.getpid(), signal.SIGTERM)
+real, launching.launch = launching.launch, launch
+from tuner.cli.main import main
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("when", "words", "code", "step"),
+    [
+        ("before", ("resume", "runs/r"), 75, 5),
+        ("before", ("train", "r.yaml", "--resume", "auto"), 75, 5),
+        ("before", ("train", "r.yaml"), 130, None),  # it would have refused the unfinished run
+        ("before", ("train", "r.yaml", "--name", "new"), 130, None),
+        ("after", ("train", "r.yaml", "--name", "new", "--train.stop_after", "1 step"), 75, 1),
+    ],
+)
+def test_a_signal_around_the_steps_ends_with_75_where_the_command_would_go_on(
+    stopped: Path, when: str, words: tuple[str, ...], code: int, step: int | None
+) -> None:
+    command = [sys.executable, "-c", SIGNALLED, when, *words, "--json"]
+    done = forked.run(command, cwd=stopped, env=environment(stopped), capture_output=True, text=True)
+    document = valid(done.stdout)
+    assert (done.returncode, document["exit_code"], document["metrics"].get("step")) == (code, code, step), done.stderr
+    assert document["next"] == (f"tuner resume runs/{Path(document['artifacts']['path']).name}" if step else None)
+    last = "stopped   step" if step else "error: interrupted"
+    assert done.stderr.splitlines()[-1].startswith(last) and "Traceback" not in done.stderr
+
+
 def test_a_failed_training_fails_the_pipeline_with_its_code(workplace: Path) -> None:
     (workplace / "rows.jsonl").write_text("")
     done = shell(workplace, "tuner train r.yaml --json | tuner export-hf - --json")

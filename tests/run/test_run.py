@@ -2,9 +2,10 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -189,6 +190,35 @@ def test_a_signal_in_an_evaluation_cuts_it_short_and_it_is_done_when_the_run_goe
     assert launch(workplace, **flags) == done
     samples = [json.loads(line)["step"] for line in (done.run_dir / "samples.jsonl").read_text().splitlines()]
     assert samples == evaluated
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "named"), [(2, "1 step", "runs/r"), (1, "never", "runs/r")]
+)
+def test_a_run_directory_that_is_removed_under_a_run_is_named(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, step: int, every: str, named: str
+) -> None:
+    real = loop.optimizer_step
+
+    def removing(state: Any, index: int, *rest: Any) -> Any:
+        if index == step:
+            shutil.rmtree(workplace / "runs" / "r")
+        return real(state, index, *rest)
+
+    monkeypatch.setattr(loop, "optimizer_step", removing)
+    with pytest.raises(MachineError, match=f"{named}(/run.json: its|: this) directory is not there any more") as caught:
+        launch(workplace, train__duration="3 steps", checkpoint__every=every)
+    assert ".tmp" not in caught.value.message and caught.value.hint
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_stop_file_from_before_the_run_stops_it_and_goes(workplace: Path, resume: Literal["never", "auto"]) -> None:
+    stop = workplace / "runs" / "r" / "STOP"
+    stop.parent.mkdir(parents=True)
+    stop.touch()
+    stopped = launch(workplace, LaunchOptions(resume=resume), train__duration="2 steps")
+    assert (stopped.status, stopped.step, stop.exists()) == ("stopped", 1, False)
+    assert launch(workplace, LaunchOptions(resume="must"), train__duration="2 steps").status == "finished"
 
 
 def test_an_owed_evaluation_that_is_killed_is_written_once(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -34,6 +37,8 @@ class Listener:
 
     code: int = 200
     delay_s: float = 0.0
+    location: str = ""
+    paths: list[str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     address: str = ""
 
@@ -47,8 +52,16 @@ def listener() -> Iterator[Listener]:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             assert self.headers["Content-Type"] == "application/json"
             made.bodies.append(json.loads(body))
+            made.paths.append(f"{self.command} {self.path}")
             time.sleep(made.delay_s)
             self.send_response(made.code)
+            if made.location:
+                self.send_header("Location", made.location)
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            made.paths.append(f"{self.command} {self.path}")
+            self.send_response(200)
             self.end_headers()
 
         def log_message(self, *words: object) -> None:
@@ -104,6 +117,54 @@ def test_it_hears_of_the_chosen_events_and_of_failures_before_the_first_step(
         _launch(workplace, name="bad", output_dir=str(workplace / "runs" / "bad"), **told)
     assert [body["event"] for body in listener.bodies] == ["failed"]
     assert listener.bodies[0]["exit_code"] > 0 and listener.bodies[0]["step"] is None
+
+
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+def test_it_is_not_led_elsewhere(listener: Listener, code: int) -> None:
+    listener.code, listener.location = code, listener.address.replace("s3cret", "0ther")
+    said = posted(listener.address, {"text": "done"}, 5)
+    assert said == f"HTTP {code}: it leads elsewhere, which is not followed"
+    assert listener.paths == ["POST /hooks/s3cret?key=s3cret"]
+
+
+CONTINUE, HEADER = b"HTTP/1.1 100 Continue\r\n\r\n", b"a: " + b"b" * 60_000 + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "pause_s", "said"),
+    [
+        (b"", b"", 0.0, "no answer in 0.4 s"),
+        (b"HTTP/1.1 200 OK\r\n", b"a", 0.05, "no answer in 0.4 s"),
+        (b"", CONTINUE, 0.001, "no answer in 0.4 s"),
+        (b"HTTP/1.1 200 OK\r\n", HEADER, 0.0, "HTTPException"),
+        (b"HTTP/1.1 " + b"2" * 70_000, b"2", 0.0, "LineTooLong"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b"b" * 60_000, 0.0, None),
+        (b"HTTP/1.1 302 Found\r\nLocation: /\r\n\r\n", b"b" * 60_000, 0.0, "HTTP 302: it leads"),
+    ],
+    ids=["silent", "slow headers", "hundreds", "headers", "an endless line", "endless body", "led away"],
+)
+def test_whatever_a_server_sends_is_bounded(first: bytes, then: bytes, pause_s: float, said: str | None) -> None:
+    """In time, and in memory: what it goes on sending is not read."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            taken, _ = server.accept()
+            with taken, contextlib.suppress(OSError):
+                taken.settimeout(2.0)
+                taken.recv(1 << 16)
+                taken.sendall(first)
+                while then:
+                    taken.sendall(then)
+                    time.sleep(pause_s)
+                while taken.recv(1 << 16):
+                    pass
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        answer = posted(f"http://127.0.0.1:{server.getsockname()[1]}/", {"text": "done"}, 0.4)
+        assert answer is None if said is None else answer is not None and answer.startswith(said)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32_000
 
 
 def test_what_goes_wrong_is_a_warning_without_the_address(

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import resource
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.errors import DataError, MachineError
+from tuner.errors import DataError, MachineError, as_tuner_error
 from tuner.runtime import files
 
 
@@ -40,6 +41,52 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.undo()
     assert target.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("number", "limit", "hint"),
+    [
+        (errno.ENOSPC, resource.RLIM_INFINITY, "free disk space, or choose another directory"),
+        (errno.EDQUOT, 10_000, "free disk space, or choose another directory"),
+        (errno.EFBIG, 10_000, "files may have 10,000 bytes here: raise that with ulimit -f unlimited"),
+        (errno.EFBIG, resource.RLIM_INFINITY, "the file system takes no file of this size"),
+        (errno.EIO, 10_000, None),
+    ],
+)
+def test_what_ran_out_has_its_own_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, limit: int, hint: str | None
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+    failure = OSError(number, os.strerror(number))
+    for error in (files.machine_error(tmp_path / "a", failure, 20), as_tuner_error(failure)):
+        assert error.exit_code == 4 and os.strerror(number) in error.message
+        assert error.hint is None if hint is None else str(error.hint).startswith(hint)
+        assert "then run the same command" in (error.hint or "then run the same command")
+
+
+def test_a_limit_on_the_size_of_files_is_named(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(MachineError, match=r"/a: File too large \(needed 5,000 bytes") as caught:
+            files.write_atomic(tmp_path / "a", bytes(5000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "ulimit -f unlimited" in str(caught.value.hint)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("a", "/gone/a: its directory is not there any more"),
+        ("b/.tmp-c/d", "/gone: this directory is not there any more"),
+    ],
+)
+def test_a_directory_that_is_gone_is_named_and_no_temporary_file(tmp_path: Path, name: str, said: str) -> None:
+    with pytest.raises(MachineError) as caught:
+        files.write_atomic(tmp_path / "gone" / name, b"1")
+    assert caught.value.message == f"{tmp_path}{said}"
 
 
 def test_write_new_never_overwrites_or_follows(tmp_path: Path) -> None:

@@ -84,6 +84,17 @@ def test_an_unusable_path_is_named(tmp_path: Path) -> None:
         FileLock(tmp_path / "link").acquire(wait=True)
 
 
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def flock(descriptor: int, kind: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("tuner.runtime.lock.fcntl.flock", flock)
+    with pytest.raises(MachineError, match=f"{tmp_path}: its file system has no locks") as caught:
+        FileLock(tmp_path / "lock", wait=False).acquire(wait=False)
+    assert "output_dir" in str(caught.value.hint)
+
+
 def test_a_lock_that_cannot_be_closed_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = FileLock(tmp_path / "lock", wait=False)
     lock.acquire(wait=False)

@@ -168,10 +168,12 @@ def test_the_second_signal_kills_every_rank(tmp_path: Path) -> None:
         assert process.poll() is None
     ranks = [int(os.readlink(tmp_path / name)) for name in ("0", "1")]
     os.kill(ranks[1], signal.SIGSTOP)  # so that the first signal does not end it
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 130
+    for _ in range(100):  # two that come at once, on a busy machine, are one
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.3)
+            break
+    assert process.wait(0) == 130
     wait_until_gone(ranks)
 
 

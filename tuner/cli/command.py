@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import inspect
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -31,7 +29,8 @@ import typer
 from tuner.cli.document import Outcome, failure_document, outcome_document, read_document, write_document
 from tuner.cli.table import note_stdout
 from tuner.errors import ExitCode, MachineError, RecipeError, TunerError, as_tuner_error
-from tuner.runtime.stop import is_ignored
+from tuner.runtime import stop
+from tuner.runtime.activity import LABEL_WIDTH
 from tuner.runtime.warned import Warned, collected
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DebugOption", "Invocation", "JsonOption", "Outcome", "OutputOptions", "RecipeArgument", "VerboseOption", "command",
-    "given_overrides", "input_path", "load_for_command", "overrides_of", "run_command",
+    "given_overrides", "input_path", "load_for_command", "overrides_of", "run_command", "stopped_as",
 ]  # fmt: skip
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the result.")]
@@ -187,12 +186,17 @@ def run_command(name: str, options: OutputOptions, body: Callable[[], Outcome]) 
     File descriptor 1 points to stderr from here on: whatever a library prints goes there. The result alone - the
     path, or with `--json` one document, on failure too - goes to the real stdout, and only from rank 0.
     Whatever is said as a warning on stderr is in the document, once, whether the body succeeds or fails.
-    Errors become one line on stderr; a traceback needs `--debug`. A stop signal ends the body as Ctrl-C does, with 130,
-    but for the stretch in which training listens itself.
+    Errors become one line on stderr; a traceback needs `--debug`. A stop signal ends the process wherever the body is
+    (`tuner.runtime.stop`), with 130 or as `stopped_as` says, but for the stretch in which training listens itself.
     """
     stdout, warned = _take_stdout(), Warned()
+    _rank()  # what the answer to a signal needs is loaded before one comes
+
+    def answer() -> int:
+        return _answer_signal(name, options, stdout, warned)
+
     try:
-        with collected(warned, _say), _stop_signals_interrupt():
+        with collected(warned, _say), stop.heeded(), stop.answered(answer):
             outcome = body()
     except _PassedOn as passed:
         code = int(passed.document["exit_code"])
@@ -213,17 +217,43 @@ def run_command(name: str, options: OutputOptions, body: Callable[[], Outcome]) 
 
 
 @contextmanager
-def _stop_signals_interrupt() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = [number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP) if not is_ignored(number)]
-    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+def stopped_as(found: Callable[[], tuple[str, Outcome] | None]) -> Iterator[None]:
+    """For the length of the block, `found` says what can be resumed after a signal: a line, and the outcome; or None.
+
+    It is called in a signal handler: it imports nothing.
+    """
+    _stopped.append(found)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        _stopped.remove(found)
+
+
+_stopped: list[Callable[[], tuple[str, Outcome] | None]] = []
+
+
+def _answer_signal(name: str, options: OutputOptions, stdout: int, warned: Warned) -> int:
+    """Say that a signal ended the process, from within its handler; returns the exit code."""
+    if options.debug:
+        import faulthandler  # a part of the interpreter
+
+        faulthandler.dump_traceback(2, all_threads=False)
+    left = None
+    with suppress(Exception):  # whatever a run's files are like
+        left = _stopped[-1]() if _stopped else None
+    if left is None:
+        error, code = TunerError("interrupted"), int(ExitCode.INTERRUPTED)
+        stop.say("error: interrupted" if _rank() == 0 else f"error on rank {_rank()}: interrupted")
+        document, line = failure_document(name, code, KeyboardInterrupt.__name__, error), ""
+    else:
+        said, outcome = left
+        if _rank() == 0:
+            stop.say(f"{'stopped':<{LABEL_WIDTH}}{said}")
+        document, line, code = outcome_document(name, outcome), outcome.result, outcome.exit_code
+    document["warnings"] = warned.texts
+    if _rank() == 0 and (options.json or line):
+        _write_line(stdout, write_document(document) if options.json else line)
+    return code
 
 
 def _fail(name: str, options: OutputOptions, error: BaseException, stdout: int, warned: Warned) -> NoReturn:
@@ -339,6 +369,7 @@ def _rank() -> int:
 
 
 def _finish(stdout: int, line: str | None, code: int) -> NoReturn:
+    stop.over()
     try:  # what a closed terminal did not take would else fail, and change the exit code, when Python ends
         sys.stdout.flush()
         sys.stderr.flush()

@@ -11,19 +11,25 @@ from typing import Any, NoReturn
 import typer
 from typer.exceptions import TyperException
 
+from tuner import IS_PROGRAM
 from tuner.cli.app import COMMANDS, GROUPS, TAKES_RECIPE, build
 from tuner.cli.argv import split
 from tuner.errors import ExitCode, RecipeError
 from tuner.runtime.before_torch import prepare_environment
+from tuner.runtime.stop import heed, over
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and end the process with its exit code."""
+    if IS_PROGRAM:
+        heed()
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["__complete"]:  # as shells ask; what answers them is loaded for nothing else
         _complete(given[1:])
     prepare_environment(os.environ)
-    raise SystemExit(run(given))
+    code = run(given)
+    over()
+    raise SystemExit(code)
 
 
 def run(args: list[str]) -> int:

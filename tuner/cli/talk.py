@@ -6,19 +6,20 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from tuner.cli.command import Outcome
 from tuner.errors import RecipeError
+from tuner.runtime.stop import is_loading, undone
 
 if TYPE_CHECKING:
     from tuner.generate import Answer, Generator, Sampling
 
 COMMANDS = {"/reset": "forget what was said", "/quit": "end (Ctrl-D too)", "/help": "show this"}
 QUIT = frozenset({"/quit", "/exit", "/bye"})
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 Show = Callable[[str], None]
 
@@ -102,7 +103,7 @@ def talk(generator: Generator, sampling: Sampling, system: str | None, stdout: i
     held = Talk(generator, sampling, system, live, show, lambda text: print(text, file=sys.stderr, flush=True))
     if live:
         held.note("Ctrl-C stops an answer, /quit ends, /reset forgets, /help lists")
-    with _signals_end():
+    with _ctrl_c_stops_an_answer() if live else nullcontext():
         held.hold(_typed() if live else _piped())
     if stdout is not None:
         raise SystemExit(0)  # everything that stdout is to carry is there already
@@ -150,11 +151,25 @@ def _piped() -> Iterator[str]:
 
 
 @contextmanager
-def _signals_end() -> Iterator[None]:
-    """SIGTERM and its like end the process, as there is nothing to save; SIGINT alone is Ctrl-C."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in ENDING}
+def _ctrl_c_stops_an_answer() -> Iterator[None]:
+    """SIGINT alone is Ctrl-C; other signals end the process, and its terminal is left as it was found."""
+    def stop(number: int, frame: FrameType | None) -> None:
+        if not is_loading(frame):  # half a library would be left behind
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, stop)
     try:
-        yield
+        with undone(_terminal_as_it_is()):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, before)
+
+
+def _terminal_as_it_is() -> Callable[[], None]:
+    """What puts the terminal back, which `input` has otherwise while a line is typed."""
+    if not sys.stdin.isatty():
+        return lambda: None
+    import termios
+
+    found = termios.tcgetattr(sys.stdin)
+    return lambda: termios.tcsetattr(sys.stdin, termios.TCSANOW, found)

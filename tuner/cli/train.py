@@ -18,6 +18,7 @@ from tuner.cli.command import (
     input_path,
     load_for_command,
     overrides_of,
+    stopped_as,
 )
 from tuner.errors import RecipeError
 
@@ -100,23 +101,29 @@ def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool)
 
     console = _console(loaded, verbose)
     options = replace(options, level=_level(loaded, verbose))
-    from tuner.run.previous import already_finished
+    from tuner.run.previous import already_finished, launches_of, left_before
 
-    finished = already_finished(loaded, options, console)
-    if finished is not None:
-        return outcome_of(finished, console)
-    try:
-        with console.doing(LOADING):
-            from tuner.run.launch import launch
+    run_dir = Path(loaded.recipe.output_dir)
+    before = launches_of(run_dir) if options.resume == "never" else -1
 
-        result = launch(loaded, options)
-    except KeyboardInterrupt:
-        from tuner.run.previous import left_before
+    def left() -> tuple[str, Outcome] | None:
+        found = left_before(run_dir, before)
+        return None if found is None else stopped_outcome(found)
 
-        left = left_before(loaded, options)
-        if left is None:
-            raise
-        result = left
+    with stopped_as(left):
+        finished = already_finished(loaded, options, console)
+        if finished is not None:
+            return outcome_of(finished, console)
+        try:
+            with console.doing(LOADING):
+                from tuner.run.launch import launch
+
+            result = launch(loaded, options)
+        except KeyboardInterrupt:  # raised in order: by ranks that were cut short, or by what looks for a signal
+            found = left_before(run_dir, before)
+            if found is None:
+                raise
+            result = found
     export = export_dir(result.run_dir, result.step) if loaded.recipe.export.at_end else None
     return outcome_of(result, console, export)
 
@@ -141,17 +148,24 @@ def outcome_of(result: RunResult, console: Console, export: Path | None = None) 
     if result.status == "planned":
         return Outcome(str(result.run_dir), artifacts=artifacts, metrics=metrics, next=f"tuner train, into {run_dir}")
     if result.status == "stopped":
-        step = f"step {result.step} of {result.total_steps}"
-        console.say("stopped", f"{step} · resume with: tuner resume {run_dir}")
-        return Outcome(
-            str(result.run_dir), "stopped", 75, artifacts=artifacts, metrics=metrics, next=f"tuner resume {run_dir}"
-        )
+        said, outcome = stopped_outcome(result)
+        console.say("stopped", said)
+        return outcome
     better = _better(result)
     following = f"tuner export-hf {run_dir}{' --step best' if better else ''}"
     if export is not None:
         artifacts["export"], following = str(export), f"tuner generate {_shown(export)}"
     console.say("done", f"{result.step} steps{_evaluated(result.metrics)}{better} · next: {following}")
     return Outcome(str(result.run_dir), artifacts=artifacts, metrics=metrics, next=following)
+
+
+def stopped_outcome(result: RunResult) -> tuple[str, Outcome]:
+    """What to say of a run that stopped and can be resumed, and the command's outcome. It imports nothing."""
+    resume = f"tuner resume {_shown(result.run_dir)}"
+    artifacts = {"checkpoint": str(result.checkpoint)} if result.checkpoint else {}
+    metrics = {**result.metrics, "total_steps": result.total_steps}
+    outcome = Outcome(str(result.run_dir), "stopped", 75, artifacts=artifacts, metrics=metrics, next=resume)
+    return f"step {result.step} of {result.total_steps} · resume with: {resume}", outcome
 
 
 def _evaluated(metrics: Mapping[str, Any]) -> str:

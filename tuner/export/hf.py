@@ -53,6 +53,7 @@ from tuner.runtime.files import (
     regular_size,
     write_new,
 )
+from tuner.runtime.stop import undone
 
 
 def run_export(plan: ExportPlan) -> ExportReport:
@@ -263,7 +264,8 @@ def _temporary(final: Path) -> Iterator[Path]:
         raise machine_error(directory, error) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield directory
+        with undone(lambda: discard_dir(directory)):
+            yield directory
     except OSError as error:
         raise machine_error(directory, error) from error
     finally:

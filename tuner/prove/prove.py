@@ -16,6 +16,7 @@ from tuner.prove.processes import Failure, in_processes
 from tuner.prove.training import Setting, train_layout, train_plain
 from tuner.prove.twin import Twin, make_twin
 from tuner.runtime.dist import RankInfo
+from tuner.runtime.files import scratch_dir
 from tuner.setup.build import mesh_of, meta_model_of
 
 STEPS = 20
@@ -44,8 +45,7 @@ def prove(recipe: Recipe, steps: int, layouts: Sequence[str], say: Callable[[str
     if RankInfo.is_given():
         raise RecipeError("prove starts its processes itself", hint="run it without torchrun or srun")
     chosen = layouts_of(recipe.parallel, layouts)
-    with tempfile.TemporaryDirectory(prefix="tuner-prove-") as directory:
-        place = Path(directory)
+    with scratch_dir("tuner-prove-") as place:
         (place / "model").mkdir()
         twin = make_twin(recipe, place / "model")
         setting = Setting(twin, steps, place)

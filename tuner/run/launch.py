@@ -23,6 +23,7 @@ from tuner.rundir.directory import RunDir
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.environment import command_line
+from tuner.runtime.stop import undone
 from tuner.setup.build import require_groups
 from tuner.setup.resolve import check_division
 from tuner.setup.settled import reopened, with_batch_of, with_whole_batches
@@ -148,7 +149,8 @@ def _webhook(recipe: Recipe, console: Console, main: bool) -> Iterator[Webhook |
         return
     from tuner.run.webhook import Webhook
 
-    with Webhook(recipe.notify, address, Path(recipe.output_dir), recipe.name, console) as webhook:
+    webhook = Webhook(recipe.notify, address, Path(recipe.output_dir), recipe.name, console)
+    with webhook, undone(webhook.interrupted):
         yield webhook
 
 

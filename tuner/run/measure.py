@@ -27,6 +27,7 @@ from tuner.runtime.deterministic import tf32_products
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
 from tuner.runtime.spawn import run_ranks
+from tuner.runtime.stop import undone
 from tuner.setup.resolve import resolve
 from tuner.setup.timetable import timetable
 
@@ -94,7 +95,8 @@ def measure_recipe(loaded: LoadedRecipe, options: MeasureOptions, level: Level) 
     job = MeasureJob(Job.of(loaded, LaunchOptions(level=level, handed_over=given)), options)
     logs = Path(tempfile.mkdtemp(prefix="tuner-profile-"))
     says = f"starting {place.local} processes" if console.is_heard else ""
-    plain = run_ranks(measure_rank, MEASURE_JOB.dump_python(job, mode="json"), place.local, logs, says)
+    with undone(lambda: shutil.rmtree(logs)):
+        plain = run_ranks(measure_rank, MEASURE_JOB.dump_python(job, mode="json"), place.local, logs, says)
     shutil.rmtree(logs)  # after a failure they stay: the error names them
     return MEASURED.validate_python(plain)
 

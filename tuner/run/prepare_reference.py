@@ -22,7 +22,7 @@ from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
 from tuner.runtime.spawn import run_ranks
-from tuner.runtime.stop import StopSignals
+from tuner.runtime.stop import StopSignals, undone
 from tuner.setup.build import Assembly, build
 from tuner.setup.resolve import reference_of, resolve
 
@@ -46,7 +46,8 @@ def prepare_reference(loaded: LoadedRecipe, prepared: Path, console: Console, op
     job = JOB.dump_python(Job.of(loaded, replace(options, handed_over=given)), mode="json")
     logs = Path(tempfile.mkdtemp(prefix="tuner-reference-"))
     says = f"starting {place.local} processes" if console.is_heard else ""
-    found = run_ranks(reference_rank, job, place.local, logs, says)
+    with undone(lambda: shutil.rmtree(logs)):
+        found = run_ranks(reference_rank, job, place.local, logs, says)
     shutil.rmtree(logs)  # after a failure they stay: the error names them
     return Path(found["path"])
 

@@ -228,16 +228,32 @@ def resume_source(run_dir: Path, overrides: Sequence[Override] = ()) -> LoadedRe
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"output_dir": str(run.path)}))
 
 
-def left_before(loaded: LoadedRecipe, options: LaunchOptions) -> RunResult | None:
-    """What an earlier launch left to resume, for a launch that ends before its first step; None without any."""
-    from tuner.checkpoint.load import newest
+def launches_of(run_dir: Path) -> int:
+    """How many launches a run has had; none where its record cannot be read."""
+    with suppress(DataError):
+        record = RunDir(run_dir).read_record()
+        return 0 if record is None else len(record["launches"])
+    return 0
 
-    run = RunDir(Path(loaded.recipe.output_dir))
-    record, found = run.read_record(), newest(run.checkpoints, verify=False)
-    total = record["launches"][-1].get("total_steps") if record is not None and record["launches"] else None
-    if options.resume == "never" or found is None or total is None:
+
+def left_before(run_dir: Path, launches: int = -1) -> RunResult | None:
+    """What a run can be resumed from where a launch was cut short, by its newest checkpoint; None without any.
+
+    With `launches`, those that it had before, also None where none was added: the command would not resume it. It
+    needs no torch, and is called in a signal handler: it imports nothing.
+    """
+    run = RunDir(run_dir)
+    record = run.read_record()
+    if record is None or len(record["launches"]) <= launches:
         return None
-    return run_result(run, "stopped", found, int(total), found.state)
+    total = record["launches"][-1].get("total_steps")
+    for _, path in [] if total is None else step_dirs(run.checkpoints):
+        with suppress(DataError):
+            read_manifest(path, verify=False)
+            state = read_json(path / STATE_NAME)
+            metrics = {key: state.get(key) for key in METRICS}
+            return RunResult(run.path, "stopped", int(state["step"]), int(total), path, metrics)
+    return None
 
 
 def run_result(

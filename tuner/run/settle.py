@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.errors import TunerError
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
-from tuner.runtime.files import read_json, write_json
+from tuner.runtime.files import read_json, scratch_dir, write_json
 from tuner.runtime.process import from_rank0
 from tuner.setup.settled import (
     LEVEL,
@@ -132,9 +131,9 @@ def _asked(job: Mapping[str, Any]) -> dict[str, Any]:
     package = str(Path(__file__).resolve().parents[2])
     paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-    with tempfile.TemporaryDirectory(prefix="tuner-settle-") as directory:
-        write_json(Path(directory, JOB), dict(job))
-        command = [sys.executable, "-m", __name__, directory]
+    with scratch_dir("tuner-settle-") as directory:
+        write_json(directory / JOB, dict(job))
+        command = [sys.executable, "-m", __name__, str(directory)]
         try:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", env=environment,
@@ -143,7 +142,7 @@ def _asked(job: Mapping[str, Any]) -> dict[str, Any]:
         except (OSError, subprocess.TimeoutExpired) as error:
             return {"error": f"{type(error).__name__}: {error}"}
         with suppress(TunerError):
-            return read_json(Path(directory, ANSWER))
+            return read_json(directory / ANSWER)
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         return {"error": f"the process that predicts ended with code {done.returncode}: {last}"}
 

@@ -1,8 +1,6 @@
 """Proof that a run resumes exactly: some of its steps without a break, and the same ones with a stop between them."""
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +22,7 @@ from tuner.rundir.layout import CHECKPOINTS, METRICS
 from tuner.rundir.run_json import hold
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
-from tuner.runtime.files import TMP_PREFIX, sweep
+from tuner.runtime.files import TMP_PREFIX, scratch_dir, sweep
 from tuner.train.progress import CLOCKED
 
 QUIET: dict[str, dict[str, Any]] = {
@@ -79,8 +77,7 @@ def verify_resume(run_dir: Path, steps: int, console: Console, own_process: bool
         asked, on_cuda = loaded.recipe.train.deterministic, is_made_deterministic(loaded.recipe.train.device)
         added = on_cuda and not asked
         console.say("verify", compared + (", with train.deterministic: true" if added else ""))
-        place = Path(tempfile.mkdtemp(prefix=f"{TMP_PREFIX}verify-", dir=run.checkpoints))
-        try:
+        with scratch_dir(f"{TMP_PREFIX}verify-", run.checkpoints) as place:
             with console.doing("training without a break"):
                 whole = _Trained(loaded, place / "whole", console, own_process)
                 whole.train(start.resume, 2 * steps, last)
@@ -91,8 +88,6 @@ def verify_resume(run_dir: Path, steps: int, console: Console, own_process: bool
                 broken.train("must", steps, last)
             hint = _hint(on_cuda or asked)
             return _compared(run.path, start.step, whole.result(), broken.result(), hint)
-        finally:
-            shutil.rmtree(place)
 
 
 def is_made_deterministic(device: str) -> bool:

@@ -47,6 +47,10 @@ class Webhook:
             self._console.warn(f"notify: the webhook's address {problem}; nothing will be sent")
         return self
 
+    def interrupted(self) -> None:
+        """Send that a signal ends the process."""
+        self.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if address_problem(self._address) is not None:
             return
@@ -89,6 +93,13 @@ class Webhook:
         }
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A message that is sent elsewhere arrives as a GET without its text, and an address may lead to any host."""
+
+    def redirect_request(self, *given: Any) -> None:
+        """Not followed: the answer is an error."""
+
+
 def posted(address: str, document: Mapping[str, Any], seconds: float) -> str | None:
     """Post a document as JSON; what went wrong, in words that hold no part of the address, or None.
 
@@ -109,10 +120,12 @@ def _post(address: str, body: bytes, seconds: float) -> str | None:
     headers = {"Content-Type": "application/json", "User-Agent": f"tuner/{__version__}"}
     request = urllib.request.Request(address, data=body, headers=headers, method="POST")
     try:
-        with urllib.request.urlopen(request, timeout=seconds):
-            return None
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=seconds):
+            return None  # what it answers is not read
     except urllib.error.HTTPError as error:
-        return f"HTTP {error.code}"
+        error.close()
+        moved = ": it leads elsewhere, which is not followed" if 300 <= error.code < 400 else ""
+        return f"HTTP {error.code}{moved}"
     except urllib.error.URLError as error:
         reason = error.reason
         return (reason.strerror or type(reason).__name__) if isinstance(reason, OSError) else type(error).__name__

@@ -65,9 +65,9 @@ MODEL_PREFIX = "model/"
 EMA_PREFIX = "ema/"
 """Before the names of the averages of the model's tensors in a checkpoint."""
 LEFTOVERS = frozenset(
-    {LOCK, CHECKPOINTS, RESOLVED_RECIPE, RECIPE, LOGS, LAUNCHES, TOKENIZER, MODEL_CONFIG, ID_PROBES, INIT_REPORT}
+    {LOCK, CHECKPOINTS, RESOLVED_RECIPE, RECIPE, LOGS, LAUNCHES, TOKENIZER, MODEL_CONFIG, ID_PROBES, INIT_REPORT, STOP}
 )
-"""What a launch that died before it wrote its record may leave."""
+"""What a launch that died before it wrote its record may leave, and what may ask it to stop."""
 
 
 def export_dir(run_dir: Path, step: int, kind: Literal["", "adapter", "text"] = "") -> Path:

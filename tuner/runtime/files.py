@@ -14,12 +14,14 @@ import os
 import secrets
 import shutil
 import stat
+import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tuner.errors import DataError, MachineError, TunerError
+from tuner.errors import DataError, MachineError, TunerError, space_hint
+from tuner.runtime.stop import undone
 
 TMP_PREFIX = ".tmp-"
 TRASH_PREFIX = ".trash-"
@@ -45,16 +47,21 @@ def free_bytes(path: Path) -> int:
 
 
 def machine_error(path: Path, error: OSError, needed: int | None = None) -> TunerError:
-    """The MachineError for an I/O failure at `path`: names the path, the reason and, when full, the space."""
-    message = f"{path}: {error.strerror or error}"
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return MachineError(message)
-    if needed is not None:
+    """The MachineError for an I/O failure at `path`: names the path, the reason and, when full, the space.
+
+    Where a directory above `path` is gone, that one is named.
+    """
+    if error.errno == errno.ENOENT and not path.parent.exists():
+        gone = next(above for above in reversed(path.absolute().parents) if not above.exists())
+        missing = f"{path}: its directory" if gone == path.absolute().parent else f"{gone}: this directory"
+        return MachineError(f"{missing} is not there any more", hint="find out what removed it, and start again")
+    message, hint = f"{path}: {error.strerror or error}", space_hint(error)
+    if hint is not None and needed is not None:
         free = ""
         with suppress(OSError):
             free = f", free {shutil.disk_usage(path if path.is_dir() else path.parent).free:,} bytes"
         message += f" (needed {needed:,} bytes{free})"
-    return MachineError(message, hint="free disk space or choose another output directory, then run the same command")
+    return MachineError(message, hint)
 
 
 @contextmanager
@@ -64,6 +71,21 @@ def machine_errors(path: Path, needed: int | None = None) -> Iterator[None]:
         yield
     except OSError as error:
         raise machine_error(path, error, needed) from error
+
+
+@contextmanager
+def scratch_dir(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """A new directory of this user's for the block, in `parent` or where temporary files go. Raises OSError.
+
+    A signal that ends the process does not leave it behind.
+    """
+    place = (parent or Path(tempfile.gettempdir())) / f"{prefix}{secrets.token_hex(6)}"
+    with undone(lambda: shutil.rmtree(place, ignore_errors=True)):  # from before it is there
+        try:
+            place.mkdir(mode=0o700)
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def fsync_path(path: Path) -> None:
@@ -124,12 +146,16 @@ def append(path: Path, data: bytes) -> None:
 def write_new(path: Path, data: bytes) -> None:
     """Create `path`, which must not exist, with `data`, flushed to the disk. Raises MachineError."""
     with machine_errors(path, len(data)):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-        try:
-            write_all(descriptor, data)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _write_new(path, data)
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    try:
+        write_all(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -140,7 +166,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     tmp = path.parent / f"{TMP_PREFIX}{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         with machine_errors(path, len(data)):
-            write_new(tmp, data)
+            _write_new(tmp, data)
             os.rename(tmp, path)
             fsync_dir(path.parent)
     except BaseException:

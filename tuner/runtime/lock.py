@@ -7,8 +7,8 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tuner.errors import MachineError
@@ -29,6 +29,23 @@ def is_locked(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+@contextmanager
+def _locks_named(path: Path) -> Iterator[None]:
+    """Have a file system without locks named as that. Raises MachineError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        raise MachineError(
+            f"{path.parent}: its file system has no locks ({error.strerror})",
+            hint="choose a directory on another file system, such as a local disk (output_dir, data.cache_dir)",
+        ) from error
 
 
 class FileLock:
@@ -58,7 +75,8 @@ class FileLock:
         with machine_errors(self.path):
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             try:
-                self._lock(descriptor, wait)
+                with _locks_named(self.path):
+                    self._lock(descriptor, wait)
                 os.ftruncate(descriptor, 0)
                 os.lseek(descriptor, 0, os.SEEK_SET)
                 holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": " ".join(command_line())}

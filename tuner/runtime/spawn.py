@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,9 +22,9 @@ from typing import Any, Literal
 from tuner.errors import ExitCode, LostRankError, MachineError, TunerError, rebuilt
 from tuner.runtime import phase
 from tuner.runtime.dist import log_name
-from tuner.runtime.files import read_json, write_json
+from tuner.runtime.files import read_json, scratch_dir, write_json
 from tuner.runtime.process import cores
-from tuner.runtime.stop import COUNTED_ABOVE, StopSignals
+from tuner.runtime.stop import COUNTED_ABOVE, StopSignals, held_back
 from tuner.runtime.warned import note_warning, read_warned
 
 POLL_S = 0.05
@@ -68,8 +67,7 @@ def run_ranks(work: Work, job: Mapping[str, Any], processes: int, logs: Path, sa
     Raises the first failing rank's error, MachineError naming a rank that was killed or stopped answering, and
     KeyboardInterrupt where a stop signal came before the ranks could heed it.
     """
-    with tempfile.TemporaryDirectory(prefix="tuner-ranks-") as directory, local_store() as port:
-        place = Path(directory)
+    with scratch_dir("tuner-ranks-") as place, local_store() as port:
         name = f"{work.__module__}:{work.__qualname__}"
         about = {"work": name, "logs": str(logs), "parent": os.getpid(), "says": says}
         write_json(place / JOB, {**about, "job": dict(job)})
@@ -98,7 +96,8 @@ class _End:
 
     def is_cut_short(self, number: int) -> bool:
         """Whether the stop signal came before the rank could heed it."""
-        return self.code == -number or (self.report is not None and self.report.exit_code == ExitCode.INTERRUPTED)
+        said = self.code if self.report is None else self.report.exit_code
+        return self.code == -number or said == ExitCode.INTERRUPTED
 
 
 @dataclass
@@ -117,7 +116,8 @@ class _Ranks:
         for rank in range(processes):
             environment = os.environ | _environment(rank, processes, port)
             command = [sys.executable, "-m", WORKER, str(self.place)]
-            self.processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True)
+            with held_back():  # a signal that is passed on while it starts waits until it is heeded
+                self.processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True)
 
     def running(self) -> dict[int, int]:
         """Process ids of the ranks that have not ended; those that have are written down."""

@@ -1,4 +1,9 @@
-"""Stop signals: the first one asks, the second one ends the process."""
+"""Stop signals: training is asked by the first one and ended by the second; anything else ends at once, with 130.
+
+Ending at once raises no exception. In the midst of loading a library one would leave half a module behind, or unwind
+through C code that does not expect it; in a destructor it would be swallowed. What must not outlive the process is
+undone in the handler: child processes are ended, temporary directories removed. The rest is safe to cut anywhere.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,18 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from tuner.errors import ExitCode
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 LAUNCHER_REPEAT_S = 2.0
+GRACE_S = 3.0
+"""What child processes get to end in order before they are killed."""
+SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
 COUNTED_ABOVE = "TUNER_SIGNALS_COUNTED_ABOVE"
 """Set where the process that started this one counts the signals: it ends this one at the second itself."""
 
@@ -36,8 +46,6 @@ class StopSignals:
     is called before the process ends at the second signal: what must not outlive it ends there.
     Outside the main thread, where Python allows no handlers, entering changes nothing.
     """
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
     def __init__(
         self,
@@ -69,7 +77,7 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in self.SIGNALS:
+            for number in SIGNALS:
                 if not is_ignored(number):
                     self._old[number] = signal.signal(number, self._receive)
         return self
@@ -95,5 +103,156 @@ class StopSignals:
                 os.write(2, b"\nstopped at once; what was not saved is lost\n")
                 if self._at_once is not None:
                     self._at_once()
+                end_children((signal.SIGKILL,))
             finally:
                 os._exit(ExitCode.INTERRUPTED)
+
+
+_undo: list[Callable[[], object]] = []
+_answers: list[Callable[[], int]] = []
+_heeding = 0
+"""The process that ends at a signal: one that is forked from it has nothing to undo."""
+_is_leaving = False
+
+
+def heed() -> None:
+    """Have the stop signals end this process, from here on. Those that it was started to ignore stay ignored."""
+    global _heeding  # noqa: PLW0603 - as process-wide as handlers are
+    _heeding = os.getpid()
+    for number in SIGNALS:
+        if not is_ignored(number):
+            signal.signal(number, _leave)
+
+
+@contextlib.contextmanager
+def heeded() -> Iterator[None]:
+    """`heed` for the length of the block, where it is not in force anyway; outside the main thread nothing changes."""
+    global _heeding  # noqa: PLW0603
+    if _heeding == os.getpid() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    heed()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        _heeding = 0
+
+
+def over() -> None:
+    """The work of this program is done and its result about to be given: a signal changes nothing any more."""
+    if _heeding == os.getpid():
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def undone(action: Callable[[], object]) -> Iterator[None]:
+    """For the length of the block, `action` is called where a signal ends the process; what it raises is ignored.
+
+    It runs in a signal handler: it imports nothing, and takes no lock that the main thread may hold.
+    """
+    _undo.append(action)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            _undo.remove(action)
+
+
+@contextlib.contextmanager
+def answered(answer: Callable[[], int]) -> Iterator[None]:
+    """For the length of the block, `answer` says that a signal ended the process, and with which exit code."""
+    _answers.append(answer)
+    try:
+        yield
+    finally:
+        _answers.remove(answer)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """For the length of the block no stop signal comes; one that was sent meanwhile comes at its end.
+
+    A process that is started in it begins with the signals held back, until it calls `let_through`.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def let_through() -> None:
+    """Let the stop signals come that whoever started this process held back."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def is_loading(frame: FrameType | None) -> bool:
+    """Whether a handler interrupted the main thread, at `frame`, while it imports a module."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def say(line: str) -> None:
+    """Write a line to stderr from within a handler, whatever the main thread was writing; a closed one is no error."""
+    with contextlib.suppress(OSError):
+        erased = SHOW_CURSOR if os.isatty(2) else b""
+        os.write(2, erased + line.encode(errors="backslashreplace") + b"\n")
+
+
+def end_children(signals: Iterable[int] = (signal.SIGTERM, signal.SIGKILL)) -> None:
+    """End what this process started and, where a child leads a group, that group: by each signal in turn."""
+    running = _children()
+    for number in signals:
+        for pid in running:
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                (os.killpg if os.getpgid(pid) == pid else os.kill)(pid, number)
+        deadline = time.monotonic() + GRACE_S
+        while running and time.monotonic() < deadline:
+            time.sleep(0.01)
+            running = [pid for pid in running if _is_running(pid)]
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    global _is_leaving  # noqa: PLW0603
+    if _is_leaving or _heeding != os.getpid():
+        os._exit(ExitCode.INTERRUPTED)
+    _is_leaving = True
+    code = int(ExitCode.INTERRUPTED)
+    try:
+        end_children()
+        while _undo:
+            with contextlib.suppress(Exception):  # the others are to be undone too; what stays is swept later
+                _undo.pop()()
+        code = _answers[-1]() if _answers else _said()
+    finally:
+        os._exit(code)
+
+
+def _said() -> int:
+    say("error: interrupted")
+    return int(ExitCode.INTERRUPTED)
+
+
+def _children() -> list[int]:
+    """Process ids of those whose parent this process is, as Linux lists them."""
+    found, me = [], os.getpid()
+    for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else []):
+        with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
+            state, parent = Path("/proc", name, "stat").read_bytes().rpartition(b")")[2].split()[:2]
+            if int(parent) == me and state != b"Z":
+                found.append(int(name))
+    return found
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == 0
+    except ChildProcessError:
+        return False

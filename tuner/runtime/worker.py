@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tuner.errors import ExitCode, as_tuner_error
-from tuner.runtime import phase
+from tuner.runtime import phase, stop
 from tuner.runtime.activity import STDERR
 from tuner.runtime.console import escape
 from tuner.runtime.dist import log_name
@@ -34,13 +34,16 @@ def main() -> NoReturn:
     stdout carries nothing: it goes where stderr goes, which on every rank but the first is `logs/rankN.log`.
     SIGUSR2 writes the stack of every thread to the log. A rank whose parent is gone asks itself to stop.
     """
+    stop.heed()
+    stop.let_through()
     place, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     job = read_json(place / JOB)
     log = _open_log(Path(job["logs"]), rank)
     phase.publish(rank_file(place, rank, "phase"))
     threading.Thread(target=_watch_parent, args=(int(job["parent"]),), daemon=True).start()
     try:
-        with collected(Warned(rank_file(place, rank, "warnings")), _say):
+        silent = stop.answered(lambda: int(ExitCode.INTERRUPTED))  # whoever started it speaks for all
+        with silent, collected(Warned(rank_file(place, rank, "warnings")), _say):
             module, _, function = job["work"].partition(":")
             with STDERR.doing(job["says"]) if rank == 0 and job["says"] else contextlib.nullcontext():
                 work = getattr(import_module(module), function)

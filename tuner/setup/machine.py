@@ -10,7 +10,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 from tuner.data.encoding.tokenizer_files import cache_root
 from tuner.errors import TunerError
 from tuner.runtime.device import TO_COMPILE, VOLTA, DeviceFacts, compiler_problem, device_facts, host_memory
-from tuner.runtime.files import fsync_dir, fsync_path
+from tuner.runtime.files import fsync_dir, fsync_path, scratch_dir
 from tuner.runtime.process import cores
 from tuner.setup.machine_check import Check, Status
 
@@ -199,8 +198,8 @@ def _compilers() -> Iterator[Check]:
         means = "kernels in C are not built: training on a CPU is slower"
         yield Check("C compiler", "missing", "none of cc, gcc, clang", means, "apt install gcc")
     else:
-        with tempfile.TemporaryDirectory() as work:
-            source = Path(work) / "one.c"
+        with scratch_dir("tuner-doctor-") as work:
+            source = work / "one.c"
             source.write_text("int one(void) { return 1; }\n", encoding="ascii")
             command = [compiler, "-shared", "-fPIC", str(source), "-o", str(source.with_suffix(".so"))]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -258,15 +257,15 @@ def _place(name: str, path: Path, what: str) -> Iterator[Check]:
 
 def _try(directory: Path) -> float:
     """Write, flush, rename and lock a file in a directory; returns the seconds of the flush. Raises OSError."""
-    with tempfile.TemporaryDirectory(prefix=".tuner-doctor-", dir=directory) as work:
-        file = Path(work) / "a"
+    with scratch_dir(".tuner-doctor-", directory) as work:
+        file = work / "a"
         file.write_bytes(b"0" * 4096)
         started = time.perf_counter()
         fsync_path(file)
-        fsync_dir(Path(work))
+        fsync_dir(work)
         seconds = time.perf_counter() - started
-        os.rename(file, Path(work) / "b")
-        with (Path(work) / "b").open("rb") as first, (Path(work) / "b").open("rb") as second:
+        os.rename(file, work / "b")
+        with (work / "b").open("rb") as first, (work / "b").open("rb") as second:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
                 fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,7 +23,7 @@ from tuner.data.encoding import tokenizer_files
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.data.id_probes import adversarial_texts
-from tuner.errors import DataError
+from tuner.errors import DataError, MachineError
 
 CHATS = [
     [("user", "hello world"), ("assistant", "the answer is 42")],
@@ -113,6 +116,26 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def load(directory: Path, cache: Path) -> TextTokenizer:
     return load_tokenizer(str(directory), None, TokenizerSection(), cache)
+
+
+@pytest.mark.parametrize("at", ["its files", "the answer"])
+def test_a_full_disk_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    base = spm.write(tmp_path / "base", {"tokenizer.json": spm.tokenizer_json()}, "llama", **LLAMA)
+    cut = subprocess.CompletedProcess([], 2, "", "a warning\n28\n")  # what the process says that writes the answer
+    monkeypatch.setattr(tokenizer_files, "subprocess", SimpleNamespace(run=lambda *_, **__: cut))
+    if at == "its files":
+        monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
+    with pytest.raises(MachineError, match=rf"{tmp_path}/c/tokenizers/\w+: No space left on device") as caught:
+        load(base, tmp_path / "c")
+    assert "data.cache_dir" in str(caught.value.hint)
+    assert not [*(tmp_path / "c").rglob(".tmp-*")]
+
+
+def test_the_process_that_answers_says_what_the_machine_refused(tmp_path: Path) -> None:
+    code = "import os, sys, tuner.transformers_tokenizer as asked\ndef full(job): raise OSError(28, os.strerror(28))\n"
+    code += "asked._answer = full\nsys.exit(asked.main())"
+    done = forked.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "28\n")
 
 
 def test_transformers_is_asked_once(tmp_path: Path, asked: list[object]) -> None:

@@ -10,7 +10,6 @@ A directory is valid when its manifest is as it was written and every file has i
 SHA-256 sums.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -36,6 +35,7 @@ from tuner.runtime.files import (
     write_json,
 )
 from tuner.runtime.lock import FileLock
+from tuner.runtime.stop import undone
 
 ColumnLevel = Literal["reference", "teacher"]
 Level = Literal["prepared", "encoded"] | ColumnLevel
@@ -53,7 +53,6 @@ SELF = "manifest_sha256"
 LEFT_SPOOL = "standard input of a process that was killed"
 _KEY = re.compile(r"[0-9a-f]{16}")
 _LEFTOVER = re.compile(r"\.(?:(?:tmp|trash)-)+([0-9a-f]{16})-.+")
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def build_once(
         final.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise machine_error(final.parent, error) from error
-    with _lock(final, waiting):
+    with FileLock(lock_path(final), on_wait=waiting):
         for leftover in _leftovers(final):
             discard_dir(leftover)
         manifest = valid(final, level)
@@ -152,8 +151,9 @@ def build_held(final: Path, level: Level, make: Callable[[Path], dict[str, Any]]
     """Build a directory, by whoever holds its lock; `make` as for `build_once`. Raises MachineError."""
     tmp = final.parent / f".tmp-{final.name}-{os.getpid()}"
     try:
-        tmp.mkdir()
-        body = make(tmp)
+        with undone(lambda: discard_dir(tmp)):
+            tmp.mkdir()
+            body = make(tmp)
         known = body.pop("files", {})
         files = {**file_entries(tmp, exclude={MANIFEST_NAME, *known}), **known}
         manifest = {**body, "schema": SCHEMAS[level], "key": final.name, "files": files}
@@ -279,22 +279,6 @@ def _free(final: Path, dry_run: bool) -> Iterator[bool]:
                 raise
             free = False
         yield free
-
-
-@contextmanager
-def _lock(final: Path, on_wait: Callable[[str], None]) -> Iterator[None]:
-    with ExitStack() as held:
-        try:
-            held.enter_context(FileLock(lock_path(final), on_wait=on_wait))
-        except MachineError as error:
-            cause = error.__cause__
-            if isinstance(cause, OSError) and cause.errno in _NO_LOCKS:
-                raise MachineError(
-                    f"{final.parent}: its file system has no locks ({cause.strerror})",
-                    hint="set data.cache_dir to a directory on another file system, such as a local disk",
-                ) from cause
-            raise
-        yield
 
 
 def lock_path(final: Path) -> Path:

@@ -28,8 +28,10 @@ from tuner.runtime.files import (
     discard_dir,
     file_entries,
     json_bytes,
+    machine_errors,
     publish_dir,
     read_json,
+    scratch_dir,
     sweep,
     verify_entries,
     write_atomic,
@@ -196,8 +198,8 @@ class _LoadContext:
         with _locked(directory.parent) as is_kept:
             if is_kept and (kept := _kept(directory)) is not None:
                 return kept  # another process asked meanwhile
-            with tempfile.TemporaryDirectory(prefix=TMP_PREFIX, dir=directory.parent if is_kept else None) as name:
-                job = Path(name)
+            place = directory.parent if is_kept else Path(tempfile.gettempdir())
+            with machine_errors(place), scratch_dir(TMP_PREFIX, place) as job:
                 configs = {"source/config.json": self.config, "model.json": self.model_config}
                 given = {**{f"source/{file}": content for file, content in files.items()}, **configs}
                 for path, content in given.items():
@@ -215,13 +217,15 @@ class _LoadContext:
         return answer, replaced
 
     def _run(self, job: Path) -> None:
-        """Run the child on a job. Raises DataError with the child's reason."""
+        """Run the child on a job. Raises DataError with the child's reason, and its OSError."""
         # tiktoken would keep what it reads in a directory of a fixed name in /tmp.
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TIKTOKEN_CACHE_DIR": ""}
         command = [sys.executable, "-m", _CHILD, str(job)]
         result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        reason = (result.stderr.strip().splitlines() or [f"it ended with {result.returncode}"])[-1]
+        if result.returncode == 2 and reason.isdigit():
+            raise OSError(int(reason), os.strerror(int(reason)))
         if result.returncode:
-            reason = (result.stderr.strip().splitlines() or [f"it ended with {result.returncode}"])[-1]
             raise DataError(f"{self.name}: the tokenizer cannot be loaded as its readers would load it: {reason}")
 
 

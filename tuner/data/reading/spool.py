@@ -15,6 +15,7 @@ from typing import IO
 
 from tuner.errors import DataError
 from tuner.runtime.files import machine_error
+from tuner.runtime.stop import undone
 
 _PREFIX = "tuner-stdin-"
 _COPY_BYTES = 1 << 20
@@ -67,4 +68,5 @@ def _locked() -> IO[bytes]:
         file = tempfile.NamedTemporaryFile(prefix=_PREFIX)  # noqa: SIM115 (it lives as long as the process)
         fcntl.flock(file.fileno(), fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:
+            undone(file.close).__enter__()  # as long as the process lives
             return file

@@ -8,7 +8,6 @@ import re
 import shutil
 import stat
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from tuner.errors import MachineError
-from tuner.runtime.files import fsync_path
+from tuner.runtime.files import fsync_path, scratch_dir
 
 SOURCES = Path(__file__).parent
 TYPES = (torch.bfloat16, torch.float32)
@@ -112,12 +111,12 @@ def compiled(sources: Sequence[Path], headers: Sequence[Path]) -> Path:
     target = directory / f"{_key(compiler, [*sources, *headers])}.so"
     if target.is_file():
         return target
-    with tempfile.TemporaryDirectory(prefix=".tmp-", dir=directory) as work:
+    with scratch_dir(".tmp-", directory) as work:
         objects = []
         for source in sources:
             objects.append(f"{work}/{source.stem}.o")
             _run([compiler, *FLAGS, "-c", str(source), "-o", objects[-1]])
-        made = Path(work) / target.name
+        made = work / target.name
         # Not linked with OpenMP: the one that torch has loaded serves, two pools of threads would fight for the cores.
         _run([compiler, "-shared", *objects, "-o", str(made), "-lm"])
         fsync_path(made)
