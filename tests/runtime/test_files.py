@@ -89,6 +89,22 @@ def test_a_directory_that_is_gone_is_named_and_no_temporary_file(tmp_path: Path,
     assert caught.value.message == f"{tmp_path}{said}"
 
 
+def test_what_an_interrupted_removal_has_renamed_goes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (made := tmp_path / ".tmp-[a]-1").mkdir()
+    (other := tmp_path / ".trash-tmp-b-1").mkdir()
+
+    def interrupted(path: Path) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files.shutil, "rmtree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        files.discard_dir(made)
+    assert len(os.listdir(tmp_path)) == 2
+    files.discard_whatever_is_left(made)
+    assert os.listdir(tmp_path) == [other.name]
+
+
 def test_write_new_never_overwrites_or_follows(tmp_path: Path) -> None:
     files.write_new(tmp_path / "a", b"1")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")

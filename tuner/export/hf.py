@@ -43,10 +43,11 @@ from tuner.runtime.files import (
     TMP_PREFIX,
     TRASH_PREFIX,
     discard_dir,
+    discard_whatever_is_left,
     file_entries,
     free_bytes,
     json_bytes,
-    machine_error,
+    machine_errors,
     make_dirs,
     publish_dir,
     read_json,
@@ -255,23 +256,18 @@ def _temporary(final: Path) -> Iterator[Path]:
     """A fresh locked directory next to `final`, removed unless it was published; a killed export's leftovers go too."""
     prefix = f"{TMP_PREFIX}{final.name}-"
     directory = final.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
-    try:
+    with undone(lambda: discard_whatever_is_left(directory)), machine_errors(directory):
         make_dirs(final.parent)
         sweep_unfinished(final.parent, f"{final.name}-")
         directory.mkdir()
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise machine_error(directory, error) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        with undone(lambda: discard_dir(directory)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield directory
-    except OSError as error:
-        raise machine_error(directory, error) from error
-    finally:
-        with suppress(TunerError):  # what failed before is reported; what stays now goes with the next export
-            discard_dir(directory)
-        os.close(descriptor)
+        finally:
+            with suppress(TunerError):  # what failed before is reported; what stays now goes with the next export
+                discard_dir(directory)
+            os.close(descriptor)
 
 
 def sweep_unfinished(parent: Path, prefix: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -270,6 +271,13 @@ def discard_dir(path: Path) -> None:
         os.rename(path, trash)
         fsync_dir(path.parent)
         shutil.rmtree(trash)
+
+
+def discard_whatever_is_left(path: Path) -> None:
+    """`discard_dir` in a signal handler: also of what one that was interrupted has renamed. Raises MachineError."""
+    discard_dir(path)
+    for trash in path.parent.glob(f"{TRASH_PREFIX}{glob.escape(path.name.lstrip('.'))}-*"):
+        discard_dir(trash)
 
 
 def set_aside(path: Path, mark: str) -> None:

@@ -26,6 +26,7 @@ from tuner.runtime.console import Console
 from tuner.runtime.files import (
     MANIFEST_NAME,
     discard_dir,
+    discard_whatever_is_left,
     file_entries,
     json_bytes,
     machine_error,
@@ -150,21 +151,21 @@ def build_once(
 def build_held(final: Path, level: Level, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     """Build a directory, by whoever holds its lock; `make` as for `build_once`. Raises MachineError."""
     tmp = final.parent / f".tmp-{final.name}-{os.getpid()}"
-    try:
-        with undone(lambda: discard_dir(tmp)):
+    with undone(lambda: discard_whatever_is_left(tmp)):
+        try:
             tmp.mkdir()
             body = make(tmp)
-        known = body.pop("files", {})
-        files = {**file_entries(tmp, exclude={MANIFEST_NAME, *known}), **known}
-        manifest = {**body, "schema": SCHEMAS[level], "key": final.name, "files": files}
-        manifest[SELF] = _digest(json.loads(json_bytes(manifest)))
-        write_json(tmp / MANIFEST_NAME, manifest)
-        publish_dir(tmp, final)
-    except OSError as error:
-        raise machine_error(final, error) from error
-    finally:
-        if tmp.exists():
-            discard_dir(tmp)
+            known = body.pop("files", {})
+            files = {**file_entries(tmp, exclude={MANIFEST_NAME, *known}), **known}
+            manifest = {**body, "schema": SCHEMAS[level], "key": final.name, "files": files}
+            manifest[SELF] = _digest(json.loads(json_bytes(manifest)))
+            write_json(tmp / MANIFEST_NAME, manifest)
+            publish_dir(tmp, final)
+        except OSError as error:
+            raise machine_error(final, error) from error
+        finally:
+            if tmp.exists():
+                discard_dir(tmp)
     return manifest
 
 
