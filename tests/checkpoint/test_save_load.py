@@ -179,6 +179,8 @@ def test_prune_keeps_the_newest_valid_and_the_protected(run: CheckpointDir) -> N
     removed = prune(run.path, 2, protect=[paths[0]])
     assert removed == [paths[2], paths[1]]
     assert sorted(os.listdir(run.path)) == ["step-0", "step-3", "step-4", "step-5"]
+    assert prune(run.path, 2, protect=[paths[4]]) == [paths[0]]  # one of the newest two: no extra
+    assert sorted(os.listdir(run.path)) == ["step-3", "step-4", "step-5"]
     with pytest.raises(ValueError, match="at least one"):
         prune(run.path, 0)
 

@@ -171,7 +171,7 @@ def _commit(
 
 
 def prune(checkpoints_dir: Path, keep: int, protect: Collection[Path] = ()) -> list[Path]:
-    """Keep those in `protect` and the newest `keep` valid others; returns what was removed, newest first.
+    """Keep the newest `keep` valid ones and those in `protect`; returns what was removed, newest first.
 
     Call it after a newer one is durable, on one rank. Each is renamed to a trash name before it is deleted; one that is
     being read waits for a later call. One that is invalid counts for nothing: it stays while it is newer than the
@@ -183,14 +183,11 @@ def prune(checkpoints_dir: Path, keep: int, protect: Collection[Path] = ()) -> l
     removed: list[Path] = []
     kept = 0
     for _, path in step_dirs(checkpoints_dir):
-        if path.resolve() in untouchable:
-            continue
-        if kept >= keep:
-            if not is_held(path):
-                discard_dir(path)
-                removed.append(path)
-        elif _is_valid(path):
-            kept += 1
+        if kept < keep:
+            kept += _is_valid(path)
+        elif path.resolve() not in untouchable and not is_held(path):
+            discard_dir(path)
+            removed.append(path)
     return removed
 
 

@@ -15,7 +15,7 @@ from tuner.config.load import load_recipe
 from tuner.errors import DataError, ExitCode, MachineError, VerificationError
 from tuner.run.options import RunResult
 from tuner.run.tasks.export import Exporter
-from tuner.run.tasks.export_process import ExportProcess
+from tuner.run.tasks.export_process import NICENESS, ExportProcess
 from tuner.rundir.exports import is_export, link_latest, newest_export, prune_exports
 from tuner.runtime.console import Console
 from tuner.runtime.files import json_bytes
@@ -134,6 +134,42 @@ def test_the_last_checkpoint_is_exported_once(tmp_path: Path, behaviour: list[st
     with run.exporter() as exporter:
         behaviour[0] = "wrong"
         exporter.finish(run.result(9))
+
+
+@pytest.mark.parametrize(("at_end", "above"), [(True, 0), (False, NICENESS)])
+def test_what_the_run_waits_for_is_in_its_own_priority_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_end: bool, above: int
+) -> None:
+    code = CHILD.replace("target = ", "import os; time.sleep(0.5); nice = os.nice(0); target = ", 1)
+    code = code.replace(": 7,", ": nice,")
+    words = [sys.executable, "-S", "-c", code, "right"]
+    monkeypatch.setattr(ExportProcess, "_command", lambda self: [*words, str(self.output), str(self.held.path)])
+    run, said, found = Run(tmp_path, at_end="true"), list[str](), list[int]()
+    (run.path / "checkpoints" / "step-9").mkdir(parents=True)
+    monkeypatch.setattr("tuner.run.tasks.export.gib", lambda nice: found.append(nice) or "")
+    with run.exporter() as exporter:
+        exporter.console.say = lambda label, text: said.append(f"{label} {text}")  # type: ignore[method-assign]
+        if not at_end:
+            exporter._add(run.path / "checkpoints" / "step-9")
+            exporter._jobs[0][1].result()
+        exporter.finish(run.result(9))
+    assert found == [os.getpriority(os.PRIO_PROCESS, 0) + above]
+    waits = [line for line in said if line.startswith("export training is over, step-9 is being exported: ")]
+    assert len(waits) == at_end
+
+
+def test_checkpoints_that_were_being_exported_when_their_turn_came_go_at_the_end(
+    tmp_path: Path, behaviour: list[str]
+) -> None:
+    behaviour.append("right")
+    run = Run(tmp_path, every="2 steps")
+    checkpoints = run.path / "checkpoints"
+    with run.exporter() as exporter:
+        exporter.start(Cadence((2,)), exporter.console, run.path / "none", lambda: len(prune_all_but(checkpoints)))
+        for step in (2, 3, 4):
+            run.saved(exporter, step)
+        exporter.finish(run.result(4))
+    assert [path.name for path in checkpoints.iterdir()] == ["step-4"]
 
 
 def test_a_failed_export_is_told_at_once_and_raised_when_the_run_is_complete(

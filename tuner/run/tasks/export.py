@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +36,7 @@ class Exporter:
 
     recipe: Recipe
     console: Console
+    _prune: Callable[[], int] = field(default=lambda: 0)
     _every: Cadence = Cadence()
     _asked_at: float = field(default_factory=time.monotonic)
     _jobs: list[tuple[ExportProcess, Future[None]]] = field(default_factory=list)
@@ -45,6 +46,11 @@ class Exporter:
     def exports(self) -> Path:
         """Where they go."""
         return Path(self.recipe.output_dir) / EXPORTS
+
+    @property
+    def log(self) -> Path:
+        """Where their messages go."""
+        return Path(self.recipe.output_dir) / LOGS / EXPORT_LOG
 
     @property
     def options(self) -> dict[str, Any]:
@@ -60,9 +66,14 @@ class Exporter:
         is_merged = self.recipe.model.quantize != "none" and self.recipe.export.adapter == "merge"
         return self.recipe.export.base if is_merged else None
 
-    def start(self, every: Cadence, console: Console, checkpoints: Path) -> None:
-        """Exports are due at `every`; begin with one that an earlier launch owed."""
-        self.console, self._every, self._asked_at = console, every, time.monotonic()
+    def start(
+        self, every: Cadence, console: Console, checkpoints: Path, prune: Callable[[], int] = lambda: 0
+    ) -> None:
+        """Exports are due at `every`; begin with one that an earlier launch owed.
+
+        ``prune`` removes older checkpoints: those that were being exported when their turn came wait for the end.
+        """
+        self.console, self._every, self._prune, self._asked_at = console, every, prune, time.monotonic()
         self._add_owed(checkpoints)
 
     def saved(self, checkpoint: Path, step: int) -> None:
@@ -80,10 +91,20 @@ class Exporter:
             return
         if at_end and self.recipe.export.at_end and result.checkpoint is not None:
             self._add_missing(result.checkpoint, result.step)
-        for _, future in self._jobs:
-            future.exception()
+        self._wait()
+        self._prune()
         for _, future in self._jobs:
             future.result()
+
+    def _wait(self) -> None:
+        """Until no export runs, in normal priority now that training waits; say so where that takes a while."""
+        left = [(process, future) for process, future in self._jobs if not future.done()]
+        if left:
+            names = ", ".join(process.output.name for process, _ in left)
+            self.console.say("export", f"training is over, {names} is being exported: {self.log}")
+        for process, future in left:
+            process.hurry()
+            future.exception()
 
     def __enter__(self) -> Exporter:
         return self
@@ -105,20 +126,24 @@ class Exporter:
     def _add_missing(self, checkpoint: Path, step: int) -> None:
         asked = any(process.held.path == checkpoint for process, _ in self._jobs)
         if not asked and not is_export(self.exports / step_name(step), step, self.options):
-            self._add(checkpoint)
+            self._add(checkpoint, is_urgent=True)
 
-    def _add(self, checkpoint: Path) -> None:
-        """Queue one; one that still waits gives way, so that slow exports neither pile up nor keep checkpoints."""
+    def _add(self, checkpoint: Path, is_urgent: bool = False) -> None:
+        """Queue one, in normal priority where it is urgent.
+
+        One that still waits gives way, so that slow exports neither pile up nor keep checkpoints.
+        """
         for process, future in self._jobs:
             if future.cancel():
                 process.held.close()
                 name = process.output.name
                 self.console.warn(f"the export of {name} is skipped: the one before it is not done yet")
         self._jobs = [job for job in self._jobs if not job[1].cancelled()]
-        log = Path(self.recipe.output_dir) / LOGS / EXPORT_LOG
         hold = CheckpointHold(checkpoint)
         output = self.exports / checkpoint.name
-        process = ExportProcess(hold, output, self.recipe.export, self._base, log, self.console.warn)
+        process = ExportProcess(hold, output, self.recipe.export, self._base, self.log, self.console.warn)
+        if is_urgent:
+            process.hurry()
         future = self._pool.submit(self._export, process)
         future.add_done_callback(self._say_failure)
         self._jobs.append((process, future))
@@ -150,8 +175,8 @@ class Exporter:
 class ExportTask(Task):
     """Hands saved checkpoints to the exporter of the run. Rank 0 alone has one; on the others it does nothing."""
 
-    def __init__(self, exporter: Exporter, context: LaunchContext) -> None:
-        self._exporter, self._console = exporter, context.console
+    def __init__(self, exporter: Exporter, context: LaunchContext, prune: Callable[[], int]) -> None:
+        self._exporter, self._console, self._prune = exporter, context.console, prune
         self._checkpoints = context.run.checkpoints
         self._every = context.assembly.timetable.exporting
         self._is_on = context.assembly.rank_info.is_main and self._every != Cadence()
@@ -160,7 +185,7 @@ class ExportTask(Task):
         """Make up for an export that an earlier launch owed."""
         if self._is_on:
             with self._warned():
-                self._exporter.start(self._every, self._console, self._checkpoints)
+                self._exporter.start(self._every, self._console, self._checkpoints, self._prune)
         return ()
 
     def notify(self, event: Event) -> None:

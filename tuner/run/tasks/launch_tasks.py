@@ -73,7 +73,7 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     time_left = TimeLeft(Due.of(assembly.timetable, recipe.eval, has_held_out, at_end))
     tasks: list[Task] = [
         hooks,
-        *_exports(context, exporter),
+        *_exports(context, exporter, saver),
         RecordTask(assembly, run.path, console),
         *_prober(context),
         saver,
@@ -149,13 +149,13 @@ def _task_scores(context: LaunchContext) -> TaskScores | None:
     return TaskScores(context)
 
 
-def _exports(context: LaunchContext, exporter: Exporter | None) -> list[Task]:
+def _exports(context: LaunchContext, exporter: Exporter | None, saver: Saver) -> list[Task]:
     """The task that exports during the run, where the recipe asks for it: training knows no export otherwise."""
     if exporter is None:
         return []
     from tuner.run.tasks.export import ExportTask
 
-    return [ExportTask(exporter, context)]
+    return [ExportTask(exporter, context, saver.prune)]
 
 
 def _health(context: LaunchContext, log: LogTask) -> HealthTask | None:

@@ -55,6 +55,8 @@ class Saver(Task):
         self.checkpoints, self.verify = checkpoints, verify
         self._assembly, self._meta, self._records = assembly, meta, records
         self._keep = recipe.checkpoint.keep
+        self._protected: tuple[Path, ...] = ()
+        """Of the last snapshot."""
         device = assembly.train_state.step_config.device
         self._on_cuda = device.type == "cuda"
         self._staging = Staging()
@@ -163,8 +165,13 @@ class Saver(Task):
         finally:
             if staged is not None:
                 staged.written.set()
-        ranks.on_rank0(lambda: len(prune(self.checkpoints.path, self._keep, snapshot.protected)))
+        self._protected = snapshot.protected
+        ranks.on_rank0(self.prune)
         return snapshot
+
+    def prune(self) -> int:
+        """Remove older checkpoints, as the last save did; how many. On one rank, while nothing is saved."""
+        return len(prune(self.checkpoints.path, self._keep, self._protected))
 
 
 class SaveTask(Task):
