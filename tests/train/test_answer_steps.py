@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from tests.model.tiny import SHAPE
 from tests.train.answers import Answers
 from tests.train.synthetic import assembly_for, recipe_for, write_model
 from tests.train.test_answer_losses import PACKED, alone, equal, looped, product
+from tuner.config.methods import KtoMethod
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.native.library import native_problem
 from tuner.model.output_layer import OutputLayer
 from tuner.runtime.dist import RankInfo
+from tuner.train.methods.method import build_method
 from tuner.train.methods.orpo import log_odds
 from tuner.train.methods.preference import log_probabilities
-from tuner.train.step import TrainState
+from tuner.train.step import TrainState, optimizer_step
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +53,15 @@ def test_recomputed_layers_give_the_same_bits_and_native_kernels_the_same_number
         assert found[0] == plain[0] and torch.equal(found[1], plain[1])
     if native_problem() is None:
         equal(product(state_for(model, model={"kernels": "native"}), method, data, PACKED, 2), plain, 1e-5)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_mean_over_no_answers_is_left_out(model: Path, wanted: bool) -> None:
+    data, state = Answers(4), state_for(model)
+    data.documents = [replace(document, desirable=wanted) for document in data.documents]
+    state.method = build_method(KtoMethod())
+    figures = optimizer_step(state, 0, data.step([[0, 1], [2, 3]], 1), 1.0).read().figures
+    assert set(figures) == {"reward_desirable" if wanted else "reward_undesirable", "kl"}
 
 
 def test_dora_has_the_papers_gradients(model: Path) -> None:

@@ -33,7 +33,7 @@ def row_texts(rows: list[DocumentView], tokenizer: TextTokenizer, colour: bool, 
 def _row(row: DocumentView, tokenizer: TextTokenizer, colour: bool, every_token: bool) -> str:
     which = f"document {row.document + 1} of {row.documents}, " if row.documents > 1 else ""
     which = f"{row.answer}, " if row.answer else which
-    head = escape(f"{row.name}:{row.line}  {which}{_size(row)}")
+    head = escape(f"{row.name}:{row.line}  {which}{_size(row)}{f'; {row.drawn}' if row.drawn else ''}")
     if row.document == 0:
         head += "".join(f"\nan answer of this row is left out: {escape(reason)}" for reason in row.left_out)
     lines = [f"{_DIM}{head}{_OFF}" if colour else head, _marked(row.kept or row.tokens, tokenizer, colour)]

@@ -163,11 +163,16 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     state.optimizer.zero_grad()
     if state.ema is not None:
         state.ema.update(skip)
-    names = logged(sums)
-    figures = [torch.stack(means[len(means) - len(names) :])] if names else []
+    found = {name: mean for name, mean, term in zip(_names(sums), means, terms, strict=True) if counts[term.per]}
+    names = tuple(name for name in logged(sums) if name in found)  # a mean over nothing is left out
+    figures = [torch.stack([found[name] for name in names])] if names else []
     if scale is not None:
         names, figures = (*names, "loss_scale"), [*figures, scale[None]]
     return StepScalars(torch.cat([values, torch.stack([skip, halt]), *figures]), names, state.step_config.device)
+
+
+def _names(terms: Terms) -> tuple[str, ...]:
+    return (*terms.losses, *terms.figures)
 
 
 def leave_out_step(state: TrainState) -> StepScalars:

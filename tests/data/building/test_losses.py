@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data import tiny
+from tests.data import pairs, tiny
 from tuner.data.building.cache import valid
 from tuner.data.building.losses import WHOLE, lengths_that_keep
 from tuner.data.building.prepare import PreparedInfo, check_prepared, check_to_use, prepare, prepare_to_use
 from tuner.data.building.report import report_lines
+from tuner.data.encoding.named_templates import template_source
 from tuner.errors import DataError
 from tuner.runtime.console import Console
 
@@ -112,10 +113,50 @@ def test_rows_without_an_answer_and_repeated_ones_are_warned_of(tmp_path: Path) 
     info = prepare(tiny.request(tmp_path / "cache", path))
     assert info.warnings == (
         "data.train: 3 of 30 rows (10%) have no trained token, such as an answer, and are left out",
-        "data.train: 7 of 27 documents (26%) are exact duplicates; all copies are trained on",
+        "data.train: 7 of 27 documents (26%) are exact duplicates of others, which is no reason to leave them out",
     )
     masks = dict(report_lines(info.report, "sft", 64, True))["masks"]
     assert masks == "verified for all 27 rows used; 3 rows skipped or without an answer"
+
+
+def test_rows_of_a_rare_form_are_counted_and_warned_of(tmp_path: Path) -> None:
+    strays = [{"text": "a stray line"}]
+    path = tiny.write_rows(tmp_path / "rows.jsonl", rows(21, 1) + strays)
+    info = prepare(tiny.request(tmp_path / "cache", path))
+    assert dict(report_lines(info.report, "sft", 64, True))["forms"] == "21 messages, 1 text"
+    (warning,) = info.warnings
+    assert warning.endswith(
+        "1 text, the others messages: format: messages in the source makes them bad rows, with their lines"
+    )
+    with pytest.raises(DataError, match="rows.jsonl:22:1: no messages; the row has 'text'"):  # what it says
+        prepare(tiny.request(tmp_path / "cache", {"path": str(path), "format": "messages"}))
+    many = tiny.write_rows(tmp_path / "many.jsonl", rows(9, 1) + [{"text": f"stray {i}"} for i in range(3)])
+    assert prepare(tiny.request(tmp_path / "cache", many)).warnings == ()
+    apart = [str(tiny.write_rows(tmp_path / f"{i}.jsonl", part)) for i, part in enumerate((rows(21, 1), strays))]
+    assert prepare(tiny.request(tmp_path / "cache", apart)).warnings == ()  # a source of its own is meant
+    assert "forms" not in dict(
+        report_lines(prepare(tiny.request(tmp_path / "cache", apart[0])).report, "sft", 64, True)
+    )
+
+
+def test_tools_that_the_template_leaves_out_are_warned_of_with_a_template_that_has_them(tmp_path: Path) -> None:
+    call = {"role": "assistant", "tool_calls": [{"name": "look_up", "arguments": {"query": "x"}}]}
+    asked = {"messages": [{"role": "user", "content": "q"}, call], "tools": [{"name": "look_up", "parameters": {}}]}
+    path = tiny.write_rows(tmp_path / "rows.jsonl", [asked])
+    request = tiny.request(tmp_path / "cache", path, max_length=512)
+    (warning,) = prepare(request).warnings
+    assert warning.startswith("1 row: tools not written by the template; the model would learn to call tools that it")
+    assert "tokenizer.chat_template: qwen3 " in warning
+    written = replace(request, tokenizer=tiny.tokenizer(template_source("qwen3")))
+    assert prepare(written).warnings == ()
+
+
+@pytest.mark.parametrize(("labels", "said"), [((True, True), "true"), ((False, False), "false"), ((True, False), "")])
+def test_labels_of_one_kind_alone_are_warned_of(labels: tuple[bool, bool], said: str, tmp_path: Path) -> None:
+    written = [{"prompt": f"q {i}", "completion": f"a {i}", "label": label} for i, label in enumerate(labels)]
+    warnings = prepare(pairs.spec(tmp_path, written, pairs.UNPAIRED)).warnings
+    told = f"data.train: all 2 answers are labelled {said}: there are none to tell them from"
+    assert warnings == ((told,) if said else ())
 
 
 def test_answers_beyond_a_row_are_warned_of(tmp_path: Path) -> None:

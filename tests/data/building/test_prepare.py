@@ -550,6 +550,18 @@ def test_explain_names_text_id_and_rule(tmp_path: Path) -> None:
     assert [token.id for token in first] == tiny.tokenizer().encode(tiny.tokenizer().render(rows(1)[0]["messages"]))
 
 
+def test_explain_says_where_a_share_or_what_is_held_out_may_leave_a_row_out(tmp_path: Path) -> None:
+    path = str(tiny.write_rows(tmp_path / "r.jsonl", rows(3)))
+    cases: list[tuple[dict[str, Any], Any, str]] = [
+        ({"weight": 0.5}, None, "weight: 0.5 may not draw it"),
+        ({"count": 2}, "34%", "count: 2 may not draw it and data.eval: 34% may hold it out"),
+        ({"weight": 2}, None, ""),
+    ]
+    for share, held, said in cases:
+        request = tiny.request(tmp_path / "cache", {"path": path, **share}, eval=held)
+        assert [view.drawn for view in explain(request, 1)] == [said]
+
+
 def test_request_resolves_the_length_from_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tiny.write_directory(tmp_path / "model")
     (directory / "config.json").write_text('{"max_position_embeddings": 512}')

@@ -299,7 +299,8 @@ def _body(
         "train": reports["train"],
         "eval": reports.get("eval"),
         "sources": {
-            split.name: _source_reports(split, documents.copies) for split, documents in zip(splits, taken, strict=True)
+            split.name: _source_reports(split, documents.copies, spec.examples.kind)
+            for split, documents in zip(splits, taken, strict=True)
         },
     }
     held = _by_source(splits[-1], chosen["eval"].copies) if "eval" in chosen else []
@@ -317,7 +318,7 @@ def _by_source(split: Split, often: npt.NDArray[np.int32]) -> list[npt.NDArray[n
     return np.split(often, np.cumsum([counts.documents for counts in split.counts])[:-1])
 
 
-def _source_reports(split: Split, often: npt.NDArray[np.int32]) -> list[dict[str, Any]]:
+def _source_reports(split: Split, often: npt.NDArray[np.int32], kind: "ExampleKind") -> list[dict[str, Any]]:
     """Of each source, in order: what was read and how much of it is taken."""
     return [
         {
@@ -325,6 +326,8 @@ def _source_reports(split: Split, often: npt.NDArray[np.int32]) -> list[dict[str
             "files": len(source.files),
             "rows": counts.records,
             "documents": counts.documents,
+            "forms": dict(counts.forms.most_common()),
+            **({"wanted": counts.wanted} if kind == "unpaired" else {}),
             "weight": source.weight,
             "count": source.count,
             "sampled": int((taken > 0).sum()),

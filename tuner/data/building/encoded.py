@@ -23,7 +23,7 @@ from tuner.data.prepared import arrow, arrow_bits
 from tuner.data.reading.blocks import Block, RawRecord, examples_of, lines_in, position_of
 from tuner.data.reading.padded import PADDED, has_null, padded_records
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Compared, Example
+from tuner.data.reading.records import Compared, Example, form_read
 from tuner.runtime.memory import give_back
 
 Bundle = tuple[Block, ...]
@@ -87,6 +87,10 @@ class Counts(_Summed):
     """Those that are kept; two that are one example count as one."""
     skipped: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
+    forms: Counter[str] = field(default_factory=Counter)
+    """Records of each form."""
+    wanted: int = 0
+    """Of labelled answers, documents whose answer is wanted."""
 
 
 @dataclass
@@ -248,9 +252,17 @@ class _Gathered:
         read = [(owner, record) for owner, record, example in part if not isinstance(example, RecordProblem)]
         targets = targets_of(batch.trained, batch.offsets)
         kept = np.repeat((targets > 0).reshape(-1, self._each).all(axis=1), self._each)
-        self._count(np.array([owner for owner, _ in read], dtype=np.int64), batch.records, kept)
+        owners = np.array([owner for owner, _ in read], dtype=np.int64)
+        self._count(owners, batch.records, kept)
+        if (label := batch.columns.get("label")) is not None:
+            wanted = np.bincount(owners[batch.records[kept & label.astype(np.bool_)]], minlength=len(self._bundle))
+            for number in np.flatnonzero(wanted).tolist():
+                self._counts[number].wanted += int(wanted[number])
         for owner, record, example in part:
-            if isinstance(example, RecordProblem):
+            if not isinstance(example, RecordProblem):
+                file = self._bundle[owner].file
+                self._counts[owner].forms[form_read(record.value or {}, example, file.format, file.columns)] += 1
+            else:
                 self._counts[owner].records += 1
                 self._refuse(owner, record, example, None if self._is_unread else record.value)
                 self._is_unread = True

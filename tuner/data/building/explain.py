@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from tuner.config.duration import Duration
 from tuner.data.building.documents import bad_record_error
 from tuner.data.building.encoded import bad_record
 from tuner.data.building.pack import pair_limit
@@ -17,7 +18,7 @@ from tuner.data.encoding.place import Document
 from tuner.data.reading.blocks import blocks, examples_of, lines_in
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Compared, Example, Labelled, Pair
-from tuner.data.sources import expand
+from tuner.data.sources import SourceFile, expand
 
 Fate = Literal["whole", "truncate", "split", "drop"]
 
@@ -55,6 +56,8 @@ class DocumentView:
     """Tokens of a row."""
     answer: str = ""
     """Which answer it is, where answers are compared: chosen, rejected, wanted or not wanted."""
+    drawn: str = ""
+    """Why it may not be trained on though it is read: its source's share, or what is held out."""
 
     @property
     def kept(self) -> list[TokenView]:
@@ -74,7 +77,7 @@ def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
     alone = Encoder(spec.tokenizer, spec.examples.train_on, spec.special_tokens_in_text)
     encoder = AnyEncoder(alone, spec.examples.kind)
     for file in expand(spec.data.train):
-        before = 0
+        before, drawn = 0, _drawn(spec, file)
         for block in blocks(file):
             for record, example in examples_of(block, spec.examples.kind):
                 try:
@@ -100,10 +103,19 @@ def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
                         fate,
                         spec.max_length,
                         _answer(example, i),
+                        drawn,
                     )
                     for i, (document, (fate, kept)) in enumerate(zip(placed.documents, fates, strict=True))
                 ]
             before += lines_in(block)
+
+
+def _drawn(spec: PrepareSpec, file: SourceFile) -> str:
+    """Why a document of a file may not be among those that are trained: which are is known of all of them alone."""
+    share = f"weight: {file.weight:g}" if file.weight < 1 else f"count: {file.count}" if file.count is not None else ""
+    held = f"data.eval: {spec.data.eval}" if isinstance(spec.data.eval, Duration) else ""
+    ways = [f"{share} may not draw it"] if share else []
+    return " and ".join([*ways, f"{held} may hold it out"] if held else ways)
 
 
 def _answer(example: Example | Compared, number: int) -> str:

@@ -130,7 +130,9 @@ def _warnings(spec: PrepareSpec, report: dict[str, Any], directory: Path) -> tup
     )
     untaken = any(not source["sampled"] for sources in report["sources"].values() for source in sources)
     others = (report.get("tokenizer") or {}).get("other_versions")
-    if not (lost or untaken or others or report["overlap"] or report.get("by_answer", {}).get("left_out")):
+    forms = (source.get("forms", ()) for sources in report["sources"].values() for source in sources)
+    odd = report["notes"] or any(len(found) > 1 for found in forms) or spec.examples.kind == "unpaired"
+    if not (lost or untaken or others or odd or report["overlap"] or report.get("by_answer", {}).get("left_out")):
         return ()
     from tuner.data.building.losses import length_warnings
     from tuner.data.building.report import warnings_of

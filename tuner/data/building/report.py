@@ -1,6 +1,7 @@
 """What preparation says to people: how far it is, and what it did; every number is in the manifest's `report`."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.config.methods import Examples
 from tuner.data.building.losses import MANY
 from tuner.data.building.pack import NO_TARGET
+from tuner.data.encoding.turns import CALLS_NOT_SHOWN, NOT_SHOWN
 
 if TYPE_CHECKING:
     from tuner.config.methods import ExampleKind
@@ -18,6 +20,16 @@ if TYPE_CHECKING:
 Line = tuple[str, str]
 MANY_DUPLICATES = 0.1
 """The share of a split's documents above which duplicates are warned of."""
+RARE = 0.1
+"""Forms that no more of a source's rows have are warned of."""
+LOST = (
+    (
+        NOT_SHOWN,
+        "the model would learn to call tools that it is never shown: tokenizer.chat_template: qwen3 writes them",
+    ),
+    (CALLS_NOT_SHOWN, "they are neither learned nor shown: tokenizer.chat_template: qwen3 writes them"),
+)
+"""Notes about what of the rows the template leaves out that is to be learned from, and the way out."""
 _SUMMED = ("files", "rows", "documents", "sampled", "repeated")
 PLAIN_EVERY_S = 30.0
 """Seconds between two lines where no bar can be drawn."""
@@ -30,6 +42,7 @@ def report_lines(report: Mapping[str, Any], kind: "ExampleKind", max_length: int
     lines: list[Line] = _tokenizer_lines(report.get("tokenizer"))
     if kind != "pretrain":
         lines += _mask_lines(report)
+    lines += _form_lines(report)
     lines += [("note", f"{note} ({count:,})") for note, count in report["notes"].items()]
     fast = report["fast_path"]
     if fast["share"]:
@@ -62,6 +75,15 @@ def _mask_lines(report: Mapping[str, Any]) -> list[Line]:
     return [("masks", verified), ("answers", text)]
 
 
+def _form_lines(report: Mapping[str, Any]) -> list[Line]:
+    """How many rows have which form, where there are several."""
+    forms: Counter[str] = Counter()
+    for sources in report["sources"].values():
+        for source in sources:
+            forms.update(source.get("forms", {}))
+    return [("forms", ", ".join(f"{count:,} {form}" for form, count in forms.most_common()))] if len(forms) > 1 else []
+
+
 def _count(number: int, word: str) -> str:
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
@@ -78,8 +100,13 @@ def warnings_of(report: Mapping[str, Any], rejects: str, unit: str = "document")
     for split in ("train", "eval"):
         if report[split] is not None:
             warnings += _split_warnings(split, report[split], rejects, unit)
+    warnings += [
+        f"{_count(report['notes'][note], 'row')}: {note}; {way}" for note, way in LOST if note in report["notes"]
+    ]
     for split, sources in report["sources"].items():
+        warnings += _label_warnings(split, sources)
         for source in sources:
+            warnings += _form_warnings(split, source, unit)
             if source["documents"] and not source["sampled"]:
                 warnings.append(f"data.{split}: nothing is taken of {source['path']}: its share rounds to no {unit}")
     for reason, count in by_answer_of(report)["left_out"].items():
@@ -94,6 +121,30 @@ def warnings_of(report: Mapping[str, Any], rejects: str, unit: str = "document")
         listed = f"transformers {now} gives other ids than {', '.join(others)} did for the same tokenizer files"
         warnings.append(f"tokenizer: {listed}: readers of an export with those versions are given the ids of {now}")
     return warnings
+
+
+def _label_warnings(split: str, sources: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Labels of one kind alone: there is nothing to tell them from."""
+    documents = sum(source["documents"] for source in sources)
+    wanted = [source["wanted"] for source in sources if "wanted" in source]
+    if not wanted or sum(wanted) not in {0, documents}:
+        return []
+    label = str(sum(wanted) > 0).lower()
+    return [f"data.{split}: all {documents:,} answers are labelled {label}: there are none to tell them from"]
+
+
+def _form_warnings(split: str, source: Mapping[str, Any], unit: str) -> list[str]:
+    """Rows of a form that few of their source have: strays, such as a line of text among chats."""
+    forms = Counter(source.get("forms", {}))
+    if len(forms) < 2 or unit == "pair":
+        return []
+    (main, _), *others = forms.most_common()
+    total = sum(forms.values())
+    rare = [f"{count:,} {form}" for form, count in others if count <= RARE * total]
+    if not rare:
+        return []
+    way = f"format: {main} in the source makes them bad rows, with their lines"
+    return [f"data.{split}: of {total:,} rows of {source['path']} {', '.join(rare)}, the others {main}: {way}"]
 
 
 def _split_warnings(split: str, counts: Mapping[str, Any], rejects: str, unit: str) -> list[str]:
@@ -112,7 +163,7 @@ def _split_warnings(split: str, counts: Mapping[str, Any], rejects: str, unit: s
         warnings.append(f"data.{split}: {what} within data.max_length and are left out: raise it")
     if counts["duplicates"] > MANY_DUPLICATES * documents:
         what = f"{counts['duplicates']:,} of {documents:,} {unit}s ({counts['duplicates'] / documents:.0%})"
-        warnings.append(f"data.{split}: {what} are exact duplicates; all copies are trained on")
+        warnings.append(f"data.{split}: {what} are exact duplicates of others, which is no reason to leave them out")
     return warnings
 
 

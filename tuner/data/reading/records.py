@@ -4,7 +4,7 @@ A form is told from the keys of each record, in the order of `FORMS`, unless the
 null counts as absent: tables fill with null what a record does not have.
 """
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -176,6 +176,28 @@ def form_of(value: Record, columns: Mapping[str, str] = _NO_COLUMNS) -> str | No
     value = _renamed(value, columns) if columns else value
     matching = (form for form, (keys, _) in FORMS.items() if all(value.get(key) is not None for key in keys))
     return next(matching, None)
+
+
+_BY_KEY = (("messages", "messages"), ("conversations", "sharegpt"), ("instruction", "alpaca"))
+_BY_TYPE = {PlainText: "text", Tokens: "tokens", PromptCompletion: "prompt_completion"}
+
+
+def form_read(
+    value: Record,
+    example: Example | Compared,
+    format: str,
+    columns: Sequence[tuple[str, str]],  # noqa: A002
+) -> str:
+    """Return the form that an example was read from: of one that compares answers, that of its prompt."""
+    part = (
+        example.chosen if isinstance(example, Pair) else example.example if isinstance(example, Labelled) else example
+    )
+    if (found := _BY_TYPE.get(type(part))) is not None:
+        return found
+    if format != "auto":
+        return format
+    ours = dict(columns)
+    return next((form for key, form in _BY_KEY if key in ours or value.get(key) is not None), "prompt_completion")
 
 
 def _unknown(value: Record, wanted: list[tuple[str, ...]]) -> RecordProblem:
