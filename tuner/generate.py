@@ -27,7 +27,7 @@ from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export.source import Source, resolve
 from tuner.export.weights import DTYPES, first_line, load_trained
 from tuner.export.write import quiet, token_ids, turn_ends
-from tuner.model.build import auto_model
+from tuner.model.build import auto_model, position_limit
 from tuner.model.tokens import resize_embeddings
 from tuner.model.vetting import vet_config
 from tuner.rundir.exports import LINEAGE
@@ -140,7 +140,7 @@ class Generator:
         """
         sampling.check()
         ids = self.encode(prompt)
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        limit = position_limit(self.model.config)
         room = sampling.max_new_tokens if limit is None else min(sampling.max_new_tokens, limit - len(ids))
         if room <= 0:
             raise RecipeError(f"the prompt has {len(ids):,} tokens, the model takes {limit:,}")

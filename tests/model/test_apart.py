@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BloomConfig,
+    GPTNeoConfig,
     MambaConfig,
     OpenAIGPTConfig,
     PretrainedConfig,
@@ -42,6 +43,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
     ),
     "llama": tiny_config("llama"),
+    "gpt-neo": GPTNeoConfig(
+        **TOKENS, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=24, window_size=8,
+        attention_types=[[["global", "local"], 1]], attention_dropout=0.0, embed_dropout=0.0, resid_dropout=0.0,
+    ),
 }
 CALLED = ("mamba", "llama")
 """Those that are taken document by document in each run of the tests: it is the class's own forward."""
@@ -124,7 +129,7 @@ def test_forwards_are_few() -> None:
     assert len(forwards_of([2048, 1], "batch")) == 2
 
 
-@pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - {"mamba", "rwkv"}))
+@pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - {"mamba", "rwkv", "gpt-neo"}))
 def test_the_structure_tells_the_route_and_the_probe_proves_it(kind: str, tmp_path: Path) -> None:
     root = root_of(kind, tmp_path)
     route, why = route_of(meta_model(model_config(ModelSpec(str(tmp_path))), torch.float32))
@@ -137,6 +142,22 @@ def test_the_structure_tells_the_route_and_the_probe_proves_it(kind: str, tmp_pa
     assert root.route == route
     assert prove_route(root, VOCAB, True, 64) is None
     assert root.route == route
+
+
+def test_a_mask_as_long_as_the_positions_is_for_one_document(tmp_path: Path) -> None:
+    """A probe's rows are shorter than it: only the structure tells that longer ones end in torch's error."""
+    root = root_of("gpt-neo", tmp_path)
+    route, why = route_of(meta_model(model_config(ModelSpec(str(tmp_path))), torch.float32))
+    assert (route, why) == (
+        "batch", "GPTNeoForCausalLM masks by a table of its positions, which rows end to end are longer than"
+    )  # fmt: skip
+    lengths, ids = (20, 24, 8), torch.arange(52) % VOCAB
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    with pytest.raises(RuntimeError, match="must match the size"):
+        root.logits(ids, positions, lengths, torch.arange(52))
+    root.go_by(route)
+    assert prove_route(root, VOCAB, True, 24) is None
+    assert root.logits(ids, positions, lengths, torch.arange(52)).isfinite().all()
 
 
 def test_what_a_batch_would_change_is_computed_one_document_at_a_time(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def apply_offload(root: CausalLM, n_layers: int | None = None) -> "HostInputs":
 
 def _chosen(root: CausalLM, n_layers: int | None) -> list[nn.Module]:
     """The decoder layers that are recomputed: so many, evenly spread; None: all."""
-    blocks = decoder_blocks(root.model)
+    blocks = decoder_blocks(root.model, "train.gradient_checkpointing")
     return [blocks[index] for index in spread(len(blocks), len(blocks) if n_layers is None else n_layers)]
 
 
@@ -166,7 +166,7 @@ def compile_blocks(root: CausalLM, padding: Padding) -> None:
             module._cache_clear = lambda: None  # type: ignore[method-assign]
     if root.mixers is not None:
         root.mixers.keep_from_compiler(root.model)
-    for block in decoder_blocks(root.model):
+    for block in decoder_blocks(root.model, "train.compile"):
         # Evaluation and sampling come in many shapes and are rare: they run as they are.
         _wrap(block, torch.compile(block.forward, backend=BACKEND, dynamic=False), lambda block: block.training)
     root.padding = padding

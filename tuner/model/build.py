@@ -272,8 +272,16 @@ def _missing(what: str, error: ImportError) -> MachineError:
     return MachineError(f"model: {what}: {_reason(error)}", hint="install it where tuner is installed")
 
 
-def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
+def position_limit(config: PretrainedConfig) -> int | None:
+    """The most positions that a model has; None where its config names none, or -1 for no limit, as XLNet's does."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def decoder_blocks(model: PreTrainedModel, needed_by: str = "sharding over processes") -> list[nn.Module]:
     """The repeated decoder layers in order, as transformers names them for sharding (``_no_split_modules``).
+
+    Raises RecipeError where it names none, with what they are `needed_by`: a key of the recipe, mostly.
 
     What holds the embedding of tokens, which BERT's kin name too, is none: the output layer may share its weight.
     FSDP2 puts its own name before that of the class of a unit.
@@ -282,7 +290,10 @@ def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
     named = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
     blocks = [module for module in named if not any(part is embedding for part in module.modules())]
     if not blocks:
-        raise RecipeError(f"{type(model).__name__} names no decoder layers, so it cannot be sharded over processes")
+        raise RecipeError(
+            f"{type(model).__name__} names no decoder layers, which {needed_by} needs",
+            hint="leave that out: nothing says what of this class is a layer (its _no_split_modules)",
+        )
     return blocks
 
 

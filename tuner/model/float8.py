@@ -49,7 +49,7 @@ class Float8Layers:
     @staticmethod
     def of(model: PreTrainedModel) -> "Float8Layers":
         """Those of a model, which need no values. Raises RecipeError where none can be."""
-        blocks = {id(part) for block in decoder_blocks(model) for part in block.modules()}
+        blocks = {id(part) for block in decoder_blocks(model, "train.precision: fp8") for part in block.modules()}
         linear = {n: m for n, m in model.named_modules() if id(m) in blocks and type(m) is nn.Linear}
         read = {name for name, why in not_adaptable(model, linear).items() if why == READ}
         left = {}

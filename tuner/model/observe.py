@@ -76,7 +76,7 @@ def observe(
     Attention logits are those of :data:`ROWS` queries, which begin at the share ``rows_at`` of the row. Leaves the
     model in evaluation mode; of its weights and buffers nothing changes.
     """
-    blocks = decoder_blocks(root.model)
+    blocks = decoder_blocks(root.model, "logging.internals")
     found = Observation(input_ids.shape[0], len(blocks))
     nothing = torch.zeros(0, dtype=torch.int64, device=input_ids.device)
     root.eval()

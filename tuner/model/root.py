@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tuner.model import attention
-from tuner.model.build import decoder_of, has_score, head_layer
+from tuner.model.build import decoder_of, has_score, head_layer, position_limit
 from tuner.model.documents import Carried, Documents, GrowingDocuments, Padding
 from tuner.model.output_layer import (
     PLAIN,
@@ -425,4 +425,16 @@ def route_of(model: PreTrainedModel) -> tuple[Route, str | None]:
         return "batch", f"{name} numbers tokens by their place in the row"
     if not attention.is_ours(model.config) and not masks_by_position(decoder):
         return "batch", f"{name} has attention of its own"
+    if _masks_by_table(decoder, position_limit(model.config)):
+        return "batch", f"{name} masks by a table of its positions, which rows end to end are longer than"
     return "flat", None
+
+
+def _masks_by_table(decoder: nn.Module, positions: int | None) -> bool:
+    """Whether a layer holds a mask ``[..., positions, positions]``: GPT-Neo's is cut to the length of the whole row.
+
+    What the decoder itself holds is not a layer's: GPT-BigCode keeps one that it does not read.
+    """
+    layers = (module for module in decoder.modules() if module is not decoder)
+    held = (buffer for layer in layers for buffer in layer.buffers(recurse=False) if buffer.ndim > 1)
+    return any(tuple(buffer.shape[-2:]) == (positions, positions) for buffer in held)

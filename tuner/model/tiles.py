@@ -60,7 +60,7 @@ def apply_tiles(root: CausalLM) -> None:
 
     Raises RecipeError where no layer has one.
     """
-    blocks = decoder_blocks(root.model)
+    blocks = decoder_blocks(root.model, "train.tiled_mlp")
     mlps = [module for block in blocks for module in mlps_of(block).values()]
     if not mlps:
         raise RecipeError(
@@ -110,7 +110,7 @@ def prove_tiles(root: CausalLM) -> None:
     if any(parameter.is_meta for parameter in root.parameters()):
         return
     width, proven = int(root.model.config.get_text_config().hidden_size), set[type]()
-    for block in decoder_blocks(root.model):
+    for block in decoder_blocks(root.model, "train.tiled_mlp"):
         for name, module in mlps_of(block).items():
             if type(module) not in proven:
                 if (why := _why_not(module, width)) is not None:

@@ -142,7 +142,7 @@ def _recompute(root: CausalLM, spec: AssemblySpec, compiled: bool) -> int | None
         return None
     from tuner.model.blocks import apply_recompute
 
-    n_layers = recomputed_count(spec.recomputed_layers, len(decoder_blocks(root.model)))
+    n_layers = recomputed_count(spec.recomputed_layers, len(decoder_blocks(root.model, "train.gradient_checkpointing")))
     apply_recompute(root, spec.recompute, n_layers, compiled=compiled)
     return n_layers
 

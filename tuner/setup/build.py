@@ -17,7 +17,7 @@ from tuner.data.batches import GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PackedRows, PreparedData
 from tuner.errors import RecipeError
-from tuner.model.build import build_model, is_part, meta_model
+from tuner.model.build import build_model, is_part, meta_model, position_limit
 from tuner.model.documents import Padding
 from tuner.model.flops import training_flops
 from tuner.model.freeze import frozen_hash, select_modules, weights_hash
@@ -293,7 +293,7 @@ def check_fits(tokenizer: TextTokenizer, config: PretrainedConfig, prepared: Pre
             f"embeddings{named}",
             hint=hint,
         )
-    longest = getattr(text, "max_position_embeddings", None)
+    longest = position_limit(config)
     if longest is not None and prepared.train.max_length > longest:
         raise RecipeError(f"data.max_length: {prepared.train.max_length} is above the model's {longest:,} positions")
 

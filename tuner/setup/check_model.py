@@ -108,7 +108,8 @@ def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids
     train = recipe.train
     if train.gradient_checkpointing in {"selective", "full"}:
         with found.of("train.gradient_checkpointing_layers"):
-            recomputed_count(train.gradient_checkpointing_layers, len(decoder_blocks(model)))
+            layers = decoder_blocks(model, "train.gradient_checkpointing")
+            recomputed_count(train.gradient_checkpointing_layers, len(layers))
     if len(found.problems) > before:
         return
     with found.of("adapter.target_modules" if recipe.adapter.kind != "none" else "model.freeze"):

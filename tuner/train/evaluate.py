@@ -21,6 +21,7 @@ from tuner.data.batches import Batch, GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PackedRows, Sample
 from tuner.errors import RecipeError
+from tuner.model.build import position_limit
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import sync_gradients
 from tuner.runtime.device import to_device
@@ -256,7 +257,7 @@ def answer_samples(
 
 def answer_limits(samples: Sequence[Sample], tokenizer: TextTokenizer, config: PretrainedConfig) -> list[int]:
     """The most tokens that the answer to each prompt may have."""
-    max_positions = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    max_positions = position_limit(config) or sys.maxsize
     wanted = [len(tokenizer.encode(sample.reference)) for sample in samples]
     return [
         min(MAX_ANSWER_TOKENS, count + count // 4 + 8, max(0, max_positions - len(sample.prompt_ids)))

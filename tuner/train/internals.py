@@ -120,7 +120,7 @@ def layers_of(root: CausalLM, names: Mapping[str, nn.Parameter]) -> dict[str, li
     """Names of trained parameters by decoder layer; others are those of ``embedding``, ``output``, or the ``rest``."""
     found: dict[str, list[str]] = {EMBEDDING: []}
     owner: dict[int, str] = {}
-    for index, block in enumerate(decoder_blocks(root.model)):
+    for index, block in enumerate(decoder_blocks(root.model, "logging.internals")):
         found[layer_name(index)] = []
         owner |= {id(parameter): layer_name(index) for parameter in block.parameters()}
     embeddings, ends = embedding_parameters(root), outer_parameters(root)
