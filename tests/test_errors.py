@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tuner.errors import ExitCode, MachineError, MemoryLimitError, as_tuner_error, is_out_of_memory
+from tuner.errors import ExitCode, MachineError, MemoryLimitError, as_tuner_error, counted, is_out_of_memory
 from tuner.runtime.process import of_rank
 
 NCCL = "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94, {} (run with NCCL_DEBUG=INFO for details)"
@@ -70,3 +70,8 @@ def test_an_operation_without_a_deterministic_kernel_is_named() -> None:
     assert isinstance(known, MachineError) and known.exit_code == ExitCode.ENVIRONMENT
     assert known.message == "train.deterministic: cumsum_cuda_kernel has no deterministic kernel on this device"
     assert known.hint is not None and "train.deterministic: false" in known.hint
+
+
+def test_one_of_a_thing_is_not_several() -> None:
+    assert [counted(n, "row") for n in (0, 1, 2, 1204)] == ["0 rows", "1 row", "2 rows", "1,204 rows"]
+    assert [counted(n, "process", "processes") for n in (1, 2)] == ["1 process", "2 processes"]

@@ -25,6 +25,11 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """A number with its noun: `1 row`, `1,204 rows`; `many` is the plural where that is not `one` with an s."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 class TunerError(Exception):
     """An expected failure: `message` says what went wrong, `hint` what to do about it."""
 
@@ -100,7 +105,7 @@ class RecipeError(TunerError):
     def of(problems: Iterable[Problem], hint: str | None = None) -> RecipeError:
         """One error of all problems, each on a line, in the order of the file."""
         found = tuple(sorted(problems, key=lambda problem: problem.position))
-        count = f"{len(found)} problems" if len(found) > 1 else "1 problem"
+        count = counted(len(found), "problem")
         return RecipeError(f"{count} in the recipe\n" + "\n".join(f"  {one}" for one in found), hint, found)
 
 class PluginError(TunerError):

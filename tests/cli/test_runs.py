@@ -19,7 +19,7 @@ from tests.rundir import made
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.cli.document import SCHEMA_PATH
 from tuner.cli.runs import _local
-from tuner.cli.table import columns, fitted
+from tuner.cli.table import between_words, columns, fitted
 from tuner.rundir.run_json import hold
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +80,17 @@ def test_times_are_shown_in_the_local_zone(monkeypatch: pytest.MonkeyPatch) -> N
     time.tzset()
 
 
+def test_what_is_said_breaks_between_words() -> None:
+    path = "/a/path/that/is/longer/than/the/terminal.yaml"
+    text = f"error: {path}:1: no messages; the row has 'question'\n  hint: write {{a: b}}"
+    assert between_words(text, 1 << 20, 2) == text
+    lines = between_words(text, 24, 2).split("\n")
+    assert lines == [
+        "error:", f"  {path}:1:", "  no messages; the row", "  has 'question'", "  hint: write {a: b}"
+    ]  # fmt: skip
+    assert all(len(line) <= 24 or path in line for line in lines)
+
+
 def test_tables_are_split_where_the_terminal_is_narrow() -> None:
     lines = [["run", "loss", "tokens", "time"], ["a", "0.5", "400", "1:30"], ["longer", "0.25", "1,400", "0:20"]]
     whole = columns(lines, right=(1, 2, 3))
@@ -98,6 +109,7 @@ def test_show(place: Path) -> None:
         assert part in shown
     assert "command   tuner train r.yaml --train.duration '4 steps'\n" in shown
     facts = document(runs(place, "show", "runs/fast", "--json"))["artifacts"]
+    assert "text" not in {*facts, *document(runs(place, "list", "runs", "--json"))["artifacts"]}, "values alone"
     assert facts["eval_sources"] == {"orders": 0.1, "chat": 0.2}
     assert facts["recipe"]["optimizer.lr"] == 0.003
     assert "is not a run" in runs(place, "show", ".", code=2).stderr

@@ -294,7 +294,7 @@ RECIPES = st.fixed_dictionaries(
         ),
         "optimizer": st.fixed_dictionaries(
             {},
-            optional={"lr": st.floats(1e-300, 1e300), "betas": st.lists(st.floats(0, 0.999), min_size=2, max_size=2)},
+            optional={"lr": st.floats(1e-300, 1), "betas": st.lists(st.floats(0, 0.999), min_size=2, max_size=2)},
         ),
         "train": st.fixed_dictionaries(
             {},
@@ -370,6 +370,13 @@ def test_an_unknown_key_is_answered_with_what_was_meant_or_what_there_is(
     with pytest.raises(RecipeError) as caught:
         load_recipe(wish)
     assert expected in str(caught.value.problems[0])
+
+
+@pytest.mark.parametrize(("kind", "lr"), [("adamw", 2), ("adafactor", "1.5"), ("muon", 20)])
+def test_a_rate_that_no_step_survives_is_refused(kind: str, lr: int | str) -> None:
+    with pytest.raises(RecipeError, match=r"optimizer.lr  got '?[\d.]+'?; allowed: .*, at most 1 or auto$"):
+        load_recipe(MINIMAL | {"optimizer": {"kind": kind, "lr": lr}})
+    assert load_recipe(MINIMAL | {"optimizer": {"kind": "sgd", "lr": 2}}).recipe.optimizer.kind == "sgd"
 
 
 def test_user_code_in_a_file_starts_from_the_recipes_directory(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn, cast
 import typer
 
 from tuner.cli.document import Outcome, failure_document, outcome_document, read_document, write_document
-from tuner.cli.table import note_stdout
+from tuner.cli.table import between_words, note_stdout, terminal_columns
 from tuner.errors import ExitCode, MachineError, RecipeError, TunerError, as_tuner_error
 from tuner.runtime import stop
 from tuner.runtime.activity import LABEL_WIDTH
@@ -196,11 +196,11 @@ def run_command(name: str, options: OutputOptions, body: Callable[[], Outcome]) 
         return _answer_signal(name, options, stdout, warned)
 
     try:
-        with collected(warned, _say), stop.heeded(), stop.answered(answer):
+        with collected(warned, say), stop.heeded(), stop.answered(answer):
             outcome = body()
     except _PassedOn as passed:
         code = int(passed.document["exit_code"])
-        _say(f"error: {passed.document.get('command', 'the command before')} {passed.document['status']} (exit {code})")
+        say(f"error: {passed.document.get('command', 'the command before')} {passed.document['status']} (exit {code})")
         _finish(stdout, write_document(passed.document) if options.json else None, code)
     except BaseException as error:  # every way to fail ends in one line and an exit code
         if isinstance(error, SystemExit):
@@ -208,7 +208,7 @@ def run_command(name: str, options: OutputOptions, body: Callable[[], Outcome]) 
         _fail(name, options, error, stdout, warned)
     for warning in outcome.warnings:
         if warned.add(warning):
-            _say(f"warning: {warning}")
+            say(f"warning: {warning}")
     outcome.warnings = warned.texts
     if outcome.status == "stopped" and outcome.exit_code == 0:
         outcome.exit_code = int(ExitCode.STOPPED)
@@ -271,9 +271,9 @@ def _fail(name: str, options: OutputOptions, error: BaseException, stdout: int, 
 
 def report_error(error: TunerError, rank: int = 0) -> None:
     """Write an error and its hint to stderr."""
-    _say(f"error: {error.message}" if rank == 0 else f"error on rank {rank}: {error.message}")
+    say(f"error: {error.message}" if rank == 0 else f"error on rank {rank}: {error.message}")
     if error.hint:
-        _say(f"  hint: {error.hint}")
+        say(f"  hint: {error.hint}")
 
 
 def print_failure(name: str, error: TunerError, json: bool) -> int:
@@ -397,7 +397,9 @@ def _write_line(descriptor: int, line: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
-def _say(text: str) -> None:
+def say(text: str, indent: int = 2) -> None:
+    """Write lines to stderr: on a terminal broken between words, with what follows indented by so much more."""
+    text = between_words(text, terminal_columns(sys.stderr), indent)
     shown = "".join(
         char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
     )

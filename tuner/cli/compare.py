@@ -37,7 +37,7 @@ def compare(
         _table(found, level),
         artifacts={"first": str(places[0]), "second": str(places[1])},
         metrics={f"{one.task}/{one.figure}": _document(one) for one in found} | {"level": level},
-        is_text=True,
+        is_table=True,
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tuner.cli.command import Outcome, command, input_path
+from tuner.errors import counted
 
 if TYPE_CHECKING:
     from tuner.data.building.cache import Entry
@@ -31,7 +32,7 @@ def list_directories(cache_dir: CacheOption = None) -> Outcome:
         _table(rows) if rows else f"nothing is prepared in {root}",
         artifacts={"cache_dir": str(root), "directories": rows},
         metrics={"directories": len(rows), "bytes": sum(row["bytes"] for row in rows)},
-        is_text=True,
+        is_table=True,
     )
 
 
@@ -45,7 +46,7 @@ def show(entry: Annotated[str, typer.Argument(help=ENTRY_HELP)], cache_dir: Cach
     if found.manifest is None:
         raise DataError(f"{found.path} is damaged", hint=f"see what: tuner data verify {found.path}")
     return Outcome(
-        _shown(found), artifacts={"directory": _facts(found)}, metrics=dict(found.manifest["report"]), is_text=True
+        _shown(found), artifacts={"directory": _facts(found)}, metrics=dict(found.manifest["report"]), is_table=True
     )
 
 
@@ -178,6 +179,6 @@ def _shown(entry: Entry) -> str:
         for name in ("train", "eval"):
             split = manifest["report"][name]
             if split is not None:
-                lines.append((name, f"{split['documents']:,} documents  {split['tokens']:,} tokens"))
+                lines.append((name, f"{counted(split['documents'], 'document')}  {counted(split['tokens'], 'token')}"))
     lines += [("sha256", f"{facts['sha256']}  {name}") for name, facts in sorted(manifest["files"].items())]
     return "\n".join(f"{label:<{LABEL_WIDTH}}{escape(text)}" for label, text in lines)

@@ -40,7 +40,7 @@ def doctor(
         artifacts={"checks": [as_json(check) for check in found]},
         metrics=dict(counts),
         warnings=[f"{check.name}: {check.found}: {check.means}" for check in found if check.status == "warning"],
-        is_text=True,
+        is_table=True,
     )
     if broken:
         outcome.status, outcome.exit_code = "failed", int(ExitCode.ENVIRONMENT)

@@ -20,8 +20,8 @@ class Outcome:
     """What a command did.
 
     `result` is what goes to stdout: the artifact's path, or text when `is_text` is set. A stopped outcome has
-    exit code 75. `artifacts` get `path` (or `text`) from `result`; `metrics` are numbers or JSON values;
-    `next` is the command to run next.
+    exit code 75. `artifacts` get `path` (or `text`) from `result`, but where `is_table` is set; `metrics` are numbers
+    or JSON values; `next` is the command to run next.
     """
 
     result: str
@@ -32,13 +32,15 @@ class Outcome:
     warnings: list[str] = field(default_factory=list)
     next: str | None = None
     is_text: bool = False
+    is_table: bool = False
+    """Whether `result` shows people what `artifacts` hold: a document does without it."""
     error: dict[str, Any] | None = None
     """`type`, `message` and `hint` of an outcome that is failed although it has a result."""
 
 
 def outcome_document(command: str, outcome: Outcome) -> dict[str, Any]:
     """Return the document of a command that finished or stopped."""
-    main = {("text" if outcome.is_text else "path"): outcome.result}
+    main = {} if outcome.is_table else {("text" if outcome.is_text else "path"): outcome.result}
     return _document(command, outcome.status, outcome.exit_code) | {
         "artifacts": {key: _jsonable(value) for key, value in (main | outcome.artifacts).items()},
         "metrics": {key: _jsonable(value) for key, value in outcome.metrics.items()},

@@ -12,7 +12,7 @@ import typer
 from tuner.cli.command import Outcome, VerboseOption, command, load_for_command, overrides_of
 from tuner.cli.named import TrainedArgument, run_path
 from tuner.cli.table import columns
-from tuner.errors import RecipeError
+from tuner.errors import RecipeError, counted
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
@@ -88,8 +88,9 @@ def _task_scores(
     figures = found.figures()
     for score in found.scores:
         if score.cut:
-            console.warn(f"{score.name}: {score.cut:,} prompts lost their beginning; raise the task's max_length")
-        console.say("scored", f"{score.name}: {len(score.results):,} items in {score.seconds:.1f} s")
+            cut = counted(score.cut, "prompt")
+            console.warn(f"{score.name}: {cut} without the beginning; raise the task's max_length")
+        console.say("scored", f"{score.name}: {counted(len(score.results), 'item')} in {score.seconds:.1f} s")
     width = max(map(len, figures))
     return Outcome(
         "\n".join(f"{name:<{width}}  {value:.6g}" for name, value in figures.items()),

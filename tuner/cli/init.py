@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
-from tuner.cli.command import Outcome, command
+from tuner.cli.command import Outcome, command, say
+from tuner.runtime.activity import LABEL_WIDTH
 
 
 @command("init")
@@ -29,10 +29,10 @@ def init(
     seen = look(given.model.name_or_path, given.data.train[0])
     text = starter(model, data, seen)
     tokens = "tokens" if seen.by_tokenizer else "tokens (estimated)"
-    print(
+    say(
         f"read      {data}: {counted(seen)}, {seen.form}{not_used(seen)}; longest {seen.longest:,} "
         f"{tokens} -> data.max_length {seen.max_length}, {seen.steps:,} step{'' if seen.steps == 1 else 's'}",
-        file=sys.stderr,
+        LABEL_WIDTH,
     )
     warnings = [f"{bad_rows(seen)}; the first: {seen.first_bad}"] if seen.bad else []
     metrics = {

@@ -12,7 +12,7 @@ import typer
 from tuner.cli.command import Outcome, RecipeArgument, VerboseOption, command, load_for_command, overrides_of
 from tuner.cli.ladder_fit import fit
 from tuner.cli.ladder_view import drawn, ladder_path, marks_document, plan_table, rung_names, status_table
-from tuner.errors import RecipeError
+from tuner.errors import RecipeError, counted
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
@@ -95,7 +95,7 @@ def run(
     results = run_rungs(chosen, level, lambda one: _announce(console, one, every))
     for each in results:
         if each.was_done:
-            console.say("skipped", f"{each.rung.name}: done, {each.result.total_steps:,} steps")
+            console.say("skipped", f"{each.rung.name}: done, {counted(each.result.total_steps, 'step')}")
     artifacts = {"rungs": {each.rung.name: str(each.result.run_dir) for each in results}}
     metrics = {each.rung.name: each.result.metrics | {"step": each.result.step} for each in results}
     if results[-1].stopped:
@@ -114,7 +114,7 @@ def status(ctx: typer.Context, ladder: LadderArgument = None) -> Outcome:
     found = statuses(read_ladder(ladder_path(ladder, overrides_of(ctx))))
     done = sum(one["status"] == "finished" for one in found)
     metrics = {"rungs": len(found), "finished": done}
-    return Outcome(status_table(found), artifacts={"rungs": found}, metrics=metrics, is_text=True)
+    return Outcome(status_table(found), artifacts={"rungs": found}, metrics=metrics, is_table=True)
 
 
 @app.command()
@@ -126,7 +126,7 @@ def metrics(ctx: typer.Context, ladder: LadderArgument = None) -> Outcome:
 
     marks = read_marks(read_ladder(ladder_path(ladder, overrides_of(ctx))))
     text = marks_csv(marks).removesuffix("\n")
-    return Outcome(text, artifacts={"marks": marks_document(marks)}, metrics={"marks": len(marks)}, is_text=True)
+    return Outcome(text, artifacts={"marks": marks_document(marks)}, metrics={"marks": len(marks)}, is_table=True)
 
 
 app.command()(fit)

@@ -21,6 +21,7 @@ from tuner.cli.command import (
     overrides_of,
     run_command,
 )
+from tuner.errors import counted
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
@@ -119,7 +120,7 @@ def _prepared_windows(spec: PrepareSpec, console: Console, recipe: str | None) -
                 continue
             documents = info.report["train"]["documents"]
             how = "already prepared" if info.cached else f"prepared in {info.seconds:.1f} s"
-            console.say("window", f"{window.name}: {documents:,} documents, {how}")
+            console.say("window", f"{window.name}: {counted(documents, 'document')}, {how}")
             warnings += [f"window {window.name}: {text}" for text in info.warnings]
     return Outcome(
         "\n".join(str(window["path"]) for window in windows if "path" in window),
@@ -170,7 +171,7 @@ def _planned(spec: PrepareSpec, console: Console) -> Outcome:
     there = valid(path, "prepared") is not None
     files = [file for source in [*keys.train, *(keys.eval or [])] for file in source.files]
     size = sum(file.size() for file in files)
-    console.say("read", f"{len(files):,} files, {size:,} bytes")
+    console.say("read", f"{counted(len(files), 'file')}, {size:,} bytes")
     console.say("plan", f"rows of {spec.max_length:,} tokens, longer documents: {spec.too_long}")
     console.say("prepared", "already prepared" if there else "not yet prepared")
     return Outcome(

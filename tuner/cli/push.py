@@ -8,6 +8,7 @@ import typer
 
 from tuner.cli.command import Outcome, VerboseOption, command
 from tuner.cli.named import run_path
+from tuner.errors import counted
 
 
 @command("push")
@@ -37,7 +38,7 @@ def push(
 
     console = Console(level="debug" if verbose else "info")
     plan = plan_push(find_export(source), repo)
-    console.say("checked", f"{plan.directory}: {len(plan.files)} files, {gib(plan.bytes)}, as they were written")
+    console.say("checked", f"{plan.directory}: {counted(len(plan.files), 'file')}, {gib(plan.bytes)}, as written")
     if dry_run:
         metrics = {"files": len(plan.files), "bytes": plan.bytes, "dry_run": True}
         return Outcome(str(plan.directory), artifacts={"files": sorted(plan.files), "repo": repo}, metrics=metrics)

@@ -64,7 +64,7 @@ def list_recipes() -> Outcome:
     from tuner.config.shipped import shipped_recipes, shipped_scripts, summary
 
     lines = {name: summary(path) for name, path in (shipped_recipes() | shipped_scripts()).items()}
-    return Outcome(listed(lines, stdout_columns()), artifacts={"recipes": lines}, is_text=True)
+    return Outcome(listed(lines, stdout_columns()), artifacts={"recipes": lines}, is_table=True)
 
 
 @app.command()

@@ -15,7 +15,7 @@ import typer
 from tuner.cli.command import Outcome, command, input_path
 from tuner.cli.named import RunArgument, RunsArgument, run_path
 from tuner.cli.table import fitted, stdout_columns
-from tuner.errors import DataError, VerificationError
+from tuner.errors import DataError, VerificationError, counted
 from tuner.rundir.curves import Chart, charts
 from tuner.rundir.last_checkpoint import problem_of
 from tuner.rundir.layout import CURVES
@@ -53,7 +53,7 @@ def list_runs(
     text = _table([["run", *FIGURES.values(), "started"], *lines]) if runs else f"no runs in {path}"
     if runs:
         _say_what_was_checked()
-    return Outcome(text, artifacts={"runs": found}, metrics={"runs": len(runs)}, warnings=damaged, is_text=True)
+    return Outcome(text, artifacts={"runs": found}, metrics={"runs": len(runs)}, warnings=damaged, is_table=True)
 
 
 @app.command()
@@ -69,7 +69,7 @@ def show(run: RunArgument) -> Outcome:
         "recipe": found.recipe,
     }
     _say_what_was_checked()
-    return Outcome(_shown(found), artifacts=artifacts, warnings=found.problems, is_text=True)
+    return Outcome(_shown(found), artifacts=artifacts, warnings=found.problems, is_table=True)
 
 
 @app.command()
@@ -93,7 +93,7 @@ def compare(runs: RunsArgument) -> Outcome:
         lines.append([first, *shown, *rest, *(f"{figures[one]:.4f}" if one in figures else "-" for one in own)])
     text = _table(lines, len(keys)) if len(found) >= len(lines[0]) else _table_across(lines)
     compared = [{**item, "recipe": recipe} for item, recipe in zip(summaries, values, strict=True)]
-    return Outcome(text, artifacts={"runs": compared, "differing": keys}, warnings=left_out, is_text=True)
+    return Outcome(text, artifacts={"runs": compared, "differing": keys}, warnings=left_out, is_table=True)
 
 
 @app.command()
@@ -145,7 +145,7 @@ def verify(runs: RunsArgument) -> Outcome:
             hint="a run whose last one is among them is made whole by tuner resume RUN",
         )
     return Outcome(
-        "\n".join([f"{len(checkpoints)} checkpoints: all as they were written", *began]),
+        "\n".join([f"{counted(len(checkpoints), 'checkpoint')}: all as they were written", *began]),
         artifacts={"verified": [str(path) for path in checkpoints], **({"began_with": list(began)} if began else {})},
         metrics={"checkpoints": len(checkpoints)},
         warnings=[*left_out, *(problem for run in found for problem in run.problems)],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Collection, Sequence
 from contextvars import ContextVar
+from typing import IO
 
 UNBOUNDED = 1 << 20
 _stdout_columns: ContextVar[int] = ContextVar("stdout_columns", default=UNBOUNDED)
@@ -35,6 +37,28 @@ def note_stdout(descriptor: int) -> None:
         _stdout_columns.set(os.get_terminal_size(descriptor).columns or UNBOUNDED)
     except OSError:
         _stdout_columns.set(UNBOUNDED)
+
+
+def terminal_columns(stream: IO[str]) -> int:
+    """Columns of the terminal that a stream goes to; a file, a pipe and what is closed have no width."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or UNBOUNDED
+    except (OSError, ValueError):
+        return UNBOUNDED
+
+
+def between_words(text: str, width: int, indent: int) -> str:
+    """The lines of a text, those of more columns broken between words; a longer word, such as a path, stays whole."""
+    return "\n".join(line if len(line) <= width else _broken(line, width, indent) for line in text.split("\n"))
+
+
+def _broken(line: str, width: int, indent: int) -> str:
+    after = " " * (len(line) - len(line.lstrip()) + indent)
+    broken = textwrap.wrap(
+        line, max(width, 20), subsequent_indent=after, break_long_words=False, break_on_hyphens=False,
+        replace_whitespace=False, drop_whitespace=True,
+    )  # fmt: skip
+    return "\n".join(broken)
 
 
 def stdout_columns() -> int:

@@ -20,7 +20,7 @@ from tuner.cli.command import (
     overrides_of,
     stopped_as,
 )
-from tuner.errors import RecipeError
+from tuner.errors import RecipeError, counted
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
@@ -155,7 +155,7 @@ def outcome_of(result: RunResult, console: Console, export: Path | None = None) 
     following = f"tuner export-hf {run_dir}{' --step best' if better else ''}"
     if export is not None:
         artifacts["export"], following = str(export), f"tuner generate {_shown(export)}"
-    console.say("done", f"{result.step} steps{_evaluated(result.metrics)}{better} · next: {following}")
+    console.say("done", f"{counted(result.step, 'step')}{_evaluated(result.metrics)}{better} · next: {following}")
     return Outcome(str(result.run_dir), artifacts=artifacts, metrics=metrics, next=following)
 
 

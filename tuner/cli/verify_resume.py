@@ -8,6 +8,7 @@ import typer
 
 from tuner.cli.command import Outcome, VerboseOption, command
 from tuner.cli.named import RunArgument, run_path
+from tuner.errors import counted
 
 
 @command("verify-resume")
@@ -30,8 +31,8 @@ def verify_resume(
     last = proof.from_step + proof.steps
     console.say(
         "verified",
-        f"{proof.steps} steps to step {last}: log, state and {proof.tensors} tensors equal, bit for bit "
-        f"(sha256 {proof.sha256[:12]})",
+        f"{counted(proof.steps, 'step')} to step {last}: log, state and {counted(proof.tensors, 'tensor')} equal, "
+        f"bit for bit (sha256 {proof.sha256[:12]})",
     )
     metrics = {key: value for key, value in asdict(proof).items() if key != "run_dir"}
     return Outcome(str(proof.run_dir), metrics=metrics, next=f"tuner resume {proof.run_dir}")

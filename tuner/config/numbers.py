@@ -163,6 +163,20 @@ class Real(ValueType):
 
 
 @dataclass(frozen=True)
+class Rate(Real):
+    """A learning rate: at most 1, and no share, of which a larger number would be meant in percent."""
+
+    gt: float | None = 0
+    le: float | None = 1
+
+    def read(self, value: Any) -> float:
+        """As a number is read."""
+        if (number := Real(gt=0).read(value)) > 1:
+            raise TypeError
+        return number
+
+
+@dataclass(frozen=True)
 class Weights(ValueType):
     """Words of a `Literal` with their weights, numbers above 0; one word by itself has the weight 1."""
 

@@ -6,11 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tuner.config.numbers import Real, Whole
+from tuner.config.numbers import Rate, Real, Whole
 from tuner.config.section import Auto, Bool, Items, Options, Section, Use
 from tuner.config.value_types import Several, T, Text, Word, refuse
 
-Lr = Annotated[float | Auto, Real(gt=0)]
+Lr = Annotated[float | Auto, Rate()]
+"""Above 1 a step of these kinds, which is about as long as the rate, is longer than any weight."""
 Betas = Annotated[tuple[float, float], Several(item=Real(ge=0, lt=1), length=2)]
 Eps = Annotated[float, Real(gt=0)]
 Share = Annotated[float, Real(ge=0, lt=1)]

@@ -13,6 +13,7 @@ import transformers
 
 import tuner
 from tuner.config.dump import flow
+from tuner.errors import counted
 from tuner.export.quantized_card import quantized_rows, quantized_usage
 from tuner.export.scoring import scoring
 from tuner.export.source import Source, hub_name
@@ -192,7 +193,8 @@ def _is_whole(source: Source, facts: Mapping[str, Any]) -> bool:
 
 def _untouched(left: Mapping[str, Any]) -> str:
     """What of a multimodal checkpoint was not trained, in words."""
-    return f"what is no part of the language model: {left['tensors']:,} tensors ({left['bytes'] / 1e6:,.1f} MB)"
+    tensors = counted(left["tensors"], "tensor")
+    return f"what is no part of the language model: {tensors} ({left['bytes'] / 1e6:,.1f} MB)"
 
 
 def _counts(counts: Mapping[str, Any]) -> str:

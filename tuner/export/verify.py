@@ -111,7 +111,7 @@ def fallback_probes(model: PreTrainedModel) -> Probes:
 
 @torch.no_grad()
 def last_logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Logits ``[P, V]`` in float32 at the last position of each prompt, each run alone and unpacked; scores ``[P, 1]``."""
+    """Logits ``[P, V]`` in float32 at the last position of each prompt, each run alone, unpacked; scores ``[P, 1]``."""
     rows = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)], dtype=torch.int64)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Literal
 
 from tuner.config.ladder import LadderSection
-from tuner.errors import RecipeError
+from tuner.errors import RecipeError, counted
 
 Phase = Literal["pre-decay", "post-decay"]
 
@@ -82,7 +82,7 @@ def course(section: LadderSection, parameters: int, batch_tokens: int) -> Course
     for multiple, start, before, end in zip(section.multiples, (0, *ends), decays, ends, strict=False):
         if not start < before < end:
             raise RecipeError(
-                f"ladder: {parameters:,} parameters have no steps for the period that ends at {multiple:g}: "
+                f"ladder: {counted(parameters, 'parameter')} have no steps for the period that ends at {multiple:g}: "
                 f"{round(tokens * multiple):,} tokens are {end:,} steps of {batch_tokens:,}",
                 hint="write larger ladder.multiples, or a smaller ladder.batch_tokens",
             )

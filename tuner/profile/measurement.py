@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from tuner.errors import counted
 from tuner.profile.blocks import Holding
 from tuner.profile.oom import OomReport
 from tuner.profile.prediction import Part, Phase, Verdict
@@ -112,7 +113,7 @@ class Measurement:
         process = "" if self.resident_bytes is None else f" · process {gib(self.resident_bytes)} (RSS)"
         verdict = f"{self.verdict} in {gib(self.free_bytes)} free"
         length = duration_text(self.rates["estimate_s"])
-        return f"{peak}{process} · {verdict} · {self.total_steps:,} steps, about {length}"
+        return f"{peak}{process} · {verdict} · {counted(self.total_steps, 'step')}, about {length}"
 
     def time_text(self) -> str:
         """Where a step's time goes, on one line."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.config.recipe import Recipe
-from tuner.errors import RecipeError
+from tuner.errors import RecipeError, counted
 from tuner.profile.blocks import alike
 from tuner.profile.fit import SHOWN
 from tuner.profile.measurement import Measurement, duration_text
@@ -197,7 +197,9 @@ def _time(prediction: Prediction) -> str:
         step += f", {gib(time.traffic.gathered)} gathered and {gib(time.traffic.reduced)} reduced by each process"
         if time.traffic.exchanged:
             step += f", {gib(time.traffic.exchanged)} of activations exchanged"
-    return step if time.total_s is None else f"{step}, {time.total_steps:,} steps in {duration_text(time.total_s)}"
+    if time.total_s is None or time.total_steps is None:
+        return step
+    return f"{step}, {counted(time.total_steps, 'step')} in {duration_text(time.total_s)}"
 
 
 def _cell(size: int) -> str:

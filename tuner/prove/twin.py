@@ -18,7 +18,7 @@ from tuner.config.dump import recipe_dict
 from tuner.config.load import load_recipe
 from tuner.config.methods import DistillMethod
 from tuner.config.recipe import Recipe
-from tuner.errors import RecipeError
+from tuner.errors import RecipeError, counted
 from tuner.model.build import dropouts_of, meta_model, model_config
 from tuner.model.freeze import select
 from tuner.prove.layouts import Layout, laid_out
@@ -82,7 +82,8 @@ def make_twin(recipe: Recipe, directory: Path) -> Twin:
     adds = min(len(recipe.tokenizer.add_tokens), 3)
     plain, assumptions = _in_float32(recipe, directory)
     assumptions += _named_here(plain, small)
-    config = f"{small.num_hidden_layers} layers of {small.hidden_size}, {small.num_attention_heads} heads"
+    layers, heads = counted(small.num_hidden_layers, "layer"), counted(small.num_attention_heads, "head")
+    config = f"{layers} of {small.hidden_size}, {heads}"
     rows = f"steps of {ROWS} rows of up to {LONGEST} made-up tokens"
     about = f"a {small.model_type} of {config}, float32, no dropout; {rows}"
     new_ids = range(small.vocab_size, small.vocab_size + adds)

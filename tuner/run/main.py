@@ -88,8 +88,8 @@ def train(
         if assembly.resolved.route != resolved.route:
             announce_packing(console, assembly.resolved, ready.data, planned=False)
         if ready.found is not None:
-            is_another = "data" in pending(ready.resets, ready.found.step) or ready.windows is not None
-            require_same_data(ready.found, assembly, is_another)
+            reset = pending(ready.resets, ready.found.step)
+            require_same_data(ready.found, assembly, reset, "data" in reset or ready.windows is not None)
         if assembly.train_state.method.reference != "none":
             assembly = _referred(ready, assembly, console, signals)
         if isinstance(resolved.recipe.method, DistillMethod) and resolved.recipe.method.top_k is not None:

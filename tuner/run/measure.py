@@ -15,6 +15,7 @@ from tuner.config.recipe import Recipe
 from tuner.data.building.prepare import prepare_to_use
 from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import open_prepared
+from tuner.errors import counted
 from tuner.profile.devices import find_device, parse_memory, parse_processes, present_device
 from tuner.profile.measure import MeasureOptions, measure
 from tuner.profile.measurement import Measurement
@@ -119,11 +120,12 @@ def _measured(
     prepared = open_prepared(directory)
     resolved = resolve(recipe, spec.max_length, rank_info, spec.tokenizer.new_ids)
     plan, facts = timetable(resolved.recipe, prepared).plan, resolved.facts
-    processes = f"{rank_info.world_size} process" + ("es" if rank_info.world_size > 1 else "")
+    processes = counted(rank_info.world_size, "process", "processes")
     console.say(
         "plan",
-        f"{plan.total_steps:,} steps of {plan.global_batch_size} rows; one measured for memory, {options.steps} for "
-        f"time · {facts.kind}, {resolved.recipe.train.precision} compute, {processes} of {facts.threads} threads",
+        f"{counted(plan.total_steps, 'step')} of {counted(plan.global_batch_size, 'row')}; one measured for memory, "
+        f"{options.steps} for time · {facts.kind}, {resolved.recipe.train.precision} compute, {processes} of "
+        f"{counted(facts.threads, 'thread')}",
     )
     if options.dry_run:
         return Measured(plan.total_steps, None)

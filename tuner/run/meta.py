@@ -1,7 +1,7 @@
 """The facts about a run in every checkpoint, the tokenizer's files among them, and what of them must stay."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -87,10 +87,10 @@ def _written(config: PretrainedConfig) -> dict[str, Any]:
     return facts
 
 
-def require_same_data(found: CheckpointInfo, assembly: Assembly, was_reset: bool = False) -> None:
+def require_same_data(found: CheckpointInfo, assembly: Assembly, reset: Collection[str], other_data: bool) -> None:
     """Check that base model, teacher, data and tokenizer are those of a checkpoint's run. Raises DataError.
 
-    Data that `was_reset` may differ.
+    `other_data` may differ from the run's; `reset` are the parts that the launch resets, which its hint goes on with.
     """
     require_same_base(found, assembly.train_state.root.frozen_hash)
     meta = found.manifest["meta"]
@@ -113,12 +113,12 @@ def require_same_data(found: CheckpointInfo, assembly: Assembly, was_reset: bool
         ("data_key", assembly.prepared.key, "data"),
         ("tokenizer_hash", assembly.tokenizer.hash, "tokenizer"),
     ):
-        if meta.get(key) != now and not (was_reset and key == "data_key"):
+        if meta.get(key) != now and not (other_data and key == "data_key"):
             of, ways = "", "restore it"
             if key == "data_key":
                 data = assembly.resolved.recipe.data
                 of = f" of {', '.join(str(source.path) for source in (*data.train, *sources_of_eval(data)))}"
-                ways += "; or add data to --reset, to train on the changed data from here: --reset schedule,data"
+                ways += f"; or train on the changed data from here: --reset {','.join([*reset, 'data'])}"
             raise DataError(
                 f"{found.path}: the {what}{of} changed since this checkpoint was saved ({meta.get(key)} -> {now})",
                 hint=f"{ways}; or start a new run with --name",

@@ -14,7 +14,7 @@ from tuner.config.recipe import Recipe
 from tuner.data.building.prepare import check_to_use, find_prepared, prepare_to_use, prepared_path
 from tuner.data.building.spec import PrepareSpec, prepare_spec
 from tuner.data.prepared import PreparedData, open_prepared
-from tuner.errors import DataError, RecipeError
+from tuner.errors import DataError, RecipeError, counted
 from tuner.model.build import fetch_weights
 from tuner.model.vetting import ignored_code, untrained_indexer, weighs_routers
 from tuner.run.changes import Reset, changes, freed_keys, moments_of, resets_for, starts_of
@@ -302,7 +302,7 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rate: Rate
         "model",
         f"{Path(recipe.model.name_or_path).name}, {_millions(resolved.n_parameters)} parameters, {trained} · "
         f"{facts.kind}, {recipe.train.precision} compute, {recipe.model.dtype} weights{codes}, "
-        f"{facts.threads} thread{'s' if facts.threads != 1 else ''}",
+        + counted(facts.threads, "thread"),
     )
     micro, row = rows_at_once(recipe), "packed row" if recipe.data.packs_rows else "row"
     accumulated = -(-plan.global_batch_size // (micro * mesh_of(recipe, rank_info).data_size))

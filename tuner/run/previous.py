@@ -16,7 +16,7 @@ from tuner.checkpoint.shard_hash import Chunk, verify_shard
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.overrides import Override
-from tuner.errors import DataError, MachineError, RecipeError
+from tuner.errors import DataError, MachineError, RecipeError, counted
 from tuner.run.changes import Changes, changes, freed_keys, modified_since, moments_of, pending, resets_of
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.rundir.directory import RunDir
@@ -135,7 +135,7 @@ def _say_finished(run: RunDir, record: Mapping[str, Any], loaded: LoadedRecipe, 
             f"{', '.join(changed[:3])}{more}: modified after this run started; what changed since is not trained on. "
             f"To train on it: {_new_run(run, record, loaded)}"
         )
-    console.say("finished", f"{run.path} is already trained: {steps} steps")
+    console.say("finished", f"{run.path} is already trained: {counted(steps, 'step')}")
 
 
 def _another_recipe(

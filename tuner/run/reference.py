@@ -18,7 +18,7 @@ from tuner.data.batches import Batch, collate
 from tuner.data.building.cache import cache_path, valid
 from tuner.data.building.columns import Columns, files_of, open_columns
 from tuner.data.prepared import PackedRows, PreparedData, Row
-from tuner.errors import DataError, RecipeError, VerificationError
+from tuner.errors import DataError, RecipeError, VerificationError, counted
 from tuner.parallel.fsdp import sync_gradients
 from tuner.run.columns import ColumnsInfo, ColumnsSpec, Work, computed, key_of, manifest_body
 from tuner.run.preflight import Preflight
@@ -79,7 +79,7 @@ def with_reference(assembly: Assembly, cache_dir: Path, before: ColumnsInfo | No
     if wanted is not None and files != wanted:
         raise VerificationError(f"{path} does not hold the reference of this run", hint=f"remove it: rm -r {path}")
     rows = sum(map(len, splits.values()))
-    work.console.say("reference", f"{rows:,} rows{', computed before' if was_there else ''}: {path}")
+    work.console.say("reference", f"{counted(rows, 'row')}{', computed before' if was_there else ''}: {path}")
     info = ColumnsInfo(key, weights if before is None else before.weights, prepared.key, files)
     return replace(_attached(assembly, open_columns(path, "reference")), reference=info.as_meta())
 

@@ -12,7 +12,7 @@ from tuner.config.recipe import ModelSection, NoAdapter, Recipe
 from tuner.data.building.prepare import prepare_to_use
 from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import PreparedData, open_prepared
-from tuner.errors import DataError, DivergedError, RecipeError
+from tuner.errors import DataError, DivergedError, RecipeError, counted
 from tuner.model.root import CausalLM, trained_parameters
 from tuner.rundir.layout import MODEL_PREFIX, RESOLVED_RECIPE
 from tuner.rundir.model_path import HfDirectory, RunCheckpoint, resolve_model_path
@@ -91,7 +91,7 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
         started = time.monotonic()
         micro_batch_size, max_rows = rows_at_once(resolved.recipe), resolved.recipe.eval.max_rows
         rows = len(held.rows) if max_rows is None else min(max_rows, len(held.rows))
-        with console.doing(f"evaluating {rows:,} rows"):
+        with console.doing(f"evaluating {counted(rows, 'row')}"):
             result = evaluate(root, step_config, held, micro_batch_size, max_rows, by_terms=by_terms)
         seconds = time.monotonic() - started
     if not math.isfinite(result.loss):

@@ -20,7 +20,7 @@ from tuner.data.building.cache import valid
 from tuner.data.building.columns import Columns, files_of, open_columns
 from tuner.data.encoding.tokenizer_files import tokenizer_directory
 from tuner.data.prepared import PackedRows, Row
-from tuner.errors import RecipeError, VerificationError
+from tuner.errors import RecipeError, VerificationError, counted
 from tuner.model.build import fetch_weights, model_config
 from tuner.model.divergence import top_tokens
 from tuner.model.root import CausalLM
@@ -64,7 +64,7 @@ def with_teacher(assembly: Assembly, cache_dir: Path, before: ColumnsInfo | None
     if wanted is not None and files != wanted:
         raise VerificationError(f"{path} does not hold the columns of this run", hint=f"remove it: rm -r {path}")
     rows = sum(map(len, splits.values()))
-    work.console.say("teacher", f"{rows:,} rows{', computed before' if was_there else ''}: {path}")
+    work.console.say("teacher", f"{counted(rows, 'row')}{', computed before' if was_there else ''}: {path}")
     method = assembly.train_state.method
     assert isinstance(method, Distill)
     method.vocabulary = int(facts["vocabulary"])

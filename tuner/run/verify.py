@@ -12,7 +12,7 @@ from tuner.checkpoint.load import CheckpointInfo, content_sha256, newest, open_c
 from tuner.checkpoint.manifest import step_dirs
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
-from tuner.errors import DataError, RecipeError, VerificationError
+from tuner.errors import DataError, RecipeError, VerificationError, counted
 from tuner.run.changes import resets_of
 from tuner.run.launch import launch
 from tuner.run.options import LaunchOptions, Resume
@@ -177,7 +177,7 @@ def _compared(run_dir: Path, first: int, whole: _TrainedSteps, broken: _TrainedS
 def _differences(whole: _TrainedSteps, broken: _TrainedSteps) -> Iterator[str]:
     """In words: of the log, then of the JSON state, then of tensors, each in its order."""
     if len(whole.lines) != len(broken.lines):
-        yield f"{len(whole.lines)} lines in the log, {len(broken.lines)} with a stop"
+        yield f"{counted(len(whole.lines), 'line')} in the log, {len(broken.lines)} with a stop"
     for before, after in zip(whole.lines, broken.lines, strict=False):
         for key in sorted(before.keys() | after.keys()):
             if before.get(key) != after.get(key):
@@ -187,7 +187,7 @@ def _differences(whole: _TrainedSteps, broken: _TrainedSteps) -> Iterator[str]:
         if one.state.get(key) != other.state.get(key):
             yield f"state after step {one.step}: {key} {one.state.get(key)}, {other.state.get(key)} with a stop"
     if one.index().keys() != other.index().keys():
-        yield f"{len(one.index())} tensors, {len(other.index())} with a stop"
+        yield f"{counted(len(one.index()), 'tensor')}, {len(other.index())} with a stop"
         return
     for (name, tensor), (_, same) in zip(read_tensors(one), read_tensors(other), strict=True):
         if not torch.equal(_bits(tensor), _bits(same)):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tuner.errors import counted
+
 SHOWN_DIGITS = 16
 
 
@@ -18,4 +20,4 @@ def sources_of(meta: Mapping[str, Any]) -> list[str]:
 def _line(entry: Mapping[str, Any]) -> str:
     step = "" if entry.get("step") is None else f", step {entry['step']}"
     digest = str(entry["sha256"])[:SHOWN_DIGITS]
-    return f"{entry['kind']} {entry['path']}{step}: {entry['tensors']} tensors, sha256 {digest}"
+    return f"{entry['kind']} {entry['path']}{step}: {counted(entry['tensors'], 'tensor')}, sha256 {digest}"

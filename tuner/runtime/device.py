@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from tuner.errors import MachineError
+from tuner.errors import MachineError, counted
 from tuner.runtime.process import cores
 
 if TYPE_CHECKING:
@@ -91,10 +91,10 @@ def _processor() -> tuple[str, frozenset[str]]:
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return f"cpu, {cores()} cores", frozenset()
+        return f"cpu, {counted(cores(), 'core')}", frozenset()
     name = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
     flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, flags=re.MULTILINE)
-    return name[1].strip() if name else f"cpu, {cores()} cores", frozenset(flags[1].split() if flags else ())
+    return name[1].strip() if name else f"cpu, {counted(cores(), 'core')}", frozenset(flags[1].split() if flags else ())
 
 
 def _multiplies_bf16(flags: frozenset[str]) -> bool:

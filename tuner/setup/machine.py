@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tuner.data.encoding.tokenizer_files import cache_root
-from tuner.errors import TunerError
+from tuner.errors import TunerError, counted
 from tuner.runtime.device import TO_COMPILE, VOLTA, DeviceFacts, compiler_problem, device_facts, host_memory
 from tuner.runtime.files import fsync_dir, fsync_path, scratch_dir
 from tuner.runtime.process import cores
@@ -161,7 +161,7 @@ def _processor() -> Iterator[Check]:
 
     here, may = os.cpu_count() or 1, cores()
     quota = _quota()
-    found = f"{may} of {here} cores may be used, {torch.get_num_threads()} threads"
+    found = f"{may} of {here} cores may be used, {counted(torch.get_num_threads(), 'thread')}"
     if quota is not None and quota < may:
         means = f"the control group allows {quota:g} cores' time: more threads than that wait for each other"
         yield Check("processor", "warning", found, means, f"export OMP_NUM_THREADS={max(1, int(quota))}")

@@ -115,7 +115,12 @@ def test_rows_without_an_answer_and_repeated_ones_are_warned_of(tmp_path: Path) 
         "data.train: 3 of 30 rows (10%) have no trained token, such as an answer, and are left out",
         "data.train: 7 of 27 documents (26%) are exact duplicates of others, which is no reason to leave them out",
     )
-    masks = dict(report_lines(info.report, "sft", 64, True))["masks"]
+    said = dict(report_lines(info.report, "sft", 64, True))
+    assert "  7 duplicates" in said["train"]
+    info.report["train"]["duplicates"] = 1
+    one = dict(report_lines(info.report, "sft", 64, True))["train"]
+    assert one == said["train"].replace("7 duplicates", "1 duplicate")
+    masks = said["masks"]
     assert masks == "verified for all 27 rows used; 3 rows skipped or without an answer"
 
 

@@ -10,6 +10,7 @@ from tuner.config.methods import Examples
 from tuner.data.building.losses import MANY
 from tuner.data.building.pack import NO_TARGET
 from tuner.data.encoding.turns import CALLS_NOT_SHOWN, NOT_SHOWN
+from tuner.errors import counted
 
 if TYPE_CHECKING:
     from tuner.config.methods import ExampleKind
@@ -51,7 +52,7 @@ def report_lines(report: Mapping[str, Any], kind: "ExampleKind", max_length: int
     elif fast["reason"]:
         lines.append(("encoder", f"fast encoder not used: {fast['reason']}"))
     if report["escaped"]:
-        where = _count(report["escaped"], "document")
+        where = counted(report["escaped"], "document")
         lines.append(("escaped", f"control tokens that appear literally in {where} are plain text"))
     for split in ("train", "eval"):
         lines += _source_lines(split, report["sources"].get(split, []), unit)
@@ -59,7 +60,7 @@ def report_lines(report: Mapping[str, Any], kind: "ExampleKind", max_length: int
     lines += [(split, _split_text(report[split], unit)) for split in splits]
     for split in splits:
         how = f"{report[split]['fill']:.2%} full" if packing else f"one {unit} each"
-        text = f"{_count(report[split]['packed_rows'], 'row')} of {max_length:,}, {how}"
+        text = f"{counted(report[split]['packed_rows'], 'row')} of {max_length:,}, {how}"
         lines.append(("packing", text) if split == "train" else ("", f"{text} (eval)"))
     return lines
 
@@ -68,10 +69,11 @@ def _mask_lines(report: Mapping[str, Any]) -> list[Line]:
     masks, chats = report["masks"], by_answer_of(report)
     if not chats["chats"]:
         left = masks["rows"] - masks["proven"]
-        others = f"; {_count(left, 'row')} skipped or without an answer" if left else ""
-        return [("masks", f"verified for all {_count(masks['proven'], 'row')} used{others}")]
-    text = f"{chats['chats']:,} chats are {chats['documents']:,} documents, one for each answer as it is prompted for"
-    verified = f"verified for {_count(masks['proven'], 'document')} of {_count(masks['rows'], 'row')}"
+        others = f"; {counted(left, 'row')} skipped or without an answer" if left else ""
+        return [("masks", f"verified for all {counted(masks['proven'], 'row')} used{others}")]
+    chat, documents = counted(chats["chats"], "chat"), counted(chats["documents"], "document")
+    text = f"{documents} of {chat}, one for each answer as it is prompted for"
+    verified = f"verified for {counted(masks['proven'], 'document')} of {counted(masks['rows'], 'row')}"
     return [("masks", verified), ("answers", text)]
 
 
@@ -82,10 +84,6 @@ def _form_lines(report: Mapping[str, Any]) -> list[Line]:
         for source in sources:
             forms.update(source.get("forms", {}))
     return [("forms", ", ".join(f"{count:,} {form}" for form, count in forms.most_common()))] if len(forms) > 1 else []
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def by_answer_of(report: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -101,7 +99,7 @@ def warnings_of(report: Mapping[str, Any], rejects: str, unit: str = "document")
         if report[split] is not None:
             warnings += _split_warnings(split, report[split], rejects, unit)
     warnings += [
-        f"{_count(report['notes'][note], 'row')}: {note}; {way}" for note, way in LOST if note in report["notes"]
+        f"{counted(report['notes'][note], 'row')}: {note}; {way}" for note, way in LOST if note in report["notes"]
     ]
     for split, sources in report["sources"].items():
         warnings += _label_warnings(split, sources)
@@ -152,7 +150,7 @@ def _split_warnings(split: str, counts: Mapping[str, Any], rejects: str, unit: s
     warnings = []
     rows, documents = max(counts["rows"], 1), max(counts["documents"], 1)
     if skipped := sum(counts["skipped"].values()):
-        warnings.append(f"data.{split}: {_count(skipped, 'bad row')} skipped ({skipped / rows:.0%}), see {rejects}")
+        warnings.append(f"data.{split}: {counted(skipped, 'bad row')} skipped ({skipped / rows:.0%}), see {rejects}")
     untrained = sum(counts["dropped"].values())
     if untrained > MANY * rows:
         what = f"{untrained:,} of {rows:,} rows ({untrained / rows:.0%}) have no trained token, such as an answer"
@@ -201,7 +199,7 @@ def _source_lines(split: str, sources: list[dict[str, Any]], unit: str) -> list[
         return []
     lines = []
     for source in sources:
-        text = f"{source['path']}  {_count(source['documents'], unit)}"
+        text = f"{source['path']}  {counted(source['documents'], unit)}"
         if source["sampled"] < source["documents"]:
             text += f"  {source['sampled']:,} sampled"
         if source["repeated"]:
@@ -213,12 +211,13 @@ def _source_lines(split: str, sources: list[dict[str, Any]], unit: str) -> list[
 def _split_text(counts: Mapping[str, Any], unit: str) -> str:
     share = counts["packed_trained"] / max(counts["packed_tokens"], 1)
     parts = [
-        _count(counts["packed_documents"], unit),
-        _count(counts["packed_tokens"], "token"),
+        counted(counts["packed_documents"], unit),
+        counted(counts["packed_tokens"], "token"),
         f"{counts['packed_trained']:,} trained ({share:.0%})",
         f"longest {counts['longest']:,}",
     ]
-    parts += [f"{counts[word]:,} {word}" for word in ("truncated", "split", "duplicates") if counts[word]]
+    parts += [f"{counts[word]:,} {word}" for word in ("truncated", "split") if counts[word]]
+    parts += [counted(counts["duplicates"], "duplicate")] if counts["duplicates"] else []
     if counts.get("dropped_pieces"):  # what an earlier version prepared does not count them
         pieces, tokens = counts["dropped_pieces"], counts["dropped_piece_tokens"]
         parts.append(f"{pieces:,} pieces of split documents dropped: no trained token in their {tokens:,}")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tuner.checkpoint.manifest import step_name
-from tuner.errors import MachineError, TunerError, VerificationError
+from tuner.errors import MachineError, TunerError, VerificationError, counted
 from tuner.parallel.known_work import KnownProducts, odd_one_out, wrong_collective
 from tuner.parallel.replicas import Copy, first_difference, sums_of
 from tuner.run.state import LaunchContext
@@ -59,7 +59,7 @@ class HealthTask(Task):
         with self._log.clock.pause() as pause:
             n_tensors = self._check()
         processes = self._assembly.mesh.size
-        copies = f", collectives and the copies of {n_tensors:,} tensors" if processes > 1 else ""
+        copies = f", collectives and the copies of {counted(n_tensors, 'tensor')}" if processes > 1 else ""
         devices = f"{processes} devices" if processes > 1 else "the device"
         self._console.say("health", f"{devices}{copies} checked in {pause.seconds:.2f} s")
         yield from ()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from tuner.checkpoint.manifest import step_name
 from tuner.config.duration import is_among
 from tuner.config.recipe import ProberSection
+from tuner.errors import counted
 from tuner.model.freeze import select_modules
 from tuner.parallel.layouts import whole
 from tuner.rundir.layout import PROBER
@@ -64,7 +65,7 @@ class ProberTask(Task):
         except OSError as error:
             self._console.warn(f"prober: {path} could not be written: {error.strerror or error}; training continues")
             return
-        self._console.say("prober", f"step {number}: {len(recording.tensors)} tensors in {directory}")
+        self._console.say("prober", f"step {number}: {counted(len(recording.tensors), 'tensor')} in {directory}")
         unseen = [name for name in self._modules if name not in recording.seen]
         if unseen:
             more = f" and {len(unseen) - 3} more" if len(unseen) > 3 else ""

@@ -5,6 +5,7 @@ from pathlib import Path
 from shutil import rmtree
 
 from tuner.checkpoint.manifest import step_dirs, step_name
+from tuner.errors import counted
 from tuner.evals.figures import write_results
 from tuner.evals.load import load_tasks, require_figure
 from tuner.evals.scorer import Scorer
@@ -95,5 +96,6 @@ def say_scores(console: Console, scores: Sequence[TaskScore], seconds: float) ->
     for score in scores:
         if score.cut:
             console.warn(
-                f"eval.tasks {score.name}: {score.cut:,} prompts lost their beginning; raise the task's max_length"
+                f"eval.tasks {score.name}: {counted(score.cut, 'prompt')} without the beginning; raise the task's "
+                "max_length"
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tuner.config.dump import recipe_dict
-from tuner.errors import TunerError
+from tuner.errors import TunerError, counted
 from tuner.run.state import LaunchContext
 from tuner.run.tasks.log import LogTask
 from tuner.run.tasks.stop import StopTask
@@ -147,7 +147,8 @@ class WindowTask(Task):
         left_out = _left_out_before(self._windows.position.decided[:-1])
         self._console.say(
             "window",
-            f"{number + 1}, {entry.name}: {entry.rows:,} rows, steps {entry.first_step + 1:,} to {entry.last_step:,}"
+            f"{number + 1}, {entry.name}: {counted(entry.rows, 'row')}, "
+            f"steps {entry.first_step + 1:,} to {entry.last_step:,}"
             + (f" (waited {waited:.1f} s)" if waited >= 1 else "")
             + (f"; left out before it: {left_out}" if left_out else ""),
         )
