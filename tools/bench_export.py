@@ -205,7 +205,7 @@ def ours(directory: Path, target: Path) -> dict[str, float]:
             verify.require_written(target, written, outputs)
         with measured(figures, "logits"):
             probes = hf.read_probes(plan.source)
-            figures["difference"] = hf.compare_logits(plan, target, trained, probes, form).absolute
+            figures["difference"] = hf.prove(plan, target, trained, probes, form).difference.absolute
     return figures
 
 

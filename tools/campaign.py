@@ -84,6 +84,10 @@ CAMPAIGNS = (
     Campaign("multimodal", ("multimodal_campaign",), "language models of all multimodal types: trained and put back"),
     Campaign("experts", ("experts_campaign",), "mixtures: the router's loss, experts there and back, on two processes"),
     Campaign(
+        "export", ("export_campaign", f"{DEMO}/smollm2", "--out", f"{DEMO}/campaigns/export"),
+        "small and large updates published by default, wrong exports of both held back",
+    ),
+    Campaign(
         "tokenizer", ("tokenizer_campaign", f"{DEMO}/assets", f"{DEMO}/campaigns/tokenizers"),
         "ids and masks of training against an export's readers, 48 tokenizers",
     ),

@@ -1475,7 +1475,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "gpu-export-verified-without-room",
-        "export.hf._written_and_proven",
+        "export.hf._attempt",
         "verify.require_memory(...)",
         "",
         EXPORT,

@@ -260,7 +260,7 @@ def show_run(run: str | Path) -> dict[str, Any]:
 def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     path: str | Path,
     output: str | Path | None = None,
-    dtype: Literal["bf16", "fp32"] = "bf16",
+    dtype: Literal["auto", "bf16", "fp32"] = "auto",
     adapter: Literal["merge", "keep"] = "merge",
     shard_size: str | int = "5GB",
     step: int | Literal["newest", "best"] = "newest",
@@ -273,8 +273,9 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
 
     A kept adapter goes to `step-N-adapter` and names `base_model`, by default what it was trained from; the language
     model of a multimodal checkpoint alone (`text_only`) to `step-N-text`. An adapter of a quantised base is merged into
-    `base`, by default the one that answers closer to the trained model, and both divergences are reported. `weights`
-    are `trained`, `ema` (the run's average) or `mean:N` (that of the last N checkpoints), next to them. The same
+    `base`, by default the one that answers closer to the trained model, and both divergences are reported. `dtype` is
+    by default bf16, or fp32 where rounding would cost more than a fifth of what training changed. `weights` are
+    `trained`, `ema` (the run's average) or `mean:N` (that of the last N checkpoints), next to them. The same
     checkpoint and options give the same bytes; a target that holds them already is left alone. Raises
     RecipeError for a target that holds something else, DataError for a corrupt checkpoint, MachineError for a full
     disk and VerificationError, with nothing published, where the export is not the trained model.

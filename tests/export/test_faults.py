@@ -18,8 +18,9 @@ from tests.export.runs import write_base, write_run
 from tests.fixtures.processes import fork, kill_at, shim, wait
 from tuner.api import export_hf
 from tuner.errors import MachineError
-from tuner.export import hf, verify
+from tuner.export import hf
 from tuner.export.plan import ExportOptions, plan_export
+from tuner.export.proof import Proof
 from tuner.model.adapter import LoraSpec
 
 SHARD_BYTES = 60_000
@@ -33,23 +34,26 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
-    """A run directory that nothing changes, and what a sound export of it holds."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes], Proof]:
+    """A run directory that nothing changes, what a sound export of it holds, and how it was proven."""
     place = tmp_path_factory.mktemp("made")
     run = write_run(place / "run", write_base(place / "base", "llama"), LoraSpec(4, 8.0, 0.0, ("q_proj",)))
-    return run, contents(export_hf(run, place / "sound", shard_size=SHARD_BYTES).path)
+    prove, proofs = hf.prove, list[Proof]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "prove", lambda *given: proofs.append(prove(*given)) or proofs[-1])
+        sound = contents(export_hf(run, place / "sound", shard_size=SHARD_BYTES).path)
+    return run, sound, proofs[0]
 
 
 @pytest.fixture
-def run(made: tuple[Path, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(made: tuple[Path, dict[str, bytes], Proof], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The run directory of a test; its exports are not loaded again: what a fault leaves is held to a sound one."""
-    same = verify.Difference(0.0, 0.0, 0.0)
-    monkeypatch.setattr(hf, "compare_logits", lambda *given: same)
+    monkeypatch.setattr(hf, "prove", lambda *given: made[2])
     return shutil.copytree(made[0], tmp_path / "run")
 
 
 @pytest.fixture
-def sound(made: tuple[Path, dict[str, bytes]]) -> dict[str, bytes]:
+def sound(made: tuple[Path, dict[str, bytes], Proof]) -> dict[str, bytes]:
     return made[1]
 
 

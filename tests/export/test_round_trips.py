@@ -157,4 +157,5 @@ def test_the_export_is_the_trained_model(
     if dtype == torch.float32:
         assert same.relative <= (1e-5 if lora else 0.0) < 1e-2 < other.relative
     else:
-        assert same.kl <= 0.02 < other.kl
+        assert report.kept is not None and report.kept > 0.9  # noqa: PLR2004
+        assert same.relative < other.relative / 3

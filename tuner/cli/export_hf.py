@@ -29,7 +29,10 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
             help="Directory to write; default RUN/exports/step-N, a kept adapter's step-N-adapter, the average's -ema.",
         ),
     ] = None,
-    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of the written weights.")] = "bf16",
+    dtype: Annotated[
+        Literal["auto", "bf16", "fp32"],
+        typer.Option(help="Type of the weights; auto: bf16 where rounding keeps 4/5 of what training changed."),
+    ] = "auto",
     adapter: Annotated[
         Literal["merge", "keep"],
         typer.Option(help="Merge an adapter into the weights, or keep it as peft's directory."),
@@ -122,6 +125,10 @@ def _reported(report: ExportReport, plan: ExportPlan, console: Console) -> Outco
             f"{report.weight_files} weight file{'s' if report.weight_files > 1 else ''}, {gib(report.bytes)} "
             f"in {report.seconds:.1f} s",
         )
+    if remedy := report.remedy():
+        console.warn(f"{report.rounding()}; this keeps it: tuner export-hf {plan.source.checkpoint.path} {remedy}")
+    elif rounding := report.rounding():
+        console.say("rounding", rounding)
     metrics = {key: value for key, value in asdict(report).items() if key != "path"}
     then = f"tuner generate {report.path}"
     if plan.source.head == "score":

@@ -413,8 +413,8 @@ class ExportSection(Section):
     """Export the last checkpoint of a finished run."""
     keep: Annotated[int, Whole(ge=1, le=10**6)] = 2
     """Newest exports kept, of those in RUN/exports that were made with these settings."""
-    dtype: Word[Literal["bf16", "fp32"]] = "bf16"
-    """Type of the written weights."""
+    dtype: Word[Literal["auto", "bf16", "fp32"]] = "auto"
+    """Type of the written weights; auto: bf16, or fp32 where rounding costs over a fifth of what training changed."""
     shard_size: Annotated[int, Bytes()] = 5 * 10**9
     """Largest weights file, such as 5GB or 4GiB."""
     adapter: Word[Literal["merge", "keep"]] = "merge"

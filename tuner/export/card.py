@@ -182,7 +182,17 @@ def _facts(source: Source, facts: Mapping[str, Any], base: str | None) -> list[t
         ("new tokens", len(source.new_ids) or None),
         ("not trained", _untouched(source.model["untouched"]) if _is_whole(source, facts) else None),
         ("weights", ", ".join(filter(None, (export["dtype"], export.get("weights"))))),
+        *_rounding(facts),
         ("trained with", f"tuner {facts['versions']['tuner']}"),
+    ]
+
+
+def _rounding(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What rounding keeps of the training, where something was rounded, or would have been."""
+    return [
+        (what, f"{kept['share']:.0%} of what training changed (KL {kept['kl']:.2g} of {kept['gain']:.2g} nats a token)")
+        for what, kept in (("kept", facts.get("kept")), ("bf16 would keep", facts.get("bf16_kept")))
+        if kept
     ]
 
 

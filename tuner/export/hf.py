@@ -8,26 +8,27 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-
-from torch import nn
+from typing import Any
 
 from tuner.checkpoint.load import CheckpointHold, is_held
 from tuner.errors import DataError, MachineError, TunerError
 from tuner.export import verify
+from tuner.export.answers import Kept
 from tuner.export.card import CARD, base_facts, card, lineage
 from tuner.export.form import Form, Itself
 from tuner.export.frozen import require_same_frozen
 from tuner.export.merges import Merge, measured
 from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
-from tuner.export.padding import Padding, require_batches, reward_padding, write_padding
+from tuner.export.padding import Padding, reward_padding, write_padding
 from tuner.export.plan import ExportPlan, is_done
+from tuner.export.proof import Proof, prove
 from tuner.export.report import ExportReport
 from tuner.export.shards import Output, Shard, Written, plan_shards, write_shards
 from tuner.export.source import Source
 from tuner.export.tensors import OpenFiles
-from tuner.export.weights import DTYPES, load_trained, lora_spec, plain_base, read_config
+from tuner.export.weights import DTYPES, load_trained, lora_spec, read_config
 from tuner.export.write import (
     ADAPTER_WEIGHTS,
     quiet,
@@ -73,7 +74,31 @@ def run_export(plan: ExportPlan) -> ExportReport:
         raise with_remedies(error, checkpoint) if error.message.startswith(f"{checkpoint}/") else error from error
 
 
+class _RoundedAway(Exception):
+    """What was written keeps too little of what training changed."""
+
+    def __init__(self, kept: Kept | None) -> None:
+        super().__init__(kept)
+        self.kept = kept
+
+
 def _written_and_proven(plan: ExportPlan, started: float) -> ExportReport:
+    """With `auto` in bf16, or in fp32 where rounding to bf16 would cost more than a fifth of the training."""
+    if plan.dtype != "auto":
+        return _attempt(plan, started)
+    try:
+        return _attempt(replace(plan, dtype="bf16"), started, may_lose=False)
+    except _RoundedAway as lost:
+        return _attempt(replace(plan, dtype="fp32"), started, lost=lost)
+
+
+def _attempt(
+    plan: ExportPlan, started: float, may_lose: bool = True, lost: _RoundedAway | None = None
+) -> ExportReport:
+    """Write, prove and publish, unless it loses too much where it may not: then _RoundedAway is raised.
+
+    ``lost`` is why it is not bf16.
+    """
     with quiet():
         trained = trained_skeleton(plan.source)
         form = form_of(plan, trained)
@@ -88,18 +113,20 @@ def _written_and_proven(plan: ExportPlan, started: float) -> ExportReport:
             with OpenFiles() as files:
                 require_same_frozen(plan.source, trained.plain, frozen_names(trained.adapted), files)
             probes = read_probes(plan.source)
-            merge = merged_to(plan, trained, probes)
+            merge = None if plan.source.quantize == "none" else measured(plan, trained, probes)
             outputs, written = write_files(plan, directory, trained, form, padding, merge)
             id_probes = verify.require_same_ids(directory, plan.source)
             digests = verify.require_written(directory, written, outputs)
             if plan.adapter != "keep":
                 form.require_written(directory)
-            difference = compare_logits(plan, directory, trained, probes, form, padding, merge)
-        _write_identity(plan, directory, digests, padding, merge)
+            proof = prove(plan, directory, trained, probes, form, padding, merge)
+        if proof.is_rounded_away and not may_lose:
+            raise _RoundedAway(proof.kept)
+        _write_identity(plan, directory, digests, padding, _measures(plan, merge, proof, lost))
         if is_done(plan):  # by another process meanwhile: its bytes are the same
             return _report(replace(plan, done=True), None, None, started)
         publish_dir(directory, plan.output)
-    return replace(_report(plan, difference, probes, started), id_probes=id_probes)
+    return replace(_report(plan, proof, probes, started), id_probes=id_probes)
 
 
 def form_of(plan: ExportPlan, trained: Trained) -> Form:
@@ -168,72 +195,24 @@ def read_probes(source: Source) -> verify.Probes:
     return replace(recorded, logits=verify.last_logits(model, recorded.prompts), recorded=False)
 
 
-def merged_to(plan: ExportPlan, trained: Trained, probes: verify.Probes) -> Merge | None:
-    """What the adapter of a quantised base is merged into; None where the base was not quantised.
-
-    Raises VerificationError where that is too far from the trained model.
-    """
-    if plan.source.quantize == "none":
-        return None
-    merge = measured(plan, trained, probes)
-    if plan.adapter != "keep":
-        merge.check(plan)
-    return merge
-
-
-def compare_logits(
-    plan: ExportPlan,
-    directory: Path,
-    trained: Trained,
-    probes: verify.Probes,
-    form: Form,
-    padding: Padding | None = None,
-    merge: Merge | None = None,
-) -> verify.Difference:
-    """Load the export as its users will and hold its answers against those of the trained model.
-
-    With the weights as training held them they must be the same, with those that were written close. What is merged
-    into the base as it was before it was quantised is held against the model that was measured in its place.
-    """
-    if plan.adapter == "keep":
-        base = plain_base(plan.source)
-        if plan.source.head == "score":  # as the card says to do
-            base.config.get_text_config().pad_token_id = None if padding is None else padding.id
-        loaded = verify.load_adapter(directory, base)
-    else:
-        loaded = verify.load_plain(directory, plan.source.head)
-    if padding is not None:
-        require_batches(loaded, probes, padding)
-    difference = exact = verify.answers(loaded, probes)
-    is_original = merge is not None and plan.adapter != "keep" and merge.base == "original"
-    if merge is not None and plan.adapter != "keep":
-        again = verify.answers(loaded, replace(probes, logits=merge.last))
-        verify.require_close(again, "the export's model is not the one that was measured", relative=verify.SAME_MODEL)
-    if plan.dtype != "fp32" or is_original:
-        _fill(plan, trained, loaded, form)
-        exact = verify.answers(loaded, probes)
-    verify.require_close(exact, "the export's model is not the trained model", relative=verify.SAME_MODEL)
-    if not is_original:
-        verify.require_close(difference, "rounded to bf16 the export answers differently", kl=verify.ROUNDED_KL)
-    return difference
-
-
-def _fill(plan: ExportPlan, trained: Trained, loaded: nn.Module, form: Form) -> None:
-    """Put the weights as training held them into a loaded export: nothing is rounded then, and nothing else changes."""
-    with OpenFiles() as files:
-        values = Values(plan.source, trained, files)
-        if plan.adapter == "keep":
-            verify.fill_adapter(loaded, {out.name: out.source.whole() for out in values.adapter(DTYPES["fp32"])})
-        else:
-            verify.fill(loaded, ((form.name(name), tensor) for name, tensor in values.whole()))
+def _measures(plan: ExportPlan, merge: Merge | None, proof: Proof, lost: _RoundedAway | None) -> dict[str, Any]:
+    """What the export says of what was measured, and which type `auto` takes where that was found."""
+    facts: dict[str, Any] = {}
+    if merge is not None:
+        facts["quantized_base"] = base_facts(plan.source, merge, plan.adapter == "keep")
+    if proof.kept is not None:
+        facts["kept"] = asdict(proof.kept)
+    if lost is not None:
+        facts["bf16_kept"] = None if lost.kept is None else asdict(lost.kept)
+    if lost is not None or plan.dtype == "bf16":
+        facts["auto_dtype"] = "fp32" if lost is not None or proof.is_rounded_away else "bf16"
+    return facts
 
 
 def _write_identity(
-    plan: ExportPlan, directory: Path, digests: Mapping[str, str], padding: Padding | None, merge: Merge | None
+    plan: ExportPlan, directory: Path, digests: Mapping[str, str], padding: Padding | None, measures: Mapping[str, Any]
 ) -> None:
-    facts = lineage(plan.source, plan.manifest_sha256, plan.options)
-    if merge is not None:
-        facts["quantized_base"] = base_facts(plan.source, merge, plan.adapter == "keep")
+    facts = {**lineage(plan.source, plan.manifest_sha256, plan.options), **measures}
     text = card(plan.source, facts, plan.adapter == "keep", is_padded=padding is not None)
     write_new(directory / CARD, text.encode())
     files = file_entries(directory, exclude=(LINEAGE, *digests))
@@ -281,30 +260,33 @@ def sweep_unfinished(parent: Path, prefix: str) -> None:
             discard_dir(path)
 
 
-def _report(
-    plan: ExportPlan, difference: verify.Difference | None, probes: verify.Probes | None, started: float
-) -> ExportReport:
+def _report(plan: ExportPlan, proof: Proof | None, probes: verify.Probes | None, started: float) -> ExportReport:
     files = [path for path in plan.output.rglob("*") if path.is_file()]
-    quantized = read_json(plan.output / LINEAGE).get("quantized_base") or {}
+    facts = read_json(plan.output / LINEAGE)
+    quantized, kept = facts.get("quantized_base") or {}, facts.get("kept") or {}
     kl = quantized.get("kl") or {}
     return ExportReport(
         path=plan.output,
         step=plan.source.step,
-        dtype=plan.dtype,
+        dtype=facts["export"]["dtype"],
         adapter=plan.adapter,
         files=len(files),
         weight_files=sum(path.suffix == ".safetensors" for path in files),
         bytes=sum(path.stat().st_size for path in files),
         probes=len(probes.prompts) if probes else 0,
         probes_recorded=bool(probes and probes.recorded),
-        max_difference=difference.absolute if difference else None,
-        kl=difference.kl if difference else None,
-        max_relative_difference=difference.relative if difference else None,
+        max_difference=proof.difference.absolute if proof else None,
+        max_relative_difference=proof.difference.relative if proof else None,
+        kept=kept.get("share"),
+        kl=kept.get("kl"),
+        gain=kept.get("gain"),
+        kl_tokens=kept.get("tokens") or quantized.get("tokens"),
+        bf16_kept=(facts.get("bf16_kept") or {}).get("share"),
+        auto_dtype=facts.get("auto_dtype"),
         seconds=time.perf_counter() - started,
         already_exported=plan.done,
         weights=plan.options.get("weights", "trained"),
         base=quantized.get("merged_into"),
         kl_original=kl.get("original"),
         kl_quantized=kl.get("quantized"),
-        kl_tokens=quantized.get("tokens"),
     )

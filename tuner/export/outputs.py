@@ -29,7 +29,7 @@ from tuner.export.tensors import (
 )
 from tuner.export.weights import lora_spec, read_config, require_tensors, some, trainable_spec_of
 from tuner.export.write import expert_names, peft_name, saved_twin
-from tuner.model.adapter import ADAPTER, lora_layers
+from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers
 from tuner.model.build import meta_model
 from tuner.model.experts import LORA_A, LORA_B, adapted_experts, adapted_weights
 from tuner.model.low_rank import ExpertsLowRank, LowRank
@@ -110,10 +110,7 @@ class Values:
 
     def adapter(self, dtype: torch.dtype) -> list[Output]:
         """Every trained tensor of the adapter by peft's name, in ``dtype``."""
-        of_experts = expert_names(self._trained.adapted)
-        names = {peft_name(of_experts.get(name, name)): name for name in sorted(self._trained.names)}
-        if twin := saved_twin(self._trained.adapted, lora_spec(self._source.adapter or {})):
-            names[peft_name(twin[1])] = twin[0]
+        names = names_in_peft(self._trained, lora_spec(self._source.adapter or {}))
         return [Output(target, dtype, self._as_in_peft(name)) for target, name in names.items()]
 
     def _as_in_peft(self, name: str) -> TensorSource:
@@ -121,9 +118,8 @@ class Values:
         found = self.checkpoint(name)
         if not name.endswith((LORA_A, LORA_B)):
             return found
-        in_peft = _a_in_peft if name.endswith(LORA_A) else _b_in_peft
-        shape = in_peft(torch.empty(found.shape, device="meta")).shape
-        return made_tensor(tuple(shape), found.dtype, lambda: in_peft(found.whole()))
+        shape = in_peft(name, torch.empty(found.shape, device="meta")).shape
+        return made_tensor(tuple(shape), found.dtype, lambda: in_peft(name, found.whole()))
 
     def checkpoint(self, name: str) -> TensorSource:
         """A trained tensor of the model with its adapter."""
@@ -219,14 +215,22 @@ def _laid_out(model: PreTrainedModel, entry: Published, found: TensorSource, dty
     return [Output(target, _written(part, dtype), part) for target, part in parts.items()]
 
 
-def _a_in_peft(a: torch.Tensor) -> torch.Tensor:
-    """A ``[E, r, in]`` of all experts as peft has it: ``[E·r, in]``, those of an expert one after the other."""
-    return a.flatten(0, 1)
+def names_in_peft(trained: Trained, lora: LoraSpec) -> dict[str, str]:
+    """What peft's files hold of an adapter: the trained tensors' names, by its own."""
+    of_experts = expert_names(trained.adapted)
+    names = {peft_name(of_experts.get(name, name)): name for name in sorted(trained.names)}
+    if twin := saved_twin(trained.adapted, lora):
+        names[peft_name(twin[1])] = twin[0]
+    return names
 
 
-def _b_in_peft(b: torch.Tensor) -> torch.Tensor:
-    """B ``[E, out, r]`` as peft has it: ``[out, r·E]``, those of a rank one after the other."""
-    return b.permute(1, 2, 0).flatten(1)
+def in_peft(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A trained tensor as peft has it: all ranks of A of experts ``[E, r, in]`` in one dimension ``[E·r, in]``, those
+    of an expert one after the other, and of B ``[E, out, r]`` in ``[out, r·E]``, those of a rank one after the other.
+    """
+    if name.endswith(LORA_A):
+        return tensor.flatten(0, 1)
+    return tensor.permute(1, 2, 0).flatten(1) if name.endswith(LORA_B) else tensor
 
 
 def _written(source: TensorSource, dtype: torch.dtype) -> torch.dtype:

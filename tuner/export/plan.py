@@ -12,13 +12,14 @@ from tuner.errors import DataError, RecipeError
 from tuner.export.averages import TRAINED, Weights, in_words, path_of
 from tuner.export.quantized import published_codes
 from tuner.export.source import Source, resolve, warn_of_better
-from tuner.export.weights import DTYPES
-from tuner.rundir.exports import LINEAGE
+from tuner.rundir.exports import LINEAGE, has_options
 from tuner.rundir.layout import export_dir
 from tuner.rundir.model_path import Warn, Which, ignore_warning
 from tuner.runtime.files import MANIFEST_NAME, read_json, sha256_file, verify_entries
 
 Base = Literal["auto", "original", "quantized"]
+Dtype = Literal["auto", "bf16", "fp32"]
+"""Of the written weights; auto: bf16, or fp32 where rounding to it costs more than a fifth of what training changed."""
 DEFAULT_SHARD_BYTES = 5 * 10**9
 
 
@@ -26,7 +27,7 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 class ExportOptions:
     """The choices that change the exported bytes."""
 
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    dtype: Dtype = "auto"
     adapter: Literal["merge", "keep"] = "merge"
     shard_size: int = DEFAULT_SHARD_BYTES
     """Bytes of the largest weights file."""
@@ -41,8 +42,8 @@ class ExportOptions:
 
     def check(self) -> None:
         """Raise RecipeError for values that there are not, or that do nothing."""
-        if self.dtype not in DTYPES or self.adapter not in ("merge", "keep") or self.shard_size <= 0:
-            raise RecipeError("export takes dtype bf16 or fp32, adapter merge or keep, and a positive shard size")
+        if self.dtype not in get_args(Dtype) or self.adapter not in ("merge", "keep") or self.shard_size <= 0:
+            raise RecipeError("export takes dtype auto, bf16 or fp32, adapter merge or keep, and a positive shard size")
         if self.base_model is not None and self.adapter != "keep":
             raise RecipeError("--base-model: a merged export names no base model", hint="add --adapter keep")
         if self.base_model is not None and not self.base_model.strip():
@@ -64,7 +65,7 @@ class ExportPlan:
 
     source: Source
     output: Path
-    dtype: Literal["bf16", "fp32"]
+    dtype: Dtype
     adapter: Literal["merge", "keep", "none"]
     shard_size: int
     manifest_sha256: str
@@ -154,7 +155,7 @@ def is_done(plan: ExportPlan) -> bool:
         there = read_json(plan.output / LINEAGE)
         source = there.get("source")
         same = isinstance(source, Mapping) and source.get("manifest_sha256") == plan.manifest_sha256
-        if not same or there.get("export") != plan.options:
+        if not same or not has_options(there, plan.options):
             raise RecipeError(f"{plan.output}: holds another export", hint=hint)
         verify_entries(plan.output, there.get("files") or {}, hash=True)
         if not there.get("files"):

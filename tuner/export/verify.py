@@ -13,7 +13,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from torch.nn.functional import kl_div, log_softmax
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from tuner.checkpoint.index import DTYPE_NAMES
@@ -24,11 +23,11 @@ from tuner.config.methods import Head
 from tuner.data.encoding.loaded_template import LoadedTemplates
 from tuner.data.encoding.template import unless_refused
 from tuner.errors import DataError, MemoryLimitError, VerificationError
+from tuner.export.answers import answers_of
 from tuner.export.shards import Output, Written, sha256_of_same
 from tuner.export.source import Source
 from tuner.export.tensors import TensorSource
 from tuner.export.write import ADAPTER_WEIGHTS
-from tuner.model.attention import withdrawn
 from tuner.model.build import auto_model
 from tuner.model.published import state_names
 from tuner.rundir.layout import ID_PROBES, TOKENIZER
@@ -36,7 +35,6 @@ from tuner.runtime.device import host_memory
 from tuner.runtime.files import file_entries, gib, verify_entries
 
 SAME_MODEL = 1e-5  # float32, the same operations: only the order of sums differs
-ROUNDED_KL = 0.02  # nats, weights rounded to bf16
 _TEXTS = ("", " ", "a", " a ", "  a  b", "\n", "a\n b\n", "Hello, world! 12345", "\u00e9 \u4e2d\u6587 \U0001f642")
 """What is encoded for a run that recorded no probes."""
 _CLOCK = "strftime_now"
@@ -54,15 +52,10 @@ class Probes:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two sets of logits: largest absolute difference, the same relative to the largest logit, mean KL in nats.
-
-    The KL is the larger of that between the logits as they are and that between them scaled to unit spread: a model
-    whose answers are all but uniform would pass the first with any weights.
-    """
+    """Of two sets of logits: largest absolute difference, and the same relative to the largest logit."""
 
     absolute: float
     relative: float
-    kl: float
 
 
 def require_memory(model: PreTrainedModel, untouched: int = 0) -> None:
@@ -109,59 +102,27 @@ def fallback_probes(model: PreTrainedModel) -> Probes:
     return Probes(prompts, last_logits(model, prompts), recorded=False)
 
 
-@torch.no_grad()
 def last_logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
     """Logits ``[P, V]`` in float32 at the last position of each prompt, each run alone, unpacked; scores ``[P, 1]``."""
-    rows = []
-    for prompt in prompts:
-        ids = torch.tensor([list(prompt)], dtype=torch.int64)
-        logits = model(input_ids=ids, use_cache=False).logits[0]
-        rows.append((logits if logits.ndim == 1 else logits[-1]).float())  # transformers' own choice of a scored token
-    return torch.stack(rows)
-
-
-def answers(model: torch.nn.Module, probes: Probes) -> Difference:
-    """How far a loaded export answers from the trained model; it has to do without tuner's attention."""
-    with withdrawn():
-        return compare(probes.logits, last_logits(model, probes.prompts))
+    return answers_of(model, prompts).last
 
 
 def compare(expected: torch.Tensor, actual: torch.Tensor) -> Difference:
     """How far `actual` is from `expected`; infinite where one of them is not finite or the shapes differ."""
     if expected.shape != actual.shape or not (bool(expected.isfinite().all()) and bool(actual.isfinite().all())):
-        return Difference(float("inf"), float("inf"), float("inf"))
-    expected, actual = expected.double(), actual.double()
-    absolute = float((expected - actual).abs().max())
+        return Difference(float("inf"), float("inf"))
+    absolute = float((expected.double() - actual.double()).abs().max())
     is_score = expected.shape[-1] == 1
     scale = max(float(expected.abs().max()), 1.0 if is_score else 1e-12)  # scores are nats: they may all be near 0
-    if is_score:  # what they say of each two prompts is which is preferred, and how much
-        expected, actual = pairs(expected), pairs(actual)
-    spread = max(float(expected.std(-1).mean()), 1e-12)
-    kl = max(_kl(expected, actual), _kl(expected / spread, actual / spread))
-    return Difference(absolute, absolute / scale, kl)
+    return Difference(absolute, absolute / scale)
 
 
-def pairs(scores: torch.Tensor) -> torch.Tensor:
-    """Scores ``[P, 1]`` of each two prompts ``[P (P - 1) / 2, 2]``: logits of which is preferred."""
-    return torch.combinations(scores[:, 0])
-
-
-def _kl(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    kl = kl_div(log_softmax(actual, -1), log_softmax(expected, -1), reduction="batchmean", log_target=True)
-    return max(float(kl), 0.0)
-
-
-def require_close(difference: Difference, what: str, relative: float | None = None, kl: float | None = None) -> None:
-    """Raise VerificationError where the relative difference or the KL is above its bound."""
-    if relative is not None and not difference.relative <= relative:
+def require_close(difference: Difference, what: str, relative: float) -> None:
+    """Raise VerificationError where the relative difference is above its bound."""
+    if not difference.relative <= relative:
         raise VerificationError(
             f"{what}: the logits differ by {difference.absolute:.3g} ({difference.relative:.1e} of the largest, "
             f"allowed {relative:.0e}); nothing was published"
-        )
-    if kl is not None and not difference.kl <= kl:
-        raise VerificationError(
-            f"{what}: the KL is {difference.kl:.3g} nats, allowed {kl:g}; nothing was published",
-            hint="the tensors are right, but rounding them undoes training: export with --dtype fp32",
         )
 
 

@@ -49,16 +49,19 @@ def weights_directory(name_or_path: str, revision: str | None, patterns: Sequenc
 def stored_tensors(directory: Path) -> dict[str, Stored]:
     """Every tensor of a directory's safetensors files by its name, in their order; empty where there are none.
 
-    Raises DataError for a file that is damaged or absent.
+    One file of all weights is read, as by transformers, even where an index of others is next to it. Raises DataError
+    for a file that is damaged or absent.
     """
     index = directory / SAFE_WEIGHTS_INDEX_NAME
-    if index.is_file():
+    if (directory / SAFE_WEIGHTS_NAME).is_file():
+        names = {SAFE_WEIGHTS_NAME}
+    elif index.is_file():
         places = read_json(index).get("weight_map")
         names = set(places.values()) if isinstance(places, Mapping) else set()
         if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
             raise DataError(f"{index}: its weight_map does not name files of this directory")
     else:
-        names = {SAFE_WEIGHTS_NAME} if (directory / SAFE_WEIGHTS_NAME).is_file() else set()
+        names = set()
     found: dict[str, Stored] = {}
     for name in sorted(names):
         found |= stored_in(directory / name)

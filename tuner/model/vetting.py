@@ -14,9 +14,11 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING, PretrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from tuner.errors import DataError, RecipeError
 from tuner.runtime.files import inside, read_json
+from tuner.runtime.warned import pass_on
 
 if TYPE_CHECKING:
     from tuner.model.quantize.codes import Kind
@@ -147,6 +149,13 @@ def require_own_files(directory: Path) -> None:
             f"{directory / 'adapter_config.json'}: an adapter for another model is next to the weights",
             hint="take it away, or merge the adapter into its model: tuner export-hf",
         )
+    if all((directory / name).is_file() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+        others = read_json(directory / SAFE_WEIGHTS_INDEX_NAME).get("weight_map")
+        if not isinstance(others, dict) or set(others.values()) != {SAFE_WEIGHTS_NAME}:
+            pass_on(
+                f"{directory}: holds two sets of weights: {SAFE_WEIGHTS_NAME} is read, as by transformers, and not the "
+                f"files that {SAFE_WEIGHTS_INDEX_NAME} names; remove the one that is stale"
+            )
     for path in sorted(directory.glob("*.index.json")) if directory.is_dir() else ():
         names = read_json(path).get("weight_map")
         for name in sorted(set(names.values()), key=str) if isinstance(names, dict) else ():

@@ -17,6 +17,10 @@ LINEAGE = "tuner.json"
 """What an export says of its origin."""
 
 
+APART = "adapter_apart"
+"""Of a checkpoint's facts: its adapter shares its weight with another layer, so that it cannot be merged."""
+
+
 def link_latest(directory: Path, name: str) -> None:
     """Have the link `latest` in a directory point to `name`; a reader finds the old or the new export, never none.
 
@@ -46,7 +50,14 @@ def is_export(path: Path, step: int, options: Mapping[str, Any]) -> bool:
     except DataError:
         return False
     source = facts.get("source")
-    return facts.get("export") == options and isinstance(source, Mapping) and source.get("step") == step
+    return has_options(facts, options) and isinstance(source, Mapping) and source.get("step") == step
+
+
+def has_options(facts: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Whether an export was made with these options, by its `tuner.json`; for `auto` it has the type that this takes.
+    """
+    taken = facts.get("auto_dtype", "bf16") if options["dtype"] == "auto" else options["dtype"]
+    return facts.get("export") == {**options, "dtype": taken}
 
 
 def newest_export(directory: Path, options: Mapping[str, Any]) -> int:

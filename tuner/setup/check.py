@@ -189,7 +189,7 @@ def _check_model_directory(key: str, name: str, has_weights: bool, found: Findin
 def _check_weights(directory: Path) -> None:
     """Check that the weights are there, as safetensors. Raises DataError, RecipeError."""
     index = directory / INDEX
-    if index.is_file():
+    if index.is_file() and not (directory / WEIGHTS).is_file():
         names = read_json(index).get("weight_map")
         missing = sorted({name for name in dict(names or {}).values() if not (directory / name).is_file()})
         if missing:
