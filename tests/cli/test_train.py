@@ -23,6 +23,7 @@ from tuner.cli.train import outcome_of
 from tuner.config.load import load_recipe
 from tuner.run.changes import Changes, changes
 from tuner.run.options import RunResult
+from tuner.rundir.exports import APART
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.lock import FileLock
@@ -302,18 +303,27 @@ def test_two_launches_on_one_run_have_one_winner(stopped: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("best", "said", "export"),
+    ("best", "facts", "said", "export"),
     [
-        (2, " · best 1.453 at step 2 · next: tuner export-hf r --step best", "tuner export-hf r --step best"),
-        (6, " 1.600 · next: tuner export-hf r", "tuner export-hf r"),
-        (None, " 1.600 · next: tuner export-hf r", "tuner export-hf r"),
+        (2, {}, " · best 1.453 at step 2 · next: tuner export-hf r --step best", "tuner export-hf r --step best"),
+        (6, {}, " 1.600 · next: tuner export-hf r", "tuner export-hf r"),
+        (None, {}, " 1.600 · next: tuner export-hf r", "tuner export-hf r"),
+        (None, {APART: True}, " · next: tuner export-hf r --adapter keep", "tuner export-hf r --adapter keep"),
+        (None, None, " · next: tuner runs show r", "tuner runs show r"),  # it saved nothing that could be exported
     ],
 )
-def test_the_end_of_a_run_names_the_best_step_where_it_is_an_earlier_one(
-    best: int | None, said: str, export: str, capsys: pytest.CaptureFixture[str]
+def test_the_end_of_a_run_proposes_an_export_that_it_can_have(
+    best: int | None,
+    facts: dict[str, bool] | None,
+    said: str,
+    export: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     noted = None if best is None else {"metric": "eval/loss", "step": best, "value": 1.453}
-    ended = RunResult(Path("r"), "finished", 6, 9, None, {"eval_loss": 1.6, "eval_step": 6, "best": noted})
+    checkpoint = None if facts is None else tmp_path
+    (tmp_path / "manifest.json").write_text(json.dumps({"meta": facts}))
+    ended = RunResult(Path("r"), "finished", 6, 9, checkpoint, {"eval_loss": 1.6, "eval_step": 6, "best": noted})
     assert outcome_of(ended, Console()).next == export
     assert capsys.readouterr().err.rstrip().endswith(said)
 

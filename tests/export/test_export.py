@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from tests.export import runs
 from tests.export.runs import PROMPTS, write_base, write_run
@@ -35,6 +35,8 @@ from tuner.export.report import ExportReport
 from tuner.export.shards import Output, Shard, Written
 from tuner.export.source import resolve, warn_of_better
 from tuner.export.tensors import OpenFiles, held_tensor
+from tuner.export.weights import read_config
+from tuner.export.write import write_config, write_tokenizer
 from tuner.model import vetting
 from tuner.model.adapter import LoraSpec
 
@@ -410,6 +412,26 @@ def test_a_changed_base_model_is_refused(make_own_run: MakeRun, adapter: str, pr
         export_hf(run, adapter=adapter)  # type: ignore[arg-type]
     assert failure.value.exit_code == 3
     assert not list((run / "exports").iterdir())
+
+
+def test_transformers_4_reads_tokenizer_and_rotary_positions(make_run: MakeRun) -> None:
+    run = make_run("llama")
+    config = run / "tokenizer" / "tokenizer_config.json"
+    facts = json.loads(config.read_text()) | {"extra_special_tokens": ["w7"], "tokenizer_class": "TokenizersBackend"}
+    config.write_text(json.dumps(facts))
+    given = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
+    written, old = run / "written", {"tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": ["w7"]}
+    written.mkdir()
+    write_tokenizer(written, resolve(run))
+    found = json.loads((written / "tokenizer_config.json").read_text())
+    assert "extra_special_tokens" not in found and found == found | old
+    assert AutoTokenizer.from_pretrained(written)("w7 w8")["input_ids"] == [7, 8]
+    read = read_config(resolve(run))
+    read.rope_parameters = given
+    write_config(written, read, "LlamaForCausalLM", torch.float32)
+    said = json.loads((written / "config.json").read_text())
+    assert (said["rope_theta"], said["rope_scaling"]) == (5000.0, {"rope_type": "linear", "factor": 2.0})
+    assert AutoConfig.from_pretrained(written).rope_parameters == given
 
 
 def test_an_adapter_on_a_tied_head_is_exported_apart(make_own_run: MakeRun) -> None:

@@ -205,6 +205,18 @@ def test_no_token_no_request(hub: Hub, export: Path, monkeypatch: pytest.MonkeyP
     assert hub.created == []
 
 
+def test_a_file_behind_a_linked_directory_is_not_taken(export: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "home" / "deep"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "key").write_bytes(b"secret")
+    (export / "sub").symlink_to(tmp_path / "home", target_is_directory=True)
+    facts = json.loads((export / "tuner.json").read_text())
+    facts["files"]["sub/deep/key"] = entry(b"secret")
+    (export / "tuner.json").write_text(json.dumps(facts))
+    with pytest.raises(DataError, match="sub/deep/key: sub is a link"):
+        plan_push(export, "me/model")
+
+
 def test_what_is_damaged_or_no_export_is_refused_before(export: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no name of a repository"):
         plan_push(export, "model")

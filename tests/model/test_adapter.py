@@ -11,9 +11,10 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers import Glm4MoeConfig, PreTrainedModel
 
-from tests.model.tiny import tiny_config
+from tests.model.tiny import family_config, family_model, tiny_config
 from tuner.errors import RecipeError
-from tuner.model.adapter import LoraSpec, add_lora, left_out_experts, lora_layers
+from tuner.model import adapter as adapter_module
+from tuner.model.adapter import LoraSpec, add_lora, left_out_experts, lora_layers, tied_layers
 from tuner.model.build import ModelSpec, build_model, meta_model
 from tuner.model.freeze import freeze, frozen_hash
 from tuner.model.peft_names import taken_for_experts
@@ -89,6 +90,28 @@ def test_peft_would_adapt_the_routed_experts_in_their_place() -> None:
     inject_adapter_in_model(LoraConfig(r=2, target_modules=sorted(taken)), model)
     found = {name.rpartition(".")[2] for name, _ in lora_layers(model)}
     assert found == {"experts", "base_layer"}  # of each, one for each of its two tensors
+
+
+@pytest.mark.parametrize(
+    ("target", "said"), [("embed_tokens", "model.embed_tokens, a Embedding"), ("norm", "model.norm, a LlamaRMSNorm")]
+)
+def test_what_is_no_linear_layer_is_named_with_the_way_to_train_it(target: str, said: str) -> None:
+    model = meta_model(family_config("llama", False), torch.float32)
+    with pytest.raises(RecipeError, match=f"'{target}' means {said}: only linear layers") as refused:
+        add_lora(model, LoraSpec(2, 4, 0.0, ["q_proj", target]), seed=3)
+    assert f"adapter.modules_to_save: [{target}]" in (refused.value.hint or "")
+    add_lora(model, LoraSpec(2, 4, 0.0, ["q_proj"], modules_to_save=[target]), seed=3)
+    assert "lora" not in str([n for n, p in model.named_parameters() if p.requires_grad and target in n.split(".")])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_adapter_on_a_tied_head_is_warned_of_before_the_run(monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(adapter_module, "pass_on", said.append)
+    model = family_model("llama", tied)
+    add_lora(model, LoraSpec(2, 4, 0.0, ["q_proj", "lm_head"]), seed=3)
+    assert tied_layers(model) == ({"lm_head": "model.embed_tokens"} if tied else {})
+    assert ["--adapter keep" in text for text in said] == [True] * tied
 
 
 def test_a_model_without_routed_experts_leaves_none_out(tmp_path: Path) -> None:

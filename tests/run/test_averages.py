@@ -102,7 +102,7 @@ def test_averages_are_exported_next_to_the_trained_weights(place: Path) -> None:
     facts = json.loads((mean.path / "tuner.json").read_text())
     assert facts["export"]["weights"] == "mean of the checkpoints of steps 2, 4"
     merged = export_hf(run, weights="ema")
-    assert merged.path.name == "step-4-ema" and merged.kl is not None
+    assert merged.path.name == "step-4-ema" and merged.auto_dtype == merged.dtype
     assert export_hf(run, weights="ema").already_exported
 
     with pytest.raises(DataError, match="mean of 9 checkpoints up to step-4 needs more than the 2 that are there"):

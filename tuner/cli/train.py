@@ -152,7 +152,9 @@ def outcome_of(result: RunResult, console: Console, export: Path | None = None) 
         console.say("stopped", said)
         return outcome
     better = _better(result)
-    following = f"tuner export-hf {run_dir}{' --step best' if better else ''}"
+    following = f"tuner export-hf {run_dir}{' --step best' if better else ''}{_kept_apart(result)}"
+    if result.checkpoint is None:
+        following = f"tuner runs show {run_dir}"
     if export is not None:
         artifacts["export"], following = str(export), f"tuner generate {_shown(export)}"
     console.say("done", f"{counted(result.step, 'step')}{_evaluated(result.metrics)}{better} · next: {following}")
@@ -176,6 +178,17 @@ def _evaluated(metrics: Mapping[str, Any]) -> str:
         return ""
     earlier = before is not None and first is not None and last is not None and first < last
     return f" · eval loss {before:.3f} -> {after:.3f}" if earlier else f" · eval loss {after:.3f}"
+
+
+def _kept_apart(result: RunResult) -> str:
+    """What an export needs to be told of an adapter that cannot be merged; else nothing."""
+    from tuner.rundir.exports import APART
+    from tuner.runtime.files import MANIFEST_NAME, read_json
+
+    manifest = None if result.checkpoint is None else result.checkpoint / MANIFEST_NAME
+    if manifest is None or not manifest.is_file():
+        return ""
+    return " --adapter keep" if read_json(manifest).get("meta", {}).get(APART) else ""
 
 
 def _better(result: RunResult) -> str:

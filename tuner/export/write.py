@@ -44,8 +44,22 @@ def write_config(directory: Path, config: PretrainedConfig, architecture: str, d
     path = directory / CONFIG
     # The code that an auto_map leads to is not in the directory, and was not used.
     facts = {key: value for key, value in read_json(path).items() if key not in ("_name_or_path", "auto_map")}
+    facts |= _rope_for_older_readers(facts)
     path.unlink()
     write_new(path, json_bytes(facts))
+
+
+def _rope_for_older_readers(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions as transformers 4, and servers built on it, read them: without this they take theta for 10000.
+
+    transformers 5 reads both forms alike.
+    """
+    rope = facts.get("rope_parameters")
+    if not isinstance(rope, Mapping) or "rope_theta" not in rope or "rope_theta" in facts:
+        return {}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    is_scaled = scaling.get("rope_type", "default") != "default"
+    return {"rope_theta": rope["rope_theta"], **({"rope_scaling": scaling} if is_scaled else {})}
 
 
 def write_adapter_config(
@@ -160,10 +174,18 @@ def write_tokenizer(directory: Path, source: Source) -> None:
         shutil.copyfile(path, target, follow_symlinks=False)
     config = directory / "tokenizer_config.json"
     if config.is_file():
-        facts = read_json(config)
-        if facts.pop("name_or_path", None) is not None:
+        before = read_json(config)
+        facts = {key: value for key, value in before.items() if key != "name_or_path"} | _for_older_readers(before)
+        if isinstance(facts.get("extra_special_tokens"), list):
+            facts["additional_special_tokens"] = facts.pop("extra_special_tokens")
+        if facts != before:
             config.unlink()
             write_new(config, json.dumps(facts, indent=2, ensure_ascii=False).encode())
+
+
+def _for_older_readers(facts: Mapping[str, Any]) -> dict[str, str]:
+    """What transformers 4, and servers built on it, call the class that transformers 5 renamed, and reads as well."""
+    return {"tokenizer_class": "PreTrainedTokenizerFast"} if facts.get("tokenizer_class") == "TokenizersBackend" else {}
 
 
 def write_generation_config(directory: Path, source: Source, config: PretrainedConfig) -> None:

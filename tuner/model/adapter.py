@@ -30,7 +30,7 @@ from tuner.model.adaptable import (
 )
 from tuner.model.build import has_score, head_layer, is_part
 from tuner.model.experts import LORA_A, LORA_B, NO_EXPERTS, adapted_experts
-from tuner.model.freeze import select
+from tuner.model.freeze import means, select
 from tuner.runtime.warned import pass_on
 
 ADAPTER = "default"
@@ -89,6 +89,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*_pattern keys did not match", RuntimeWarning)  # refused right below
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)  # said at the end
             torch.manual_seed(seed)
             _inject(config, model, targets, on_meta)
             if spec.experts:
@@ -104,6 +105,11 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    for name, other in ({} if on_meta else tied_layers(model)).items():
+        pass_on(
+            f"adapter.target_modules: {name} shares its weight with {other}: its adapter cannot be merged, and is "
+            "exported with --adapter keep alone"
+        )
     for _, layer in lora_layers(model):
         if layer.lora_magnitude_vector:  # peft measures in the type of the frozen weight
             weight = exact_weight(layer.get_base_layer())
@@ -340,6 +346,7 @@ def _target_names(model: PreTrainedModel, spec: LoraSpec, saved: Iterable[str]) 
         chosen = _adaptable(model, linear)
     else:
         wanted = [spec.target_modules] if isinstance(spec.target_modules, str) else spec.target_modules
+        _refuse_others(model, wanted, linear)
         chosen = select(wanted, linear, "adapter.target_modules")
     full = tuple(saved)
     left = [name for name in chosen if not any(name == other or name.startswith(f"{other}.") for other in full)]
@@ -349,6 +356,29 @@ def _target_names(model: PreTrainedModel, spec: LoraSpec, saved: Iterable[str]) 
             hint="adapter.modules_to_save trains them all in full; write adapter.kind: none to train the whole model",
         )
     return left
+
+
+def _refuse_others(model: PreTrainedModel, wanted: Iterable[str], linear: Mapping[str, nn.Module]) -> None:
+    """Refuse a pattern that means modules with weights, and no linear layer among them. Raises RecipeError."""
+    owning = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
+    for pattern in wanted:
+        others = [name for name in sorted(owning - linear.keys()) if means(pattern, name)]
+        if others and not any(means(pattern, name) for name in linear):
+            kind = type(model.get_submodule(others[0])).__name__
+            raise RecipeError(
+                f"adapter.target_modules: {pattern!r} means {others[0]}, a {kind}: only linear layers get an adapter",
+                hint=f"leave it out there, and train it in full: adapter.modules_to_save: [{pattern}]",
+            )
+
+
+def tied_layers(model: nn.Module) -> dict[str, str]:
+    """Adapted layers that share their weight with another module, and that one: merging would change both."""
+    weights = {id(held_tensor(layer.get_base_layer())): name for name, layer in lora_layers(model)}
+    return {
+        weights[id(weight)]: name.removesuffix(".weight")
+        for name, weight in model.named_parameters(remove_duplicate=False)
+        if id(weight) in weights and not name.startswith(f"{weights[id(weight)]}.")
+    }
 
 
 def _adaptable(model: PreTrainedModel, linear: Mapping[str, nn.Module]) -> list[str]:

@@ -24,7 +24,7 @@ def select(patterns: Sequence[str], names: Iterable[str], key: str) -> list[str]
     known = list(names)
     chosen: set[str] = set()
     for pattern in patterns:
-        found = {name for name in known if _means(pattern, name)}
+        found = {name for name in known if means(pattern, name)}
         if not found:
             near = _near(pattern, known)
             raise RecipeError(
@@ -120,7 +120,8 @@ def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _means(pattern: str, name: str) -> bool:
+def means(pattern: str, name: str) -> bool:
+    """Whether a pattern means a name, whole or from a dot on, or one above it."""
     ends = [index for index, letter in enumerate(name) if letter == "."] + [len(name)]
     return any(fnmatchcase(name[:end], pattern) or fnmatchcase(name[:end], f"*.{pattern}") for end in ends)
 

@@ -15,6 +15,7 @@ from tuner.model.transformers_private import commit_of
 from tuner.model.vetting import licence_of
 from tuner.run.changes import sources_of_eval
 from tuner.rundir.directory import RunDir
+from tuner.rundir.exports import APART
 from tuner.rundir.layout import TOKENIZER
 from tuner.runtime.files import file_entries, fsync_path, json_bytes, machine_error, regular_size, sha256_file
 from tuner.setup.build import Assembly
@@ -22,6 +23,15 @@ from tuner.setup.resolve import quantizer_facts
 
 GIVEN = "init_from"
 """Of a checkpoint's facts: what `model.init_from` gave the run when it began."""
+
+
+def is_apart(assembly: Assembly) -> bool:
+    """Whether the run's adapter cannot be merged: it is exported as it is."""
+    if assembly.resolved.recipe.adapter.kind == "none":
+        return False
+    from tuner.model.adapter import tied_layers  # with peft
+
+    return bool(tied_layers(assembly.train_state.root.model))
 
 
 def run_meta(assembly: Assembly) -> dict[str, Any]:
@@ -42,6 +52,7 @@ def run_meta(assembly: Assembly) -> dict[str, Any]:
             **({} if (left := assembly.train_state.root.untouched) is None else {"untouched": dict(left)}),
         },
         "adapter": None if recipe.adapter.kind == "none" else recipe_dict(recipe)["adapter"],
+        **({APART: True} if is_apart(assembly) else {}),
         "frozen_hash": assembly.train_state.root.frozen_hash,
         **({} if (quantizer := quantizer_facts(recipe)) is None else {"quantizer": quantizer}),
         **({} if (teacher := _only_teacher(assembly)) is None else {"teacher_hash": teacher.frozen_hash}),

@@ -334,10 +334,13 @@ def file_entries(directory: Path, exclude: Collection[str] = (MANIFEST_NAME,)) -
 def verify_entries(directory: Path, entries: Mapping[str, Any], hash: bool) -> None:  # noqa: A002 - the contract's name
     """Check that each named file is there, regular and of the noted size; with `hash` also of the noted SHA-256.
 
-    Raises DataError naming the first file that differs.
+    A link on the way to it is one that leads elsewhere. Raises DataError naming the first file that differs.
     """
     for name, entry in sorted(entries.items()):
         path = inside(directory, name)
+        for parent in list(path.relative_to(directory).parents)[:-1]:
+            if (directory / parent).is_symlink():
+                raise DataError(f"{path}: {parent} is a link, and may lead elsewhere")
         size, digest = (entry.get("size"), entry.get("sha256")) if isinstance(entry, Mapping) else (None, None)
         if not isinstance(size, int) or not isinstance(digest, str):
             raise DataError(f"{path}: its manifest entry has no size or no SHA-256")

@@ -14,8 +14,9 @@ from typing import Any
 from tuner.checkpoint.load import CheckpointHold
 from tuner.checkpoint.manifest import step_dirs, step_name
 from tuner.config.recipe import Recipe
-from tuner.errors import ExitCode, TunerError
+from tuner.errors import ExitCode, RecipeError, TunerError
 from tuner.export.hf import sweep_unfinished
+from tuner.run.meta import is_apart
 from tuner.run.options import RunResult
 from tuner.run.state import LaunchContext
 from tuner.run.tasks.export_process import ExportProcess
@@ -176,6 +177,11 @@ class ExportTask(Task):
     """Hands saved checkpoints to the exporter of the run. Rank 0 alone has one; on the others it does nothing."""
 
     def __init__(self, exporter: Exporter, context: LaunchContext, prune: Callable[[], int]) -> None:
+        if exporter.recipe.export.adapter == "merge" and is_apart(context.assembly):
+            raise RecipeError(
+                "export.adapter: merge: an adapted layer shares its weight with another, and merging would change both",
+                hint="write export: {adapter: keep}",
+            )
         self._exporter, self._console, self._prune = exporter, context.console, prune
         self._checkpoints = context.run.checkpoints
         self._every = context.assembly.timetable.exporting
