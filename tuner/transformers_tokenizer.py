@@ -26,6 +26,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from tuner.data.encoding.tokenizer import SPECIAL_NAMES, TextTokenizer, declared_special_tokens, parse_json
+from tuner.data.encoding.tokenizer_files import BESIDE_MODEL
 from tuner.data.id_probes import adversarial_texts
 from tuner.errors import TunerError
 
@@ -225,7 +226,7 @@ def _loaded_alike(files: Files, loaded: Any, form: _Form, configs: list[bytes | 
                 return candidate
     kinds = sorted({str(json.loads(config).get("model_type")) for config in configs if config is not None})
     raise _RefusedError(
-        f"transformers loads it as {type(loaded).__name__}, and with the config of the model ({', '.join(kinds)}) next "
+        f"transformers loads it as {type(loaded).__name__}, and {BESIDE_MODEL} ({', '.join(kinds)}) next "
         "to it as another class with other ids: no reader of an export would see the ids of training"
     )
 

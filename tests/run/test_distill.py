@@ -148,6 +148,15 @@ def test_a_teacher_that_reads_other_tokens_is_refused_with_the_first_difference(
     path = workplace / "teacher" / "tokenizer.json"
     swapped = {'"a"': '"b"', '"b"': '"a"'}
     path.write_text(re.sub('"[ab]"', lambda found: swapped[found[0]], path.read_text()))
+    away = shutil.move(workplace / "teacher", workplace / "away")
+    (workplace / "teacher").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(away / name, workplace / "teacher")
+    with pytest.raises(DataError, match=r"method.teacher: .*teacher holds no tokenizer") as without:
+        launch(workplace, name="x", **flags(workplace / "teacher"))
+    assert without.value.hint == "copy the files of its tokenizer there (tokenizer.json, tokenizer_config.json)"
+    shutil.rmtree(workplace / "teacher")
+    shutil.move(away, workplace / "teacher")
     with pytest.raises(RecipeError, match="reads other tokens than the student: id 97 is 'a' to the student"):
         launch(workplace, name="x", **flags(workplace / "teacher"))
     with pytest.raises(RecipeError, match=r"method.teacher: .*/nowhere: no such directory"):

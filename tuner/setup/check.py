@@ -205,7 +205,7 @@ def _check_weights(directory: Path) -> None:
 
 
 def _check_tokenizer(recipe: Recipe, found: Findings) -> None:
-    from tuner.data.encoding.tokenizer_files import holds_tokenizer
+    from tuner.data.encoding.tokenizer_files import holds_tokenizer, without_files
 
     section = recipe.tokenizer
     name = section.name_or_path or recipe.model.name_or_path
@@ -214,7 +214,7 @@ def _check_tokenizer(recipe: Recipe, found: Findings) -> None:
         if not Path(name).is_dir():
             found.add(key, f"{name}: no such directory", "give a hub name, a directory or byte")
         elif not holds_tokenizer(Path(name)):
-            found.add(key, f"{name}: holds no tokenizer", "set tokenizer.name_or_path (`byte` needs no files)")
+            found.add(key, f"{name}: holds no tokenizer", without_files(section.name_or_path is not None))
     template = section.chat_template
     if template is not None and os.path.isabs(template):
         with found.of("tokenizer.chat_template"):

@@ -14,9 +14,9 @@ import torch
 from tuner.config.methods import DistillMethod
 from tuner.config.recipe import NoAdapter, TokenizerSection
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.encoding.tokenizer_files import load_tokenizer
+from tuner.data.encoding.tokenizer_files import holds_tokenizer, load_tokenizer, tokenizer_directory
 from tuner.data.id_probes import text_probes
-from tuner.errors import RecipeError, TunerError
+from tuner.errors import DataError, RecipeError, TunerError
 from tuner.model.build import ModelSpec, meta_model, model_config
 from tuner.model.kernels import has_liger
 from tuner.rundir.exports import newest_version
@@ -74,6 +74,12 @@ def check_teacher(method: DistillMethod, student: TextTokenizer, cache_dir: Path
     spec = teacher_model(method)
     with blaming_teacher():
         embedded = int(model_config(spec).get_text_config().vocab_size)
+        directory = tokenizer_directory(spec.name_or_path, spec.revision)
+        if not holds_tokenizer(directory):
+            raise DataError(
+                f"{directory} holds no tokenizer, by which its tokens are compared with the student's",
+                hint="copy the files of its tokenizer there (tokenizer.json, tokenizer_config.json)",
+            )
         taught = load_tokenizer(spec.name_or_path, spec.revision, TokenizerSection(), cache_dir)
     difference = _difference(student, taught)
     if difference is None and student.vocab_size > embedded:
@@ -106,4 +112,6 @@ def blaming_teacher() -> Iterator[None]:
     try:
         yield
     except TunerError as error:
-        raise type(error)(error.message.replace("model.name_or_path", "method.teacher"), error.hint) from error
+        message = error.message.replace("model.name_or_path", "method.teacher")
+        named = message if "method.teacher" in message else f"method.teacher: {message}"
+        raise type(error)(named, error.hint) from error

@@ -238,3 +238,26 @@ def test_a_tokenizer_without_its_code_or_package_is_refused(
     base = spm.write(tmp_path / "base", files, "llama", tokenizer_class="T", **config)
     with pytest.raises(DataError, match=reason):
         load(base, tmp_path / "cache")
+
+
+def test_a_tokenizer_that_the_models_class_takes_over_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    """What is advised is tried."""
+    pytest.importorskip("transformers")
+    model, other = tmp_path / "model", tmp_path / "other"
+    for directory, kind in ((model, "qwen2"), (other, "llama")):
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps({"model_type": kind}))
+    named = TokenizerSection(name_or_path="byte")
+    with pytest.raises(DataError, match=r"with the config of the model \(qwen2\)") as refused:
+        load_tokenizer(str(model), None, named, tmp_path / "cache")
+    assert refused.value.hint is not None
+    assert refused.value.hint.startswith("name a tokenizer of the model's own family; with model.init: random")
+    assert load_tokenizer(str(other), None, named, tmp_path / "cache").vocab_size
+    for name, data in tiny.files(tokenizer_class="Qwen2Tokenizer").items():
+        (model / name).write_bytes(data)
+    with pytest.raises(DataError) as refused:
+        load_tokenizer(str(model), None, named, tmp_path / "cache2")
+    assert refused.value.hint == f"leave out tokenizer.name_or_path: {model} has a tokenizer of its own"
+    assert load_tokenizer(str(model), None, TokenizerSection(), tmp_path / "cache").vocab_size
+    of_family = TokenizerSection(name_or_path=str(model))
+    assert load_tokenizer(str(tmp_path / "none"), None, of_family, tmp_path / "cache").vocab_size

@@ -178,8 +178,11 @@ def test_templates_that_escape_or_fail_are_data_errors(source: str) -> None:
 def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such directory"):
         load_tokenizer(str(tmp_path / "none"), None, TokenizerSection())
-    with pytest.raises(DataError, match="holds no tokenizer"):
-        load_tokenizer(str(tmp_path), None, TokenizerSection())
+    ways = ((None, "set tokenizer.name_or_path"), (str(tmp_path), "name a directory with a tokenizer.json"))
+    for named, hint in ways:
+        with pytest.raises(DataError, match="holds no tokenizer") as without:
+            load_tokenizer("elsewhere" if named else str(tmp_path), None, TokenizerSection(name_or_path=named))
+        assert (without.value.hint or "").startswith(hint)
     with pytest.raises(DataError, match="tokenizer.json"):
         TextTokenizer({"tokenizer.json": b"{}"}).encode("a")
     with pytest.raises(DataError, match="chat template line 2"):

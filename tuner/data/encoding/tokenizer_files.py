@@ -41,6 +41,8 @@ from tuner.runtime.lock import FileLock
 if TYPE_CHECKING:
     from tuner.config.recipe import TokenizerSection
 
+BESIDE_MODEL = "with the config of the model"
+"""What is said of a tokenizer that another class of transformers takes over next to the model that is trained."""
 FORMAT = 2
 """Counts up when the same files and version would get another answer."""
 _CHILD = "tuner.transformers_tokenizer"
@@ -81,13 +83,15 @@ def load_tokenizer(
     if tokenizer.name_or_path == "byte":
         from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
 
-        context = _LoadContext("tokenizer.name_or_path: byte", None, _model_config(model_path, revision), cache)
+        beside = _model_config(model_path, revision)
+        context = _LoadContext("tokenizer.name_or_path: byte", None, beside, cache, model_path)
         files, ends = byte_tokenizer_files(), []
     else:
         directory = tokenizer_directory(str(tokenizer.name_or_path) if own else model_path, None if own else revision)
         config = _config(directory)
-        context = _LoadContext(str(directory), config, _model_config(model_path, revision) if own else config, cache)
-        files, ends = _read_files(directory), _model_eos_ids(directory)
+        beside = _model_config(model_path, revision) if own else config
+        context = _LoadContext(str(directory), config, beside, cache, model_path)
+        files, ends = _read_files(directory, own), _model_eos_ids(directory)
     files, loaded = context.as_loaded(files)
     new_ids = range(0)
     if tokenizer.add_tokens or (named is not None and named.tokens):
@@ -150,12 +154,19 @@ def local_files(name_or_path: str) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes() for name in (*_FILES, "config.json") if (directory / name).is_file()}
 
 
-def _read_files(directory: Path) -> dict[str, bytes]:
-    """The files of a tokenizer by name. DataError where there is none."""
+def _read_files(directory: Path, is_named: bool) -> dict[str, bytes]:
+    """The files of a tokenizer by name, of a directory `is_named` by tokenizer.name_or_path. DataError without any."""
     files = {name: (directory / name).read_bytes() for name in _FILES if (directory / name).is_file()}
     if not files:
-        raise DataError(f"{directory}: holds no tokenizer", hint="set tokenizer.name_or_path (`byte` needs no files)")
+        raise DataError(f"{directory}: holds no tokenizer", hint=without_files(is_named))
     return files
+
+
+def without_files(is_named: bool) -> str:
+    """What to do about a directory without a tokenizer, which may be what `tokenizer.name_or_path` names."""
+    if is_named:
+        return "name a directory with a tokenizer.json, or write tokenizer.name_or_path: byte, which needs no files"
+    return "set tokenizer.name_or_path (`byte` needs no files)"
 
 
 @dataclass(frozen=True)
@@ -169,6 +180,7 @@ class _LoadContext:
     model_config: bytes | None
     """That of the trained model, next to which they will be exported: both decide about the class."""
     cache_dir: Path
+    model_path: str
 
     def as_loaded(self, files: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, Any]]:
         """The files with which every reader gets the tokenizer that transformers makes of `files`, and what that is.
@@ -226,7 +238,19 @@ class _LoadContext:
         if result.returncode == 2 and reason.isdigit():
             raise OSError(int(reason), os.strerror(int(reason)))
         if result.returncode:
-            raise DataError(f"{self.name}: the tokenizer cannot be loaded as its readers would load it: {reason}")
+            text = f"{self.name}: the tokenizer cannot be loaded as its readers would load it: {reason}"
+            raise DataError(text, hint=self._way_out() if BESIDE_MODEL in reason else None)
+
+    def _way_out(self) -> str | None:
+        """What to write where the class of the model's own tokenizers takes over the one that is named."""
+        if self.config == self.model_config:
+            return None
+        if any(local_files(self.model_path).keys() - {"config.json"}):
+            return f"leave out tokenizer.name_or_path: {self.model_path} has a tokenizer of its own"
+        return (
+            "name a tokenizer of the model's own family; with model.init: random, the config of a type without "
+            "tokenizers of its own, such as llama, goes with any"
+        )
 
 
 def _chosen_by(config: bytes | None, keys: tuple[str, ...]) -> list[Any] | None:
