@@ -30,6 +30,7 @@ from tuner.export.write import quiet, token_ids, turn_ends
 from tuner.model.build import auto_model, position_limit
 from tuner.model.tokens import resize_embeddings
 from tuner.model.vetting import vet_config
+from tuner.model.weight_files import vet_adapter, vet_weights
 from tuner.rundir.exports import LINEAGE
 from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
 from tuner.rundir.model_path import RunCheckpoint, Warn, ignore_warning, is_run_path, resolve_model_path
@@ -250,6 +251,7 @@ def _with_adapter(path: Path, base: str | None, dtype: torch.dtype) -> Any:
     from peft import PeftModel
 
     facts = read_json(path / "adapter_config.json")
+    vet_adapter(path)
     _require_text(str(path), facts.get("task_type") != "SEQ_CLS")
     name, revision = base or facts.get("base_model_name_or_path"), None if base else facts.get("revision")
     if not name:
@@ -278,6 +280,7 @@ def _quantize(model: PreTrainedModel, adapter: Path) -> None:
 
 def _plain_model(name_or_path: str, revision: str | None, dtype: torch.dtype) -> PreTrainedModel:
     vet_config(name_or_path, revision)
+    vet_weights(name_or_path, revision)
     named = PretrainedConfig.get_config_dict(name_or_path, revision=revision)[0].get("architectures") or ()
     _require_text(name_or_path, not any("ForSequenceClassification" in str(name) for name in named))
     config = AutoConfig.from_pretrained(name_or_path, revision=revision, trust_remote_code=False)

@@ -23,6 +23,7 @@ from tuner.checkpoint.storage import read_box, read_into, tensor_bytes
 from tuner.errors import DataError
 from tuner.runtime.files import read_json
 from tuner.runtime.process import Collective, gloo_group
+from tuner.runtime.safetensors_header import read_header
 
 SHOWN_KEYS = 3
 
@@ -185,6 +186,7 @@ def read_probe(info: CheckpointInfo) -> dict[str, torch.Tensor]:
     path = info.path / PROBE_NAME
     if PROBE_NAME not in info.manifest["files"]:
         raise DataError(f"{info.path}: saved without a probe")
+    read_header(path)
     try:
         return safetensors.torch.load_file(path)
     except (OSError, SafetensorError) as error:

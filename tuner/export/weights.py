@@ -23,6 +23,7 @@ from tuner.model.published import state_names
 from tuner.model.tokens import resize_embeddings
 from tuner.model.trainable import TrainableSpec
 from tuner.model.vetting import vet_config
+from tuner.model.weight_files import vet_weights
 from tuner.rundir.layout import MODEL_CONFIG
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -138,6 +139,7 @@ def plain_base(source: Source) -> PreTrainedModel:
     if is_as_published and (source.quantize == "none" or published_codes(source) is None):
         name, revision = facts["name_or_path"], facts.get("revision")
         vet_config(name, revision)
+        vet_weights(name, revision)
         labels = {"num_labels": 1} if source.head == "score" else {}
         base: PreTrainedModel = auto_model(source.head, read_config(source), whole=True).from_pretrained(
             name, revision=revision, dtype=torch.float32, use_safetensors=True, trust_remote_code=False, **labels

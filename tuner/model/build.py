@@ -23,6 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from tuner.config.methods import Head
 from tuner.errors import DataError, MachineError, RecipeError, is_out_of_memory
 from tuner.model import attention
+from tuner.model.stored import index_names
 from tuner.model.tokens import resize_embeddings, resize_vocabulary
 from tuner.model.transformers_private import (
     WeightReader,
@@ -35,8 +36,8 @@ from tuner.model.transformers_private import (
     plain_config,
     takes_our_attention,
 )
-from tuner.model.vetting import QUANTIZATION, broken_weights, require_own_files, vet_config
-from tuner.runtime.files import read_json
+from tuner.model.vetting import QUANTIZATION, broken_weights, vet_config
+from tuner.model.weight_files import vet_weights
 
 if TYPE_CHECKING:
     from tuner.model.quantize.codes import Kind
@@ -203,8 +204,9 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
 
             draw_score(model, seed)
         return _finished(model, spec.quantize)
-    require_own_files(Path(spec.name_or_path))
     own = _own_config(spec)
+    with _clear_errors(spec):
+        vet_weights(spec.name_or_path, spec.revision)
     reader = None if spec.quantize is None else spec.quantize.reader(spec.name_or_path, spec.revision)
     with _clear_errors(spec), _without_progress(reports=spec.head == "tokens" and grown.get_text_config() is grown):
         load = partial(
@@ -248,8 +250,7 @@ def fetch_weights(spec: ModelSpec) -> None:
             hf_hub_download(name, SAFE_WEIGHTS_NAME, revision=spec.revision)
         except EntryNotFoundError:
             index = Path(hf_hub_download(name, SAFE_WEIGHTS_INDEX_NAME, revision=spec.revision))
-            shards = {str(shard) for shard in read_json(index)["weight_map"].values()}
-            snapshot_download(name, revision=spec.revision, allow_patterns=sorted(shards))
+            snapshot_download(name, revision=spec.revision, allow_patterns=sorted(index_names(index)))
 
 
 def meta_model(config: PretrainedConfig, dtype: torch.dtype, head: Head = "tokens") -> PreTrainedModel:

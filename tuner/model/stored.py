@@ -1,7 +1,6 @@
 """Tensors in a model's safetensors files: found by their headers, and hashed without being loaded."""
 
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +14,10 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from tuner.errors import DataError
-from tuner.runtime.files import read_json
+from tuner.runtime.files import inside, read_json
+from tuner.runtime.safetensors_header import read_header
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-_HEADER_LIMIT = 100_000_000
 _BLOCK_BYTES = 8 << 20
 
 
@@ -56,10 +55,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     if (directory / SAFE_WEIGHTS_NAME).is_file():
         names = {SAFE_WEIGHTS_NAME}
     elif index.is_file():
-        places = read_json(index).get("weight_map")
-        names = set(places.values()) if isinstance(places, Mapping) else set()
-        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-            raise DataError(f"{index}: its weight_map does not name files of this directory")
+        names = index_names(index)
     else:
         names = set()
     found: dict[str, Stored] = {}
@@ -68,17 +64,27 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     return found
 
 
+def index_names(index: Path) -> set[str]:
+    """The files that an index names. Raises DataError where one is no safetensors file of the index's directory."""
+    places = read_json(index).get("weight_map")
+    names = set(map(str, places.values())) if isinstance(places, Mapping) else set()
+    if not names:
+        raise DataError(f"{index}: its weight_map does not name files of this directory")
+    for name in sorted(names):
+        inside(index.parent, name)
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise DataError(
+                f"{index}: its weight_map names {name!r}, which is no safetensors file of this directory",
+                hint="weights are read from safetensors files alone: convert it, or choose a model that has them",
+            )
+    return names
+
+
 def stored_in(path: Path) -> dict[str, Stored]:
     """Every tensor of one safetensors file by its name, in their order. Raises DataError for a damaged file."""
+    header, data = read_header(path)
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > _HEADER_LIMIT:
-                raise DataError(f"{path}: not a safetensors file")
-            header: Any = json.loads(file.read(length))
-        found = [(name, _placed(path, 8 + length, facts)) for name, facts in header.items() if name != "__metadata__"]
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
+        found = [(name, _placed(path, data, facts)) for name, facts in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: its header cannot be read: {error}") from error
     return dict(sorted(found, key=lambda item: item[1].start))

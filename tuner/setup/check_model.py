@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from tuner.config.duration import Duration
 from tuner.config.methods import head_of
@@ -16,14 +17,17 @@ from tuner.config.recipe import LowRankAdapter, Recipe
 from tuner.data.building.spec import resolve_max_length
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
+from tuner.errors import DataError
 from tuner.model.adapter import linear_layers
 from tuner.model.build import decoder_blocks, meta_model, model_config
 from tuner.model.freeze import select
 from tuner.model.output_layer import LogitTransform
 from tuner.model.root import CausalLM, embedding_parameters, outer_parameters, trained_parameters
+from tuner.model.stored import index_names
 from tuner.model.vetting import holds_codes, require_known_losses
 from tuner.parallel.assemble import recomputed_count
 from tuner.runtime.dist import RankInfo
+from tuner.runtime.safetensors_header import read_header
 from tuner.setup.build import check_fits, held_out_rows, mesh_of, meta_model_of, trainable_of
 from tuner.setup.findings import Findings
 from tuner.setup.resolve import (
@@ -160,11 +164,15 @@ def _check_best(recipe: Recipe, found: Findings) -> None:
 def _check_shapes(recipe: Recipe, directory: Path, model: PreTrainedModel, found: Findings) -> None:
     """Compare the shapes in the headers of the weights with the model's, of the names that both have."""
     wanted = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
+    if (directory / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        with found.of("model.name_or_path"):
+            index_names(directory / SAFE_WEIGHTS_INDEX_NAME)
     for path in sorted(directory.glob("*.safetensors")):
         try:
+            read_header(path)
             with safe_open(path, "pt") as file:
                 there = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, DataError) as error:
             found.add("model.name_or_path", f"{path}: not a file of weights: {error}", "download the model again")
             continue
         for name, shape in there.items():

@@ -1,0 +1,153 @@
+"""No index, config or adapter leads to a pickle, to code, or to a header that takes all memory."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.model.tiny import SHAPE
+from tuner.errors import DataError
+from tuner.generate import load_generator
+from tuner.init_from.sources import open_source
+from tuner.model.build import ModelSpec, build_model
+from tuner.model.stored import index_names
+from tuner.model.weight_files import vet_adapter, vet_weights
+from tuner.runtime.safetensors_header import read_header
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def indexed(model: Path, file: str) -> None:
+    """Have the weights come from a file, which is a pickle, by an index."""
+    names = list(read_header(model / "model.safetensors")[0])
+    (model / "model.safetensors").unlink()
+    torch.save({"a": torch.zeros(1)}, model / Path(file).name)
+    (model / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, file)}))
+
+
+def explicit(model: Path, file: str) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "transformers_weights": file}))
+    torch.save({"a": torch.zeros(1)}, model / file)
+
+
+WAYS: dict[str, Callable[[Path], object]] = {
+    "train, eval, export-hf, teacher": lambda path: build_model(ModelSpec(str(path), None), torch.float32, 0),
+    "generate": lambda path: load_generator(str(path)),
+    "init_from": lambda path: open_source(path, hashes=False),
+}
+PLANTED: dict[str, tuple[Callable[[Path, str], None], str, str]] = {
+    "a name of a pickle": (indexed, "x.bin", "x.bin"),
+    "a pickle by a right name": (indexed, "x.safetensors", "x.safetensors: not a safetensors file"),
+    "a pickle elsewhere": (indexed, "../x.safetensors", "unsafe file name"),
+    "a pickle that a config names": (explicit, "adapter_model.bin", "transformers_weights: 'adapter_model.bin'"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_pickle_is_refused_by_name_before_it_is_opened(
+    model: Path, way: str, planted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant, file, said = PLANTED[planted]
+    if way == "init_from" and plant is explicit:
+        pytest.skip("it reads model.safetensors, whatever a config names")
+    plant(model, file)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a pickle was opened"))
+    with pytest.raises(DataError, match=re.escape(said)):
+        WAYS[way](model)
+
+
+def test_what_is_published_passes(model: Path) -> None:
+    """With an index, with a pickle beside it, and a pickle's index beside it."""
+    names = list(read_header(model / "model.safetensors")[0])
+    (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    (model / INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")})
+    )
+    (model / "pytorch_model.bin").write_bytes(b"")
+    (model / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "pytorch_model.bin"}}))
+    vet_weights(str(model))
+    assert index_names(model / INDEX) == {"model-00001-of-00001.safetensors"}
+    assert build_model(ModelSpec(str(model), None), torch.float32, 0)
+
+
+def header(text: bytes, more: int = 0) -> bytes:
+    return struct.pack("<Q", len(text)) + text + bytes(more)
+
+
+def test_a_header_that_takes_all_memory_is_refused_before_it_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    many = b"{" + b",".join(empty % i for i in range(40_000)) + b"}"
+    monkeypatch.setattr("json.loads", lambda _: pytest.fail("it was parsed"))
+    for bomb in (
+        header(many),
+        header(b"[" * 1000),
+        header(b"{" + b'"a":[],' * 100_000 + b"}", 64 << 20),
+        struct.pack("<Q", 1 << 62) + b"{}",
+        struct.pack("<Q", 1 << 20) + b"{}",
+        b"",
+    ):
+        (tmp_path / "a.safetensors").write_bytes(bomb)
+        with pytest.raises(DataError, match=r"a\.safetensors: not a safetensors file"):
+            read_header(tmp_path / "a.safetensors")
+
+
+def test_a_deep_header_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(header(b'{"a": ' * 100_000 + b"1" + b"}" * 100_000))
+    with pytest.raises(DataError, match=r"a\.safetensors: its header cannot be read"):
+        read_header(tmp_path / "a.safetensors")
+
+
+def test_headers_of_many_short_names_are_read(tmp_path: Path) -> None:
+    save_file({f"{i}": torch.zeros(1, 1, 1, 1) for i in range(2000)}, tmp_path / "a.safetensors")
+    assert len(read_header(tmp_path / "a.safetensors")[0]) == 2000
+
+
+ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
+    "code of megatron": ({"megatron_config": {"a": 1}, "megatron_core": "evil"}, "megatron_config"),
+    "a module": ({"megatron_core": "evil"}, "megatron_core: 'evil' is code"),
+    "other adapters": ({"peft_type": "XLORA", "adapters": {"1": "someone/evil"}}, "peft_type: 'XLORA'"),
+    "prompts": ({"peft_type": "PROMPT_TUNING", "tokenizer_kwargs": {"trust_remote_code": True}}, "PROMPT_TUNING"),
+    "layers without end": ({"layer_replication": [[0, 2]] * 10**6}, "layer_replication"),
+    "a huge rank": ({"r": 10**9}, "a rank of 1000000000, and the weights have ranks up to 4"),
+    "a huge rank of one": ({"rank_pattern": {"q_proj": 10**9}}, "a rank of 1000000000"),
+    "no number": ({"r": "evil"}, "a rank of 'evil'"),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_made_to_do_harm_are_refused(tmp_path: Path, name: str) -> None:
+    keys, said = ADAPTERS[name]
+    plain = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "megatron_core": "megatron.core"}
+    save_file({"base_model.model.a.q_proj.lora_A.weight": torch.zeros(4, 8)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(plain))
+    vet_adapter(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**plain, **keys}))
+    with pytest.raises(DataError, match=re.escape(said)):
+        vet_adapter(tmp_path)
+
+
+def test_an_adapter_that_is_a_pickle_is_not_loaded(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    torch.save({}, tmp_path / "adapter_model.bin")
+    with pytest.raises(DataError, match="holds no adapter_model.safetensors"):
+        vet_adapter(tmp_path)

@@ -1,0 +1,96 @@
+"""Files of weights, looked at before transformers or peft opens any: no name may lead to a pickle, or elsewhere."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from tuner.errors import DataError
+from tuner.model.stored import index_names, stored_in
+from tuner.model.vetting import require_own_files
+from tuner.runtime.files import read_json
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_EXPLICIT = "transformers_weights"
+"""The key of a config by which transformers reads another file than usual."""
+_CONVERT = "weights are read from safetensors files alone: convert it, or choose a model that has them"
+_MEGATRON = "megatron.core"
+
+
+def vet_weights(name_or_path: str, revision: str | None = None) -> None:
+    """Check the weights of a local directory, or of a hub model as far as they are here, by their names and headers.
+
+    Raises DataError that names the file: an index that names anything but safetensors files of its own directory, a
+    file with another header, an adapter next to the weights. What a hub model lacks here is left to the loader.
+    """
+    directory = Path(name_or_path)
+    if directory.is_dir():
+        require_own_files(directory)
+    explicit = PretrainedConfig.get_config_dict(name_or_path, revision=revision)[0].get(_EXPLICIT)
+    if explicit is None:
+        wanted = [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME]
+    elif isinstance(explicit, str) and explicit.endswith((".safetensors", ".safetensors.index.json")):
+        wanted = [explicit]
+    else:
+        raise DataError(f"{name_or_path}/config.json: {_EXPLICIT}: {explicit!r} is no safetensors file", hint=_CONVERT)
+    for name in wanted:
+        found = directory / name if directory.is_dir() else _cached(name_or_path, name, revision)
+        if found is not None and found.is_file():
+            for file in _files_of(found):
+                if directory.is_dir() or file.exists():
+                    stored_in(file)
+
+
+def _files_of(found: Path) -> Iterator[Path]:
+    """A file of weights, or those that an index names. DataError."""
+    if found.suffix != ".json":
+        yield found
+        return
+    for name in sorted(index_names(found)):
+        yield found.parent / name
+
+
+def _cached(name: str, file: str, revision: str | None) -> Path | None:
+    """A file of a hub model in the cache; an index is fetched, since it decides what is loaded. OSError."""
+    found = cached_file(
+        name,
+        file,
+        revision=revision or "main",
+        local_files_only=not file.endswith(".json"),
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
+
+
+def vet_adapter(directory: Path) -> None:
+    """Check an adapter before peft loads it: LoRA in safetensors, of ranks that its weights have. Raises DataError."""
+    config, where = read_json(directory / ADAPTER_CONFIG), directory / ADAPTER_CONFIG
+    if config.get("peft_type") != "LORA":
+        raise DataError(
+            f"{where}: peft_type: {config.get('peft_type')!r}; LoRA, rsLoRA and DoRA are loaded",
+            hint="merge it into its base model with peft, and take that",
+        )
+    for key in ("layer_replication", "megatron_config"):
+        if config.get(key):
+            raise DataError(f"{where}: {key} is not taken", hint="merge it into its base model with peft")
+    if config.get("megatron_core", _MEGATRON) not in {_MEGATRON, None}:  # peft would import what it names
+        raise DataError(f"{where}: megatron_core: {config['megatron_core']!r} is code, which is never imported")
+    path = directory / ADAPTER_WEIGHTS
+    if not path.is_file():
+        raise DataError(f"{directory}: holds no {ADAPTER_WEIGHTS}; {_CONVERT}")
+    stored = stored_in(path)
+    ranks = [tensor.shape[0] for name, tensor in stored.items() if ".lora_A." in name and tensor.shape]
+    ranks += [tensor.shape[1] for name, tensor in stored.items() if ".lora_embedding_B" in name and tensor.shape[1:]]
+    for rank in _ranks(config):
+        if not isinstance(rank, int) or (ranks and rank > max(ranks)):
+            raise DataError(f"{where}: a rank of {rank!r}, and the weights have ranks up to {max(ranks, default=0)}")
+
+
+def _ranks(config: Mapping[str, Any]) -> list[Any]:
+    pattern = config.get("rank_pattern")
+    # One for all may be more than any has, where each has its own.
+    return [config.get("r", 8), *(pattern.values() if isinstance(pattern, dict) else ())]
