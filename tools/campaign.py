@@ -48,6 +48,10 @@ CAMPAIGNS = (
     Campaign("beside", ("fault_campaign", "kills", "--beside", "--count", "300"), "the same, saved beside training"),
     Campaign("ranks", ("fault_campaign", "ranks", "--count", "100"), "two processes train; all die, or one alone"),
     Campaign("mesh-kills", ("fault_campaign", "meshes", "--count", "100"), "the same with split layers, rows, experts"),
+    Campaign(
+        "kill-points", ("kill_points", "--count", "16"),
+        "killed in evaluations, in saves beside the steps, in uploads; a clock that jumps, files that end early",
+    ),
     Campaign("errors", ("fault_campaign", "errors", "--count", "300"), "a full disk, EIO and short writes"),
     Campaign("compound", ("fault_campaign", "compound", "--count", "300"), "killed again during the recovery"),
     Campaign("power", ("fault_campaign", "power", "--count", "300"), "what a disk may hold after a power loss"),

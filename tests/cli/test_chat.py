@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from tuner.cli.talk import Talk
+from tuner.cli.talk import Talk, _ctrl_c_stops_an_answer
 from tuner.errors import RecipeError
 from tuner.generate import Answer, Generator, Prompt, Sampling
 
@@ -77,3 +81,16 @@ def test_a_talk_that_is_too_long_can_be_reset_in_a_terminal() -> None:
 def test_a_tokenizer_without_a_template_is_refused() -> None:
     with pytest.raises(RecipeError, match="no chat template"):
         held([], live=False, model=Echo(has_template=False))
+
+
+def test_ctrl_c_stops_an_answer_but_not_what_its_first_one_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_library.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nwhole = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = signal.getsignal(signal.SIGINT)
+    with _ctrl_c_stops_an_answer():
+        assert import_module("slow_library").whole
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
+from tests.fixtures.fake_hub import Hub, serving
 from tuner.errors import DataError, MachineError, RecipeError, VerificationError
 from tuner.export.hub import find_export, plan_push, push
 
@@ -23,114 +20,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 CARD = "---\ntags:\n- tuner\n---\n\nmodel = from_pretrained(DIRECTORY), base BASE_MODEL\n"
 
 
-@dataclass
-class Hub:
-    """What the stand-in holds and heard; `fails` are answers to give before those of a hub that works."""
-
-    url: str = ""
-    created: list[dict[str, Any]] = field(default_factory=list)
-    tokens: set[str | None] = field(default_factory=set)
-    large: dict[str, bytes] = field(default_factory=dict)
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    fails: list[int] = field(default_factory=list)
-    flip: bool = False
-    breaks: int = 0
-    """Uploads during which the connection breaks."""
-
-    def answer(self, path: str, body: bytes) -> Any:
-        if path == "/api/repos/create":
-            self.created.append(json.loads(body))
-            return {"url": f"{self.url}/me/model"}
-        if path == "/api/validate-yaml":
-            return {"errors": [], "warnings": []}
-        if path == "/api/models/me/model/preupload/main":
-            named = [each["path"] for each in json.loads(body)["files"]]
-            return {"files": [self._mode(name) for name in named]}
-        if path == "/me/model.git/info/lfs/objects/batch":
-            objects = json.loads(body)["objects"]
-            return {"transfer": "basic", "objects": [self._action(each) for each in objects]}
-        if path == "/api/models/me/model/commit/main":
-            self._commit(body.decode().splitlines())
-            return {"commitUrl": f"{self.url}/me/model/commit/" + "a" * 40, "commitOid": "a" * 40, "success": True}
-        if path.startswith("/api/models/me/model/paths-info/"):
-            return [{"path": name, "type": "file", **facts} for name, facts in self.files.items()]
-        raise AssertionError(path)
-
-    def _mode(self, name: str) -> dict[str, Any]:
-        mode = "lfs" if name.endswith(".safetensors") else "regular"
-        return {"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": None}
-
-    def _action(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        return {**wanted, "authenticated": True, "actions": {"upload": {"href": f"{self.url}/lfs/{wanted['oid']}"}}}
-
-    def _commit(self, lines: list[str]) -> None:
-        for line in map(json.loads, lines):
-            value = line["value"]
-            if line["key"] == "file":
-                data = base64.b64decode(value["content"])
-                self.files[value["path"]] = {"size": len(data), "oid": "b" * 40, "data": data.decode()}
-            elif line["key"] == "lfsFile":
-                oid = "0" * 64 if self.flip else value["oid"]
-                lfs = {"oid": oid, "size": value["size"], "pointerSize": 130}
-                self.files[value["path"]] = {"size": value["size"], "oid": "b" * 40, "lfs": lfs}
-
-
-def handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: Any) -> None: ...
-
-        def do_POST(self) -> None:
-            body = self._body()
-            hub.tokens.add(self.headers.get("Authorization"))
-            code = hub.fails.pop(0) if hub.fails else 200
-            self._reply(code, {"error": "no"} if code != 200 else hub.answer(self.path, body))
-
-        def do_PUT(self) -> None:
-            data = self._body()
-            if hub.breaks:
-                hub.breaks -= 1
-                self.close_connection = True
-                return
-            hub.large[self.path.removeprefix("/lfs/")] = data
-            self._reply(200, {})
-
-        def _body(self) -> bytes:
-            if self.headers.get("Transfer-Encoding") == "chunked":
-                return b"".join(iter(self._chunk, b""))
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-
-        def _chunk(self) -> bytes:
-            data = self.rfile.read(int(self.rfile.readline(), 16))
-            self.rfile.readline()
-            return data
-
-        def _reply(self, code: int, value: Any) -> None:
-            data = json.dumps(value).encode()
-            self.send_response(code)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-    return Handler
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     for name, value in (("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True)):
         monkeypatch.setattr(constants, name, value)
-    found = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler(found))
-    found.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    yield found
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(Hub()) as found:
+        yield found
 
 
 def entry(data: bytes) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tuner.errors import DivergedError, RecipeError
 from tuner.run.launch import launch
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.run.webhook import posted
+from tuner.runtime import stop
 
 KEYS = {
     "schema_version", "text", "event", "run", "run_dir", "host", "step", "total_steps", "saved_step", "loss",
@@ -117,6 +118,20 @@ def test_it_hears_of_the_chosen_events_and_of_failures_before_the_first_step(
         _launch(workplace, name="bad", output_dir=str(workplace / "runs" / "bad"), **told)
     assert [body["event"] for body in listener.bodies] == ["failed"]
     assert listener.bodies[0]["exit_code"] > 0 and listener.bodies[0]["step"] is None
+
+
+def test_it_hears_of_a_signal_that_ends_a_launch_before_its_steps(
+    workplace: Path, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def signalled(*given: object) -> RunResult:
+        stop._undo[-1]()  # as the handler does, before the process ends
+        assert [body["event"] for body in listener.bodies] == ["stopped"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tuner.run.launch.train", signalled)
+    with pytest.raises(KeyboardInterrupt):
+        _launch(workplace, notify__webhook=listener.address.partition("?")[0])
+    assert listener.bodies[0]["exit_code"] == 130 and stop._undo == []
 
 
 @pytest.mark.parametrize("code", [301, 302, 303, 307, 308])

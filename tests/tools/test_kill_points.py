@@ -1,0 +1,17 @@
+"""The campaign of kills at points of its own in its smallest form: one trial of each point, in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools import kill_points
+
+
+@pytest.mark.slow
+def test_each_point_goes_on_to_the_unbroken_run(tmp_path: Path) -> None:
+    points = [point for point in kill_points.POINTS if point != "fewer"]
+    results = kill_points.campaign(tmp_path, points, [1], count=1, seed=0, say=lambda _: None)
+    assert [result["point"] for result in results] == points
+    assert [result for result in results if not result["good"]] == []

@@ -1,0 +1,298 @@
+"""Kill training, uploads and readers of compressed files where calls of the system do not tell, and go on from there.
+
+    python tools/kill_points.py --count 8 --out kills.jsonl
+    python tools/kill_points.py --points evaluation save --processes 2 4 --count 20
+
+Points of training, with one, two and four processes: `evaluation`, before one of its forwards; `save`, at a call of a
+save beside the steps; `signal`, SIGTERM to the command in such a save or in one that steps wait for; `clock`, killed
+after the clock jumped; `fewer`, four processes killed and two that resume. All ranks or one alone die. The newest
+checkpoint must be valid and the last that was committed, and the resumed run must end with the tensors (SHA-256) and
+the log of an unbroken one; with fewer processes, with its losses to 1e-5. `push`: an upload is killed at any request
+and in the midst of a file, and is done again; the hub holds nothing or all of it, the export stays as it is. `cut`: a
+gzip or Zstandard file that ends anywhere ends with exit code 3 and its name, and nothing is prepared. Prints a line of
+JSON for each trial; exits with 1 where one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.fixtures import forked  # noqa: E402
+from tests.fixtures.fake_hub import Hub, serving  # noqa: E402
+from tests.fixtures.trainings import outcome, prepare  # noqa: E402
+from tools.struck import VARIABLE  # noqa: E402
+
+TRAINING = ("evaluation", "save", "signal", "clock")
+POINTS = (*TRAINING, "fewer", "push", "cut")
+STEPS, LONGEST_S = 8, 180.0
+MOMENTS = {"evaluation": 200, "save": 120, "signal": 120}
+"""Forwards and calls among which one is drawn: about as many as a rank makes."""
+JUMPS_S = (-3600, 3600, -(10**8), 10**9)
+FLAGS = (
+    "--train.duration", f"{STEPS} steps", "--checkpoint.every", "1 steps", "--data.eval", "7 documents", "--eval.every",
+    "1 steps", "--eval.samples", "1", "--eval.samples_at", "all", "--parallel.timeout", "30 s",
+)  # fmt: skip
+Result = dict[str, Any]
+
+
+class Place:
+    """A directory for trainings with so many processes, and what an unbroken one comes to."""
+
+    def __init__(self, path: Path, processes: int) -> None:
+        self.path, self.processes = path, processes
+        path.mkdir()
+        prepare(path, processes)
+        (path / "hook").mkdir()
+        (path / "hook" / "sitecustomize.py").write_text("from tools.struck import arm\narm()\n")
+        code, said = self.tuner("train", "r.yaml", "--name", "unbroken", *FLAGS, *self.spread())
+        if code:
+            raise RuntimeError(said)
+        self.unbroken = outcome(path / "runs" / "unbroken")
+
+    def spread(self) -> tuple[str, str]:
+        """The flag for the processes of a run."""
+        return ("--parallel.processes", str(self.processes))
+
+    def tuner(self, *words: str, struck: dict[str, Any] | None = None) -> tuple[int | None, str]:
+        """Run a command, struck where that is asked for; its exit code, and the end of what it said."""
+        env = {
+            **os.environ, "PYTHONPATH": os.pathsep.join((str(self.path / "hook"), str(ROOT))), "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore", "TUNER_CACHE": str(self.path / "cache"), VARIABLE: json.dumps(struck),
+        }  # fmt: skip
+        with tempfile.TemporaryFile("w+") as log:
+            command = [sys.executable, "-m", "tuner", *words]
+            process = forked.Popen(command, cwd=self.path, env=env, stdout=log, stderr=log, start_new_session=True)
+            try:
+                code: int | None = process.wait(LONGEST_S)
+            except subprocess.TimeoutExpired:
+                code = None
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            log.seek(0)
+            return code, log.read()[-1500:]
+
+
+def training_trial(place: Place, point: str, number: int, rng: random.Random, resumed_by: int = 0) -> Result:
+    """Strike a training, look at what is left, resume it and hold the end against an unbroken run."""
+    rank = rng.choice([-1, *range(place.processes)])
+    if point == "signal":
+        rank = rng.randrange(place.processes)
+    at = rng.randint(1, MOMENTS.get(point, STEPS - 2))
+    struck = {"point": point, "rank": rank, "at": at, "jump": rng.choice(JUMPS_S) if point == "clock" else 0}
+    beside = point == "save" or (point == "signal" and rng.random() < 0.5)
+    name = f"{point}-{number}"
+    run = place.path / "runs" / name
+    async_save = ("--checkpoint.async_save", str(beside).lower())
+    code, said = place.tuner("train", "r.yaml", "--name", name, *FLAGS, *place.spread(), *async_save, struck=struck)
+    expected = {0, 75} if point == "signal" else {0, 4, -signal.SIGKILL, 128 + signal.SIGKILL}
+    problems = [] if code in expected else [f"exit code {code}: {said}"]
+    if "Traceback" in said or "bug in tuner" in said:
+        problems.append(f"says: {said}")
+    newest_step, found = _whole(run)
+    problems += found
+    words = () if not resumed_by else ("--parallel.processes", str(resumed_by))
+    began = (run / "run.json").is_file()
+    again = ("resume", f"runs/{name}") if began else ("train", "r.yaml", "--name", name, *FLAGS, *place.spread())
+    resumed, said = place.tuner(*again, *words)
+    if resumed != 0:
+        problems.append(f"resumed with exit code {resumed}: {said}")
+    else:
+        problems += _end_problems(place, run, newest_step, bool(resumed_by))
+    shutil.rmtree(run, ignore_errors=True)
+    return {
+        "point": point, "processes": place.processes, "trial": number, "struck": struck, "beside": beside, "code": code,
+        "hit": code not in (0, None), "checkpoint": newest_step, "problems": problems, "good": not problems,
+    }  # fmt: skip
+
+
+def _whole(run: Path) -> tuple[int | None, list[str]]:
+    """The newest step that is saved, and what of the checkpoints is torn: each has its final name once it is whole."""
+    from tuner.checkpoint.load import open_checkpoint
+    from tuner.checkpoint.manifest import step_dirs
+    from tuner.errors import DataError
+
+    steps, problems = step_dirs(run / "checkpoints"), []
+    for _, path in steps:
+        try:
+            open_checkpoint(path)
+        except DataError as error:
+            problems.append(f"torn: {error.message}")
+    return (steps[0][0] if steps else None), problems
+
+
+def _end_problems(place: Place, run: Path, newest_step: int | None, is_other: bool) -> list[str]:
+    record = json.loads((run / "run.json").read_text())
+    from_step = record["launches"][-1]["from_step"]
+    problems = [f"left over: {path}" for pattern in (".tmp-*", ".trash-*") for path in run.rglob(pattern)]
+    if newest_step is not None and len(record["launches"]) > 1 and from_step < newest_step:
+        problems.append(f"lost: step {newest_step} was saved, resumed from {from_step}")
+    ended = outcome(run)
+    if not is_other:
+        return problems + ([] if ended == place.unbroken and ended["log"] else ["differs from an unbroken run"])
+    logs = [[line for line in each["log"] if line["kind"] == "train"] for each in (ended, place.unbroken)]
+    same = len(logs[0]) == len(logs[1]) and all(
+        (a["step"], a["epoch"], a["tokens"]) == (b["step"], b["epoch"], b["tokens"])
+        and math.isclose(a["loss"], b["loss"], rel_tol=1e-5)
+        for a, b in zip(*logs, strict=True)
+    )
+    return problems + ([] if same else ["the log differs from that of an unbroken run"])
+
+
+def push_trials(place: Place, count: int, rng: random.Random) -> Iterator[Result]:
+    """Uploads of an export that are killed when the hub has heard so many requests and parts of files, and again."""
+    code, said = place.tuner("export-hf", "runs/unbroken")
+    if code:
+        raise RuntimeError(said)
+    export = next((place.path / "runs" / "unbroken" / "exports").glob("step-*"))
+    before = {path: path.read_bytes() for path in export.rglob("*") if path.is_file()}
+    whole, heard = _pushed(place, export, 0)
+    for number in range(count):
+        at = rng.randint(1, heard)
+        hub, _ = _pushed(place, export, at)
+        there = {name: facts["size"] for name, facts in hub.files.items()}
+        everything = {name: facts["size"] for name, facts in whole.files.items()}
+        problems = [] if there in ({}, everything) else [f"the hub holds a part: {sorted(there)}"]
+        code, said = _push(place, export, hub)
+        problems += [] if code == 0 else [f"pushed again with exit code {code}: {said}"]
+        problems += [] if hub.files == whole.files else ["the hub holds something else after the second upload"]
+        changed = {path: path.read_bytes() for path in export.rglob("*") if path.is_file()} != before
+        problems += ["the export has changed"] if changed else []
+        yield {"point": "push", "trial": number, "at": at, "of": heard, "problems": problems, "good": not problems}
+
+
+def _pushed(place: Place, export: Path, at: int) -> tuple[Hub, int]:
+    """The hub after an upload that is killed when it has heard so much, or never; and how much it heard."""
+    hub, heard = Hub(), [0]
+    pids: list[int] = []
+
+    def hear(_: str) -> None:
+        heard[0] += 1
+        if heard[0] == at and pids:
+            os.kill(pids[0], signal.SIGKILL)
+            time.sleep(0.05)
+
+    hub.heard = hear
+    code, said = _push(place, export, hub, pids)
+    if code != (0 if not at else -signal.SIGKILL):
+        raise RuntimeError(f"{code}: {said}")
+    hub.heard = lambda _: None
+    return hub, heard[0]
+
+
+def _push(place: Place, export: Path, hub: Hub, pids: list[int] | None = None) -> tuple[int, str]:
+    with serving(hub), tempfile.TemporaryFile("w+") as log:
+        env = {
+            **os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_secret",
+            "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(place.path / "hf"),
+            "PYTHONWARNINGS": "ignore",
+        }  # fmt: skip
+        words = [sys.executable, "-m", "tuner", "push", str(export), "me/model"]
+        process = forked.Plain(words, cwd=place.path, env=env, stdout=log, stderr=log)
+        if pids is not None:
+            pids.append(process.pid)
+        code = process.wait(LONGEST_S)
+        log.seek(0)
+        return code, log.read()[-1500:]
+
+
+def cut_trials(place: Place, count: int, rng: random.Random) -> Iterator[Result]:
+    """Compressed sources that end anywhere: refused by name, and nothing is prepared from them."""
+    import pyarrow as pa
+
+    rows = (place.path / "rows.jsonl").read_bytes() * 20
+    packed = {"gz": gzip.compress(rows, mtime=0), "zst": pa.compress(rows, codec="zstd", asbytes=True)}
+    for number in range(count):
+        kind = ("gz", "zst")[number % 2]
+        size = rng.randint(1, len(packed[kind]) - 1)
+        source, cache = place.path / f"cut-{number}.jsonl.{kind}", place.path / f"cache-cut-{number}"
+        source.write_bytes(packed[kind][:size])
+        words = ("prepare-data", "r.yaml", "--data.train", source.name, "--data.cache_dir", str(cache))
+        code, said = place.tuner(*words)
+        problems = [] if code == 3 and source.name in said else [f"exit code {code}: {said}"]
+        problems += ["says a traceback"] if "Traceback" in said or "bug in tuner" in said else []
+        made = [path for level in ("prepared", "encoded") for path in (cache / level).glob("[!.]*")]
+        problems += [f"prepared: {path}" for path in made]
+        source.write_bytes(packed[kind])
+        code, said = place.tuner(*words)
+        problems += [] if code == 0 else [f"whole again, exit code {code}: {said}"]
+        shutil.rmtree(cache, ignore_errors=True)
+        source.unlink()
+        yield {
+            "point": "cut", "trial": number, "kind": kind, "bytes": size, "problems": problems, "good": not problems,
+        }  # fmt: skip
+
+
+def campaign(
+    directory: Path, points: list[str], processes: list[int], count: int, seed: int, say: Callable[[Result], None]
+) -> list[Result]:
+    """All trials of these points, so many for each and each number of processes; `say` is told of each at once."""
+    results: list[Result] = []
+
+    def told(result: Result) -> None:
+        results.append(result)
+        say(result)
+
+    for number in processes if set(points) & {*TRAINING} else []:
+        place, rng = Place(directory / f"of-{number}", number), random.Random(seed * 100 + number)
+        for trial in range(count):
+            for point in [each for each in points if each in TRAINING]:
+                told(training_trial(place, point, trial, rng))
+    rng = random.Random(seed)
+    if "fewer" in points:
+        place = Place(directory / "fewer", 4)
+        for trial in range(count):
+            told(training_trial(place, "fewer", trial, rng, resumed_by=2))
+    if {"push", "cut"} & {*points}:
+        place = Place(directory / "alone", 1)
+        for result in push_trials(place, count, rng) if "push" in points else ():
+            told(result)
+        for result in cut_trials(place, count, rng) if "cut" in points else ():
+            told(result)
+    return results
+
+
+def main() -> int:
+    """Run the campaign."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--points", nargs="+", choices=POINTS, default=list(POINTS))
+    parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--count", type=int, default=8, help="trials of each point, with each number of processes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="a file that gets a line of JSON for every trial")
+    options = parser.parse_args()
+
+    def say(result: Result) -> None:
+        line = json.dumps(result)
+        print(line, flush=True)
+        if options.out is not None:
+            with options.out.open("a") as file:
+                file.write(line + "\n")
+
+    with tempfile.TemporaryDirectory(prefix="tuner-kills-", ignore_cleanup_errors=True) as directory:
+        results = campaign(Path(directory), options.points, options.processes, options.count, options.seed, say)
+    good, problems = sum(result["good"] for result in results), [text for r in results for text in r["problems"]]
+    struck = sum(result.get("hit", True) for result in results)
+    counts = {word: sum(text.startswith(word) for text in problems) for word in ("torn", "lost")}
+    print(json.dumps({"trials": len(results), "good": good, "struck": struck, **counts, "seed": options.seed}))
+    return 0 if good == len(results) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
