@@ -23,7 +23,7 @@ from tuner.runtime.files import read_json
 from tuner.runtime.process import process_group
 from tuner.setup.build import assemble_model, check_fits, held_out_rows, mesh_of
 from tuner.setup.resolve import Resolved, quantizer_facts, resolve
-from tuner.setup.settled import rows_at_once
+from tuner.setup.settled import AXES, rows_at_once
 from tuner.train.evaluate import ByTerms, Evaluation, HeldOut, evaluate
 from tuner.train.methods.method import build_method
 from tuner.train.step import StepConfig
@@ -70,7 +70,7 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
     DataError where the run's own rows are not those that it had, or its reference is gone, DivergedError where the loss
     is not finite.
     """
-    recipe = recipe_of(trained, loaded)
+    recipe = recipe_of(trained, loaded, rank_info.world_size)
     if recipe.data.eval is None:
         raise RecipeError("the recipe has no held-out rows", hint="name them: --data.eval FILE, or 2%")
     with console.doing("reading the data"):
@@ -187,10 +187,17 @@ def _head_in(directory: Path) -> Head:
     return "score" if any("ForSequenceClassification" in str(name) for name in named) else "tokens"
 
 
-def recipe_of(trained: Trained, loaded: LoadedRecipe) -> Recipe:
-    """The recipe with the directory's own model in place of its own."""
+def recipe_of(trained: Trained, loaded: LoadedRecipe, processes: int) -> Recipe:
+    """The recipe with the directory's own model in place of its own, on so many processes.
+
+    Its mesh is that of the training. Where the processes do not divide into it, as one never does, they share nothing
+    but the weights that FSDP2 gathers.
+    """
     plain = loaded.recipe.train.model_copy(update={"compile": False})  # no layer is compiled for evaluation
-    recipe = loaded.recipe.model_copy(update={"train": plain})
+    parallel = loaded.recipe.parallel
+    if processes % (parallel.tensor * max(parallel.sequence, parallel.expert)):
+        parallel = parallel.model_copy(update=dict.fromkeys(AXES, 1))
+    recipe = loaded.recipe.model_copy(update={"train": plain, "parallel": parallel})
     if isinstance(trained, HfDirectory):
         _require_head(trained, _head_in(trained.path), recipe)
         model = ModelSection(name_or_path=str(trained.path), kernels=recipe.model.kernels)

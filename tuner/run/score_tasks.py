@@ -70,7 +70,7 @@ def score_tasks(
     Model, adapter and tokenizer are the directory's own; batch size and precision the recipe's, where `auto` is what
     the run had. Raises DataError and PluginError for tasks that cannot be used, and what loading a model raises.
     """
-    recipe = recipe_of(trained, loaded)
+    recipe = recipe_of(trained, loaded, rank_info.world_size)
     if not recipe.eval.tasks:
         raise RecipeError("the recipe names no tasks", hint="name them: tuner eval MODEL --tasks FILE.jsonl")
     check_tasks(recipe.eval.tasks)
