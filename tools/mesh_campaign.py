@@ -12,6 +12,8 @@ with 1 where a cell is unequal or failed, but for those of `EXPECTED`.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import os
 import signal
@@ -203,7 +205,16 @@ def run_rank(recipe: dict[str, Any], rank_info: RankInfo, result: Path) -> None:
         traceback.print_exc()
         found.code, found.said = int(ExitCode.BUG), f"{type(error).__name__}: {error}"
     if rank_info.is_main:
+        names = sorted(name for name in sys.modules if name.split(".")[0] in ("tuner", "torch", "transformers", "peft"))
+        (result.parent / "modules.txt").write_text("\n".join(names), encoding="utf-8")
         result.write_text(json.dumps(asdict(found)), encoding="utf-8")
+
+
+def load_what(place: Path) -> None:
+    """Load in this process what a launch loaded, whose list it left: the ranks that are forked then need not."""
+    for name in (place / "modules.txt").read_text(encoding="utf-8").split():
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
 
 def forked(work: Callable[[], None], log: Path, environment: Mapping[str, str]) -> int:
@@ -281,6 +292,8 @@ def tried(cell: Cell, out: Path, alone: dict[str, Found], timeout_s: float) -> d
         where = out / "cells" / f"alone-{key.replace(', ', '-')}"
         recipe = recipe_of(cell, out, {}, where / f"run-{time.time_ns()}")
         alone[key] = launched(recipe, Layout(1, {}), where, timeout_s)
+        if (where / "modules.txt").is_file():
+            load_what(where)
     recipe = recipe_of(cell, out, layout.parallel, place / f"run-{time.time_ns()}")
     found = launched(recipe, layout, place, timeout_s)
     says, far = verdict(found, alone[key])

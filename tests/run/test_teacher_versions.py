@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from tuner.errors import DataError, RecipeError
 from tuner.run.options import LaunchOptions
 from tuner.run.teacher_versions import TeacherVersions
 from tuner.rundir.teachers import TeacherEntry
+from tuner.setup.teacher import INDEX, files_read, incomplete, newest_teacher
 
 RESUME = LaunchOptions(resume="must")
 
@@ -169,6 +171,53 @@ def test_versions_that_are_gone_changed_or_of_another_shape_are_refused(workplac
         launch(workplace, RESUME, **flags(workplace))
     shutil.rmtree(path.with_name("step-30"))
     assert launch(workplace, RESUME, **flags(workplace)).status == "finished"
+
+
+COPIED = {
+    "nothing": lambda path: [each.unlink() for each in path.iterdir()],
+    "holds no config.json": lambda path: (path / "config.json").unlink(),
+    "holds no tokenizer_config.json": lambda path: (path / "tokenizer_config.json").unlink(),
+    "holds no tokenizer.json": lambda path: (path / "tokenizer.json").unlink(),
+    "holds JSON that is not whole": lambda path: (path / "tokenizer.json").write_text('{"model": {'),
+    "holds no whole model.safetensors": lambda path: os.truncate(path / "model.safetensors", 9000),
+    "holds no whole b": lambda path: (path / INDEX).write_text(
+        json.dumps({"weight_map": {"x": "model.safetensors", "y": "b"}})
+    ),
+}  # fmt: skip
+
+
+def test_a_version_that_is_being_copied_is_passed_over(workplace: Path) -> None:
+    """Each is incomplete in a way of its own; the newest one that is whole is taken, and there may be none."""
+    whole = workplace / "teacher" / "step-10"
+    names = files_read(whole)
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= names and incomplete(whole, names) is None
+    for number, (says, spoil) in enumerate(COPIED.items(), 11):
+        path = publish(workplace, number)
+        spoil(path)
+        assert incomplete(path, names) == ("holds no config.json" if says == "nothing" else says)
+        assert newest_teacher(whole.parent) == (10, whole) or says == "holds no tokenizer_config.json"
+        if says == "holds no tokenizer_config.json":
+            shutil.rmtree(path)
+    shutil.rmtree(whole)
+    with pytest.raises(RecipeError, match="holds no version of a teacher .*; step-17 holds no whole b"):
+        newest_teacher(whole.parent)
+
+
+def test_a_launch_goes_on_while_a_version_is_copied(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = TeacherVersions.look
+
+    def copying(self: TeacherVersions, step: int) -> TeacherEntry:
+        path = workplace / "teacher" / "step-20"
+        if step == 2:
+            (publish(workplace, 20) / "tokenizer.json").rename(workplace / "later")
+        elif step == 4:
+            (workplace / "later").rename(path / "tokenizer.json")
+        return look(self, step)
+
+    monkeypatch.setattr(TeacherVersions, "look", copying)
+    run = launch(workplace, **flags(workplace, train__duration="5 steps", logging__level="info")).run_dir
+    assert noted(run) == [(0, "step-10"), (4, "step-20")]
+    assert "step-20 is passed over: it holds no tokenizer.json" in (run / "logs" / "rank0.log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.errors import DataError, RecipeError
 from tuner.model.build import ModelSpec, model_config
 from tuner.rundir.directory import RunDir
+from tuner.rundir.exports import version_dirs
 from tuner.rundir.teachers import TeacherEntry, Teachers, read_teachers
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import Assembly, assemble_teacher
-from tuner.setup.teacher import check_teacher, newest_teacher
+from tuner.setup.teacher import check_teacher, files_read, incomplete, newest_teacher
 
 _OWN = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 """Of a config, what two versions of one model need not have in common."""
@@ -33,6 +34,10 @@ class TeacherVersions:
     at_hand: TeacherEntry
     _shape: Mapping[str, Any] = field(default_factory=dict)
     """The config of the version at hand, whose directory may go once it is loaded."""
+    _files: frozenset[str] = frozenset()
+    """The names of its config's and tokenizer's files."""
+    passed_over: dict[str, str] = field(default_factory=dict)
+    """Versions that were not whole when they were looked at, and what they lacked."""
 
     @property
     def path(self) -> Path:
@@ -53,20 +58,27 @@ class TeacherVersions:
                 f"{self.path}: the teacher changed since the run learned from it ({self.at_hand.sha256} -> {found})",
                 hint="restore it; or start a new run with --name",
             )
-        self._shape = _shape(self.path)
+        self._shape, self._files = _shape(self.path), files_read(self.path)
         entry = replace(self.at_hand, sha256=found)
         others = tuple(each for each in self.known.entries if each.step != entry.step)
         self.at_hand = entry
         self.known = replace(self.known, entries=tuple(sorted((*others, entry), key=lambda each: each.step)))
 
     def look(self, step: int) -> TeacherEntry:
-        """The version to learn from after ``step``, on rank 0: as it was noted, or else the newest one there is."""
+        """The version to learn from after ``step``, on rank 0: as it was noted, or else the newest whole one.
+
+        One that is still being copied is passed over: a later look may find it whole.
+        """
         if step <= self.known.looked:
             return self.known.at(step)
-        number, path = newest_teacher(Path(self.method.teacher))
-        if number <= int(self.at_hand.name.rpartition("-")[2]):
-            return self.at_hand
-        return TeacherEntry(step, path.name, "")
+        at_hand = int(self.at_hand.name.rpartition("-")[2])
+        for number, path in version_dirs(Path(self.method.teacher)):
+            if number <= at_hand:
+                break
+            if (problem := incomplete(path, self._files)) is None:
+                return TeacherEntry(step, path.name, "")
+            self.passed_over[path.name] = problem
+        return self.at_hand
 
     def check(self, entry: TeacherEntry, student: TextTokenizer) -> None:
         """Check, on rank 0, that a version is there, reads the student's tokens, and has the shape of the one at hand.

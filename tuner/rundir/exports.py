@@ -38,9 +38,9 @@ def link_latest(directory: Path, name: str) -> None:
         fresh.unlink(missing_ok=True)
 
 
-def newest_version(directory: Path) -> tuple[int, Path] | None:
-    """The newest `step-N` of a directory of models, with its N; None where there is none. Links are passed over."""
-    return next(iter(step_dirs(directory)), None)
+def version_dirs(directory: Path) -> list[tuple[int, Path]]:
+    """The `step-N` of a directory of models, newest first, each with its N; links are passed over."""
+    return step_dirs(directory)
 
 
 def is_export(path: Path, step: int, options: Mapping[str, Any]) -> bool:

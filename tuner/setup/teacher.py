@@ -3,7 +3,8 @@
 What is made of it is in :mod:`tuner.setup.build`.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,19 @@ from tuner.data.id_probes import text_probes
 from tuner.errors import DataError, RecipeError, TunerError
 from tuner.model.build import ModelSpec, meta_model, model_config
 from tuner.model.kernels import has_liger
-from tuner.rundir.exports import newest_version
+from tuner.rundir.exports import version_dirs
+from tuner.runtime.files import read_json
 from tuner.setup.precision import frozen_dtype
 from tuner.setup.resolve import Resolved, route_for
+
+READ = (
+    "config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt",
+    "tokenizer_config.json", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+)  # fmt: skip
+"""What is read of a teacher besides weights: its config, vocabularies, and what else a tokenizer may consist of."""
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MOST_HEADER = 100_000_000
+"""Bytes of a safetensors header, as the format has it."""
 
 
 def teacher_of(resolved: Resolved, method: DistillMethod) -> Resolved:
@@ -56,14 +67,59 @@ def teacher_model(method: DistillMethod) -> ModelSpec:
 
 
 def newest_teacher(directory: Path) -> tuple[int, Path]:
-    """The newest `step-N` of a directory of versions, with its N. Raises RecipeError where there is none."""
-    found = newest_version(directory)
-    if found is None:
-        raise RecipeError(
-            f"method.teacher: {directory} holds no version of a teacher (a directory step-N with a model)",
-            hint="name the exports of a run, such as runs/NAME/exports, and export once; or leave out teacher_every",
-        )
-    return found
+    """The newest whole `step-N` of a directory of versions, with its N. Raises RecipeError where there is none."""
+    problems = []
+    for number, path in version_dirs(directory):
+        problem = incomplete(path)
+        if problem is None:
+            return number, path
+        problems.append(f"; {path.name} {problem}")
+    raise RecipeError(
+        f"method.teacher: {directory} holds no version of a teacher (a directory step-N with a model)"
+        + next(iter(problems), ""),
+        hint="name the exports of a run, such as runs/NAME/exports, and export once; or leave out teacher_every",
+    )
+
+
+def incomplete(version: Path, names: Collection[str] = ()) -> str | None:
+    """What a version lacks that is being copied, in words; None where it is whole.
+
+    It has the files ``names`` of those in `READ`, a config, a tokenizer, and every file of weights to its last byte.
+    """
+    missing = next((name for name in ("config.json", *sorted(names)) if not (version / name).is_file()), None)
+    if missing is not None:
+        return f"holds no {missing}"
+    if not any((version / name).is_file() for name in READ[1:5]):
+        return "holds no tokenizer"
+    try:
+        for name in READ:
+            if name.endswith(".json") and (version / name).is_file():
+                read_json(version / name)
+        index = version / INDEX
+        files = set(read_json(index)["weight_map"].values()) if index.is_file() else {WEIGHTS}
+        cut = next((name for name in sorted(files) if not _is_whole(version / Path(name).name)), None)
+    except (DataError, KeyError, AttributeError):
+        return "holds JSON that is not whole"
+    return None if cut is None else f"holds no whole {cut}"
+
+
+def files_read(version: Path) -> frozenset[str]:
+    """The files of `READ` that a version has, as every later one must."""
+    return frozenset(name for name in READ if (version / name).is_file())
+
+
+def _is_whole(weights: Path) -> bool:
+    """Whether a safetensors file is as long as its header says."""
+    try:
+        with weights.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= min(MOST_HEADER, weights.stat().st_size):
+                return False
+            header = json.loads(file.read(length))
+            ends = [of["data_offsets"][1] for name, of in header.items() if name != "__metadata__"]
+            return weights.stat().st_size == 8 + length + max(ends, default=0)
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return False
 
 
 def check_teacher(method: DistillMethod, student: TextTokenizer, cache_dir: Path) -> None:

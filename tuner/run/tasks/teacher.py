@@ -42,6 +42,9 @@ class TeacherTask(Task):
 
         def looked() -> TeacherEntry:
             found = versions.look(step)
+            for name, problem in versions.passed_over.items():
+                self._context.console.say("teacher", f"{name} is passed over: it {problem}")
+            versions.passed_over.clear()
             if found != versions.at_hand:
                 versions.check(found, assembly.tokenizer)
             return found
