@@ -21,6 +21,7 @@ from tuner.rundir.layout import (
     SOURCE_DIFF,
     TOKENIZER,
 )
+from tuner.rundir.links import require_no_links
 from tuner.rundir.run_json import SCHEMA, other_contents, read_record, record_is_gone, utc_now
 from tuner.runtime.environment import command_line, environment, versions
 from tuner.runtime.files import set_aside, sweep, unfinished, write_atomic, write_json
@@ -56,12 +57,13 @@ class RunDir:
     def read_record(self) -> dict[str, Any] | None:
         """The run's record, or what its checkpoints say where it is missing; None where no run has started.
 
-        Raises RecipeError for a directory of something else.
+        Raises RecipeError for a directory of something else, DataError for one with links among its names.
         """
         if not self.path.exists():
             return None
         if not self.path.is_dir():
             raise RecipeError(f"{self.path} is not a directory", hint="choose another output_dir")
+        require_no_links(self.path)
         if not self.record.is_file() and not record_is_gone(self.path):
             others = other_contents(self.path)
             if not others:

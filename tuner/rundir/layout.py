@@ -64,6 +64,11 @@ MODEL_PREFIX = "model/"
 """Before the names of the model's tensors in a checkpoint; those of the optimizer have others."""
 EMA_PREFIX = "ema/"
 """Before the names of the averages of the model's tensors in a checkpoint."""
+NAMES = frozenset(
+    {RECORD, RECIPE, RESOLVED_RECIPE, METRICS, SAMPLES, WINDOWS, TEACHERS, EVALUATIONS, CHECKPOINTS, TOKENIZER}
+    | {MODEL_CONFIG, ID_PROBES, INIT_REPORT, LOGS, LAUNCHES, EXPORTS, PROFILE, PROBER, TRACKERS, CURVES, LOCK, STOP}
+)
+"""All that a run directory may hold."""
 LEFTOVERS = frozenset(
     {LOCK, CHECKPOINTS, RESOLVED_RECIPE, RECIPE, LOGS, LAUNCHES, TOKENIZER, MODEL_CONFIG, ID_PROBES, INIT_REPORT, STOP}
 )

@@ -11,6 +11,7 @@ from tuner.checkpoint.manifest import STEP, step_dirs, step_name
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.last_checkpoint import gone, last_step, way_to_whole
 from tuner.rundir.layout import CHECKPOINTS
+from tuner.rundir.links import require_no_links
 from tuner.rundir.run_json import is_run, read_record
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def find_checkpoint(path: Path, warn: Warn, shards: bool = True, which: Which = 
     path = path.absolute()
     if not is_run_path(path):
         return None
+    require_no_links(path.parent.parent if path.parent.name == CHECKPOINTS else path)
     if path.parent.name == CHECKPOINTS:
         if which != "newest":
             raise RecipeError(f"{path}: is one checkpoint: --step chooses one of a run", hint="give the run directory")

@@ -21,6 +21,7 @@ from tuner.config.yaml import read_yaml
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.last_checkpoint import any_valid, last_problem, last_state, last_step, synced_step, way_to_whole
 from tuner.rundir.layout import CHECKPOINTS, LOCK, METRICS, RECORD, RESOLVED_RECIPE
+from tuner.rundir.links import require_no_links
 from tuner.rundir.run_json import TIME_FORMAT, is_run, other_contents, read_record
 from tuner.runtime.files import TMP_PREFIX, TRASH_PREFIX
 from tuner.runtime.lock import is_locked
@@ -197,6 +198,7 @@ def read_run(path: Path) -> Run:
         raise RecipeError(
             f"{path} is not a run: it has no {RECORD}", hint=f"see which there are: tuner runs list {directory}"
         )
+    require_no_links(path)
     return Run(path, read_record(path))
 
 
@@ -227,6 +229,7 @@ def find_runs(directory: Path) -> tuple[list[Run], list[str]]:
     runs, damaged = [], []
     for path in _run_dirs(directory, MAX_DEPTH):
         try:
+            require_no_links(path)
             runs.append(Run(path, read_record(path)))
             damaged += runs[-1].problems
         except DataError as error:
