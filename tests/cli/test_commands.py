@@ -82,7 +82,7 @@ def test_init_knows_the_forms(name: str, text: str, form: str, tmp_path: Path) -
         (b"", "no rows"),
         (b"{\n", "a.jsonl:1:"),
         (b"[1]\n", "a.jsonl:1:1"),
-        (b'{"text": "a"}\n{"prompt": "a"}\n', "a.jsonl:2:1"),
+        (b'{"text": ""}\n{"prompt": "a"}\n', "a.jsonl:1:10: text: text is empty"),
         (b'{"question": "a"}\n', "a.jsonl:1:1: no messages or"),
         (b"\xff\n", "not UTF-8"),
         (b"[" * 99999 + b"\n", "a.jsonl:1:"),
@@ -94,6 +94,14 @@ def test_init_says_which_row_is_wrong(text: bytes, expected: str, tmp_path: Path
     assert done.returncode == 3
     assert expected in done.stderr
     assert json.loads(done.stdout)["exit_code"] == 3
+
+
+def test_init_passes_over_a_bad_row_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"prompt": "a"}\n')
+    done = tuner("init", "-m", "owner/name", "-d", "a.jsonl", "--json", cwd=tmp_path)
+    (warning,) = json.loads(done.stdout)["warnings"]
+    assert done.returncode == 0 and warning in done.stderr
+    assert warning.startswith("1 row cannot be read; the first: ") and "a.jsonl:2:1: no messages or" in warning
 
 
 def test_init_wants_rows_that_are_there(tmp_path: Path) -> None:

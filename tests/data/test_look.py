@@ -23,6 +23,7 @@ from tuner.data.building.explain import explain
 from tuner.data.building.prepare import prepare
 from tuner.data.building.spec import PrepareSpec
 from tuner.data.look import look
+from tuner.errors import DataError
 
 CHATS = [tiny.chat(f"question {i}", f"answer {i}") for i in range(6)]
 PAIRS = [{"question": f"what is {i}?", "answer": f"it is {i}"} for i in range(6)]
@@ -213,6 +214,42 @@ def test_large_sources_are_read_in_part_and_estimated(
     assert part.rows == pytest.approx(whole.rows, rel=0.05) == 400
     assert part.packed_rows == pytest.approx(whole.packed_rows, rel=0.1, abs=1)
     assert f"about {part.rows:,} records: messages" in starter(model, "rows", part)
+
+
+def test_few_plain_documents_stay_whole(model: str, tmp_path: Path) -> None:
+    texts = ["hello world, the answer is forty two\n" * count for count in (3, 20, 35, 50, 60)]
+    path = tiny.write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
+    seen = look(model, DataSource(path=str(path)))
+    assert seen.whole == 1 and 256 < seen.longest <= seen.max_length
+
+
+def test_bad_rows_are_counted_and_named_and_no_reason_to_stop(model: str, tmp_path: Path) -> None:
+    bad = [{"question": "what?", "answer": ""}, {"question": "why?", "answer": 3}]
+    path = tiny.write_rows(tmp_path / "rows.jsonl", [*bad, *PAIRS])
+    seen = look(model, DataSource(path=str(path)))
+    assert (seen.rows, seen.bad, dict(seen.columns)) == (6, 2, {"instruction": "question", "output": "answer"})
+    assert seen.first_bad == f"{path}:1:33: answer: output is empty"
+    text = starter(model, str(path), seen)
+    recipe = load_recipe(tmp_file(tmp_path, text.replace("# on_bad_row: skip", "on_bad_row: skip"))).recipe
+    assert "2 rows cannot be read" in text and recipe.data.on_bad_row == "skip"
+    spec = PrepareSpec(recipe.data, recipe.method.examples, tiny.tokenizer(), 256, 1, tmp_path / "cache")
+    assert prepare(spec).report["train"]["documents"] == 6
+    path = tiny.write_rows(tmp_path / "bad.jsonl", bad)
+    with pytest.raises(DataError, match="bad.jsonl:1:1: ") as caught:
+        look(model, DataSource(path=str(path)))
+    assert caught.value.hint == "all of its 2 rows are bad, this one first: fix them"  # and no key of a recipe
+
+
+def test_the_reading_is_what_suits_the_first_rows_and_not_the_first_one(model: str, tmp_path: Path) -> None:
+    path = tiny.write_rows(tmp_path / "rows.jsonl", [{"text": "a stray"}, *CHATS])
+    assert look(model, DataSource(path=str(path))).kind == "sft"
+    path = tiny.write_rows(tmp_path / "more.jsonl", [{"text": "a stray"}, *PAIRS])
+    seen = look(model, DataSource(path=str(path)))
+    assert dict(seen.columns) == {"instruction": "question", "output": "answer"} and seen.bad == 1
+    spoken = [{"messages": [{"role": "human", "content": "q"}, {"role": "gpt", "content": "a"}]}]
+    path = tiny.write_rows(tmp_path / "spoken.jsonl", spoken)
+    text = starter(model, str(path), look(model, DataSource(path=str(path))))
+    assert load_recipe(tmp_file(tmp_path, text)).recipe.data.train[0].format == "sharegpt"
 
 
 def test_plain_text_gets_rows_that_are_short_enough(model: str, tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
 """Rows of other layouts: the line that is proposed for them is written, and what is trained is compared.
 
-    python tools/advice_campaign.py rows [--tree DIRECTORY] [--record FILE] [--plant] [--list] [--only ID ...]
+    python tools/advice_campaign.py rows [--tree DIRECTORY] [--record FILE] [--plant] [--command N] [--list]
 
 Each layout of `layouts.jsonl` is read under each method that it speaks of, with a chat template and without one, and by
 `tuner init`; where a row is refused, each line of the hint is written into the recipe and the rows are read again. What
 an example then holds, and which characters of it are trained, is what the layout says is meant, or nothing is read.
 `--tree` asks another checkout and `--record` writes its verdicts: `rows_before.jsonl` are those of the tree before
 proposals were tried, of which none that was right may be lost. `--plant` gives wrong proposals, each of which must be
-found.
+found; `--command` holds what the real command says against what the functions say.
 """
 
 from __future__ import annotations
@@ -392,12 +392,38 @@ def planted(place: Place, chosen: Sequence[Mapping[str, Any]]) -> list[str]:
     return missed
 
 
+def by_command(place: Place, chosen: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Layouts of which the command says something else than the functions under it."""
+    import subprocess
+
+    from tuner.errors import TunerError
+
+    differs = []
+    for layout in chosen:
+        method = next(iter(layout["meant"]))
+        place.rows(layout["rows"])
+        recipe = place.recipe(method, "chatml")
+        try:
+            place.trained(recipe)
+            said = ""
+        except TunerError as error:
+            said = f"  hint: {error.hint}"
+        recipe["tokenizer"] = {"name_or_path": "byte", **recipe["tokenizer"]}
+        (place.directory / "asked.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+        command = [sys.executable, "-m", "tuner", "prepare-data", "asked.yaml", "--explain", "9"]
+        done = subprocess.run(command, cwd=place.directory, capture_output=True, text=True, check=False)
+        same = done.returncode == 0 if not said else done.returncode == 3 and said in done.stderr.splitlines()
+        differs += [] if same else [f"{layout['id']}: {done.stderr.strip()[-500:]}"]
+    return differs
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Print what came of every piece of advice; 1 where one is wrong or lost, or a planted one is not found."""
     parser = argparse.ArgumentParser(prog="advice_campaign.py rows", description=__doc__)
     parser.add_argument("--tree", type=Path, help="another checkout, which is asked in place of this one")
     parser.add_argument("--record", type=Path, help="write the verdicts")
     parser.add_argument("--plant", action="store_true", help="follow wrong proposals")
+    parser.add_argument("--command", type=int, metavar="N", help="ask the command of each Nth layout, and compare")
     parser.add_argument("--list", action="store_true", help="print every piece of advice")
     parser.add_argument("--only", nargs="*", help="names of layouts")
     given = parser.parse_args(words)
@@ -416,6 +442,12 @@ def main(words: Sequence[str] | None = None) -> int:
                 sep="\n",
             )
             return 1 if missed else 0
+        if given.command:
+            os.environ["TUNER_CACHE"] = f"{name}/cache"
+            asked = chosen[:: given.command]
+            differs = by_command(place, asked)
+            print(*differs, f"{len(asked) - len(differs)} of {len(asked)} the same by the command", sep="\n")
+            return 1 if differs else 0
         found = {layout["id"]: all_of(place, layout) for layout in chosen}
     return report(found, given)
 

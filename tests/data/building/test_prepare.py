@@ -466,6 +466,19 @@ def test_foreign_keys_are_named_with_columns_for_the_template(
     assert f"write the source as {{path: r.jsonl, {columns}" in str(caught.value.hint)
 
 
+def test_a_line_that_would_break_other_rows_is_not_proposed(tmp_path: Path) -> None:
+    asked = {"question": "x", "answer": "y"}
+    path = tiny.write_rows(tmp_path / "r.jsonl", [*rows(3), asked])
+    with pytest.raises(DataError, match="r.jsonl:4:1: no messages or") as caught:
+        prepare(tiny.request(tmp_path / "cache", path))
+    assert caught.value.hint == "fix the row, or write data.on_bad_row: skip to leave such rows out"
+    assert prepare(tiny.request(tmp_path / "cache", path, on_bad_row="skip")).report["train"]["documents"] == 3
+    tiny.write_rows(path, [{"year": 2019}] * 2)  # nothing would be left
+    with pytest.raises(DataError) as caught:
+        prepare(tiny.request(tmp_path / "cache", path))
+    assert caught.value.hint == "fix the rows, of which none can be read so far"
+
+
 def test_semicolons_between_fields_are_recognised(tmp_path: Path) -> None:
     (tmp_path / "r.csv").write_text("question;answer\nx;y\n")
     with pytest.raises(DataError, match=r"r.csv:1:1: the fields are separated by semicolons: 'question;answer'"):

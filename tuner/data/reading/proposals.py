@@ -5,6 +5,7 @@ proposed where the record is then read with every text that belongs to it, and e
 is, as before.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,7 @@ _ASIDE = frozenset(
     )
 )
 """Names of what is known about a text: it is no part of it."""
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
 Record = Mapping[str, Any]
 
 
@@ -191,12 +193,19 @@ def _is_learned(example: Example | Compared, reading: Reading, record: Record) -
 
 
 def _typical(bad: Record, sample: Sequence[Record]) -> dict[str, Any]:
-    """One record with a value of each key that records like `bad` have, from the first that has one."""
-    found = {key: value for key, value in bad.items() if value not in (None, "", [], {})}
+    """One record with a value of each key that records like `bad` have: the first one of the commonest type."""
+    values: dict[str, list[Any]] = {}
     for record in sample:
         if not bad or len(record.keys() & bad.keys()) * 2 > len(bad):
-            found = {key: value for key, value in record.items() if value not in (None, "", [], {})} | found
-    return found
+            for key, value in record.items():
+                values.setdefault(key, []).extend([] if value in _EMPTY else [value])
+    found = {key: _commonest(each) for key, each in values.items() if each}
+    return found | {key: value for key, value in bad.items() if value not in _EMPTY}
+
+
+def _commonest(values: Sequence[Any]) -> Any:
+    kind = Counter(map(type, values)).most_common(1)[0][0]
+    return next(value for value in values if type(value) is kind)
 
 
 def _candidates(typical: Record, kind: ExampleKind, given: Reading, chats: bool) -> Iterator[Reading]:
