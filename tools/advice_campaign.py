@@ -6,6 +6,8 @@ The parts are modules of `tools/advice`, each with a `main` of its own; what is 
 to them, written from the documents of other tools by somebody who had not seen the answers.
 
 - `rows`: rows of other layouts, under each method, with a chat template and without one.
+- `keys`: keys of other tools in a recipe, and by `tuner import`.
+- `files`: whole configuration files of other tools, by `tuner import`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = sorted(path.stem for path in (ROOT / "tools" / "advice").glob("*.py") if path.stem != "__init__")
+PARTS = ("rows", "keys", "files")
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tuner.config.advice import of_unknown
-from tuner.config.conversion import RULES
+from tuner.config.conversion import RULES, convert, known_names
 from tuner.config.duration import Span
 from tuner.config.fields import Field, fields, find
 from tuner.config.load import load_recipe
@@ -59,7 +59,7 @@ def test_every_value_of_another_tool_is_of_a_key_that_is_there() -> None:
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ({"pref_beta": 0.2}, "unknown; write method.beta: 0.2"),
+        ({"pref_beta": 0.2}, "unknown; write method.kind: dpo and method.beta: 0.2"),
         ({"rl": "simpo"}, "unknown; write method.kind: simpo"),
         ({"ld_alpha": 0.5}, "not supported: preference losses other than those of method.kind: dpo, orpo, simpo"),
         ({"hub_model_id": "a/b"}, "not supported: pushing to the hub from a recipe; instead tuner push"),
@@ -112,6 +112,20 @@ def test_every_value_of_another_tool_is_of_a_key_that_is_there() -> None:
 )
 def test_the_answer_is_what_to_write(more: dict[str, Any], expected: str) -> None:
     assert expected in problem(more)
+
+
+ODD: tuple[Any, ...] = (
+    None, True, 0, -1, 0.5, "word", "0.5,0.5", [1], [], {"a": 1}, [{"a": [1]}], {"_component_": "a.B"},
+)  # fmt: skip
+
+
+def test_no_value_of_any_type_is_too_odd_for_a_key_of_another_tool() -> None:
+    for name in known_names():
+        for value in ODD:
+            found = convert(name, value, {name: value})
+            assert found is None or isinstance(found, (dict, str)), (name, value)
+        for value in ODD[-3:]:
+            assert of_unknown(name, value, {name: value}), (name, value)
 
 
 SHARES = [field for field in fields().values() if isinstance(field.value_type, Span) and "%" in field.value_type.units]

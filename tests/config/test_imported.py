@@ -10,7 +10,7 @@ import pytest
 
 from tuner.config.dump import flatten, recipe_dict
 from tuner.config.imported import Imported, import_text
-from tuner.config.load import load_recipe
+from tuner.config.load import RecipeText, load_recipe
 from tuner.config.other_configs import DIALECTS
 from tuner.errors import RecipeError
 
@@ -136,14 +136,14 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
          "data.eval": "10%", "data.packing": False, "data.max_length": 2048, "train.global_batch_size": 8,
          "train.duration": "2 epochs", "eval.every": "200 steps", "schedule.warmup": "never",
          "parallel.timeout": "30 min", "tokenizer.chat_template": "llama3"},
-        (),
+        ("dataset: own: not in data/dataset_info.json", "dataset: other: not in data/dataset_info.json"),
     ),
     "trl": (
         TRL,
         {"adapter.kind": "none", "train.duration": "100 steps", "train.global_batch_size": 2, "optimizer.lr": 2e-5,
          "schedule.kind": "cosine", "schedule.min_lr_ratio": 0.1, "schedule.warmup": "10 steps",
          "data.max_length": 2048, "train.precision": "bf16", "data.eval": None, "method.train_on": "all"},
-        ("method.train_on: all: TRL's default", "eval_strategy", "lora_r", "early_stoping: 3: has no counterpart"),
+        ("eval_strategy", "lora_r", "early_stoping: 3: has no counterpart"),
     ),
     "torchtune": (
         TORCHTUNE,
@@ -273,7 +273,8 @@ def test_what_saves_memory_elsewhere_does_here(text: str, expected: dict[str, An
         (_AXOLOTL % "" + "group_by_length: true", "group_by_length: true: not needed"),
         (_AXOLOTL % "" + "train_on_eos: none", "train_on_eos: none: not supported"),
         (_AXOLOTL % "" + "logging_steps: 1", "logging_steps: 1: every step is in metrics.jsonl"),
-        (_AXOLOTL % ", train_on_eos: turn", "datasets.0.train_on_eos: turn: has no counterpart"),
+        (_AXOLOTL % ", train_on_eos: last", "datasets.0.train_on_eos: last: has no counterpart"),
+        (_AXOLOTL % ", roles_to_train: [user]", "datasets.0.roles_to_train: [user]: has no counterpart"),
         (_AXOLOTL % "" + "loss_watchdog_threshold: 5.0", "loss_watchdog_threshold: 5.0: not supported"),
         (_TRL + "eos_token: <|im_end|>", "eos_token: \"<|im_end|>\": the tokenizer's own"),
         (_TRL + "dataset_config: main", "dataset_config: main: not supported"),
@@ -287,10 +288,89 @@ def test_what_has_an_effect_and_no_line_is_listed(text: str, left: str) -> None:
     assert f"#   {left}" in found.text
 
 
+@pytest.mark.parametrize("name", ["type", "formatting", "data_format", "data_files", "file_name", "column_map"])
+@pytest.mark.parametrize("value", ["chatml", 0, [1], {"a": "b"}, [{"a": 1}]])
+def test_a_key_of_a_data_set_that_stands_at_the_top_with_another_value_is_listed(name: str, value: Any) -> None:
+    found = import_text(json.dumps({"model_name_or_path": "a/b", "dataset_name": "o/s", name: value}), "c.json")
+    source = found.recipe.data.train[0]
+    assert (source.format, dict(source.columns)) == ("auto", {})
+    assert any(item.startswith(name) for item in found.left), found.left
+
+
+def test_what_belongs_to_each_data_set_is_written_into_each() -> None:
+    found = import_text(_TRL + "dataset_text_field: body\nmax_samples: 7\n", "c.yaml")
+    (source,) = found.recipe.data.train
+    assert (source.path, dict(source.columns), source.count) == ("o/s:train", {"text": "body"}, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [("type: sft", "sft"), ("type: dpo", "dpo"), ("type: causal", "pretrain"), ("trainer_type: TRL_DPO", "dpo")],
+)
+def test_a_word_for_the_whole_training_is_its_method(text: str, kind: str) -> None:
+    assert import_text(f"model_name_or_path: a/b\ndataset_name: o/s\n{text}\n", "c.yaml").recipe.method.kind == kind
+
+
+ANCHORS = """\
+base_model: a/b
+micro_batch_size: 1
+set: &set {path: r.jsonl, type: alpaca, split: "train[:10]"}
+datasets: [*set, {<<: *set, path: s.jsonl}]
+learning_rate: &rate 3e-5
+"""
+
+
+def test_anchors_and_merged_mappings_of_other_tools_are_read() -> None:
+    found = import_text(ANCHORS, "c.yaml")
+    assert [(Path(source.path).name, source.format) for source in found.recipe.data.train] == [
+        ("r.jsonl", "alpaca"), ("s.jsonl", "alpaca"),
+    ]  # fmt: skip
+    assert found.recipe.optimizer.lr == 3e-5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "base_model: *later\nlater: &later a\n",
+        "base_model: &own [*own]\n",
+        "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+        + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(9)),
+    ],
+)
+def test_aliases_that_stand_for_nothing_or_for_too_much_are_refused(text: str) -> None:
+    with pytest.raises(RecipeError, match="alias"):
+        import_text(text, "c.yaml")
+
+
+def test_a_recipe_itself_has_no_anchors() -> None:
+    with pytest.raises(RecipeError, match="a recipe has no anchors"):
+        load_recipe(RecipeText("model: {name_or_path: &name a/b}\ndata: {train: r.jsonl}\n"))
+
+
+def test_a_project_of_a_tracker_turns_the_tracker_on() -> None:
+    logging = import_text(_AXOLOTL % "" + "wandb_project: tea\n", "c.yaml").recipe.logging
+    assert (logging.trackers, logging.project) == (("wandb",), "tea")
+    logging = import_text(_AXOLOTL % "" + "wandb_project: tea\nuse_wandb: false\n", "c.yaml").recipe.logging
+    assert logging.trackers == ()
+
+
+PROGRAM = "from trl import SFTConfig, SFTTrainer\nSFTTrainer(model='a/b', args=SFTConfig(output_dir='o')).train()\n"
+
+
+@pytest.mark.parametrize("name", ["train.py", "stdin"])
+def test_a_program_is_answered_with_what_can_be_read(name: str) -> None:
+    with pytest.raises(RecipeError, match="a Python program, which is not run here") as caught:
+        import_text(PROGRAM, name)
+    assert "tuner import args.yaml --from trl" in str(caught.value.hint)
+
+
 def test_what_changes_nothing_is_not_listed() -> None:
     quiet = "max_steps: -1\nload_in_4bit: false\nlr_scheduler_type: cosine_with_restarts\n"
     found = import_text(f"{_TRL}{quiet}lr_scheduler_kwargs: {{num_cycles: 1}}\nassistant_only_loss: true", "c.yaml")
     assert found.left == ()
+    assert import_text(_AXOLOTL % ", roles_to_train: [assistant], train_on_eos: turn", "c.yaml").left == ()
+    found = import_text(_TRL, "c.yaml")
+    assert found.left == () and "completion: method.train_on: assistant" in found.text
 
 
 def test_sources_keep_their_form_their_columns_and_their_share(tmp_path: Path) -> None:

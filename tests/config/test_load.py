@@ -198,7 +198,7 @@ def test_flags_win_address_items_and_null_takes_back(tmp_path: Path) -> None:
         ("", (("model.quantize", "nf4"),), "quantised weights cannot be trained; write"),
         ("train: {gradient_checkpointing_layers: 50%}\n", (), "needs train.gradient_checkpointing: selective or full"),
         ("train: {compile: true}\n", (("data.packing", "false"),), "layers are compiled for rows of one size"),
-        ("adapter: lora\n", (), "write kind: lora under it"),
+        ("adapter: lora\n", (), "write adapter: {kind: lora}"),
         ("export: {every: 5 steps}\ncheckpoint: {at_end: false}\n", (), "export.every  the last step is exported"),
         ("", (("export.adapter", "keep"),), "keep writes an adapter's directory"),
         ("profile: {steps: [3], memory: false, time: false}\n", (), "profile.steps  nothing is recorded of them"),

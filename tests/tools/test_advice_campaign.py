@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.advice.planted import PLANTED
+from tools.advice.planted_rows import PLANTED
 from tools.advice.rows import Place, all_of, layouts, lost, planted
 from tools.advice_campaign import main
 

@@ -381,7 +381,7 @@ def lost(now: Mapping[str, dict[str, list[Verdict]]]) -> list[str]:
 
 def planted(place: Place, chosen: Sequence[Mapping[str, Any]]) -> list[str]:
     """Wrong proposals that were followed and not found; each layout has one of the other kind of mistake."""
-    from tools.advice.planted import PLANTED
+    from tools.advice.planted_rows import PLANTED
 
     by_name = {layout["id"]: layout for layout in chosen}
     missed = []
@@ -433,7 +433,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         place = Place(Path(name))
         if given.plant:
-            from tools.advice.planted import PLANTED
+            from tools.advice.planted_rows import PLANTED
 
             missed = planted(place, chosen)
             print(

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
 from tuner.config.conversion import convert, known_names
 from tuner.config.dump import flow
 from tuner.config.fields import fields, find, item_fields
 from tuner.config.not_supported import absent
-from tuner.config.other_tools import ours
-from tuner.config.recipe import ITEMS
+from tuner.config.other_data import unread
+from tuner.config.other_keys import kind_of_adapter, no_adapter
+from tuner.config.other_parts import builder
+from tuner.config.other_tools import THEIRS, ours
+from tuner.config.other_values import of_value
+from tuner.config.recipe import ITEMS, UNIONS, Recipe
 from tuner.config.section import Section
 from tuner.config.tree import Node, dotted
+from tuner.config.tried import completed, needs_rows, refused
 
 NEAR = 0.75
 """Likeness from which on a name counts as a misspelt one; below it a suggestion would be a guess."""
 SURE = 0.9
 """Likeness from which on it is one even where another tool has a key of that name."""
-_LOW_RANK = ("lora", "dora")
+_KINDS_OF_ADAPTERS = {
+    "use_peft", "finetuning_type", "train_type", "tuner_type", "sft_type", "full_finetuning", "peft",
+}  # fmt: skip
+_TRAINED_WHOLE = "unknown; all weights are trained, so it changes nothing; leave it out"
+_NAMES_A_KIND = {"type", "name", "kind", "_target_", "_component_", "class"}
+_NAMED_BY = {"optimizer": "optim", "schedule": "lr_scheduler_type", "method": "stage"}
+"""Sections of ours, and a key of another tool by which their kind is named."""
 RULES_OF_SIZES = "ladder."
 """Keys that nobody means who writes `lr` or `decay` alone: those of one run have such names."""
 _SECTIONS = {
@@ -27,7 +38,8 @@ _SECTIONS = {
     "evaluation": "eval", "validation": "eval", "checkpointing": "checkpoint", "checkpointer": "checkpoint",
     "lora": "adapter", "lora_config": "adapter", "peft_config": "adapter", "logger": "logging",
     "metric_logger": "logging", "log": "logging", "optim_config": "optimizer", "lr_scheduler_config": "schedule",
-    "distributed": "parallel", "export_hf": "export", "sft": "method", "loss": "method", "scheduler_config": "schedule",
+    "distributed": "parallel", "parallelism": "parallel", "profiling": "profile",
+    "export_hf": "export", "sft": "method", "loss": "method", "scheduler_config": "schedule",
 }  # fmt: skip
 """Whole sections of other tools, and ours."""
 
@@ -42,17 +54,24 @@ def of_unknown(key: str, value: Any = None, given: Mapping[str, Any] | None = No
     name = name.lower().replace("-", "_")
     here = _names_in(section)
     dashes = "--" if as_flags else ""
+    if section in UNIONS and name in _NAMES_A_KIND:
+        named = _of_inner(section, name, value, given or {})
+        return named if isinstance(named, str) else _line(named, given or {}, as_flags) if named else _kinds(section)
     if key in known_names() and section:
         return _of_other_tool(key, value, given or {}, as_flags)
     foreign = absent(name) is not None or name in known_names()
     sure = bool(section) or isinstance(value, Mapping)  # a value at the top is no section of ours
-    if (near := _nearest(name, here, SURE if foreign and sure else NEAR if not foreign else 1.0)) is not None:
+    near = _nearest(name, here, SURE if foreign and sure else NEAR if not foreign else 1.0)
+    if near is not None and (not foreign or _is_misspelt(name, near)):
+        if not section and isinstance(value, Mapping):
+            return _of_one(near, name, value, given or {}, as_flags) or f"unknown; {choices(f'{near}.{name}')}"
         return f"unknown; did you mean {dashes}{f'{section}.{near}' if section else near}?"
     if foreign:
         return _of_other_tool(name, value, given or {}, as_flags)
     found = _elsewhere(section, name)
-    if len(found) == 1 and found[0].rpartition(".")[2] == name and value is not None and fits({found[0]: value}):
-        return f"unknown; write {lines({found[0]: value}, as_flags)}"
+    answer = _of_one(found[0], name, value, given or {}, as_flags) if len(found) == 1 and value is not None else None
+    if answer is not None:
+        return answer
     if found:
         return f"unknown; did you mean {_either([f'{dashes}{item}' for item in found])}?"
     lists = sorted(ITEMS, key=lambda item: item != section)  # the list that is written, before others with such a key
@@ -61,10 +80,38 @@ def of_unknown(key: str, value: Any = None, given: Mapping[str, Any] | None = No
             written = "VALUE" if value is None else _quoted(flow(value))
             return f"unknown; it belongs to an item of {listed}; write --{listed}.0.{name} {written}"
         return f"unknown; it belongs to an item of {listed}; write {listed}: [{_item(listed, name, value)}]"
-    similar = get_close_matches(name, known_names(), 1, 0.87)
-    if similar:
-        return _of_other_tool(similar[0], value, given or {}, as_flags)
+    similar = next((item for item in get_close_matches(name, known_names(), 3, 0.87) if _is_misspelt(name, item)), None)
+    if similar is not None:
+        return _of_other_tool(similar, value, given or {}, as_flags)
     return f"unknown; {choices(key)}"
+
+
+def _of_one(key: str, name: str, value: Any, given: Mapping[str, Any], as_flags: bool) -> str | None:
+    """What to say where one key of ours is meant, for the value that is written; None where that says nothing."""
+    if isinstance(value, Mapping) and not any(item.startswith(f"{key}.") for item in fields()):
+        value = next((value[switch] for switch in ("enable", "enabled") if isinstance(value.get(switch), bool)), value)
+    if any(item.startswith(f"{key}.") for item in fields()):
+        return _of_whole(key, value, given, as_flags) if isinstance(value, Mapping) else None
+    same = key.rpartition(".")[2] == name
+    if fits({key: value}) and refused(completed(in_items({key: value}, given), given), given) is None:
+        return _line({key: value}, given, as_flags) if same else None
+    meant = of_value(key, value)
+    if meant is not None:
+        return f"unknown; {meant.replace('write ', f'write {key}: ', 1)}"
+    field = find(key)
+    return (
+        None
+        if field is None or not (same or isinstance(value, Mapping))
+        else (f"unknown; its counterpart here is {key}: {field.allowed}")
+    )
+
+
+def _is_misspelt(name: str, known: str) -> bool:
+    """Whether a name is another one with a slip in it: word for word alike."""
+    words, others = name.split("_"), known.split("_")
+    return len(words) == len(others) and all(
+        SequenceMatcher(None, one, other).ratio() >= NEAR for one, other in zip(words, others, strict=True)
+    )
 
 
 def choices(key: str) -> str:
@@ -100,27 +147,104 @@ def _of_other_tool(name: str, value: Any, given: Mapping[str, Any], as_flags: bo
     """What is here for a key of another tool: the lines for its value where this can be converted."""
     if (feature := absent(name)) is not None:
         return feature.sentence
+    if value is None and as_flags:
+        return f"unknown; did you mean --{ours(name)}?" if ours(name) else f"unknown; {choices(name)}"
     converted = convert(name, value, given)
     if converted is None and isinstance(value, Mapping):
-        converted = _of_section(value, {**given, **value})
+        return _of_whole(_SECTIONS.get(name, ""), value, given, as_flags) or _counterpart(name)
     if isinstance(converted, str):
         return converted if converted.startswith("not supported") else f"unknown; {converted}"
-    if converted and fits(converted):
-        needs_adapter = any(key.startswith(("adapter.", "model.quantize")) for key in converted)
-        if needs_adapter and given.get("adapter.kind") not in _LOW_RANK:
-            converted = {"adapter.kind": "lora"} | converted
-        return f"unknown; write {lines(converted, as_flags)}"
-    ending = ours(name) or (", ".join(converted) if converted else "")
-    return f"unknown; did you mean {'--' if as_flags else ''}{ending}?" if ending else f"unknown; {choices(name)}"
+    if converted is None:
+        return _counterpart(name)
+    if any(key.startswith("adapter.") for key in converted) and no_adapter(given) and name not in _KINDS_OF_ADAPTERS:
+        return _TRAINED_WHOLE
+    if converted.get("adapter.kind") == "lora":
+        converted = converted | {"adapter.kind": kind_of_adapter(given)}
+    left = [f"{key}: {flow(found)}" for key, found in unread(value).items()] if "data.train" in converted else []
+    return _line(converted, given, as_flags, THEIRS.get(name)) + (
+        f"; has no counterpart: {', '.join(left)}" if left else ""
+    )
 
 
-def _of_section(section: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the keys of another tool's section become together."""
-    found: dict[str, Any] = {}
-    for name, value in section.items():
-        converted = convert(str(name), value, given)
-        found |= converted if isinstance(converted, dict) else {}
-    return found or None
+def _line(found: Mapping[str, Any], given: Mapping[str, Any], as_flags: bool, key: str | None = None) -> str:
+    """Ask for lines that a recipe takes; where it does not, say what they would be and what it says against them."""
+    if not found:
+        return f"unknown; this value of it changes nothing{f' in {key}' if key else ''}; leave it out"
+    if not fits(found):
+        return _counterpart(next(key for key, value in found.items() if not fits({key: value})))
+    whole = in_items(found, given)
+    if any(find(key) is None for key in whole):
+        return f"unknown; here it is a key of an item of data.train: {lines(found)}"
+    whole = completed(whole, given)
+    if (against := refused(whole, given)) is not None:
+        return f"unknown; here it is {lines(whole, as_flags)}, but: {against}"
+    needs = ", which needs held-out rows: data.eval" if needs_rows(whole, given) else ""
+    return f"unknown; write {lines(whole, as_flags)}{needs}"
+
+
+def _counterpart(name: str) -> str:
+    """The key of ours, under its name or another tool's, where the value is not understood, with what it takes."""
+    key = THEIRS.get(name, name if find(name) is not None else None)
+    field = find(key.replace("data.train.", "data.train.0.")) if key is not None else None
+    if key is None or field is None:
+        return f"unknown; {choices(name)}"
+    return f"unknown; its counterpart here is {key}: {field.allowed}"
+
+
+def _of_whole(section: str, found: Mapping[str, Any], given: Mapping[str, Any], as_flags: bool) -> str | None:
+    """What the keys of another tool's section become together; None where none of them becomes anything."""
+    result, left = _of_section(section, found, {**given, **found})
+    if no_adapter({**given, **found}):
+        result = {key: value for key, value in result.items() if not key.startswith(("adapter.", "model.quantize"))}
+        if not result and not left:
+            return _TRAINED_WHOLE
+    line = _line(result, given, as_flags) if result else "unknown"
+    return "; ".join([line, *left]) if result or any(": " in item for item in left) else None
+
+
+def _of_section(section: str, found: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The same, under the name that the section has here, and what is not among them."""
+    result: dict[str, Any] = {}
+    left: list[str] = []
+    for name, value in found.items():
+        converted = _of_inner(section, str(name), value, given)
+        if isinstance(converted, dict):
+            result |= converted
+        else:
+            left.append(f"{name}: {converted}" if converted else f"{name} has no counterpart")
+    return result, left
+
+
+def _of_inner(section: str, name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | str | None:
+    """What a key of another tool's section becomes: one of ours of that name, or what it is anywhere else."""
+    if name in _NAMES_A_KIND and section in UNIONS:
+        word = str(value).rpartition(".")[2].lower()
+        return builder(value, given) if name == "_component_" else convert(_NAMED_BY.get(section, ""), word, given)
+    key = f"{section}.{name}"
+    if find(key) is not None and fits({key: value}):
+        return {key: value}
+    if (feature := absent(name)) is not None:
+        return feature.sentence
+    converted = convert(name, value, given)
+    if converted is None and isinstance(value, Mapping):
+        return _of_section(_SECTIONS.get(name, ""), value, given)[0] or None
+    return converted if not isinstance(converted, dict) or fits(converted) else None
+
+
+def _kinds(section: str) -> str:
+    return f"unknown; its counterpart here is {section}.kind: {' or '.join(UNIONS[section])}"
+
+
+def in_items(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of an item of `data.train` as the list with that item, where the recipe names one source."""
+    inner = {key.removeprefix("data.train."): value for key, value in values.items() if key.startswith("data.train.")}
+    if not inner:
+        return dict(values)
+    named = given.get("data.train", given.get("data.train.0.path", given.get("data.train.0")))
+    if not isinstance(named, str) or "data.train.1" in given or "data.train.1.path" in given:
+        return dict(values)
+    rest = {key: value for key, value in values.items() if not key.startswith("data.train.")}
+    return rest | {"data.train": [{"path": named} | inner]}
 
 
 def _names_in(section: str) -> list[str]:
@@ -142,7 +266,7 @@ def _elsewhere(section: str, name: str) -> list[str]:
         meant = _SECTIONS.get(section) or _nearest(section, tops)
         if meant is not None and (near := _nearest(name, _names_in(meant))) is not None:
             return [f"{meant}.{near}"]
-    same = [item for item in table if item.rpartition(".")[2] == name]
+    same = [item for item in table if item.rpartition(".")[2] == name and (not section or name != "name")]
     if same:
         return same[:3]
     like = get_close_matches(name, [item.rpartition(".")[2] for item in table], 1, 0.85) if len(name) > 3 else []
@@ -174,6 +298,9 @@ def _quoted(text: str) -> str:
 def given_in(tree: Node) -> dict[str, Any]:
     """Every scalar that is written, by its dotted key and the last name of it: what another tool's key depends on."""
     found: dict[str, Any] = {}
+    for name, child in tree.value.items():  # whole lists and sections of other tools
+        if name not in Recipe.model_fields and isinstance(child.value, (list, dict)):
+            found[name] = child.plain()
     for path, node in tree.leaves():
         found[dotted(path)] = node.value
         if path and isinstance(path[-1], str):

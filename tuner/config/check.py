@@ -93,7 +93,7 @@ def _report(tree: Node, error: Any, guessed: set[str], problems: Problems) -> Ke
         meant = _meant(dotted(path), error.get("input"))
         problems.add(where, key, f"got {shown(error.get('input'))}; {meant}" if meant else str(error["msg"]))
     else:
-        problems.add(where, key, _not_a_mapping(path, error.get("input")))
+        problems.add(where, key, _not_a_mapping(tree, path, error.get("input")))
     return path
 
 
@@ -132,7 +132,7 @@ def _unknown(tree: Node, path: KeyPath, flag: bool) -> str:
     return of_unknown(key, value, given_in(tree), flag)
 
 
-def _not_a_mapping(path: KeyPath, value: Any) -> str:
+def _not_a_mapping(tree: Node, path: KeyPath, value: Any) -> str:
     keys = [name.rpartition(".")[2] for name in fields() if name.startswith(f"{dotted(path)}.")]
     keys = keys or list(item_fields(list_of(path)))
     allowed = f"a mapping with keys {', '.join(keys)}" if keys else "a mapping"
@@ -142,7 +142,13 @@ def _not_a_mapping(path: KeyPath, value: Any) -> str:
         return f"got {shown(value)}; {meant.replace('write ', f'write {path[0]}.kind: ', 1)}"
     if path == ("model",) and isinstance(value, str):
         return f"got {shown(value)}; write model: {{name_or_path: {value}}}"
-    hint = f"; write kind: {value} under it" if isinstance(value, str) and value in kinds else ""
+    kind = value if isinstance(value, str) and value in kinds else None
+    if path == ("adapter",) and kind == "lora":  # other tools say by a key beside it that it is DoRA
+        from tuner.config.advice import given_in
+        from tuner.config.other_keys import kind_of_adapter
+
+        kind = kind_of_adapter(given_in(tree))
+    hint = f"; write {path[0]}: {{kind: {kind}}}" if kind is not None else ""
     return f"got {shown(value)}; allowed: {allowed}{hint}"
 
 

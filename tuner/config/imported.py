@@ -17,12 +17,12 @@ from tuner.config.load import RecipeText, load_recipe
 from tuner.config.not_supported import absent
 from tuner.config.numbers import write_number
 from tuner.config.other_configs import DIALECTS, Dialect, Tool, detect
-from tuner.config.other_data import unread
+from tuner.config.other_data import guessed, unread
 from tuner.config.other_input import dataset_info, read_given
 from tuner.config.other_methods import PAIRS, PREFERENCES, defaults_of, kind_of, template_of
+from tuner.config.other_refused import refuse_program, require_known_method, require_training
 from tuner.config.other_rules import PER_DEVICE, number, with_own_rows
 from tuner.config.other_tools import THEIRS
-from tuner.config.other_values import of_value
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError
 
@@ -36,6 +36,7 @@ _ALWAYS_LISTED = {"group_by_length", "sort_by_length", "bucket_by_length", "trai
 """Keys that need no counterpart and yet change the order of the rows."""
 _OFF_MATTERS = {"train_on_eos", "train_on_eot"}
 """Keys whose false or none is a choice, too."""
+_ITEM = "data.train."
 _MOST_REPAIRS = 20
 
 
@@ -85,6 +86,7 @@ def import_text(
     `processes` is on how many it ran, which its batch depends on; None is what a command says, or one. `directory` is
     where its own paths start from. Raises RecipeError where it cannot be read or is of no tool that is known.
     """
+    refuse_program(text, name)
     given, named = read_given(text, name, processes, directory)
     if "data.train" in given and "model.name_or_path" in given:
         raise RecipeError(f"{name} is a recipe already", hint=f"check it: tuner config check {name}")
@@ -93,13 +95,16 @@ def import_text(
     if found is None:
         raise RecipeError(f"{name}: of no tool that is known", hint=f"say which: --from {' | '.join(DIALECTS)}")
     dialect = DIALECTS[found]
-    _require_known_method(given, f"{dialect.title}'s {name}")
+    require_known_method(given, f"{dialect.title}'s {name}")
+    require_training(given, name, found, tool is not None or named is not None)
+    own = str(given.get("dataset_dir") or "data")
     if found == "llama-factory":
-        own = str(given.get("dataset_dir") or "data")
         given["dataset_info"] = dataset_info(directory, own) or dataset_info(Path.cwd(), own)
+    unlisted = guessed(given) if found == "llama-factory" else []
+    left = [f"dataset: {item}: not in {own}/dataset_info.json, so its file is a guess" for item in unlisted]
     context = {key.rpartition(".")[2]: value for key, value in given.items()} | given
     method = kind_of(context)
-    draft = _Draft({}, {}, [])
+    draft = _Draft({}, {}, left)
     draft.put(dialect.defaults | defaults_of(found, method, context), f"{dialect.title}'s default")
     if method is not None:
         draft.put({"method.kind": method}, f"its keys are of {method}")
@@ -108,20 +113,6 @@ def import_text(
     _settle(draft, context, found)
     recipe, written = _loaded(draft, f"{dialect.title}'s {name}")
     return Imported(found, written, recipe, tuple(dict.fromkeys(draft.left)))
-
-
-def _require_known_method(given: Mapping[str, Any], origin: str) -> None:
-    """Raise RecipeError for a training of a kind that is not here: a recipe of it would be of something else."""
-    for key in ("rl", "stage", "rlhf_type", "task_type", "training_type"):
-        if kind_of({key: given.get(key), "loss_type": given.get("loss_type")}) is not None:
-            continue
-        meant = of_value("method.kind", given.get(key))
-        if meant is not None and meant.startswith("not supported"):
-            raise RecipeError(f"{origin}: {key}: {given[key]}: {meant}")
-    for key, value in given.items():
-        if key.endswith("_component_") and ".rlhf." in str(value) and kind_of(given) is None:
-            meant = of_value("method.kind", "ppo" if "PPO" in str(value) else "wpo")
-            raise RecipeError(f"{origin}: {key}: {value}: {meant}")
 
 
 def _carry(key: str, value: Any, given: Mapping[str, Any], dialect: Dialect, draft: _Draft) -> None:
@@ -150,14 +141,11 @@ def _carry(key: str, value: Any, given: Mapping[str, Any], dialect: Dialect, dra
     if isinstance(converted, str):
         if not converted.startswith(_AS_BY_DEFAULT) and " means nothing for " not in converted:
             draft.leave(key, value, converted.removesuffix("; leave it out"))
-    elif converted is None:
-        if value is not False and (top == key or f"{top}._component_" in given):
-            draft.leave(key, value, "has no counterpart here")
-        elif value is not False:
-            draft.left.append(f"{top}: ...: has no counterpart here")
-    elif fits(converted):
+    elif converted is None and value is not False:
+        draft.leave(key, value, "has no counterpart here")
+    elif converted is not None and fits(converted):
         draft.put(converted, key)
-    elif value is not False:
+    elif converted is not None and value is not False:
         draft.leave(key, value, f"not a value of {', '.join(converted)}")
 
 
@@ -200,6 +188,7 @@ def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     if tool == "llama-factory" and "lora_alpha" not in given and "adapter.r" in values:
         draft.put({"adapter.alpha": 2 * values["adapter.r"]}, "LLaMA-Factory's default")
     _settle_method(draft, given, tool)
+    _settle_items(draft)
     if values.get("data.too_long") == "truncate" and values.get("method.kind") == "pretrain":
         draft.drop("data.too_long", "long texts are split")
     if not values.get("data.eval"):
@@ -222,6 +211,25 @@ def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
             draft.left.append(f"{key}: the file names no {what}; put yours here")
 
 
+def _settle_items(draft: _Draft) -> None:
+    """Keys that belong to an item of `data.train`, written into each of them."""
+    inner = {key: value for key, value in draft.values.items() if key.startswith(_ITEM)}
+    sources = draft.values.get("data.train") or []
+    items = [source if isinstance(source, Mapping) else {"path": source} for source in _listed(sources)]
+    for key, value in inner.items():
+        source, name = draft.sources.pop(key), key.removeprefix(_ITEM)
+        del draft.values[key]
+        if name == "path" or not items or not fits({f"{_ITEM}0.{name}": value}):
+            draft.leave(source, value, f"not what {name} of an item of data.train takes")
+            continue
+        items = [{**item, name: value} for item in items]
+        draft.put({"data.train": items}, f"{draft.sources['data.train']}, {source}")
+
+
+def _listed(sources: Any) -> list[Any]:
+    return sources if isinstance(sources, list) else [sources]
+
+
 def _settle_method(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     """The method that the form of the records asks for, and which of their tokens are trained on."""
     values = draft.values
@@ -234,10 +242,7 @@ def _settle_method(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     if method in PREFERENCES:
         _settle_preferences(draft, given, str(method))
     if tool == "trl" and draft.sources.get("method.train_on") == "TRL's default":
-        draft.left.append(
-            "method.train_on: all: TRL's default for messages and text; for records of a prompt and a completion it "
-            "trains on the completion: write method.train_on: assistant"
-        )
+        draft.sources["method.train_on"] += "; records of a prompt and a completion: method.train_on: assistant"
 
 
 def _settle_preferences(draft: _Draft, given: Mapping[str, Any], method: str) -> None:

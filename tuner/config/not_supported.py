@@ -90,6 +90,18 @@ ABSENT: tuple[Absent, ...] = (
         "data.shuffle: false, which keeps the order of the files",
     ),
     Absent(
+        _DATA,
+        "interleave_probs dataset_weights probabilities mixing_weights sampling_weight",
+        "data sets mixed by the probability of each",
+        "weight in an item of data.train, the share of its documents that is taken, or count, their number",
+    ),
+    Absent(
+        _DATA,
+        "data_seed",
+        "a seed of its own for the order of the rows",
+        "seed, which gives it too",
+    ),
+    Absent(
         _MEMORY,
         "gptq gptq_groupsize gptq_disable_exllama gptq_disable_exllama_v1 load_in_fp8 hqq hqq_config hqq_axis "
         "quantization llm_int8_enable_fp32_cpu_offload llm_int8_threshold "
@@ -112,6 +124,7 @@ ABSENT: tuple[Absent, ...] = (
     ),
     Absent(
         _MEMORY,
+        "fused q_lora_bits "
         "bnb_4bit_quant_storage qlora_sharded_model_loading fp16_full_eval bf16_full_eval fp16_opt_level loss_scale "
         "initial_scale_power fp16_scale_tolerance autocast fp8_recipe fp8_config fp8_backend "
         "fp8_enable_fsdp_float8_all_gather half_precision_backend tiled_mlp_num_shards tiled_mlp_use_original_mlp "
@@ -219,7 +232,8 @@ ABSENT: tuple[Absent, ...] = (
         _DATA,
         "pad_to_sequence_len pad_to_max_length dataloader_drop_last dataloader_num_workers dataloader_prefetch_factor "
         "dataloader_pin_memory dataloader_persistent_workers remove_unused_columns pin_memory dataset_shard_num "
-        "dataset_processes_memory sample_packing_group_size sample_packing_bin_size sample_packing_sequentially "
+        "dataset_processes_memory ds_type "
+        "sample_packing_group_size sample_packing_bin_size sample_packing_sequentially "
         "eval_accumulation_steps prediction_loss_only overwrite_cache skip_prepare_dataset lazy_tokenize "
         "dataloader_shuffle streaming_buffer label_names ignore_data_skip dataset_kwargs load_from_cache_file "
         "preprocessing_batch_size ignore_pad_token_for_loss pad_token_id label_pad_token_id multipack_max_len "
@@ -258,13 +272,13 @@ ABSENT: tuple[Absent, ...] = (
     ),
     Absent(
         _PARALLEL,
-        "deepspeed deepspeed_config zero_stage zero_optimization zero3_init ds3_gather_for_generation deepspeed_plugin",
+        "deepspeed_config zero_stage zero_optimization zero3_init ds3_gather_for_generation deepspeed_plugin",
         "DeepSpeed and its configuration files",
         "parallel.shard: full, which splits weights, gradients and moments as ZeRO-3 does",
     ),
     Absent(
         _PARALLEL,
-        "fsdp fsdp_config fsdp_version fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_state_dict_type "
+        "fsdp_config fsdp_version fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params fsdp_state_dict_type "
         "fsdp_auto_wrap_policy fsdp_backward_prefetch fsdp_use_orig_params fsdp_final_state_dict_type fsdp_plugin "
         "fsdp_sync_module_states fsdp_forward_prefetch fsdp_limit_all_gathers fsdp_activation_checkpointing "
         "accelerator_config accelerate_config",
@@ -315,12 +329,18 @@ ABSENT: tuple[Absent, ...] = (
     Absent(
         _RUN,
         "do_train do_predict do_sample predict_with_generate overwrite_output_dir disable_tqdm logging_nan_inf_filter "
-        "logging_first_step logging_strategy plot_loss log_on_each_node disable_gradient_checkpointing past_index "
+        "logging_first_step logging_strategy plot_loss log_on_each_node past_index "
         "skip_memory_metrics include_inputs_for_metrics log_peak_memory_stats eval_do_concat_batches "
         "save_safetensors safe_serialization save_on_each_node save_adapter_weights_only",
         "the command says what is done, and every step is in metrics.jsonl",
         "leave it out",
         needed=False,
+    ),
+    Absent(
+        _RUN,
+        "profile_freq",
+        "a profile every so many steps",
+        "profile.steps: [10, 11], the steps themselves",
     ),
     Absent(
         _RUN,

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from tuner.config.not_supported import absent
-from tuner.config.other_data import plain_sources, registered
+from tuner.config.other_data import located, plain_sources, registered
+from tuner.config.other_keys import attention_modules, metric_logger
 from tuner.config.other_memory import ADAMW_VALUES, adapter
-from tuner.config.other_parts import builder, chat_template, text_of
+from tuner.config.other_parts import builder, chat_template, data_sets, text_of
 from tuner.config.other_rules import Given, Lines, Rule, all_unless, micro_batch, note, number, switch, words
 from tuner.config.other_values import of_value
 
@@ -79,20 +80,6 @@ def _tuner_model(value: Any, given: Given) -> Lines | str | None:
     return found | ({"adapter.kind": "dora"} if given.get("model.use_dora") is True else {})
 
 
-def _attention_modules(value: Any, given: Given) -> Lines | str | None:
-    """torchtune names the layers of attention, and has a switch for those of the MLP."""
-    names = [{"output_proj": "o_proj"}.get(str(name), str(name)) for name in value or []]
-    if given.get("model.apply_lora_to_mlp"):
-        names += ["gate_proj", "up_proj", "down_proj"]
-    whole = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    return {"adapter.target_modules": "all-linear" if set(names) == whole else names}
-
-
-def _steps_per_epoch(value: Any, given: Given) -> Lines | str | None:
-    steps, epochs = number(value), number(given.get("epochs")) or 1
-    return {"train.duration": f"{int(steps * epochs)} steps"} if steps else None
-
-
 def _swift_sets(value: Any, given: Given) -> Lines | str | None:
     sources = plain_sources(value.split() if isinstance(value, str) else value)
     return None if sources is None else {"data.train": sources}
@@ -117,9 +104,12 @@ def _output_layer(value: Any, given: Given) -> Lines | str | None:
     return "write lm_head in adapter.target_modules" if value is True else {}
 
 
-def _text_field(value: Any, given: Given) -> Lines | str | None:
-    """The column of the texts, which is `text` where no other is named."""
-    return {} if value == "text" else f"write columns: {{text: {value}}} in an item of data.train"
+def _test_split(value: Any, given: Given) -> Lines | str | None:
+    """TRL's split of the data set that is held out, where it evaluates at all."""
+    name = given.get("dataset_name")
+    if not isinstance(name, str) or str(given.get("eval_strategy", "no")).lower() in {"no", "false"}:
+        return {}
+    return {"data.eval": [located(name, value)]}
 
 
 _SPECIAL_TOKENS = note(
@@ -171,11 +161,7 @@ DIALECTS: dict[Tool, Dialect] = {
             "num_labels": _one_label,
             "cosine_constant_lr_ratio": note("not supported: a part of the cosine at a constant rate"),
         },
-        _keys(
-            "strict model_type tokenizer_type debug torchdistx_path "
-            "liger_glu_activation liger_rms_norm liger_layer_norm liger_fused_linear_cross_entropy plugins "
-            "save_first_step dataset_processes dataset_prepared_path"
-        ),
+        _keys("strict model_type tokenizer_type debug torchdistx_path save_first_step dataset_prepared_path"),
     ),
     "llama-factory": Dialect(
         "LLaMA-Factory",
@@ -225,7 +211,7 @@ DIALECTS: dict[Tool, Dialect] = {
             "train.micro_batch_size": 8,
         },
         {
-            "dataset_test_split": _nothing,
+            "dataset_test_split": _test_split,
             "assistant_only_loss": _TRL_LOSS,
             "completion_only_loss": _TRL_LOSS,
             "eos_token": _SPECIAL_TOKENS,
@@ -235,7 +221,7 @@ DIALECTS: dict[Tool, Dialect] = {
             "chat_template": chat_template,
             "test_split_size": note("write data.eval: a share of the rows, such as 1%"),
         },
-        _keys("dataset_train_split dataset_test_split dataset_mixture.seed"),
+        _keys("dataset_train_split dataset_mixture.seed"),
     ),
     "torchtune": Dialect(
         "torchtune",
@@ -255,7 +241,7 @@ DIALECTS: dict[Tool, Dialect] = {
             "batch_size": micro_batch,
             "checkpointer.checkpoint_dir": text_of("model.name_or_path"),
             "model._component_": _tuner_model,
-            "model.lora_attn_modules": _attention_modules,
+            "model.lora_attn_modules": attention_modules,
             "model.lora_rank": lambda value, given: {"adapter.r": value},
             "model.lora_alpha": lambda value, given: {"adapter.alpha": value},
             "model.lora_dropout": lambda value, given: {"adapter.dropout": value},
@@ -265,14 +251,13 @@ DIALECTS: dict[Tool, Dialect] = {
             "dataset.prompt_template": _TEMPLATE_OF_TORCHTUNE,
             "dataset.new_system_prompt": _SYSTEM,
             "model.apply_lora_to_output": _output_layer,
-            "max_steps_per_epoch": _steps_per_epoch,
             "shuffle": switch("data.shuffle", True, False),
-            "dataset": lambda value, given: {"data.train": plain_sources(value)},
-            "dataset.packed": switch("data.packing", "auto", False),
-            "dataset.train_on_input": switch("method.train_on", "all"),
+            "dataset": data_sets,
             "optimizer._component_": builder,
             "lr_scheduler._component_": builder,
-            "metric_logger._component_": _nothing,
+            "metric_logger._component_": lambda value, given: metric_logger(
+                {"_component_": value, "project": given.get("metric_logger.project")}, given
+            ),
             "loss.beta": lambda value, given: {"method.beta": value},
             "loss.label_smoothing": lambda value, given: {"method.label_smoothing": value} if value else {},
         },
@@ -285,7 +270,7 @@ DIALECTS: dict[Tool, Dialect] = {
     "ms-swift": Dialect(
         "ms-swift",
         _keys(
-            "train_type tuner_type torch_dtype split_dataset_ratio custom_dataset_info freeze_vit sft_type "
+            "train_type tuner_type rlhf_type torch_dtype split_dataset_ratio custom_dataset_info freeze_vit sft_type "
             "model_author target_modules loss_scale val_dataset use_hf strict system"
         ),
         {
@@ -308,9 +293,7 @@ DIALECTS: dict[Tool, Dialect] = {
             "loss_scale": words("method.train_on", _LOSS_SCALES),
             "system": _SYSTEM,
             "max_length": lambda value, given: {"data.max_length": value},
-            "truncation_strategy": lambda value, given: {
-                "data.too_long": {"delete": "drop", "left": "truncate", "right": "truncate"}.get(str(value), value)
-            },
+            "strict": switch("data.on_bad_row", "error", "skip"),
         },
         _keys("model_author model_name logging_dir add_version"),
     ),
@@ -335,7 +318,6 @@ DIALECTS: dict[Tool, Dialect] = {
             "training_type": _tuner_kind,
             "train_on_completions": switch("method.train_on", "assistant", "all"),
             "r": lambda value, given: {"adapter.r": value},
-            "dataset_text_field": _text_field,
         },
     ),
 }
@@ -344,7 +326,7 @@ DIALECTS: dict[Tool, Dialect] = {
 def detect(keys: frozenset[str]) -> Tool | None:
     """The tool whose marks most of the keys are; None where none of them is any tool's."""
     scores = {tool: len(keys & dialect.marks) for tool, dialect in DIALECTS.items()}
-    best = max(scores, key=lambda tool: scores[tool])
+    best = max(scores, key=lambda tool: (scores[tool], tool != "trl"))  # whose keys others have, too
     if "_component_" in keys:
         return "torchtune"
     return best if scores[best] else None

@@ -86,14 +86,24 @@ def unread(value: Any) -> dict[str, Any]:
     return left
 
 
+_SEGMENTS = {"input_output", "stepwise_supervised"}
+"""axolotl's types of records that no form here reads."""
+
+
 def _says_nothing(key: str, value: Any) -> bool:
     """Whether a key of an item is as it would be without it: TRL's mixtures name every column and weigh each alike."""
     if key == "columns":
         return isinstance(value, list)
+    if key == "roles_to_train":
+        return isinstance(value, list) and all(role in ("assistant", "gpt") for role in value)
+    if key == "train_on_eos":
+        return bool(value == "turn")
+    if key == "type":
+        return value not in _SEGMENTS if isinstance(value, str) else True
     return value is None or (key == "weight" and value == 1) or (key in {"config", "name"} and value == "default")
 
 
-_READ = {"path", "id", "data_files", "split", "type", "field_messages", "message_property_mappings",
+_READ = {"path", "id", "data_files", "split", "field_messages", "message_property_mappings",
          "message_field_role", "message_field_content", "field", "ds_type", "field_chosen",
          "field_rejected"}  # fmt: skip
 _READ_OF_TYPE = {"field_instruction", "field_input", "field_output"}
@@ -126,16 +136,29 @@ def component(found: Mapping[str, Any]) -> dict[str, Any]:
     if form != "auto":
         source["format"] = form
     column, renamed = found.get("conversation_column"), found.get("column_map")
+    if found.get("conversation_style") == "sharegpt":
+        source["format"] = "sharegpt"
     if name == "lvwerra/stack-exchange-paired":
         renamed = renamed or {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
     if isinstance(column, str):
-        source["columns"] = {"messages": column}
+        source["columns"] = {"conversations" if source["format"] == "sharegpt" else "messages": column}
     elif isinstance(renamed, Mapping) and {"chosen", "rejected"} & set(renamed):
         source["columns"] = {str(ours): str(theirs) for ours, theirs in renamed.items()}
     elif isinstance(renamed, Mapping) and form == "prompt_completion":
         pairs = {"prompt": renamed.get("input"), "completion": renamed.get("output")}
         source["columns"] = {ours: str(theirs) for ours, theirs in pairs.items() if theirs}
     return source
+
+
+def component_settings(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What the `dataset` of a torchtune file says besides its records: whether they are packed, what is trained on."""
+    name = str(found.get("_component_", "")).rpartition(".")[2]
+    settings: dict[str, Any] = {}
+    if isinstance(found.get("packed"), bool):
+        settings["data.packing"] = "auto" if found["packed"] else False
+    if found.get("train_on_input", name in {"alpaca_dataset", "alpaca_cleaned_dataset"}) is True:
+        settings["method.train_on"] = "all"
+    return settings
 
 
 def counted(name: str) -> str | dict[str, Any]:
@@ -177,6 +200,14 @@ def registered(name: str, info: Mapping[str, Any], directory: str) -> str | dict
         if renamed:
             source["columns"] = renamed
     return source
+
+
+def guessed(given: Mapping[str, Any]) -> list[str]:
+    """LLaMA-Factory's names of data sets that its table does not list and that are no files."""
+    info, named = given.get("dataset_info"), given.get("dataset")
+    names = [str(name).strip() for name in (named.split(",") if isinstance(named, str) else named or [])]
+    listed = info if isinstance(info, Mapping) else {}
+    return [name for name in names if not is_file(name) and not isinstance(listed.get(name), Mapping)]
 
 
 def plain_sources(value: Any, directory: str = "data") -> list[Any] | None:

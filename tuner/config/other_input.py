@@ -14,8 +14,9 @@ from tuner.config.tree import Node, Problems
 from tuner.config.yaml import read_yaml
 from tuner.errors import RecipeError
 
-_SINGLE = ("datasets", "dataset", "test_datasets", "val_dataset", "eval_dataset", "special_tokens", "tokens",
-           "lora_target_modules", "target_modules", "lr_scheduler_kwargs", "lora_modules_to_save")  # fmt: skip
+_SINGLE = ("column_map", "deepspeed", "fsdp", "datasets", "dataset", "test_datasets", "val_dataset", "eval_dataset",
+           "special_tokens", "tokens", "lora_target_modules", "target_modules", "lr_scheduler_kwargs",
+           "lora_modules_to_save")  # fmt: skip
 """Keys whose mapping or list is one value."""
 
 
@@ -45,7 +46,7 @@ def _file(path: Path) -> str:
 
 def _values(text: str, name: str, directory: Path) -> dict[str, Any]:
     problems = Problems()
-    tree = read_yaml(text, name, directory, problems)
+    tree = read_yaml(text, name, directory, problems, aliases=True)
     if problems.found:
         raise RecipeError.of(problems.found)
     return _given(tree)
@@ -77,6 +78,6 @@ def dataset_info(directory: Path, name: str) -> dict[str, Any]:
     path = directory / name / "dataset_info.json"
     if not path.is_file():
         return {}
-    tree = read_yaml(path.read_text(encoding="utf-8"), path.name, directory, Problems())
+    tree = read_yaml(path.read_text(encoding="utf-8"), path.name, directory, Problems(), aliases=True)
     plain = tree.plain()
     return plain if isinstance(plain, dict) else {}

@@ -41,7 +41,8 @@ def bits(value: Any, given: Given) -> Lines | str | None:
     if count in {16, 32}:
         return "0 is the default of model.quantize; leave it out"
     ours = {4: "nf4", 8: "int8"}.get(int(count))
-    is_other = str(given.get("quant_method", "")).lower() in {"gptq", "awq", "aqlm"}
+    ways = (str(given.get(name, "")).lower() for name in ("quant_method", "quantization_method"))
+    is_other = any(way in {"gptq", "awq", "aqlm", "hqq", "eetq", "quanto"} for way in ways)
     return sentence("gptq") if ours is None or is_other else {"model.quantize": ours}
 
 
@@ -86,8 +87,24 @@ def _activations(value: Any, given: Given) -> Lines | str | None:
     """Activations on the host; on a disk they cannot be."""
     if str(value).lower() in {"disk", "offload_disk"}:
         return sentence("offload_param")
-    found = switch("train.offload_activations", True)("true" if value in {"legacy", "hidden_states"} else value, given)
+    found = switch("train.offload_activations", True)("true" if value in ("legacy", "hidden_states") else value, given)
     return found | {"train.gradient_checkpointing": "full"} if isinstance(found, dict) else found
+
+
+def _four_bits(value: Any, given: Given) -> Lines | str | None:
+    """A base of 4 bits, where its codes are those that are here."""
+    if str(value).lower() == "true" and str(given.get("bnb_4bit_quant_type", "nf4")).lower() != "nf4":
+        return sentence("gptq")
+    return switch("model.quantize", "nf4")(value, given)
+
+
+def _qlora(value: Any, given: Given) -> Lines | str | None:
+    """oumi's switch, with the bits and their codes beside it."""
+    if str(value).lower() != "true":
+        return switch("model.quantize", "nf4")(value, given)
+    if str(given.get("bnb_4bit_quant_type", "nf4")).lower() != "nf4":
+        return sentence("gptq")
+    return bits(given.get("q_lora_bits", 4), given)
 
 
 def _whole(value: Any, given: Given) -> Lines | str | None:
@@ -106,7 +123,8 @@ def _whole(value: Any, given: Given) -> Lines | str | None:
 RULES_OF_MEMORY: dict[str, Rule] = {
     name: rule
     for names, rule in {
-        "load_in_4bit qlora quantize_base": switch("model.quantize", "nf4"),
+        "load_in_4bit qlora quantize_base": _four_bits,
+        "q_lora": _qlora,
         "load_in_8bit": switch("model.quantize", "int8"),
         "quantization_bit quant_bits bits": bits,
         "quantization_config bnb_config_kwargs": _whole,
@@ -120,11 +138,14 @@ RULES_OF_MEMORY: dict[str, Rule] = {
         "cpu_offload offload_params fsdp_offload_params offload_optimizer zero_offload fsdp_cpu_offload "
         "optimizer_cpu_offload optim_cpu_offload offload_optimizer_device": _host("optimizer.offload"),
         "activation_offloading enable_activation_offloading offload_activations gradient_checkpointing_offload "
-        "activation_cpu_offload cpu_offloading activation_checkpointing_offload": _activations,
-        "tiled_mlp use_tiled_mlp": switch("train.tiled_mlp", True, False),
+        "activation_cpu_offload cpu_offloading activation_checkpointing_offload "
+        "activation_checkpoint_cpu_offload": _activations,
+        "tiled_mlp use_tiled_mlp tiled_mlp_compute": switch("train.tiled_mlp", True, False),
         "fp8 use_fp8 float8 use_float8 enable_fp8": switch("train.precision", "fp8"),
         "fp16": switch("train.precision", "fp16"),
-        "mixed_precision": words("train.precision", {"bf16": "bf16", "no": "fp32", "fp16": "fp16", "fp8": "fp8"}),
+        "mixed_precision mixed_precision_dtype": words(
+            "train.precision", {"bf16": "bf16", "no": "fp32", "fp16": "fp16", "fp8": "fp8"}
+        ),
     }.items()
     for name in names.split()
 }

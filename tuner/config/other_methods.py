@@ -34,8 +34,8 @@ def kind_of(given: Given) -> str | None:
     """Our kind of the preference training that a configuration asks for; None where it asks for none."""
     if str(given.get("stage")).lower() in {"sft", "pt", "ppo"}:
         return None
-    for name in ("rl", "rlhf_type", "stage", "method.kind"):
-        word = str(given.get(name)).lower()
+    for name in ("rl", "rlhf_type", "stage", "trainer_type", "method.kind"):
+        word = str(given.get(name)).lower().removeprefix("trl_")
         named = _names(given.get("pref_loss", given.get("loss_type")))
         if word in {"dpo", "cpo"} and named in (["orpo"], ["simpo"]):
             return named[0]
@@ -50,18 +50,23 @@ def kind_of(given: Given) -> str | None:
     named = _names(given.get("loss_type"))
     if "simpo" in named:
         return "simpo"
+    if "cpo_alpha" in given:
+        return "cpo"
     is_loss = bool(named) and all(name in _LOSSES or name in _ABSENT_LOSSES or name == "sft" for name in named)
-    if is_loss or any(name in given for name in ("precompute_ref_log_probs", "ref_model", "pref_beta", "rl_beta")):
+    if is_loss or any(name in given for name in ("precompute_ref_log_probs", "ref_model", "pref_beta", "rl_beta",
+                                                "rpo_alpha", "loss_weights")):
         return "dpo"
     return None
 
 
 def kind(value: Any, given: Given) -> Lines | str | None:
     """A key that names the kind, such as `rl` or `stage`; the loss that some of its words stand for comes with it."""
-    word = str(value).lower()
-    ours = kind_of({**given, "rl": value})
+    word = str(value).lower().removeprefix("trl_").removeprefix("verl_")
+    if word == "sft":
+        return {"method.kind": "sft"}
+    ours = kind_of({**given, "rl": word})
     if ours is None or word not in _KINDS:
-        return of_value("method.kind", value)
+        return of_value("method.kind", word)
     found: Lines = {"method.kind": ours}
     return found | {"method.loss": "ipo"} if word == "ipo" else found
 
@@ -145,7 +150,7 @@ def precomputed(value: Any, given: Given) -> Lines | str | None:
 
 def reference_model(value: Any, given: Given) -> Lines | str | None:
     """Another reference than the model at the start."""
-    if value in {given.get(name) for name in ("base_model", "model_name_or_path", "model")}:
+    if value in [given.get(name) for name in ("base_model", "model_name_or_path", "model")]:
         return {}
     return "not supported: a reference other than the model at the start; instead start from it: model.name_or_path"
 

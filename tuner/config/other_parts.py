@@ -7,7 +7,7 @@ from typing import Any
 
 from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.config.numbers import write_number
-from tuner.config.other_data import located, plain_sources
+from tuner.config.other_data import component_settings, is_file, located, plain_sources
 from tuner.config.other_memory import ADAMW_VALUES, adapter
 from tuner.config.other_rules import Given, Lines, Rule, number, percent, switch
 from tuner.config.other_values import of_value
@@ -37,6 +37,8 @@ def targets(value: Any, given: Given) -> Lines | str | None:
         return {"adapter.target_modules": "all-linear" if names in (["all"], ["all-linear"]) else names}
     if not isinstance(value, str):
         return {"adapter.target_modules": "all-linear"} if value is True else None
+    if set(value) & set("\\()|^$+"):
+        return "not supported: layers by a regular expression; instead adapter.target_modules with names or globs"
     if value.lower() in {"all", "all-linear", "all_linear", "auto"}:
         return {"adapter.target_modules": "all-linear"}
     return {"adapter.target_modules": [name.strip() for name in value.split(",")]}
@@ -72,7 +74,7 @@ def trackers(value: Any, given: Given) -> Lines | str | None:
     wanted = [value] if isinstance(value, str) else value
     if not isinstance(wanted, list):
         return None
-    known = [item for item in wanted if item in {"wandb", "tensorboard", "mlflow"}]
+    known = [item for item in wanted if item in ("wandb", "tensorboard", "mlflow")]
     if known or wanted in (["none"], []):
         return {"logging.trackers": known}
     return of_value("logging.trackers", str(wanted[0]))
@@ -100,6 +102,14 @@ def adapters(value: Any, given: Given) -> Lines | str | None:
     return {"model.init_from": [*merged, {"path": items[-1].strip(), **how}]}
 
 
+def plugins(value: Any, given: Given) -> Lines | str | None:
+    """Plug-ins of axolotl, of which Liger's is the model's kernels here."""
+    named = value if isinstance(value, list) else [value]
+    if named and all("liger" in str(item).lower() for item in named):
+        return {"model.kernels": "liger"}
+    return "code of your own is an item of hooks here, FILE.py:NAME; another tool's plug-ins are not loaded"
+
+
 _TEMPLATES = {"cohere": "command-r", "phi_3": "phi3", "phi_4": "phi4", "qwen_25": "qwen"}
 """Other tools' names of chat templates that have another name here."""
 
@@ -107,8 +117,10 @@ _TEMPLATES = {"cohere": "command-r", "phi_3": "phi3", "phi_4": "phi4", "qwen_25"
 def chat_template(value: Any, given: Given) -> Lines | str | None:
     """A template by its name, where there is one of that name here; the tokenizer's own needs no key."""
     word = str(value).lower()
-    if word == "tokenizer_default":
+    if word == "tokenizer_default" or value is None:
         return {}
+    if word.endswith((".jinja", ".jinja2", ".j2")):
+        return {"tokenizer.chat_template": value}
     found = _TEMPLATES.get(word, word)
     if found in CHAT_TEMPLATES:
         return {"tokenizer.chat_template": found}
@@ -128,8 +140,11 @@ def loraplus(value: Any, given: Given) -> Lines | str | None:
     ratio, lr = number(value), number(given.get("learning_rate"))
     if ratio is None:
         return None
-    shown = f"{float(ratio * lr):g}" if lr is not None else f"{write_number(ratio)} times optimizer.lr"
-    return f"write optimizer.groups: [{{match: '*lora_B*', lr: {shown}}}]"
+    if not lr or not ratio:
+        return (
+            "not supported: a ratio of learning rates (LoRA+); instead optimizer.groups: [{match: '*lora_B*', lr: N}]"
+        )
+    return {"optimizer.groups": [{"match": "*lora_B*", "lr": float(f"{float(ratio * lr):g}")}]}
 
 
 def kernels(value: Any, given: Given) -> Lines | str | None:
@@ -139,19 +154,22 @@ def kernels(value: Any, given: Given) -> Lines | str | None:
 
 def roles(value: Any, given: Given) -> Lines | str | None:
     """Axolotl's list of roles that are trained."""
-    if isinstance(value, list) and value and set(value) <= {"assistant", "gpt"}:
+    if isinstance(value, list) and value and all(role in ("assistant", "gpt") for role in value):
         return {"method.train_on": "assistant"}
     return "not supported: a choice of roles; instead method.train_on: assistant, last_assistant or all"
-
-
-def row_count(value: Any, given: Given) -> Lines | str | None:
-    """The number of records that are taken, which belongs to a source."""
-    return f"write count: {value} in an item of data.train, such as [{{path: FILE, count: {value}}}]"
 
 
 def data_sets(value: Any, given: Given) -> Lines | str | None:
     """Data sets under any of the names that other tools have for them."""
     sources = plain_sources(value)
+    names = value.replace(",", " ").split() if isinstance(value, str) else []
+    if any("/" not in name and "#" not in name and not is_file(name) for name in names):
+        return (
+            "its names stand in LLaMA-Factory's dataset_info.json; here the files themselves do, "
+            "data.train: [FILE, ...]"
+        )
+    if isinstance(value, Mapping) and "_component_" in value:
+        return {"data.train": sources} | component_settings(value)
     return None if sources is None else {"data.train": sources}
 
 

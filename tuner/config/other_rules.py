@@ -20,7 +20,7 @@ Rule = Callable[[Any, Given], Lines | str | None]
 
 _DAY = 24 * 60 * 60
 PER_DEVICE = ("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu", "device_batch_size",
-              "batch_size_per_device")  # fmt: skip
+              "batch_size_per_device", "local_batch_size")  # fmt: skip
 
 
 def number(value: Any) -> Fraction | None:
@@ -84,10 +84,10 @@ def strategy(key: str, count: str) -> Rule:
     """`no`, `epoch` or `steps`, of which the last one leaves the cadence to another key."""
 
     def rule(value: Any, given: Given) -> Lines | str | None:
-        word = {False: "no", True: "steps"}.get(value, value) if isinstance(value, bool) else value
+        word = "no" if value is False else value
         if word == "steps":
             steps = number(given.get(count))
-            return {key: f"{write_number(steps)} steps"} if steps else f"write {key}: N steps"
+            return {key: f"{write_number(steps)} steps"} if steps else f"{key} is itself the number of steps here"
         return {"no": {key: "never"}, "epoch": {key: "1 epoch"}}.get(str(word))
 
     return rule
@@ -126,6 +126,9 @@ def cycles(rule: Rule) -> Rule:
     """A schedule's name, of which a cosine with restarts is a plain cosine: transformers has one cycle by default."""
 
     def restarts(value: Any, given: Given) -> Lines | str | None:
+        if str(value).lower() == "warmup_stable_decay":  # whose decay is a cosine unless another one is named
+            named = given.get("decay_type", (given.get("lr_scheduler_kwargs") or {}).get("decay_type"))
+            return {"schedule.kind": "wsd"} | ({} if named else {"schedule.decay_shape": "cosine"})
         return {"schedule.kind": "cosine"} if str(value).lower() == "cosine_with_restarts" else rule(value, given)
 
     return restarts
@@ -152,7 +155,7 @@ def number_of(key: str, off: Any = None) -> Rule:
     def rule(value: Any, given: Given) -> Lines | str | None:
         found = number(value)
         if found is None:
-            return None
+            return {} if value == "auto" else {key: off} if value is None and off == "never" else None
         if found <= 0 and off is not None:
             return {key: off}
         return {key: value if not isinstance(value, str) else _plain(found)}
@@ -166,10 +169,12 @@ def _plain(count: Fraction) -> int | float:
 
 def accumulated(value: Any, given: Given) -> Lines | str | None:
     """Rows of a step: those of a process times the micro-batches, times the processes where their number is given."""
-    micro = next((found for name in PER_DEVICE if (found := number(given.get(name)))), None)
+    micro = next((found for name in (*PER_DEVICE, "batch_size") if (found := number(given.get(name)))), None)
     steps, processes = number(value), with_own_rows(given)
+    if any(number(given.get(name)) for name in ("train_batch_size", "train.global_batch_size")):
+        return {}  # which is said already
     if steps is None or steps <= 0:
-        return "accumulation follows from train.global_batch_size; write train.global_batch_size: N"
+        return "accumulation follows from train.global_batch_size, the rows of a step"
     if micro is None:
         return (
             "accumulation follows from train.global_batch_size: N rows, which is micro_batch_size x "
@@ -215,7 +220,7 @@ def min_lr(value: Any, given: Given) -> Lines | str | None:
     if lowest is None:
         return None
     if not peak:
-        return "write schedule.min_lr_ratio: N%, the share of optimizer.lr that is left at the end"
+        return "schedule.min_lr_ratio is the share of optimizer.lr that is left at the end, such as 10%"
     return {"schedule.min_lr_ratio": round(float(lowest / peak), 6)}
 
 
@@ -225,14 +230,27 @@ def scheduler_options(value: Any, given: Given) -> Lines | str | None:
         return None
     if number(value.get("num_cycles")) == 1 and len(value) == 1:
         return {}  # one cycle is a cosine without restarts
+    result: Lines = {}
     for name, found in value.items():
-        if name == "min_lr_rate":
-            return {"schedule.min_lr_ratio": found}
-        if name in {"min_lr", "lr_end"}:
-            return min_lr(found, given)
-        if name == "num_decay_steps":
-            return count_of("schedule.decay", "steps")(found, given)
-    return "write schedule.min_lr_ratio, schedule.decay or schedule.periods"
+        line: Lines | str | None = None
+        if name in {"min_lr_rate", "min_lr_ratio"}:
+            line = number_of("schedule.min_lr_ratio")(found, given)
+        elif name in {"min_lr", "lr_end"}:
+            line = min_lr(found, given)
+        elif name == "num_decay_steps":
+            line = count_of("schedule.decay", "steps")(found, given)
+        elif name == "decay_type":
+            shapes = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}
+            line = words("schedule.decay_shape", shapes)(found, given)
+        elif number(found) == {"num_cycles": 1, "power": 1}.get(name):
+            line = {}
+        if not isinstance(line, dict):
+            return (
+                f"not supported: {name} of a scheduler; instead schedule.min_lr_ratio, or schedule.decay and "
+                "schedule.decay_shape with schedule.kind: wsd"
+            )
+        result |= line
+    return result
 
 
 def bf16(value: Any, given: Given) -> Lines | str | None:

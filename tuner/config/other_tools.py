@@ -5,20 +5,21 @@ from __future__ import annotations
 _NAMES: dict[str, str] = {
     "version": "recipe_version config_version schema_version",
     "name": "run_name experiment_name wandb_name wandb_run_id",
-    "output_dir": "output_directory out_dir save_dir output_path checkpoint_dir logging_dir",
-    "seed": "random_seed data_seed manual_seed",
+    "output_dir": "output_directory out_dir save_dir output_path",
+    "seed": "random_seed manual_seed",
     "model.name_or_path": "base_model model_name_or_path pretrained_model_name_or_path model_name model_path model_id "
     "base_model_config",
     "model.revision": "model_revision revision_of_model base_model_revision",
     "model.init": "from_scratch train_from_scratch random_init reinit_weights init_weights",
     "model.config": "config_overrides overrides_of_model_config model_config model_kwargs model_init_kwargs",
-    "model.dtype": "torch_dtype model_dtype weights_dtype",
-    "model.quantize": "load_in_4bit load_in_8bit quantization_bit quant_bits bits qlora quantize_base "
+    "model.dtype": "torch_dtype model_dtype weights_dtype pure_bf16",
+    "model.quantize": "load_in_4bit load_in_8bit quantization_bit quant_bits bits qlora q_lora quantize_base "
     "bnb_4bit_quant_type quantization_type quantization_method quant_method",
-    "model.kernels": "use_liger_kernel use_liger liger_kernel enable_liger_kernel liger_rope",
+    "model.kernels": "use_liger_kernel use_liger liger_kernel enable_liger_kernel liger_rope "
+    "liger_rms_norm liger_layer_norm liger_glu_activation liger_cross_entropy liger_fused_linear_cross_entropy",
     "model.router_aux_loss_coef": "moe_aux_loss_coef aux_loss_coef moe_aux_loss_coeff",
     "tokenizer.name_or_path": "tokenizer_config tokenizer_name tokenizer_name_or_path tokenizer_path",
-    "tokenizer.chat_template": "chat_template_path chat_template_jinja template custom_template",
+    "tokenizer.chat_template": "chat_template_path template custom_template",
     "tokenizer.add_tokens": "add_special_tokens additional_special_tokens new_special_tokens special_tokens tokens "
     "extra_special_tokens added_tokens",
     "tokenizer.special_tokens_in_text": "split_special_tokens parse_special_tokens encode_special_tokens "
@@ -28,7 +29,7 @@ _NAMES: dict[str, str] = {
     "health.every": "check_health_interval health_check_interval",
     "logging.internals": "internal_metrics_interval log_internal_metrics",
     "model.init_from": "lora_model_dir adapter_name_or_path adapter_folder adapters resume_adapter lora_weights "
-    "lora_checkpoint create_new_adapter resume_only_model peft_model_id",
+    "lora_checkpoint create_new_adapter peft_model_id",
     "adapter.kind": "finetuning_type peft_type use_peft adapter_type peft use_dora peft_use_dora lora_dora",
     "adapter.r": "lora_r lora_rank rank",
     "adapter.alpha": "lora_alpha",
@@ -65,10 +66,9 @@ _NAMES: dict[str, str] = {
     "data.train": "datasets dataset dataset_name train_file train_files dataset_path train_dataset",
     "data.eval": "val_set_size test_datasets eval_dataset eval_file validation_file val_size val_dataset "
     "validation_split",
-    "data.train.format": "type formatting ds_type data_format dataset_format",
+    "data.train.format": "type formatting data_format dataset_format",
     "data.train.path": "data_files file_name file_path filename hf_hub_url",
     "data.train.columns": "field_messages column_map rename_columns dataset_text_field field_instruction",
-    "data.train.weight": "interleave_probs dataset_weights probabilities mixing_weights sampling_weight",
     "data.train.count": "max_samples num_samples max_train_samples n_samples sample_size",
     "data.max_length": "sequence_len max_seq_length max_seq_len seq_len seq_length cutoff_len block_size "
     "model_max_length context_length sequence_length",
@@ -80,29 +80,31 @@ _NAMES: dict[str, str] = {
     "data.workers": "dataset_num_proc preprocessing_num_workers dataset_processes num_proc num_workers "
     "preprocessing_workers",
     "data.cache_dir": "dataset_prepared_path tokenized_path preprocessed_path cache_path dataset_cache_dir",
-    "train.duration": "num_epochs num_train_epochs max_steps epochs max_epochs total_steps train_iters",
-    "train.stop_after": "max_time max_train_time time_limit exit_duration_in_mins",
-    "train.min_steps": "min_iterations min_iters min_train_steps",
+    "train.duration": "num_epochs num_train_epochs max_steps epochs max_epochs total_steps train_iters min_iterations",
+    "train.stop_after": "max_time max_train_time time_limit exit_duration_in_mins exit_iteration",
+    "train.min_steps": "min_iters min_train_steps",
     "train.global_batch_size": "gradient_accumulation_steps train_batch_size batch_size total_batch_size "
     "effective_batch_size",
-    "train.micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size train_micro_batch_size_per_gpu "
-    "eval_batch_size batch_size_per_device device_batch_size",
-    "train.precision": "bf16 fp16 mixed_precision amp pure_bf16 fp8 float8 use_float8 use_fp8 bnb_4bit_compute_dtype",
+    "train.micro_batch_size": "local_batch_size per_device_train_batch_size per_device_eval_batch_size "
+    "train_micro_batch_size_per_gpu eval_batch_size batch_size_per_device device_batch_size",
+    "train.precision": "bf16 fp16 mixed_precision mixed_precision_dtype amp fp8 float8 use_float8 use_fp8 "
+    "bnb_4bit_compute_dtype",
     "train.tf32": "allow_tf32 float32_matmul_precision",
     "train.device": "use_cpu no_cuda device_map accelerator",
-    "train.gradient_checkpointing": "activation_checkpointing enable_activation_checkpointing "
-    "use_gradient_checkpointing recompute_granularity activation_checkpointing_mode gradient_checkpointing_kwargs",
+    "train.gradient_checkpointing": "enable_gradient_checkpointing activation_checkpointing "
+    "enable_activation_checkpointing use_gradient_checkpointing recompute_granularity "
+    "activation_checkpointing_mode gradient_checkpointing_kwargs",
     "train.gradient_checkpointing_layers": "recompute_num_layers selective_ac_option activation_checkpoint_interval "
     "checkpoint_num_layers",
     "train.offload_activations": "activation_offloading enable_activation_offloading activation_cpu_offload "
-    "gradient_checkpointing_offload activation_checkpointing_offload cpu_offloading",
-    "train.tiled_mlp": "use_tiled_mlp mlp_tiling",
+    "gradient_checkpointing_offload activation_checkpointing_offload activation_checkpoint_cpu_offload cpu_offloading",
+    "train.tiled_mlp": "use_tiled_mlp tiled_mlp_compute mlp_tiling",
     "train.compile": "torch_compile torch_compile_backend torch_compile_mode use_compile compile_model",
-    "train.max_grad_norm": "gradient_clipping clip_grad_norm grad_clip gradient_clip_val grad_norm_clip",
+    "train.max_grad_norm": "max_norm gradient_clipping clip_grad_norm grad_clip gradient_clip_val grad_norm_clip",
     "train.nonfinite": "skip_nan_grad check_for_nan_in_loss detect_anomaly nan_policy terminate_on_nan",
     "train.steps_to_skip": "skip_steps skip_train_iteration_range iterations_to_skip",
     "train.skip_spikes": "loss_watchdog_threshold skip_step_sigma_factor spike_threshold loss_spike_sigma",
-    "train.deterministic": "full_determinism use_deterministic_algorithms deterministic_algorithms",
+    "train.deterministic": "full_determinism use_deterministic use_deterministic_algorithms deterministic_algorithms",
     "train.overfit_first_batch": "overfit_batches overfit_batch overfit_one_batch",
     "train.mock_batch": "dry_run_batch warmup_batch memory_check dummy_batch",
     "optimizer.kind": "optim optimizer_type optimizer_name",
@@ -131,22 +133,23 @@ _NAMES: dict[str, str] = {
     "schedule.warmup": "warmup_ratio warmup_steps num_warmup_steps lr_warmup_steps lr_warmup_iters",
     "schedule.use": "lr_scheduler_class custom_scheduler scheduler_fn",
     "schedule.options": "scheduler_kwargs lr_scheduler_args",
-    "schedule.min_lr_ratio": "cosine_min_lr_ratio min_lr lr_end lr_scheduler_kwargs min_lr_rate eta_min",
+    "schedule.min_lr_ratio": "cosine_min_lr_ratio min_lr_factor min_lr lr_end lr_scheduler_kwargs min_lr_rate eta_min",
     "schedule.decay": "num_decay_steps lr_wsd_decay_iters wsd_decay_steps decay_ratio cooldown",
     "schedule.decay_shape": "decay_type lr_wsd_decay_style lr_decay_type cooldown_type",
     "schedule.periods": "num_cycles cycle_length t_mult period_lengths",
     "ema.decay": "use_ema ema_decay ema_rate model_ema_decay",
     "ema.half_life": "ema_half_life",
     "ema.evaluate": "evaluate_ema_weights validate_original_weights",
-    "eval.every": "eval_steps evals_per_epoch eval_strategy evaluation_strategy eval_interval eval_freq",
+    "eval.every": "eval_steps evals_per_epoch eval_strategy evaluation_strategy eval_interval eval_freq eval_frequency",
     "eval.at_start": "eval_on_start val_before_train eval_first_step",
     "eval.at_end": "do_eval eval_on_end final_eval",
     "eval.tasks": "lm_eval_tasks",
     "eval.max_rows": "max_eval_samples eval_iters eval_max_batches max_eval_batches limit_val_batches",
     "eval.samples": "do_causal_lm_eval eval_table_size num_sample_generations log_completions generate_samples",
     "eval.samples_at": "sample_every sample_every_n_steps sample_interval",
-    "checkpoint.every": "save_steps saves_per_epoch save_strategy save_interval checkpoint_interval save_freq",
-    "checkpoint.at_end": "save_on_end save_last save_final save_at_end",
+    "checkpoint.every": "save_steps saves_per_epoch save_strategy save_interval checkpoint_interval save_freq "
+    "save_every_n_steps save_every_n_epochs",
+    "checkpoint.at_end": "save_on_end save_last save_final save_at_end save_end_of_training",
     "checkpoint.keep": "save_total_limit keep_last max_checkpoints num_to_keep keep_latest_k",
     "checkpoint.keep_best": "metric_for_best_model load_best_model_at_end save_best_only monitor",
     "checkpoint.marks": "fixed_steps keep_every_n_steps",
@@ -172,7 +175,7 @@ _NAMES: dict[str, str] = {
     "parallel.reshard_after_forward": "fsdp_reshard_after_forward",
     "parallel.numa_binding": "numa_affinity bind_cpu numa_affinity_mode",
     "parallel.timeout": "ddp_timeout dist_timeout nccl_timeout timeout_seconds",
-    "profile.steps": "profiler_steps profile_step profile_steps profile_start_step profiling_steps profile_freq",
+    "profile.steps": "profiler_steps profile_step profile_steps profile_start_step profiling_steps",
     "profile.memory": "enable_memory_snapshot profile_memory memory_snapshot profiler_memory",
     "profile.time": "enable_profiling profile_time torch_profiler use_profiler profiler",
     "prober.steps": "probe_steps debug_steps dump_steps",
@@ -182,7 +185,7 @@ _NAMES: dict[str, str] = {
     "logging.trackers": "report_to loggers use_wandb log_with use_tensorboard use_mlflow tracking",
     "logging.project": "wandb_project project_name mlflow_experiment_name comet_project",
     "logging.tags": "wandb_tags run_tags tracker_tags mlflow_tags",
-    "hooks": "callbacks trainer_callbacks plugins custom_callbacks",
+    "hooks": "callbacks trainer_callbacks custom_callbacks",
     "logging.console_every": "logging_steps log_interval logging_interval log_every log_freq report_interval",
 }  # fmt: skip
 FOREIGN: dict[str, tuple[str, ...]] = {ours: tuple(names.split()) for ours, names in _NAMES.items()}

@@ -6,7 +6,7 @@ from tuner.config.not_supported import absent
 
 _PREFERENCES = "exo aot discopop wpo"
 _REINFORCEMENT = "ppo grpo rloo dapo gspo gdpo reinforce online_dpo xpo nash_md ebft rl prm"
-_OTHER_BASES = "gptq awq aqlm hqq eetq fp4 quanto llm_int8 fp8 2 3"
+_OTHER_BASES = "gptq awq aqlm hqq eetq fp4 bnb.fp4 bnb.fp4-dq quanto llm_int8 fp8 2 3"
 _OTHER_ADAPTERS = (
     "loftq ia3 vera loha lokr adalora oft boft prefix prefix_tuning prompt_tuning p_tuning pissa olora llama_adapter "
     "lora_fa longlora relora adapter fourierft bone reft vblora"
@@ -24,7 +24,8 @@ _FEW_BITS = (
     "galore_adamw galore_adamw_8bit galore_adafactor apollo_adamw lomo adalomo adam_mini"
 )
 _NO_OPTIMIZER = (
-    "lion lion_pytorch lion_32bit sophia shampoo soap adagrad rmsprop ademamix schedule_free_adamw grokadamw"
+    "lion lion_pytorch lion_32bit stable_adamw sophia shampoo soap adagrad rmsprop ademamix schedule_free_adamw "
+    "grokadamw"
 )
 
 _WRITE: dict[str, dict[str, str]] = {
@@ -46,8 +47,8 @@ _WRITE: dict[str, dict[str, str]] = {
         "qdora": "dora, with model.quantize: nf4",
     },
     "model.quantize": {
-        "4 4bit 4-bit bnb_4bit int4 normalfloat4 true yes on qlora bnb bitsandbytes": "nf4",
-        "8 8bit 8-bit bnb_8bit": "int8",
+        "4 4bit 4-bit bnb_4bit int4 normalfloat4 true yes on qlora bnb bitsandbytes bnb.nf4 bnb.nf4-dq": "nf4",
+        "8 8bit 8-bit bnb_8bit bnb.int8 bnb.int8-training": "int8",
         "false no off 16 bf16": "none",
     },
     "model.dtype": {
@@ -114,7 +115,7 @@ _WRITE: dict[str, dict[str, str]] = {
     },
     "method.reduction": {"mean tokens": "token", "sample samples sequence": "document", "square": "sqrt"},
     "data.too_long": {
-        "keep_start keep_end right left cut true truncate_start": "truncate",
+        "keep_start right cut true": "truncate",
         "skip remove filter delete false": "drop",
         "raise error": "drop, which counts them, or truncate",
     },

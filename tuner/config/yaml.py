@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tuner.config.tree import KeyPath, Node, Problems, dotted
 
@@ -40,16 +41,18 @@ def resolve(text: str) -> Any:
     return text
 
 
-def read_yaml(text: str, name: str, base: Path, problems: Problems) -> Node:
+def read_yaml(text: str, name: str, base: Path, problems: Problems, aliases: bool = False) -> Node:
     """Build the tree of one YAML document; whatever is wrong goes to `problems`, with its line and column.
 
-    `name` is the file as shown to people. The result is an empty mapping when the text is not YAML at all.
+    `name` is the file as shown to people. Files of other tools may have anchors, `aliases` and merged mappings (`<<`),
+    written out in the tree, which is as large as it may be without them. The result is an empty mapping when the text
+    is not YAML at all.
     """
     empty = Node({}, f"{name}:1:1", base, f"{name}:1:1")
     if len(text) > MAX_BYTES:
         problems.add(f"{name}:1:1", "", f"larger than {MAX_BYTES:,} characters: not a recipe")
         return empty
-    return _Builder(name, base, problems).build(text) or empty
+    return _Builder(name, base, problems, aliases).build(text) or empty
 
 
 class _Stop(Exception):
@@ -59,9 +62,11 @@ class _Stop(Exception):
 class _Builder:
     """Builds nodes from the parser's events, without recursion into the parser's own loader."""
 
-    def __init__(self, name: str, base: Path, problems: Problems) -> None:
+    def __init__(self, name: str, base: Path, problems: Problems, aliases: bool) -> None:
         self.name, self.base, self.problems = name, base, problems
         self.nodes = 0
+        self.anchored: dict[str, tuple[Node, int]] | None = {} if aliases else None
+        """Nodes by their anchors, with how many there are in each; None where a file has none."""
 
     def build(self, text: str) -> Node | None:
         from ruamel.yaml import YAML
@@ -99,7 +104,7 @@ class _Builder:
     def _where(self, event: Any) -> str:
         return f"{self.name}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
 
-    def _fail(self, event: Any, text: str) -> None:
+    def _fail(self, event: Any, text: str) -> NoReturn:
         self.problems.add(self._where(event), "", text)
         raise _Stop
 
@@ -108,6 +113,9 @@ class _Builder:
             self.nodes += 1
             if self.nodes > MAX_NODES:
                 self._fail(event, f"more than {MAX_NODES:,} values: not a recipe")
+            if self.anchored is not None:
+                yield event
+                continue
             if type(event).__name__ == "AliasEvent":
                 self._fail(event, f"alias *{event.anchor}; write the value out, a recipe has no aliases")
             if getattr(event, "anchor", None) is not None:
@@ -120,6 +128,26 @@ class _Builder:
         if len(path) > MAX_DEPTH:
             self._fail(event, f"nested more than {MAX_DEPTH} deep")
         kind = type(event).__name__
+        if kind == "AliasEvent":
+            return self._alias(event)
+        before = self.nodes
+        node = self._written(kind, event, events, path)
+        if self.anchored is not None and event.anchor is not None:
+            self.anchored[str(event.anchor)] = node, self.nodes - before + 1
+        return node
+
+    def _alias(self, event: Any) -> Node:
+        """The node that an alias stands for, which counts as if it were written again."""
+        found = (self.anchored or {}).get(str(event.anchor))
+        if found is None:
+            self._fail(event, f"alias *{event.anchor} of nothing that is written before it")
+        node, count = found
+        self.nodes += count
+        if self.nodes > MAX_NODES:
+            self._fail(event, f"more than {MAX_NODES:,} values with what its aliases stand for: not a configuration")
+        return deepcopy(node)
+
+    def _written(self, kind: str, event: Any, events: Iterator[Any], path: KeyPath) -> Node:
         if kind == "MappingStartEvent":
             return self._mapping(event, events, path)
         if kind == "SequenceStartEvent":
@@ -132,15 +160,21 @@ class _Builder:
 
     def _mapping(self, event: Any, events: Iterator[Any], path: KeyPath) -> Node:
         children: dict[str, Node] = {}
+        merged: list[Node] = []
         while type(key := next(events)).__name__ != "MappingEndEvent":
             if type(key).__name__ != "ScalarEvent":
                 self._fail(key, "a key is plain text")
             where = self._where(key)
             child = self._node(next(events), events, (*path, key.value))
             child.key_where = where
-            if key.value in children:
+            if key.value == "<<" and self.anchored is not None:
+                merged.append(child)
+            elif key.value in children:
                 first = children[key.value].key_where.rsplit(":", 2)[1]
                 self.problems.add(where, dotted((*path, key.value)), f"duplicate key; first written on line {first}")
             else:
                 children[key.value] = child
+        for node in merged:  # what is written in the mapping itself wins, then what is merged first
+            for source in node.value if isinstance(node.value, list) else [node]:
+                children = {**(source.value if isinstance(source.value, dict) else {}), **children}
         return Node(children, self._where(event), self.base)

@@ -1,0 +1,66 @@
+"""Wrong answers, planted one after the other into the tables that the answers come from: each has to be found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tuner.config import conversion, not_supported
+from tuner.config.other_rules import count_of, number_of, share_of, switch, words
+
+_RULES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
+    "epochs are read as steps": ("num_train_epochs", count_of("train.duration", "steps")),
+    "min_iterations is a bound on an early stop": ("min_iterations", number_of("train.min_steps")),
+    "a share of warm-up is read as steps": ("warmup_ratio", count_of("schedule.warmup", "steps")),
+    "the scale of an adapter is its rank": ("lora_rank", number_of("adapter.alpha")),
+    "8 bits are taken for 4": ("load_in_8bit", switch("model.quantize", "nf4")),
+    "every saved step is an evaluated one": ("save_steps", share_of("eval.every", "never")),
+    "the prompt is never trained on": ("train_on_inputs", switch("method.train_on", "assistant", "assistant")),
+    "orpo is answered with dpo": ("rl", words("method.kind", {"orpo": "dpo", "dpo": "dpo", "kto": "kto"})),
+    "mixing by probability is a share": ("interleave_probs", lambda value, given: {"data.train.weight": 0.5}),
+    "recomputing is turned round": (
+        "gradient_checkpointing", switch("train.gradient_checkpointing", "none", "full"),
+    ),
+}  # fmt: skip
+"""What is wrong, and the key whose rule is replaced."""
+
+
+@contextmanager
+def planted(key: str, rule: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Replace the rule of one key, also where the key has none."""
+    before, feature = conversion.RULES.get(key), not_supported.ABSENT_NAMES.pop(key, None)
+    conversion.RULES[key] = rule
+    conversion.known_names.cache_clear()
+    try:
+        yield
+    finally:
+        conversion.RULES.pop(key)
+        if before is not None:
+            conversion.RULES[key] = before
+        if feature is not None:
+            not_supported.ABSENT_NAMES[key] = feature
+        conversion.known_names.cache_clear()
+
+
+def missed() -> list[str]:
+    """What was planted and not found among the answers to keys in a recipe."""
+    from tools.advice.keys import by_error, cases, lost
+
+    table = cases()
+    found = []
+    for wrong, (key, rule) in _RULES.items():
+        named = [case for case in table if key in str(case.given)]
+        with planted(key, rule):
+            answers = [by_error(case) for case in named]
+        if not any(answer.verdict == "wrong" for answer in answers) and not lost(answers):
+            found.append(wrong)
+    return found
+
+
+def found_planted() -> int:
+    """Plant them all; 1 where one is missed."""
+    not_found = missed()
+    print(f"{len(_RULES) - len(not_found)} of {len(_RULES)} planted wrong answers found")
+    print("\n".join(f"missed: {wrong}" for wrong in not_found))
+    return int(bool(not_found))

@@ -1,0 +1,276 @@
+"""Keys of other tools that depend on the keys beside them: which of two wins, and what several say together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tuner.config.not_supported import absent
+from tuner.config.numbers import write_number
+from tuner.config.other_rules import PER_DEVICE, Given, Lines, Rule, count_of, number, number_of, share_of, switch
+from tuner.config.other_rules import micro_batch as rows_of_a_process
+
+_EPOCHS, _STEPS = count_of("train.duration", "epochs"), count_of("train.duration", "steps")
+_ALL_LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+_NONE = {"none", "null", "false", "full"}
+
+
+def _is_set(given: Given, *names: str) -> bool:
+    """Whether one of these keys has a number above 0."""
+    return any((found := number(given.get(name))) is not None and found > 0 for name in names)
+
+
+def _says(given: Given, name: str, *words: str) -> bool:
+    return str(given.get(name)).lower() in words
+
+
+def no_adapter(given: Given) -> bool:
+    """Whether another key says that all weights are trained, so that nothing of an adapter counts."""
+    kinds = ("finetuning_type", "train_type", "tuner_type", "sft_type")
+    is_full = any(_says(given, name, "full", "freeze") for name in kinds) or _says(given, "full_finetuning", "true")
+    is_off = any(name in given and str(given[name]).lower() in _NONE for name in ("use_peft", "adapter"))
+    return is_full or is_off
+
+
+def kind_of_adapter(given: Given) -> str:
+    """The kind of the adapter whose keys are written."""
+    is_dora = any(_says(given, name, "true") for name in ("use_dora", "peft_use_dora", "lora_dora"))
+    return "dora" if is_dora else "lora"
+
+
+def epochs(value: Any, given: Given) -> Lines | str | None:
+    """Epochs, which count for nothing where a number of steps is given."""
+    each = number(given.get("max_steps_per_epoch"))
+    if each and each > 0:
+        return steps_per_epoch(given["max_steps_per_epoch"], given)
+    return {} if _is_set(given, "max_steps", "train_iters") else _EPOCHS(value, given)
+
+
+def steps_per_epoch(value: Any, given: Given) -> Lines | str | None:
+    """Steps of an epoch: the run is so many for each of its epochs."""
+    steps, count = number(value), next((number(given[name]) for name in ("epochs", "num_epochs") if name in given), 1)
+    if steps is None or not count:
+        return {} if value is None else None
+    return {"train.duration": f"{write_number(steps * count)} steps"}
+
+
+def warmup_share(value: Any, given: Given) -> Lines | str | None:
+    """A share of the run, which counts for nothing where warm-up steps are given."""
+    return {} if _is_set(given, "warmup_steps") else share_of("schedule.warmup", "never")(value, given)
+
+
+def warmup_steps(value: Any, given: Given) -> Lines | str | None:
+    """Warm-up steps; none where a share is given."""
+    if number(value) == 0 and _is_set(given, "warmup_ratio"):
+        return {}
+    return share_of("schedule.warmup", "never")(value, given)
+
+
+def _unless(key: str, strategies: tuple[str, ...], words: tuple[str, ...]) -> Rule:
+    """A count of steps, which counts for nothing under another strategy."""
+
+    def rule(value: Any, given: Given) -> Lines | str | None:
+        if any(_says(given, strategy, *words) for strategy in strategies):
+            return {}
+        return share_of(key, "never")(value, given)
+
+    return rule
+
+
+def batch(value: Any, given: Given) -> Lines | str | None:
+    """Rows of a step, or of a process where accumulation is said beside them."""
+    is_of_a_process = "gradient_accumulation_steps" in given and not any(name in given for name in PER_DEVICE)
+    return micro_batch(value, given) if is_of_a_process else number_of("train.global_batch_size")(value, given)
+
+
+def micro_batch(value: Any, given: Given) -> Lines | str | None:
+    """Rows of a process at once, and those of a step where these cannot stay what they are."""
+    found = rows_of_a_process(value, given)
+    if isinstance(found, dict) and "gradient_accumulation_steps" not in given:
+        rows = found["train.micro_batch_size"]
+        whole = number(given.get("train.global_batch_size")) or 16
+        found |= {"train.global_batch_size": rows} if whole % rows else {}
+    return found
+
+
+def rank(value: Any, given: Given) -> Lines | str | None:
+    """The rank; in LLaMA-Factory the scale follows from it."""
+    found = number_of("adapter.r")(value, given)
+    if isinstance(found, dict) and "finetuning_type" in given and "lora_alpha" not in given:
+        found |= {"adapter.alpha": 2 * found["adapter.r"]}
+    return found
+
+
+def cadence_rules() -> dict[str, Rule]:
+    """Rules of evaluations and saves by steps."""
+    saves = _unless("checkpoint.every", ("save_strategy", "save_epoch"), ("epoch", "no", "best", "true"))
+    evaluations = _unless("eval.every", ("eval_strategy", "evaluation_strategy"), ("epoch", "no"))
+    return {
+        **dict.fromkeys(
+            ("save_steps", "save_interval", "checkpoint_interval", "save_freq", "save_every_n_steps"), saves
+        ),
+        **dict.fromkeys(("eval_steps", "eval_interval", "eval_freq", "eval_frequency"), evaluations),
+        "save_every_n_epochs": count_of("checkpoint.every", "epochs", "never"),
+        "save_epoch": switch("checkpoint.every", "1 epoch"),
+        "save_end_of_training": switch("checkpoint.at_end", True, False),
+        "exit_iteration": count_of("train.stop_after", "steps", "never"),
+    }
+
+
+_TRACKED = {"wandb": ("wandb_project", "use_wandb", "enable_wandb"), "mlflow": ("mlflow_experiment_name", "use_mlflow"),
+            "tensorboard": ("use_tensorboard", "enable_tensorboard")}  # fmt: skip
+
+
+def _trackers(given: Given) -> list[str]:
+    """Trackers that keys of their own turn on, those that are switched off left out."""
+    off = {name for name in _TRACKED if any(_says(given, key, "false") for key in (f"use_{name}", f"enable_{name}"))}
+    return [
+        name for name, keys in _TRACKED.items()
+        if name not in off and any(given.get(key) not in (None, "", False) for key in keys)
+    ]  # fmt: skip
+
+
+def tracker_project(value: Any, given: Given) -> Lines | str | None:
+    """A project, which turns its tracker on; nothing where it is empty."""
+    if not isinstance(value, str):
+        return {} if value is None else None
+    if not value.strip():
+        return {}
+    found = [] if "report_to" in given else _trackers(given)
+    return ({"logging.trackers": found} if found else {}) | {"logging.project": value}
+
+
+def use_tracker(value: Any, given: Given) -> Lines | str | None:
+    """A switch of one tracker."""
+    if str(value).lower() not in {"true", "false"}:
+        return {} if value is None else None
+    found = _trackers(given)
+    return {"logging.trackers": found} if found and str(value).lower() == "true" else {}
+
+
+def metric_logger(value: Any, given: Given) -> Lines | str | None:
+    """torchtune's component that logs."""
+    component = value.get("_component_") if isinstance(value, Mapping) else value
+    word = str(component).rpartition(".")[2].lower()
+    found = {"tensorboardlogger": "tensorboard", "wandblogger": "wandb"}.get(word)
+    if found is None:
+        return {} if isinstance(value, Mapping) and value else None
+    project = value.get("project") if isinstance(value, Mapping) else None
+    return {"logging.trackers": [found]} | ({"logging.project": project} if isinstance(project, str) else {})
+
+
+def attention_modules(value: Any, given: Given) -> Lines | str | None:
+    """torchtune names the layers of attention, and has a switch for those of the MLP."""
+    if not isinstance(value, list):
+        return None
+    names = [{"output_proj": "o_proj"}.get(str(name), str(name)) for name in value]
+    if given.get("model.apply_lora_to_mlp", given.get("apply_lora_to_mlp")) is True:
+        names += ["gate_proj", "up_proj", "down_proj"]
+    return {"adapter.target_modules": "all-linear" if set(names) == _ALL_LINEAR else names}
+
+
+def trainer(value: Any, given: Given) -> Lines | str | None:
+    """ArcticTraining's `type` of a whole training; elsewhere the form of a data set's records."""
+    word = str(value).lower()
+    kinds = {"sft": "sft", "dpo": "dpo", "causal": "pretrain"}
+    if word in kinds:
+        return {"method.kind": kinds[word]}
+    return {"data.train.format": value} if isinstance(value, str) else None
+
+
+def text_column(value: Any, given: Given) -> Lines | str | None:
+    """The column of the texts, which is `text` where no other is named."""
+    return {} if value == "text" else {"data.train.columns": {"text": value}} if isinstance(value, str) else None
+
+
+def record_count(value: Any, given: Given) -> Lines | str | None:
+    """The number of records that are taken, which belongs to a source."""
+    count = number(value)
+    return {"data.train.count": int(count)} if count and count > 0 and count.denominator == 1 else None
+
+
+def revision(value: Any, given: Given) -> Lines | str | None:
+    """A commit, tag or branch; ModelScope's default one is no branch of the hub."""
+    return {} if value == "master" else {"model.revision": value} if isinstance(value, str) else None
+
+
+_SHARDED: dict[str, Lines] = {
+    "3": {"parallel.shard": "full"},
+    "2": {"parallel.shard": "full", "parallel.reshard_after_forward": False},
+    "1": {"parallel.shard": "full", "parallel.reshard_after_forward": False},
+    "0": {"parallel.shard": "none"},
+}
+"""Stages of ZeRO."""
+
+
+def deepspeed(value: Any, given: Given) -> Lines | str | None:
+    """DeepSpeed by its stage, where a name or a section says which; nothing of what its file says besides."""
+    section = value.get("zero_optimization") if isinstance(value, Mapping) else None
+    stage = section.get("stage") if isinstance(section, Mapping) else None
+    word = str(value).lower().rpartition("/")[2]
+    named = re.search(r"(?:zero|z|stage)[_-]?([0-3])(?!\d)", word) if isinstance(value, str) else None
+    found = _SHARDED.get(str(stage) if stage is not None else named[1] if named else "")
+    if found is None or "offload" in word:
+        feature = absent("deepspeed_config")
+        assert feature is not None
+        return feature.sentence
+    return {**found}
+
+
+def fsdp(value: Any, given: Given) -> Lines | str | None:
+    """FSDP by the words that transformers takes for it."""
+    words = " ".join(value) if isinstance(value, list) and all(isinstance(item, str) for item in value) else str(value)
+    known = {"full_shard": "3", "shard_grad_op": "2", "no_shard": "0", "true": "3"}
+    if "hybrid_shard" in words:
+        return {"parallel.shard": "hybrid"}
+    found = next((_SHARDED[stage] for word, stage in known.items() if word in words.lower().split()), None)
+    if found is None or "offload" in words:
+        feature = absent("fsdp_config")
+        assert feature is not None
+        return feature.sentence
+    return {**found}
+
+
+_LITGPT = {"query": ["q_proj"], "key": ["k_proj"], "value": ["v_proj"], "projection": ["o_proj"],
+           "mlp": ["gate_proj", "up_proj", "down_proj"], "head": ["lm_head"]}  # fmt: skip
+
+
+def layers_of_litgpt(value: Any, given: Given) -> Lines | str | None:
+    """LitGPT's switches for the layers that get an adapter: all that are on."""
+    on = [name for key, names in _LITGPT.items() if given.get(f"lora_{key}") is True for name in names]
+    return {"adapter.target_modules": on} if on else None
+
+
+def truncation(value: Any, given: Given) -> Lines | str | None:
+    """Which end of a text that is too long is cut off; here it is the last one."""
+    word = str(value).lower()
+    if word in {"keep_end", "left", "truncate_start", "truncation_left"}:
+        return (
+            "not supported: keeping the end of a text that is too long; instead data.too_long: truncate, which keeps "
+            "its start, or drop"
+        )
+    known = {"delete": "drop", "drop": "drop", "split": "split", "raise": "drop"} | dict.fromkeys(
+        ("true", "keep_start", "truncate", "right", "truncation_right"), "truncate"
+    )
+    return {"data.too_long": known[word]} if word in known else None
+
+
+def torchtune_loss(value: Any, given: Given) -> Lines | str | None:
+    """torchtune's component of the loss: that of DPO is a method, cross-entropy is every method's."""
+    if not isinstance(value, Mapping):
+        return None
+    name = str(value.get("_component_")).rpartition(".")[2]
+    if name == "DPOLoss":
+        smoothing = {"method.label_smoothing": value["label_smoothing"]} if value.get("label_smoothing") else {}
+        beta = {"method.beta": value["beta"]} if "beta" in value else {}
+        return {"method.kind": "dpo"} | beta | smoothing
+    is_plain = "CrossEntropy" in name or name.startswith("CE")
+    return "cross-entropy is the loss of method.kind: sft and pretrain; leave it out" if is_plain else None
+
+
+def lambda_of_gkd(value: Any, given: Given) -> Lines | str | None:
+    """The share of answers that the student generates itself; none of them is what is here."""
+    feature = absent("gkd")
+    assert feature is not None
+    return {} if number(value) == 0 else feature.sentence
