@@ -76,7 +76,10 @@ def test_how_the_user_lets_threads_wait_stays(name: str) -> None:
 def test_threads_and_memory_are_prepared_together() -> None:
     environment: dict[str, str] = {}
     prepare_environment(environment)
-    assert environment == EXPANDABLE | {"GOMP_SPINCOUNT": SPIN_COUNT}
+    assert environment == EXPANDABLE | {"GOMP_SPINCOUNT": SPIN_COUNT, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    louder = {"TORCH_CPP_LOG_LEVEL": "INFO"}
+    prepare_environment(louder)
+    assert louder["TORCH_CPP_LOG_LEVEL"] == "INFO"
 
 
 ENTRIES = (

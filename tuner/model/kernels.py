@@ -108,6 +108,7 @@ def liger_into_gradient(
     vocabulary is large. The one place where that kernel's parameters are written down; `tests/model/test_liger_loss.py`
     holds it to plain torch, in Triton's interpreter where there is no GPU.
     """
+    _quiet_liger()
     import triton
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
 

@@ -15,18 +15,21 @@ that waits burns the core that the thread it waits for needs. Waking a sleeping 
 not spinning at all slows down a machine with nothing else to do (tools/bench_busy.py).
 """
 _WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+CPP_LOG = "TORCH_CPP_LOG_LEVEL"
+"""Warnings of torch's C++ go past Python's to stderr: a profiled step that frees older memory has one of each 1,000."""
 ALLOCATOR, SEGMENTS = "PYTORCH_ALLOC_CONF", "expandable_segments:True"
 _ALLOCATING = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _DRIVER = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"))
 
 
 def prepare_environment(environment: MutableMapping[str, str]) -> None:
-    """Say how threads wait for each other, and how memory of CUDA devices is kept, unless the user did.
+    """Say how threads wait, how memory of CUDA devices is kept and what torch's C++ says, unless the user did.
 
     For this process and those that it starts: call it before torch is imported.
     """
     limit_spinning(environment)
     expand_segments(environment)
+    environment.setdefault(CPP_LOG, "ERROR")
 
 
 def limit_spinning(environment: MutableMapping[str, str]) -> None:

@@ -84,6 +84,34 @@ def test_damage_is_named_file_by_file(tmp_path: Path) -> None:
     assert len(damages(entry)) == 2, "how it is written does not matter"
 
 
+@pytest.mark.parametrize(
+    ("mode", "owner", "group", "said"),
+    [
+        (0o755, 0, 0, None),
+        (0o775, 0, 0, None),  # root's own group
+        (0o777, 0, 0, "may be written by everybody"),
+        (0o775, 0, 4321, "may be written by group 4321"),
+        (0o755, 4321, 0, "belongs to another user (4321)"),
+    ],
+)
+def test_a_cache_that_others_may_write_is_warned_of(
+    tmp_path: Path, mode: int, owner: int, group: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned = prepared(tmp_path).warnings
+    assert not any("somebody else puts there" in text for text in warned), "as it is made"
+    kept, stat = tmp_path / "cache" / "encoded", Path.stat
+
+    def stated(path: Path, **more: Any) -> os.stat_result:
+        facts = list(stat(path, **more))
+        if path == kept:
+            facts[0], facts[4], facts[5] = (facts[0] & ~0o777) | mode, owner or os.getuid(), group or os.getuid()
+        return os.stat_result(facts)
+
+    monkeypatch.setattr(Path, "stat", stated)
+    found = [text for text in prepared(tmp_path).warnings if "somebody else puts there" in text]
+    assert [text.split(":")[0] for text in found] == ([] if said is None else [f"{kept} {said}"])
+
+
 def test_a_manifest_that_was_changed_is_built_again(tmp_path: Path) -> None:
     info = prepared(tmp_path)
     manifest = info.path / "manifest.json"

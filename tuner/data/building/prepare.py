@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.data.building.cache import build_once, cache_path, valid
 from tuner.data.building.spec import PrepareSpec, expected_bytes, keys_of, sources_of
+from tuner.data.building.trust import others_may_write
 from tuner.errors import DataError
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def prepare(spec: PrepareSpec, console: "Console | None" = None) -> PreparedInfo
         elif pool is not None:
             pool.end(at_once=True)
     report = _with_own_names(manifest["report"], sources)
-    warnings = _warnings(spec, report, final)
+    warnings = (*_warnings(spec, report, final), *others_may_write(spec.cache_dir))
     return PreparedInfo(final, keys.prepared, cached, report, time.monotonic() - started, warnings)
 
 
@@ -81,7 +82,8 @@ def check_to_use(spec: PrepareSpec, directory: Path, console: "Console") -> None
     Raises DataError where most documents of a split are lost to their length though the recipe does not say so.
     """
     manifest = valid(directory, "prepared")
-    for warning in () if manifest is None else _warnings(spec, manifest["report"], directory):
+    lost = () if manifest is None else _warnings(spec, manifest["report"], directory)
+    for warning in (*lost, *others_may_write(directory)):
         console.warn(warning)
 
 
