@@ -39,6 +39,7 @@ def test_each_launch_is_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert second["git"]["commit"] == first["git"]["commit"]
     assert b"-one\n+two\n" in (run.path / second["git"]["diff"]).read_bytes()
     assert second["git"]["diff"] == "launches/2/git.diff"
+    assert (run.path / second["git"]["diff"]).stat().st_mode & 0o777 == 0o600
     assert first["environment"]["variables"]["NCCL_DEBUG"] == "WARN"
     assert first["command"][-1] == "***"
     assert {"torch", "transformers"} <= set(first["versions"])

@@ -178,7 +178,7 @@ class RunDir:
         if tree.diff:
             kept = f"{LAUNCHES}/{launch}/{SOURCE_DIFF}"
             (self.path / kept).parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.path / kept, tree.diff)
+            write_atomic(self.path / kept, tree.diff, 0o600)  # it may hold what was not meant to be shared
         return {**tree.facts(), "diff": kept}
 
     def write_recipe(self, text: str, resolved: str) -> None:

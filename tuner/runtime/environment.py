@@ -28,9 +28,14 @@ VARIABLES = (
 """Variables that are recorded, besides those with one of the prefixes."""
 PREFIXES = ("GLOO_", "GOMP_", "KMP_", "NCCL_", "OMP_", "TORCH_NCCL_", "TUNER_")
 HIDDEN = "***"
-_SECRET = re.compile(
-    r"(?:^|[_.-])(?:token|api[_-]?key|key|secret|password|passwd|credentials?|auth|webhook(?:[_-]url)?)$", re.IGNORECASE
+_WORDS = (
+    "token|api[_-]?key|apikey|key|secret|secrets|pass|password|passwd|passphrase|pwd|pw|pin|credentials?|creds?|auth|bearer"
+    "|cookie|session|signature|private|webhook(?:[_-]url)?"
 )
+_SECRET = re.compile(rf"(?:^|[_.-])(?:{_WORDS})$", re.IGNORECASE)
+"""A flag whose last word is that of a secret."""
+_SECRET_VARIABLE = re.compile(rf"(?:^|_)(?:{_WORDS})\d*(?:_|$)", re.IGNORECASE)
+"""A variable that has such a word anywhere."""
 _USER_OF_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 MOST_CHARACTERS = 2000
 """A longer value is cut."""
@@ -67,7 +72,7 @@ def _installed() -> Mapping[str, str]:
 def safe_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Those variables of an allow-list that are set and whose names are not a secret's."""
     names = sorted(name for name in env if name in VARIABLES or name.startswith(PREFIXES))
-    return {name: _cut(_USER_OF_URL.sub(HIDDEN, env[name])) for name in names if not _SECRET.search(name)}
+    return {name: _cut(_USER_OF_URL.sub(HIDDEN, env[name])) for name in names if not _SECRET_VARIABLE.search(name)}
 
 
 def command_line(words: Sequence[str] | None = None) -> list[str]:

@@ -144,14 +144,14 @@ def append(path: Path, data: bytes) -> None:
         os.close(descriptor)
 
 
-def write_new(path: Path, data: bytes) -> None:
+def write_new(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Create `path`, which must not exist, with `data`, flushed to the disk. Raises MachineError."""
     with machine_errors(path, len(data)):
-        _write_new(path, data)
+        _write_new(path, data, mode)
 
 
-def _write_new(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+def _write_new(path: Path, data: bytes, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
     try:
         write_all(descriptor, data)
         os.fsync(descriptor)
@@ -159,7 +159,7 @@ def _write_new(path: Path, data: bytes) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Replace `path` with `data`: a reader, or a restart after power loss, sees the old or the new bytes.
 
     Raises MachineError; the old file is then untouched.
@@ -167,7 +167,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     tmp = path.parent / f"{TMP_PREFIX}{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         with machine_errors(path, len(data)):
-            _write_new(tmp, data)
+            _write_new(tmp, data, mode)
             os.rename(tmp, path)
             fsync_dir(path.parent)
     except BaseException:

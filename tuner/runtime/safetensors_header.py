@@ -7,7 +7,7 @@ from typing import Any
 from tuner.errors import DataError
 
 _LIMIT, _ALWAYS, _SHARE = 1 << 24, 1 << 20, 16
-"""Bytes: of a hundred thousand tensors it has eleven million. Larger ones than the second take such a share of a file."""
+"""Bytes: of 100,000 tensors it has eleven million. One above the second takes no more than such a share of its file."""
 _SIGNS, _MOST_SIGNS = (b",", b":", b"[", b"{"), 3
 """What makes an object of a header: one of so many bytes, or it is made to take memory."""
 
