@@ -1,4 +1,4 @@
-"""What strikes in a process of `tools/kill_points.py`: it dies, hears a signal, or its clock jumps, at a chosen moment.
+"""What strikes in a process of `tools/kill_campaign.py`: it dies, hears a signal, or its clock jumps, at a moment.
 
 A module named `sitecustomize` calls :func:`arm`, in every process of a command, with what the environment says.
 """

@@ -1,7 +1,7 @@
 """Kill training, uploads and readers of compressed files where calls of the system do not tell, and go on from there.
 
-    python tools/kill_points.py --count 8 --out kills.jsonl
-    python tools/kill_points.py --points evaluation save --processes 2 4 --count 20
+    python tools/kill_campaign.py --count 8 --out kills.jsonl
+    python tools/kill_campaign.py --points evaluation save --processes 2 4 --count 20
 
 Points of training, with one, two and four processes: `evaluation`, before one of its forwards; `save`, at a call of a
 save beside the steps; `signal`, SIGTERM to the command in such a save or in one that steps wait for; `clock`, killed
@@ -55,13 +55,13 @@ Result = dict[str, Any]
 class Place:
     """A directory for trainings with so many processes, and what an unbroken one comes to."""
 
-    def __init__(self, path: Path, processes: int) -> None:
-        self.path, self.processes = path, processes
+    def __init__(self, path: Path, processes: int, *flags: str) -> None:
+        self.path, self.processes, self.flags = path, processes, (*FLAGS, *flags)
         path.mkdir()
         prepare(path, processes)
         (path / "hook").mkdir()
         (path / "hook" / "sitecustomize.py").write_text("from tools.struck import arm\narm()\n")
-        code, said = self.tuner("train", "r.yaml", "--name", "unbroken", *FLAGS, *self.spread())
+        code, said = self.tuner("train", "r.yaml", "--name", "unbroken", *self.flags, *self.spread())
         if code:
             raise RuntimeError(said)
         self.unbroken = outcome(path / "runs" / "unbroken")
@@ -100,17 +100,17 @@ def training_trial(place: Place, point: str, number: int, rng: random.Random, re
     name = f"{point}-{number}"
     run = place.path / "runs" / name
     async_save = ("--checkpoint.async_save", str(beside).lower())
-    code, said = place.tuner("train", "r.yaml", "--name", name, *FLAGS, *place.spread(), *async_save, struck=struck)
+    words = ("train", "r.yaml", "--name", name, *place.flags, *place.spread())
+    code, said = place.tuner(*words, *async_save, struck=struck)
     expected = {0, 75} if point == "signal" else {0, 4, -signal.SIGKILL, 128 + signal.SIGKILL}
     problems = [] if code in expected else [f"exit code {code}: {said}"]
     if "Traceback" in said or "bug in tuner" in said:
         problems.append(f"says: {said}")
     newest_step, found = _whole(run)
     problems += found
-    words = () if not resumed_by else ("--parallel.processes", str(resumed_by))
-    began = (run / "run.json").is_file()
-    again = ("resume", f"runs/{name}") if began else ("train", "r.yaml", "--name", name, *FLAGS, *place.spread())
-    resumed, said = place.tuner(*again, *words)
+    fewer = ("--parallel.processes", str(resumed_by)) if resumed_by else ()
+    again = ("resume", f"runs/{name}") if (run / "run.json").is_file() else words
+    resumed, said = place.tuner(*again, *fewer)
     if resumed != 0:
         problems.append(f"resumed with exit code {resumed}: {said}")
     else:
@@ -256,7 +256,7 @@ def campaign(
                 told(training_trial(place, point, trial, rng))
     rng = random.Random(seed)
     if "fewer" in points:
-        place = Place(directory / "fewer", 4)
+        place = Place(directory / "fewer", 4, "--adapter.dropout", "0")  # which elements are left out follows the mesh
         for trial in range(count):
             told(training_trial(place, "fewer", trial, rng, resumed_by=2))
     if {"push", "cut"} & {*points}:
