@@ -17,8 +17,8 @@ def test_only_listed_variables_and_no_secret(monkeypatch: pytest.MonkeyPatch) ->
         "TOKENIZERS_PARALLELISM": "false", "TUNER_PROXY": "http://me:pw@host/x", "TUNER_LONG": "x" * 5000,
         "TUNER_API_KEY": "s1", "TUNER_TOKEN": "s2", "HF_TOKEN": "s3", "WANDB_API_KEY": "s4", "AWS_SECRET": "s5",
         "PATH": "/bin", "HOME": "/root", "OMP_PASS": "s6", "OMP_PASSWORD_FILE": "s7", "TUNER_DB_PWD": "s8",
-        "NCCL_TOKEN_2": "s9", "TUNER_WEBHOOK_URL": "s10", "TUNER_KEY1": "s11", "GLOO_SESSION_COOKIE": "s12", "TUNER_CREDS": "s13",
-        "NCCL_PASSPHRASE": "s14", "OMP_API_KEY_FILE": "s15", "TUNER_PASSES": "3",
+        "NCCL_TOKEN_2": "s9", "TUNER_WEBHOOK_URL": "s10", "TUNER_KEY1": "s11", "GLOO_SESSION_COOKIE": "s12",
+        "TUNER_CREDS": "s13", "NCCL_PASSPHRASE": "s14", "OMP_API_KEY_FILE": "s15", "TUNER_PASSES": "3",
     }  # fmt: skip
     found = safe_variables(env)
     assert set(found) == {
