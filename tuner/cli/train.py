@@ -181,7 +181,7 @@ def _evaluated(metrics: Mapping[str, Any]) -> str:
 
 
 def _kept_apart(result: RunResult) -> str:
-    """What an export needs to be told of an adapter that cannot be merged; else nothing."""
+    """The option that an export needs where the adapter cannot be merged; else nothing."""
     from tuner.rundir.exports import APART
     from tuner.runtime.files import MANIFEST_NAME, read_json
 
