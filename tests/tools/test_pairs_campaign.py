@@ -12,7 +12,7 @@ import pytest
 from tools.pair_oracle import judge
 from tools.pairs_campaign import FAULTS, compare, rows
 from tuner.data.encoding import compared
-from tuner.data.reading import preferences
+from tuner.data.reading import answers, preferences
 
 
 @pytest.mark.parametrize("kind", ["preference", "unpaired"])
@@ -30,9 +30,9 @@ def always(value: Any) -> Callable[..., Any]:
     ("module", "name", "wrong"),
     [
         (compared, "_equal_tokens", lambda batch, counts: counts >= 0),
-        (preferences, "_says", always(True)),
+        (answers, "_says", always(True)),
         (preferences, "_margin", always(1.0)),
-        (preferences, "_equal_messages", always(1)),
+        (answers, "_equal_messages", always(1)),
         (compared._Margins, "of", lambda self, records, notes: {"margin": (records * 0).astype("float32")}),
     ],
 )

@@ -98,9 +98,8 @@ def warnings_of(report: Mapping[str, Any], rejects: str, unit: str = "document")
     for split in ("train", "eval"):
         if report[split] is not None:
             warnings += _split_warnings(split, report[split], rejects, unit)
-    warnings += [
-        f"{counted(report['notes'][note], 'row')}: {note}; {way}" for note, way in LOST if note in report["notes"]
-    ]
+    notes = report.get("notes", {})
+    warnings += [f"{counted(notes[note], 'row')}: {note}; {way}" for note, way in LOST if note in notes]
     for split, sources in report["sources"].items():
         warnings += _label_warnings(split, sources)
         for source in sources:
