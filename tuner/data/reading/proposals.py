@@ -136,8 +136,8 @@ def ways_out(bad: Record, sample: Sequence[Record], given: Reading, chats: bool,
     if found or given.kind not in {"sft", "pretrain"} or given != Reading(given.kind) or form_of(bad) is not None:
         return [proposal.text(path) for proposal in found]
     keys = Keys.of(bad)
-    if len(keys.texts) < 2 or keys.turns or keys.sides or any(map(is_part, bad)):
-        return []
+    if len(keys.texts) < 2 or keys.turns or keys.sides or sum(map(is_part, bad)) > 1:
+        return []  # what is known of it was tried, and does not do
     return [f"write the source as {{path: {flow(path)}, {COLUMNS_FORM}}}, with the row's own keys as YOURS"]
 
 
