@@ -49,7 +49,7 @@ CAMPAIGNS = (
     Campaign("ranks", ("fault_campaign", "ranks", "--count", "100"), "two processes train; all die, or one alone"),
     Campaign("mesh-kills", ("fault_campaign", "meshes", "--count", "100"), "the same with split layers, rows, experts"),
     Campaign(
-        "kill-points", ("kill_campaign", "--count", "16"),
+        "kill-points", ("kill_campaign", "--count", "16", "--out", f"{DEMO}/campaigns/kill-points.jsonl"),
         "killed in evaluations, in saves beside the steps, in uploads; a clock that jumps, files that end early",
     ),
     Campaign("errors", ("fault_campaign", "errors", "--count", "300"), "a full disk, EIO and short writes"),

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,15 +155,17 @@ def _end_problems(place: Place, run: Path, newest_step: int | None, is_other: bo
     return problems + ([] if same else ["the log differs from that of an unbroken run"])
 
 
-def push_trials(place: Place, count: int, rng: random.Random) -> Iterator[Result]:
+def push_trials(place: Place, trials: Mapping[int, random.Random]) -> Iterator[Result]:
     """Uploads of an export that are killed when the hub has heard so many requests and parts of files, and again."""
+    if not trials:
+        return
     code, said = place.tuner("export-hf", "runs/unbroken")
     if code:
         raise RuntimeError(said)
     export = next((place.path / "runs" / "unbroken" / "exports").glob("step-*"))
     before = {path: path.read_bytes() for path in export.rglob("*") if path.is_file()}
     whole, heard = _pushed(place, export, 0)
-    for number in range(count):
+    for number, rng in trials.items():
         at = rng.randint(1, heard)
         hub, _ = _pushed(place, export, at)
         there = {name: facts["size"] for name, facts in hub.files.items()}
@@ -212,13 +214,13 @@ def _push(place: Place, export: Path, hub: Hub, pids: list[int] | None = None) -
         return code, log.read()[-1500:]
 
 
-def cut_trials(place: Place, count: int, rng: random.Random) -> Iterator[Result]:
+def cut_trials(place: Place, trials: Mapping[int, random.Random]) -> Iterator[Result]:
     """Compressed sources that end anywhere: refused by name, and nothing is prepared from them."""
     import pyarrow as pa
 
     rows = (place.path / "rows.jsonl").read_bytes() * 20
     packed = {"gz": gzip.compress(rows, mtime=0), "zst": pa.compress(rows, codec="zstd", asbytes=True)}
-    for number in range(count):
+    for number, rng in trials.items():
         kind = ("gz", "zst")[number % 2]
         size = rng.randint(1, len(packed[kind]) - 1)
         source, cache = place.path / f"cut-{number}.jsonl.{kind}", place.path / f"cache-cut-{number}"
@@ -240,32 +242,31 @@ def cut_trials(place: Place, count: int, rng: random.Random) -> Iterator[Result]
 
 
 def campaign(
-    directory: Path, points: list[str], processes: list[int], count: int, seed: int, say: Callable[[Result], None]
-) -> list[Result]:
-    """All trials of these points, so many for each and each number of processes; `say` is told of each at once."""
-    results: list[Result] = []
+    directory: Path, points: list[str], processes: list[int], count: int, seed: int, known: Sequence[Result] = ()
+) -> Iterator[Result]:
+    """All trials of these points, so many for each and each number of processes, but for those that are known."""
+    done = {(each["point"], each.get("processes", 1), each["trial"]) for each in known}
 
-    def told(result: Result) -> None:
-        results.append(result)
-        say(result)
+    def left(point: str, number: int) -> list[int]:
+        return [trial for trial in range(count) if point in points and (point, number, trial) not in done]
 
-    for number in processes if set(points) & {*TRAINING} else []:
-        place, rng = Place(directory / f"of-{number}", number), random.Random(seed * 100 + number)
-        for trial in range(count):
-            for point in [each for each in points if each in TRAINING]:
-                told(training_trial(place, point, trial, rng))
-    rng = random.Random(seed)
-    if "fewer" in points:
+    def rng(point: str, number: int, trial: int) -> random.Random:
+        return random.Random(f"{seed} {point} {number} {trial}")
+
+    for number in processes:
+        if trials := sorted((trial, point) for point in TRAINING for trial in left(point, number)):
+            place = Place(directory / f"of-{number}", number)
+            for trial, point in trials:
+                yield training_trial(place, point, trial, rng(point, number, trial))
+    if resumed := left("fewer", 4):
         place = Place(directory / "fewer", 4, "--adapter.dropout", "0")  # which elements are left out follows the mesh
-        for trial in range(count):
-            told(training_trial(place, "fewer", trial, rng, resumed_by=2))
-    if {"push", "cut"} & {*points}:
+        for trial in resumed:
+            yield training_trial(place, "fewer", trial, rng("fewer", 4, trial), resumed_by=2)
+    pushes, cuts = left("push", 1), left("cut", 1)
+    if pushes or cuts:
         place = Place(directory / "alone", 1)
-        for result in push_trials(place, count, rng) if "push" in points else ():
-            told(result)
-        for result in cut_trials(place, count, rng) if "cut" in points else ():
-            told(result)
-    return results
+        yield from push_trials(place, {trial: rng("push", 1, trial) for trial in pushes})
+        yield from cut_trials(place, {trial: rng("cut", 1, trial) for trial in cuts})
 
 
 def main() -> int:
@@ -275,18 +276,21 @@ def main() -> int:
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--count", type=int, default=8, help="trials of each point, with each number of processes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="a file that gets a line of JSON for every trial")
+    parser.add_argument("--out", type=Path, help="a file with a line for each trial, with which a campaign goes on")
     options = parser.parse_args()
 
-    def say(result: Result) -> None:
-        line = json.dumps(result)
-        print(line, flush=True)
-        if options.out is not None:
-            with options.out.open("a") as file:
-                file.write(line + "\n")
-
-    with tempfile.TemporaryDirectory(prefix="tuner-kills-", ignore_cleanup_errors=True) as directory:
-        results = campaign(Path(directory), options.points, options.processes, options.count, options.seed, say)
+    known = []
+    if options.out is not None and options.out.is_file():
+        known = [json.loads(line) for line in options.out.read_text().splitlines()]
+    results = [*known]
+    with tempfile.TemporaryDirectory(prefix="tuner-kills-", ignore_cleanup_errors=True) as place:
+        given = (Path(place), options.points, options.processes, options.count, options.seed, known)
+        for result in campaign(*given):
+            results.append(result)
+            print(json.dumps(result), flush=True)
+            if options.out is not None:
+                with options.out.open("a") as file:
+                    file.write(json.dumps(result) + "\n")
     good, problems = sum(result["good"] for result in results), [text for r in results for text in r["problems"]]
     struck = sum(result.get("hit", True) for result in results)
     counts = {word: sum(text.startswith(word) for text in problems) for word in ("torn", "lost")}

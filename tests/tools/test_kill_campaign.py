@@ -12,6 +12,7 @@ from tools import kill_campaign
 @pytest.mark.slow
 def test_each_point_goes_on_to_the_unbroken_run(tmp_path: Path) -> None:
     points = [point for point in kill_campaign.POINTS if point != "fewer"]
-    results = kill_campaign.campaign(tmp_path, points, [1], count=1, seed=0, say=lambda _: None)
-    assert [result["point"] for result in results] == points
+    results = list(kill_campaign.campaign(tmp_path, points, [1], count=1, seed=0))
+    assert {result["point"] for result in results} == {*points}
+    assert not list(kill_campaign.campaign(tmp_path / "again", points, [1], count=1, seed=0, known=results))
     assert [result for result in results if not result["good"]] == []
