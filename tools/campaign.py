@@ -132,6 +132,7 @@ CAMPAIGNS = (
     Campaign("parity", ("parity_figures", "--smollm2", f"{DEMO}/smollm2"), "packed and alone, one process and two"),
     Campaign("attention", ("attention_campaign",), "attention on CUDA by stand-ins, Triton's interpreter and compiler"),
     Campaign("spread", ("spread_campaign",), "bf16 over processes: the bits of one process's losses, 93 cases"),
+    Campaign("meshes", ("mesh_campaign",), "every method and adapter on every kind of mesh, against one process"),
     Campaign(
         "prove", ("prove_campaign",),
         "planted faults that tuner prove must name; eight architectures under every layout, in full and with LoRA",

@@ -2,11 +2,11 @@
 
     python tools/mesh_campaign.py [--only TEXT ...] [--again] [--timeout SECONDS] [--out DIR]
 
-A cell is a training of a tiny model, its reference, evaluation and checkpoint included, on two or four processes that
-meet over gloo. Each is equal (all losses within 1e-5 of one process, relative), unequal, refused (the recipe or the
-machine is, before anything is trained, by name), or failed. Lines go to `OUT/cells.jsonl` as they come; a campaign that
-is started again continues after them, and takes failed cells again with `--again`. The table is `OUT/table.md`. Exits
-with 1 where a cell is unequal or failed, but for those of `EXPECTED`.
+A cell is a training of a tiny model, its reference and its evaluations included, on two or four processes that meet
+over gloo; those on two come first. Each is equal (all losses within 1e-5 of one process, relative), unequal, refused
+(the recipe or the machine is, before anything is trained, by name), or failed. Lines go to `OUT/cells.jsonl` as they
+come; a campaign that is started again continues after them, and takes failed cells again with `--again`. The table is
+`OUT/table.md`. Exits with 1 where a cell is unequal or failed, but for those of `EXPECTED`.
 """
 
 from __future__ import annotations
@@ -168,6 +168,11 @@ def write_inputs(place: Path) -> None:
     written.rename(place / "rows")
 
 
+def load_inputs(place: Path) -> None:
+    """Have the inputs written by a child, whose threads no rank inherits."""
+    os.waitpid(forked(lambda: write_inputs(place), place / "inputs.txt", {}), 0)
+
+
 def recipe_of(cell: Cell, place: Path, parallel: Mapping[str, Any], run: Path) -> dict[str, Any]:
     """The recipe of a cell, under a section `parallel`."""
     rows, keys = METHODS[cell.method]
@@ -181,10 +186,11 @@ def recipe_of(cell: Cell, place: Path, parallel: Mapping[str, Any], run: Path) -
             "cache_dir": str(place / "cache"),
         },
         "train": {
-            "duration": f"{STEPS} steps", "global_batch_size": 8, "micro_batch_size": 1, "precision": "fp32",
+            "duration": f"{STEPS} steps", "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp32",
             "device": "cpu",
         },
-        "optimizer": {"lr": 1e-2}, "parallel": {**parallel, "timeout": "300 s"}, "checkpoint": {"every": "never"},
+        "optimizer": {"lr": 1e-2}, "parallel": {**parallel, "timeout": "300 s"},
+        "checkpoint": {"every": "never", "at_end": False},
         "eval": {"samples": 0, "at_start": True}, "logging": {"level": "error"},
     }  # fmt: skip
 
@@ -330,13 +336,12 @@ def main() -> int:
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
-    child = forked(lambda: write_inputs(out), out / "inputs.txt", {})  # whose threads no rank inherits
-    os.waitpid(child, 0)
+    load_inputs(out)
     done, lines = out / "cells.jsonl", dict[str, dict[str, Any]]()
     if done.is_file():
         lines = {line["cell"]: line for line in map(json.loads, done.read_text(encoding="utf-8").splitlines())}
     alone: dict[str, Found] = {}
-    for cell in cells():
+    for cell in sorted(cells(), key=lambda cell: LAYOUTS[cell.layout].processes):
         before = lines.get(str(cell))
         if not any(text in str(cell) for text in options.only):
             continue
