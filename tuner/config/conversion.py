@@ -196,7 +196,7 @@ _TABLE: dict[str, Rule] = {
     "early_stopping": note("eval.patience is the number of evaluations without a better loss after which a run ends"),
     "early_stopping_threshold early_stopping_min_delta early_stopping_delta": number_of("eval.min_delta"),
     "logging_steps log_interval logging_interval log_every log_freq log_every_n_steps": (
-        note("every step is in metrics.jsonl; logging.console_every: 2 s refreshes the console")
+        note("every step is in metrics.jsonl; the console has logging.console_every: 2 s")
     ),
     "val_set_size val_size validation_split split_dataset_ratio": held_out,
     "dataset_name hf_hub_url": data_set,

@@ -61,7 +61,8 @@ ABSENT: tuple[Absent, ...] = (
         _METHODS,
         "gkd kd_trainer seq_kd kd_alpha kd_ce_alpha",
         "distillation on answers that the student generates (on-policy), and weights that do not add up to one",
-        "method.kind: distill on the data's answers, with method.ce_weight: the divergence has the rest",
+        "method.kind: distill on the data's answers, with method.ce_weight for the cross-entropy and the rest for "
+        "the divergence",
     ),
     Absent(
         _METHODS,

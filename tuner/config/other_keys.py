@@ -81,7 +81,11 @@ def _unless(key: str, strategies: tuple[str, ...], words: tuple[str, ...]) -> Ru
 def batch(value: Any, given: Given) -> Lines | str | None:
     """Rows of a step, or of a process where accumulation is said beside them."""
     is_of_a_process = "gradient_accumulation_steps" in given and not any(name in given for name in PER_DEVICE)
-    return micro_batch(value, given) if is_of_a_process else number_of("train.global_batch_size")(value, given)
+    found = micro_batch(value, given) if is_of_a_process else number_of("train.global_batch_size")(value, given)
+    steps = number(given.get("gradient_accumulation_steps"))
+    if is_of_a_process and isinstance(found, dict) and steps is not None and steps > 0:
+        found |= {"train.global_batch_size": int(found["train.micro_batch_size"] * steps)}
+    return found
 
 
 def micro_batch(value: Any, given: Given) -> Lines | str | None:
