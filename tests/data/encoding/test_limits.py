@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from tools.template_campaign import SYSTEM, THOUGHTS, TOOLS, TURNS
 from tuner.config.recipe import TokenizerSection
 from tuner.data.encoding import template_filters, template_limits, template_methods
 from tuner.data.encoding.loaded_template import LoadedTemplates
-from tuner.data.encoding.template import ChatTemplate, EndlessTemplateError
+from tuner.data.encoding.template import ChatTemplate, EndlessTemplateError, GivenUpTemplateError
 from tuner.data.encoding.template_limits import LimitError, Meter
 from tuner.data.encoding.template_sandbox import Sandbox
 from tuner.data.encoding.tokenizer_files import load_tokenizer
@@ -64,15 +65,29 @@ def test_a_hostile_template_that_takes_its_time_is_refused(one: HostileTemplate)
 
 
 def test_one_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the clock, and then sooner: whoever leaves bad rows out meets it with every row."""
+    """By the clock, and at last for good: whoever leaves bad rows out meets it with every row."""
     monkeypatch.setattr(template_limits, "FIRST_SECONDS", 0.01)
     monkeypatch.setattr(template_limits, "MESSAGE_SECONDS", 0)
     loop = "{% for i in range(99999) %}{% endfor %}"
     template = ChatTemplate("{% if messages[0].content == 'x' %}" + loop * 15 + "{% endif %}a", {})
-    for allowed in ("0.01", "0.005", "0.0025"):
-        with pytest.raises(EndlessTemplateError, match=f"more than {allowed} s of processor time"):
-            template.render([{"role": "user", "content": "x"}])
+    monkeypatch.setattr(template_limits, "MAX_WASTED_SECONDS", 0.025)
+    asked = [{"role": "user", "content": "x"}]
+    for _ in range(2):
+        with pytest.raises(EndlessTemplateError, match="more than 0.01 s of processor time"):
+            template.render(asked)
     assert template.render(CHAT) == "a"
+    with pytest.raises(GivenUpTemplateError, match="beyond its limits again and again: more than 0.01 s"):
+        for _ in range(3):
+            with suppress(EndlessTemplateError):
+                template.render(asked)
+
+
+def test_what_a_template_made_is_not_kept_with_the_errors_of_rows() -> None:
+    """Each of a million bad rows would keep it."""
+    template = ChatTemplate("{% set a = 'a' * 1000000 %}{{ raise_exception(a) }}", {})
+    with pytest.raises(DataError) as caught:
+        template.render(CHAT)
+    assert caught.value.__context__ is None and caught.value.__cause__ is None
 
 
 def test_one_that_takes_too_much_memory_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from jinja2 import Template, TemplateError, meta, nodes
 
 from tuner.data.encoding.template_limits import MAX_TIME_CHARS, LimitError, refuse
 from tuner.data.encoding.template_sandbox import CLOSE, OPEN, Sandbox
-from tuner.errors import DataError
+from tuner.errors import DataError, ExitCode, TunerError
 
 TEMPLATE_FILE, TOOL_TEMPLATE_FILE = "chat_template.jinja", "additional_chat_templates/tool_use.jinja"
 """Where a tokenizer's directory has its template, and another for conversations with tools."""
@@ -36,6 +36,12 @@ _SHOWN_CHARS = 300
 
 class EndlessTemplateError(DataError):
     """A template went on for ever, or would have taken all memory."""
+
+
+class GivenUpTemplateError(TunerError):
+    """A template did so again and again, or took long to refuse: no more rows are tried with it, even to leave them out."""
+
+    exit_code = ExitCode.DATA
 
 
 class ChatTemplate:
@@ -161,11 +167,19 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
             )
         except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
-            raise DataError(f"{self.name} refuses these messages: {_said(error)}") from error
+            refused: TunerError = DataError(f"{self.name} refuses these messages: {_said(error)}")
+            if self._sandbox.meter.given_up():
+                refused = GivenUpTemplateError(refused.message, hint=_HINT)
         except LimitError as error:
-            raise EndlessTemplateError(f"{self.name} goes beyond its limits: {error}", hint=_HINT) from None
-        except (RecursionError, MemoryError) as error:
-            raise EndlessTemplateError(f"{self.name} goes beyond its limits: it calls itself", hint=_HINT) from error
+            refused = self._beyond(str(error))
+        except (RecursionError, MemoryError):
+            refused = self._beyond("it calls itself")
+        raise refused  # without what the template had made so far, which an error of a row would keep
+
+    def _beyond(self, what: str) -> TunerError:
+        given_up = self._sandbox.meter.given_up()
+        kind = GivenUpTemplateError if given_up else EndlessTemplateError
+        return kind(f"{self.name} goes beyond its limits{' again and again' * given_up}: {what}", hint=_HINT)
 
     def _compiled(self) -> Template:
         meter = self._sandbox.meter

@@ -21,7 +21,10 @@ MAX_SOURCE_CHARS, MAX_TOKENS, MAX_NESTING = 1 << 18, 1 << 14, 100
 MAX_STEPS = 2_000_000
 """Rounds of loops and calls of macros in one render: a template that goes on for ever is stopped, anywhere alike."""
 MAX_SECONDS, FIRST_SECONDS, MESSAGE_SECONDS = 1.0, 0.2, 0.01
-"""Processor time of one render, after its first slice of work: at most, for the first message, and for each more."""
+"""Processor time of one render: at most, for the first message, and for each more."""
+MAX_WASTED_SECONDS = 1.0
+"""Processor time of all renders of a template that took theirs and gave no text: then it is given up for all rows."""
+_QUICK_SECONDS = 0.005
 MAX_GROWN_BYTES = 128 << 20
 """Resident memory that the process may gain while it renders."""
 MAX_CHARS, MAX_ITEMS = 1 << 24, 1 << 20
@@ -58,16 +61,23 @@ class Meter:
     """Counts what a render takes."""
 
     def __init__(self) -> None:
-        self._patience = 1.0
+        self._wasted = 0.0
         self.begin()
 
     def begin(self, messages: int = 0) -> None:
         """Begin with a render of so many messages: nothing is used up."""
-        self._seconds = self._patience * min(MAX_SECONDS, FIRST_SECONDS + MESSAGE_SECONDS * messages)
+        self._seconds = min(MAX_SECONDS, FIRST_SECONDS + MESSAGE_SECONDS * messages)
+        self._began = time.thread_time()
         self.steps = MAX_STEPS
         self.left = _SLICE
-        self._until: float | None = None
-        self._resident = 0
+        self._resident: int | None = None
+
+    def given_up(self) -> bool:
+        """Count a render that gave no text, where it took its time; whether there were too many of them."""
+        took = time.thread_time() - self._began
+        if took > _QUICK_SECONDS:
+            self._wasted += took
+        return self._wasted > MAX_WASTED_SECONDS
 
     def step(self, cost: int) -> bool:
         """One round of a loop, or one call of a macro, of so many operations; true."""
@@ -169,14 +179,12 @@ class Meter:
     def _look(self) -> None:
         """See what was used up. LimitError."""
         self.left = _SLICE
-        now, resident = time.thread_time(), resident_bytes() or 0
-        if self._until is None:
-            self._until, self._resident = now + self._seconds, resident
-        elif resident > self._resident + MAX_GROWN_BYTES:
+        resident = resident_bytes() or 0
+        if self._resident is None:
+            self._resident = resident
+        if resident > self._resident + MAX_GROWN_BYTES:
             refuse(f"more than {MAX_GROWN_BYTES >> 20} MiB of memory")
-        elif now > self._until:
-            # Whoever leaves bad rows out meets the same template again: all its renders together take twice as long.
-            self._patience = max(self._patience / 2, 1 / 16)
+        if time.thread_time() - self._began > self._seconds:
             refuse(f"more than {self._seconds:.2g} s of processor time")
 
 

@@ -6,9 +6,10 @@ their lists is refused, so that what a newer Python or jinja2 brings is looked a
 template's syntax tree as filters with names that no template can write; those of other nodes cost nothing.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinMethodType, MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 from jinja2 import TemplateSyntaxError, nodes
 from jinja2.compiler import CodeGenerator, Frame
@@ -72,6 +73,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         tree = _Metered().visit(self.parse(source))
         assert isinstance(tree, nodes.Template)
         return tree
+
+    def handle_exception(self, source: str | None = None) -> NoReturn:
+        """Let an error of a render be as it is: jinja2 would keep all that the template made, in a cycle."""
+        if isinstance(sys.exception(), TemplateSyntaxError):
+            super().handle_exception(source)
+        raise  # noqa: PLE0704 - jinja2 calls this where it caught the error
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute, where the result is within limits."""
