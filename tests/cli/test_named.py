@@ -30,6 +30,7 @@ def test_a_name_is_a_run_under_runs_and_a_path_wins(place: Path) -> None:
     assert model_name("owner/name") == "owner/name"
     (place / "l").mkdir()
     assert run_path("l") == place / "runs" / "l" != run_path("l", others=True) == place / "l"
+    (place / "l").rmdir()
     made.run(place / "l")
     assert run_path("l") == place / "l"
     assert model_name("l") == "l"
