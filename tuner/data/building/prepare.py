@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.data.building.cache import build_once, cache_path, valid
+from tuner.data.building.cache import build_once, cache_path, others_may_write, valid
 from tuner.data.building.spec import PrepareSpec, expected_bytes, keys_of, sources_of
-from tuner.data.building.trust import others_may_write
 from tuner.errors import DataError
 
 if TYPE_CHECKING:
