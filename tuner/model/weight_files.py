@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
 
 from tuner.errors import DataError
 from tuner.model.stored import index_names, stored_in

@@ -39,7 +39,7 @@ class EndlessTemplateError(DataError):
 
 
 class GivenUpTemplateError(TunerError):
-    """A template did so again and again, or took long to refuse: no more rows are tried with it, even to leave them out."""
+    """A template did so again and again, or took long to refuse: no row is tried any more, even to be left out."""
 
     exit_code = ExitCode.DATA
 

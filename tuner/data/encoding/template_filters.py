@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
 
-from jinja2.defaults import DEFAULT_FILTERS, DEFAULT_TESTS
 from jinja2.exceptions import TemplateRuntimeError
+from jinja2.filters import FILTERS as DEFAULT_FILTERS
 from jinja2.filters import make_attrgetter
+from jinja2.tests import TESTS as DEFAULT_TESTS
 
 from tuner.data.encoding.template_limits import MAX_CHARS, MAX_DEPTH, MAX_POWER, Meter, refuse
 from tuner.data.encoding.template_methods import cases, formatted, replaced, strips
@@ -175,7 +176,7 @@ TESTS = frozenset(" ".join((*_TESTED.values(), *_FREE_TESTS)).split())
 
 def bounded_filters(environment: Any, meter: Meter) -> dict[str, Callable[..., Any]]:
     """The filters of a sandbox."""
-    found = {name: DEFAULT_FILTERS[name] for name in _FREE}
+    found: dict[str, Callable[..., Any]] = {name: DEFAULT_FILTERS[name] for name in _FREE}
     for check, names in _CHECKS.items():
         found |= {name: _bounded(DEFAULT_FILTERS[name], check, meter) for name in names.split()}
     found["tojson"], found["sum"] = partial(_tojson, meter), partial(_sum, environment, meter)
@@ -184,7 +185,7 @@ def bounded_filters(environment: Any, meter: Meter) -> dict[str, Callable[..., A
 
 def bounded_tests(environment: Any, meter: Meter) -> dict[str, Callable[..., Any]]:
     """The tests of a sandbox."""
-    found = {name: DEFAULT_TESTS[name] for name in _FREE_TESTS}
+    found: dict[str, Callable[..., Any]] = {name: DEFAULT_TESTS[name] for name in _FREE_TESTS}
     for check, names in _TESTED.items():
         found |= {name: _bounded(DEFAULT_TESTS[name], check, meter) for name in names.split()}
     return found

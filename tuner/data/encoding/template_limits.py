@@ -192,8 +192,9 @@ def _inside(nest: Any) -> Iterable[Any]:
     if isinstance(nest, (dict, MappingProxyType)):
         return [*nest.keys(), *nest.values()]
     if isinstance(nest, Namespace):
-        return object.__getattribute__(nest, "__dict__").values()  # it shows its own names alone
-    return nest  # type: ignore[no-any-return]
+        return list(object.__getattribute__(nest, "__dict__").values())  # it shows its own names alone
+    found: Iterable[Any] = nest
+    return found
 
 
 def _chars_of(value: Any) -> int:

@@ -55,8 +55,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         self.meter = meter = Meter()
         self.code_generator_class = _Code
-        self.filters = bounded_filters(self, meter)
-        self.tests = bounded_tests(self, meter)
+        self.filters = bounded_filters(self, meter)  # type: ignore[assignment]
+        self.tests = bounded_tests(self, meter)  # type: ignore[assignment]
         own: dict[str, Callable[..., Any]] = {
             _STEP: meter.step, _TEXT: self._text, _JOIN: self._join, _WEIGH: self._weigh, _KEY: self._weigh,
             _CUT: self._cut,
@@ -64,7 +64,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters.update(own)
         self.globals["dict"], self.globals["namespace"] = _Dict(), _Namespace
         self.globals.pop("lipsum")
-        self.concat = self._concat  # type: ignore[assignment]  # compiled templates take it from here
+        self.concat = self._concat  # type: ignore[method-assign]  # compiled templates take it from here
 
     def metered(self, source: str) -> nodes.Template:
         """Parse a source, and let what it does be counted. LimitError, TemplateError."""
