@@ -94,7 +94,7 @@ def test_what_is_meant_is_there() -> None:
     ("words", "said"),
     [
         (["train", "--dryrun"], "no option --dryrun; did you mean --dry-run?"),
-        (["train", "--lr", "3"], "flag --lr  unknown; write --optimizer.lr 3"),
+        (["train", "--lr", "0.003"], "flag --lr  unknown; write --optimizer.lr 0.003"),
         (["generate", "x", "--promt", "y"], "no option --promt; did you mean --prompt?"),
         (["generate", "x", "--zzz"], "no option --zzz"),
     ],

@@ -52,7 +52,7 @@ BAD_LINES = [
     (b'{"messages": [{"role": "user"}]}', 15, "content is a string, got null"),
     (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', 44, "only text parts"),
     (b'{"messages": [{"role": "user", "content": "a", "train": 1}]}', 57, "train is true or false"),
-    (b'{"prompt": "a", "completion": null}', 31, "completion is a string, got null"),
+    (b'{"prompt": "a", "completion": null}', 31, "completion is null"),
     (b'{"text": "a <|im_end|>"}', 10, "control token <|im_end|>"),
 ]
 

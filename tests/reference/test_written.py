@@ -93,12 +93,17 @@ def verdicts(
     """What is wrong: a conversation equals its reference, is one document for each answer, or is refused.
 
     The second only where no mask of the whole is exact, and refused only where none of an answer is either. Those in
-    `may_refuse` may be refused or written by answer all the same: never may a mask be another one.
+    `may_refuse` may be refused or written by answer all the same: never may a mask be another one. One with an answer
+    that says nothing has to be refused for that.
     """
     documents, refused = result
     wrong, at = [], 0
-    for name in chats:
+    for name, one in chats.items():
         wanted, free = reference(name), name in may_refuse
+        if has_empty_answer(one):
+            if "an answer is empty" not in refused.get(name, ""):
+                wrong.append(f"{name}: an empty answer is not refused")
+            continue
         if name in refused:
             if not free and (wanted.exact or wanted.by_answer()):
                 wrong.append(f"{name}: refused, {refused[name]}")
@@ -119,6 +124,16 @@ def verdicts(
     if at < len(documents):
         wrong.append(f"{len(documents) - at} documents more than wanted")
     return wrong
+
+
+def has_empty_answer(one: Chat) -> bool:
+    """Whether the assistant says nothing in a turn to be learned: no word, no thought, no call."""
+    learned = (message for message, train in zip(one.messages, one.train, strict=True) if train is not False)
+    return any(
+        not (str(message.get("content") or "").strip() or message.get("tool_calls") or message.get("reasoning_content"))
+        for message in learned
+        if message["role"] == "assistant"
+    )
 
 
 def expect(wrong: list[str]) -> None:

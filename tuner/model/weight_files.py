@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file  # type: ignore[attr-defined]
 
 from tuner.errors import DataError
 from tuner.model.stored import index_names, stored_in

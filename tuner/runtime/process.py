@@ -29,7 +29,8 @@ _store: tuple[tuple[str, int, int], Store] | None = None
 _groups = 0
 """Process groups that were made there. Each has keys of its own: those of the one before are still in the store."""
 _asked = 0
-"""What was asked of rank 0 there, which every rank asks alike."""
+"""What was asked of rank 0 there, which every rank asks alike. Both begin again in another store: not every process
+that meets there has met in the one before."""
 _gloo: tuple[object, ProcessGroup | None] | None = None
 """The default group and the gloo group made for it, so that a second default group gets one of its own."""
 
@@ -131,9 +132,10 @@ def from_rank0(rank_info: RankInfo, timeout_s: float, name: str, work: Callable[
     if rank_info.world_size == 1:
         return work()
     global _asked  # noqa: PLW0603
-    _asked += 1
     try:
-        store, key = _meet(rank_info, timeout_s), f"{name} {_asked}"
+        store = _meet(rank_info, timeout_s)
+        _asked += 1
+        key = f"{name} {_asked}"
         if rank_info.is_main:
             store.set(key, work())
         answer: bytes = store.get(key)
@@ -150,7 +152,7 @@ def _meet(rank_info: RankInfo, timeout_s: float) -> Store:
 
     Where nobody listens, torch tries twice to connect, each time for as long as it is given.
     """
-    global _store  # noqa: PLW0603 - as process-wide as the group that is made with it
+    global _store, _groups, _asked  # noqa: PLW0603 - as process-wide as the group that is made with it
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous as meetings
 
@@ -160,6 +162,7 @@ def _meet(rank_info: RankInfo, timeout_s: float) -> Store:
     if _store is None or _store[0] != place:
         half = timedelta(seconds=timeout_s / 2)
         _store = (place, next(meetings(address, rank_info.rank, rank_info.world_size, timeout=half))[0])
+        _groups = _asked = 0
     _store[1].set_timeout(timedelta(seconds=timeout_s))
     return PrefixStore(f"group {_groups}", _store[1])
 

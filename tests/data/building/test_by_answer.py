@@ -59,7 +59,7 @@ def test_chats_and_documents_are_counted(tmp_path: Path) -> None:
     assert (report["sources"]["train"][0]["rows"], report["sources"]["train"][0]["documents"]) == (8, 15)
     lines = report_lines(report, "sft", 512, True)
     assert ("masks", "verified for 15 documents of 8 rows") in lines
-    assert ("answers", "4 chats are 12 documents, one for each answer as it is prompted for") in lines
+    assert ("answers", "12 documents of 4 chats, one for each answer as it is prompted for") in lines
     assert texts(info, "train")[2].count("<|start|>") == 6  # the chat whole, at its last answer
     assert len(open_prepared(info.path).train) == train["packed_rows"]
 
@@ -155,7 +155,7 @@ def test_the_command_says_it(tmp_path: Path) -> None:
 
     done = run("--json")
     assert done.returncode == 0, done.stderr
-    assert "2 chats are 6 documents, one for each answer" in done.stderr
+    assert "6 documents of 2 chats, one for each answer" in done.stderr
     assert json.loads(done.stdout)["metrics"]["by_answer"] == {"chats": 2, "documents": 6, "left_out": {}}
     shown = [json.loads(line) for line in run("--explain", "1").stdout.splitlines()]
     assert [shown[0]["document"], shown[-1]["document"]] == [0, 2]

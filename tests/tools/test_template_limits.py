@@ -70,14 +70,14 @@ def test_one_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(template_limits, "MESSAGE_SECONDS", 0)
     loop = "{% for i in range(99999) %}{% endfor %}"
     template = ChatTemplate("{% if messages[0].content == 'x' %}" + loop * 15 + "{% endif %}a", {})
-    monkeypatch.setattr(template_limits, "MAX_WASTED_SECONDS", 0.025)
     asked = [{"role": "user", "content": "x"}]
     for _ in range(2):
         with pytest.raises(EndlessTemplateError, match="more than 0.01 s of processor time"):
             template.render(asked)
     assert template.render(CHAT) == "a"
+    monkeypatch.setattr(template_limits, "MAX_WASTED_SECONDS", 0.05)  # two were, to the hundredth of a second or more
     with pytest.raises(GivenUpTemplateError, match="beyond its limits again and again: more than 0.01 s"):
-        for _ in range(3):
+        for _ in range(9):
             with suppress(EndlessTemplateError):
                 template.render(asked)
 
