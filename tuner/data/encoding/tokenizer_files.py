@@ -303,7 +303,11 @@ def _others(root: Path, answer: Mapping[str, Any]) -> Iterator[str]:
 
 def _config(directory: Path) -> bytes | None:
     path = directory / "config.json"
-    return path.read_bytes() if path.is_file() else None
+    if not path.is_file():
+        return None
+    content = path.read_bytes()
+    parse_json({str(path): content}, str(path))
+    return content
 
 
 def _model_config(model_path: str, revision: str | None) -> bytes | None:
