@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tuner.config.load import load_recipe  # noqa: E402
+from tuner.config.recipe import TokenizerSection  # noqa: E402
+from tuner.data.encoding.tokenizer_files import load_tokenizer  # noqa: E402
 from tuner.errors import ExitCode, TunerError  # noqa: E402
 from tuner.run.main import train  # noqa: E402
 from tuner.run.options import LaunchOptions  # noqa: E402
@@ -149,6 +151,7 @@ def write_inputs(place: Path) -> None:
     for seed, name in enumerate(("dense", "teacher")):
         torch.manual_seed(seed)
         LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=48)).save_pretrained(place / name)
+    load_tokenizer("byte", None, TokenizerSection(name_or_path="byte")).save(place / "teacher")
     torch.manual_seed(2)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     mixture = Qwen3MoeConfig(**sizes, intermediate_size=48, **experts, output_router_logits=True)
