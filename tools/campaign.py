@@ -102,7 +102,7 @@ CAMPAIGNS = (
     ),
     Campaign("slow", ("pytest", "-m", "slow", "tests"), "tests that cost much and resemble cheaper ones or campaigns"),
     Campaign(
-        "masked", ("pytest", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", "tests"),
+        "masked", ("pytest", "-p", "tests.forks", "--forks", "3", "tests"),
         "every test as on a processor without AVX512 and bf16", MASKED,
     ),
     Campaign("rows", ("pytest", "tests/reference"), "every row of others' files and drawn ones, against transformers"),
@@ -132,7 +132,7 @@ CAMPAIGNS = (
     Campaign("parity", ("parity_figures", "--smollm2", f"{DEMO}/smollm2"), "packed and alone, one process and two"),
     Campaign("attention", ("attention_campaign",), "attention on CUDA by stand-ins, Triton's interpreter and compiler"),
     Campaign("spread", ("spread_campaign",), "bf16 over processes: the bits of one process's losses, 93 cases"),
-    Campaign("meshes", ("mesh_campaign",), "every method and adapter on every kind of mesh, against one process"),
+    Campaign("mesh-methods", ("mesh_campaign",), "every method and adapter on every kind of mesh, against one process"),
     Campaign(
         "prove", ("prove_campaign",),
         "planted faults that tuner prove must name; eight architectures under every layout, in full and with LoRA",

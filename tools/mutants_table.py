@@ -99,7 +99,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # The machine.
     Mutant(
         "runtime-new-file-fsync",
-        "runtime.files.write_new",
+        "runtime.files._write_new",
         "os.fsync(A)",
         "",
         RUNTIME,
@@ -210,8 +210,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "checkpoint-keep-one-more",
         "checkpoint.save.prune",
-        "A >= keep",
-        "A > keep",
+        "A < keep",
+        "A <= keep",
         CHECKPOINT,
     ),
     # Rows to batches.

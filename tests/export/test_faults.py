@@ -19,12 +19,13 @@ from tests.fixtures.processes import fork, kill_at, shim, wait
 from tuner.api import export_hf
 from tuner.errors import MachineError
 from tuner.export import hf
-from tuner.export.plan import ExportOptions, plan_export
+from tuner.export.plan import ExportOptions, ExportPlan, plan_export
 from tuner.export.proof import Proof
 from tuner.model.adapter import LoraSpec
 
 SHARD_BYTES = 60_000
 ROOMS = (0, 1, 100, 300, 1000, 3000, 10_000, 40_000)
+Made = tuple[Path, dict[str, bytes], dict[str, Proof]]
 CALLS = ("fsync", "fdatasync", "rename", "write", "mkdir", "unlink", "rmdir", "sendfile")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 
@@ -34,26 +35,30 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes], Proof]:
-    """A run directory that nothing changes, what a sound export of it holds, and how it was proven."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A run directory that nothing changes, what a sound export of it holds, and how each type was proven."""
     place = tmp_path_factory.mktemp("made")
     run = write_run(place / "run", write_base(place / "base", "llama"), LoraSpec(4, 8.0, 0.0, ("q_proj",)))
-    prove, proofs = hf.prove, list[Proof]()
+    prove, proofs = hf.prove, dict[str, Proof]()
+
+    def proven(plan: ExportPlan, *given: Any) -> Proof:
+        return proofs.setdefault(plan.dtype, prove(plan, *given))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "prove", lambda *given: proofs.append(prove(*given)) or proofs[-1])
+        patch.setattr(hf, "prove", proven)
         sound = contents(export_hf(run, place / "sound", shard_size=SHARD_BYTES).path)
-    return run, sound, proofs[0]
+    return run, sound, proofs
 
 
 @pytest.fixture
-def run(made: tuple[Path, dict[str, bytes], Proof], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The run directory of a test; its exports are not loaded again: what a fault leaves is held to a sound one."""
-    monkeypatch.setattr(hf, "prove", lambda *given: made[2])
+    monkeypatch.setattr(hf, "prove", lambda plan, *given: made[2][plan.dtype])
     return shutil.copytree(made[0], tmp_path / "run")
 
 
 @pytest.fixture
-def sound(made: tuple[Path, dict[str, bytes], Proof]) -> dict[str, bytes]:
+def sound(made: Made) -> dict[str, bytes]:
     return made[1]
 
 

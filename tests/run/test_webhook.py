@@ -97,7 +97,8 @@ def test_it_hears_of_a_stop_a_finish_and_a_divergence(
     assert finished["text"] == "r finished at step 2 of 2"
 
     with pytest.raises(DivergedError):
-        _launch(workplace, name="bad", output_dir=str(workplace / "runs" / "bad"), optimizer__lr="1e30")
+        steep = {"optimizer__kind": "sgd", "optimizer__lr": "1e30"}
+        _launch(workplace, name="bad", output_dir=str(workplace / "runs" / "bad"), **steep)
     diverged = listener.bodies[-1]
     assert (diverged["event"], diverged["exit_code"]) == ("diverged", 7)
     assert diverged["text"].startswith("bad diverged at step ") and "step" in diverged["why"]

@@ -28,7 +28,7 @@ from tuner.data.encoding.template_sandbox import Sandbox
 from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.errors import DataError
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 CHAT = [{"role": "user", "content": "the question"}, {"role": "assistant", "content": "the answer"}]
 PUBLISHED = sorted([*(ROOT / "tools/chat_templates").glob("*.jinja"), *(ROOT / "tuner/data/templates").glob("*.jinja")])
 SLOW = {

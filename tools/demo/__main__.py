@@ -12,6 +12,7 @@ from typing import Any
 
 from tools.demo import task, training
 from tools.demo.shell import PLAIN_PYTHON, ROOT, Missed, Stage, bold, say, table
+from tuner.runtime.device import device_facts
 
 STEPS = 32
 CHECKPOINT_EVERY = 16
@@ -151,7 +152,8 @@ def scored(stage: Stage, name: str, model: Path, limit: int | None) -> dict[str,
     source, out = stage.work / f"{name}-rows.json", stage.work / f"{name}-scores.json"
     source.write_text(json.dumps(rows), encoding="utf-8")
     lenient = ["--lenient"] if name == "base" else []
-    stage.module("score", str(model), str(source), str(out), *lenient)
+    dtype = "bfloat16" if device_facts("cpu").bf16_fast else "float32"  # slow without instructions
+    stage.module("score", str(model), str(source), str(out), "--dtype", dtype, *lenient)
     scores: dict[str, dict[str, float]] = json.loads(out.read_text(encoding="utf-8"))["scores"]
     return scores
 

@@ -1,6 +1,6 @@
 """Score answers to the demo's task, and generate them in batches with plain transformers: nothing of `tuner` is used.
 
-python -m tools.demo.score MODEL_DIR ROWS.json OUT.json [--lenient]
+python -m tools.demo.score MODEL_DIR ROWS.json OUT.json [--lenient] [--dtype float32]
 """
 
 from __future__ import annotations
@@ -97,13 +97,14 @@ def main() -> int:
     parser.add_argument("rows", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--lenient", action="store_true")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32")
     options = parser.parse_args()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     started = time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).eval()
     sets: dict[str, list[dict[str, Any]]] = json.loads(options.rows.read_text(encoding="utf-8"))
     rows = [row for part in sets.values() for row in part]
     answers = answer(model, tokenizer, prompts(rows, tokenizer))

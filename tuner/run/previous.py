@@ -16,7 +16,7 @@ from tuner.checkpoint.shard_hash import Chunk, verify_shard
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.overrides import Override
-from tuner.errors import DataError, MachineError, RecipeError, counted
+from tuner.errors import DataError, MachineError, RecipeError, TunerError, counted
 from tuner.run.changes import Changes, changes, freed_keys, modified_since, moments_of, pending, resets_of
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.rundir.directory import RunDir
@@ -230,7 +230,7 @@ def resume_source(run_dir: Path, overrides: Sequence[Override] = ()) -> LoadedRe
 
 def launches_of(run_dir: Path) -> int:
     """How many launches a run has had; none where its record cannot be read."""
-    with suppress(DataError):
+    with suppress(TunerError):
         record = RunDir(run_dir).read_record()
         return 0 if record is None else len(record["launches"])
     return 0
