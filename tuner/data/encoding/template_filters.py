@@ -185,9 +185,10 @@ def bounded_filters(environment: Any, meter: Meter) -> dict[str, Callable[..., A
 
 def bounded_tests(environment: Any, meter: Meter) -> dict[str, Callable[..., Any]]:
     """The tests of a sandbox."""
-    found: dict[str, Callable[..., Any]] = {name: DEFAULT_TESTS[name] for name in _FREE_TESTS}
+    tests: dict[str, Any] = {**DEFAULT_TESTS}
+    found: dict[str, Callable[..., Any]] = {name: tests[name] for name in _FREE_TESTS}
     for check, names in _TESTED.items():
-        found |= {name: _bounded(DEFAULT_TESTS[name], check, meter) for name in names.split()}
+        found |= {name: _bounded(tests[name], check, meter) for name in names.split()}
     return found
 
 

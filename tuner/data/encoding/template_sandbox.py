@@ -55,7 +55,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
         self.meter = meter = Meter()
         self.code_generator_class = _Code
-        self.filters = bounded_filters(self, meter)  # type: ignore[assignment]
+        self.filters = bounded_filters(self, meter)
         self.tests = bounded_tests(self, meter)  # type: ignore[assignment]
         own: dict[str, Callable[..., Any]] = {
             _STEP: meter.step, _TEXT: self._text, _JOIN: self._join, _WEIGH: self._weigh, _KEY: self._weigh,
