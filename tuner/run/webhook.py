@@ -113,7 +113,7 @@ def posted(address: str, document: Mapping[str, Any], seconds: float) -> str | N
     thread = threading.Thread(target=work, name="notify", daemon=True)
     thread.start()
     thread.join(seconds)
-    return problems[0] if problems else f"no answer in {seconds:g} s"
+    return problems[0] if problems else _no_answer(seconds)
 
 
 def _post(address: str, body: bytes, seconds: float) -> str | None:
@@ -126,11 +126,15 @@ def _post(address: str, body: bytes, seconds: float) -> str | None:
         error.close()
         moved = ": it leads elsewhere, which is not followed" if 300 <= error.code < 400 else ""
         return f"HTTP {error.code}{moved}"
-    except urllib.error.URLError as error:
-        reason = error.reason
-        return (reason.strerror or type(reason).__name__) if isinstance(reason, OSError) else type(error).__name__
     except Exception as error:  # noqa: BLE001 - a message is never the run's loss
-        return type(error).__name__
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        if isinstance(reason, TimeoutError) and reason.strerror is None:
+            return _no_answer(seconds)  # the socket's own timeout, which may end just before the thread is abandoned
+        return (reason.strerror or type(reason).__name__) if isinstance(reason, OSError) else type(error).__name__
+
+
+def _no_answer(seconds: float) -> str:
+    return f"no answer in {seconds:g} s"
 
 
 def _ending(error: BaseException | None, result: RunResult | None) -> Ending:
