@@ -300,6 +300,7 @@ CALL = {"messages": [user("q"), calls("f", city="Rome", unit=None)]}
         ([CALL, {"messages": [user("q"), calls("f", city=None, unit="C")]}, {"messages": [user("null")]}], 2),
         ([{"messages": [user("q")], "tools": TOOLS, "other": None}] * 3, 0),
         ([{"messages": [user("q"), {"role": "assistant", "content": "null"}]}] * 3, 0),
+        ([{"messages": [user("q")], "tools": tools, "other": None} for tools in (TOOLS, None)] * 2, 0),
     ],
 )  # fmt: skip
 def test_which_nulls_are_noted(tmp_path: Path, rows: list[dict[str, Any]], count: int) -> None:

@@ -258,9 +258,10 @@ class _Gathered:
             wanted = np.bincount(owners[batch.records[kept & label.astype(np.bool_)]], minlength=len(self._bundle))
             for number in np.flatnonzero(wanted).tolist():
                 self._counts[number].wanted += int(wanted[number])
+        files = [block.file for block in self._bundle]
         for owner, record, example in part:
             if not isinstance(example, RecordProblem):
-                file = self._bundle[owner].file
+                file = files[owner]
                 self._counts[owner].forms[form_read(record.value or {}, example, file.format, file.columns)] += 1
             else:
                 self._counts[owner].records += 1
@@ -330,6 +331,8 @@ class _Gathered:
 def _padded(part: list[_Found]) -> Counter[str]:
     """The note on nulls as a table fills them in, where records of one block have them."""
     count = 0
+    if not any([b"null" in record.raw for _, record, _ in part]):
+        return Counter()  # most slices are so: nothing of them is looked at
     for _, found in groupby(part, itemgetter(0)):
         usable = [(record.raw, example) for _, record, example in found if not isinstance(example, RecordProblem)]
         if any(b"null" in raw and has_null(answers_of(example)) for raw, example in usable):

@@ -51,10 +51,11 @@ def turns_of(value: Record, key: str, by_speaker: bool = False) -> list[Message]
     """
     turns = []
     for i, item in enumerate(items_of(value, key)):
-        has_role = isinstance(item, dict) and item.get("role") is not None
-        if isinstance(item, dict) and item.get("from") is not None and not has_role:
+        if not isinstance(item, dict) or item.get("role") is not None:
+            turns.append(message_of(item, (key, i), by_speaker))
+        elif item.get("from") is not None:
             turns.append(turn_of(item, (key, i)))
-        elif key == "conversations" and isinstance(item, dict) and not has_role:
+        elif key == "conversations":
             raise RecordProblem("a turn has from and value", path=(key, i))
         else:
             turns.append(message_of(item, (key, i), by_speaker))

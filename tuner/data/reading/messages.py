@@ -4,6 +4,7 @@ A message becomes `role`, `content` (a string), and where there are any `reasoni
 arguments are objects where they parse to one; keys that are not ours are kept. `train` is the user's own flag.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from tuner.data.reading.jsonl import strict_json
@@ -21,8 +22,10 @@ _OTHER_ROLES = {"developer": "system", "function": "tool"}
 _REASONING = ("reasoning", "thinking")
 _MEDIA_WORDS = ("image", "audio", "video")
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+_MEDIA_KEYS = frozenset(MEDIA)
 NO_MEDIA = "images, audio and video cannot be trained"
 _TRAIN_KEYS = ("train", "loss_weight", "weight", "loss")
+_FLAGS = frozenset(_TRAIN_KEYS)
 _TYPES = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a string"}
 
 
@@ -30,17 +33,19 @@ def message_of(value: Any, path: KeyPath, by_speaker: bool = False) -> Message:
     """Return a message of `role` and `content` in our form; `by_speaker` takes ShareGPT's names too. RecordProblem."""
     if not isinstance(value, dict):
         raise RecordProblem(f"a message is an object, got {type_name(value)}", path=path)
-    message = {key: item for key, item in value.items() if item is not None and key not in _TRAIN_KEYS}
+    message = {key: item for key, item in value.items() if item is not None}
     role = message.get("role")
+    if len(message) == 2 and type(message.get("content")) is str and role in ROLES:
+        return message  # most are so, and each of millions would be asked for all that it does not have
+    for key in _TRAIN_KEYS:
+        message.pop(key, None)
     role = _OTHER_ROLES.get(role, role) if isinstance(role, str) else role
     if by_speaker and isinstance(role, str):
         role = SPEAKERS.get(role, role)
     if role not in ROLES:
         raise RecordProblem(f"unknown role {_shown(role)}; known: {', '.join(ROLES)}", path=(*path, "role"))
     message["role"] = role
-    for key in MEDIA:
-        if message.get(key):
-            raise RecordProblem(NO_MEDIA, path=(*path, key))
+    refuse_media(message, path)
     calls = _calls(message.pop("tool_calls", None), (*path, "tool_calls"))
     content = value.get("content")
     if isinstance(content, list) and (content or not calls):
@@ -54,6 +59,14 @@ def message_of(value: Any, path: KeyPath, by_speaker: bool = False) -> Message:
             raise RecordProblem(f"tool_calls in a message of {role}", path=(*path, "tool_calls"))
         message["tool_calls"] = calls
     return _with_train_flag(message, value, path)
+
+
+def refuse_media(value: Mapping[str, Any], path: KeyPath = ()) -> None:
+    """Refuse what has images, audio or video. RecordProblem."""
+    if not _MEDIA_KEYS.isdisjoint(value):
+        for key in MEDIA:
+            if value.get(key):
+                raise RecordProblem(NO_MEDIA, path=(*path, key))
 
 
 def turn_of(value: dict[str, Any], path: KeyPath) -> Message:
@@ -113,6 +126,8 @@ def _shown(value: Any) -> str:
 
 def _with_train_flag(message: Message, value: dict[str, Any], path: KeyPath) -> Message:
     """Add `train` from any of the three ways of writing it."""
+    if _FLAGS.isdisjoint(value):
+        return message
     flags = {name: value[name] for name in _TRAIN_KEYS if value.get(name) is not None}
     for name, flag in flags.items():
         if name == "train" and not isinstance(flag, bool):

@@ -46,21 +46,24 @@ def padded_records(examples: Sequence[Sequence[Example]]) -> int:
     """
     places: dict[Place, _Objects] = {}
     for record, parts in enumerate(examples):
-        for place, value in _objects([_tools_and_calls(part) for part in parts], ()):
+        for place, value in _tools_and_calls(parts):
             places.setdefault(place, _Objects()).add(record, value)
     return len(set().union(*(objects.records for objects in places.values() if objects.is_padded)))
 
 
 def has_null(parts: Sequence[Example]) -> bool:
     """Whether null is the value of a key in the tools or tool calls of what becomes of one record."""
-    return any(None in value.values() for part in parts for _, value in _objects(_tools_and_calls(part), ()))
+    return any(None in value.values() for _, value in _tools_and_calls(parts))
 
 
-def _tools_and_calls(example: Example) -> dict[str, Any]:
-    if not isinstance(example, Conversation):
-        return {}
-    calls = [call for message in example.messages for call in message.get("tool_calls", ())]
-    return {"tools": example.tools, "calls": calls}
+def _tools_and_calls(parts: Sequence[Example]) -> Iterator[tuple[Place, dict[str, Any]]]:
+    """The objects in what becomes of one record, each with the keys that lead to it."""
+    for example in parts:
+        if isinstance(example, Conversation):
+            yield from _objects(example.tools, ("tools",))
+            for message in example.messages:
+                if "tool_calls" in message:
+                    yield from _objects(message["tool_calls"], ("calls",))
 
 
 def _objects(value: Any, place: Place) -> Iterator[tuple[Place, dict[str, Any]]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
-from tuner.data.reading.answers import PROMPTS, learned_answer
+from tuner.data.reading.answers import PROMPTS, learned_answer, text_answer
 from tuner.data.reading.columns import other_side
 from tuner.data.reading.examples import (
     Compared,
@@ -22,7 +22,7 @@ from tuner.data.reading.examples import (
     Tokens,
 )
 from tuner.data.reading.forms import from_alpaca, from_text, from_tokens, from_turns
-from tuner.data.reading.messages import MEDIA, NO_MEDIA, ROLES, SPEAKERS
+from tuner.data.reading.messages import MEDIA, ROLES, SPEAKERS, refuse_media
 from tuner.data.reading.preferences import LABELS, SCORES, SIDES, label_key, labelled_of, pair_of, sides_of
 from tuner.data.reading.problems import RecordProblem, quoted
 
@@ -74,7 +74,7 @@ def parse_compared(
     """Return the pair of answers in a record, or the answer with its label; otherwise as `parse_record`."""
     try:
         view = _renamed(value, columns) if columns else value
-        _refuse_media(view)
+        refuse_media(view)
         _refuse_flag(view)
         sides, label = sides_of(view), label_key(view)
         if kind == "preference" and sides is not None:
@@ -127,11 +127,13 @@ def _plain(value: Record) -> Conversation | None:
 
 def _parse(value: Record, format: str, columns: Mapping[str, str]) -> Example:  # noqa: A002 (the recipe's word)
     if format != "text":
-        _refuse_media(value)
+        refuse_media(value)
     _refuse_flag(value)
     if format == "auto" and not columns:
         _refuse_compared(value)
     if format in {"auto", "prompt_completion"} and "completion" in columns and value.get("completion") is not None:
+        if (plain := text_answer(value)) is not None:
+            return plain
         return learned_answer(value, "completion", other_side(value, columns["completion"]), format)
     forms = FORMS if format == "auto" else {format: FORMS[format]}
     if format == "sharegpt":
@@ -144,12 +146,6 @@ def _parse(value: Record, format: str, columns: Mapping[str, str]) -> Example:  
         if missing is not None and all(key in value for key in keys):
             raise RecordProblem(f"{missing} is null", path=(missing,))
     raise _unknown(value, [keys for keys, _ in forms.values()])
-
-
-def _refuse_media(value: Record) -> None:
-    for key in MEDIA:
-        if value.get(key):
-            raise RecordProblem(NO_MEDIA, path=(key,))
 
 
 def _refuse_flag(value: Record) -> None:
@@ -189,15 +185,19 @@ def form_read(
     columns: Sequence[tuple[str, str]],  # noqa: A002
 ) -> str:
     """Return the form that an example was read from: of one that compares answers, that of its prompt."""
-    part = (
-        example.chosen if isinstance(example, Pair) else example.example if isinstance(example, Labelled) else example
-    )
+    part: Example | Compared = example
+    if isinstance(part, Pair):
+        part = part.chosen
+    elif isinstance(part, Labelled):
+        part = part.example
     if (found := _BY_TYPE.get(type(part))) is not None:
         return found
     if format != "auto":
         return format
-    ours = dict(columns)
-    return next((form for key, form in _BY_KEY if key in ours or value.get(key) is not None), "prompt_completion")
+    for key, form in _BY_KEY:
+        if value.get(key) is not None or (columns and any(key == ours for ours, _ in columns)):
+            return form
+    return "prompt_completion"
 
 
 def _unknown(value: Record, wanted: list[tuple[str, ...]]) -> RecordProblem:
@@ -272,7 +272,7 @@ def _at(value: Record, name: str) -> tuple[Any, bool]:
 
 
 def _from_prompt(value: Record) -> Example:
-    return learned_answer(value, "completion", None, "prompt_completion")
+    return text_answer(value) or learned_answer(value, "completion", None, "prompt_completion")
 
 
 ALSO_READ = {
