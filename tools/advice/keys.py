@@ -8,14 +8,18 @@ propose are written in place of these keys; the recipe that comes of that has to
 has no counterpart, no line may be proposed. Then the same keys stand in a configuration of their tool, and the recipe
 that `tuner import` makes has to differ from that without them by just what is meant.
 
-An answer is right, or silent (nothing that can be written is proposed, and nothing is wrong), or wrong. Exits with 1
-where one is wrong, or where one of `keys_right.txt` is right no longer.
+An answer is right, or silent (nothing that can be written is proposed, and nothing is wrong), or wrong. Without a line,
+a recipe that is the meant one only because that is the default is silent. Where a key has no counterpart, the answer
+has to say so: a line or a key of ours in its place is wrong, and `unknown` with a list of keys is silent, as is an
+import that drops what is needed without a word. Exits with 1 where one is wrong, or where one of `keys_right.txt` is
+right no longer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -167,7 +171,18 @@ def _proposed(problem: Problem) -> dict[str, Any]:
     return proposed(problem.message, problem.key)
 
 
-_NO_LINE = ("is a guess", "not supported", "not needed", "has no counterpart", "leave it out")
+_NO_LINE = ("is a guess", "not supported", "not needed", "has no counterpart", "leave it out", "a hook of your own")
+_A_LINE = re.compile(r"\bwrite \b|\bdid you mean |its counterpart here is |; here it is ")
+_ONLY_UNKNOWN = re.compile(r"[\w.]+: (?:unknown; [\w. ]+ has [a-z_]+, |got .*allowed: )")
+
+
+def _of_none(said: str, is_line: bool) -> Verdict:
+    """The verdict on an answer to keys that have no counterpart: a line is wrong, whatever it changes."""
+    if any(word in said for word in _NO_LINE):
+        return "right"
+    if is_line or _A_LINE.search(said):
+        return "wrong"
+    return "silent" if all(_ONLY_UNKNOWN.match(part) for part in said.split(" / ") if part) else "right"
 
 
 def _judged(
@@ -176,11 +191,10 @@ def _judged(
     changed = dict(differences(values, base))
     came = ", ".join(f"{key}: {flow(value)}" for key, value in changed.items())
     if not case.meant:
-        is_told = any(word in said for word in _NO_LINE)
-        return Answer(case, way, "wrong" if changed and not is_told else "right", said, came)
+        return Answer(case, way, _of_none(said, is_line), said, came)
     wanted = [dict(differences(one, base)) for one in _meant(case, BASE, case.in_recipe)]
     assert wanted, f"{case.name}: what is meant is no recipe"
-    if changed in wanted:
+    if changed in wanted and (is_line or changed or not said or {} in case.meant + case.in_recipe):
         return Answer(case, way, "right", said, came)
     is_part = any(changed.items() <= one.items() for one in wanted)
     return Answer(case, way, "silent" if not is_line or is_part else "wrong", said, came)
@@ -221,9 +235,10 @@ def by_import(case: Case) -> Answer:
     wanted = _meant(case, _in_pairs(case, text, plain), case.in_tool) or [plain]
     changed = dict(differences(values, plain))
     came = ", ".join(f"{key}: {flow(value)}" for key, value in changed.items())
+    if not case.meant and (left or not case.in_tool):
+        is_needless = not left and "not needed" in by_error(case).said
+        return Answer(case, "import", "right" if is_needless else _of_none(said, bool(changed)), said, came)
     if values in wanted:
-        return Answer(case, "import", "right", said, came)
-    if not case.meant and left and any(word in said for word in _NO_LINE):
         return Answer(case, "import", "right", said, came)
     parts = [dict(differences(one, plain)) for one in wanted]
     is_part = bool(left) and any(changed.items() <= one.items() for one in parts)
@@ -269,7 +284,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Follow what is said of other tools' keys.")
     parser.add_argument("--only", default="", metavar="WORD", help="cases whose name has this")
     parser.add_argument("--verbose", action="store_true", help="print what is silent, too")
-    parser.add_argument("--plant", action="store_true", help="plant ten wrong answers, each of which has to be found")
+    parser.add_argument("--plant", action="store_true", help="plant wrong answers, each of which has to be found")
     parser.add_argument("--keep", action="store_true", help="write down what is right")
     options = parser.parse_args(words)
     if options.plant:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tuner.config import conversion, not_supported
-from tuner.config.other_rules import count_of, number_of, share_of, switch, words
+from tuner.config.other_rules import count_of, note, number_of, share_of, switch, words
 
 _RULES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "epochs are read as steps": ("num_train_epochs", count_of("train.duration", "steps")),
@@ -22,6 +22,8 @@ _RULES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "recomputing is turned round": (
         "gradient_checkpointing", switch("train.gradient_checkpointing", "none", "full"),
     ),
+    "what is the default is not proposed": ("neat_packing", note("rows are packed as they fit")),
+    "loading batches is encoding records": ("dataloader_num_workers", lambda value, given: {"data.workers": "auto"}),
 }  # fmt: skip
 """What is wrong, and the key whose rule is replaced."""
 
