@@ -23,11 +23,10 @@ def check(tree: Node, problems: Problems) -> Recipe | None:
     """
     for name in ("model", "data", *Recipe.model_fields):
         child = tree.value.get(name)
-        if _is_section(name) and (child is None or child.value is None):
-            tree.value.pop(name, None)
-            if name in PLACEHOLDERS:
-                where = child.key_where if child is not None else tree.where
-                tree.value[name] = Node({}, where, tree.base, where)
+        is_blank = child is not None and child.value is None
+        if _is_section(name) and (is_blank or (child is None and name in PLACEHOLDERS)):
+            where = child.key_where if child is not None else tree.where
+            tree.value[name] = Node({}, where, tree.base, where)
     guessed = {section for section in UNIONS if _bad_kind(tree, section, problems)}
     plain = tree.plain()
     try:

@@ -13,7 +13,7 @@ from tuner.config.other_rules import micro_batch as rows_of_a_process
 
 _EPOCHS, _STEPS = count_of("train.duration", "epochs"), count_of("train.duration", "steps")
 _ALL_LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-_NONE = {"none", "null", "false", "full"}
+_NONE = {"none", "null", "false", "full", "{}"}
 
 
 def _is_set(given: Given, *names: str) -> bool:
@@ -29,7 +29,7 @@ def no_adapter(given: Given) -> bool:
     """Whether another key says that all weights are trained, so that nothing of an adapter counts."""
     kinds = ("finetuning_type", "train_type", "tuner_type", "sft_type")
     is_full = any(_says(given, name, "full", "freeze") for name in kinds) or _says(given, "full_finetuning", "true")
-    is_off = any(name in given and str(given[name]).lower() in _NONE for name in ("use_peft", "adapter"))
+    is_off = any(str(given.get(name, True)).lower() in _NONE for name in ("use_peft", "adapter", "adapter.kind"))
     return is_full or is_off
 
 
