@@ -88,6 +88,12 @@ def test_every_value_of_another_tool_is_of_a_key_that_is_there() -> None:
         ({"adapter": {"kind": "lora"}, "load_in_4bit": True}, "unknown; write model.quantize: nf4"),
         ({"adapter": None, "lora_r": 32}, "unknown; all weights are trained, so it changes nothing; leave it out"),
         ({"adapter": {"kind": "none"}, "lora_r": 32}, "unknown; all weights are trained, so it changes nothing"),
+        (
+            {"dataset": {"_component_": "torchtune.datasets.text_completion_dataset", "source": "o/n", "packed": True}},
+            'unknown; write data.train: [{path: "o/n:train", format: text}] and data.packing: auto and '
+            "method.kind: pretrain",
+        ),
+        ({"datasets": [{"path": "a.jsonl", "type": "completion"}]}, "format: text}] and method.kind: pretrain"),
         ({"quantization_config": {"load_in_8bit": True}}, "unknown; write adapter.kind: lora and model.quantize: int8"),
         ({"quantization_bit": 3}, "not supported: bases quantised otherwise"),
         ({"model": {"name_or_path": "a/b", "quantize": "4bit"}}, "got '4bit'; write nf4"),

@@ -277,6 +277,10 @@ def test_what_saves_memory_elsewhere_does_here(text: str, expected: dict[str, An
         (_AXOLOTL % ", roles_to_train: [user]", "datasets.0.roles_to_train: [user]: has no counterpart"),
         (_AXOLOTL % "" + "loss_watchdog_threshold: 5.0", "loss_watchdog_threshold: 5.0: not supported"),
         (_TRL + "eos_token: <|im_end|>", "eos_token: \"<|im_end|>\": the tokenizer's own"),
+        (_TUNE % "llama3_8b" + "dataset: {_component_: torchtune.datasets.alpaca_dataset}",
+         'dataset._component_: "alpaca_dataset (it asks in a text of its own)": '),
+        (_TUNE % "llama3_8b" + "dataset: {_component_: t.text_completion_dataset, source: text, data_files: c.txt}",
+         'dataset.source: "text (a line is a document there, the file here)": '),
         (_TRL + "dataset_config: main", "dataset_config: main: not supported"),
         (_TRL + "lr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {num_cycles: 3}",
          "lr_scheduler_kwargs: {num_cycles: 3}: "),
@@ -381,6 +385,29 @@ def test_sources_keep_their_form_their_columns_and_their_share(tmp_path: Path) -
     first, second = imported("ms-swift", tmp_path).recipe.data.train
     assert (first.path, first.count, Path(second.path).name) == ("owner/set:train", 500, "own.jsonl")
     assert imported("torchtune", tmp_path).recipe.data.train[0].columns == {"messages": "talk"}
+
+
+@pytest.mark.parametrize(
+    ("builder", "form", "columns", "kind"),
+    [
+        ("instruct_dataset, source: o/n", "alpaca", {"instruction": "input"}, "sft"),
+        ("instruct_dataset, source: o/n, column_map: {input: ask, output: reply}", "alpaca",
+         {"instruction": "ask", "output": "reply"}, "sft"),
+        ("samsum_dataset", "alpaca", {"instruction": "dialogue", "output": "summary"}, "sft"),
+        ("alpaca_dataset, column_map: {instruction: ask}", "alpaca", {"instruction": "ask"}, "sft"),
+        ("text_completion_dataset, source: o/n, column: body", "text", {"text": "body"}, "pretrain"),
+        ("wikitext_dataset", "text", {"text": "page"}, "pretrain"),
+        ("chat_dataset, source: o/n, conversation_column: talk, conversation_style: sharegpt", "sharegpt",
+         {"conversations": "talk"}, "sft"),
+    ],
+)  # fmt: skip
+def test_a_builder_of_torchtunes_names_the_form_and_the_columns(
+    builder: str, form: str, columns: dict[str, str], kind: str
+) -> None:
+    text = f"checkpointer: {{checkpoint_dir: /base}}\ndataset: {{_component_: torchtune.datasets.{builder}}}\n"
+    found = import_text(text, "c.yaml").recipe
+    (source,) = found.data.train
+    assert (source.format, dict(source.columns), found.method.kind) == (form, columns, kind)
 
 
 def test_llama_factorys_table_of_data_sets_is_read(tmp_path: Path) -> None:

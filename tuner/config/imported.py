@@ -17,7 +17,7 @@ from tuner.config.load import RecipeText, load_recipe
 from tuner.config.not_supported import absent
 from tuner.config.numbers import write_number
 from tuner.config.other_configs import DIALECTS, Dialect, Tool, detect
-from tuner.config.other_data import guessed, unread
+from tuner.config.other_data import guessed, is_text, unread
 from tuner.config.other_input import dataset_info, read_given
 from tuner.config.other_methods import PAIRS, PREFERENCES, defaults_of, kind_of, template_of
 from tuner.config.other_refused import refuse_program, require_known_method, require_training
@@ -130,7 +130,7 @@ def _carry(key: str, value: Any, given: Mapping[str, Any], dialect: Dialect, dra
         if not is_off and (feature.needed or name in _ALWAYS_LISTED):
             draft.leave(key, value, feature.sentence)
         return
-    for inner, found in unread(value).items() if name in {"datasets", "test_datasets"} else ():
+    for inner, found in unread(value).items() if name in {"datasets", "test_datasets", "dataset"} else ():
         draft.leave(f"{key}.{inner}", found, "has no counterpart here")
     if rule is None and key in fields() and fits({key: value}) and not isinstance(value, bool):
         draft.put({key: value}, key)
@@ -233,8 +233,7 @@ def _listed(sources: Any) -> list[Any]:
 def _settle_method(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     """The method that the form of the records asks for, and which of their tokens are trained on."""
     values = draft.values
-    sources = values.get("data.train")
-    if isinstance(sources, list) and sources and all(_form(item) == "text" for item in sources):
+    if is_text(values.get("data.train")):
         draft.put({"method.kind": "pretrain"}, "records of plain text")
     method = values.get("method.kind")
     if method == "pretrain" and "method.train_on" in values:
@@ -264,10 +263,6 @@ def _settle_preferences(draft: _Draft, given: Mapping[str, Any], method: str) ->
 def _counted(count: Any, word: str, of: str = "") -> str:
     plural = "" if count == 1 else "es" if word.endswith("s") else "s"
     return f"{count} {word}{plural}{of}"
-
-
-def _form(source: Any) -> str:
-    return str(source.get("format", "auto")) if isinstance(source, Mapping) else "auto"
 
 
 def _loaded(draft: _Draft, origin: str) -> tuple[Recipe, str]:

@@ -10,21 +10,31 @@ _FORMATS = {
     "alpaca": "alpaca", "alpaca_chat": "alpaca", "chat_template": "messages", "sharegpt": "sharegpt",
     "completion": "text", "pretrain": "text", "openai": "messages",
 }  # fmt: skip
-_COMPONENTS = {
-    "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca"),
-    "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", "alpaca"),
-    "chat_dataset": ("", "messages"),
-    "instruct_dataset": ("", "prompt_completion"),
-    "text_completion_dataset": ("", "text"),
-    "samsum_dataset": ("Samsung/samsum", "auto"),
-    "wikitext_dataset": ("Salesforce/wikitext", "text"),
-    "grammar_dataset": ("liweili/c4_200m", "auto"),
-    "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", "sharegpt"),
-    "stack_exchange_paired_dataset": ("lvwerra/stack-exchange-paired", "auto"),
-    "hh_rlhf_helpful_dataset": ("RLHFlow/HH-RLHF-Helpful-standard", "auto"),
-    "preference_dataset": ("", "auto"),
+_COMPONENTS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca", {}),
+    "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", "alpaca", {}),
+    "chat_dataset": ("", "messages", {}),
+    "instruct_dataset": ("", "alpaca", {"instruction": "input"}),
+    "text_completion_dataset": ("", "text", {}),
+    "samsum_dataset": ("Samsung/samsum", "alpaca", {"instruction": "dialogue", "output": "summary"}),
+    "wikitext_dataset": ("EleutherAI/wikitext_document_level", "text", {"text": "page"}),
+    "cnn_dailymail_articles_dataset": ("ccdv/cnn_dailymail", "text", {"text": "article"}),
+    "grammar_dataset": ("liweili/c4_200m", "alpaca", {"instruction": "input"}),
+    "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", "sharegpt", {}),
+    "stack_exchange_paired_dataset": (
+        "lvwerra/stack-exchange-paired",
+        "auto",
+        {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
+    ),
+    "hh_rlhf_helpful_dataset": ("RLHFlow/HH-RLHF-Helpful-standard", "auto", {}),
+    "preference_dataset": ("", "auto", {}),
 }
-"""Builders of torchtune, each with the hub data set and the form of its records."""
+"""Builders of torchtune, each with the hub data set, the form of its records, and their columns by our names.
+
+A question and its answer are turns there, with the model's own tokens around them: an instruction and its output here,
+not a prompt and a completion, which are trained as they are.
+"""
+_COLUMN_OF = {"sharegpt": "conversations", "messages": "messages", "text": "text"}
 
 
 _PAIRS: dict[str, dict[str, str]] = {
@@ -33,6 +43,12 @@ _PAIRS: dict[str, dict[str, str]] = {
     "argilla_chat": {},
 }  # fmt: skip
 """axolotl's types of preference data sets after `chatml.`, `llama3.` and their like: columns by our names."""
+
+
+def is_text(sources: Any) -> bool:
+    """Whether every one of our sources holds plain text, which is pre-trained."""
+    forms = [item.get("format") for item in sources if isinstance(item, Mapping)] if isinstance(sources, list) else []
+    return bool(forms) and len(forms) == len(sources) and set(forms) == {"text"}
 
 
 def is_file(name: str) -> bool:
@@ -72,11 +88,14 @@ def entry(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unread(value: Any) -> dict[str, Any]:
-    """What the items of axolotl's `datasets` say that none of ours does, by its dotted key."""
+    """What the items of axolotl's `datasets` or the `dataset` of torchtune say that none of ours does, by its key."""
     items = value if isinstance(value, list) else [value]
     left: dict[str, Any] = {}
     for index, item in enumerate(items):
-        if not isinstance(item, Mapping) or "_component_" in item:
+        if not isinstance(item, Mapping):
+            continue
+        if "_component_" in item:
+            left |= _lost(item)
             continue
         said = {key: found for key, found in item.items() if key not in _READ and not _says_nothing(key, found)}
         left |= {f"{index}.{key}": found for key, found in said.items()}
@@ -84,6 +103,15 @@ def unread(value: Any) -> dict[str, Any]:
         if isinstance(kind, Mapping):
             left |= {f"{index}.type.{key}": found for key, found in kind.items() if key not in _READ_OF_TYPE and found}
     return left
+
+
+def _lost(found: Mapping[str, Any]) -> dict[str, str]:
+    """What a builder of torchtune does that no key of its own says."""
+    name = str(found["_component_"]).rpartition(".")[2]
+    lost = {"source": "text (a line is a document there, the file here)"} if found.get("source") == "text" else {}
+    if name in {"alpaca_dataset", "alpaca_cleaned_dataset"}:
+        lost["_component_"] = f"{name} (it asks in a text of its own)"
+    return lost
 
 
 _SEGMENTS = {"input_output", "stepwise_supervised"}
@@ -130,24 +158,21 @@ def _columns(found: Mapping[str, Any]) -> dict[str, str]:
 
 def component(found: Mapping[str, Any]) -> dict[str, Any]:
     """The `dataset` of a torchtune file, as one of our sources."""
-    name, form = _COMPONENTS.get(str(found.get("_component_", "")).rpartition(".")[2], ("", "auto"))
+    builder = str(found.get("_component_", "")).rpartition(".")[2]
+    name, form, columns = _COMPONENTS.get(builder, ("", "auto", {}))
     path = found.get("data_files") or found.get("source") or name or "rows.jsonl"
     source: dict[str, Any] = {"path": located(str(path), found.get("split"))}
+    form = "sharegpt" if found.get("conversation_style") == "sharegpt" else form
     if form != "auto":
         source["format"] = form
-    column, renamed = found.get("conversation_column"), found.get("column_map")
-    if found.get("conversation_style") == "sharegpt":
-        source["format"] = "sharegpt"
-    if name == "lvwerra/stack-exchange-paired":
-        renamed = renamed or {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
-    if isinstance(column, str):
-        source["columns"] = {"conversations" if source["format"] == "sharegpt" else "messages": column}
-    elif isinstance(renamed, Mapping) and {"chosen", "rejected"} & set(renamed):
-        source["columns"] = {str(ours): str(theirs) for ours, theirs in renamed.items()}
-    elif isinstance(renamed, Mapping) and form == "prompt_completion":
-        pairs = {"prompt": renamed.get("input"), "completion": renamed.get("output")}
-        source["columns"] = {ours: str(theirs) for ours, theirs in pairs.items() if theirs}
-    return source
+    column, renamed = found.get("conversation_column", found.get("column")), found.get("column_map")
+    if isinstance(column, str) and form in _COLUMN_OF:
+        columns = {_COLUMN_OF[form]: column}
+    elif isinstance(renamed, Mapping) and (builder in _COMPONENTS or {"chosen", "rejected"} & set(renamed)):
+        ours = {"input": "instruction"} if "instruction" in columns else {}
+        columns = columns | {ours.get(str(key), str(key)): str(theirs) for key, theirs in renamed.items() if theirs}
+    columns = {key: theirs for key, theirs in columns.items() if key != theirs}
+    return source | ({"columns": columns} if columns else {})
 
 
 def component_settings(found: Mapping[str, Any]) -> dict[str, Any]:

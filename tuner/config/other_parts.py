@@ -7,7 +7,7 @@ from typing import Any
 
 from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.config.numbers import write_number
-from tuner.config.other_data import component_settings, is_file, located, plain_sources
+from tuner.config.other_data import component_settings, is_file, is_text, located, plain_sources
 from tuner.config.other_memory import ADAMW_VALUES, adapter
 from tuner.config.other_rules import Given, Lines, Rule, number, percent, switch
 from tuner.config.other_values import of_value
@@ -168,9 +168,10 @@ def data_sets(value: Any, given: Given) -> Lines | str | None:
             "its names stand in LLaMA-Factory's dataset_info.json; here the files themselves do, "
             "data.train: [FILE, ...]"
         )
-    if isinstance(value, Mapping) and "_component_" in value:
-        return {"data.train": sources} | component_settings(value)
-    return None if sources is None else {"data.train": sources}
+    if sources is None:
+        return None
+    settings = component_settings(value) if isinstance(value, Mapping) and "_component_" in value else {}
+    return {"data.train": sources} | settings | ({"method.kind": "pretrain"} if is_text(sources) else {})
 
 
 def held_out_sets(value: Any, given: Given) -> Lines | str | None:
