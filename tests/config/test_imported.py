@@ -203,6 +203,7 @@ def test_its_text_is_the_same_recipe_and_names_what_each_line_comes_from(tool: s
 
 _AXOLOTL = "base_model: a/b\nmicro_batch_size: 1\ndatasets: [{path: r.jsonl, type: chat_template%s}]\n"
 _TRL = "model_name_or_path: a/b\ndataset_name: o/s\n"
+_FACTORY = "model_name_or_path: a/b\ndataset: own.json\ntemplate: llama3\ncutoff_len: 64\nfinetuning_type: lora\n"
 
 
 @pytest.mark.parametrize(
@@ -218,6 +219,11 @@ _TRL = "model_name_or_path: a/b\ndataset_name: o/s\n"
         (_TRL + "per_device_eval_batch_size: 4", "  micro_batch_size: 8  # TRL's default"),
         (_TRL + "gradient_accumulation_steps: 2", "# 8 rows per process x 2 accumulation steps x 1 process"),
         (_AXOLOTL % "" + "tensor_parallel_size: 2", "  tensor: 2  # tensor_parallel_size"),
+        (_FACTORY + "stage: pt", "  packing: auto  # LLaMA-Factory's default of stage pt"),
+        (_FACTORY + "stage: pt\npacking: false", "  packing: false  # packing"),
+        (_FACTORY + "stage: sft", "  packing: false  # LLaMA-Factory's default"),
+        (_FACTORY + "stage: sft\npacking: true\nneat_packing: false", "  packing: auto"),
+        (_FACTORY + "stage: sft\nneat_packing: true\npacking: false", "  packing: auto"),
     ],
 )
 def test_a_key_becomes_a_line(text: str, line: str) -> None:
@@ -401,7 +407,7 @@ def test_sources_keep_their_form_their_columns_and_their_share(tmp_path: Path) -
          {"conversations": "talk"}, "sft"),
     ],
 )  # fmt: skip
-def test_a_builder_of_torchtunes_names_the_form_and_the_columns(
+def test_a_builder_of_torchtune_names_the_form_and_the_columns(
     builder: str, form: str, columns: dict[str, str], kind: str
 ) -> None:
     text = f"checkpointer: {{checkpoint_dir: /base}}\ndataset: {{_component_: torchtune.datasets.{builder}}}\n"

@@ -238,6 +238,8 @@ def _settle_method(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     method = values.get("method.kind")
     if method == "pretrain" and "method.train_on" in values:
         draft.drop("method.train_on", "every token of plain text is learned")
+    if method == "pretrain" and tool == "llama-factory" and "packing" not in given:
+        draft.put({"data.packing": "auto"}, "LLaMA-Factory's default of stage pt")
     if method in PREFERENCES:
         _settle_preferences(draft, given, str(method))
     if tool == "trl" and draft.sources.get("method.train_on") == "TRL's default":

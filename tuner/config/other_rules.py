@@ -107,6 +107,12 @@ def switch(key: str, on: Any, off: Any = None) -> Rule:
     return rule
 
 
+def packing(value: Any, given: Given) -> Lines | str | None:
+    """Whether rows are packed, which either of LLaMA-Factory's two keys turns on."""
+    is_on = any(str(given.get(name)).lower() == "true" for name in ("packing", "neat_packing"))
+    return switch("data.packing", "auto", False)(is_on or value, given)
+
+
 def words(key: str, words: Mapping[str, Any]) -> Rule:
     """One of a few words; those that are not here may be values that are not supported."""
 
