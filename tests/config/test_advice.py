@@ -93,6 +93,11 @@ def test_every_value_of_another_tool_is_of_a_key_that_is_there() -> None:
             'unknown; write data.train: [{path: "o/n:train", format: text}] and data.packing: auto and '
             "method.kind: pretrain",
         ),
+        (
+            {"teacher_checkpointer": {"checkpoint_dir": "o/t"}},
+            "unknown; write method.kind: distill and method.teacher: o/t and method.ce_weight: 0.5",
+        ),
+        ({"kd_ratio": 0.3}, "here it is method.kind: distill and method.ce_weight: 0.7, but: teacher is missing"),
         ({"datasets": [{"path": "a.jsonl", "type": "completion"}]}, "format: text}] and method.kind: pretrain"),
         ({"quantization_config": {"load_in_8bit": True}}, "unknown; write adapter.kind: lora and model.quantize: int8"),
         ({"quantization_bit": 3}, "not supported: bases quantised otherwise"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tuner.config.imported import import_text
+from tuner.config.methods import DistillMethod
 from tuner.config.other_methods import kind_of
 from tuner.errors import RecipeError
 
@@ -65,6 +66,26 @@ def method_of(text: str) -> dict[str, Any]:
 )  # fmt: skip
 def test_a_method_comes_with_its_losses_and_weights(text: str, expected: dict[str, Any]) -> None:
     assert method_of(text) == expected
+
+
+TAUGHT = "checkpointer: {checkpoint_dir: a/b}\nteacher_checkpointer: {checkpoint_dir: o/t}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("kd_ratio: 0.3\nkd_loss: {_component_: t.ForwardKLLoss}", (0.7, 0.0, "sft", ())),
+        ("kd_loss: {_component_: t.ReverseKLWithChunkedOutputLoss}", (0.5, 1.0, "sft", ())),
+        ("dataset: {_component_: t.wikitext_dataset}", (0.5, 0.0, "pretrain", ())),
+        ("kd_loss: {_component_: t.SymmetricKLLoss}", (0.5, 0.0, "sft", ("kd_loss._component_",))),
+    ],
+)
+def test_a_teacher_of_torchtune_comes_with_the_share_of_its_loss(text: str, expected: tuple[object, ...]) -> None:
+    found = import_text(TAUGHT + text, "c.yaml", "torchtune")
+    method = found.recipe.method
+    assert isinstance(method, DistillMethod) and method.teacher == "o/t"
+    left = tuple(item.partition(":")[0] for item in found.left if not item.startswith("data.train"))
+    assert (method.ce_weight, method.beta, method.rows, left) == expected
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def _listed(sources: Any) -> list[Any]:
 def _settle_method(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     """The method that the form of the records asks for, and which of their tokens are trained on."""
     values = draft.values
-    if is_text(values.get("data.train")):
+    if is_text(values.get("data.train")) and values.get("method.kind") != "distill":
         draft.put({"method.kind": "pretrain"}, "records of plain text")
     method = values.get("method.kind")
     if method == "pretrain" and "method.train_on" in values:

@@ -10,6 +10,7 @@ from tuner.config.not_supported import absent
 from tuner.config.other_data import located, plain_sources, registered
 from tuner.config.other_keys import attention_modules, metric_logger
 from tuner.config.other_memory import ADAMW_VALUES, adapter
+from tuner.config.other_methods import kd_loss, teacher
 from tuner.config.other_parts import builder, chat_template, data_sets, text_of
 from tuner.config.other_rules import Given, Lines, Rule, all_unless, micro_batch, note, number, switch, words
 from tuner.config.other_values import of_value
@@ -258,13 +259,15 @@ DIALECTS: dict[Tool, Dialect] = {
             "metric_logger._component_": lambda value, given: metric_logger(
                 {"_component_": value, "project": given.get("metric_logger.project")}, given
             ),
+            "teacher_checkpointer.checkpoint_dir": teacher,
+            "kd_loss._component_": kd_loss,
             "loss.beta": lambda value, given: {"method.beta": value},
             "loss.label_smoothing": lambda value, given: {"method.label_smoothing": value} if value else {},
         },
         _keys(
             "resume_from_checkpoint model.apply_lora_to_mlp optimizer.fused "
             "checkpointer profiler loss tokenizer metric_logger log_every_n_steps log_peak_memory_stats "
-            "dataset model.use_dora lr_scheduler.num_cycles"
+            "dataset model.use_dora lr_scheduler.num_cycles teacher_checkpointer teacher_model kd_loss"
         ),
     ),
     "ms-swift": Dialect(

@@ -7,6 +7,7 @@ from typing import Any
 
 from tuner.config.numbers import write_number
 from tuner.config.other_rules import Given, Lines, Rule, number, number_of
+from tuner.config.other_tools import FOREIGN
 from tuner.config.other_values import of_value
 
 PAIRS = frozenset(("dpo", "orpo", "simpo", "cpo", "reward"))
@@ -155,6 +156,35 @@ def reference_model(value: Any, given: Given) -> Lines | str | None:
     return "not supported: a reference other than the model at the start; instead start from it: model.name_or_path"
 
 
+def is_taught(given: Given) -> bool:
+    """Whether a key names a teacher, whole or as a section."""
+    return any(str(key).partition(".")[0] in FOREIGN["method.teacher"] for key in given)
+
+
+def teacher(value: Any, given: Given) -> Lines | str | None:
+    """torchtune's component that reads the teacher; half of its loss is cross-entropy unless it says otherwise."""
+    place = value.get("checkpoint_dir") if isinstance(value, Mapping) else value
+    if not isinstance(place, str):
+        return None
+    share = {} if "kd_ratio" in given else {"method.ce_weight": 0.5}
+    return {"method.kind": "distill", "method.teacher": place} | share
+
+
+def kd_ratio(value: Any, given: Given) -> Lines | str | None:
+    """The share of the divergence; ours is that of the cross-entropy."""
+    share = number(value)
+    return {"method.ce_weight": float(1 - share)} if share is not None and 0 <= share <= 1 else None
+
+
+def kd_loss(value: Any, given: Given) -> Lines | str | None:
+    """torchtune's component of the divergence, forward by default as here."""
+    named = value.get("_component_") if isinstance(value, Mapping) else value
+    name = str(named).rpartition(".")[2]
+    if name.startswith("SymmetricKL"):
+        return "not supported: both divergences, added up; instead method.beta: 0.5, Jensen-Shannon's between them"
+    return {"method.beta": 1.0} if name.startswith("ReverseKL") else {} if name.startswith("ForwardKL") else None
+
+
 def _weight(name: str) -> Rule:
     return number_of(f"method.{name}")
 
@@ -175,6 +205,9 @@ RULES_OF_METHODS: dict[str, Rule] = {
     "precompute_ref_log_probs": precomputed,
     "precompute_ref_logprobs": precomputed,
     **dict.fromkeys(("ref_model", "reference_model"), reference_model),
+    "teacher_checkpointer": teacher,
+    "kd_ratio": kd_ratio,
+    "kd_loss": kd_loss,
 }
 """How keys of preference and reward trainings become ours."""
 

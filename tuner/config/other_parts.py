@@ -9,6 +9,7 @@ from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.config.numbers import write_number
 from tuner.config.other_data import component_settings, is_file, is_text, located, plain_sources
 from tuner.config.other_memory import ADAMW_VALUES, adapter
+from tuner.config.other_methods import is_taught
 from tuner.config.other_rules import Given, Lines, Rule, number, percent, switch
 from tuner.config.other_values import of_value
 
@@ -171,7 +172,8 @@ def data_sets(value: Any, given: Given) -> Lines | str | None:
     if sources is None:
         return None
     settings = component_settings(value) if isinstance(value, Mapping) and "_component_" in value else {}
-    return {"data.train": sources} | settings | ({"method.kind": "pretrain"} if is_text(sources) else {})
+    kind = "method.rows" if is_taught(given) else "method.kind"
+    return {"data.train": sources} | settings | ({kind: "pretrain"} if is_text(sources) else {})
 
 
 def held_out_sets(value: Any, given: Given) -> Lines | str | None:

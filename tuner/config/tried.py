@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from tuner.config.fields import Field, fields, find
 from tuner.config.other_keys import kind_of_adapter
-from tuner.config.other_methods import kind_of
+from tuner.config.other_methods import is_taught, kind_of
 from tuner.config.other_tools import FOREIGN
 from tuner.config.recipe import UNIONS, Recipe
 from tuner.config.rules import rules_of
@@ -51,7 +51,7 @@ def _kind(section: str, kinds: list[tuple[str, ...]], given: Mapping[str, Any]) 
     now = str(given.get(f"{section}.kind", next(iter(UNIONS[section]))))
     implied = kind_of_adapter(given) if section == "adapter" else None
     if section == "method":
-        implied = "distill" if any(name in given for name in FOREIGN["method.teacher"]) else kind_of(given)
+        implied = "distill" if is_taught(given) else kind_of(given)
     if implied in able and now != implied:
         return implied
     return None if now in able or not able else able[0]
