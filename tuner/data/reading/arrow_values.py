@@ -47,7 +47,7 @@ def _decoder(array: Any) -> Decode | None:
         return _decoder(array.values)
     if any(is_lists(kind) for is_lists in _LISTS):
         inner = _decoder(array.values)
-        return inner and (lambda items: [None if item is None else inner(item) for item in items])
+        return inner and (lambda items: [item if item is None else inner(item) for item in items])
     if pa.types.is_struct(kind):
         return _of_struct({field.name: array.field(i) for i, field in enumerate(kind)})
     return _of_map(array) if pa.types.is_map(kind) else None
@@ -57,15 +57,21 @@ def _of_struct(fields: dict[str, Any]) -> Decode | None:
     inside = {name: inner for name, values in fields.items() if (inner := _decoder(values)) is not None}
     if not inside and not any(values.null_count for values in fields.values()):
         return None
+    if not inside:
+        return _without_nulls
 
     def decode(value: dict[str, Any]) -> dict[str, Any]:
-        plain = {name: item for name, item in value.items() if item is not None}
+        plain = _without_nulls(value)
         for key, of_key in inside.items():
             if key in plain:
                 plain[key] = of_key(plain[key])
         return plain
 
     return decode
+
+
+def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
+    return {name: item for name, item in value.items() if item is not None}
 
 
 def _of_map(array: Any) -> Decode:
