@@ -30,6 +30,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_a_run_gives_the_scores_of_its_last_evaluation(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNER_CACHE", str(place / "cache"))
     done = tuner("eval", "runs/r", "--tasks", "recipe", "--output", "own", "--json", cwd=place)

@@ -328,6 +328,7 @@ def test_the_end_of_a_run_proposes_an_export_that_it_can_have(
     assert capsys.readouterr().err.rstrip().endswith(said)
 
 
+@pytest.mark.slow
 def test_a_run_without_a_final_checkpoint_is_finished_too(workplace: Path) -> None:
     shorten(workplace)
     flags = ("--checkpoint.at_end", "false", "--checkpoint.every", "never", "--eval.at_end", "false")
@@ -368,6 +369,7 @@ def test_prepared_data_of_another_recipe_are_refused(workplace: Path) -> None:
     assert own.returncode == 0, own.stderr
 
 
+@pytest.mark.slow
 def test_a_run_is_proven_to_go_on_exactly_in_processes_of_its_own(stopped: Path) -> None:
     run = stopped / "runs" / "r"
     document = json.loads(tuner(stopped, "verify-resume", str(run), "--steps", "1", "--json").stdout)

@@ -26,6 +26,7 @@ main(sys.argv[1:])
 
 
 @pytest.mark.multi
+@pytest.mark.slow
 def test_nan_in_layer_3_at_step_7_on_rank_1(tmp_path: Path) -> None:
     trainings.prepare(tmp_path, 2, layers=4)
     processes = start(["-c", PLANTED, "train", "r.yaml", "--json"], 2, cwd=tmp_path)

@@ -65,6 +65,7 @@ def test_a_wrong_bit_in_one_replica_ends_the_run_and_replaces_no_checkpoint(tmp_
 
 
 @pytest.mark.multi
+@pytest.mark.slow
 def test_a_slow_rank_and_a_diverging_layer_are_named_under_fsdp2(tmp_path: Path) -> None:
     prepare_whole(tmp_path, layers=4)
     words = ["train", "r.yaml", "--train.duration", "9 steps", "--logging.level", "info"]

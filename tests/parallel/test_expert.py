@@ -56,7 +56,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "four": {"world": 4, "local": 4, "expert": 4, "micro": 1},
 }
 ONE: dict[str, Any] = {"world": 1, "local": 1, "expert": 1, "micro": 8}
-QUICK = ("2 x 2 shards", "two, lora on experts", "two shards, lora on experts")
+QUICK = ("2 x 2 shards", "two, lora on experts")
 STEPS = 2
 
 
@@ -264,6 +264,7 @@ def test_faults_are_found(model: Path, alone: One, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.multi
+@pytest.mark.slow
 def test_processes_that_have_it_whole_take_forwards_by_themselves(model: Path, tmp_path: Path) -> None:
     def work(rank: int) -> None:
         root = assembled(model, rank, LAYOUTS["two"]).train_state.root.eval()

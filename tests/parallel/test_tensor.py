@@ -77,7 +77,10 @@ def test_a_step_of_two_processes_is_that_of_one(group: str, tmp_path: Path) -> N
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize("group", SHARDED)
+@pytest.mark.parametrize(
+    "group",
+    [pytest.param(group, marks=pytest.mark.slow) if group.endswith("have") else group for group in SHARDED],
+)
 def test_so_is_one_of_four_processes_with_shards_and_copies(group: str, tmp_path: Path) -> None:
     compared(4, SHARDED[group], tmp_path)
 

@@ -190,6 +190,7 @@ def test_state_of_other_optimizers_is_counted_under_their_names(
     assert "optimizer " in sgd.text() and "optimizer " in own.text()
 
 
+@pytest.mark.slow
 def test_a_cap_on_counted_bytes_is_examined_where_it_is_passed(shared: Path, once: Callable[..., Measurement]) -> None:
     once()  # the first of a process holds a little besides
     report = measured(shared)

@@ -175,6 +175,7 @@ def on_a_small_card() -> Prediction:
     return foreseen("h100-80g", 600 * MIB, checkpoint={"async_save": True})
 
 
+@pytest.mark.slow
 def test_a_device_that_is_not_here() -> None:
     found = foreseen("h100-80g", 80 << 30, "1x2", train={"precision": "bf16"})
     assert (found.device, found.processes) == ("NVIDIA H100 SXM", 2) and found.verdict == "fits"
@@ -185,6 +186,7 @@ def test_a_device_that_is_not_here() -> None:
     assert on_a_small_card().verdict == "does not fit"
 
 
+@pytest.mark.slow
 def test_prepared_rows_are_looked_at(tmp_path: Path) -> None:
     rows = [{"input_ids": list(range(5, 5 + n))} for n in (60, 40, 20, 30)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

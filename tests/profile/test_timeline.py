@@ -73,6 +73,7 @@ def test_kernels_of_another_device_are_chosen_within_the_stand_in_alone() -> Non
     assert target(tensor) == "cpu"
 
 
+@pytest.mark.slow
 def test_the_logits_of_a_gpu_are_bounded_by_its_memory(tmp_path: Path) -> None:
     resolved, rank_info, step = resolved_case(Case("llama"), tmp_path)
 

@@ -50,6 +50,7 @@ def read_trace(path: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_recorded_steps_compute_the_same(workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     plain = launch(workplace, "plain")
     assert not (plain / "profile").exists()
@@ -89,7 +90,9 @@ def test_only_what_is_asked_for(workplace: Path) -> None:
     assert [path.name for path in (run / "profile").iterdir()] == ["memory-step-1-rank0.json"]
 
 
-@pytest.mark.parametrize("broken", ["start", "stop", "memory", "write_trace"])
+@pytest.mark.parametrize(
+    "broken", ["stop", *(pytest.param(name, marks=pytest.mark.slow) for name in ("start", "memory", "write_trace"))]
+)
 def test_a_failing_profile_is_a_warning(
     workplace: Path, broken: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -198,7 +198,8 @@ def blank_answer_before_another(chat: Chat) -> bool:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "llama3" else name for name in assets.TOKENIZERS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("llama3", "qwen3") else name for name in assets.TOKENIZERS],
 )
 def test_last_answer(name: str, tmp_path: Path) -> None:
     model = assets.asset(name)

@@ -84,6 +84,7 @@ def test_the_first_step_is_that_of_the_weights_given(workplace: Path) -> None:
     assert outcome(given.run_dir) == outcome(named.run_dir)
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_given_again_and_must_be_the_same(workplace: Path) -> None:
     other = second_model(workplace)
     flags = {**FLAGS, "model__init_from": json.dumps([{"path": str(other), "load": ["self_attn"]}])}

@@ -26,6 +26,7 @@ def measured(path: Path, **flags: str) -> Measurement:
 
 @pytest.mark.multi
 @pytest.mark.usefixtures("forked_children")
+@pytest.mark.slow
 def test_two_processes_hold_half_of_what_one_does(recipe: Path) -> None:  # noqa: F811
     one, two = measured(recipe), measured(recipe, parallel__processes="2")
     assert (one.processes, two.processes) == (1, 2)

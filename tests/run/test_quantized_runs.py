@@ -53,6 +53,7 @@ def test_a_run_is_resumed_bit_for_bit_and_evaluated_as_it_was_trained(place: Pat
     assert measured.evaluation.loss == pytest.approx(last["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_another_base_or_quantiser_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch(place, name="refused", train__stop_after="1 step", **NF4)
     with pytest.raises(RecipeError, match="model.quantize nf4 -> int8"):

@@ -38,6 +38,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.slow
 def test_bytes_are_those_given_out(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, env=preloaded(tmp_path), capture_output=True, text=True, check=True)

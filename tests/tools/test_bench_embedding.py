@@ -5,9 +5,12 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
+import pytest
+
 from tools.bench_embedding import LENGTH, Worker, peak_bytes, write_model
 
 
+@pytest.mark.slow
 def test_both_ways_take_the_same_step_and_differ_in_what_they_hold(tmp_path: Path) -> None:
     vocabulary, width = 4096, 16
     write_model(tmp_path, vocabulary, width)

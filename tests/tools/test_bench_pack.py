@@ -62,6 +62,7 @@ def test_broken_bounds_are_named() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command_prints_one_json_object() -> None:
     command = [sys.executable, bench.__file__, "packing", "memory", "--items=4000", "--rounds=1", "--no-peer"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

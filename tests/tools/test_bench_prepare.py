@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pytest
 
 from tests.data import tiny
 from tools import bench_rows, prepare_rss
@@ -28,6 +29,7 @@ def test_a_digest_is_of_the_ids_and_the_mask() -> None:
     assert digests(ids[:2], trained[:2], np.array([0, 2])) != [first]
 
 
+@pytest.mark.slow
 def test_digests_of_a_prepared_directory(tmp_path: Path) -> None:
     tiny.write_directory(tmp_path / "model")
     rows = tiny.write_rows(tmp_path / "rows.jsonl", [tiny.chat(f"q {i}", f"a {i}") for i in range(5)])

@@ -31,7 +31,7 @@ def verdicts(finding: Finding) -> dict[str, str]:
     return {mode: outcome.verdict for mode, outcome in finding.modes.items()}
 
 
-FURTHER = ("gptj", "qwen3_5_text", "falcon_h1")
+FURTHER = ("gptj", "qwen3_5_text", "falcon_h1", "deepseek_v3", "gpt_oss", "mamba2")
 """Of families that others stand for."""
 
 
@@ -50,6 +50,7 @@ def test_a_type_is_trained_as_the_plain_loop_trains_it_or_refused(model_type: st
         assert found.route == ROUTES[model_type]
 
 
+@pytest.mark.slow
 def test_a_mixture_in_every_way() -> None:
     ways = tuple(check for check in EVERY if check not in ("cuda", "single", "processes"))
     found = examine("mixtral", ways, steps=2)

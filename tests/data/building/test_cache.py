@@ -265,6 +265,7 @@ def test_a_second_builder_waits_and_names_the_first(tmp_path: Path) -> None:
     assert said[0].startswith(f"process {holder.pid} on ")
 
 
+@pytest.mark.slow
 def test_the_campaign_finds_nothing_and_its_mutants_turn_it_red() -> None:
     def run(*words: str) -> tuple[int, dict[str, Any]]:
         command = [sys.executable, str(ROOT / "tools" / "prepare_campaign.py"), *words]

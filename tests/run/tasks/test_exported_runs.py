@@ -62,6 +62,7 @@ def test_exports_of_a_run_are_the_commands(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.multi
+@pytest.mark.slow
 def test_rank_0_exports_once(tmp_path: Path) -> None:
     trainings.prepare(tmp_path, 1, layers=1)
     flags = ["--parallel.processes", "2", "--train.duration", "2 steps", "--checkpoint.every", "500 steps"]

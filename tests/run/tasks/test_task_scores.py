@@ -39,6 +39,7 @@ def evaluations(run: Path) -> list[dict[str, Any]]:
     return [line for line in lines(run) if line["kind"] == "eval"]
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_and_without(place: Path) -> None:
     plain, scored = (trainings.outcome(place / "runs" / name) for name in ("plain", "scored"))
     assert scored["sha256"] == plain["sha256"]
