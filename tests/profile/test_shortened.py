@@ -21,7 +21,7 @@ from tuner.profile.prediction import Prediction
 from tuner.profile.shortened import predict_by_layers
 from tuner.runtime.dist import RankInfo
 
-LAYERS = 10
+LAYERS = 14
 OFFLOADED: dict[str, Any] = {
     "train": {
         "gradient_checkpointing": "full",

@@ -74,7 +74,6 @@ def test_it_begins_where_a_run_is_resumed_with_it_and_ends_where_without(workpla
     assert trainings.outcome(ended.run_dir) == trainings.outcome(plain.run_dir)
 
 
-@pytest.mark.slow
 def test_averages_are_exported_next_to_the_trained_weights(place: Path) -> None:
     run = place / "runs" / "whole"
     trained = export_hf(run, adapter="keep", dtype="fp32")
