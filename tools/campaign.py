@@ -56,6 +56,10 @@ CAMPAIGNS = (
     Campaign("compound", ("fault_campaign", "compound", "--count", "300"), "killed again during the recovery"),
     Campaign("power", ("fault_campaign", "power", "--count", "300"), "what a disk may hold after a power loss"),
     Campaign("damage", ("fault_campaign", "damage", "--count", "500"), "bits flipped and files cut in checkpoints"),
+    Campaign(
+        "template-limits", ("template_limits_campaign", "--out", f"{DEMO}/campaigns/template-limits.jsonl"),
+        "chat templates made to take all time or memory, met by prepare-data",
+    ),
     Campaign("hostile", ("fault_campaign", "hostile"), "runs, models and tokenizers made to do harm"),
     Campaign("damaged-runs", ("damaged_runs",), "a finished run damaged in every way: what commands say and do"),
     Campaign("resume", ("resume_campaign", "--trials", "20"), "killed in real processes, resumed, bit for bit"),

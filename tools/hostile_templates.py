@@ -3,7 +3,7 @@
     python tools/hostile_templates.py            the names of all, by kind
     python tools/hostile_templates.py NAME       the source of one
 
-`tools/fault_campaign.py hostile` has a command meet each of them; tests/tools/test_template_limits.py renders them.
+`tools/template_limits_campaign.py` has a command meet each of them; tests/tools/test_template_limits.py renders them.
 """
 
 from __future__ import annotations
