@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 SHARED = "TUNER_TEST_TOKENIZERS"
 """The variable that names the directory of those answers, one for all tests and their processes."""
@@ -12,7 +16,35 @@ SHARED = "TUNER_TEST_TOKENIZERS"
 def new_cache(directory: Path) -> Path:
     """A cache directory without prepared data."""
     directory.mkdir(parents=True, exist_ok=True)
-    shared = os.environ.get(SHARED)
-    if shared and not (directory / "tokenizers").exists():
-        (directory / "tokenizers").symlink_to(shared)
     return directory
+
+
+def share() -> None:
+    """Have this process, and those forked from it, take answers from the shared directory, and give theirs to it."""
+    from tuner.data.encoding import tokenizer_files
+
+    context = tokenizer_files._LoadContext
+    real = context.as_loaded
+
+    def as_loaded(self: Any, files: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, Any]]:
+        if SHARED not in os.environ:
+            return real(self, files)
+        key = self._key(files)
+        shared, own = Path(os.environ[SHARED]) / key, self.cache_dir / "tokenizers" / key
+        _same_files(shared, own)
+        found = real(self, files)
+        _same_files(own, shared)
+        return found
+
+    context.as_loaded = as_loaded  # type: ignore[method-assign]
+
+
+def _same_files(given: Path, taker: Path) -> None:
+    """Give a directory's files a second name below another directory, unless that is there."""
+    if taker.exists() or not given.is_dir() or taker.parent.is_symlink():
+        return
+    made = taker.parent / f".tmp-shared-{os.getpid()}"
+    with suppress(OSError):  # a cache that cannot be written, or another process was first
+        shutil.copytree(given, made, copy_function=os.link, ignore=shutil.ignore_patterns(".*"))
+        made.rename(taker)
+    shutil.rmtree(made, ignore_errors=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.caches import SHARED, new_cache
+from tests.caches import SHARED, new_cache, share
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,6 +31,7 @@ def _shared(tmp_path_factory: pytest.TempPathFactory) -> None:
     shared = (base.parent if is_worker else base) / "shared"
     (shared / "tokenizers").mkdir(parents=True, exist_ok=True)
     os.environ.setdefault(SHARED, str(shared / "tokenizers"))
+    share()
     forked.meet(shared, os.getppid() if is_worker else os.getpid())
     if "TUNER_TEST_COSTS" in os.environ:
         forked.start_servers()

@@ -34,7 +34,7 @@ from tuner.model.weight_files import vet_adapter, vet_weights
 from tuner.rundir.exports import LINEAGE
 from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
 from tuner.rundir.model_path import RunCheckpoint, Warn, ignore_warning, is_run_path, resolve_model_path
-from tuner.runtime.files import read_json, sha256_file
+from tuner.runtime.files import read_json, sha256_file, unlinked
 
 Message = dict[str, str]
 
@@ -326,10 +326,10 @@ def _readable_errors(name: str) -> Iterator[None]:
 
 
 def base_record(lineage_sha256: str) -> Path:
-    """Where this machine keeps the local base model of an export with this `tuner.json`."""
+    """Where this machine keeps the local base model of an export with this `tuner.json`. DataError for a link there."""
     from tuner.data.encoding.tokenizer_files import cache_root
 
-    return cache_root() / "exports" / f"{lineage_sha256}.json"
+    return unlinked(cache_root(), "exports", f"{lineage_sha256}.json")
 
 
 def base_of(name_or_path: str) -> tuple[str, str | None]:

@@ -1,8 +1,12 @@
-"""A link at any name of a run directory is refused by whatever opens the run, and nothing is written through it."""
+"""A link at any name of a run directory is refused by whatever opens the run, and nothing is written through it.
+
+So is a pipe, which would be waited for.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +65,15 @@ def test_a_link_is_refused_by_its_name(run: Path, name: str, opened: str) -> Non
     with pytest.raises(DataError, match=re.escape(f"{link}: a link, to ")):
         OPENED[opened](run)
     assert link.is_symlink()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "logs/rank0.log", "evaluations/step-4"])
+def test_a_pipe_is_refused_before_it_is_opened(run: Path, name: str) -> None:
+    (run / name).parent.mkdir(parents=True, exist_ok=True)
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    with pytest.raises(DataError, match=re.escape(f"{run / name}: neither a file nor a directory")):
+        require_no_links(run)
 
 
 def test_the_link_to_the_newest_export_is_a_runs_own(run: Path) -> None:

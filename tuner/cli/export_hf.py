@@ -10,7 +10,7 @@ import typer
 
 from tuner.cli.command import Outcome, VerboseOption, command, input_path
 from tuner.cli.named import RunOrCheckpointArgument, run_path
-from tuner.errors import MachineError, RecipeError
+from tuner.errors import DataError, MachineError, RecipeError
 
 if TYPE_CHECKING:
     from tuner.export.plan import ExportPlan
@@ -145,9 +145,9 @@ def _remember_base(plan: ExportPlan) -> None:
     facts = plan.source.model
     if plan.source.hub_name is not None or facts.get("init") == "random":
         return
-    record = base_record(sha256_file(plan.output / LINEAGE))
-    # A cache that cannot be written costs `--compare base` its default, nothing else.
-    with suppress(OSError, MachineError):
+    # A cache that cannot be written, or has a link there, costs `--compare base` its default, nothing else.
+    with suppress(OSError, MachineError, DataError):
+        record = base_record(sha256_file(plan.output / LINEAGE))
         record.parent.mkdir(parents=True, exist_ok=True)
         for leftover in record.parent.glob(f"{TMP_PREFIX}{record.name}-*"):
             leftover.unlink(missing_ok=True)

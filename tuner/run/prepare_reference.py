@@ -79,7 +79,7 @@ def _computed(loaded: LoadedRecipe, prepared: Path, rank_info: RankInfo, console
         work = Work(values_of(assembly), assembly.mesh, console, lambda: signals.requested)
         found = with_reference(assembly, spec.cache_dir, None, work)
     assert found.reference is not None
-    return spec.cache_dir / "reference" / str(found.reference["key"])
+    return cache_path(spec.cache_dir, "reference", str(found.reference["key"]))
 
 
 def keeps_teacher(method: Method) -> bool:

@@ -1,9 +1,11 @@
-"""Links among the names of a run directory: none is followed, since one may lead anywhere, and be written through."""
+"""Links among the names of a run directory: none is followed, since one may lead anywhere, and be written through.
+
+Pipes and devices are refused likewise.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from tuner.errors import DataError
@@ -16,36 +18,43 @@ _CLOSED = frozenset({CHECKPOINTS, EXPORTS})
 
 
 def require_no_links(run_dir: Path) -> None:
-    """Check that no name that a run writes or reads is a link. Raises DataError for the first that is one.
+    """Check that no name that a run writes or reads is a link, a pipe or a device. DataError for the first that is one.
 
     The link `exports/latest` is a run's own, and leads to its neighbour.
     """
     for name in sorted(NAMES):
         path = run_dir / name
-        if path.is_symlink():
-            raise _refused(path)
-        for link in _links_in(path, 1 if name in _CLOSED else _DEPTH):
-            raise _refused(link)
+        _require_plain(path)
+        _check_below(path, 1 if name in _CLOSED else _DEPTH)
 
 
-def _links_in(directory: Path, depth: int) -> Iterator[Path]:
+def _check_below(directory: Path, depth: int) -> None:
     try:
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     except OSError:  # not there, no directory, or not to be read: which is said where it is needed
         return
     for entry in entries:
         path = directory / entry.name
-        if entry.is_symlink():
-            if not (
-                entry.name == LATEST and directory.name == EXPORTS and Path(os.readlink(path)).name == os.readlink(path)
-            ):
-                yield path
-        elif depth > 1 and entry.is_dir(follow_symlinks=False):
-            yield from _links_in(path, depth - 1)
+        if entry.is_dir(follow_symlinks=False):
+            if depth > 1:
+                _check_below(path, depth - 1)
+        elif not entry.is_file(follow_symlinks=False) and not _is_latest(path):
+            _require_plain(path)
 
 
-def _refused(path: Path) -> DataError:
-    return DataError(
-        f"{path}: a link, to {os.readlink(path)}: links in a run directory are never followed",
-        hint="put what it leads to in its place; to have a run on another disk, set output_dir",
-    )
+def _is_latest(path: Path) -> bool:
+    """Whether it is the link from the newest export's second name to its first."""
+    if path.name != LATEST or path.parent.name != EXPORTS or not path.is_symlink():
+        return False
+    return Path(os.readlink(path)).name == os.readlink(path)
+
+
+def _require_plain(path: Path) -> None:
+    """Check that a path is a file, a directory or nothing. Raises DataError."""
+    if path.is_symlink():
+        raise DataError(
+            f"{path}: a link, to {os.readlink(path)}: links in a run directory are never followed",
+            hint="put what it leads to in its place; to have a run on another disk, set output_dir",
+        )
+    if path.exists() and not (path.is_file() or path.is_dir()):  # opening one may wait for ever
+        raise DataError(f"{path}: neither a file nor a directory", hint="remove it: no run makes one")

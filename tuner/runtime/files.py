@@ -359,6 +359,19 @@ def inside(directory: Path, name: str) -> Path:
     return directory / pure
 
 
+def unlinked(root: Path, *names: str) -> Path:
+    """The path of these names below a cache's directory `root`, which may itself be a link. DataError where one is."""
+    path = root
+    for name in names:
+        path = path / name
+        if path.is_symlink():
+            raise DataError(
+                f"{path}: a link, to {os.readlink(path)}: links in the cache are never followed",
+                hint="remove it; to have the cache on another disk, name it there: TUNER_CACHE or data.cache_dir",
+            )
+    return path
+
+
 def regular_size(path: Path) -> int:
     """Size in bytes of a regular file. Raises DataError when it is missing, a link or something else."""
     try:

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ import pytest
 
 from tests.data import tiny
 from tests.fixtures import forked
-from tuner.data.building.cache import Entry, build_once, collect, damages, entries, find
+from tuner.config.recipe import TokenizerSection
+from tuner.data.building.cache import LEVELS, Entry, build_once, collect, damages, entries, find, valid
+from tuner.data.building.columns import building
 from tuner.data.building.prepare import PreparedInfo, check_prepared, prepare
+from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.data.prepared import open_prepared
 from tuner.errors import DataError, MachineError, RecipeError
+from tuner.generate import base_record
 from tuner.runtime.console import Console, Level
 from tuner.runtime.lock import FileLock
 
@@ -278,3 +283,56 @@ def test_the_campaign_finds_nothing_and_its_mutants_turn_it_red() -> None:
     code, figures = run("--kills", "6", "--races", "0", "--workers", "1", "--first", "28", "--mutant", MUTANT)
     assert code == 1
     assert figures["half_made"] > 0
+
+
+LINKED: dict[str, Callable[[Path], object]] = {
+    "prepared": lambda cache: build_once(cache, "prepared", KEY, lambda _: {}),
+    "encoded": lambda cache: build_once(cache, "encoded", KEY, lambda _: {}),
+    "reference": lambda cache: building(cache, "reference", KEY).__enter__(),
+    "teacher": lambda cache: building(cache, "teacher", KEY).__enter__(),
+    f"prepared/{KEY}": lambda cache: build_once(cache, "prepared", KEY, lambda _: {}),
+    f"teacher/{KEY}": lambda cache: building(cache, "teacher", KEY).__enter__(),
+    "tokenizers": lambda cache: load_tokenizer("", None, TokenizerSection(name_or_path="byte"), cache),
+    "exports": lambda _: base_record(KEY),
+    f"exports/{KEY}.json": lambda _: base_record(KEY),
+}
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_a_link_in_the_cache_is_not_followed(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, outside = tmp_path / "cache", tmp_path / "outside"
+    monkeypatch.setenv("TUNER_CACHE", str(cache))
+    outside.mkdir()
+    (cache / name).parent.mkdir(parents=True, exist_ok=True)
+    (cache / name).symlink_to(outside)
+    with pytest.raises(DataError, match=f"{cache / name}: a link, to {outside}"):
+        LINKED[name](cache)
+    if name in LEVELS:
+        for lists in (entries, collect):
+            with pytest.raises(DataError, match=f"{cache / name}: a link"):
+                lists(cache)
+    elif name.partition("/")[0] in LEVELS:
+        assert (entries(cache), collect(cache)) == ([], [])
+    assert (cache / name).is_symlink()
+    assert not any(outside.iterdir())
+
+
+def test_a_manifest_that_is_a_link_or_a_pipe_is_damage(tmp_path: Path) -> None:
+    info = prepared(tmp_path)
+    manifest = info.path / "manifest.json"
+    manifest.rename(tmp_path / "manifest.json")
+    manifest.symlink_to(tmp_path / "manifest.json")
+    assert valid(info.path, "prepared") is None
+    manifest.unlink()
+    os.mkfifo(manifest)
+    assert valid(info.path, "prepared") is None
+    assert damages(Entry("prepared", info.path, None)) == [f"{manifest}: not a regular file"]
+    assert (tmp_path / "manifest.json").exists()
+
+
+def test_a_cache_that_is_a_link_as_a_whole_is_the_users(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "cache").symlink_to(tmp_path / "disk")
+    info = prepared(tmp_path)
+    assert [entry.key for entry in entries(tmp_path / "cache") if entry.level == "prepared"] == [info.key]
+    assert {path.name for path in (tmp_path / "disk").iterdir()} >= {"prepared", "encoded"}

@@ -6,6 +6,7 @@
     <cache>/<level>/.<key>.lock   held by whoever builds or removes that key; the file itself is never removed
     <cache>/<level>/.tmp-<key>-*, .trash-*<key>-*   leftovers of a builder that was killed
 
+No name among these may be a link: nothing is read or written through one. `collect` leaves links alone.
 A directory is valid when its manifest is as it was written and every file has its size; `damages` also compares
 SHA-256 sums.
 """
@@ -33,6 +34,8 @@ from tuner.runtime.files import (
     machine_error,
     publish_dir,
     read_json,
+    regular_size,
+    unlinked,
     verify_entries,
     write_json,
 )
@@ -87,13 +90,14 @@ class Garbage:
 
 
 def cache_path(cache_dir: Path, level: Level, key: str) -> Path:
-    """Return where a directory is or would be."""
-    return cache_dir / level / key
+    """Return where a directory is or would be. Raises DataError for a link on the way there."""
+    return unlinked(cache_dir, level, key)
 
 
 def valid(path: Path, level: Level) -> dict[str, Any] | None:
     """The manifest of a whole directory, by its files' sizes; None where there is none or it is damaged."""
     try:
+        regular_size(path / MANIFEST_NAME)
         manifest = read_json(path / MANIFEST_NAME)
         verify_entries(path, manifest["files"], hash=False)
         if manifest.get(SELF, _digest(manifest)) != _digest(manifest):
@@ -174,9 +178,9 @@ def entries(cache_dir: Path) -> list[Entry]:
     """Every directory of the cache, prepared ones first, by key."""
     found = []
     for level in LEVELS:
-        names = [name for name in _names(cache_dir / level) if _KEY.fullmatch(name)]
-        paths = [cache_dir / level / name for name in names]
-        found += [Entry(level, path, valid(path, level)) for path in paths if path.is_dir()]
+        root = unlinked(cache_dir, level)
+        paths = [root / name for name in _names(root) if _KEY.fullmatch(name)]
+        found += [Entry(level, path, valid(path, level)) for path in paths if path.is_dir() and not path.is_symlink()]
     return found
 
 
@@ -199,6 +203,7 @@ def find(cache_dir: Path, wanted: str) -> Entry:
 def damages(entry: Entry) -> list[str]:
     """What is wrong with a directory: one sentence for each file that is not as its manifest says, by SHA-256."""
     try:
+        regular_size(entry.path / MANIFEST_NAME)
         manifest = read_json(entry.path / MANIFEST_NAME)
     except DataError as error:
         return [error.message]
@@ -255,8 +260,9 @@ def collect(cache_dir: Path, unused: bool = False, verify: bool = False, dry_run
     garbage = [Garbage(path, LEFT_SPOOL, size) for path, size in remove_left_spools(dry_run)]
     for level in LEVELS:
         needed = _needed(cache_dir, level, {item.path for item in garbage}) if unused and level != "prepared" else None
-        for key in sorted(_keys(cache_dir / level)):
-            final = cache_path(cache_dir, level, key)
+        root = unlinked(cache_dir, level)
+        for key in sorted(_keys(root)):
+            final = root / key
             if not _condemned(final, level, needed, verify):
                 continue
             with _free(final, dry_run) as free:

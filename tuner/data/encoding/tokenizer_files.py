@@ -31,8 +31,10 @@ from tuner.runtime.files import (
     machine_errors,
     publish_dir,
     read_json,
+    regular_size,
     scratch_dir,
     sweep,
+    unlinked,
     verify_entries,
     write_atomic,
 )
@@ -189,8 +191,8 @@ class _LoadContext:
         or not alike everywhere.
         """
         now = version("transformers")
-        root = self.cache_dir / "tokenizers" / self._key(files)
-        directory = root / f"{now}-{FORMAT}"
+        root = unlinked(self.cache_dir, "tokenizers", self._key(files))
+        directory = unlinked(root, f"{now}-{FORMAT}")
         answer, replaced = _kept(directory) or self._ask(files, directory)
         merged = {name: content for name, content in {**files, **replaced}.items() if name not in answer["removed"]}
         facts = {"transformers": now, "class": answer["class"], "changed": answer["changed"]}
@@ -266,6 +268,7 @@ def _chosen_by(config: bytes | None, keys: tuple[str, ...]) -> list[Any] | None:
 def _kept(directory: Path) -> tuple[dict[str, Any], dict[str, bytes]] | None:
     """The answer of a directory and the files in it; None where there is none or it is damaged."""
     with suppress(DataError, OSError, KeyError, TypeError, AttributeError):
+        regular_size(directory / _ANSWER)
         answer = read_json(directory / _ANSWER)
         verify_entries(directory, answer["files"], hash=True)
         return answer, {name: (directory / name).read_bytes() for name in answer["files"]}
@@ -297,6 +300,7 @@ def _others(root: Path, answer: Mapping[str, Any]) -> Iterator[str]:
     """Versions of transformers with other ids, of those whose answers are kept."""
     for path in sorted(root.glob(f"*-{FORMAT}/{_ANSWER}")):
         with suppress(DataError):
+            regular_size(unlinked(root, path.parent.name, _ANSWER))
             if read_json(path).get("ids_sha256") != answer["ids_sha256"]:
                 yield path.parent.name.removesuffix(f"-{FORMAT}")
 
