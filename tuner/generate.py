@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -30,7 +31,7 @@ from tuner.export.write import quiet, token_ids, turn_ends
 from tuner.model.build import auto_model, position_limit
 from tuner.model.tokens import resize_embeddings
 from tuner.model.vetting import vet_config
-from tuner.model.weight_files import vet_adapter, vet_weights
+from tuner.model.weight_files import vet_adapter, vet_patterns, vet_weights
 from tuner.rundir.exports import LINEAGE
 from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
 from tuner.rundir.model_path import RunCheckpoint, Warn, ignore_warning, is_run_path, resolve_model_path
@@ -263,7 +264,11 @@ def _with_adapter(path: Path, base: str | None, dtype: torch.dtype) -> Any:
     # What it holds of new tokens belongs to ids that the base model has no rows for.
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     resize_embeddings(model, len(tokenizer))
-    return PeftModel.from_pretrained(model, str(path))
+    vet_patterns(path, [name for name, _ in model.named_modules()])
+    try:
+        return PeftModel.from_pretrained(model, str(path))
+    except Exception as error:  # peft raises whatever its config leads to
+        raise DataError(f"{path}: cannot be loaded: {first_line(error)}") from error
 
 
 @torch.no_grad()
@@ -316,7 +321,7 @@ def _readable_errors(name: str) -> Iterator[None]:
         yield
     except TunerError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = first_line(error)
         if Path(name).is_dir():
             raise DataError(f"{name}: cannot be loaded: {reason}") from error

@@ -6,6 +6,7 @@ import json
 import re
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from tuner.errors import DataError
 from tuner.generate import load_generator
 from tuner.init_from.sources import open_source
 from tuner.model.build import ModelSpec, build_model
-from tuner.model.stored import index_names
-from tuner.model.weight_files import vet_adapter, vet_weights
+from tuner.model.stored import index_names, stored_in
+from tuner.model.weight_files import vet_adapter, vet_patterns, vet_weights
 from tuner.runtime.safetensors_header import read_header
 
 INDEX = "model.safetensors.index.json"
@@ -97,7 +98,7 @@ def test_a_header_that_takes_all_memory_is_refused_before_it_is_parsed(
 ) -> None:
     empty = b'"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
     many = b"{" + b",".join(empty % i for i in range(40_000)) + b"}"
-    monkeypatch.setattr("json.loads", lambda _: pytest.fail("it was parsed"))
+    monkeypatch.setattr("json.loads", lambda *_, **__: pytest.fail("it was parsed"))
     for bomb in (
         header(many),
         header(b"[" * 1000),
@@ -117,6 +118,22 @@ def test_a_deep_header_is_refused(tmp_path: Path) -> None:
         read_header(tmp_path / "a.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (b'"shape":[1099511627776,1048576],"data_offsets":[0,4]', "4 bytes for a tensor of F32"),
+        (b'"shape":[4611686018427387904,0],"data_offsets":[0,0]', "a tensor of"),
+        (b'"shape":[-1],"data_offsets":[0,4]', "a tensor of"),
+        (b'"shape":[1],"data_offsets":[4,0]', "a tensor of"),
+        (b'"shape":[1],"shape":[2],"data_offsets":[0,4]', "a name twice"),
+    ],
+)
+def test_a_tensor_that_its_bytes_cannot_be_is_refused(tmp_path: Path, tensor: bytes, said: str) -> None:
+    (tmp_path / "a.safetensors").write_bytes(header(b'{"a":{"dtype":"F32",%s}}' % tensor, 4))
+    with pytest.raises(DataError, match=rf"a\.safetensors: its header cannot be read: .*{said}"):
+        stored_in(tmp_path / "a.safetensors")
+
+
 def test_headers_of_many_short_names_are_read(tmp_path: Path) -> None:
     save_file({f"{i}": torch.zeros(1, 1, 1, 1) for i in range(2000)}, tmp_path / "a.safetensors")
     assert len(read_header(tmp_path / "a.safetensors")[0]) == 2000
@@ -131,6 +148,11 @@ ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     "a huge rank": ({"r": 10**9}, "a rank of 1000000000, and the weights have ranks up to 4"),
     "a huge rank of one": ({"rank_pattern": {"q_proj": 10**9}}, "a rank of 1000000000"),
     "no number": ({"r": "evil"}, "a rank of 'evil'"),
+    "true": ({"r": True}, "a rank of True"),
+    "below zero": ({"r": -4}, "a rank of -4"),
+    "an alpha of NaN": ({"lora_alpha": float("nan")}, "lora_alpha: nan is no number"),
+    "an alpha of a layer": ({"alpha_pattern": {"q_proj": "1"}}, "lora_alpha: '1' is no number"),
+    "no name of a base": ({"base_model_name_or_path": {"a": 1}}, "base_model_name_or_path: {'a': 1} is no name"),
 }
 
 
@@ -151,3 +173,20 @@ def test_an_adapter_that_is_a_pickle_is_not_loaded(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "adapter_model.bin")
     with pytest.raises(DataError, match="holds no adapter_model.safetensors"):
         vet_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"target_modules": "((("}, "target_modules: '(((' cannot be matched: "),
+        ({"rank_pattern": {"(a|a)*$": 4}}, "rank_pattern: '(a|a)*$' cannot be matched: it takes more than 1 s"),
+        ({"target_modules": ["q_proj"], "exclude_modules": r".*\.(k|v)_proj"}, ""),
+    ],
+)
+def test_regular_expressions_of_an_adapter_end(
+    tmp_path: Path, keys: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tuner.model.weight_files._MATCH_S", 1)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(keys))
+    with pytest.raises(DataError, match=re.escape(said)) if said else nullcontext():
+        vet_patterns(tmp_path, ["layers.0.q_proj", "a" * 40 + "b"])

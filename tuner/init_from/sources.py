@@ -21,6 +21,7 @@ from tuner.checkpoint.load import CheckpointInfo, read_tensor
 from tuner.errors import DataError, RecipeError
 from tuner.model.experts import LORA_A as OF_EXPERTS
 from tuner.model.stored import Stored, stored_in, stored_tensors
+from tuner.model.weight_files import vet_adapter
 from tuner.rundir.exports import LINEAGE
 from tuner.rundir.layout import MODEL_PREFIX
 from tuner.rundir.model_path import RunCheckpoint, resolve_model_path
@@ -142,6 +143,7 @@ def _of_adapter(path: Path) -> WeightSource:
         raise RecipeError(f"{path / ADAPTER_CONFIG}: {problem}", hint="merge it into its base with peft, and take that")
     if not (path / ADAPTER_WEIGHTS).is_file():
         raise DataError(f"{path}: holds no {ADAPTER_WEIGHTS}", hint=_PICKLED)
+    vet_adapter(path)
     facts = AdapterFacts(
         float(config.get("lora_alpha", 8)), bool(config.get("use_rslora")), bool(config.get("use_dora"))
     )

@@ -19,6 +19,11 @@ from tuner.runtime.safetensors_header import read_header
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _BLOCK_BYTES = 8 << 20
+_BYTES = (
+    dict.fromkeys(("F64", "I64", "U64"), 8) | dict.fromkeys(("F32", "I32", "U32"), 4)
+    | dict.fromkeys(("F16", "BF16", "I16", "U16"), 2) | dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1)
+)  # fmt: skip
+"""Of a number, by the format's name of its type; those of other types are not known here."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +97,12 @@ def stored_in(path: Path) -> dict[str, Stored]:
 
 def _placed(path: Path, data: int, facts: Mapping[str, Any]) -> Stored:
     start, end = (int(offset) for offset in facts["data_offsets"])
-    if not 0 <= start <= end:
-        raise ValueError(f"a tensor from byte {start} to {end}")
-    return Stored(path, data + start, end - start, str(facts["dtype"]), tuple(map(int, facts["shape"])))
+    dtype, shape = str(facts["dtype"]), tuple(map(int, facts["shape"]))
+    if not 0 <= start <= end or min(shape, default=0) < 0 or max(shape, default=0) >= 1 << 48:
+        raise ValueError(f"a tensor of {list(shape)} from byte {start} to {end}")
+    if math.prod(shape) * _BYTES.get(dtype, 0) not in (0, end - start):
+        raise ValueError(f"{end - start:,} bytes for a tensor of {dtype} {list(shape)}")
+    return Stored(path, data + start, end - start, dtype, shape)
 
 
 def elements(tensors: Iterable[Stored]) -> int:

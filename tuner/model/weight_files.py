@@ -1,6 +1,11 @@
 """Files of weights, looked at before transformers or peft opens any: no name may lead to a pickle, or elsewhere."""
 
-from collections.abc import Iterator, Mapping
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +90,55 @@ def vet_adapter(directory: Path) -> None:
     stored = stored_in(path)
     ranks = [tensor.shape[0] for name, tensor in stored.items() if ".lora_A." in name and tensor.shape]
     ranks += [tensor.shape[1] for name, tensor in stored.items() if ".lora_embedding_B" in name and tensor.shape[1:]]
-    for rank in _ranks(config):
-        if not isinstance(rank, int) or (ranks and rank > max(ranks)):
-            raise DataError(f"{where}: a rank of {rank!r}, and the weights have ranks up to {max(ranks, default=0)}")
-
-
-def _ranks(config: Mapping[str, Any]) -> list[Any]:
-    pattern = config.get("rank_pattern")
     # One for all may be more than any has, where each has its own.
-    return [config.get("r", 8), *(pattern.values() if isinstance(pattern, dict) else ())]
+    for rank in _values(config, "r", "rank_pattern", 8):
+        if type(rank) is not int or rank < 1 or (ranks and rank > max(ranks)):
+            raise DataError(f"{where}: a rank of {rank!r}, and the weights have ranks up to {max(ranks, default=0)}")
+    for alpha in _values(config, "lora_alpha", "alpha_pattern", 8):
+        if type(alpha) not in (int, float) or not math.isfinite(alpha):
+            raise DataError(f"{where}: lora_alpha: {alpha!r} is no number")
+    if not isinstance(config.get("base_model_name_or_path", ""), str | None):
+        raise DataError(f"{where}: base_model_name_or_path: {config['base_model_name_or_path']!r} is no name")
+
+
+def _values(config: Mapping[str, Any], key: str, pattern: str, default: int) -> list[Any]:
+    """What a config says for all layers, and for those that a pattern names."""
+    own = config.get(pattern)
+    return [config.get(key, default), *(own.values() if isinstance(own, dict) else ())]
+
+
+_PATTERNS = {
+    "target_modules": r"(?:%s)\Z", "exclude_modules": r"(?:%s)\Z", "rank_pattern": r"(.*\.)?(%s)$",
+    "alpha_pattern": r"(.*\.)?(%s)$", "layers_pattern": r"(?:^|.*?\.)%s\.(?P<idx>\d+)\.",
+    "modules_to_save": r"(^|.*\.)%s($|\..*)",
+}  # fmt: skip
+"""What peft matches with names of modules, by the key that has a part of it."""
+_PLAIN = re.compile(r"[\w.-]*")
+_MATCH_S, _MATCH_MIB = 2, 512
+_MATCHED = """\
+import json, re, resource, sys
+pattern, names, seconds, size = json.load(sys.stdin)
+resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+resource.setrlimit(resource.RLIMIT_AS, (size, size))
+found = re.compile(pattern)
+for name in names:
+    found.match(name)
+"""
+
+
+def vet_patterns(directory: Path, names: Iterable[str]) -> None:
+    """Match an adapter's regular expressions with the names of a model's modules, in a process that can be stopped.
+
+    Raises DataError for one that is none, or that does not end in time.
+    """
+    config = read_json(directory / ADAPTER_CONFIG)
+    for key, form in _PATTERNS.items():
+        value = config.get(key) or ()
+        for part in [value] if isinstance(value, str) else value:
+            if isinstance(part, str) and _PLAIN.fullmatch(part) is None:
+                given = json.dumps([form % part, list(names), _MATCH_S, _MATCH_MIB << 20])
+                command = [sys.executable, "-I", "-S", "-c", _MATCHED]
+                done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    why = (done.stderr.splitlines() or [f"it takes more than {_MATCH_S} s of processor time"])[-1]
+                    raise DataError(f"{directory / ADAPTER_CONFIG}: {key}: {part[:80]!r} cannot be matched: {why}")

@@ -22,9 +22,17 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
             text = file.read(length)
         if not text.startswith(b"{") or sum(map(text.count, _SIGNS)) * _MOST_SIGNS > length:
             raise DataError(f"{path}: not a safetensors file")
-        header: Any = json.loads(text)
+        header: Any = json.loads(text, object_pairs_hook=_each_once)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: its header cannot be read: {error}") from error
     return {name: facts for name, facts in header.items() if name != "__metadata__"}, 8 + length
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of these keys. Raises ValueError for one that is there twice: readers would take either."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name twice")
+    return found
