@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tuner.errors import DataError
+from tuner.evals import items as items_module
 from tuner.evals.items import Choice, Question, Text, id_of, item_of, items_of, read_items
 
 CHOICE = {"prompt": "p", "choices": ["a", "b"], "answer": 1}
@@ -67,11 +68,27 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text(text)
         with pytest.raises(DataError, match=said):
             read_items(tmp_path / f"{name}.jsonl")
-    with pytest.raises(DataError, match="cannot be read: No such file"):
+    with pytest.raises(DataError, match="absent.jsonl: No such file"):
         read_items(tmp_path / "absent.jsonl")
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 100)[:-20])
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="damaged or cut off gzip file"):
         read_items(tmp_path / "cut.jsonl.gz")
+
+
+def test_files_that_would_take_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(items_module, "LINE_BYTES", 100)
+    monkeypatch.setattr(items_module, "MOST_ITEMS", 3)
+    path = tmp_path / "bomb.jsonl.gz"
+    for data, said in (
+        (b'{"text": "' + b"a" * 200, "bomb.jsonl.gz:1: is longer than"),
+        (b'{"text": "a"}\n' * 4, "holds more than 3 items"),
+        (b'{"text": ' + b"[" * 80 + b"\n", "bomb.jsonl.gz:1: is no JSON"),
+    ):
+        path.write_bytes(gzip.compress(data))
+        with pytest.raises(DataError, match=said):
+            read_items(path)
+    path.write_bytes(gzip.compress(b'{"text": "a"}\n' * 4))
+    assert len(read_items(path, max_items=3).items) == 3
 
 
 def test_an_id_follows_from_keys_and_values_alone() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tuner.data.reading.block import LINE_BYTES, open_stream
+from tuner.data.sources import SourceFile
 from tuner.errors import DataError
 
 Kind = Literal["choice", "text", "question"]
+MOST_ITEMS = 1 << 18
+"""Items are held in memory, some kB each."""
 FORMS = '{"prompt", "choices", "answer"}, {"text"} or {"prompt", "answer"}'
 
 
@@ -70,6 +74,8 @@ def items_of(records: Iterable[Mapping[str, Any]], source: str, max_items: int |
     for number, record in enumerate(records, 1):
         if max_items is not None and len(items) == max_items:
             break
+        if len(items) == MOST_ITEMS:
+            raise DataError(f"{source}: holds more than {MOST_ITEMS:,} items", hint="set max_items, or divide the file")
         item = item_of(record, f"{source}:{number}")
         own = kind_of(item)
         if kind is not None and own != kind:
@@ -146,14 +152,20 @@ def _shown(value: object) -> str:
 
 
 def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
+    file = SourceFile(path, "jsonl", name=str(path), compression="gzip" if path.suffix == ".gz" else "")
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for number, raw in enumerate(file, 1):
+        with open_stream(file) as stream:
+            for number in itertools.count(1):
+                raw = stream.readline(LINE_BYTES + 1)
+                if len(raw) > LINE_BYTES:
+                    raise DataError(f"{path}:{number}: is longer than {LINE_BYTES >> 20} MiB")
+                if not raw:
+                    return
                 if not raw.strip():
                     continue
                 try:
                     yield json.loads(raw)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise DataError(f"{path}:{number}: is no JSON: {error}") from error
-    except (OSError, EOFError) as error:
-        raise DataError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error

@@ -415,6 +415,17 @@ def test_a_decompression_bomb_is_refused(tmp_path: Path, suffix: str, monkeypatc
         values(file)
 
 
+def test_blank_lines_without_end_and_brackets_take_little(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl.gz", b"\n" * (8 << 20) + b'{"a": 1}\n')
+    assert values(file) == [{"a": 1}]
+    assert [line for line, _ in all_rows(file)] == [(8 << 20) + 1]
+    assert max(len(block.data or b"") for block in blocks(file)) <= 4 << 20
+    for name in ("deep.json", "deep.json.gz"):
+        deep = write(tmp_path / name, b"[" * (1 << 17))
+        with pytest.raises(DataError, match=r"deep\.json.*: not JSON: nested too deeply"):
+            values(deep)
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.csv", "a.jsonl.gz", "a.parquet", "a.arrow"])
 def test_a_file_that_vanishes_is_named(tmp_path: Path, name: str) -> None:
     file = write(tmp_path / name, b'{"a": 1}\n')

@@ -18,8 +18,8 @@ from tuner.data.sources import SourceFile, file_error
 from tuner.errors import DataError
 
 BLOCK_BYTES = 4 << 20
-LINE_BYTES = 64 << 20
-"""A longer line or JSON value is a bad record: memory stays bounded."""
+LINE_BYTES = 8 << 20
+"""A longer line or JSON value is a bad record: to encode one takes some 40 times as much memory."""
 SHOWN_BYTES = 200
 BOM = b"\xef\xbb\xbf"
 MAX_RATIO = 1000

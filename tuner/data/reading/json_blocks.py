@@ -20,6 +20,8 @@ from tuner.errors import DataError
 
 _READ_BYTES, _TAIL_BYTES = 1 << 20, 1 << 16
 _WORD_BYTES = 1 << 20
+_MOST_DEPTH = 1 << 16
+"""Brackets in each other of a value that is passed over; far fewer make a bad record."""
 _CONTINUATION = bytes(range(0x80, 0xC0))
 """Bytes of UTF-8 that begin no character."""
 _BLANK = re.compile(rb"[ \t\r\n]*+")
@@ -160,7 +162,9 @@ class Elements:
                     break
                 done = match.end() - self._at
                 depth += (token in b"{[") - (token in b"}]")
-                if depth == 0:
+                if not 0 < depth < _MOST_DEPTH:
+                    if depth:
+                        self._fail("nested too deeply")
                     return None if done > self.limit else match.end()
             else:
                 done = len(self._buffer) - self._at
@@ -183,6 +187,8 @@ class Elements:
                     inside = not inside
                 elif not inside:
                     depth += 1 if token in b"{[" else -1
+                if depth == _MOST_DEPTH:
+                    self._fail("nested too deeply")
                 if depth == 0 and not inside:
                     self._pass(stop)
                     return element
@@ -246,21 +252,24 @@ def _line_ranges(file: SourceFile, stream: BinaryIO) -> Iterator[Block]:
 
 
 def _line_data(file: SourceFile, stream: BinaryIO) -> Iterator[Block]:
-    lines: list[bytes] = []
-    cut: list[int] = []
-    size, index = 0, 0
-    while line := stream.readline(LINE_BYTES + 1):
-        if len(line) > LINE_BYTES:
-            _end_line(stream, line)
-            line = line[:SHOWN_BYTES] + b"\n"  # noqa: PLW2901 (the beginning stands for the line)
-            cut.append(len(lines))
-        lines.append(line)
-        size += len(line)
-        if size >= BLOCK_BYTES:
-            yield Block(file, index, data=b"".join(lines), lines=len(lines), cut=tuple(cut))
-            lines, cut, size, index = [], [], 0, index + 1
-    if lines:
-        yield Block(file, index, data=b"".join(lines), lines=len(lines), cut=tuple(cut))
+    """Blocks of whole lines; of a line that is too long, its beginning."""
+    index = 0
+    while data := stream.read(min(BLOCK_BYTES, LINE_BYTES)):
+        start = data.rfind(b"\n") + 1
+        parts, size = [data], len(data) - start
+        while size <= LINE_BYTES and not parts[-1].endswith(b"\n"):
+            if not (part := stream.readline(BLOCK_BYTES)):
+                break
+            parts.append(part)
+            size += len(part)
+        cut: tuple[int, ...] = ()
+        if size > LINE_BYTES:
+            _end_line(stream, parts[-1])
+            shown = b"".join((data[start:], *parts[1:2]))[:SHOWN_BYTES]
+            parts, cut = [data[:start], shown, b"\n"], (data.count(b"\n"),)
+        data = b"".join(parts)  # noqa: PLW2901 (with the rest of its last line)
+        yield Block(file, index, data=data, lines=data.count(b"\n") + (not data.endswith(b"\n")), cut=cut)
+        index += 1
 
 
 def _end_line(stream: BinaryIO, line: bytes) -> None:
@@ -291,7 +300,8 @@ def _line_records(block: Block) -> Iterator[RawRecord]:
 def _json_lines(block: Block) -> Iterator[bytes]:
     """The lines of a block; of one that is too long, its first LINE_BYTES and one more."""
     if block.data is not None or block.stop - block.start <= 2 * BLOCK_BYTES:
-        yield from text_of(block).split(b"\n")
+        text = text_of(block)
+        yield from text.split(b"\n") if not text.isspace() else ()
         return
     with block.file.path.open("rb") as stream:
         stream.seek(block.start)
