@@ -251,8 +251,8 @@ def _place(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> 
 def _with_adapter(path: Path, base: str | None, dtype: torch.dtype) -> Any:
     from peft import PeftModel
 
-    facts = read_json(path / "adapter_config.json")
     vet_adapter(path)
+    facts = read_json(path / "adapter_config.json")
     _require_text(str(path), facts.get("task_type") != "SEQ_CLS")
     name, revision = base or facts.get("base_model_name_or_path"), None if base else facts.get("revision")
     if not name:

@@ -16,11 +16,13 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.model.tiny import SHAPE
+from tuner.data.encoding.tokenizer_files import tokenizer_directory
 from tuner.errors import DataError
 from tuner.generate import load_generator
 from tuner.init_from.sources import open_source
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.stored import index_names, stored_in
+from tuner.model.vetting import vet_config
 from tuner.model.weight_files import vet_adapter, vet_patterns, vet_weights
 from tuner.runtime.safetensors_header import read_header
 
@@ -173,6 +175,20 @@ def test_an_adapter_that_is_a_pickle_is_not_loaded(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "adapter_model.bin")
     with pytest.raises(DataError, match="holds no adapter_model.safetensors"):
         vet_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "tokenizer_config.json"])
+def test_a_config_of_half_a_gigabyte_is_not_read(tmp_path: Path, name: str) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(1 << 29)  # a hole
+    readers: tuple[Callable[[], object], ...] = (
+        lambda: vet_config(str(tmp_path)),
+        lambda: vet_adapter(tmp_path),
+        lambda: tokenizer_directory(str(tmp_path), None),
+    )
+    for reader in readers:
+        with pytest.raises(DataError, match=f"{tmp_path / name}: 536,870,912 bytes; a config has at most"):
+            reader()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from tuner.errors import DataError, RecipeError
-from tuner.runtime.files import inside, read_json
+from tuner.runtime.files import inside, read_json, require_small_configs
 from tuner.runtime.warned import pass_on
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def vet_config(name_or_path: str, revision: str | None = None, quantize: "Kind |
     bitsandbytes stored as the codes which are wanted (``quantize``). Raises DataError with the key, RecipeError for
     weights that are quantised otherwise, and what transformers raises where there is no such config.
     """
+    require_small_configs(Path(name_or_path))
     config, _ = PretrainedConfig.get_config_dict(name_or_path, revision=revision)
     where = f"{name_or_path}/config.json"
     if quantize is not None and config.get(QUANTIZATION) is not None:

@@ -15,7 +15,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from tuner.errors import DataError
 from tuner.model.stored import index_names, stored_in
 from tuner.model.vetting import require_own_files
-from tuner.runtime.files import read_json
+from tuner.runtime.files import read_json, require_small_configs
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _EXPLICIT = "transformers_weights"
@@ -73,6 +73,7 @@ def _cached(name: str, file: str, revision: str | None) -> Path | None:
 
 def vet_adapter(directory: Path) -> None:
     """Check an adapter before peft loads it: LoRA in safetensors, of ranks that its weights have. Raises DataError."""
+    require_small_configs(directory)
     config, where = read_json(directory / ADAPTER_CONFIG), directory / ADAPTER_CONFIG
     if config.get("peft_type") != "LORA":
         raise DataError(

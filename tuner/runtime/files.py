@@ -372,6 +372,20 @@ def unlinked(root: Path, *names: str) -> Path:
     return path
 
 
+CONFIGS = (
+    "config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json",
+)  # fmt: skip
+CONFIG_BYTES = 8 << 20
+
+
+def require_small_configs(directory: Path) -> None:
+    """Check the sizes of a model's configs, before a library parses them whole. Raises DataError."""
+    for path in (directory / name for name in CONFIGS):
+        if path.is_file() and (size := path.stat().st_size) > CONFIG_BYTES:
+            raise DataError(f"{path}: {size:,} bytes; a config has at most {CONFIG_BYTES:,}")
+
+
 def regular_size(path: Path) -> int:
     """Size in bytes of a regular file. Raises DataError when it is missing, a link or something else."""
     try:

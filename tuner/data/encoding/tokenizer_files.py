@@ -32,6 +32,7 @@ from tuner.runtime.files import (
     publish_dir,
     read_json,
     regular_size,
+    require_small_configs,
     scratch_dir,
     sweep,
     unlinked,
@@ -115,6 +116,7 @@ def load_tokenizer(
 def tokenizer_directory(name_or_path: str, revision: str | None) -> Path:
     """Return the local directory of a tokenizer, fetching a hub name's tokenizer files into the hub's cache."""
     if Path(name_or_path).is_dir():
+        require_small_configs(Path(name_or_path))
         return Path(name_or_path)
     if name_or_path.startswith(("/", ".", "~")):
         raise DataError(f"{name_or_path}: no such directory")
