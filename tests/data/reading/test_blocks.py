@@ -415,6 +415,41 @@ def test_a_decompression_bomb_is_refused(tmp_path: Path, suffix: str, monkeypatc
         values(file)
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "nested.parquet", "a.arrow", "nested.arrow"])
+def test_one_value_that_many_rows_mean_takes_little(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "_REPEATED_BYTES", 1 << 20)
+    monkeypatch.setattr(tables, "BLOCK_BYTES", 1 << 18)
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 300 + [1], pa.int32()), pa.array(["a" * (1 << 16), "b"]))
+    column: pa.Array = texts
+    if name.startswith("nested"):
+        each = pa.StructArray.from_arrays([texts], ["text"])
+        column = pa.ListArray.from_arrays(pa.array(range(302), pa.int32()), each)
+    table = pa.table({"text": column})
+    if name.endswith(".parquet"):
+        pq.write_table(table, tmp_path / name, store_schema=False)
+        batches = [batch.nbytes for batch in tables.parquet_batches(tmp_path / name, 4 << 20)]
+        assert max(batches) < 2 << 20
+    else:
+        with pa.ipc.new_file(tmp_path / name, table.schema) as writer:
+            writer.write_table(table)
+    file = SourceFile(tmp_path / name, "parquet" if "parquet" in name else "arrow", name=name, parts=(tmp_path / name,))
+    cut = list(blocks(file))
+    assert len(cut) > 40
+    assert sum(lines_in(block) for block in cut) == 301
+    first, *_, last = values(file)
+    assert json.dumps(first).count("a") >= 1 << 16
+    assert "b" in json.dumps(last)
+
+
+def test_a_table_that_inflates_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "RATIO_FROM", 1 << 20)
+    table = pa.table({"text": ["a" * (4 << 20)]})
+    pq.write_table(table, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
+    file = SourceFile(tmp_path / "a.parquet", "parquet", name="a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: text: a decompression bomb"):
+        values(file)
+
+
 def test_blank_lines_without_end_and_brackets_take_little(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.jsonl.gz", b"\n" * (8 << 20) + b'{"a": 1}\n')
     assert values(file) == [{"a": 1}]

@@ -8,13 +8,16 @@ import orjson
 import pyarrow as pa
 
 from tuner.data.reading.arrow_values import plain_records
-from tuner.data.reading.block import BLOCK_BYTES, Block, RawRecord
+from tuner.data.reading.block import BLOCK_BYTES, MAX_RATIO, RATIO_FROM, Block, RawRecord
 from tuner.data.reading.data_sets import arrow_batches, first_line
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.sources import SourceFile
 from tuner.errors import DataError
 
 MAX_BATCH_ROWS = 8192
+_REPEATED_BYTES = 64 << 20
+"""What the rows of a batch may take that mean one value of a dictionary each."""
+_DICTIONARY_PAGE = 2
 
 
 def parquet_batches(path: Path, batch_bytes: int) -> Iterator[pa.RecordBatch]:
@@ -26,9 +29,65 @@ def parquet_batches(path: Path, batch_bytes: int) -> Iterator[pa.RecordBatch]:
             facts = file.metadata
             size = sum(facts.row_group(i).total_byte_size for i in range(facts.num_row_groups))
             records = batch_bytes * facts.num_rows // max(size, 1)
+            records = min(records, _REPEATED_BYTES // max(_largest_dictionary(path, facts), 1))
             yield from file.iter_batches(batch_size=min(max(records, 1), MAX_BATCH_ROWS), use_threads=False)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: not a readable parquet file: {first_line(error)}") from error
+
+
+def _largest_dictionary(path: Path, facts: Any) -> int:
+    """The most bytes that the dictionaries of a row group hold: a row may be as long. DataError for a bomb.
+
+    A file does not say how long the values are, and a few bytes mean a long one thousands of times.
+    """
+    largest = 0
+    with path.open("rb") as file:
+        for group in (facts.row_group(i) for i in range(facts.num_row_groups)):
+            size = 0
+            for column in (group.column(i) for i in range(group.num_columns)):
+                if column.total_uncompressed_size > max(RATIO_FROM, MAX_RATIO * column.total_compressed_size):
+                    raise DataError(f"{path}: {column.path_in_schema}: a decompression bomb")
+                if column.physical_type == "BYTE_ARRAY":
+                    file.seek(column.dictionary_page_offset or column.data_page_offset)
+                    size += _dictionary_bytes(path, file.read(16)) * -(-column.num_values // max(group.num_rows, 1))
+            largest = max(largest, size)
+    return largest
+
+
+def _dictionary_bytes(path: Path, head: bytes) -> int:
+    """Bytes of the page that begins so, where it is a dictionary: its header begins with its kind and its size."""
+    kind, rest = _number(head)
+    size, _ = _number(rest)
+    if kind is None or size is None:
+        raise DataError(f"{path}: not a readable parquet file: a page without kind and size")
+    return size if kind == _DICTIONARY_PAGE else 0
+
+
+def _number(head: bytes) -> tuple[int | None, bytes]:
+    """The next field of a header in Thrift's compact protocol, a number of 32 bits, and what follows it."""
+    value = 0
+    for at, byte in enumerate(head[1:6]):
+        value |= (byte & 0x7F) << 7 * at
+        if byte < 0x80:
+            return (value >> 1 if head[0] == 0x15 else None), head[at + 2 :]
+    return None, b""
+
+
+def _repeated_bytes(array: pa.Array) -> int:
+    """The most bytes that values take which an array holds once and means several times."""
+    kind = array.type
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        import pyarrow.compute as pc
+
+        values = array.dictionary if pa.types.is_dictionary(kind) else array.values
+        texts = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
+        longest = pc.max(pc.binary_length(values)).as_py() if texts and len(values) else values.nbytes
+        return len(array) * int(longest or 0)
+    if pa.types.is_struct(kind):
+        return sum(map(_repeated_bytes, array.flatten()))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _repeated_bytes(array.flatten())
+    return 0
 
 
 def _values(data: bytes) -> Iterator[dict[str, Any] | RecordProblem]:
@@ -59,9 +118,14 @@ def table_blocks(file: SourceFile) -> Iterator[Block]:
             yield _table_block(file, index, held, first)
             held, size, index, first = [], 0, index + 1, 0
         held.append(batch)
-        size += batch.nbytes
+        size += _bytes_of(batch)
     if held:
         yield _table_block(file, index, held, first)
+
+
+def _bytes_of(batch: pa.RecordBatch) -> int:
+    """Bytes of its rows, each with all that it means."""
+    return int(batch.nbytes) + sum(map(_repeated_bytes, batch.columns))
 
 
 def _table_block(file: SourceFile, index: int, batches: list[pa.RecordBatch], before: int) -> Block:
@@ -85,7 +149,7 @@ def _pieces(file: SourceFile) -> Iterator[pa.RecordBatch]:
                 raise DataError(f"{path}: two columns of one name: {', '.join(names)}")
             begin, end = max(start - record, 0), min(stop - record, batch.num_rows)
             record += batch.num_rows
-            step = max(1, batch.num_rows * BLOCK_BYTES // max(batch.nbytes, 1))
+            step = max(1, batch.num_rows * BLOCK_BYTES // max(_bytes_of(batch), 1))
             for at in range(begin, end, step):
                 yield batch.slice(at, min(step, end - at))
 
