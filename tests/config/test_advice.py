@@ -98,6 +98,12 @@ def test_every_value_of_another_tool_is_of_a_key_that_is_there() -> None:
             "unknown; write method.kind: distill and method.teacher: o/t and method.ce_weight: 0.5",
         ),
         ({"kd_ratio": 0.3}, "here it is method.kind: distill and method.ce_weight: 0.7, but: teacher is missing"),
+        (
+            {"checkpoint": [{"type": "deepspeed", "save_every_n_steps": 3}]},
+            "got a list; write checkpoint.every: 3 steps",
+        ),
+        ({"adapter": "llama-adapter"}, "got 'llama-adapter'; not supported: adapter types and initialisations other"),
+        ({"nccl_default_timeout_minutes": 30}, "unknown; write parallel.timeout: 30 min"),
         ({"datasets": [{"path": "a.jsonl", "type": "completion"}]}, "format: text}] and method.kind: pretrain"),
         ({"quantization_config": {"load_in_8bit": True}}, "unknown; write adapter.kind: lora and model.quantize: int8"),
         ({"quantization_bit": 3}, "not supported: bases quantised otherwise"),

@@ -202,6 +202,12 @@ def _of_whole(section: str, found: Mapping[str, Any], given: Mapping[str, Any], 
     return "; ".join([line, *left]) if result or any(": " in item for item in left) else None
 
 
+def of_item(section: str, found: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
+    """The same of a section that is a list of one mapping in another tool, as ArcticTraining's `checkpoint` is."""
+    line = _of_whole(section, {name: value for name, value in found.items() if name != "type"}, given, False)
+    return line.replace("unknown", "got a list", 1) if line else None
+
+
 def _of_section(section: str, found: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The same, under the name that the section has here, and what is not among them."""
     result: dict[str, Any] = {}

@@ -196,7 +196,7 @@ _TABLE: dict[str, Rule] = {
     "ema_decay ema_rate model_ema_decay": number_of("ema.decay"),
     "early_stopping": note("eval.patience is the number of evaluations without a better loss after which a run ends"),
     "early_stopping_threshold early_stopping_min_delta early_stopping_delta": number_of("eval.min_delta"),
-    "logging_steps log_interval logging_interval log_every log_freq log_every_n_steps": (
+    "logging_steps loss_log_interval log_interval logging_interval log_every log_freq log_every_n_steps": (
         note("every step is in metrics.jsonl; the console has logging.console_every: 2 s")
     ),
     "val_set_size val_size validation_split split_dataset_ratio": held_out,
@@ -246,6 +246,7 @@ _TABLE: dict[str, Rule] = {
     " ".join(FOREIGN["parallel.sequence"]): number_of("parallel.sequence", 1),
     " ".join(FOREIGN["parallel.expert"]): number_of("parallel.expert", 1),
     "ddp_timeout dist_timeout nccl_timeout timeout_seconds": seconds,
+    "nccl_default_timeout_minutes": count_of("parallel.timeout", "min"),
     "exit_duration_in_mins": count_of("train.stop_after", "min"),
     "merge_lora": switch("export.adapter", "merge", "keep"),
     "max_steps_per_epoch": steps_per_epoch,

@@ -42,6 +42,12 @@ ABSENT: tuple[Absent, ...] = (
     ),
     Absent(
         _METHODS,
+        "reference_free",
+        "dpo without a reference",
+        "method.kind: simpo, orpo or cpo, which have none",
+    ),
+    Absent(
+        _METHODS,
         "pref_bco_weight ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting dpo_use_weighting "
         "discopop_tau alpha_po",
         "preference losses other than those of method.kind: dpo, orpo, simpo and kto (EXO, AOT, DiscoPOP, WPO, LD-DPO)",
@@ -78,10 +84,11 @@ ABSENT: tuple[Absent, ...] = (
     ),
     Absent(
         _METHODS,
-        "mixture_of_depths use_llama_pro freeze_trainable_layers freeze_trainable_modules freeze_extra_modules "
+        "mixture_of_depths use_llama_pro freeze_parameters_ratio freeze_trainable_layers freeze_trainable_modules "
+        "freeze_extra_modules "
         "unfrozen_parameters lisa_n_layers lisa_step_interval lisa_layers_attr lisa_activated_layers "
         "spectrum_top_fraction",
-        "layers that are added or selected during training (LLaMA Pro, LISA, Spectrum)",
+        "layers that are added, or selected by number or during training (LLaMA Pro, LISA, Spectrum)",
         "model.freeze with the names or globs of what is not trained, such as [embed_tokens]",
     ),
     Absent(
@@ -109,6 +116,12 @@ ABSENT: tuple[Absent, ...] = (
         "llm_int8_has_fp16_weight quanto aqlm eetq awq fp4",
         "bases quantised otherwise (GPTQ, AWQ, AQLM, HQQ, EETQ, fp4, LLM.int8)",
         "model.quantize: nf4 or int8, which quantises the original as it is loaded",
+    ),
+    Absent(
+        _MEMORY,
+        "quantizer qat quantization_aware_training",
+        "training for a quantisation that comes afterwards (QAT)",
+        "model.quantize: nf4 or int8 for a base that has few bits in training, too",
     ),
     Absent(
         _MEMORY,
@@ -191,6 +204,18 @@ ABSENT: tuple[Absent, ...] = (
     ),
     Absent(
         _MODEL,
+        "tie_embeddings tie_word_embeddings untie_embeddings",
+        "a key for embeddings that are the output layer, too",
+        "model.config: {tie_word_embeddings: true}, which overrides the model's config.json",
+    ),
+    Absent(
+        _MODEL,
+        "rank_pattern alpha_pattern",
+        "ranks and scales by layer",
+        "one adapter.r and adapter.alpha for all of adapter.target_modules",
+    ),
+    Absent(
+        _MODEL,
         "use_pissa pissa_init pissa_iter pissa_convert loftq loftq_config loftq_bits init_lora_weights "
         "peft_init_lora_weights "
         "lora_init use_vera vera_rank use_lokr use_loha use_oft oft_rank oft_block_size adalora adalora_target_r "
@@ -245,7 +270,7 @@ ABSENT: tuple[Absent, ...] = (
     ),
     Absent(
         _DATA,
-        "streaming buffer_size pretraining_dataset_streaming dispatch_batches split_batches",
+        "streaming dataset_streaming buffer_size pretraining_dataset_streaming dispatch_batches split_batches",
         "training on streamed data",
         "tuner prepare-data RECIPE, which prepares rows once and maps them from disk",
     ),
@@ -257,11 +282,25 @@ ABSENT: tuple[Absent, ...] = (
     ),
     Absent(
         _DATA,
-        "default_system default_system_message system_prompt train_on_eos train_on_eot eot_tokens enable_thinking "
+        "system default_system default_system_message system_prompt train_on_eos train_on_eot eot_tokens "
+        "enable_thinking "
         "reasoning_effort ignore_empty_think preserve_thinking tool_format response_prefix agent_template "
         "loss_scale_config mask_inputs train_on_split split_thinking field_system",
         "chat-template options in the recipe",
         "a template of your own, tokenizer.chat_template: FILE.jinja",
+    ),
+    Absent(
+        _DATA,
+        "eos_token bos_token pad_token unk_token",
+        "special tokens that a recipe names",
+        "the tokenizer's own, and a template that ends turns with another: tokenizer.chat_template: FILE.jinja",
+    ),
+    Absent(
+        _DATA,
+        "eval_packing eval_sample_packing",
+        "held-out rows are packed as the others are, which changes no figure",
+        "leave it out",
+        needed=False,
     ),
     Absent(
         _DATA,
@@ -336,6 +375,12 @@ ABSENT: tuple[Absent, ...] = (
         "the command says what is done, and every step is in metrics.jsonl",
         "leave it out",
         needed=False,
+    ),
+    Absent(
+        _RUN,
+        "eval_delay",
+        "a first evaluation that waits",
+        "eval.every, and eval.at_start for the one before the first step",
     ),
     Absent(
         _RUN,

@@ -53,7 +53,7 @@ def _one_label(value: Any, given: Given) -> Lines | str | None:
 
 
 def _axolotl_adapter(value: Any, given: Given) -> Lines | str | None:
-    return adapter(value)
+    return adapter(value) or of_value("adapter.kind", value)
 
 
 def _registered(value: Any, given: Given) -> Lines | str | None:
@@ -153,7 +153,6 @@ DIALECTS: dict[Tool, Dialect] = {
             "optimizer": _axolotl_optimizer,
             "adapter": _axolotl_adapter,
             "micro_batch_size": micro_batch,
-            "eval_sample_packing": _nothing,
             "chat_template": chat_template,
             "chat_template_jinja": note("write it to a file, and tokenizer.chat_template: FILE.jinja"),
             "special_tokens": _SPECIAL_TOKENS,

@@ -180,6 +180,8 @@ def trainer(value: Any, given: Given) -> Lines | str | None:
     kinds = {"sft": "sft", "dpo": "dpo", "causal": "pretrain"}
     if word in kinds:
         return {"method.kind": kinds[word]}
+    if "code" in given:
+        return "not supported: a trainer of your own; instead method.kind: custom, with method.use: FILE.py:NAME"
     return {"data.train.format": value} if isinstance(value, str) else None
 
 

@@ -174,7 +174,7 @@ _NAMES: dict[str, str] = {
     "parallel.accumulate": "sync_each_batch no_sync",
     "parallel.reshard_after_forward": "fsdp_reshard_after_forward",
     "parallel.numa_binding": "numa_affinity bind_cpu numa_affinity_mode",
-    "parallel.timeout": "ddp_timeout dist_timeout nccl_timeout timeout_seconds",
+    "parallel.timeout": "ddp_timeout dist_timeout nccl_timeout timeout_seconds nccl_default_timeout_minutes",
     "profile.steps": "profiler_steps profile_step profile_steps profile_start_step profiling_steps",
     "profile.memory": "enable_memory_snapshot profile_memory memory_snapshot profiler_memory",
     "profile.time": "enable_profiling profile_time torch_profiler use_profiler profiler",

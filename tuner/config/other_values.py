@@ -205,4 +205,5 @@ def of_value(key: str, value: object) -> str | None:
     if not isinstance(value, (str, bool, int, float, type(None))):
         return None
     text = "none" if value is None else str(value).strip().lower()
-    return OTHER_VALUES.get(plain, {}).get(text.replace(" ", "_")) or OTHER_VALUES.get(plain, {}).get(text)
+    known = OTHER_VALUES.get(plain, {})
+    return known.get(text.replace(" ", "_").replace("-", "_")) or known.get(text)
