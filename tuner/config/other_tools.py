@@ -73,7 +73,7 @@ _NAMES: dict[str, str] = {
     "data.max_length": "sequence_len max_seq_length max_seq_len seq_len seq_length cutoff_len block_size "
     "model_max_length context_length sequence_length",
     "data.too_long": "excess_length_strategy truncation truncation_mode truncation_side long_rows",
-    "data.packing": "sample_packing packed pack_sequences neat_packing packing_strategy eval_sample_packing "
+    "data.packing": "sample_packing packed pack_sequences neat_packing packing_strategy "
     "multipack_real_batches padding_free pack_to_max_length",
     "data.shuffle": "shuffle_merged_datasets shuffle_dataset disable_shuffling shuffle_data data_shuffle",
     "data.on_bad_row": "skip_invalid_rows ignore_errors on_error skip_bad_rows bad_row_policy",
