@@ -113,6 +113,16 @@ def test_a_file_behind_a_linked_directory_is_not_taken(export: Path, tmp_path: P
         plan_push(export, "me/model")
 
 
+@pytest.mark.parametrize("name", ["latest", "step-9"])
+def test_an_export_elsewhere_that_a_run_links_to_is_not_taken(export: Path, tmp_path: Path, name: str) -> None:
+    exports = export.parent
+    moved = export.rename(tmp_path / "moved")
+    (exports / "latest").unlink(missing_ok=True)
+    (exports / name).symlink_to(moved)
+    with pytest.raises(DataError, match=f"exports/{name}: a link, to {moved}"):
+        find_export(exports.parent)
+
+
 def test_what_is_damaged_or_no_export_is_refused_before(export: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no name of a repository"):
         plan_push(export, "model")

@@ -177,7 +177,7 @@ def test_an_adapter_that_is_a_pickle_is_not_loaded(tmp_path: Path) -> None:
         vet_adapter(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "tokenizer.json"])
 def test_a_config_of_half_a_gigabyte_is_not_read(tmp_path: Path, name: str) -> None:
     with (tmp_path / name).open("wb") as file:
         file.truncate(1 << 29)  # a hole
@@ -187,7 +187,7 @@ def test_a_config_of_half_a_gigabyte_is_not_read(tmp_path: Path, name: str) -> N
         lambda: tokenizer_directory(str(tmp_path), None),
     )
     for reader in readers:
-        with pytest.raises(DataError, match=f"{tmp_path / name}: 536,870,912 bytes; a config has at most"):
+        with pytest.raises(DataError, match=f"{tmp_path / name}: 536,870,912 bytes; such a file has at most"):
             reader()
 
 

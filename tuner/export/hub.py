@@ -15,6 +15,7 @@ from tuner.errors import DataError, MachineError, RecipeError, TunerError, Verif
 from tuner.export.card import CARD
 from tuner.rundir.exports import LINEAGE
 from tuner.rundir.layout import EXPORTS, LATEST
+from tuner.rundir.links import require_no_links
 from tuner.rundir.run_json import is_run
 from tuner.runtime.files import json_bytes, read_json, verify_entries
 
@@ -54,13 +55,17 @@ class PushReport:
 
 
 def find_export(path: Path) -> Path:
-    """The export that a path means: itself, or the newest one of a run. Raises RecipeError where there is none."""
+    """The export that a path means: itself, or the newest one of a run. Raises RecipeError where there is none.
+
+    Raises DataError for a run with links among its names.
+    """
     if (path / LINEAGE).is_file():
         return path
     if not is_run(path):
         raise RecipeError(
             f"{path}: neither an export nor a run", hint="give what tuner export-hf wrote, or a run that it exported"
         )
+    require_no_links(path)
     latest = path / EXPORTS / LATEST
     there = [each for _, each in step_dirs(path / EXPORTS)] + sorted((path / EXPORTS).glob("step-*-adapter"))
     found = next((each for each in [latest.resolve(), *there] if (each / LINEAGE).is_file()), None)

@@ -372,18 +372,18 @@ def unlinked(root: Path, *names: str) -> Path:
     return path
 
 
-CONFIGS = (
-    "config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json",
-)  # fmt: skip
-CONFIG_BYTES = 8 << 20
+CONFIG_BYTES = dict.fromkeys(
+    ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json", "special_tokens_map.json",
+     "added_tokens.json"), 8 << 20,
+) | dict.fromkeys(("tokenizer.json", "vocab.json", "tokenizer.model"), 64 << 20)  # fmt: skip
 
 
 def require_small_configs(directory: Path) -> None:
-    """Check the sizes of a model's configs, before a library parses them whole. Raises DataError."""
-    for path in (directory / name for name in CONFIGS):
-        if path.is_file() and (size := path.stat().st_size) > CONFIG_BYTES:
-            raise DataError(f"{path}: {size:,} bytes; a config has at most {CONFIG_BYTES:,}")
+    """Check the sizes of a model's configs and tokenizer, before a library parses them whole. Raises DataError."""
+    for name, most in CONFIG_BYTES.items():
+        path = directory / name
+        if path.is_file() and (size := path.stat().st_size) > most:
+            raise DataError(f"{path}: {size:,} bytes; such a file has at most {most:,}")
 
 
 def regular_size(path: Path) -> int:
