@@ -116,6 +116,7 @@ def figures(part: str, verdicts: Sequence[Verdict], benches: dict[str, Bench], s
         "torn_loads": sum(problem.startswith(("half made", "step-")) for problem in problems),
         "lost_steps": sum(verdict.lost_steps for verdict in verdicts),
         "ms_median": round(statistics.median(verdict.ms for verdict in verdicts)),
+        "peak_mib": max(verdict.peak_mib for verdict in verdicts),
         "seconds": round(seconds),
     }
 

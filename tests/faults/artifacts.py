@@ -48,6 +48,11 @@ class Place:
         return {"run": self.run, "checkpoint": self.newest, "model": self.model}[of]
 
     @property
+    def outside(self) -> Path:
+        """A directory that no command is given."""
+        return self.inputs / "outside"
+
+    @property
     def train(self) -> tuple[str, ...]:
         """The command that trains on the inputs in a run of its own."""
         return ("train", str(self.inputs / "r.yaml"), "--name", "b")
@@ -58,11 +63,11 @@ class Artifact:
     """One attempt: how it is planted, the command that meets it, and the words by which it must be named."""
 
     name: str
-    plant: Callable[[Place], None]
+    plant: Callable[[Place], object]
     command: Callable[[Place], tuple[str, ...]]
     named: str
-    refused: bool = True
-    """Whether the command must fail; else it may go on as if the words were not there."""
+    refused: bool | None = True
+    """Whether the command must fail, by name; None where it may as well do without, or pass over what is wrong."""
 
 
 class Bomb:
@@ -91,14 +96,15 @@ def _pickled(name: str, of: str, command: Callable[[Place], tuple[str, ...]], re
     """A file of a trained run replaced by a pickle."""
     return Artifact(
         f"pickle as {of}/{name}",
-        lambda place: _overwrite(place.directory(of) / name, bomb(place)),
+        lambda place: overwrite(place.directory(of) / name, bomb(place)),
         command,
         name.rpartition("/")[2],
         refused,
     )
 
 
-def _overwrite(path: Path, data: bytes) -> None:
+def overwrite(path: Path, data: bytes) -> None:
+    """Put a file of its own in the place of whatever is there."""
     path.unlink(missing_ok=True)
     path.write_bytes(data)
 
@@ -117,7 +123,7 @@ def _resealed(directory: Path, **files: Any) -> None:
     (directory / "manifest.json").write_text(json.dumps(sealed(manifest)))
 
 
-def _rehashed(directory: Path, name: str) -> None:
+def rehashed(directory: Path, name: str) -> None:
     """Describe a changed file of a checkpoint so that its hash fits."""
     import hashlib
 
@@ -131,7 +137,7 @@ def _index(place: Place, file: str) -> None:
     document = json.loads(path.read_text())
     next(iter(document["tensors"].values()))["chunks"][0]["file"] = file
     path.write_text(json.dumps(document))
-    _rehashed(place.newest, "index.json")
+    rehashed(place.newest, "index.json")
 
 
 def _weights_index(place: Place, file: str) -> None:
@@ -152,14 +158,19 @@ def _code(place: Place, **config: Any) -> None:
     _edited(place.model / "config.json", **config)
 
 
-def _own_tokenizer(place: Place, template: str | None = None, **config: Any) -> None:
-    """A tokenizer directory beside the model, used by the recipe, with these settings."""
+def byte_tokenizer(directory: Path) -> None:
+    """Write the tokenizer of bytes into a directory."""
     from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
 
-    directory = place.inputs / "tokenizer"
-    directory.mkdir()
     for name, data in byte_tokenizer_files().items():
         (directory / name).write_bytes(data)
+
+
+def _own_tokenizer(place: Place, template: str | None = None, **config: Any) -> None:
+    """A tokenizer directory beside the model, used by the recipe, with these settings."""
+    directory = place.inputs / "tokenizer"
+    directory.mkdir()
+    byte_tokenizer(directory)
     if template is not None:
         (directory / "chat_template.jinja").write_text(template)
         rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 20
@@ -232,7 +243,7 @@ def _in_runs() -> Iterator[Artifact]:
 
 def _pickled_shard(place: Place) -> None:
     torch_bomb(place.newest / "rank-0000-of-0001.safetensors", place)
-    _rehashed(place.newest, "rank-0000-of-0001.safetensors")
+    rehashed(place.newest, "rank-0000-of-0001.safetensors")
 
 
 def _linked_shard(place: Place) -> None:
@@ -278,7 +289,7 @@ def _in_models() -> Iterator[Artifact]:
     yield Artifact("config with hidden_act", lambda p: _code(p, hidden_act="os.system"), _train, "config")
     yield Artifact("a deep config", _deep_config, _train, "config.json")
     for data in (b"[]", b"\x80\x04"):
-        plant = lambda p, d=data: _overwrite(p.model / "config.json", d)  # noqa: E731 - one of each
+        plant = lambda p, d=data: overwrite(p.model / "config.json", d)  # noqa: E731 - one of each
         yield Artifact(f"a config of {data!r}", plant, _train, "config")
 
 
@@ -312,13 +323,13 @@ def _in_tokenizers() -> Iterator[Artifact]:
 
 def _pickled_tokenizer(place: Place) -> None:
     _own_tokenizer(place)
-    _overwrite(place.inputs / "tokenizer" / "tokenizer.json", bomb(place))
+    overwrite(place.inputs / "tokenizer" / "tokenizer.json", bomb(place))
 
 
 def _sentencepiece(place: Place) -> None:
     _own_tokenizer(place, tokenizer_class="LlamaTokenizer")
     (place.inputs / "tokenizer" / "tokenizer.json").unlink()
-    _overwrite(place.inputs / "tokenizer" / "tokenizer.model", bomb(place))
+    overwrite(place.inputs / "tokenizer" / "tokenizer.model", bomb(place))
 
 
 def _classed_tokenizer(place: Place) -> None:
@@ -328,7 +339,7 @@ def _classed_tokenizer(place: Place) -> None:
 
 
 def _in_data() -> Iterator[Artifact]:
-    yield Artifact("pickled rows", lambda p: _overwrite(p.inputs / "rows.jsonl", bomb(p)), _train, "rows.jsonl")
+    yield Artifact("pickled rows", lambda p: overwrite(p.inputs / "rows.jsonl", bomb(p)), _train, "rows.jsonl")
     tags = "!!python/object/apply:os.system [\"touch '%s'\"]"
     yield Artifact(
         "a recipe with tags",

@@ -86,7 +86,7 @@ class Bench:
 
     def run(self, command: tuple[str, ...], fault: Fault | None = None, record: bool = False) -> Trace:
         """Run a command line in a child at the root."""
-        return supervise(lambda: self._work(command), self.root, fault, record)
+        return supervise(lambda: self.work(command), self.root, fault, record)
 
     def problems(self, job: Job, committed: int | None) -> list[str]:
         """What is wrong with the directory as a fault left it; `committed` is the newest step that must be there."""
@@ -137,7 +137,8 @@ class Bench:
         """What a job makes, whose bytes are always the same."""
         return Path("cache") if job.name == "prepare" else RUN / "exports" / f"step-{max(self.sound.sha256)}"
 
-    def _work(self, command: tuple[str, ...]) -> int:
+    def work(self, command: tuple[str, ...]) -> int:
+        """Do a command line in this process, a child at the root; returns its exit code."""
         os.environ["TUNER_CACHE"] = str(self.root / "cache")
         note_order(self.directory / ORDER)
         try:

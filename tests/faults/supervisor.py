@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import select
 import signal
 import socket
@@ -52,6 +53,8 @@ class Trace:
     """Exit code, or minus the signal."""
     output: str = ""
     seconds: float = 0.0
+    grown_mib: int = 0
+    """The most memory that it, or a process that it started, held, without what it had from the start."""
     hung: bool = False
 
     @property
@@ -187,22 +190,29 @@ def supervise(work: Callable[[], int], root: Path, fault: Fault | None = None, r
         _be_the_child(work, root, theirs, output)
     theirs.close()
     supervisor.child = child
+    began = _resident_mib(child)
     try:
         _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
         ours.send(b".")
         if descriptors:
             supervisor.serve(descriptors[0])
             os.close(descriptors[0])
-        _, status = os.waitpid(child, 0)
+        _, status, usage = os.wait4(child, 0)
     finally:
         ours.close()
     trace = supervisor.trace
     trace.code = os.waitstatus_to_exitcode(status)
     trace.seconds = time.monotonic() - started
+    trace.grown_mib = (usage.ru_maxrss >> 10) - began
     os.lseek(output, 0, os.SEEK_SET)
     with os.fdopen(output, "rb") as file:
         trace.output = file.read().decode(errors="replace")
     return trace
+
+
+def _resident_mib(process: int) -> int:
+    with open(f"/proc/{process}/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() >> 20
 
 
 def _be_the_child(work: Callable[[], int], root: Path, parent: socket.socket, output: int) -> None:

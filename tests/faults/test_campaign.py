@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.artifacts import artifacts
 from tests.faults.bench import Bench
 from tests.faults.damage import damage_points, damage_trial
 from tests.faults.evidence import label, phase
-from tests.faults.hostile import attempt, hostile_points, hostile_trial
+from tests.faults.hostile import all_artifacts, attempt, hostile_points, hostile_trial
 from tests.faults.trials import (
     compound_points,
     error_points,
@@ -35,6 +34,10 @@ SAMPLE = (
     "config with hidden_act",
     "template: globals",
     "a recipe with tags",
+    "a huge shape, generate",
+    "adapter with layers_pattern that backtracks, generate",
+    "train: cache/prepared, to what was there",
+    "the cache as a whole is a link",
 )
 
 
@@ -107,16 +110,16 @@ def test_hostile_artifacts_are_refused_by_name(bench: Bench, name: str) -> None:
     assert hostile_trial(bench, point).problems == []
 
 
-def test_there_are_forty_of_them() -> None:
-    names = [artifact.name for artifact in artifacts()]
-    assert len(names) == len(set(names)) >= 40
+def test_there_are_hundreds_of_them() -> None:
+    names = [artifact.name for artifact in all_artifacts()]
+    assert len(names) == len(set(names)) >= 400
 
 
 def test_code_that_runs_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that does what a file says: the attempt is not passed."""
     canary = bench.directory / "canary"
     monkeypatch.setattr("tuner.checkpoint.manifest.read_json", lambda path: canary.touch() or {})
-    artifact = next(a for a in artifacts() if a.name == "pickle as checkpoint/manifest.json")
+    artifact = next(a for a in all_artifacts() if a.name == "pickle as checkpoint/manifest.json")
     _, wrong = attempt(bench, artifact)
     assert "its code ran" in wrong
     assert f"wrote {canary}" in wrong

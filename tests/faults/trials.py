@@ -80,6 +80,10 @@ class Verdict:
     problems: list[str] = field(default_factory=list)
     lost_steps: int = 0
     ms: float = 0.0
+    code: int = 0
+    grown_mib: int = 0
+    peak_mib: int = 0
+    """As a program of its own, where that was tried."""
 
     def as_json(self) -> dict[str, Any]:
         """For a line of JSON."""
@@ -93,6 +97,9 @@ class Verdict:
             "struck": self.struck,
             "problems": self.problems,
             "ms": round(self.ms),
+            "code": self.code,
+            "grown_mib": self.grown_mib,
+            "peak_mib": self.peak_mib,
         }
 
 

@@ -1,0 +1,205 @@
+"""Adapters made to do harm, and pickles under every name by which some library would open one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.faults.artifacts import Artifact, Place, bomb, byte_tokenizer, overwrite, torch_bomb
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def _adapter(place: Place, **config: Any) -> Path:
+    """An adapter on the base model that loads, but for what `config` says."""
+    import torch
+    from safetensors.torch import save_file
+
+    adapter = place.inputs / "adapter"
+    adapter.mkdir()
+    byte_tokenizer(adapter)
+    byte_tokenizer(place.model)
+    layer = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    save_file({f"{layer}A.weight": torch.zeros(2, 16), f"{layer}B.weight": torch.zeros(16, 2)}, adapter / WEIGHTS)
+    plain = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"],
+        "base_model_name_or_path": str(place.model),
+    }  # fmt: skip
+    (adapter / CONFIG).write_text(json.dumps({**plain, **config}))
+    return adapter
+
+
+def _generate(place: Place) -> tuple[str, ...]:
+    return ("generate", str(place.inputs / "adapter"), "--prompt", "a", "--max-new-tokens", "2")
+
+
+def _begin(place: Place) -> tuple[str, ...]:
+    """Train with the adapter as what the model begins with."""
+    recipe = (place.inputs / "r.yaml").read_text()
+    given = f"model: {{init_from: [{place.inputs / 'adapter'}], "
+    (place.inputs / "r.yaml").write_text(recipe.replace("model: {", given))
+    return place.train
+
+
+_REGEX = "(((.*)*)*)*" * 6 + "[^a]$"
+CONFIGS: dict[str, tuple[dict[str, Any], bool | None]] = {
+    "nothing wrong": ({}, None),
+    "an auto_mapping to a module": (
+        {"auto_mapping": {"base_model_class": "system", "parent_library": "os"}, "task_type": None},
+        None,
+    ),
+    "a parent_library": ({"parent_library": "evil", "base_model_class": "Evil"}, None),
+    "custom modules": ({"runtime_config": {"_custom_modules": {"torch.nn.Linear": "os.system"}}}, None),
+    "a base that is not there": ({"base_model_name_or_path": "/nowhere/evil"}, True),
+    "a base outside": ({"base_model_name_or_path": "../../../../etc"}, True),
+    "a base by URL": ({"base_model_name_or_path": "http://127.0.0.1:9/evil"}, True),
+    "a base that is no text": ({"base_model_name_or_path": {"a": ["b"]}}, True),
+    "a base that is itself": ({"base_model_name_or_path": "."}, True),
+    "a huge rank": ({"r": 1 << 40}, True),
+    "a rank below zero": ({"r": -4}, True),
+    "a rank of zero": ({"r": 0}, True),
+    "a rank that is true": ({"r": True}, True),
+    "an alpha of NaN": ({"lora_alpha": float("nan")}, True),
+    "an infinite alpha": ({"lora_alpha": float("inf")}, True),
+    "an alpha that is a text": ({"lora_alpha": "__import__('os')"}, True),
+    "a huge rank_pattern": ({"rank_pattern": {"q_proj": 1 << 40}}, True),
+    "a rank_pattern that backtracks": ({"rank_pattern": {_REGEX: 2}}, None),
+    "an alpha_pattern that backtracks": ({"alpha_pattern": {_REGEX: 2}}, None),
+    "target_modules that backtrack": ({"target_modules": _REGEX}, True),
+    "target_modules that end by themselves": ({"target_modules": ["(a+)+$"]}, True),
+    "exclude_modules that backtrack": ({"exclude_modules": _REGEX}, True),
+    "target_modules of all": ({"target_modules": ".*"}, None),
+    "no regular expression": ({"target_modules": "((("}, True),
+    "layers_pattern that backtracks": ({"layers_pattern": _REGEX, "layers_to_transform": [0]}, True),
+    "layers without end": ({"layer_replication": [[0, 1]] * 10**5}, True),
+    "a cache of corda's": ({"corda_config": {"cache_file": "/etc/passwd"}, "init_lora_weights": "corda"}, None),
+    "eva's config": ({"eva_config": {"rho": 1e9}, "init_lora_weights": "eva"}, None),
+    "a revision outside": ({"revision": "../../../evil"}, None),
+    "tokens to train without end": ({"trainable_token_indices": list(range(10**6))}, None),
+    "modules to save of all": ({"modules_to_save": ["", "a" * 10**6]}, None),
+    "a LoftQ config": ({"loftq_config": {"loftq_bits": 4, "loftq_iter": 10**9}, "init_lora_weights": "loftq"}, None),
+}
+"""What an adapter's config says, and whether it must be refused."""
+
+
+def _bare(place: Place, **files: bytes) -> None:
+    """An adapter with other files; none is left of a name that gets no bytes."""
+    adapter = _adapter(place)
+    for name, data in files.items():
+        (adapter / name).unlink(missing_ok=True)
+        if data:
+            (adapter / name).write_bytes(data)
+
+
+def _elsewhere(place: Place, name: str, target: str) -> None:
+    """A file of the adapter is a link, to where it was moved or to a device or a pipe."""
+    adapter = _adapter(place)
+    place.outside.mkdir()
+    if target == "fifo":
+        os.mkfifo(place.outside / target)
+    elif target == "nothing":
+        target = "none"
+    else:
+        (adapter / name).rename(place.outside / name)
+    (adapter / name).unlink(missing_ok=True)
+    (adapter / name).symlink_to(target if target.startswith("/") else place.outside / target)
+
+
+def adapters() -> Iterator[Artifact]:
+    """Configs, weights and links of adapters: loaded by `generate`, and given to a model before it trains."""
+    for words, (config, refused) in CONFIGS.items():
+        for command in (_generate, _begin):
+            to = "generate" if command is _generate else "init_from"
+            tried = refused if command is _generate else refused and None
+            named = {True: "adapter", False: "", None: ""}[refused]
+            yield Artifact(f"adapter with {words}, {to}", lambda p, c=config: _adapter(p, **c), command, named, tried)
+    for name in ("adapter_model.bin", "adapter_model.pt", "pytorch_model.bin"):
+        plant = lambda p, n=name: _bare(p, **{WEIGHTS: b"", n: bomb(p)})  # noqa: E731 - one of each
+        yield Artifact(f"adapter of {name} alone, generate", plant, _generate, WEIGHTS)
+        yield Artifact(f"adapter of {name} alone, init_from", plant, _begin, WEIGHTS)
+    for data in (b"\x80\x04.", b'{"a":' * 10**5 + b"1" + b"}" * 10**5, b" " * 300_000_000 + b"{}", b"[]"):
+        plant = lambda p, d=data: _bare(p, **{CONFIG: d})  # noqa: E731 - one of each
+        yield Artifact(f"adapter_config.json of {data[:4]!r}", plant, _generate, CONFIG)
+    for name in (WEIGHTS, CONFIG):
+        for target in ("/dev/zero", "fifo", "nothing"):
+            yield Artifact(
+                f"{name} of an adapter as a link to {target}",
+                lambda p, n=name, t=target: _elsewhere(p, n, t),
+                _generate,
+                "adapter",
+            )
+
+
+PICKLES = (
+    "pytorch_model.bin", "pytorch_model-00001-of-00001.bin", "model.safetensors", "model-00001-of-00001.safetensors",
+    "consolidated.00.pth", "training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "tf_model.h5",
+    "flax_model.msgpack", "model.ckpt.index", "adapter_model.bin", "model.pkl", "model.pt",
+)  # fmt: skip
+"""Names of files of weights and of what lies next to them."""
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "tf_model.h5.index.json")
+BESIDE = (
+    "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "spiece.model", "tokenizer.model", "chat_template.jinja", "preprocessor_config.json",
+    "processor_config.json", "tuner.json", "README.md",
+)  # fmt: skip
+
+
+def _only(place: Place, name: str) -> None:
+    (place.model / "model.safetensors").unlink()
+    torch_bomb(place.model / name, place)
+
+
+def _indexed(place: Place, index: str, file: str) -> None:
+    """The weights are named by an index, and are a pickle."""
+    from tuner.runtime.safetensors_header import read_header
+
+    names = [*read_header(place.model / "model.safetensors")[0]]
+    (place.model / "model.safetensors").unlink()
+    (place.model / index).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, file)}))
+    torch_bomb(place.model / Path(file).name, place)
+
+
+def _beside(place: Place, name: str) -> None:
+    byte_tokenizer(place.model)
+    overwrite(place.model / name, bomb(place))
+
+
+def _model(place: Place) -> tuple[str, ...]:
+    return ("generate", str(place.model), "--prompt", "a", "--max-new-tokens", "2")
+
+
+def pickles() -> Iterator[Artifact]:
+    """A base model whose weights, index or other files are pickles."""
+    train: Callable[[Place], tuple[str, ...]] = lambda p: p.train  # noqa: E731
+    for name in PICKLES:
+        yield Artifact(f"only {name}, a pickle", lambda p, n=name: _only(p, n), train, "safetensors")
+    for index in INDEXES:
+        for file in ("pytorch_model.bin", "x.safetensors"):
+            plant = lambda p, i=index, f=file: _indexed(p, i, f)  # noqa: E731 - one of each
+            yield Artifact(f"{index} to {file}, a pickle", plant, train, "safetensors")
+    for name in BESIDE:
+        yield Artifact(f"{name}, a pickle, generate", lambda p, n=name: _beside(p, n), _model, "", refused=None)
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        for target in ("/dev/zero", "fifo", "large"):
+            yield Artifact(
+                f"{name} of a model as a link to {target}",
+                lambda p, n=name, t=target: _led(p, n, t),
+                _model,
+                "",
+                refused=None,
+            )
+
+
+def _led(place: Place, name: str, target: str) -> None:
+    """A file of the model is a link to a device, a pipe or 600 MB of blanks."""
+    byte_tokenizer(place.model)
+    place.outside.mkdir()
+    if target == "fifo":
+        os.mkfifo(place.outside / target)
+    if target == "large":
+        (place.outside / target).write_bytes(b" " * 600_000_000 + b"{}")
+    (place.model / name).unlink(missing_ok=True)
+    (place.model / name).symlink_to(target if target.startswith("/") else place.outside / target)

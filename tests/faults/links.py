@@ -1,0 +1,161 @@
+"""Links, pipes and devices under every name of a run directory and of the cache, and the commands that meet them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from pathlib import Path
+
+from tests.faults.artifacts import RESUME, Artifact, Place
+from tests.faults.cases import RUN
+from tuner.rundir.layout import NAMES
+
+BELOW = (
+    "checkpoints/step-4", "exports/step-4", "exports/step-4-adapter", "exports/latest", "launches/1",
+    "launches/1/git.diff", "evaluations/step-4", "evaluations/step-4/a.jsonl", "logs/rank0.log", "logs/export.log",
+    "logs/windows.log", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json", "model_config/config.json",
+    "profile/trace.json", "prober/step-4", "trackers/wandb.json", "checkpoints/step-4/manifest.json",
+    "checkpoints/step-4/index.json", "checkpoints/step-4/state.json", "checkpoints/step-4/probe.safetensors",
+    "checkpoints/step-4/rank-0000-of-0001.safetensors",
+)  # fmt: skip
+"""Names further down in a run directory."""
+A = str(RUN)
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "resume": RESUME,
+    "export-hf": ("export-hf", A),
+    "eval": ("eval", A),
+    "generate": ("generate", A, "--prompt", "a", "--max-new-tokens", "2"),
+    "chat": ("chat", A),
+    "runs show": ("runs", "show", A),
+    "runs plot": ("runs", "plot", A),
+    "runs verify": ("runs", "verify", A),
+    "runs rm": ("runs", "rm", A),
+    "push": ("push", A, "a/b", "--dry-run"),
+    "runs compare": ("runs", "compare", A, A),
+}
+KEY, VERSION = "[0-9a-f]*", "*-[0-9]"
+TOKENIZERS = f"tokenizers/{KEY}"
+CACHED = (
+    "prepared", "encoded", "reference", "teacher", "tokenizers", "exports", f"prepared/{KEY}", f"encoded/{KEY}",
+    f"reference/{KEY}", f"teacher/{KEY}", "prepared/.*.lock", "encoded/.*.lock", f"prepared/{KEY}/manifest.json",
+    f"prepared/{KEY}/train.rows.arrow", f"prepared/{KEY}/train.documents.arrow", f"prepared/{KEY}/samples.jsonl",
+    f"encoded/{KEY}/manifest.json", f"encoded/{KEY}/train.arrow", f"teacher/{KEY}/manifest.json", TOKENIZERS,
+    f"{TOKENIZERS}/.lock", f"{TOKENIZERS}/{VERSION}", f"{TOKENIZERS}/{VERSION}/answer.json",
+)  # fmt: skip
+"""Every name of the cache; what is a hash is looked for."""
+PREPARING: dict[str, tuple[str, ...]] = {
+    "train": ("train", "--name", "b"),
+    "prepare-data": ("prepare-data", "--data.max_length", "48"),
+    "prepare-data of more": ("prepare-data", "--data.eval", "20%"),
+    "data list": ("data", "list"),
+    "data verify": ("data", "verify"),
+    "data gc": ("data", "gc", "--unused", "--verify"),
+}
+
+
+def _to(kind: str, link: Path, place: Place) -> None:
+    """Put a link of a kind, or a pipe, in the place of whatever is there."""
+    place.outside.mkdir(exist_ok=True)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    moved = place.outside / "moved"
+    if os.path.lexists(link):
+        link.rename(moved)
+    if kind == "a pipe":
+        os.mkfifo(link)
+        return
+    if kind == "to a pipe":
+        os.mkfifo(place.outside / "pipe")
+    if kind == "to a directory":
+        (place.outside / "directory").mkdir()
+    targets = {"to what was there": moved, "to nothing": place.outside / "none", "to zeros": Path("/dev/zero")}
+    link.symlink_to(targets.get(kind, place.outside / kind.rpartition(" ")[2]))
+
+
+KINDS = ("to what was there", "to a directory", "to nothing", "to zeros", "to a pipe", "a pipe")
+
+
+def links() -> Iterator[Artifact]:
+    """Every name, each met by several commands, with links of all kinds in turn."""
+    yield from _in_runs()
+    yield from _in_the_cache()
+
+
+def _in_runs() -> Iterator[Artifact]:
+    kinds, commands = cycle(KINDS), cycle(COMMANDS)
+    for name in sorted({*NAMES, *BELOW}):
+        for _ in range(3):
+            kind, command = next(kinds), next(commands)
+            # What no run has at a name that is its own, a pipe too, may be passed over.
+            refused = None if kind == "a pipe" or name.startswith("checkpoints/step-4/") else True
+            said = "no export yet" if command == "push" else Path(name).name  # which comes first
+            yield Artifact(
+                f"{command}: {name}, {kind}",
+                lambda p, n=name, k=kind: _to(k, p.run / n, p),
+                lambda _, c=command: COMMANDS[c],
+                said,
+                refused,
+            )
+    for kind in KINDS[:2]:
+        yield Artifact(
+            f"runs list: metrics.jsonl, {kind}",
+            lambda p, k=kind: _to(k, p.run / "metrics.jsonl", p),
+            lambda _: ("runs", "list", "runs"),
+            "metrics.jsonl: a link",
+            refused=False,
+        )
+
+
+def _in_the_cache() -> Iterator[Artifact]:
+    kinds, commands = cycle(KINDS), cycle(PREPARING)
+    for name in CACHED:
+        for _ in range(3):
+            kind, command = next(kinds), next(commands)
+            yield Artifact(
+                f"{command}: cache/{name}, {kind}",
+                lambda p, n=name, k=kind: _to(k, _cached(p, n), p),
+                lambda p, c=command: _with_recipe(p, PREPARING[c]),
+                "",
+                refused=None,
+            )
+    for kind in KINDS[:3]:
+        yield Artifact(
+            f"train on a teacher's columns: cache/teacher, {kind}",
+            lambda p, k=kind: (_taught(p, ", top_k: 4"), _to(k, p.root / "cache" / "teacher", p)),
+            lambda p: p.train,
+            "cache/teacher",
+        )
+    for name in ("exports", "exports/*.json"):
+        for kind in KINDS[:3]:
+            yield Artifact(
+                f"export-hf: cache/{name}, {kind}",
+                lambda p, n=name, k=kind: _to(k, _cached(p, n), p),
+                lambda _: ("export-hf", A),
+                "",
+                refused=None,
+            )
+    yield Artifact("the cache as a whole is a link", _moved_cache, lambda p: p.train, "", refused=False)
+
+
+def _cached(place: Place, name: str) -> Path:
+    """The first path of the cache that a name means; one of a made-up key where there is none."""
+    cache = place.root / "cache"
+    made_up: Callable[[str], str] = lambda text: text.replace(KEY, "0" * 16).replace("*", "0" * 16)  # noqa: E731
+    return next(iter(sorted(cache.glob(name))), cache / made_up(name))
+
+
+def _with_recipe(place: Place, command: tuple[str, ...]) -> tuple[str, ...]:
+    """A command of the table; those that take a recipe get it."""
+    return command if command[0] == "data" else (command[0], str(place.inputs / "r.yaml"), *command[1:])
+
+
+def _taught(place: Place, more: str) -> None:
+    from tests.faults.bombs import teaching
+
+    teaching(place, more)
+
+
+def _moved_cache(place: Place) -> None:
+    """A user whose other disk is larger."""
+    (place.root / "cache").rename(place.root / "disk")
+    (place.root / "cache").symlink_to("disk")
