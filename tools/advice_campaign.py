@@ -8,6 +8,7 @@ to them, written from the documents of other tools by somebody who had not seen 
 - `rows`: rows of other layouts, under each method, with a chat template and without one.
 - `keys`: keys of other tools in a recipe, and by `tuner import`.
 - `files`: whole configuration files of other tools, by `tuner import`.
+- `hints`: what errors and warnings propose.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("rows", "keys", "files")
+PARTS = ("rows", "keys", "files", "hints")
 
 
 def main(words: Sequence[str] | None = None) -> int:

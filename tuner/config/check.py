@@ -123,12 +123,19 @@ def _unknown(tree: Node, path: KeyPath, flag: bool) -> str:
     field = find(key)
     if field is not None and field.kinds:
         section = str(path[0])
-        return f"not with kind {_kind(tree, section)}; write {section}.kind: {' or '.join(field.kinds)}"
+        kinds = [kind for kind in field.kinds if _has_its_keys(tree, section, kind)] or field.kinds
+        return f"not with kind {_kind(tree, section)}; write {section}.kind: {' or '.join(kinds)}"
     from tuner.config.advice import given_in, of_unknown  # with the tables of other tools' keys
 
     written = tree.at(path)
     value = written.value if not isinstance(written.value, (dict, list)) else written.plain()
     return of_unknown(key, value, given_in(tree), flag)
+
+
+def _has_its_keys(tree: Node, section: str, kind: str) -> bool:
+    """Whether every key that a kind of a section cannot do without is written."""
+    required = (name for name, info in UNIONS[section][kind].model_fields.items() if info.is_required())
+    return all(name == "kind" or tree.has((section, name)) for name in required)
 
 
 def _not_a_mapping(tree: Node, path: KeyPath, value: Any) -> str:

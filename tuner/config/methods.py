@@ -192,7 +192,7 @@ class DpoMethod(PairSection):
         if self.label_smoothing and not {"sigmoid", "robust"} & set(self.loss):
             raise refuse(f"loss {' and '.join(self.loss)} has no label_smoothing; write it with sigmoid or robust")
         if self.margin == "rows" and not {"sigmoid", "robust", "hinge"} & set(self.loss):
-            raise refuse(f"loss {' and '.join(self.loss)} has no margin; write it with sigmoid, robust or hinge")
+            raise refuse(f"loss {' and '.join(self.loss)} has no margin; write it with sigmoid or hinge")
         if "robust" in self.loss and not self.label_smoothing:
             raise refuse("loss robust is sigmoid at label_smoothing 0; write label_smoothing, such as 0.1")
         return self

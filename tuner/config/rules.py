@@ -264,7 +264,7 @@ def _states_on_host_are_fp32(recipe: Recipe, given: Set[str]) -> str | None:
     if optimizer.state != "fp32":
         return f"moments on the host are float32; write optimizer.state: fp32, or offload: none with {optimizer.state}"
     if optimizer.rounding != "nearest":
-        return "the host updates float32 weights, which need no such rounding; write optimizer.rounding: nearest"
+        return "the host updates float32 weights; write optimizer.rounding: nearest and model.dtype: auto"
     return None
 
 
@@ -281,7 +281,7 @@ def _rows_are_fp32_on_the_device(recipe: Recipe, given: Set[str]) -> str | None:
     if keeps_states_on_host(optimizer):
         return "rows are updated on the device, where they lie; write optimizer.offload: none, or leave rows out"
     if rounds_by_chance(optimizer):
-        return "rows are updated in float32; write optimizer.rounding: nearest, or leave rows out"
+        return "rows are updated in float32; write optimizer.rounding: nearest and model.dtype: auto, or leave rows out"
     return None
 
 
@@ -355,7 +355,7 @@ def _probed_modules_are_named(recipe: Recipe, given: Set[str]) -> str | None:
 def _probed_layers_are_not_compiled(recipe: Recipe, given: Set[str]) -> str | None:
     if not recipe.prober.steps or recipe.train.compile is not True:
         return None
-    return "compiled layers cannot be looked into; write train.compile: false, or prober.steps: []"
+    return "compiled layers cannot be looked into; write train.compile: false, or remove prober"
 
 
 def _compiled_rows_are_whole(recipe: Recipe, given: Set[str]) -> str | None:

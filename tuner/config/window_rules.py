@@ -39,7 +39,7 @@ def grown_are_counted(recipe: Recipe, given: Set[str]) -> str | None:
 def skipped_have_names(recipe: Recipe, given: Set[str]) -> str | None:
     """Only a window with a name can be left out before it is there."""
     if recipe.data.windows.late == "skip" and recipe.data.windows.is_on and not recipe.data.windows.names:
-        return "a window that is not there can be skipped by its name alone; write data.windows.names, or late: stop"
+        return "only a window with a name can be skipped; write data.windows.names for files, or late: stop"
     return None
 
 

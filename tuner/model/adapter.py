@@ -346,7 +346,7 @@ def _target_names(model: PreTrainedModel, spec: LoraSpec, saved: Iterable[str]) 
         chosen = _adaptable(model, linear)
     else:
         wanted = [spec.target_modules] if isinstance(spec.target_modules, str) else spec.target_modules
-        _refuse_others(model, wanted, linear)
+        refuse_others(model, wanted, linear)
         chosen = select(wanted, linear, "adapter.target_modules")
     full = tuple(saved)
     left = [name for name in chosen if not any(name == other or name.startswith(f"{other}.") for other in full)]
@@ -358,7 +358,7 @@ def _target_names(model: PreTrainedModel, spec: LoraSpec, saved: Iterable[str]) 
     return left
 
 
-def _refuse_others(model: PreTrainedModel, wanted: Iterable[str], linear: Mapping[str, nn.Module]) -> None:
+def refuse_others(model: PreTrainedModel, wanted: Iterable[str], linear: Mapping[str, nn.Module]) -> None:
     """Refuse a pattern that means modules with weights, and no linear layer among them. Raises RecipeError."""
     owning = {name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)}
     for pattern in wanted:

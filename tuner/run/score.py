@@ -2,8 +2,10 @@
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tuner.checkpoint.load import load_into, require_same_base, require_same_quantizer
 from tuner.config.load import LoadedRecipe, load_recipe
@@ -111,12 +113,16 @@ def loaded_model(trained: Trained, resolved: Resolved, rank_info: RankInfo) -> t
     return root, step_config
 
 
-def run_recipe(trained: Trained) -> Path:
-    """The resolved recipe of the run that the model belongs to. Raises RecipeError where it has none."""
-    path = trained.run_dir / RESOLVED_RECIPE if isinstance(trained, RunCheckpoint) else None
-    if path is None or not path.is_file():
+def run_recipe(trained: Trained) -> Path | Mapping[str, Any]:
+    """The resolved recipe of the run that the model belongs to: its file, or the checkpoint's where that is gone.
+
+    Raises RecipeError where it has none.
+    """
+    if not isinstance(trained, RunCheckpoint):
         raise RecipeError(f"{trained.path}: no recipe names held-out rows", hint="give one: tuner eval MODEL RECIPE")
-    return path
+    path = trained.run_dir / RESOLVED_RECIPE
+    recipe: Mapping[str, Any] = trained.checkpoint.meta["recipe"]
+    return path if path.is_file() else recipe
 
 
 def _require_same_rows(trained: Trained, recipe: Recipe, data: PreparedData) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from tuner.checkpoint.manifest import step_dirs, step_name
@@ -45,7 +46,9 @@ def _is_a_run(path: Path, where: str) -> RecipeError:
     if exported is not None and (exported / "config.json").is_file():
         return RecipeError(message, hint=f"take its export: {KEY}: {_shown(exported)}")
     if step is None:
-        return RecipeError(message, hint=f"it has no checkpoint yet; train it first: tuner resume {_shown(run_dir)}")
+        first, run = _way_to_save(run_dir), _shown(run_dir)
+        hint = f"it has no checkpoint; {first} && tuner export-hf {run}      then {KEY}: that directory"
+        return RecipeError(message, hint=hint)
     target = _shown(export_dir(run_dir, step))
     return RecipeError(message, hint=f"export it first: tuner export-hf {_shown(path)}      then {KEY}: {target}")
 
@@ -56,6 +59,15 @@ def _last_step(run_dir: Path) -> int | None:
     except DataError:
         there = step_dirs(run_dir / CHECKPOINTS)
         return there[0][0] if there else None
+
+
+def _way_to_save(run_dir: Path) -> str:
+    from tuner.rundir.model_path import way_to_save
+
+    shown = Path(_shown(run_dir))
+    with suppress(DataError):
+        return way_to_save(shown, read_record(run_dir) if is_run(run_dir) else None)
+    return way_to_save(shown, None)
 
 
 def _newest_export(run_dir: Path) -> Path | None:

@@ -168,10 +168,14 @@ def _tell_unfinished(run_dir: Path, record: Mapping[str, Any] | None, found: Che
 
 
 def _never_saved(run_dir: Path, record: Mapping[str, Any] | None) -> DataError:
-    hint = f"train it first: tuner resume {run_dir}"
+    return DataError(f"{run_dir}: the run has no checkpoint", hint=way_to_save(run_dir, record))
+
+
+def way_to_save(run_dir: Path, record: Mapping[str, Any] | None) -> str:
+    """What gives a run without a checkpoint its first one, by its record."""
     if record is not None and record.get("status") == "finished":  # with checkpoint.at_end: false
-        hint = f"train it again and save its end: tuner resume {run_dir} --checkpoint.at_end true"
-    return DataError(f"{run_dir}: the run has no checkpoint", hint=hint)
+        return f"train it again and save its end: tuner resume {run_dir} --checkpoint.at_end true"
+    return f"train it first: tuner resume {run_dir}"
 
 
 def _best_step(last: CheckpointInfo) -> int:

@@ -286,7 +286,7 @@ def check_fits(tokenizer: TextTokenizer, config: PretrainedConfig, prepared: Pre
         beyond = tokenizer.added_tokens_from(text.vocab_size)
         named = f" ({', '.join(beyond[:3])}{', ...' if len(beyond) > 3 else ''})" if beyond else ""
         hint = f"take the model's own tokenizer, or init: random with config: {{vocab_size: {tokenizer.vocab_size}}}"
-        if tokenizer.special_tokens.get("pad_token") in beyond:
+        if [tokenizer.special_tokens.get("pad_token")] == beyond and tokenizer.vocab_size - text.vocab_size == 1:
             hint = "name a pad_token in tokenizer_config.json that the model has, such as its eos_token"
         raise RecipeError(
             f"tokenizer: its {tokenizer.vocab_size:,} ids are more than the model's {text.vocab_size:,} "

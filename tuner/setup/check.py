@@ -17,6 +17,7 @@ from tuner.config.methods import CustomMethod, DistillMethod
 from tuner.config.optimizers import CustomOptimizer, rounds_by_chance
 from tuner.config.recipe import DataSource, Recipe
 from tuner.config.schedules import CustomSchedule
+from tuner.config.windows import PLACE
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.layout import RECORD
 from tuner.runtime.files import read_json
@@ -239,8 +240,11 @@ def _check_template(path: Path) -> None:
 
 
 def _check_source(source: DataSource) -> None:
-    """Check that the files of a source are there. Hub data sets and standard input are left to the preparation."""
-    if not os.path.isabs(source.path):
+    """Check that the files of a source are there. Hub data sets and standard input are left to the preparation.
+
+    So are the files of windows by name, which may come later.
+    """
+    if not os.path.isabs(source.path) or PLACE in source.path:
         return
     from tuner.data.sources import expand
 

@@ -18,7 +18,7 @@ from tuner.data.building.spec import resolve_max_length
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
 from tuner.errors import DataError
-from tuner.model.adapter import linear_layers
+from tuner.model.adapter import linear_layers, refuse_others
 from tuner.model.build import decoder_blocks, meta_model, model_config
 from tuner.model.freeze import select
 from tuner.model.output_layer import LogitTransform
@@ -138,7 +138,11 @@ def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids
 
 def _check_adapter(adapter: LowRankAdapter, model: PreTrainedModel, found: Findings) -> None:
     if not isinstance(adapter.target_modules, str):
-        _select_each(adapter.target_modules, linear_layers(model), "adapter.target_modules", found)
+        linear = linear_layers(model)
+        for pattern in adapter.target_modules:
+            with found.of("adapter.target_modules"):
+                refuse_others(model, [pattern], linear)
+                select([pattern], linear, "adapter.target_modules")
     owning = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     _select_each(adapter.modules_to_save, owning, "adapter.modules_to_save", found)
 

@@ -1,0 +1,1 @@
+"""How each advice comes about, and what it means: a file for each package of the product."""

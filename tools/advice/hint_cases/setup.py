@@ -1,0 +1,91 @@
+"""What this machine and the model do not admit of a recipe: found by `config check`, or by a dry run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.model.tiny import tiny_config
+from tools.advice.hint_place import Case, Change
+from tools.advice.hint_words import Way
+
+LORA = {"adapter.kind": "lora", "adapter.r": 4}
+DRY = "train r.yaml --dry-run"
+RANDOM = {"model.init": "random"}
+HELD_OUT = {"data.eval": "2%"}
+
+
+def config(**values: Any) -> Change:
+    """Change the model's config.json; its weights do not fit it any more."""
+
+    def change(directory: Path) -> None:
+        path = directory / "model" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+def family(name: str) -> Change:
+    """The config of a tiny model of another family, without weights."""
+
+    def change(directory: Path) -> None:
+        tiny_config(name).save_pretrained(directory / "model")
+
+    return change
+
+
+def check(site: str, recipe: dict[str, Any], *meant: Way, **more: Any) -> Case:
+    """What `config check` finds with the model there."""
+    return Case(site, recipe, meant, **{"start": "model", **more})
+
+
+def dry(site: str, recipe: dict[str, Any], *meant: Way, **more: Any) -> Case:
+    """What a dry run finds."""
+    return check(site, recipe, *meant, words=DRY, **more)
+
+
+NUMERICS = (
+    check("setup/check.py:_check_values: write dtype: auto, or", {"model.dtype": "bf16", "train.precision": "bf16"},
+          {"model.dtype": "auto"}, {"optimizer.rounding": "stochastic"}),
+    check("setup/check.py:_check_values: write dtype: auto", {"model.dtype": "bf16", **LORA}, {"model.dtype": "auto"}),
+    check("setup/check.py:_check_values: write auto", {"model.kernels": "liger"}, {"model.kernels": "auto"}),
+    check("setup/check.py:_check_processes", {"parallel.processes": 3, "parallel.tensor": 2,
+        "train.micro_batch_size": 1}, {"parallel.processes": 4},
+          reading={"write a multiple of 2": "write parallel.processes: 4"}),
+    dry("setup/resolve.py:_check_numerics: write kernels: auto or torch", {"model.kernels": "liger"},
+        {"model.kernels": "auto"}, {"model.kernels": "torch"}),
+    dry("setup/resolve.py:_check_numerics: write tf32", {"train.tf32": True}, {"train.tf32": False}),
+    dry("setup/resolve.py:_check_numerics: write dtype: auto, train", {"model.dtype": "bf16",
+        "train.precision": "bf16"},
+        {"model.dtype": "auto"}, {"optimizer.rounding": "stochastic"}),
+    dry("setup/resolve.py:_check_numerics: write dtype: auto, or", {"model.dtype": "bf16", **LORA},
+        {"model.dtype": "auto"}, {"train.precision": "bf16"}),
+)  # fmt: skip
+MODELS = (
+    check("model/adapter.py:_target_names", {**LORA, "adapter.modules_to_save": ["layers"]}, {"adapter.kind": "none"}),
+    check("model/adapter.py:refuse_others", {**LORA, "adapter.target_modules": ["q_proj", "embed_tokens"]},
+          {"adapter.modules_to_save": ["embed_tokens"], "adapter.target_modules": ["q_proj"]},
+          reading={"leave it out there,": "write adapter.target_modules: [q_proj],"}),
+    check("model/experts.py:", {**LORA, "adapter.experts": True}, {"adapter.experts": False}),
+    check("train/optimizer.py:hidden_matrices", {"optimizer.kind": "muon", "model.freeze": ["layers"]},
+        {"optimizer.kind": "adamw"}),
+    check("train/optimizer.py:coded_matrices", {"optimizer.state": "8bit"}, {"optimizer.state": "fp32"}),
+    check("model/quantize/layers.py:quantizable", {"model.quantize": "nf4", **RANDOM, **LORA},
+        {"model.quantize": "none"}, change=family("gpt2")),
+    dry("setup/build.py:check_fits", RANDOM, {**RANDOM, "model.config": {"vocab_size": 259}},
+        change=config(vocab_size=100)),
+    check("setup/check.py:_check_weights: write model.init", {}, RANDOM,
+        change=lambda place: (place / "model/model.safetensors").unlink()),
+    check("model/build.py:_require_complete", {}, RANDOM, words="train r.yaml", change=config(num_hidden_layers=3)),
+    dry("train/evaluate.py:require_metric", {"data.eval": "rows.jsonl", "checkpoint.keep_best": "eval/loss/other"},
+        {"checkpoint.keep_best": "eval/loss"}),
+)  # fmt: skip
+SCHEDULES = (
+    check("train/schedule.py:schedule_flaws: \N{SECTION SIGN} \N{SECTION SIGN}", {"schedule.warmup": "9 steps"},
+        {"schedule.warmup": "3%"}),
+    check("train/schedule.py:schedule_flaws: \N{SECTION SIGN}, at",
+          {"schedule.kind": "wsd_s", "schedule.decay": "1 steps", "schedule.periods": ["4 steps", "9 steps"],
+          "train.duration": "9 steps", "schedule.warmup": "1 steps"}, {"schedule.min_lr_ratio": 0.1}),
+)
+CASES = (*NUMERICS, *MODELS, *SCHEDULES)

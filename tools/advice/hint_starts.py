@@ -1,0 +1,75 @@
+"""What a case may start from: rows alone, a tiny model, data that is prepared, a run, its export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+from tests.fixtures import trainings
+from tools.advice.hint_place import BASE, HERE, Place
+from tools.advice.hint_words import with_lines
+from tuner.errors import ExitCode
+
+HOOK = """
+import os
+
+def hook(report):
+    if os.path.exists("fail"):
+        raise ValueError
+"""
+
+
+def rows(place: Place) -> None:
+    """Rows of prompts and completions, and a model that is not on this machine."""
+    lines = [{"prompt": f"{number} ", "completion": "ab" * (1 + number % 9)} for number in range(24)]
+    (place.work / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def model(place: Place) -> None:
+    """A tiny model."""
+    trainings.prepare(place.work, 1)
+    rows(place)
+
+
+def teacher(place: Place) -> None:
+    """An export of a teacher's run, next to the model."""
+    from tuner.config.recipe import TokenizerSection
+    from tuner.data.encoding.tokenizer_files import load_tokenizer
+
+    model(place)
+    shutil.copytree(place.work / "model", place.work / "t" / "step-1")
+    load_tokenizer(str(place.work / "model"), None, TokenizerSection(name_or_path="byte")).save(place.work / "t/step-1")
+
+
+def run(place: Place) -> None:
+    """A finished run."""
+    model(place)
+    place.write(with_lines({**BASE, **HERE}, {}))
+    assert place.run("train r.yaml").code == 0
+
+
+def stopped(place: Place) -> None:
+    """A run that was stopped after its first step."""
+    model(place)
+    place.write(with_lines({**BASE, **HERE}, {}))
+    assert place.run("train r.yaml --train.stop_after '1 steps'").code == ExitCode.STOPPED
+
+
+def begun(place: Place) -> None:
+    """A run that failed before its first checkpoint."""
+    model(place)
+    (place.work / "own.py").write_text(HOOK)
+    (place.work / "fail").touch()
+    place.write(with_lines({**BASE, **HERE, "hooks": ["own.py:hook"]}, {}))
+    assert place.run("train r.yaml").code == ExitCode.USAGE
+    (place.work / "fail").unlink()
+
+
+def unsaved(place: Place) -> None:
+    """A finished run without a checkpoint."""
+    model(place)
+    place.write(with_lines({**BASE, **HERE}, {}))
+    assert place.run("train r.yaml --checkpoint.at_end false").code == 0
+
+
+STARTS = {start.__name__: start for start in (rows, model, teacher, run, stopped, begun, unsaved)}
