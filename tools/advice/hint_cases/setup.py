@@ -88,4 +88,19 @@ SCHEDULES = (
           {"schedule.kind": "wsd_s", "schedule.decay": "1 steps", "schedule.periods": ["4 steps", "9 steps"],
           "train.duration": "9 steps", "schedule.warmup": "1 steps"}, {"schedule.min_lr_ratio": 0.1}),
 )
-CASES = (*NUMERICS, *MODELS, *SCHEDULES)
+ROUTED = {"model.router_aux_loss_coef": 0.1, **RANDOM}
+EXPERTS = (
+    check("model/adapted_experts.py:adapt_experts", {**RANDOM, **LORA, "adapter.experts": True,
+        "adapter.modules_to_save": ["experts"]},
+          {"adapter.modules_to_save": None}, {"adapter.experts": False}, change=family("mixtral"),
+          reading={"leave it out of modules_to_save": "leave out adapter.modules_to_save"}),
+    dry("setup/resolve.py:_check_tiles", {**ROUTED, "train.tiled_mlp": True, "model.config": {"vocab_size": 259}},
+        {"train.tiled_mlp": False}, change=family("mixtral")),
+    dry("setup/resolve.py:_compiled: write compile: auto", {**ROUTED, "train.compile": True,
+        "model.config": {"vocab_size": 259}}, {"train.compile": "auto"},
+        change=family("mixtral")),
+    check("setup/check.py:_check_model_directory: export it first", {"model.name_or_path": "./runs/r", "name": "other"},
+          {"$": ["export-hf runs/r"], "model.name_or_path": "runs/r/exports/step-2"}, start="run",
+          reading={"and name the export": "and model.name_or_path: runs/r/exports/step-2"}),
+)
+CASES = (*NUMERICS, *MODELS, *SCHEDULES, *EXPERTS)
