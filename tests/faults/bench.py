@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.caches import SHARED
 from tests.faults.calls import Call
 from tests.faults.cases import CASES, MESHES, RUN, Job, jobs_of, write_inputs
 from tests.faults.evidence import Sound, contents, first_difference, left_over, read_log, read_order, settled_files
@@ -140,6 +141,7 @@ class Bench:
     def work(self, command: tuple[str, ...]) -> int:
         """Do a command line in this process, a child at the root; returns its exit code."""
         os.environ["TUNER_CACHE"] = str(self.root / "cache")
+        os.environ.pop(SHARED, None)  # what tests share lies elsewhere
         note_order(self.directory / ORDER)
         try:
             if self.processes > 1 and command[0] in ("train", "resume"):

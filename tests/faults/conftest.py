@@ -9,6 +9,7 @@ import pytest
 
 from tests.faults.bench import Bench, fork_server, scratch
 from tests.faults.notify import unavailable
+from tests.fixtures import forked
 
 HERE = Path(__file__).parent
 
@@ -16,6 +17,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
     """A tiny adapter's jobs, done once unbroken."""
+    forked.start_servers()  # a server that a supervised child starts is waited for, and never ends
     with fork_server(), scratch() as directory:
         made = Bench(directory, "lora")
         made.set_up()

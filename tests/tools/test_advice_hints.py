@@ -50,7 +50,7 @@ NOT_FOLLOWED: dict[str, tuple[str, ...]] = {
         "run/teacher_versions.py:TeacherVersions.identify:", "run/teacher_versions.py:require_version:",
         "run/teacher_versions.py:_noted:", "run/windows/finder.py:Finder._begin:",
         "run/windows/finder.py:Finder._entry:", "run/windows/preparation.py:PreparedHere.outcome:",
-        "run/windows/start.py:begin_windows:", "run/windows/start.py:_noted:", "rundir/links.py:_refused:",
+        "run/windows/start.py:begin_windows:", "run/windows/start.py:_noted:", "rundir/links.py:_require_plain:",
     ),
     "not reached yet": (
         "cli/app.py:: Look at", "cli/command.py:_source:", "cli/command.py:given_overrides:",
