@@ -79,7 +79,7 @@ def test_two_steps_are_compared(place: Path) -> None:
         (("compare", "runs/r", "runs/r", "--level", "95"), 2, "is not between 0 and 1"),
         (("eval", "runs/r", "--output", "x"), 2, "--output is for the results of tasks"),
         (("eval", "runs/r", "--tasks", "recipe", "--tasks", "a.jsonl"), 2, "stands for the recipe's tasks, alone"),
-        (("eval", "runs/r", "--tasks", "absent.jsonl"), 3, "absent.jsonl: cannot be read"),
+        (("eval", "runs/r", "--tasks", "absent.jsonl"), 3, "absent.jsonl: No such file or directory"),
         (("eval", "export", "--tasks", "recipe"), 2, "the recipe names no tasks"),
     ],
 )

@@ -269,7 +269,7 @@ def test_a_step_has_room_for_the_tokens_of_its_global_batch() -> None:
         ({"optimizer": {"offload": "host"}}, "rows are updated on the device, where they lie; write"),
         (
             {"optimizer": {"rounding": "stochastic"}, "model": {"dtype": "bf16"}},
-            "rows are updated in float32; write optimizer.rounding: nearest, or leave rows out",
+            "rows are updated in float32; write optimizer.rounding: nearest and model.dtype: auto, or leave rows out",
         ),
         (
             {"parallel": {"tensor": 2}},
