@@ -17,7 +17,7 @@ from typing import Any
 
 SEED = 7
 TRAIN_ROWS = 1500
-HELD_OUT_ROWS = 200
+HELD_OUT_ROWS = 60
 FIELDS = ("name", "city", "item", "quantity", "total_usd")
 INSTRUCTION = f"Answer with one JSON object with the keys {', '.join(FIELDS)}."
 

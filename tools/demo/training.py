@@ -43,10 +43,11 @@ def last_step(lines: Lines, before: int) -> int:
     return max([before, *(int(line["step"]) for line in lines.new() if line["kind"] == "train")])
 
 
-def run(stage: Stage, words: Sequence[str], killed: tuple[Path, int] | None = None) -> int:
+def run(stage: Stage, words: Sequence[str], killed: tuple[Path, int] | None = None, expected: int = 0) -> int:
     """Run a training command with its messages live; returns the last step seen in the metrics of a killed run.
 
-    `killed` names the run directory to watch and the step after which the process gets a SIGKILL.
+    `killed` names the run directory to watch and the step after which the process gets a SIGKILL; one that is not
+    killed must exit with `expected`.
     """
     say(f"{dim('$')} {shlex.join(('tuner', *words))}")
     process = subprocess.Popen(["tuner", *words], cwd=stage.work, env=stage.env, start_new_session=True)
@@ -65,7 +66,6 @@ def run(stage: Stage, words: Sequence[str], killed: tuple[Path, int] | None = No
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    expected = 0 if killed is None else -signal.SIGKILL
-    if process.returncode != expected:
+    if process.returncode != (expected if killed is None else -signal.SIGKILL):
         raise Missed(f"`tuner {words[0]}` exited with {process.returncode}")
     return step
