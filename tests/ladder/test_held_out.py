@@ -36,7 +36,6 @@ def test_every_rung_is_predicted_from_the_others() -> None:
     assert found.left_out[-1].size == Size(1.3e9, 4 * 20 * 1.3e9)
 
 
-@pytest.mark.slow
 def test_a_rung_that_is_off_widens_the_intervals() -> None:
     """All marks of one rung are off by the same: the residuals of a fit with it barely show that."""
     points = made.ladder(TRUTH, noise=0.0005)
