@@ -68,9 +68,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.output_router_logits, config.router_aux_loss_coef = True, 0.5
     config.save_pretrained(directory)
     built = build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=5)
+    generator = torch.Generator().manual_seed(5)  # the same weights whichever tests ran before
     with torch.no_grad():
         for parameter in built.parameters():
-            nn.init.normal_(parameter, std=0.1)
+            nn.init.normal_(parameter, std=0.1, generator=generator)
     built.save_pretrained(directory)
     return directory
 

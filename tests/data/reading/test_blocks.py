@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.data import tiny
@@ -477,6 +477,8 @@ def test_a_file_that_vanishes_is_named(tmp_path: Path, name: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.binary(max_size=30), max_size=12), st.integers(1, 60))
+@example([b"\x00", b"\x0b"], 1)
+@example([b"\r ", b"\r", b"{}"], 3)
 def test_lines_do_not_depend_on_how_they_are_cut(
     tmp_path_factory: pytest.TempPathFactory, lines: Sequence[bytes], size: int
 ) -> None:

@@ -25,6 +25,8 @@ _MOST_DEPTH = 1 << 16
 _CONTINUATION = bytes(range(0x80, 0xC0))
 """Bytes of UTF-8 that begin no character."""
 _BLANK = re.compile(rb"[ \t\r\n]*+")
+_EMPTY_LINES = re.compile(rb"[ \t\n]*+")
+"""A block in which no line is a record; other whitespace than this is no JSON."""
 _STRUCTURE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|["{}\[\]]', re.DOTALL)
 _SCALAR = re.compile(rb"[^ \t\r\n,\[\]{}\"]++")
 _OUTSIDE = re.compile(rb'["{}\[\]]')
@@ -301,7 +303,7 @@ def _json_lines(block: Block) -> Iterator[bytes]:
     """The lines of a block; of one that is too long, its first LINE_BYTES and one more."""
     if block.data is not None or block.stop - block.start <= 2 * BLOCK_BYTES:
         text = text_of(block)
-        yield from text.split(b"\n") if not text.isspace() else ()
+        yield from text.split(b"\n") if not _EMPTY_LINES.fullmatch(text) else ()
         return
     with block.file.path.open("rb") as stream:
         stream.seek(block.start)
