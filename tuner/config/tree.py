@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,15 @@ class Node:
         if isinstance(self.value, list):
             return [child.plain() for child in self.value]
         return self.value
+
+    def copy(self) -> Node:
+        """The same tree of new nodes."""
+        value = self.value
+        if isinstance(value, dict):
+            value = {key: child.copy() for key, child in value.items()}
+        elif isinstance(value, list):
+            value = [child.copy() for child in value]
+        return replace(self, value=value)
 
     def at(self, path: KeyPath) -> Node:
         """Return the node at a path, or its nearest existing ancestor."""
@@ -114,7 +123,11 @@ class Problems:
 
     def add(self, where: str, key: str, text: str) -> None:
         """Note one problem; the same position and key are noted once."""
-        problem = Problem.at(where, key, " ".join(text.split()))
-        if problem not in self.seen:
-            self.seen.add(problem)
-            self.found.append(problem)
+        self.take([Problem.at(where, key, " ".join(text.split()))])
+
+    def take(self, problems: Iterable[Problem]) -> None:
+        """Note problems that were found before."""
+        for problem in problems:
+            if problem not in self.seen:
+                self.seen.add(problem)
+                self.found.append(problem)
