@@ -8,6 +8,7 @@ A process that dies fails the test that it was in, and another one takes its pla
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import deque
@@ -20,12 +21,15 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.cycles import leave_out
+
 WORKER = "PYTEST_XDIST_WORKER"
 """The variable by which fixtures know that they are in one of several processes, as pytest-xdist names it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Take the number of processes."""
+    """Take the number of processes. Thousands of tests are collected with nothing to look for among them."""
+    gc.disable()
     parser.addoption("--forks", type=int, default=0, metavar="N", help="run tests in N forked processes")
 
 
@@ -33,8 +37,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Deal the files out, and report what comes back as if it had happened here."""
     count: int = session.config.getoption("--forks")
+    gc.enable()
     if not count or session.config.option.collectonly or session.testsfailed:
         return None
+    gc.collect()
+    leave_out()
     files = [list(items) for _, items in groupby(session.items, key=lambda item: item.path)]
     _Deal(session, files).run(count)
     return True

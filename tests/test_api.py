@@ -96,12 +96,15 @@ def test_problems_are_given_all_at_once(tmp_path: Path) -> None:
     assert len(tuner.check_recipe(recipe(tmp_path) | {"optimizer": {"lr": -1}, "surprise": 1})) == 2
 
 
-def test_what_fits_is_found_for_a_size_or_the_device(tmp_path: Path) -> None:
-    wish = recipe(tmp_path)
-    on_device = tuner.fit(wish, device="h100-80g", quiet=True)
+def test_what_fits_is_found_for_the_device(tmp_path: Path) -> None:
+    on_device = tuner.fit(recipe(tmp_path), device="h100-80g", quiet=True)
     assert on_device[0].fits and on_device[0].prediction.limit_bytes == find_device("h100-80g").memory_bytes
+
+
+@pytest.mark.slow
+def test_what_fits_is_found_for_a_size(tmp_path: Path) -> None:
     with pytest.raises(MemoryLimitError, match="nothing fits in 204.8 MiB"):
-        tuner.fit(wish, "0.2GiB", quiet=True)
+        tuner.fit(recipe(tmp_path), "0.2GiB", quiet=True)
 
 
 @pytest.mark.multi

@@ -23,7 +23,7 @@ CHATS = (
     "reason_tool_use_demo_50.jsonl",
 )
 TEXTS = ("c4_demo.jsonl", "wiki_demo.txt")
-EVERY = 48
+EVERY = 96
 """Of how many rows one is taken; of every one where TUNER_TEST_EVERY_ROW is set, as `make campaign` does."""
 REFUSED_SHARE = 0.005
 """Refused rows of a file, at most."""

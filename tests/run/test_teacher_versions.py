@@ -108,6 +108,7 @@ def test_a_killed_run_learns_from_the_same_versions_in_the_same_steps(
     assert losses[0][:2] == losses[1][:2] and losses[0][2:] != losses[1][2:]
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_at_a_look_goes_on_as_if_it_had_not(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         appearing(workplace, patch, {4: 20})
@@ -120,6 +121,7 @@ def test_a_run_that_stops_at_a_look_goes_on_as_if_it_had_not(workplace: Path, mo
     assert outcome(again.run_dir) == outcome(whole.run_dir)
 
 
+@pytest.mark.slow
 def test_the_version_at_hand_may_go_once_it_is_loaded(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     look = TeacherVersions.look
 
@@ -133,6 +135,7 @@ def test_the_version_at_hand_may_go_once_it_is_loaded(workplace: Path, monkeypat
     assert noted(run) == [(step, f"step-{10 + step}") for step in (0, 2, 4, 6, 8)]
 
 
+@pytest.mark.slow
 def test_a_run_that_died_before_its_first_checkpoint_begins_with_the_same_version(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +147,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_with_the_same_versio
     assert noted(workplace / "runs" / "run") == [(0, "step-10"), (2, "step-20")]
 
 
+@pytest.mark.slow
 def test_a_branch_of_a_run_begins_with_the_version_of_its_checkpoint(workplace: Path) -> None:
     parent = launch(workplace, **flags(workplace, train__stop_after="3 steps"))
     publish(workplace, 20)

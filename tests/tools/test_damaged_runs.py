@@ -20,7 +20,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     [
         ("bit flipped", "export"),
         pytest.param("directory gone", "eval", marks=pytest.mark.slow),
-        ("all bits flipped", "generate"),
+        pytest.param("all bits flipped", "generate", marks=pytest.mark.slow),
         pytest.param("all checkpoints gone", "export", marks=pytest.mark.slow),
     ],
 )

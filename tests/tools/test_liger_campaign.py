@@ -10,6 +10,7 @@ from tools.liger_campaign import launches, problem, type_of
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.slow
 def test_kernels_compile_ahead_of_time_and_a_wrong_launch_does_not() -> None:
     pytest.importorskip("triton")
     pytest.importorskip("liger_kernel")

@@ -53,7 +53,7 @@ def recipe(tmp_path: Path, kind: PretrainedConfig, **model: Any) -> dict[str, An
 
 # What mpt does is in the test of packed rows, too.
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind == "mpt" else ()) for kind in CONFIGS]
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in ("mpt", "mamba", "gptj") else ()) for kind in CONFIGS]
 )
 def test_it_is_trained_saved_and_exported(kind: str, tmp_path: Path) -> None:
     run = tuner.train(recipe(tmp_path, CONFIGS[kind])).run_dir
@@ -95,7 +95,7 @@ def test_what_balances_a_routers_experts_is_said_to_be_no_part_of_the_loss(
     assert "router_aux_loss_coef: 0.001 of the model's config is not part of the loss" in said
 
 
-@pytest.mark.parametrize("kind", ["mpt", "nemotron"])
+@pytest.mark.parametrize("kind", ["mpt", pytest.param("nemotron", marks=pytest.mark.slow)])
 def test_rows_are_packed_for_models_that_do_not_take_them_end_to_end(
     kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

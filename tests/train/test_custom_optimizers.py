@@ -158,7 +158,9 @@ def test_torchs_adamw_by_file_is_ours_with_its_groups(workplace: Path) -> None:
         assert (a["lr"], b["grad_norm"]) == (b["lr"], pytest.approx(a["grad_norm"], rel=1e-4))
 
 
-@pytest.mark.parametrize("name", [pytest.param("Lion", marks=pytest.mark.slow), "Counts", "NAdam"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("Lion", marks=pytest.mark.slow), "Counts", pytest.param("NAdam", marks=pytest.mark.slow)]
+)
 def test_stopped_and_resumed_is_the_unbroken_run(workplace: Path, name: str) -> None:
     flags = {"optimizer__kind": "custom", "optimizer__use": f"own.py:{name}", "optimizer__weight_decay": "0.1"}
     flags |= {"train__duration": "5 steps"}

@@ -63,7 +63,8 @@ EVALUATIONS = (
           {"--reference": None}, {"method.reference": "columns"}, change=pairs, start="model",
           words="prepare-data r.yaml --reference",
           reading={"leave it out": "leave out --reference"}),
-    after("run/verify.py:_start", {}, {"--steps": "1"}, words="verify-resume runs/r --steps 2"),
+    after("run/verify.py:_start", {}, {"--steps": "1"}, words="verify-resume runs/r --steps 2",
+          dear=True),
 )  # fmt: skip
 MODELS = (
     after("rundir/base_model.py:_is_a_run: export it first", {"model.name_or_path": "./runs/r", "name": "other"},
