@@ -10,15 +10,16 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from tools.advice.hint_sites import Site, sites
-from tools.advice.hint_words import RUN, Line, Way, placed, ways, with_lines, with_words
+from tools.advice.hint_words import AND, RUN, Line, Way, placed, ways, with_lines, with_words
 from tuner.config.dump import flatten, recipe_dict
 from tuner.config.load import load_recipe
 
@@ -47,7 +48,8 @@ class Case:
     `recipe` is written over the base, `start` names what is there (`Place.starts`), `change` does something to it, and
     `words` is the command line. `meant` are the ways that the advice is to propose, one by one, as they follow from the
     documents. `reading` has what a reader puts for a placeholder, or takes a phrase for. A command that is proposed is
-    run before the command line, or `instead` of it.
+    run before the command line, or `instead` of it; with `onward`, in what that has left. What is followed `ends` with
+    this exit code.
     """
 
     site: str
@@ -58,6 +60,8 @@ class Case:
     change: Change | None = None
     reading: Mapping[str, str] = field(default_factory=dict)
     instead: bool = False
+    onward: bool = False
+    ends: int = 0
     dear: bool = False
 
     @property
@@ -102,18 +106,23 @@ class Place:
         (self.work / "r.yaml").write_text("".join(lines), encoding="utf-8")
 
     def run(self, line: str) -> Ended:
-        """Run a command line in this process; `> FILE` at its end is where its result goes."""
+        """Run a command line in this process; `> FILE` at its end is where its result goes, `< FILE` its input."""
         from tuner.cli.main import run
 
+        first, _, line = line.rpartition(AND)
+        if first and (ended := self.run(first)).code:
+            return ended
         if line.startswith(("mv ", "rm -r ")):
             return Ended(subprocess.run(shlex.split(line), cwd=self.work, check=False).returncode, "", "")
         line, _, target = line.partition(" > ")
+        line, _, given = line.partition(" < ")
+        stdin = (self.work / given).read_text(encoding="utf-8") if given else ""
         said, before, stdout = io.StringIO(), dict(os.environ), os.dup(1)
         os.environ.update(self.environment)
         with tempfile.TemporaryFile("w+") as result:
             os.dup2(result.fileno(), 1)
             try:
-                with contextlib.chdir(self.work), contextlib.redirect_stderr(said):
+                with contextlib.chdir(self.work), contextlib.redirect_stderr(said), read_from(io.StringIO(stdin)):
                     code = run(shlex.split(line))
             except SystemExit as end:
                 code = end.code if isinstance(end.code, int) else 1
@@ -127,6 +136,16 @@ class Place:
         if target:
             (self.work / target).write_text(text, encoding="utf-8")
         return Ended(code, said.getvalue(), text)
+
+
+@contextlib.contextmanager
+def read_from(stream: io.StringIO) -> Iterator[None]:
+    """For the length of the block, stdin is this."""
+    sys.stdin, before = stream, sys.stdin
+    try:
+        yield
+    finally:
+        sys.stdin = before
 
 
 def judged(case: Case, place: Place, starts: Starts, reworded: Callable[[str], str] = str) -> str:
@@ -148,7 +167,8 @@ def judged(case: Case, place: Place, starts: Starts, reworded: Callable[[str], s
     if sorted(map(_order, found)) != sorted(map(_order, case.meant)):
         return f"it proposes {found}: {lines[0][0]}"
     for way in found:
-        place.begin(case, starts)
+        if not case.onward:
+            place.begin(case, starts)
         place.write(with_lines(values, way))
         if why := _followed(place, case, way):
             return f"{way}: {why}"
@@ -165,20 +185,22 @@ def _order(way: Way) -> str:
 
 def _lines(case: Case, ended: Ended) -> list[Line]:
     """What was said at the place of a case."""
-    return [line for line in placed(ended.said.splitlines()) if any(site.found_in(line.text) for site in case.sites)]
+    said = [*ended.said.splitlines(), *ended.result.splitlines()]
+    return [line for line in placed(said) if any(site.found_in(line.text) for site in case.sites)]
 
 
 def _followed(place: Place, case: Case, way: Way) -> str:
     lines = [*way.get(RUN, ())]
-    for line in lines if lines and case.instead else [*lines, with_words(case.words, way)]:
+    lines = lines if lines and case.instead else [*lines, with_words(case.words, way)]
+    for number, line in enumerate(lines, 1):
         ended = place.run(line)
-        if ended.code:
+        if ended.code != (case.ends if number == len(lines) else 0):
             return f"{line} ends with {ended.code}: {ended.said.strip()[-400:]}"
     if _lines(case, ended):
         return f"it is said again: {ended.said.strip()[-400:]}"
     resolved = flatten(recipe_dict(load_recipe(place.work / "r.yaml", cwd=place.work).recipe))
     resolved = {key: _relative(place, value) for key, value in resolved.items()}
-    lines = {key: value for key, value in way.items() if key in resolved and not isinstance(value, (list, NoneType))}
+    wanted = {key: value for key, value in way.items() if key in resolved and not isinstance(value, (list, NoneType))}
     return "".join(
-        f"{key} is {resolved[key]!r}, not {value!r}; " for key, value in lines.items() if resolved[key] != value
+        f"{key} is {resolved[key]!r}, not {value!r}; " for key, value in wanted.items() if resolved[key] != value
     )

@@ -24,12 +24,14 @@ FOLLOWED_ELSEWHERE = (
     "data/reading/proposals.py", "cli/examples.py",
 )  # fmt: skip
 """Files whose proposals are followed by the other parts, by the beginnings of their names."""
-_WRITE = re.compile(r"\b(?:write|set) (?!HF_|WANDB|MASTER|up\b|-l\b|by\b|is\b|of\b)\S")
+_WRITE = re.compile(r"(?<!cannot )\b(?:write|set) (?!a commented\b|HF_|WANDB|MASTER|up\b|-l\b|by\b|is\b|of\b)\S")
 _FLAG = re.compile(r"(?<![\w-])--[a-z]")
 _COMMAND = re.compile(r"\btuner (?!does\b|refuses\b|that\b|is\b)[a-z][a-z-]+(?= |$|[;,])")
 _KEY = re.compile(r"(?<![\w./-])((?:[a-z_]+\.)*[a-z_]+): ?(?=\S)")
 _FLAGS = (ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.boolop, ast.Name, ast.arguments)
-_TELLS = re.compile(r"(?:\b(?:add|leave out|use|with|give)\S*|(?:run|here):) --[a-z]|: tuner (?!ends\b|help\b)[a-z]")
+_TELLS = re.compile(
+    r"(?:\b(?:add|leave out|use|with(?!out)|give)\S*|(?:run|here):) --[a-z]|: tuner (?!ends\b|help\b)[a-z]"
+)
 _HELP = {"help", "metavar", "epilog", "short_help"}
 
 
@@ -93,7 +95,7 @@ def _texts(node: ast.AST, function: str, is_advice: bool) -> Iterator[tuple[str,
         return
     second = None
     if isinstance(node, ast.Call) and len(node.args) > 1:
-        called = getattr(node.func, "id", None) or getattr(node.func, "attr", "")
+        called = str(getattr(node.func, "id", None) or getattr(node.func, "attr", ""))
         second = node.args[1] if called.endswith("Error") else None
     for value in vars(node).values():
         for child in value if isinstance(value, list) else (value,):

@@ -72,4 +72,39 @@ def unsaved(place: Place) -> None:
     assert place.run("train r.yaml --checkpoint.at_end false").code == 0
 
 
-STARTS = {start.__name__: start for start in (rows, model, teacher, run, stopped, begun, unsaved)}
+def kept(place: Place) -> None:
+    """A finished run that was evaluated and saved after each of three steps, and keeps the best and the last one."""
+    model(place)
+    recipe = {**BASE, **HERE, "train.duration": "3 steps", "data.eval": "rows.jsonl", "ema.decay": 0.9}
+    recipe |= {"optimizer.lr": 1, "schedule.kind": "constant"}  # it gets worse
+    place.write(with_lines(recipe, {}))
+    often = "--checkpoint.every '1 steps' --checkpoint.keep 2 --checkpoint.keep_best eval/loss --eval.every '1 steps'"
+    assert place.run(f"train r.yaml {often}").code == 0
+
+
+def exported(place: Place) -> None:
+    """A finished run and its export."""
+    run(place)
+    assert place.run("export-hf runs/r").code == 0
+
+
+def adapter(place: Place) -> None:
+    """A run that trained an adapter, and its export without the model."""
+    model(place)
+    place.write(with_lines({**BASE, **HERE, "adapter.kind": "lora", "adapter.r": 4}, {}))
+    assert place.run("train r.yaml && export-hf runs/r --adapter keep").code == 0
+
+
+def scored(place: Place) -> None:
+    """A finished run, two tasks, and the results of one each in `a` and `b`."""
+    run(place)
+    for name, items, results in (("t", 3, "a"), ("u", 4, "b")):
+        lines = [{"prompt": f"{number}", "choices": ["a", "b"], "answer": number % 2} for number in range(items)]
+        (place.work / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert place.run(f"eval runs/r --tasks {name}.jsonl --output {results}").code == 0
+
+
+STARTS = {
+    start.__name__: start
+    for start in (rows, model, teacher, run, stopped, begun, unsaved, kept, exported, adapter, scored)
+}

@@ -17,6 +17,7 @@ from tuner.config.value_types import Table
 
 Way = dict[str, Any]
 RUN = "$"
+AND = " && "
 _TOKEN = re.compile(
     r"(?<![\w./-])(?:"
     r"(?P<shell>(?:mv|rm -r) [^;&]+?)(?= && |;|$)"
@@ -26,7 +27,7 @@ _TOKEN = re.compile(
     r"|(?:remove|leave out) (?:the |its )?(?P<removed>[a-z_]+(?:\.[a-z_]+)*)"
     r"|leave (?P<left>[a-z_]+(?:\.[a-z_]+)*) out\b"
     r"|(?P<such>[a-z_][a-z_0-9]*(?:\.[a-z_0-9]+)*), such as (?=\S)"
-    r"|(?P<key>[a-z_][a-z_0-9]*(?:\.[a-z_0-9]+)*): (?=\S)"
+    r"|(?P<key>[a-z_][a-z_0-9]*(?:\.[a-z_0-9]+)*): (?!tuner )(?=\S)"
     r"|write (?!--|tuner |[a-z_0-9.]+: |(?:[a-z_0-9]+\.)[a-z_0-9]+,)(?=[\w.\[{'\"])"
     r")"
 )
@@ -116,7 +117,8 @@ def _values(text: str, field: Field) -> tuple[list[Any], int]:
         return ([plain(whole)] if _takes(field, whole) else []), len(whole)
     end = re.search(r"[;(]|\s{3,}|[.?:]?$", text)
     assert end is not None
-    parts, place, length = [], 0, 0
+    parts: list[Any] = []
+    place, length = 0, 0
     for gap in [*_SEPARATOR.finditer(text, 0, end.start()), end]:
         part = text[place : gap.start()]
         if not _takes(field, part) or ": " in part or (parts and field.takes_text and " " in part):
@@ -144,7 +146,8 @@ def _takes(field: Field, text: str) -> bool:
 
 
 def with_words(line: str, way: Mapping[str, Any]) -> str:
-    """A command line with the flags of a way: those that it has get the new value, or go."""
+    """A command line with the flags of a way: those that it has get the new value, or go; of several, the last one."""
+    *before, line = line.split(AND)
     result = shlex.split(line)
     for flag, value in way.items():
         if not flag.startswith("--"):
@@ -155,7 +158,7 @@ def with_words(line: str, way: Mapping[str, Any]) -> str:
             del result[place : place + 1 + has_value]
         if value is not None:
             result += [flag] if value is True else [flag, str(value)]
-    return shlex.join(result)
+    return AND.join([*before, shlex.join(result).replace(" '<' ", " < ")])
 
 
 def with_lines(values: Mapping[str, Any], way: Mapping[str, Any]) -> dict[str, Any]:

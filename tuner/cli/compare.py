@@ -52,7 +52,8 @@ def results_of(path: Path) -> Path:
     newest = next((place for _, place in step_dirs(path / EVALUATIONS)), None)
     if newest is None:
         raise RecipeError(
-            f"{path}: no task was scored in this run", hint="score some: tuner eval RUN --tasks FILE --output DIR"
+            f"{path}: no task was scored in this run",
+            hint="score some: tuner eval RUN --tasks FILE --output DIR, then: tuner compare DIR OTHER",
         )
     return newest
 

@@ -55,12 +55,15 @@ def averaged_over(last: CheckpointInfo, weights: Weights) -> tuple[CheckpointInf
     before = [(step, path) for step, path in step_dirs(last.path.parent) if step < last.step]
     if len(before) < weights.count - 1:
         there = ", ".join(step_name(step) for step in (last.step, *(step for step, _ in before)))
+        every = last.step // weights.count
+        hints = (
+            f"write --weights mean:{len(before) + 1}" if before else "",
+            f"train with checkpoint.every: {every} steps and checkpoint.keep: {weights.count}" if every else "",
+        )
         raise DataError(
             f"{last.path.parent}: the mean of {weights.count} checkpoints up to {step_name(last.step)} needs more than "
             f"the {len(before) + 1} that are there: {there}",
-            hint=f"write --weights mean:{len(before) + 1}, or train with checkpoint.keep: {weights.count}"
-            if before
-            else f"train with checkpoint.keep: {weights.count}",
+            hint=", or ".join(filter(None, hints)) or None,
         )
     return (last, *(open_checkpoint(path, shards=False) for _, path in before[: weights.count - 1]))
 

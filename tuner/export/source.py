@@ -127,9 +127,10 @@ def resolve(
     averaged = averaged_over(found.checkpoint, weights) if weights.kind == "mean" else ()
     source = Source(found.run_dir, found.checkpoint, weights, averaged)
     if weights.kind == "ema" and not any(name.startswith(EMA_PREFIX) for name in found.checkpoint.index()):
+        before = [step for step, _ in step_dirs(found.checkpoint.path.parent) if step < source.step]
+        hint = "train with ema.decay: 0.999" + (", or average the last ones: --weights mean:2" if before else "")
         raise RecipeError(
-            f"{found.checkpoint.path}: --weights ema: it holds no average of the weights",
-            hint="train with ema.decay, such as 0.999, or average the last checkpoints: --weights mean:2",
+            f"{found.checkpoint.path}: --weights ema: it holds no average of the weights", hint=hint
         )
     return source
 
