@@ -85,7 +85,8 @@ class Place:
 
     def __init__(self, root: Path) -> None:
         self.work, self._kept = root / "work", root / "kept"
-        self.environment = {"TUNER_CACHE": str(self.work / "cache"), "NO_COLOR": "1", "COLUMNS": "1000"}
+        self.environment = {"TUNER_CACHE": str(self.work / "cache"), "HOME": str(self.work / "home")}
+        self.environment |= {"NO_COLOR": "1", "COLUMNS": "1000"}
 
     def begin(self, case: Case, starts: Starts) -> None:
         """Make what a case starts from; each start is made once, and copied."""
@@ -112,7 +113,7 @@ class Place:
         first, _, line = line.rpartition(AND)
         if first and (ended := self.run(first)).code:
             return ended
-        if line.startswith(("mv ", "rm -r ")):
+        if line.startswith(("mv ", "rm ")):
             return Ended(subprocess.run(shlex.split(line), cwd=self.work, check=False).returncode, "", "")
         line, _, target = line.partition(" > ")
         line, _, given = line.partition(" < ")

@@ -30,8 +30,10 @@ _COMMAND = re.compile(r"\btuner (?!does\b|refuses\b|that\b|is\b)[a-z][a-z-]+(?= 
 _KEY = re.compile(r"(?<![\w./-])((?:[a-z_]+\.)*[a-z_]+): ?(?=\S)")
 _FLAGS = (ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.boolop, ast.Name, ast.arguments)
 _TELLS = re.compile(
-    r"(?:\b(?:add|leave out|use|with(?!out)|give)\S*|(?:run|here):) --[a-z]|: tuner (?!ends\b|help\b)[a-z]"
+    r"(?:(?<!combined )\b(?:add|leave out|use|with(?!out)|give)\S*|(?:run|here):) --[a-z]"
+    r"|(?:: |&& )tuner (?!ends\b|help\b)[a-z]"
 )
+_SAYS = ("hint", "Error(", ": tuner ")
 _HELP = {"help", "metavar", "epilog", "short_help"}
 
 
@@ -59,7 +61,7 @@ def sites() -> tuple[Site, ...]:
     found: dict[Site, None] = {}
     for path in sorted(TUNER.rglob("*.py")):
         file, text = str(path.relative_to(TUNER)), path.read_text(encoding="utf-8")
-        if not file.startswith(FOLLOWED_ELSEWHERE) and (_WRITE.search(text) or "hint" in text or "Error(" in text):
+        if not file.startswith(FOLLOWED_ELSEWHERE) and (_WRITE.search(text) or any(part in text for part in _SAYS)):
             found |= dict.fromkeys(Site(file, *one) for one in _texts(ast.parse(text), "", False))
     return tuple(found)
 

@@ -31,6 +31,13 @@ def model(place: Place) -> None:
     rows(place)
 
 
+def prepared(place: Place) -> None:
+    """Data that is prepared for the model."""
+    model(place)
+    place.write(with_lines({**BASE, **HERE}, {}))
+    assert place.run("prepare-data r.yaml").code == 0
+
+
 def teacher(place: Place) -> None:
     """An export of a teacher's run, next to the model."""
     from tuner.config.recipe import TokenizerSection
@@ -106,5 +113,5 @@ def scored(place: Place) -> None:
 
 STARTS = {
     start.__name__: start
-    for start in (rows, model, teacher, run, stopped, begun, unsaved, kept, exported, adapter, scored)
+    for start in (rows, model, prepared, teacher, run, stopped, begun, unsaved, kept, exported, adapter, scored)
 }

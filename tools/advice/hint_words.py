@@ -20,7 +20,7 @@ RUN = "$"
 AND = " && "
 _TOKEN = re.compile(
     r"(?<![\w./-])(?:"
-    r"(?P<shell>(?:mv|rm -r) [^;&]+?)(?= && |;|$)"
+    r"(?P<shell>(?:mv|rm) [^;&]+?)(?= && |;|$)"
     r"|tuner (?P<command>[a-z][a-z-]+(?: (?!&&|(?:or|and|then|to|on|with|which|says)\b)[^\s;,()]+)*)"
     r"|(?P<without>leave out |remove )?(?P<flag>--[a-z][\w.-]*)"
     r"(?: (?P<given>(?!(?:or|and|with|that|to|at|first)\b)[^\s;,()]+))?"

@@ -117,12 +117,17 @@ def read_for_command(argument: str | None, overrides: Sequence[Override] = (), c
     return read_recipe(_source(argument, overrides, cwd), overrides, cwd)
 
 
+def is_recipe_here(cwd: Path) -> bool:
+    """Whether there is a recipe that a command takes where none is given."""
+    return (cwd / "recipe.yaml").is_file()
+
+
 def _source(argument: str | None, overrides: Sequence[Override], cwd: Path) -> Source:
     if argument == "-":
         return _recipe_on_stdin()
     if argument is not None:
         return argument
-    if (cwd / "recipe.yaml").is_file():
+    if is_recipe_here(cwd):
         return cwd / "recipe.yaml"
     keys = {override.key for override in overrides}
     if "model.name_or_path" in keys and any(key.startswith("data.train") for key in keys):
@@ -131,6 +136,9 @@ def _source(argument: str | None, overrides: Sequence[Override], cwd: Path) -> S
         "no recipe given and no ./recipe.yaml here",
         hint="write one with: tuner init -m MODEL -d FILE > recipe.yaml   or see: tuner recipes list",
     )
+
+
+_OVERRIDES = "write one with: tuner profile RECIPE --fit --json > FILE"
 
 
 def given_overrides(source: str | None, typed: Sequence[Override] = ()) -> list[Override]:
@@ -146,7 +154,7 @@ def given_overrides(source: str | None, typed: Sequence[Override] = ()) -> list[
     values = document["artifacts"].get("overrides")
     if not isinstance(values, dict) or not all(isinstance(value, (str, int, float, bool)) for value in values.values()):
         raise RecipeError(
-            f"the document of {document.get('command')} holds no overrides", hint="make it with: tuner profile --fit"
+            f"the document of {document.get('command')} holds no overrides", hint=_OVERRIDES
         )
     known = {override.key for override in typed}
     texts = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in values.items()}
@@ -319,9 +327,12 @@ def _document(source: str) -> dict[str, Any]:
         return _sound(_line(sys.stdin))
     try:
         with Path(source).expanduser().open(encoding="utf-8") as file:
-            return _sound(_line(file))
+            document = read_document(file.readline(1 << 20).strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{source}: {error}", hint="give a file that a command wrote with --json") from None
+        raise RecipeError(f"{source}: {error}", hint=_OVERRIDES) from None
+    if document is None:
+        raise RecipeError(f"{source}: holds no document of tuner", hint=_OVERRIDES)
+    return _ok(document)
 
 
 def _line(stream: IO[str]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tuner.cli.command import Outcome, VerboseOption, command, load_for_command, overrides_of
+from tuner.cli.command import Outcome, VerboseOption, command, is_recipe_here, load_for_command, overrides_of
 from tuner.cli.named import TrainedArgument, run_path
 from tuner.cli.table import columns
 from tuner.errors import RecipeError, counted
@@ -108,7 +108,7 @@ def _load(trained: Trained, recipe: str | None, flags: list[Override]) -> Loaded
     from tuner.rundir.model_path import RunCheckpoint
 
     _check_flags(trained, flags)
-    if recipe is None and isinstance(trained, RunCheckpoint):
+    if recipe is None and (isinstance(trained, RunCheckpoint) or not is_recipe_here(Path.cwd())):
         return load_recipe(run_recipe(trained), flags)
     return load_for_command(recipe, flags)
 

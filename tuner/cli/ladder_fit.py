@@ -123,13 +123,21 @@ def _asked(read: _Read, target: str | None, tokens: str | None) -> _Asked:
         return _Asked(size=read.planned[target])
     if tokens is None:
         rungs = ", ".join(dict.fromkeys([*trained, *read.planned]))
+        size = target if _is_count(target) else "1B"
         raise RecipeError(
             f"--target {target}: no rung of that name, and a size needs --tokens",
-            hint=f"write --target {target} --tokens 20B, or one of the rungs: {rungs}",
+            hint=f"write --target {size} --tokens 20B, or one of the rungs: {rungs}",
         )
     planned = read.planned.get(target)
     parameters = trained.get(target) or (planned.parameters if planned else _count("--target", target))
     return _Asked(size=Size(parameters, _count("--tokens", tokens)))
+
+
+def _is_count(text: str) -> bool:
+    try:
+        return _count("--target", text) > 0
+    except RecipeError:
+        return False
 
 
 def _count(flag: str, text: str) -> float:

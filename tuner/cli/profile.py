@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from tuner.profile.prediction import Prediction
     from tuner.runtime.console import Console, Level
 
-HINT = "let it choose: tuner profile RECIPE --fit"
-
 
 @dataclass(frozen=True)
 class ProfileOptions:
@@ -134,16 +132,20 @@ def _predicted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) 
     console.say("assumed", "\n".join(found.assumptions))
     artifacts = _report(loaded, options, console, None, found)
     if found.refuses:
-        raise MemoryLimitError(f"predicted {sentence(found)}", hint=_hint(loaded))
+        raise MemoryLimitError(f"predicted {sentence(found)}", hint=_hint(loaded, options))
     said = _lines(f"predicted {sentence(found)}")
     return Outcome(said, artifacts=artifacts, metrics=plain(found), warnings=list(found.warnings), is_text=True)
 
 
-def _hint(loaded: LoadedRecipe) -> str:
+def _hint(loaded: LoadedRecipe, options: ProfileOptions) -> str:
     from tuner.profile.means import lines_to_write
 
+    given = {"fit": options.memory or True, "device": options.device, "processes": options.processes}
+    given["host-memory"] = options.host_memory
+    flags = " ".join(f"--{flag}" if value is True else f"--{flag} {value}" for flag, value in given.items() if value)
     lines = lines_to_write(loaded.recipe)
-    return HINT + (f"; or write what changes results: {'; or '.join(lines)}" if lines else "")
+    hint = f"let it choose: tuner profile RECIPE {flags}"
+    return hint + (f"; or write what changes results: {'; or '.join(lines)}" if lines else "")
 
 
 def _lines(said: str) -> str:
@@ -205,7 +207,7 @@ def _measured(loaded: LoadedRecipe, options: ProfileOptions, console: Console, l
         console.say("held", found.shortage.table(), "warning")
         raise MemoryLimitError(found.shortage.line(), hint=found.shortage.hint())
     if not found.fits:
-        raise MemoryLimitError(f"measured {found.text()}", hint=_hint(loaded))
+        raise MemoryLimitError(f"measured {found.text()}", hint=_hint(loaded, options))
     return Outcome(_lines(f"measured {found.text()}"), artifacts=artifacts, metrics=found.as_json(), is_text=True)
 
 

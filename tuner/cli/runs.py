@@ -17,8 +17,8 @@ from tuner.cli.named import RunArgument, RunsArgument, run_path
 from tuner.cli.table import fitted, stdout_columns
 from tuner.errors import DataError, VerificationError, counted
 from tuner.rundir.curves import Chart, charts
-from tuner.rundir.last_checkpoint import problem_of
-from tuner.rundir.layout import CURVES
+from tuner.rundir.last_checkpoint import any_valid, problem_of, way_to_whole
+from tuner.rundir.layout import CHECKPOINTS, CURVES
 from tuner.rundir.record import Run, best_value, differing, find_runs, read_run, read_runs, source_losses, summary
 from tuner.rundir.remove import remove_runs
 from tuner.rundir.run_json import TIME_FORMAT
@@ -123,6 +123,12 @@ def plot(
     return Outcome(str(page), artifacts=artifacts, metrics={"runs": len(found)}, warnings=left_out)
 
 
+def _ways_to_whole(runs: Sequence[Run]) -> list[str]:
+    """What to type for each run whose last checkpoint is damaged or gone."""
+    places = [run.path / CHECKPOINTS for run in runs if run.damage is not None]
+    return [way_to_whole(place, any_valid(place)) for place in places]
+
+
 @app.command()
 @command("runs verify")
 def verify(runs: RunsArgument) -> Outcome:
@@ -142,7 +148,7 @@ def verify(runs: RunsArgument) -> Outcome:
     if damaged:
         raise VerificationError(
             "\n  ".join([f"{len(damaged)} of {len(checkpoints)} checkpoints are damaged or gone:", *damaged]),
-            hint="a run whose last one is among them is made whole by tuner resume RUN",
+            hint="      ".join(_ways_to_whole(found)) or None,
         )
     return Outcome(
         "\n".join([f"{counted(len(checkpoints), 'checkpoint')}: all as they were written", *began]),

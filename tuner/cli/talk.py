@@ -45,7 +45,7 @@ class Talk:
 
     def __post_init__(self) -> None:
         if not self.generator.has_template:
-            raise RecipeError("the tokenizer has no chat template", hint="use tuner generate --prompt TEXT --raw")
+            raise RecipeError("the tokenizer has no chat template", hint="use tuner generate MODEL --prompt TEXT --raw")
         self.reset()
 
     def reset(self) -> None:

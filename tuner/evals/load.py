@@ -70,7 +70,7 @@ def _loaded(task: EvalTask, tokenizer: TextTokenizer, max_length: int) -> Scored
     if task.chat and not tokenizer.has_template:
         raise RecipeError(
             f"eval.tasks {task.label}: chat: true, and the tokenizer has no chat template",
-            hint="write chat: false, or tokenizer.chat_template: chatml",
+            hint="write chat: false, or train with tokenizer.chat_template: chatml",
         )
     if task.is_harness:
         require_harness(task)

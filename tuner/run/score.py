@@ -136,7 +136,7 @@ def _require_same_rows(trained: Trained, recipe: Recipe, data: PreparedData) -> 
         raise DataError(
             f"{trained.path}: the rows of {trained.run_dir / RESOLVED_RECIPE} are not those that the run had "
             f"({had} -> {data.key}): a file or a key under data changed, or the version of tuner that prepared them",
-            hint="restore what changed; or name the rows to measure on in a recipe: tuner eval RUN RECIPE",
+            hint="restore what changed; or name other rows to measure on in a recipe: tuner eval RUN RECIPE",
         )
 
 

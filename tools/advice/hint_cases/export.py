@@ -25,7 +25,8 @@ def mixture(place: Path) -> None:
     """The config of a model whose shared experts have layers of the names of routed ones."""
     from transformers import AutoConfig
 
-    shape: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    shape: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape["num_key_value_heads"] = 2
     shape |= {"moe_intermediate_size": 8, "n_routed_experts": 2, "num_experts_per_tok": 1, "vocab_size": 300}
     shape |= {"head_dim": 8, "first_k_dense_replace": 1, "architectures": ["Glm4MoeForCausalLM"]}
     config = AutoConfig.for_model("glm4_moe", **shape)
@@ -53,6 +54,18 @@ def pictures(alone: bool) -> Change:
         AutoModelForImageTextToText.from_config(config).save_pretrained(place / "model")
 
     return change
+
+
+def outliers(place: Path) -> None:
+    """A model of whose weights codes of 4 bits keep one in each row."""
+    from safetensors.torch import load_file, save_file
+
+    path = place / "model/model.safetensors"
+    held = load_file(path)
+    for name, tensor in held.items():
+        if "_proj" in name:
+            tensor[:, 3] = 3.0
+    save_file(held, path, {"format": "pt"})
 
 
 def of_run(site: str, options: str, *meant: Way, **more: Any) -> Case:
@@ -97,6 +110,8 @@ RUNS = (
     trained("export/write.py:_new_tokens", {**RANDOM, **LORA, "tokenizer.add_tokens": ["<new>"]}, "--adapter keep",
         {"--adapter": "merge"}, change=family("phi")),
     trained("export/write.py:_by_weight", GLM, "--adapter keep", {"--adapter": "merge"}, change=mixture),
+    trained("export/proof.py:prove", {**LORA, "model.quantize": "nf4"}, "--base original", {"--base": "quantized"},
+        change=outliers),
     trained("export/plan.py:plan_export", {**LORA, **BASE}, "--adapter keep", {"--adapter": None}),
     trained("export/multimodal.py:Alone.__init__: export", {}, "--text-only", {"--text-only": None},
         change=pictures(False)),

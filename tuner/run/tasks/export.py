@@ -180,7 +180,7 @@ class ExportTask(Task):
         if exporter.recipe.export.adapter == "merge" and is_apart(context.assembly):
             raise RecipeError(
                 "export.adapter: merge: an adapted layer shares its weight with another, and merging would change both",
-                hint="write export: {adapter: keep}",
+                hint="write export.adapter: keep",
             )
         self._exporter, self._console, self._prune = exporter, context.console, prune
         self._checkpoints = context.run.checkpoints

@@ -69,9 +69,10 @@ class TrackerHook:
                 raise
             except Exception as error:  # of a foreign library, or of its server
                 first = next(iter(str(error).splitlines()), "")
+                others = ", ".join(name for name in self.logging.trackers if name != self.name)
                 raise MachineError(
                     f"tracker {self.name} cannot be opened: {type(error).__name__}: {first}",
-                    hint="fix it, or leave it out with --logging.trackers",
+                    hint=f"fix it, or leave it out: --logging.trackers '[{others}]'",
                 ) from error
         elif self.outbox is not None and report.stage in ("step", "evaluation", "figures"):
             self.outbox.put([point_of(report.metrics)])
