@@ -94,18 +94,15 @@ def _bare(place: Place, **files: bytes) -> None:
             (adapter / name).write_bytes(data)
 
 
-def _elsewhere(place: Place, name: str, target: str) -> None:
-    """A file of the adapter is a link, to where it was moved or to a device or a pipe."""
-    adapter = _adapter(place)
+def _elsewhere(place: Place, path: Path, target: str) -> None:
+    """A file is a link to a device, a pipe, 600 MB of blanks or nothing."""
     place.outside.mkdir()
     if target == "fifo":
         os.mkfifo(place.outside / target)
-    elif target == "nothing":
-        target = "none"
-    else:
-        (adapter / name).rename(place.outside / name)
-    (adapter / name).unlink(missing_ok=True)
-    (adapter / name).symlink_to(target if target.startswith("/") else place.outside / target)
+    if target == "large":
+        (place.outside / target).write_bytes(b" " * 600_000_000 + b"{}")
+    path.unlink(missing_ok=True)
+    path.symlink_to(target if target.startswith("/") else place.outside / target)
 
 
 def adapters() -> Iterator[Artifact]:
@@ -127,7 +124,7 @@ def adapters() -> Iterator[Artifact]:
         for target in ("/dev/zero", "fifo", "nothing"):
             yield Artifact(
                 f"{name} of an adapter as a link to {target}",
-                lambda p, n=name, t=target: _elsewhere(p, n, t),
+                lambda p, n=name, t=target: _elsewhere(p, _adapter(p) / n, t),
                 _generate,
                 "adapter",
             )
@@ -186,20 +183,8 @@ def pickles() -> Iterator[Artifact]:
         for target in ("/dev/zero", "fifo", "large"):
             yield Artifact(
                 f"{name} of a model as a link to {target}",
-                lambda p, n=name, t=target: _led(p, n, t),
+                lambda p, n=name, t=target: (byte_tokenizer(p.model), _elsewhere(p, p.model / n, t)),
                 _model,
                 "",
                 refused=None,
             )
-
-
-def _led(place: Place, name: str, target: str) -> None:
-    """A file of the model is a link to a device, a pipe or 600 MB of blanks."""
-    byte_tokenizer(place.model)
-    place.outside.mkdir()
-    if target == "fifo":
-        os.mkfifo(place.outside / target)
-    if target == "large":
-        (place.outside / target).write_bytes(b" " * 600_000_000 + b"{}")
-    (place.model / name).unlink(missing_ok=True)
-    (place.model / name).symlink_to(target if target.startswith("/") else place.outside / target)

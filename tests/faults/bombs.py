@@ -37,30 +37,114 @@ def _reads(place: Place, name: str) -> None:
     (place.inputs / "r.yaml").write_text(recipe.replace(str(place.inputs / "rows.jsonl"), str(place.inputs / name)))
 
 
-def _table_bomb(place: Place, name: str) -> None:
-    """One text of 4 MiB in a dictionary, and 100,000 rows that mean it: 400 GB of a file of a few kB."""
+def _table(place: Place, name: str, column: Any, codec: str = "zstd", stream: bool = False, **how: Any) -> None:
+    """A table of a column of completions, as small a file as its kind allows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    column = pa.DictionaryArray.from_arrays(pa.array([0] * 100_000, pa.int32()), pa.array(["a" * (4 * MIB)]))
-    table = pa.table({"text": column})
+    prompt = pa.array(["a"]).take(pa.array([0] * len(column), pa.int32()))
+    table = pa.table({"prompt": prompt, "completion": column})
     if name.endswith(".parquet"):
-        pq.write_table(table, place.inputs / name, dictionary_pagesize_limit=64 * MIB, compression="zstd")
+        settings = {"dictionary_pagesize_limit": 64 * MIB, "compression": codec, **how}
+        pq.write_table(table, place.inputs / name, store_schema=False, **settings)
     else:
-        options = pa.ipc.IpcWriteOptions(compression="zstd")
-        with pa.ipc.new_file(place.inputs / name, table.schema, options=options) as writer:
+        options = pa.ipc.IpcWriteOptions(compression=codec)
+        begin = pa.ipc.new_stream if stream else pa.ipc.new_file
+        with begin(place.inputs / name, table.schema, options=options) as writer:
             writer.write_table(table)
     _reads(place, name)
 
 
-def _zeros_table(place: Place, name: str) -> None:
-    """A record batch of 1 GiB of zeros, compressed to a few hundred kB."""
+def _meant(text: str, rows: int, kind: str = "dictionary") -> Any:
+    """A text that an array holds once, and means in every row."""
     import pyarrow as pa
 
-    batch = pa.record_batch([pa.array(["\0" * (64 * MIB)] * 16, pa.large_string())], names=["text"])
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
-    with pa.ipc.new_file(place.inputs / name, batch.schema, options=options) as writer:
-        writer.write_batch(batch)
+    one, nothing = pa.array([text]), pa.array([0] * rows, pa.int32())
+    if kind == "runs":
+        return pa.RunEndEncodedArray.from_arrays(pa.array([rows], pa.int32()), one)
+    if kind == "list views":
+        return pa.ListViewArray.from_arrays(nothing, pa.array([1] * rows, pa.int32()), one)
+    if kind == "views":
+        _, view, *texts = one.cast(pa.string_view()).buffers()
+        assert view is not None
+        return pa.Array.from_buffers(pa.string_view(), rows, [None, pa.py_buffer(view.to_pybytes() * rows), *texts])
+    return pa.DictionaryArray.from_arrays(nothing, one)
+
+
+def _one_list(values: Any) -> Any:
+    import pyarrow as pa
+
+    return pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
+
+
+def _texts(size: int, count: int) -> Any:
+    """Equal texts, each written in full."""
+    import pyarrow as pa
+
+    return pa.array(["a" * size], pa.large_string()).take(pa.array([0] * count, pa.int32()))
+
+
+def _nulls(count: int, of: str = "null") -> Any:
+    import pyarrow as pa
+
+    return pa.nulls(count, of)
+
+
+def _long_dictionary() -> Any:
+    import pyarrow as pa
+
+    return pa.DictionaryArray.from_arrays(pa.array([0] * 10, pa.int32()), _texts(64 * MIB, 16))
+
+
+_DELTA = "DELTA_BYTE_ARRAY"
+TABLES: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
+    "a dictionary": ("bomb.parquet", lambda: _meant("a" * 4 * MIB, 100_000), {}),
+    "a dictionary in one list": ("bomb.parquet", lambda: _one_list(_meant("a" * 4 * MIB, 100_000)), {}),
+    "texts as differences": (
+        "bomb.parquet", lambda: _texts(MIB, 2000), {"use_dictionary": False, "column_encoding": {"completion": _DELTA}},
+    ),
+    "texts as differences in one list": (
+        "bomb.parquet",
+        lambda: _one_list(_texts(MIB, 1000)),
+        {"use_dictionary": False, "column_encoding": {"completion.list.element": _DELTA}},
+    ),
+    "long texts": ("bomb.parquet", lambda: _texts(64 * MIB, 16), {"use_dictionary": False}),
+    "long texts in one page": (
+        "bomb.parquet", lambda: _texts(MIB, 500), {"use_dictionary": False, "data_page_size": 1 << 30},
+    ),
+    "a list of nulls": ("bomb.parquet", lambda: _one_list(_nulls(100_000_000, "int8")), {}),
+    "rows of nulls": ("bomb.parquet", lambda: _nulls(50_000_000, "string"), {}),
+    "a dictionary ": ("bomb.arrow", lambda: _meant("a" * 4 * MIB, 100_000), {}),
+    "a dictionary in one list ": ("bomb.arrow", lambda: _one_list(_meant("a" * 4 * MIB, 100_000)), {}),
+    "runs": ("bomb.arrow", lambda: _meant("a" * 4 * MIB, 100_000, "runs"), {}),
+    "views": ("bomb.arrow", lambda: _meant("a" * 4 * MIB, 100_000, "views"), {}),
+    "list views": ("bomb.arrow", lambda: _meant("a" * 4 * MIB, 100_000, "list views"), {}),
+    "long texts, zstd": ("bomb.arrow", lambda: _texts(64 * MIB, 16), {}),
+    "long texts, lz4": ("bomb.arrow", lambda: _texts(64 * MIB, 16), {"codec": "lz4"}),
+    "long texts in a stream": ("bomb.arrow", lambda: _texts(64 * MIB, 16), {"stream": True}),
+    "a long dictionary": ("bomb.arrow", _long_dictionary, {}),
+}  # fmt: skip
+"""The file, the column, and how it is written: each of a few kB, but for lz4 and the nulls."""
+
+
+HONEST = {
+    "labels": lambda i: {"prompt": f"{i * i:x}", "completion": "good" if i % 3 else "bad"},
+    "one prompt": lambda i: {"prompt": "be brief. " * 50, "completion": f"{i * i:x}"},
+}
+"""Rows that are meant, though most of what they say is the same."""
+
+
+def _honest(place: Place, name: str, row: Callable[[int], dict[str, str]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_pylist([row(i) for i in range(20_000)])
+    if name.endswith(".parquet"):
+        pq.write_table(table, place.inputs / name, compression="zstd")
+    else:
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        with pa.ipc.new_file(place.inputs / name, table.schema, options=options) as writer:
+            writer.write_table(table)
     _reads(place, name)
 
 
@@ -82,6 +166,7 @@ def _prepare(place: Place) -> tuple[str, ...]:
     return ("prepare-data", str(place.inputs / "r.yaml"), "--data.too_long", "truncate")
 
 
+_SHORT = b'{"prompt": "a", "completion": "b"}\n'
 _LONG = b'{"prompt": "a", "completion": "'
 
 
@@ -111,6 +196,9 @@ def data_bombs() -> Iterator[Artifact]:
                 _train,
                 file,
             )
+    for kind in ("gz", "zst"):
+        name = f"bomb.jsonl.{kind}"
+        yield Artifact(f"{kind} bomb: short rows", lambda p, n=name: _rows_bomb(p, n, b"", _SHORT), _train, name)
     for kind in ("gz", "zst"):  # as much as no ratio tells of
         yield Artifact(
             f"{kind} rows: one line of 192 MiB",
@@ -132,9 +220,13 @@ def data_bombs() -> Iterator[Artifact]:
         "",
         refused=False,
     )
-    for name in ("bomb.parquet", "bomb.arrow"):
-        yield Artifact(f"a dictionary in {name}", lambda p, n=name: _table_bomb(p, n), _train, name)
-    yield Artifact("compressed zeros in bomb.arrow", lambda p: _zeros_table(p, "bomb.arrow"), _train, "bomb.arrow")
+    for words, (name, column, how) in TABLES.items():
+        plant = lambda p, n=name, c=column, h=how: _table(p, n, c(), **h)  # noqa: E731 - one of each
+        yield Artifact(f"{words.strip()} in {name}", plant, _train, name)
+    for words, row in HONEST.items():
+        for name in ("honest.parquet", "honest.arrow"):
+            plant = lambda p, n=name, r=row: _honest(p, n, r)  # noqa: E731 - one of each
+            yield Artifact(f"{words} in {name}", plant, _prepare, "", refused=False)
     item = b'{"prompt": "a", "answer": "b"}\n'
     for words, first, unit in (("one line", b'{"prompt": "', b"a"), ("items without end", b"", item)):
         plant = lambda p, a=first, u=unit: _task_bomb(p, a, u)  # noqa: E731 - one of each

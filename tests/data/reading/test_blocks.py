@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from tests.data import tiny
 from tuner.config.recipe import DataSource
 from tuner.data.reading import block as block_module
-from tuner.data.reading import json_blocks, tables, text_blocks
+from tuner.data.reading import ipc_sizes, json_blocks, page_sizes, tables, text_blocks
 from tuner.data.reading.block import Block, RawRecord
 from tuner.data.reading.blocks import blocks, lines_in, position_of, records_of
 from tuner.data.sources import SourceFile, expand
@@ -357,7 +358,7 @@ def test_bad_values_of_a_table_are_bad_rows(tmp_path: Path) -> None:
     texts = pa.array([b"ok", b"\xff", b"a\0", b"end"], pa.binary()).cast(pa.large_binary()).view(pa.large_string())
     pq.write_table(pa.table({"text": texts}), tmp_path / "rows.parquet")
     assert values(one(tmp_path / "rows.parquet")) == [
-        {"text": "ok"}, "not UTF-8: byte 0xff", "NUL character", {"text": "end"}
+        {"text": "ok"}, "not UTF-8", "NUL character", {"text": "end"}
     ]  # fmt: skip
 
 
@@ -417,7 +418,7 @@ def test_a_decompression_bomb_is_refused(tmp_path: Path, suffix: str, monkeypatc
 
 @pytest.mark.parametrize("name", ["a.parquet", "nested.parquet", "a.arrow", "nested.arrow"])
 def test_one_value_that_many_rows_mean_takes_little(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_REPEATED_BYTES", 1 << 20)
+    monkeypatch.setattr(page_sizes, "REPEATED_BYTES", 1 << 20)
     monkeypatch.setattr(tables, "BLOCK_BYTES", 1 << 18)
     texts = pa.DictionaryArray.from_arrays(pa.array([0] * 300 + [1], pa.int32()), pa.array(["a" * (1 << 16), "b"]))
     column: pa.Array = texts
@@ -441,13 +442,120 @@ def test_one_value_that_many_rows_mean_takes_little(tmp_path: Path, name: str, m
     assert "b" in json.dumps(last)
 
 
-def test_a_table_that_inflates_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "RATIO_FROM", 1 << 20)
-    table = pa.table({"text": ["a" * (4 << 20)]})
-    pq.write_table(table, tmp_path / "a.parquet", compression="zstd", use_dictionary=False)
-    file = SourceFile(tmp_path / "a.parquet", "parquet", name="a.parquet")
-    with pytest.raises(DataError, match=r"a\.parquet: text: a decompression bomb"):
-        values(file)
+def listed(array: pa.Array, each: int) -> pa.Array:
+    return pa.ListArray.from_arrays(pa.array(range(0, len(array) + 1, each), pa.int32()), array)
+
+
+def repeated(text: str, rows: int) -> pa.Array:
+    return pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array([text]))
+
+
+def views(text: str, rows: int) -> pa.Array:
+    _, view, *texts = pa.array([text], pa.string_view()).buffers()
+    return pa.Array.from_buffers(pa.string_view(), rows, [None, pa.py_buffer(view.to_pybytes() * rows), *texts])
+
+
+LONG, NOTHING = "a" * 50_000, pa.array([0] * 1000, pa.int32())
+ONES = pa.array([1] * 1000, pa.int32())
+DELTA = {"use_dictionary": False, "column_encoding": "DELTA_BYTE_ARRAY"}
+ONE_A_PAGE = {"write_batch_size": 1, "data_page_size": 1}
+NESTED_DELTA = {"use_dictionary": False, "column_encoding": {"text.list.element": "DELTA_BYTE_ARRAY"}}
+IN_ROWS, AT_ONCE, IN_A_BATCH = "rows unpack to more than", "at once: a decomp", "a batch of .* unpacks to"
+TABLES: dict[str, tuple[str, pa.Array, dict[str, Any], str]] = {
+    "a dictionary": ("a.parquet", repeated(LONG, 1000), {}, IN_ROWS),
+    "a dictionary in lists": ("a.parquet", listed(repeated(LONG, 1000), 500), {}, IN_ROWS),
+    "differences": ("a.parquet", pa.array([LONG] * 100), DELTA, IN_ROWS),
+    "differences in lists": ("a.parquet", listed(pa.array([LONG] * 100), 50), NESTED_DELTA, "a row may be"),
+    "a long page": ("a.parquet", pa.array([LONG] * 100), {"use_dictionary": False, "data_page_size": 1 << 30}, AT_ONCE),
+    "long texts": ("a.parquet", pa.array(["a" * 400_000] * 10), {"use_dictionary": False, **ONE_A_PAGE}, IN_ROWS),
+    "lists of nulls": ("a.parquet", listed(pa.nulls(200_000, pa.int8()), 200_000), {}, AT_ONCE),
+    "rows of nulls": ("a.parquet", pa.nulls(100_000, pa.string()), {}, IN_ROWS),
+    "indices": ("a.arrow", repeated(LONG, 1000), {}, IN_ROWS),
+    "indices in lists": ("a.arrow", listed(repeated(LONG, 1000), 500), {}, IN_ROWS),
+    "runs": ("a.arrow", pa.RunEndEncodedArray.from_arrays(pa.array([1000], pa.int32()), pa.array([LONG])), {}, IN_ROWS),
+    "views": ("a.arrow", views(LONG, 1000), {}, IN_ROWS),
+    "list views": ("a.arrow", pa.ListViewArray.from_arrays(NOTHING, ONES, pa.array([LONG])), {}, IN_ROWS),
+    "lists of nothing": ("a.arrow", pa.FixedSizeListArray.from_arrays(pa.nulls(10**6), 1000), {}, IN_ROWS),
+    "texts": ("a.arrow", pa.array([LONG] * 100), {}, IN_A_BATCH),
+    "texts, lz4": ("a.arrow", pa.array([LONG] * 100), {"codec": "lz4"}, IN_A_BATCH),
+    "texts in a stream": ("a.arrow", pa.array([LONG] * 100), {"begin": pa.ipc.new_stream}, IN_A_BATCH),
+    "texts of a dictionary": ("a.arrow", pa.array([LONG * 9, LONG * 8, LONG * 7]).dictionary_encode(), {}, IN_A_BATCH),
+}  # fmt: skip
+
+
+def write_table(path: Path, table: pa.Table, chunk: int = 9999, begin: Any = pa.ipc.new_file, **how: Any) -> SourceFile:
+    """Write a table as its suffix says, compressed."""
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, store_schema=False, compression="zstd", **how)
+    else:
+        options = pa.ipc.IpcWriteOptions(compression=how.get("codec", "zstd"))
+        with begin(path, table.schema, options=options) as writer:
+            writer.write_table(table, max_chunksize=chunk)
+    return SourceFile(path, "parquet" if path.suffix == ".parquet" else "arrow", name=path.name, parts=(path,))
+
+
+@pytest.fixture
+def wary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds of 1 MiB, and blocks of 64 KiB."""
+    for module in (tables, page_sizes, ipc_sizes):
+        for name in ("RATIO_FROM", "AT_ONCE_FROM", "REPEATED_BYTES"):
+            monkeypatch.setattr(module, name, 1 << 20, raising=False)
+    monkeypatch.setattr(tables, "BLOCK_BYTES", 1 << 16)
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_table_that_unpacks_without_end_is_refused(tmp_path: Path, kind: str, wary: None) -> None:
+    name, column, how, reason = TABLES[kind]
+    file = write_table(tmp_path / name, pa.table({"text": column}), **how)
+    begin = pa.total_allocated_bytes()
+    with pytest.raises(DataError, match=rf"{name}: .*{reason}") as caught:
+        for block in blocks(file):
+            assert pa.total_allocated_bytes() - begin < 4 << 20
+            assert len(block.data or b"") < 1 << 20
+    assert caught.value.hint
+
+
+SYSTEM = "You answer in few words. " * 40
+REAL: dict[str, Callable[[int], dict[str, Any]]] = {
+    "labels": lambda i: {"text": f"{i * i * i:x}", "label": "good" if i % 3 else "bad"},
+    "a system prompt": lambda i: {"system": SYSTEM, "prompt": f"{i * i:x}", "completion": f"{i * i * i:x}"},
+    "messages": lambda i: {"messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{i}"}]},
+    "tools": lambda i: {"tools": [SYSTEM] * 2, "prompt": f"{i * i * i:x}"},
+}
+
+
+@pytest.mark.parametrize("kind", REAL)
+@pytest.mark.parametrize("name", ["a.parquet", "plain.parquet", "a.arrow"])
+def test_a_table_whose_rows_are_much_alike_is_read(tmp_path: Path, kind: str, name: str, wary: None) -> None:
+    rows = [REAL[kind](i) for i in range(2000)]
+    how = {"use_dictionary": False, "data_page_size": 1 << 16} if name == "plain.parquet" else {}
+    table = pa.Table.from_pylist(rows)
+    file = write_table(tmp_path / name, table, 200, **how)
+    assert kind == "labels" or table.nbytes > 50 * file.size()
+    assert values(file) == rows
+
+
+def test_a_row_of_a_table_that_is_too_long_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resize(monkeypatch, 1 << 16, 1 << 17)
+    texts = ["b", "a" * (1 << 18), "c", "d" * 1000]
+    for name in ("a.parquet", "a.arrow"):
+        assert values(write_table(tmp_path / name, pa.table({"text": texts}))) == [
+            {"text": "b"}, "the row is longer than 0 MiB", {"text": "c"}, {"text": "d" * 1000}
+        ]  # fmt: skip
+    ids = list(range(1 << 15))  # longer than a text may be, and of fewer tokens
+    assert values(write_table(tmp_path / "a.parquet", pa.table({"input_ids": [ids]}))) == [{"input_ids": ids}]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_bytes_of_a_table_that_are_wrong_are_named(tmp_path: Path, name: str) -> None:
+    """Headers that lie end in an error with the file's name, whichever byte is wrong."""
+    table = pa.table({"text": listed(repeated("long" * 50, 40), 4), "n": list(range(10))})
+    file = write_table(tmp_path / name, table)
+    whole = bytearray(file.path.read_bytes())
+    for at in range(0, len(whole), 7):
+        file.path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        with contextlib.suppress(DataError):
+            values(file)
 
 
 def test_blank_lines_without_end_and_brackets_take_little(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import numpy as np
 import pyarrow as pa
 
-from tuner.data.reading.data_sets import first_line
-from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.problems import RecordProblem, first_line
 from tuner.data.sources import SourceFile, file_error
 from tuner.errors import DataError
 
@@ -22,9 +21,13 @@ LINE_BYTES = 8 << 20
 """A longer line or JSON value is a bad record: to encode one takes some 40 times as much memory."""
 SHOWN_BYTES = 200
 BOM = b"\xef\xbb\xbf"
-MAX_RATIO = 1000
-"""No text compresses better than this over `RATIO_FROM` bytes: more is a decompression bomb."""
-RATIO_FROM = 256 << 20
+MAX_RATIO, MAX_GZIP_RATIO = 1000, 250
+"""No rows are so many times as long as the file that they are in, over `RATIO_FROM` bytes: it is a bomb.
+
+gzip makes nothing shorter than by 1,032, and texts that are much alike by no more than 100.
+"""
+RATIO_FROM = 64 << 20
+AS_LINES = "where all of that is meant, write the rows as JSON lines that are not compressed"
 _BUFFER_BYTES = 1 << 20
 
 
@@ -60,6 +63,8 @@ class Block:
     """Lines (records of a table), where the cut found them out."""
     cut: tuple[int, ...] = ()
     """Lines of `data` that were too long, of which it has the beginning."""
+    problem: str = ""
+    """Why its one record cannot be read, where it has none that can."""
 
     @property
     def size(self) -> int:
@@ -104,6 +109,7 @@ class _Inflated(io.RawIOBase):
         self._source = pa.OSFile(str(file.path), "rb")
         self._stream = pa.CompressedInputStream(self._source, file.compression)
         self._inflated = 0
+        self._ratio = MAX_GZIP_RATIO if file.compression == "gzip" else MAX_RATIO
 
     def readable(self) -> bool:
         """Always."""
@@ -122,9 +128,10 @@ class _Inflated(io.RawIOBase):
         if count == 0 and consumed == 0:
             raise DataError(f"{self._file.name}: an empty file is no {self._file.compression} file")
         self._inflated += count
-        if self._inflated > max(RATIO_FROM, MAX_RATIO * consumed):
+        if self._inflated > max(RATIO_FROM, self._ratio * consumed):
             raise DataError(
-                f"{self._file.name}: {consumed:,} bytes inflate to more than {self._inflated:,}: a decompression bomb"
+                f"{self._file.name}: {consumed:,} bytes inflate to more than {self._inflated:,}: a decompression bomb",
+                hint=AS_LINES,
             )
         return count
 

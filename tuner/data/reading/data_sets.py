@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from tuner.data.reading.ipc_sizes import refuse_bombs
+from tuner.data.reading.problems import first_line
 from tuner.errors import DataError, MachineError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
@@ -89,6 +91,8 @@ def arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
     """Yield the record batches of an Arrow stream or file, memory-mapped. DataError."""
     try:
         with pa.memory_map(str(path), "r") as source:
+            refuse_bombs(path, source.read_buffer())
+            source.seek(0)
             magic = source.read(6)
             source.seek(0)
             if magic == b"ARROW1":
@@ -96,13 +100,8 @@ def arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
                 yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
             else:
                 yield from pa.ipc.open_stream(source)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{path}: not a readable Arrow file: {first_line(error)}") from error
-
-
-def first_line(error: Exception) -> str:
-    """What an error of Arrow says, without its stack."""
-    return str(error).strip().partition("\n")[0]
 
 
 def hub_files(name: str, split: str) -> tuple[tuple[Path, ...], int]:

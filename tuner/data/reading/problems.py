@@ -14,6 +14,11 @@ def quoted(text: str) -> str:
     return repr(text if len(text) <= _QUOTED_CHARS else f"{text[: _QUOTED_CHARS - 3]}...")
 
 
+def first_line(error: Exception) -> str:
+    """What an error of Arrow says, without its stack."""
+    return str(error).strip().partition("\n")[0]
+
+
 class RecordProblem(Exception):
     """Why one record cannot be used; `col` counts characters from 1, `path` names the value where `col` is not known.
 

@@ -7,87 +7,39 @@ from typing import Any
 import orjson
 import pyarrow as pa
 
+from tuner.data.reading import page_sizes
 from tuner.data.reading.arrow_values import plain_records
-from tuner.data.reading.block import BLOCK_BYTES, MAX_RATIO, RATIO_FROM, Block, RawRecord
-from tuner.data.reading.data_sets import arrow_batches, first_line
-from tuner.data.reading.problems import RecordProblem
+from tuner.data.reading.block import AS_LINES, BLOCK_BYTES, LINE_BYTES, MAX_RATIO, RATIO_FROM, Block, RawRecord
+from tuner.data.reading.data_sets import arrow_batches
+from tuner.data.reading.problems import RecordProblem, first_line
+from tuner.data.reading.unpacked import unfolded, unpacked_bytes
 from tuner.data.sources import SourceFile
 from tuner.errors import DataError
 
 MAX_BATCH_ROWS = 8192
-_REPEATED_BYTES = 64 << 20
-"""What the rows of a batch may take that mean one value of a dictionary each."""
-_DICTIONARY_PAGE = 2
+_ROW_BYTES = 32
+"""What a row takes at least, though it may have nothing in it."""
+_NUMBERS = 4
+"""A row of numbers may be so many times as long as one of text: they are ids, eight bytes each."""
 
 
 def parquet_batches(path: Path, batch_bytes: int) -> Iterator[pa.RecordBatch]:
     """Yield record batches of about `batch_bytes`; a row group is never held whole. DataError."""
     import pyarrow.parquet as pq
 
+    how = {"buffer_size": 1 << 20, "pre_buffer": False}
     try:
-        with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-            facts = file.metadata
+        with pq.ParquetFile(path, **how) as file, path.open("rb", buffering=0) as raw:
+            facts, schema = file.metadata, file.schema
+            groups = [page_sizes.group_of(raw, facts.row_group(i), schema, path) for i in range(facts.num_row_groups)]
+        long = sorted({name for group in groups for name in group.long})
+        with pq.ParquetFile(path, read_dictionary=long, **how) as file:
             size = sum(facts.row_group(i).total_byte_size for i in range(facts.num_row_groups))
             records = batch_bytes * facts.num_rows // max(size, 1)
-            records = min(records, _REPEATED_BYTES // max(_largest_dictionary(path, facts), 1))
+            records = min(records, page_sizes.REPEATED_BYTES // max([1, *(group.row for group in groups)]))
             yield from file.iter_batches(batch_size=min(max(records, 1), MAX_BATCH_ROWS), use_threads=False)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{path}: not a readable parquet file: {first_line(error)}") from error
-
-
-def _largest_dictionary(path: Path, facts: Any) -> int:
-    """The most bytes that the dictionaries of a row group hold: a row may be as long. DataError for a bomb.
-
-    A file does not say how long the values are, and a few bytes mean a long one thousands of times.
-    """
-    largest = 0
-    with path.open("rb") as file:
-        for group in (facts.row_group(i) for i in range(facts.num_row_groups)):
-            size = 0
-            for column in (group.column(i) for i in range(group.num_columns)):
-                if column.total_uncompressed_size > max(RATIO_FROM, MAX_RATIO * column.total_compressed_size):
-                    raise DataError(f"{path}: {column.path_in_schema}: a decompression bomb")
-                if column.physical_type == "BYTE_ARRAY":
-                    file.seek(column.dictionary_page_offset or column.data_page_offset)
-                    size += _dictionary_bytes(path, file.read(16)) * -(-column.num_values // max(group.num_rows, 1))
-            largest = max(largest, size)
-    return largest
-
-
-def _dictionary_bytes(path: Path, head: bytes) -> int:
-    """Bytes of the page that begins so, where it is a dictionary: its header begins with its kind and its size."""
-    kind, rest = _number(head)
-    size, _ = _number(rest)
-    if kind is None or size is None:
-        raise DataError(f"{path}: not a readable parquet file: a page without kind and size")
-    return size if kind == _DICTIONARY_PAGE else 0
-
-
-def _number(head: bytes) -> tuple[int | None, bytes]:
-    """The next field of a header in Thrift's compact protocol, a number of 32 bits, and what follows it."""
-    value = 0
-    for at, byte in enumerate(head[1:6]):
-        value |= (byte & 0x7F) << 7 * at
-        if byte < 0x80:
-            return (value >> 1 if head[0] == 0x15 else None), head[at + 2 :]
-    return None, b""
-
-
-def _repeated_bytes(array: pa.Array) -> int:
-    """The most bytes that values take which an array holds once and means several times."""
-    kind = array.type
-    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
-        import pyarrow.compute as pc
-
-        values = array.dictionary if pa.types.is_dictionary(kind) else array.values
-        texts = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
-        longest = pc.max(pc.binary_length(values)).as_py() if texts and len(values) else values.nbytes
-        return len(array) * int(longest or 0)
-    if pa.types.is_struct(kind):
-        return sum(map(_repeated_bytes, array.flatten()))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return _repeated_bytes(array.flatten())
-    return 0
 
 
 def _values(data: bytes) -> Iterator[dict[str, Any] | RecordProblem]:
@@ -110,53 +62,134 @@ def _records(batch: pa.RecordBatch) -> Iterable[dict[str, Any] | RecordProblem]:
 
 def table_blocks(file: SourceFile) -> Iterator[Block]:
     """Cut a table; its records go along with each block. DataError."""
-    held: list[pa.RecordBatch] = []
+    held: _Held | None = None
     first = file.records[0] if file.records else 0
-    size, index = 0, 0
-    for batch in _pieces(file):
-        if held and (size >= BLOCK_BYTES or not batch.schema.equals(held[0].schema, check_metadata=True)):
-            yield _table_block(file, index, held, first)
-            held, size, index, first = [], 0, index + 1, 0
-        held.append(batch)
-        size += _bytes_of(batch)
+    index = 0
+    for piece, size in _pieces(file):
+        problem = _problem(piece, size)
+        if held and (problem or held.size >= BLOCK_BYTES or not held.schema.equals(piece.schema, check_metadata=True)):
+            yield held.block(file, index, first)
+            held, index, first = None, index + 1, 0
+        if problem:
+            yield Block(file, index, first, data=b"", lines=first + 1, problem=problem)
+            index, first = index + 1, 0
+        else:
+            held = held or _Held(piece.schema)
+            held.add(piece, size)
+        del piece  # the rest of its batch would stay with it while the next one is unpacked
     if held:
-        yield _table_block(file, index, held, first)
+        yield held.block(file, index, first)
+
+
+class _Held:
+    """The records of a block, as an Arrow stream that grows."""
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self.schema = schema
+        self.size = 0
+        self._count = 0
+        self._sink = pa.BufferOutputStream()
+        self._writer: Any = None
+
+    def add(self, batch: pa.RecordBatch, size: int) -> None:
+        """Add records of so many bytes."""
+        plain = unfolded(batch)
+        if self._writer is None:
+            self._writer = pa.ipc.new_stream(self._sink, plain.schema)
+        self._writer.write_batch(plain)
+        self.size += size
+        self._count += batch.num_rows
+
+    def block(self, file: SourceFile, index: int, before: int) -> Block:
+        """The block, whose first record comes after `before` records that are left out."""
+        self._writer.close()
+        return Block(file, index, before, data=bytes(self._sink.getvalue()), lines=before + self._count)
+
+
+def _problem(piece: pa.RecordBatch, size: int) -> str:
+    """Why a row cannot be used, where the piece is only that."""
+    if size < 0:
+        return "not UTF-8"
+    if piece.num_rows > 1 or size <= LINE_BYTES:
+        return ""
+    texts, every = (sum(unpacked_bytes(column, only) for column in piece.columns) for only in (True, False))
+    is_long = texts > LINE_BYTES or every > _NUMBERS * LINE_BYTES
+    return f"the row is longer than {LINE_BYTES >> 20} MiB" if is_long else ""
 
 
 def _bytes_of(batch: pa.RecordBatch) -> int:
     """Bytes of its rows, each with all that it means."""
-    return int(batch.nbytes) + sum(map(_repeated_bytes, batch.columns))
+    return sum(map(unpacked_bytes, batch.columns)) + _ROW_BYTES * int(batch.num_rows)
 
 
-def _table_block(file: SourceFile, index: int, batches: list[pa.RecordBatch], before: int) -> Block:
-    """A block whose first record comes after `before` records that are left out."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batches[0].schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
-    count = sum(batch.num_rows for batch in batches)
-    return Block(file, index, before, data=bytes(sink.getvalue()), lines=before + count)
+def _pieces(file: SourceFile) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """The records that are read, in batches of no more than about BLOCK_BYTES, and the bytes of each. DataError.
 
-
-def _pieces(file: SourceFile) -> Iterator[pa.RecordBatch]:
-    """The records that are read, in batches of no more than about BLOCK_BYTES."""
+    A row of texts that are none comes alone, with -1 for its bytes.
+    """
     start, stop = file.records or (0, 1 << 62)
-    record = 0
+    record = total = 0
+    most = max(RATIO_FROM, MAX_RATIO * file.size())
     for path in file.paths:
-        for batch in parquet_batches(path, BLOCK_BYTES) if file.kind == "parquet" else arrow_batches(path):
-            names = batch.schema.names
-            if len(set(names)) < len(names):
-                raise DataError(f"{path}: two columns of one name: {', '.join(names)}")
-            begin, end = max(start - record, 0), min(stop - record, batch.num_rows)
-            record += batch.num_rows
-            step = max(1, batch.num_rows * BLOCK_BYTES // max(_bytes_of(batch), 1))
-            for at in range(begin, end, step):
-                yield batch.slice(at, min(step, end - at))
+        batches = parquet_batches(path, BLOCK_BYTES) if file.kind == "parquet" else arrow_batches(path)
+        try:
+            while (batch := next(batches, None)) is not None:
+                names = batch.schema.names
+                if len(set(names)) < len(names):
+                    raise DataError(f"{path}: two columns of one name: {', '.join(names)}")
+                begin, end = max(start - record, 0), min(stop - record, batch.num_rows)
+                record += batch.num_rows
+                pieces = _sound(batch.slice(begin, max(end - begin, 0)))
+                del batch
+                for piece, size in pieces:
+                    total += abs(size)
+                    if total > most:
+                        unpacked = f"its first {record:,} rows unpack to more than {most:,} bytes"
+                        raise DataError(f"{path}: {unpacked}: a decompression bomb", hint=AS_LINES)
+                    yield piece, size
+                    del piece
+        except (ValueError, pa.ArrowException) as error:
+            raise DataError(f"{path}: damaged: {first_line(error)}") from error
+
+
+def _sound(batch: pa.RecordBatch) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """The pieces of a batch once its places and indices are shown to lead nowhere else. ArrowException."""
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if "UTF8" not in str(error):
+            raise
+        if batch.num_rows == 1:
+            yield batch, -1
+            return
+        half = batch.num_rows // 2
+        yield from _sound(batch.slice(0, half))
+        yield from _sound(batch.slice(half))
+    else:
+        yield from _cut(batch)
+
+
+def _cut(batch: pa.RecordBatch) -> Iterator[tuple[pa.RecordBatch, int]]:
+    size = _bytes_of(batch)
+    step = max(1, batch.num_rows * BLOCK_BYTES // max(size, 1))
+    if step >= batch.num_rows:
+        if batch.num_rows:
+            yield batch, size
+        return
+    for at in range(0, batch.num_rows, step):
+        size = _bytes_of(piece := batch.slice(at, step))
+        if size > 2 * BLOCK_BYTES and step > 1:  # long rows next to each other
+            yield from _cut(piece)
+        else:
+            yield piece, size
 
 
 def table_records(block: Block) -> Iterator[RawRecord]:
     """Yield the records of a block."""
     assert block.data is not None
+    if block.problem:
+        yield RawRecord(block.start + 1, b"", None, RecordProblem(block.problem), 0)
+        return
     for line, value in enumerate(_values(block.data), block.start + 1):
         if isinstance(value, RecordProblem):
             yield RawRecord(line, b"", None, value, 0)
