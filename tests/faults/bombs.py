@@ -23,10 +23,10 @@ def _compressed(data: bytes, kind: str) -> bytes:
     return gzip.compress(data) if kind == "gz" else bytes(pa.compress(data, codec="zstd", asbytes=True))
 
 
-def _rows_bomb(place: Place, name: str, first: bytes, unit: bytes, members: int = MEMBERS) -> None:
-    """Rows that begin with `first` and go on with `unit` for `members` times 64 MiB, in a file of many members."""
+def _rows_bomb(place: Place, name: str, first: bytes, unit: bytes, members: int = MEMBERS, each: int = 64) -> None:
+    """Rows that begin with `first` and go on with `unit` for `members` times `each` MiB, in a file of many members."""
     kind = name.rpartition(".")[2]
-    part = _compressed(unit * (64 * MIB // len(unit)), kind)
+    part = _compressed(unit * (each * MIB // len(unit)), kind)
     (place.inputs / name).write_bytes(_compressed(first, kind) + part * members)
     _reads(place, name)
 
@@ -129,7 +129,7 @@ TABLES: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
 
 HONEST = {
     "labels": lambda i: {"prompt": f"{i * i:x}", "completion": "good" if i % 3 else "bad"},
-    "one prompt": lambda i: {"prompt": "be brief. " * 50, "completion": f"{i * i:x}"},
+    "one prompt": lambda i: {"prompt": "be brief. " * 4, "completion": f"{i * i:x}"},
 }
 """Rows that are meant, though most of what they say is the same."""
 
@@ -201,14 +201,14 @@ def data_bombs() -> Iterator[Artifact]:
         yield Artifact(f"{kind} bomb: short rows", lambda p, n=name: _rows_bomb(p, n, b"", _SHORT), _train, name)
     for kind in ("gz", "zst"):  # as much as no ratio tells of
         yield Artifact(
-            f"{kind} rows: one line of 192 MiB",
-            lambda p, k=kind: _rows_bomb(p, f"bomb.jsonl.{k}", _LONG, b"b", 3),
+            f"{kind} rows: one line of 48 MiB",
+            lambda p, k=kind: _rows_bomb(p, f"bomb.jsonl.{k}", _LONG, b"b", 3, each=16),
             _train,
             "longer than 8 MiB",
         )
         yield Artifact(
             f"{kind} rows: 16 MiB of short lines",
-            lambda p, k=kind: _rows_bomb(p, f"bomb.jsonl.{k}", _short_rows(), b"\n", 1),
+            lambda p, k=kind: _rows_bomb(p, f"bomb.jsonl.{k}", _short_rows(), b"\n", 1, each=16),
             _prepare,
             "",
             refused=False,

@@ -88,12 +88,11 @@ def _in_runs() -> Iterator[Artifact]:
             kind, command = next(kinds), next(commands)
             # What no run has at a name that is its own, a pipe too, may be passed over.
             refused = None if kind == "a pipe" or name.startswith("checkpoints/step-4/") else True
-            said = "no export yet" if command == "push" else Path(name).name  # which comes first
             yield Artifact(
                 f"{command}: {name}, {kind}",
                 lambda p, n=name, k=kind: _to(k, p.run / n, p),
                 lambda _, c=command: COMMANDS[c],
-                said,
+                Path(name).name,
                 refused,
             )
     for kind in KINDS[:2]:

@@ -63,7 +63,9 @@ class Items:
 
 def read_items(path: Path, max_items: int | None = None) -> Items:
     """The items of a JSONL file, which may be compressed by gzip. Raises DataError with the line that is wrong."""
-    return items_of(_lines(path), str(path), max_items)
+    if max_items is None and sum(1 for _ in itertools.islice(_lines(path), MOST_ITEMS + 1)) > MOST_ITEMS:
+        raise _too_many(str(path))  # before any is held in memory
+    return items_of(_records(path), str(path), max_items)
 
 
 def items_of(records: Iterable[Mapping[str, Any]], source: str, max_items: int | None = None) -> Items:
@@ -75,7 +77,7 @@ def items_of(records: Iterable[Mapping[str, Any]], source: str, max_items: int |
         if max_items is not None and len(items) == max_items:
             break
         if len(items) == MOST_ITEMS:
-            raise DataError(f"{source}: holds more than {MOST_ITEMS:,} items", hint="set max_items, or divide the file")
+            raise _too_many(source)
         item = item_of(record, f"{source}:{number}")
         own = kind_of(item)
         if kind is not None and own != kind:
@@ -89,6 +91,10 @@ def items_of(records: Iterable[Mapping[str, Any]], source: str, max_items: int |
     if kind is None:
         raise DataError(f"{source}: holds no items", hint=f"write one a line: {FORMS}")
     return Items(kind, items, kept, [id_of(record) for record in kept])
+
+
+def _too_many(source: str) -> DataError:
+    return DataError(f"{source}: holds more than {MOST_ITEMS:,} items", hint="set max_items, or divide the file")
 
 
 def kind_of(item: Item) -> Kind:
@@ -151,7 +157,16 @@ def _shown(value: object) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
-def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
+def _records(path: Path) -> Iterator[Mapping[str, Any]]:
+    for number, raw in _lines(path):
+        try:
+            yield json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}:{number}: is no JSON: {error}") from error
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Each line that is not blank, with its number."""
     file = SourceFile(path, "jsonl", name=str(path), compression="gzip" if path.suffix == ".gz" else "")
     try:
         with open_stream(file) as stream:
@@ -161,11 +176,7 @@ def _lines(path: Path) -> Iterator[Mapping[str, Any]]:
                     raise DataError(f"{path}:{number}: is longer than {LINE_BYTES >> 20} MiB")
                 if not raw:
                     return
-                if not raw.strip():
-                    continue
-                try:
-                    yield json.loads(raw)
-                except (ValueError, RecursionError) as error:
-                    raise DataError(f"{path}:{number}: is no JSON: {error}") from error
+                if raw.strip():
+                    yield number, raw
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from tests.data.building.test_pool import children
 from tuner.config.methods import SftMethod
 from tuner.config.recipe import DataSection, ModelSection, TokenizerSection
 from tuner.data.batches import GlobalBatches
+from tuner.data.building import apart
 from tuner.data.building.encoded import record_batches
 from tuner.data.building.explain import explain
 from tuner.data.building.pool import WorkerPool
@@ -31,6 +33,23 @@ from tuner.runtime.console import Console
 
 def rows(n: int, start: int = 0) -> list[dict[str, Any]]:
     return [tiny.chat(f"question {i}", f"answer {i}" + " very" * (i % 7)) for i in range(start, start + n)]
+
+
+def test_rows_that_may_be_long_are_prepared_by_a_process_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, bad = tiny.write_rows(tmp_path / "plain.jsonl", rows(20)), tmp_path / "bad.jsonl.gz"
+    bad.write_bytes(gzip.compress(plain.read_bytes() + b"{}\n"))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(DataError, match=r"bad\.jsonl\.gz:21:1: ") as caught:
+        prepare(tiny.request(tmp_path / "cache", bad))
+    assert caught.value.hint
+    assert any("in a worker process" in note for note in caught.value.__notes__)
+    monkeypatch.delattr(apart, "prepare_apart")  # few plain rows, or a process that has no torch: at once
+    prepare(tiny.request(tmp_path / "cache", plain))
+    monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises(DataError, match=r"bad\.jsonl\.gz:21:1: "):
+        prepare(tiny.request(tmp_path / "cache", bad))
 
 
 def documents(packed: PackedRows) -> list[tuple[int, ...]]:

@@ -278,7 +278,9 @@ class _Gathered:
 
     def done(self) -> EncodedBundle:
         """All of them."""
-        table, *columns = (np.concatenate(parts) for parts in zip(*self._columns, strict=True))
+        table, *columns = (
+            parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in zip(*self._columns, strict=True)
+        )
         self._columns.clear()
         documents = _record_batch(columns, self._schema).serialize() if len(table) else None
         bad = ([one for *_, one in sorted(found, key=lambda one: one[:2])] for found in self._bad)

@@ -6,6 +6,7 @@ nothing again. Each is built in a temporary directory under a lock, flushed, and
 where the cache lacks something: a training of data that is prepared starts without it.
 """
 
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -53,6 +54,12 @@ def prepare(spec: PrepareSpec, console: "Console | None" = None) -> PreparedInfo
         final = cache_path(spec.cache_dir, "prepared", keys.prepared)
         manifest = valid(final, "prepared")
         cached = manifest is not None
+        if manifest is None and pool is None and "torch" in sys.modules:
+            from tuner.data.building import apart
+
+            if apart.is_better_apart(sources.every()):
+                apart.prepare_apart(prepare, spec, console is not None and console.is_heard)
+                manifest = valid(final, "prepared")
         if manifest is None:
             from tuner.data.building.rows import build_rows
 

@@ -195,6 +195,7 @@ class Encoder:
             doubtful = np.isin(origins, again)  # a conversation's documents are judged together
         for i in again.tolist():
             alone.place(i, examples[i])
+        flat = replace(flat, edges=np.empty(0, dtype=np.int32))  # the turns are found: no more of use
         return self._finished(texts, flat, turns, ~doubtful, fast)
 
     def _flat(self, texts: BatchTexts, table: ByteTable, total_bytes: int | None) -> tuple[Flat, bool]:
@@ -219,14 +220,13 @@ class Encoder:
             return Flat.of(np.concatenate(parts), np.array([len(part) for part in parts]), table)
         # A control token between two texts: neither sees the other, and one call takes them all.
         ids = proven.encode(self._separator.join([*texts, ""]))
-        edges = edges_of(table.lengths[ids])
+        edges = edges_of(ids, table)
         ends = np.cumsum(sizes + len(self._separator.encode())).astype(edges.dtype)
         separators = np.searchsorted(edges, ends) - 1
         if len(edges) == 0 or edges[-1] != ends[-1] or not np.array_equal(edges[separators + 1], ends):
             raise FastEncoderMismatch("the bytes of the fast encoder's ids are not those of the text")
-        keep = np.ones(len(ids), dtype=np.bool_)
-        keep[separators] = False
-        return Flat.of(ids[keep], np.diff(separators, prepend=-1) - 1, table)
+        del edges  # of a text of millions of tokens, each array counts
+        return Flat.of(np.delete(ids, separators), np.diff(separators, prepend=-1) - 1, table)
 
     def _proven_for(self, size: int, table: ByteTable) -> ProvenEncoder | None:
         """The fastest encoder that is proven, for a batch of so many bytes; it is chosen for the first such batch."""

@@ -60,9 +60,9 @@ class FastEncoder:
 
     def encode(self, text: str) -> npt.NDArray[np.uint32]:
         """Return the ids of a text."""
-        if len(text) >= _MEASURED_CHARS and self._is_full(len(text)):
-            self._rebuild()
         ids: npt.NDArray[np.uint32] = self._backend.encode(text)
+        if len(text) >= _MEASURED_CHARS and self._is_full(len(text)):
+            self._rebuild()  # now, and not before the next text: what follows with these ids takes memory, too
         return ids
 
     def _is_full(self, size: int) -> bool:

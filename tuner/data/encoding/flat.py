@@ -1,7 +1,7 @@
 """Many texts end to end: the bytes of their turns, where tokens lie between them, and the documents they become."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,7 @@ from tuner.data.reading.problems import RecordProblem
 Ints = npt.NDArray[np.int64]
 Edges = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 """Running sums over tokens, in 32 bits wherever they fit."""
+_LOOKED_UP = 1 << 18
 
 
 class BatchTexts:
@@ -72,7 +73,7 @@ class Flat:
     def of(ids: npt.NDArray[np.uint32], lengths: Ints, table: ByteTable) -> "Flat":
         """Lay ids out by what they stand for; `lengths` are the tokens of each text."""
         unknown = np.zeros(len(lengths), dtype=np.bool_)
-        return Flat(ids, lengths, offsets_of(lengths), edges_of(table.lengths[ids]), unknown)
+        return Flat(ids, lengths, offsets_of(lengths), edges_of(ids, table), unknown)
 
     def sizes(self) -> Ints:
         """int64[n]: bytes that each text's ids stand for."""
@@ -80,7 +81,8 @@ class Flat:
 
     def counts(self, of: npt.NDArray[np.bool_]) -> Ints:
         """int64[n]: how many ids of each text are marked in `of`, a table by id."""
-        return np.diff(edges_of(of[self.ids])[self.offsets])
+        found = [start + np.flatnonzero(of[part]) for start, part in _parts(self.ids)]
+        return np.diff(np.searchsorted(np.concatenate([np.empty(0, dtype=np.int64), *found]), self.offsets))
 
 
 @dataclass(frozen=True)
@@ -132,12 +134,20 @@ def offsets_of(lengths: Ints) -> Ints:
     return offsets
 
 
-def edges_of(lengths: npt.NDArray[np.int32] | npt.NDArray[np.bool_]) -> Edges:
-    """The sums of the first 0, 1, ... lengths; there may be a length for every byte of a long text."""
-    fits = int(lengths.sum(dtype=np.int64)) <= np.iinfo(np.int32).max
-    edges: Edges = np.zeros(len(lengths) + 1, np.int32) if fits else np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=edges[1:])
-    return edges
+def edges_of(ids: npt.NDArray[np.uint32], table: ByteTable) -> Edges:
+    """The sums of the bytes that the first 0, 1, ... ids stand for; a long text may have one for every byte."""
+    lengths = np.zeros(len(ids) + 1, dtype=np.int32)
+    for start, part in _parts(ids):
+        lengths[start + 1 : start + 1 + len(part)] = table.lengths[part]
+    if int(lengths.sum(dtype=np.int64)) > np.iinfo(np.int32).max:
+        return np.cumsum(lengths, dtype=np.int64)
+    return np.cumsum(lengths, out=lengths)
+
+
+def _parts(ids: npt.NDArray[np.uint32]) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
+    """Some ids at a time, and where they begin: to look values up, numpy makes 64 bits of each."""
+    for start in range(0, len(ids), _LOOKED_UP):
+        yield start, ids[start : start + _LOOKED_UP]
 
 
 @dataclass(frozen=True)
