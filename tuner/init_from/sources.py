@@ -25,7 +25,7 @@ from tuner.model.weight_files import vet_adapter
 from tuner.rundir.exports import LINEAGE
 from tuner.rundir.layout import MODEL_PREFIX
 from tuner.rundir.model_path import RunCheckpoint, resolve_model_path
-from tuner.runtime.files import read_json
+from tuner.runtime.files import read_json, require_small_configs
 
 Kind = Literal["checkpoint", "export", "model directory", "adapter"]
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -138,6 +138,7 @@ def _of_checkpoint(info: CheckpointInfo) -> WeightSource:
 
 
 def _of_adapter(path: Path) -> WeightSource:
+    require_small_configs(path)
     config = read_json(path / ADAPTER_CONFIG)
     if problem := _not_taken(config):
         raise RecipeError(f"{path / ADAPTER_CONFIG}: {problem}", hint="merge it into its base with peft, and take that")

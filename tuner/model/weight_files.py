@@ -83,6 +83,9 @@ def vet_adapter(directory: Path) -> None:
     for key in ("layer_replication", "megatron_config"):
         if config.get(key):
             raise DataError(f"{where}: {key} is not taken", hint="merge it into its base model with peft")
+    for key in _PATTERNS:
+        if any(len(part) > _PATTERN_CHARS for part in _parts(config, key)):
+            raise DataError(f"{where}: {key}: a name of more than {_PATTERN_CHARS:,} characters")
     if config.get("megatron_core", _MEGATRON) not in {_MEGATRON, None}:  # peft would import what it names
         raise DataError(f"{where}: megatron_core: {config['megatron_core']!r} is code, which is never imported")
     path = directory / ADAPTER_WEIGHTS
@@ -115,6 +118,8 @@ _PATTERNS = {
 }  # fmt: skip
 """What peft matches with names of modules, by the key that has a part of it."""
 _PLAIN = re.compile(r"[\w.-]*")
+_PATTERN_CHARS = 1 << 16
+"""To compile an expression takes a hundred times its length."""
 _MATCH_S, _MATCH_MIB = 2, 512
 _MATCHED = """\
 import json, re, resource, sys
@@ -127,6 +132,13 @@ for name in names:
 """
 
 
+def _parts(config: Mapping[str, Any], key: str) -> list[str]:
+    """The names, or parts of regular expressions, that a config has under a key."""
+    value = config.get(key)
+    listed = value if isinstance(value, list | dict) else [value]
+    return [part for part in listed if isinstance(part, str)]
+
+
 def vet_patterns(directory: Path, names: Iterable[str]) -> None:
     """Match an adapter's regular expressions with the names of a model's modules, in a process that can be stopped.
 
@@ -134,9 +146,8 @@ def vet_patterns(directory: Path, names: Iterable[str]) -> None:
     """
     config = read_json(directory / ADAPTER_CONFIG)
     for key, form in _PATTERNS.items():
-        value = config.get(key) or ()
-        for part in [value] if isinstance(value, str) else value:
-            if isinstance(part, str) and _PLAIN.fullmatch(part) is None:
+        for part in _parts(config, key):
+            if _PLAIN.fullmatch(part) is None:
                 given = json.dumps([form % part, list(names), _MATCH_S, _MATCH_MIB << 20])
                 command = [sys.executable, "-I", "-S", "-c", _MATCHED]
                 done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
