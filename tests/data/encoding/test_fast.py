@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from typing import Any
 
@@ -13,7 +14,7 @@ from gigatoken import gigatoken_rs
 from tokenizers import Tokenizer, normalizers
 
 from tests.data import tiny
-from tuner.data.encoding import encode, fast
+from tuner.data.encoding import encode, fast, place
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.encoding.fast import FastEncoder, ProvenEncoder
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -275,3 +276,33 @@ def test_conversations_with_other_keys_are_rendered() -> None:
     example = parse_record(row)
     assert isinstance(example, Conversation)
     same(tiny.tokenizer(), [example, *rows(3)])
+
+
+PIECES = ("a", "word", " the", " ", "\n", "\u00e9", "\u65e5\u672c", "\U0001f600", "1", "23", "'s", "  ", "<|im_end|>")
+
+
+def test_a_long_text_has_the_tokenizers_own_characters_in_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(0)
+    tokenizer = tiny.tokenizer()
+    encoder = Encoder(tokenizer, "assistant")
+    encoder.choose()
+    for _ in range(50):
+        text = "".join(rng.choices(PIECES, k=60))
+        [own] = tokenizer.encode_batch([text])
+        found = encoder._long(text)  # noqa: SLF001 - its two callers need long texts
+        assert found is not None
+        for of in ("ids", "starts", "stops"):
+            assert np.array_equal(getattr(found, of), getattr(own, of)), (text, of)
+    rows = [PromptCompletion("the ", "answer" + "".join(rng.choices(PIECES[:-1], k=30))) for _ in range(20)]
+    plain = [Encoder(tokenizer, "assistant", fast=False).explain(row).documents[0] for row in rows]
+    assert sum(document.apart for document in plain) > 5
+    monkeypatch.setattr(place, "LONG_CHARS", 1)
+    monkeypatch.setattr(place, "_READ_TOKENS", 2)
+    spans = []
+    monkeypatch.setattr(TextTokenizer, "encode_batch", lambda *_: spans.append(1))
+    for row, document in zip(rows, plain, strict=True):
+        [long] = encoder.explain(row).documents
+        assert np.array_equal(long.input_ids, document.input_ids)
+        assert np.array_equal(long.trained, document.trained)
+        assert (long.prompt_tokens, long.spans, long.apart) == (document.prompt_tokens, document.spans, document.apart)
+    assert not spans

@@ -19,7 +19,7 @@ from tuner.data.encoding.flat import BatchTexts, EncodedBatch, Flat, Ints, Turns
 from tuner.data.encoding.place import KEPT_CHARS, KEPT_PROMPTS, Alone, Placed, Placer
 from tuner.data.encoding.template_layout import Shape, TemplateLayouts
 from tuner.data.encoding.template_spy import has_reserved
-from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.tokenizer import Encoded, TextTokenizer
 from tuner.data.encoding.tokenizer_json import ByteTable, Unproven
 from tuner.data.encoding.turns import Plan, Planner, SpecialTokens, TrainOn
 from tuner.data.reading.problems import RecordProblem
@@ -193,9 +193,9 @@ class Encoder:
         again = np.unique(origins[doubtful])
         if alone.by_answer:
             doubtful = np.isin(origins, again)  # a conversation's documents are judged together
+        flat = replace(flat, edges=np.empty(0, dtype=np.int32))  # the turns are found: no more of use
         for i in again.tolist():
             alone.place(i, examples[i])
-        flat = replace(flat, edges=np.empty(0, dtype=np.int32))  # the turns are found: no more of use
         return self._finished(texts, flat, turns, ~doubtful, fast)
 
     def _flat(self, texts: BatchTexts, table: ByteTable, total_bytes: int | None) -> tuple[Flat, bool]:
@@ -239,7 +239,27 @@ class Encoder:
             except Unproven as error:
                 self.not_fast = self.not_fast or str(error)
         self._chosen = True
+        self._placer.long = self._long
         return self._proven
+
+    def _long(self, text: str) -> Encoded | None:
+        """A long text by the fast encoder, and the characters of its tokens by the bytes that these stand for."""
+        table, proven = self._table, self._proven
+        if table is None or proven is None or not table.accepts(text):
+            return None
+        if any(character in text for character in proven.refuted([text])):
+            return None
+        ids = proven.encode(text)
+        data = np.frombuffer(text.encode(), dtype=np.uint8)
+        edges = edges_of(ids, table)
+        if int(edges[-1]) != len(data) or self._is_unknown[ids].any():
+            return None
+        begins = (data & 0xC0) != 0x80
+        before = np.zeros(len(data) + 1, dtype=np.int32)
+        np.cumsum(begins, out=before[1:])
+        starts, stops = before[edges[:-1]], before[edges[1:]]
+        starts -= ~begins[edges[:-1]]
+        return Encoded(ids.astype(np.int64), starts, stops)
 
     def _prompt_ids(self, prompt: str) -> npt.NDArray[np.uint32]:
         ids = self._prompts.get(prompt)

@@ -5,7 +5,7 @@ take, for people who want to see each token's rule, and as the judge of a sample
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 from unicodedata import normalize
@@ -20,6 +20,9 @@ from tuner.data.reading.records import Conversation, Example, Tokens
 
 KEPT_PROMPTS, KEPT_CHARS = 4096, 256
 """Prompts of fewer characters are encoded once, as many as this."""
+LONG_CHARS = 1 << 18
+"""From here on the tokenizer's own spans, 370 bytes a character, are avoided where that can be."""
+_READ_TOKENS = 1 << 15
 APART = "answers encoded separately from their prompt: a token would span the end of it"
 
 
@@ -60,6 +63,8 @@ class Placer:
             suffix.append(tokenizer.eos_id)
         self.frame: tuple[list[int], list[int]] = (list(tokenizer.text_prefix), suffix)
         """Ids before and after a text that no template writes."""
+        self.long: Callable[[str], Encoded | None] = lambda _: None
+        """What encodes a long text in less memory, to the same ids and characters; None for a text that it cannot."""
 
     def place(self, plan: Plan) -> Document:
         """Return the document of a plan. Raises RecordProblem where a turn does not end between two tokens."""
@@ -74,6 +79,7 @@ class Placer:
             straddles = start is None or stop is None
             if straddles or (turn.is_answer and not self._prompt_is_exact(plan, encoded, turn, start or 0)):
                 if plan.apart:
+                    del encoded, trained  # those of a long text take as much as what follows
                     return self._apart(guarded)
                 if turn.trained == plan.default:
                     continue  # nothing is masked; all that is lost is a prompt for a sample
@@ -126,7 +132,8 @@ class Placer:
         characters, and what stands between two of them as always.
         """
         if not guarded:
-            return self._tokenizer.encode_batch([text])[0]
+            found = self.long(text) if len(text) >= LONG_CHARS else None
+            return self._tokenizer.encode_batch([text])[0] if found is None else found
         parts: list[Encoded] = []
         texts: list[str] = []
         length = 0
@@ -156,7 +163,9 @@ class Placer:
         clean = _unguarded(plan) if plan.escaped else plan
         answer = clean.turns[-1]
         ids, cut = np.concatenate([prompt.ids, rest.ids]), len(prompt.ids)
-        if self._tokenizer.decode(ids.tolist()) != clean.text:
+        # Of a long text that is not guarded every character has its token: decoding it would take all memory.
+        is_read = not plan.escaped and len(plan.text) >= LONG_CHARS and self._is_whole(prompt, rest, plan.text)
+        if not is_read and self._tokenizer.decode(ids.tolist()) != clean.text:
             what = "a token reaches over the end of the prompt: its mask cannot be exact"
             raise RecordProblem(what, None, ("completion",)) if plan.framed else RecordProblem(what, 1)
         end = _boundary(rest, answer.stop - answer.start)
@@ -164,15 +173,31 @@ class Placer:
             raise RecordProblem(f"a token reaches over an end of the {answer.rule}: its mask cannot be exact", 1)
         trained = np.full(len(ids), plan.default, dtype=np.bool_)
         trained[cut : cut + end] = answer.trained
+        del prompt, rest
         spans = [TokenSpan(0, len(ids), "prompt"), TokenSpan(cut, cut + end, answer.rule)]
         document = Document(ids, trained, cut, spans, apart=True)
         return self._framed(document, plan.default) if plan.framed else document
 
+    def _is_whole(self, prompt: Encoded, rest: Encoded, text: str) -> bool:
+        """Whether the two read as the text, decoded in parts that begin and end between characters."""
+        read = 0
+        for part in (prompt, rest):
+            base, first, count = read, 0, len(part.ids)
+            while first < count:
+                last = min(first + _READ_TOKENS, count)
+                while last < count and part.starts[last] < part.stops[last - 1]:
+                    last += 1
+                stop = base + int(part.stops[last - 1])
+                if self._tokenizer.decode(part.ids[first:last].tolist()) != text[read:stop]:
+                    return False
+                first, read = last, stop
+        return read == len(text)
+
     def _framed(self, document: Document, train_prefix: bool) -> Document:
         prefix, suffix = self.frame
-        ids = np.concatenate([prefix, document.input_ids, suffix]).astype(np.int64)
+        ids = np.concatenate([prefix, document.input_ids, suffix]).astype(np.int64, copy=False)
         ends = (np.full(len(prefix), train_prefix), np.ones(len(suffix), dtype=np.bool_))
-        trained = np.concatenate([ends[0], document.trained, ends[1]]).astype(np.bool_)
+        trained = np.concatenate([ends[0], document.trained, ends[1]]).astype(np.bool_, copy=False)
         spans = [TokenSpan(0, len(prefix), "start of text")] if prefix else []
         spans += [TokenSpan(s.start + len(prefix), s.stop + len(prefix), s.rule) for s in document.spans]
         spans.append(TokenSpan(len(ids) - len(suffix), len(ids), "end of text"))

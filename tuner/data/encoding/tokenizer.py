@@ -38,8 +38,8 @@ class Encoded:
     """Token ids of a text and the characters each covers: int64[n] ids, starts and stops (exclusive)."""
 
     ids: npt.NDArray[np.int64]
-    starts: npt.NDArray[np.int64]
-    stops: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64] | npt.NDArray[np.int32]
+    stops: npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 
 class TextTokenizer:
