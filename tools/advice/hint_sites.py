@@ -24,7 +24,7 @@ FOLLOWED_ELSEWHERE = (
     "data/reading/proposals.py", "cli/examples.py",
 )  # fmt: skip
 """Files whose proposals are followed by the other parts, by the beginnings of their names."""
-_WRITE = re.compile(r"(?<!cannot )\b(?:write|set) (?!a commented\b|HF_|WANDB|MASTER|up\b|-l\b|by\b|is\b|of\b)\S")
+_WRITE = re.compile(r"(?<!cannot )\b(?:write|set) (?!a commented\b|out\b|HF_|WANDB|MASTER|up\b|-l\b|by\b|is\b|of\b)\S")
 _FLAG = re.compile(r"(?<![\w-])--[a-z]")
 _COMMAND = re.compile(r"\btuner (?!does\b|refuses\b|that\b|is\b)[a-z][a-z-]+(?= |$|[;,])")
 _KEY = re.compile(r"(?<![\w./-])((?:[a-z_]+\.)*[a-z_]+): ?(?=\S)")

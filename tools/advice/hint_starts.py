@@ -10,6 +10,22 @@ from tools.advice.hint_place import BASE, HERE, Place
 from tools.advice.hint_words import with_lines
 from tuner.errors import ExitCode
 
+SIZES = [
+    {"name": name, "config": {"num_hidden_layers": layers, "hidden_size": 32}}
+    for name, layers in (("small", 1), ("large", 2))
+]
+LADDER = {
+    "model.init": "random",
+    "train.duration": None,
+    "train.global_batch_size": None,
+    "data.eval": "rows.jsonl",
+    "ladder.sizes": SIZES,
+    "ladder.tokens": 1536,
+    "ladder.multiples": [1, 2],
+    "ladder.decay": "30%",
+    "ladder.batch_tokens": 256,
+    "ladder.warmup_tokens": 512,
+}
 HOOK = """
 import os
 
@@ -62,12 +78,35 @@ def stopped(place: Place) -> None:
     assert place.run("train r.yaml --train.stop_after '1 steps'").code == ExitCode.STOPPED
 
 
+def reset(place: Place) -> None:
+    """A run of three steps whose optimizer was reset after the second."""
+    model(place)
+    lines = {"train.duration": "3 steps", "checkpoint.every": "1 steps", "checkpoint.keep": 3}
+    place.write(with_lines({**BASE, **HERE, **lines}, {}))
+    assert place.run("train r.yaml --train.stop_after '2 steps'").code == ExitCode.STOPPED
+    assert place.run("train r.yaml --resume must --reset optimizer").code == 0
+
+
+def taught(place: Place) -> None:
+    """A run of a student that was stopped after its first step."""
+    teacher(place)
+    place.write(with_lines({**BASE, **HERE, "method.kind": "distill", "method.teacher": "./t/step-1"}, {}))
+    assert place.run("train r.yaml --train.stop_after '1 steps'").code == ExitCode.STOPPED
+
+
+def laddered(place: Place) -> None:
+    """A ladder of two sizes."""
+    model(place)
+    place.write(with_lines({**BASE, **HERE, **LADDER}, {}))
+    assert place.run("ladder run r.yaml").code == 0
+
+
 def begun(place: Place) -> None:
     """A run that failed before its first checkpoint."""
     model(place)
-    (place.work / "own.py").write_text(HOOK)
+    (place.work / "hook.py").write_text(HOOK)
     (place.work / "fail").touch()
-    place.write(with_lines({**BASE, **HERE, "hooks": ["own.py:hook"]}, {}))
+    place.write(with_lines({**BASE, **HERE, "hooks": ["hook.py:hook"]}, {}))
     assert place.run("train r.yaml").code == ExitCode.USAGE
     (place.work / "fail").unlink()
 
@@ -111,7 +150,8 @@ def scored(place: Place) -> None:
         assert place.run(f"eval runs/r --tasks {name}.jsonl --output {results}").code == 0
 
 
-STARTS = {
-    start.__name__: start
-    for start in (rows, model, prepared, teacher, run, stopped, begun, unsaved, kept, exported, adapter, scored)
-}
+ALL = (
+    rows, model, prepared, teacher, run, stopped, reset, taught, laddered, begun, unsaved, kept, exported, adapter,
+    scored,
+)  # fmt: skip
+STARTS = {start.__name__: start for start in ALL}

@@ -82,7 +82,7 @@ def _harness_scores_its_tasks(recipe: Recipe, given: Set[str]) -> str | None:
         if task.is_harness and (task.scorer is not None or task.options):
             return f"{task.task} is scored by lm-evaluation-harness; remove its scorer and options"
         if not task.is_harness and task.num_fewshot is not None:
-            return f"num_fewshot is of tasks of lm-evaluation-harness; write examples into the prompts of {task.label}"
+            return f"num_fewshot is of tasks of lm-evaluation-harness; remove it: {task.label}'s prompts hold them"
         if task.is_file and task.options and task.scorer is None:
             return f"{task.label} has options and neither code nor a scorer that takes them; remove the options"
     return None

@@ -89,7 +89,7 @@ def _cadence_in(key: str, every: object, without_length: bool) -> str | None:
     durations = (every,) if isinstance(every, Duration) else every if isinstance(every, tuple) else ()
     for duration in durations:
         if duration.unit == "epochs":
-            return f"{key}: got {duration}; windows are no epochs: write steps, tokens or a time"
+            return f"{key}: got {duration}; windows are no epochs: write steps or tokens"
         if duration.unit == "%" and without_length:
             return f"{key}: got {duration} of a run whose windows do not say how long it is; write steps or tokens"
     return None

@@ -25,6 +25,7 @@ from tuner.runtime.files import read_json, verify_entries
 
 PREPARED_SCHEMA = "tuner.prepared/3"
 """The `schema` of a prepared directory's manifest."""
+WAY_TO_NAME = "leave out --prepared, or give it the directory that tuner prepare-data RECIPE prints"
 ROWS_SCHEMA = pa.schema(
     [
         *((name, pa.list_(pa.uint32())) for name in ("document", "start", "stop")),
@@ -295,7 +296,7 @@ def open_prepared(path: Path, verify: bool = False) -> PreparedData:
     """
     path = Path(path)
     if not (path / "manifest.json").is_file():
-        raise DataError(f"{path}: not a prepared data directory", hint="run: tuner prepare-data RECIPE")
+        raise DataError(f"{path}: not a prepared data directory", hint=WAY_TO_NAME)
     manifest = read_json(path / "manifest.json")
     if manifest.get("schema") != PREPARED_SCHEMA:
         raise DataError(f"{path}: not prepared data of this version (schema {manifest.get('schema')!r})")

@@ -71,7 +71,8 @@ def _keep(
             return
         one.refuse(
             f"{one.source.path} adds B·A times {scale:g} to {layer}, this run's adapter times {own:g}",
-            f"write adapter: {{r: {rank}, alpha: {facts.alpha:g}, use_rslora: {str(facts.use_rslora).lower()}}}",
+            f"write adapter.r: {rank}, adapter.alpha: {facts.alpha:g} and "
+            f"adapter.use_rslora: {str(facts.use_rslora).lower()}",
             "adapter",
         )
         return

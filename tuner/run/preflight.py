@@ -13,7 +13,7 @@ from tuner.config.optimizers import CustomOptimizer, keeps_states_on_host
 from tuner.config.recipe import Recipe
 from tuner.data.building.prepare import check_to_use, find_prepared, prepare_to_use, prepared_path
 from tuner.data.building.spec import PrepareSpec, prepare_spec
-from tuner.data.prepared import PreparedData, open_prepared
+from tuner.data.prepared import WAY_TO_NAME, PreparedData, open_prepared
 from tuner.errors import DataError, RecipeError, counted
 from tuner.model.build import fetch_weights
 from tuner.model.vetting import ignored_code, untrained_indexer, weighs_routers
@@ -212,7 +212,7 @@ def _data_dir(spec: PrepareSpec, options: LaunchOptions, console: Console) -> Pa
         if data.key != wanted:
             raise DataError(
                 f"{options.prepared}: was not prepared by this recipe (key {data.key}, the recipe's is {wanted})",
-                hint="prepare it: tuner prepare-data RECIPE",
+                hint=WAY_TO_NAME,
             )
         check_to_use(spec, options.prepared, console)
         return options.prepared

@@ -187,10 +187,10 @@ def _own_checkpoint(
         found = open_checkpoint(branched, shards=hashes)  # it ended before it saved one of its own, or lost them
     if options.resume == "never" and not _is_finished(record, found, at_end) and not options.dry_run:
         at = f"at step {found.step}" if found is not None else "without a checkpoint"
-        raise RecipeError(
-            f"{run.path} holds an unfinished run, {at}",
-            hint=f"resume it: tuner resume {run.path}      start another run: --name NEW-NAME",
-        )
+        way = f"resume it: tuner resume {run.path}      start another run: --name NEW-NAME"
+        if not run.keeps_recipe(record):
+            way = "resume it with --resume must      start another run: --name NEW-NAME"
+        raise RecipeError(f"{run.path} holds an unfinished run, {at}", hint=way)
     _warn_of_losses(run, record, found, console)
     return found
 
@@ -222,7 +222,8 @@ def resume_source(run_dir: Path, overrides: Sequence[Override] = ()) -> LoadedRe
     record = run.read_record()
     loaded = None if record is None else run.recipe(record)
     if loaded is None:
-        raise RecipeError(f"{run_dir} holds no run that could be resumed", hint="start it with tuner train")
+        hint = "start it with tuner train" if record is None else "name its recipe: tuner train RECIPE --resume must"
+        raise RecipeError(f"{run_dir} holds no run that could be resumed", hint=hint)
     if overrides:
         loaded = replace(load_recipe(recipe_dict(loaded.recipe), overrides), path=loaded.path, text=loaded.text)
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"output_dir": str(run.path)}))

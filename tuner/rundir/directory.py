@@ -109,6 +109,10 @@ class RunDir:
         saved = self._recipe_of_checkpoint()
         return None if record is None or saved is None else replace(load_recipe(saved), path=self.resolved_recipe)
 
+    def keeps_recipe(self, record: Mapping[str, Any] | None) -> bool:
+        """Whether there is anything that its next launch resumes with."""
+        return "recipe" in (record or {}) or self.resolved_recipe.is_file() or self._recipe_of_checkpoint() is not None
+
     def _recipe_of_checkpoint(self) -> dict[str, Any] | None:
         for _, path in step_dirs(self.checkpoints):
             with suppress(DataError):

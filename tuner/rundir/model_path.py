@@ -173,7 +173,13 @@ def _never_saved(run_dir: Path, record: Mapping[str, Any] | None) -> DataError:
 
 def way_to_save(run_dir: Path, record: Mapping[str, Any] | None) -> str:
     """What gives a run without a checkpoint its first one, by its record."""
-    if record is not None and record.get("status") == "finished":  # with checkpoint.at_end: false
+    from tuner.rundir.directory import RunDir
+
+    is_finished = record is not None and record.get("status") == "finished"  # with checkpoint.at_end: false
+    if not RunDir(run_dir).keeps_recipe(record):
+        end = " --checkpoint.at_end true" if is_finished else ""
+        return f"train it by its recipe's file, since its own copy is gone: tuner train RECIPE --resume must{end}"
+    if is_finished:
         return f"train it again and save its end: tuner resume {run_dir} --checkpoint.at_end true"
     return f"train it first: tuner resume {run_dir}"
 

@@ -60,7 +60,8 @@ def few_steps(recipe: Recipe, plan: Plan) -> str | None:
     if plan.global_batch_size > micro:
         seen = plan.rows * plan.total_steps / plan.steps_per_epoch
         smaller = min(int(seen / FEW_STEPS), plan.global_batch_size - 1) // micro * micro  # micro-batches divide it
-        ways.append(f"train.global_batch_size: {max(smaller, micro)}")
+        if smaller:  # else even the smallest batch is few steps
+            ways.append(f"train.global_batch_size: {smaller}")
     if duration.unit == "epochs":
         longer = math.ceil(FEW_STEPS / plan.steps_per_epoch)
         ways.append(f"train.duration: {longer} epochs")

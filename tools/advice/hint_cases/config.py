@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tools.advice.hint_place import Case
-from tools.advice.hint_words import Way
+from tools.advice.hint_place import Case, Change
+from tools.advice.hint_words import RUN, Way
 
 HELD_OUT: Way = {"data.eval": "2%"}
 LORA = {"adapter.kind": "lora"}
@@ -28,6 +28,16 @@ def two_windows(directory: Path) -> None:
     """The files of windows a and b."""
     for name in "ab":
         shutil.copy(directory / "rows.jsonl", directory / f"rows{name}.jsonl")
+
+
+def files(**texts: str) -> Change:
+    """Write files, by what their names begin with; the rest is after two underscores."""
+
+    def change(directory: Path) -> None:
+        for name, text in texts.items():
+            (directory / name.replace("__", ".")).write_text(text)
+
+    return change
 
 
 def rule(function: str, recipe: dict[str, Any], *meant: Way, said: str = "", **more: Any) -> Case:
@@ -262,7 +272,66 @@ OF_VALUES = (
     Case("config/value_types.py:Several._alone", {"model.freeze": "norm,embed_tokens"}, ({"model.freeze": ["norm",
         "embed_tokens"]},), reading={"write a list:": "write model.freeze:"}),
 )  # fmt: skip
+NAMED = {"data.windows.files": None, "data.windows.names": ["a", "b"], **CONSTANT}
+GROUP, OWN = {"match": ["norm"]}, {"optimizer.kind": "custom", "optimizer.use": "sgd.py:build", "optimizer.lr": 1e-3}
+OTHER_TOOL = """
+base_model: owner/name
+datasets: [{path: rows.jsonl, type: alpaca}]
+adapter: lora
+lora_r: 8
+micro_batch_size: 2
+num_epochs: 1
+sequence_len: 64
+"""
+CHECK_OTHER = "config check other.yaml"
+WRITTEN_OUT = {"write the value out,": "mv out.yaml other.yaml;"}
+PLAIN = """
+model: {name_or_path: owner/name}
+data: {train: rows.jsonl}
+train: {duration: 2 steps, stop_after: 2 steps}
+"""
+OF_FILES = (
+    Case("config/yaml.py:_Builder._checked: alias", {}, ({RUN: ["mv out.yaml other.yaml"]},), CHECK_OTHER,
+        change=files(out__yaml=PLAIN, other__yaml=PLAIN.replace("stop_after: 2 steps", "stop_after: *length")),
+        reading=WRITTEN_OUT),
+    Case("config/yaml.py:_Builder._checked: anchor", {}, ({RUN: ["mv out.yaml other.yaml"]},), CHECK_OTHER,
+        change=files(out__yaml=PLAIN, other__yaml=PLAIN.replace("n: 2 steps", "n: &length 2 steps")),
+        reading=WRITTEN_OUT),
+    Case("config/load.py:_of_other_tool", {}, ({RUN: ["import other.yaml > r.yaml"]},), CHECK_OTHER,
+        change=files(other__yaml=OTHER_TOOL), reading={"recipe.yaml": "r.yaml"}, instead=True),
+    Case("config/load.py:_locate: see", {}, ({RUN: ["recipes list", "init --help"]},), CHECK_OTHER, instead=True),
+    Case("config/overrides.py:merge: needs", {}, ({"--optimizer.lr": "1e-3"},), "config check r.yaml --optimizer.lr",
+        reading={"VALUE": "1e-3"}),
+    Case("config/overrides.py:merge: duplicate", {}, ({"--optimizer.lr": None},),
+        "config check r.yaml --optimizer.lr 1e-3 --optimizer.lr 1e-3",
+        reading={"write it once": "leave out --optimizer.lr"}),
+    Case("config/overrides.py:unknown", {}, ({"--model": None, "--model.name_or_path": "owner/name"},),
+        "config check r.yaml --model owner/name", reading={"a section; write": "leave out --model and write"}),
+)
+OF_LISTS = (
+    Case("config/optimizers.py:ParameterGroup._sets_something", {"optimizer.groups": [GROUP]},
+        ({"optimizer.groups": [{**GROUP, "lr": 1e-4}]}, {"optimizer.groups": [{**GROUP, "weight_decay": 0.1}]}),
+        reading={"write one of them": "write groups: [{match: [norm], lr: 1e-4}], or "
+            "groups: [{match: [norm], weight_decay: 0.1}]"}),
+    Case("config/optimizers.py:CustomOptimizer._has_one_place_for_each", {**OWN, "optimizer.options":
+        {"weight_decay": 0.1}}, ({"optimizer.options": None, "optimizer.weight_decay": 0.1},),
+        change=files(sgd__py="import torch\ndef build(groups, lr):\n    return torch.optim.SGD(groups, lr)\n"),
+        reading={"write optimizer.weight_decay,": "leave out optimizer.options and write optimizer.weight_decay: 0.1"}),
+    window("names_have_a_place", NAMED, {"data.train": ["rows{window}.jsonl"]}, change=two_windows,
+        reading={"write the source as logs/": "write data.train: ['rows", "{window}.jsonl": "{window}.jsonl']"}),
+    window("_cadence_in", {**CONSTANT, "checkpoint.marks": ["1 epochs"]}, {"checkpoint.marks": ["9 steps"]},
+        {"checkpoint.marks": ["9 tokens"]}, said="\N{SECTION SIGN}: got \N{SECTION SIGN};",
+        reading={"write steps or tokens": "write checkpoint.marks: [9 steps] or checkpoint.marks: [9 tokens]"}),
+    window("_cadence_in", {**CONSTANT, **OPEN_END, "checkpoint.every": "10%"}, {"checkpoint.every": "9 steps"},
+        {"checkpoint.every": "9 tokens"}, said="\N{SECTION SIGN}: got \N{SECTION SIGN} of",
+        reading={"write steps or tokens": "write checkpoint.every: 9 steps or 9 tokens"}),
+    Case("config/ladder.py:LadderSize._one_way", {**LADDER, "ladder.sizes": [{"name": "a"}]},
+        ({"ladder.sizes": ["190M"]}, {"ladder.sizes": [{"name": "a", "config": {"hidden_size": 512}}]}),
+        reading={"either parameters, such as 190M, or config, such as {hidden_size: 512}":
+            "sizes: [190M], or sizes: [{name: a, config: {hidden_size: 512}}]"}),
+)  # fmt: skip
 CASES = (
+    *OF_FILES, *OF_LISTS,
     *OF_MEASURING, *OF_MODELS, *OF_OPTIMIZERS, *OF_EXPORTS, *OF_MESHES, *OF_WINDOWS, *OF_METHODS, *OF_LADDERS,
         *OF_VALUES,
 )  # fmt: skip

@@ -1,136 +1,183 @@
-"""What is said of tasks and their items, of the tasks of a run, and of directories that are runs or models."""
+"""What models of transformers say of a recipe: their configs, layers, embeddings and losses."""
 
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
 from typing import Any
 
-from tools.advice.hint_cases.cli import EXPORT, alone, command
-from tools.advice.hint_cases.export import TIED
-from tools.advice.hint_cases.runs import TRAIN, after
-from tools.advice.hint_cases.setup import DRY
+from tools.advice.hint_cases.setup import LORA, RANDOM, check, config, dry, family, saved
 from tools.advice.hint_place import Case, Change
-from tools.advice.hint_starts import HOOK
+from tools.advice.hint_words import RUN, Way
 
-FORMS = {"choice": {"prompt": "a", "choices": ["a", "b"], "answer": 0}, "text": {"text": "ab"},
-    "question": {"prompt": "a", "answer": "b"}}
-OF_FORMS = {'{"prompt", "choices", "answer"}, {"text"} or {"prompt", "answer"}':
-    "mv choice.jsonl x.jsonl; mv text.jsonl x.jsonl; mv question.jsonl x.jsonl", "write one a line: ": ""}
-ADAPTER = f"{EXPORT}-adapter"
-OWN = "eval runs/r r.yaml --tasks recipe"
-SCORED: dict[str, Any] = {"start": "scored", "words": OWN}
-LONG = {"prompt": "a", "choices": ["ab" * 20, "ba" * 20], "answer": 0}
+SMALL = {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+EXPERTS = {**RANDOM, "model.config": {"vocab_size": 300}}
+SEEN = {"logging.level": "warning"}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"}
+QUANTIZED = {"model.quantize": "nf4", **LORA}
+GOOD = {RUN: ["mv good.json model/config.json"]}
 
 
-def items(*lines: object) -> Change:
-    """A file of items that are not right, and one for each form."""
+def repaired(**values: Any) -> Change:
+    """A config that is to be repaired, and how it is to be."""
 
     def change(place: Path) -> None:
-        (place / "x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        for name, record in FORMS.items():
-            (place / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
+        shutil.copy(place / "model/config.json", place / "good.json")
+        config(**values)(place)
 
     return change
 
 
-def of_items(site: str, *lines: object, **more: Any) -> Case:
-    """What is said of a file of items, which is then another one."""
-    moved = [command(f"mv {name}.jsonl x.jsonl") for name in FORMS]
-    recipe = {"eval.tasks": [{"task": "x.jsonl", "max_new_tokens": 2}]}
-    return Case(
-        f"evals/items.py:{site}", recipe, tuple(moved), change=items(*lines), reading=OF_FORMS, **SCORED, **more
-    )
+def quantised_from(place: Path) -> None:
+    """Files of another format, and the model that they were made of."""
+    shutil.copytree(place / "model", place / "plain")
+    config(quantization_config={"quant_method": "gptq", "bits": 4})(place)
 
 
-def untalked(place: Path) -> None:
-    """An export without a chat template, and items."""
-    alone(place)
-    items(FORMS["choice"])(place)
+def train(site: str, recipe: dict[str, Any], *meant: Way, **more: Any) -> Case:
+    """What a training finds as it begins."""
+    return check(site, recipe, *meant, words="train r.yaml", **more)
 
 
-def hooked(place: Path) -> None:
-    """Code of the user's that fails."""
-    (place / "own.py").write_text(HOOK)
-    (place / "fail").touch()
-
-
-def taken(place: Path) -> None:
-    """A file where a tracker writes."""
-    (place / "runs/r/tensorboard").write_text("")
-
-
-def without_record(place: Path) -> None:
-    """The record of the run is gone."""
-    (place / "runs/r/run.json").unlink()
-
-
-def own_tokenizer(place: Path) -> None:
-    """A tokenizer that only code of its own reads."""
-    (place / "model/tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["own.Own", null]}}')
-
-
-ITEMS = (
-    of_items("items_of: write one", dear=True),
-    of_items("item_of: write one", [1], dear=True),
-    of_items("item_of: write \N{SECTION SIGN}", {"question": "a"}),
-    Case("evals/items.py:items_of: write items", {}, (command("mv text.jsonl x.jsonl"),), "eval runs/r --tasks x.jsonl",
-        "scored", change=items(FORMS["text"], FORMS["choice"]), reading={
-        "write items of another kind to a file of their own": "mv text.jsonl x.jsonl"}),
-    Case("evals/items.py:items_of: set", {"eval.tasks": "x.jsonl"}, ({"eval.tasks": [{"task": "x.jsonl", "max_items": 2}
-        ]},), change=items(*[FORMS["text"]] * ((1 << 18) + 1)), reading={"set max_items, or divide the file":
-        "set eval.tasks: [{task: x.jsonl, max_items: 2}]"}, dear=True, **SCORED),
-)  # fmt: skip
-TASKS = (
-    Case("evals/load.py:require_figure", {"eval.tasks": "t.jsonl", "checkpoint.keep_best": "eval/t/f1"},
-        ({"checkpoint.keep_best": "eval/t/acc"}, {"checkpoint.keep_best": "eval/t/acc_norm"},
-        {"checkpoint.keep_best": "eval/t/bits_per_byte"}), f"{TRAIN} --name other",
-        "scored", dear=True),
-    Case("evals/load.py:_loaded", {"eval.tasks": [{"task": "x.jsonl", "chat": True}], "tokenizer.name_or_path": None},
-        ({"eval.tasks": [{"task": "x.jsonl", "chat": False}]}, {"tokenizer.chat_template": "chatml"}),
-        "eval alone r.yaml --tasks recipe", "exported", reading={"chat: false":
-        "eval.tasks: [{task: x.jsonl, chat: false}]"}, change=untalked, dear=True),
-    Case("evals/requests.py:Asker._request: raise", {"eval.tasks": "x.jsonl", "data.max_length": 32}, ({"eval.tasks":
-        [{"task": "x.jsonl", "max_length": 64}]},), change=items(LONG), reading={
-        "raise the task's max_length, such as {task: ..., max_length: 4096}":
-        "write eval.tasks: [{task: x.jsonl, max_length: 64}]"}, **SCORED, dear=True),
-)  # fmt: skip
-OF_RUNS = (
-    after("run/tasks/export.py:ExportTask.__init__", {**TIED, "export.at_end": True}, {"export.adapter": "keep"},
-        start="model", dear=True),
-    after("run/tasks/hooks.py:UserHook.__call__", {"hooks": ["own.py:hook"]}, command("rm -r fail", "resume runs/r"),
-        start="model", change=hooked, reading={"fix it, then": "rm -r fail &&"}, instead=True, onward=True, dear=True),
-    after("run/tasks/trackers/choose.py:TrackerHook.__call__", {}, {"--logging.trackers": "[]"},
-        words="resume runs/r --logging.trackers '[tensorboard]'", start="stopped", change=taken,
-        reading={"'[]'": "[]"}, dear=True),
-    after("runtime/plugins.py:load", {}, {"--tasks": "quiz.py:items"}, start="scored",
-        words="eval runs/r --tasks quiz.py", reading={"write quiz.py:NAME": "give --tasks quiz.py:items"},
-        change=lambda place: (place / "quiz.py").write_text(f"def items(): return [{FORMS['choice']}]")),
-)  # fmt: skip
-DIRECTORIES = (
-    after("rundir/run_json.py:_written_again", {}, command("rm runs/r/run.json", "resume runs/r"),
-        words="runs show runs/r", change=lambda place: (place / "runs/r/run.json").write_text("{")),
-    after("rundir/origin.py:warn_of_changed_file", {"checkpoint.keep": 3}, command("train r.yaml --resume must"),
-        command("train r.yaml --name other"), start="stopped", words="resume runs/r --logging.level warning",
-        instead=True, reading={" (it names the --reset needed)": "", " for another run": "",
-        "--name NEW-NAME": "tuner train r.yaml --name other"}, dear=True),
-    after("rundir/base_model.py:require_base_model", {"model.name_or_path": f"./{ADAPTER}", "name": "other"},
-        {**command("export-hf runs/r"), "model.name_or_path": EXPORT}, start="adapter", words=DRY,
-        reading={"that directory": EXPORT}, dear=True),
-    after("rundir/base_model.py:_is_a_run: take", {"model.name_or_path": "./runs/r", "name": "other"},
-        {"model.name_or_path": EXPORT}, start="exported", words=DRY),
-    after("rundir/model_path.py:_best_step", {"data.eval": "rows.jsonl", "name": "other"}, {"checkpoint.keep_best":
-        "eval/loss"}, dear=True,
-        words="train r.yaml && export-hf runs/other --step best --dry-run"),
-    after("rundir/page.py:write_page", {}, {"--output": "page.html"}, words="runs plot runs/r --output rows.jsonl",
-        reading={"--output": "--output page.html"}),
-    after("rundir/record.py:Run.problems", {}, command("resume runs/r"), words="runs show runs/r",
-        change=without_record, reading={" writes it again": ""}),
-    after("rundir/record.py:read_run: give a", {}, command("runs list runs"), words="runs show rows.jsonl",
-        instead=True, reading={"tuner runs list shows": "tuner runs list runs"}),
-    after("transformers_tokenizer.py:_require_readable", {"tokenizer.name_or_path": None},
-        {"tokenizer.name_or_path": "runs/r/tokenizer"}, change=own_tokenizer, words="prepare-data r.yaml",
-        reading={"to a directory with the tokenizer.json of that tokenizer": "", "set tokenizer.name_or_path":
-        "set tokenizer.name_or_path: runs/r/tokenizer"}),
-)  # fmt: skip
-CASES = (*ITEMS, *TASKS, *OF_RUNS, *DIRECTORIES)
+CONFIGS = (
+    check(
+        "model/refusal.py:not_causal",
+        RANDOM,
+        {"model.config": {"is_decoder": True}},
+        words="train r.yaml",
+        change=saved("bert", **SMALL),
+        reading={"model.config.is_decoder: true": "model.config: {is_decoder: true}"},
+    ),
+    train(
+        "model/refusal.py:require_positions",
+        {**RANDOM, "model.config": {"is_decoder": True}},
+        {"data.max_length": 62},
+        change=saved("roberta", pad_token_id=1, **SMALL),
+        reading={"data.max_length to at most": "data.max_length:"},
+    ),
+    check(
+        "model/vetting.py:require_known_losses",
+        RANDOM,
+        {"model.config": {"z_loss_coefficient": 0}},
+        change=config(z_loss_coefficient=0.1),
+        reading={"model.config.z_loss_coefficient: 0": "model.config: {z_loss_coefficient: 0}"},
+    ),
+    check(
+        "model/vetting.py:_refuse: write",
+        {},
+        GOOD,
+        change=repaired(dtype="nf5"),
+        reading={"write bfloat16 or float32": "mv good.json model/config.json"},
+    ),
+    check(
+        "model/vetting.py:_refuse: choose",
+        {},
+        {"model.quantize": "nf4", **LORA},
+        change=config(quantization_config=NF4),
+        reading={
+            "nf4 or int8 is": "it is",
+            "model.quantize: nf4 or int8": "write model.quantize: nf4, adapter.kind: lora and adapter.r: 4",
+        },
+    ),
+    check(
+        "model/vetting.py:_require_codes",
+        {**QUANTIZED, "model.quantize": "int8"},
+        {"model.quantize": "nf4"},
+        change=config(quantization_config=NF4),
+    ),
+    check(
+        "model/vetting.py:require_own_files",
+        {},
+        {RUN: ["rm -r model/adapter_config.json"]},
+        words="train r.yaml",
+        change=lambda place: (place / "model/adapter_config.json").write_text("{}"),
+        reading={
+            "take it away, or merge the adapter into its model: tuner export-hf": "rm -r model/adapter_config.json"
+        },
+    ),
+    check(
+        "model/quantize/published.py:",
+        QUANTIZED,
+        {"model.name_or_path": "plain", "model.quantize": "nf4"},
+        change=quantised_from,
+        reading={"name the model that it was quantised from": "write model.name_or_path: plain"},
+    ),
+)
+LAYERS = (
+    train(
+        "setup/build.py:_inspect",
+        {**RANDOM, "data.packing": True},
+        {"data.packing": "auto"},
+        change=saved(
+            "phimoe",
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=12,
+            num_key_value_heads=2,
+            rope_scaling=None,
+            router_jitter_noise=0.0,
+            input_jitter_noise=0.0,
+            **SMALL,
+        ),
+        dear=True,
+    ),
+    check(
+        "model/build.py:_overridden",
+        RANDOM | {"tokenizer.name_or_path": "byte"},
+        {"--model.config": None, "--model.init": "random"},
+        words="config check r.yaml --model.config '{time_step_limit: [0, .inf]}'",
+        change=family("falcon-h1"),
+        reading={
+            "write the number into the model's config.json": "leave out --model.config and write --model.init random"
+        },
+    ),
+    dry(
+        "model/router_loss.py:unasked_term",
+        {**EXPERTS, **SEEN},
+        {"model.router_aux_loss_coef": 0.001},
+        {"model.router_aux_loss_coef": 0},
+        change=family("mixtral"),
+        reading={" to keep the experts evenly busy, or 0 for": " or model.router_aux_loss_coef: 0; for"},
+    ),
+    check(
+        "model/tiles.py:apply_tiles",
+        {**RANDOM, "train.tiled_mlp": True},
+        {"train.tiled_mlp": False},
+        words="train r.yaml",
+        change=saved("opt", ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32),
+    ),
+    dry(
+        "model/tokens.py:train_new_tokens",
+        {**LORA, "adapter.target_modules": ["q_proj", "lm_head"], "tokenizer.add_tokens": ["<new>"]},
+        {"adapter.target_modules": ["q_proj"], "adapter.modules_to_save": ["lm_head"]},
+        reading={"move it to": "write adapter.target_modules: [q_proj] and"},
+    ),
+    check(
+        "model/adapter.py:add_lora",
+        {**LORA, **SEEN, "adapter.target_modules": ["q_proj", "lm_head"]},
+        {RUN: ["train r.yaml", "export-hf runs/r --adapter keep"]},
+        words="train r.yaml",
+        instead=True,
+        reading={
+            "adapter.target_modules: lm_head": "lm_head",
+            " alone": "",
+            "is exported with": "tuner train r.yaml and tuner export-hf runs/r",
+        },
+        dear=True,
+    ),
+    train(
+        "model/adapter.py:require_used",
+        {**RANDOM, **LORA},
+        {"adapter.kind": "none"},
+        change=saved(
+            "reformer",
+            is_decoder=True,
+            axial_pos_embds=False,
+            feed_forward_size=48,
+            num_attention_heads=2,
+            attention_head_size=16,
+        ),
+        dear=True,
+    ),
+)
+CASES = (*CONFIGS, *LAYERS)

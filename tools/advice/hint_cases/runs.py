@@ -43,7 +43,7 @@ LAUNCHES = (
         "--resume": "must"}, OTHER),
     after("run/previous.py:find_checkpoint: leave out", {}, {"--resume": None}, start="model",
         words=f"{TRAIN} --resume must"),
-    after("run/previous.py:_own_checkpoint: resume it", {}, RESUMED, OTHER, start="stopped", instead=True),
+    after("run/previous.py:_own_checkpoint: resume it:", {}, RESUMED, OTHER, start="stopped", instead=True),
     after("run/previous.py:resume_source: start it", {}, {RUN: ["train r.yaml"]}, start="model", words="resume runs/r",
           change=lambda place: (place / "runs/r").mkdir(parents=True), reading={"tuner train": "tuner train r.yaml"}),
     after("run/preflight.py:preflight", {}, {"--resume": "auto"}, {"--resume": "must"},

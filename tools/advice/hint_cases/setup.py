@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.model.tiny import tiny_config
+from tools.advice.hint_cases.runs import pairs
 from tools.advice.hint_place import Case, Change
-from tools.advice.hint_words import Way
+from tools.advice.hint_words import RUN, Way
 
 LORA = {"adapter.kind": "lora", "adapter.r": 4}
 DRY = "train r.yaml --dry-run"
@@ -31,6 +32,17 @@ def family(name: str) -> Change:
 
     def change(directory: Path) -> None:
         tiny_config(name).save_pretrained(directory / "model")
+
+    return change
+
+
+def saved(name: str, **values: Any) -> Change:
+    """The config of a tiny model of a type of transformers, without weights."""
+
+    def change(directory: Path) -> None:
+        from transformers import AutoConfig
+
+        AutoConfig.for_model(name, vocab_size=300, hidden_size=32, **values).save_pretrained(directory / "model")
 
     return change
 
@@ -103,4 +115,50 @@ EXPERTS = (
           {"$": ["export-hf runs/r"], "model.name_or_path": "runs/r/exports/step-2"}, start="run",
           reading={"and name the export": "and model.name_or_path: runs/r/exports/step-2"}),
 )
-CASES = (*NUMERICS, *MODELS, *SCHEDULES, *EXPERTS)
+DPO, PAIRS = {"method.kind": "dpo", "data.train": "pairs.jsonl"}, {"start": "model", "change": pairs}
+MERGED = {RUN: ["export-hf runs/r"], "model.name_or_path": "runs/r/exports/step-2"}
+
+
+def other_tokens(place: Path) -> None:
+    """A teacher with tokens of its own."""
+    from tuner.config.recipe import TokenizerSection
+    from tuner.data.encoding.tokenizer_files import load_tokenizer
+
+    section = TokenizerSection(name_or_path="byte", add_tokens=("<other>",))
+    load_tokenizer(str(place / "model"), None, section).save(place / "t/step-1")
+    path = place / "t/step-1/tokenizer.json"
+    path.write_text(path.read_text().replace("<|eos|>", "<|end|>"))
+
+
+def adapter(place: Path) -> None:
+    """A directory of an adapter."""
+    (place / "adapter").mkdir()
+    (place / "adapter" / "adapter_config.json").write_text("{}")
+
+
+CHOICES = (
+    check("setup/axes.py:_check_numbers", {"parallel.tensor": 3, "train.micro_batch_size": 1},
+        {"parallel.tensor": 1}, {"parallel.tensor": 2}, {"parallel.tensor": 4},
+        reading={"model: 1, 2, 4": "model: write parallel.tensor: 1, 2 or 4"}),
+    check("setup/check.py:_check_model_directory: merge", {"model.name_or_path": "./adapter", "name": "other"}, MERGED,
+        start="run", change=adapter, 
+        reading={"RUN, and name the export": "runs/r and model.name_or_path: runs/r/exports/step-2"}),
+    dry("setup/resolve.py:_reference", {**DPO, **LORA, "adapter.modules_to_save": ["norm"], "method.reference":
+        "adapter_off"}, {"method.reference": "columns"}, **PAIRS),
+    dry("setup/teacher.py:check_teacher", {"method.kind": "distill", "method.teacher": "./t/step-1"},
+        {"tokenizer.name_or_path": "t/step-1"}, start="teacher", change=other_tokens,
+        reading={"tokenizer: tokenizer.name_or_path": "tokenizer.name_or_path: t/step-1"}),
+    dry("setup/timetable.py:few_steps", {"train.duration": "5 epochs", "train.global_batch_size": 8, 
+        "data.packing": False, "logging.level": "warning"},
+        {"train.global_batch_size": 4}, {"train.duration": "7 epochs"}),
+    dry("setup/window_course.py:check_reference", {**DPO, "data.windows.files": 1, "schedule.kind": "constant",
+        "schedule.warmup": "1 steps"}, {"adapter.kind": "lora", "method.reference": "adapter_off"},
+        {"data.windows.files": None},
+        reading={"train an adapter, with": "write adapter.kind: lora and",
+        "remove data.windows": "remove data.windows.files"}, **PAIRS),
+    check("setup/resolve.py:require_apart", {**RANDOM, "data.packing": True}, {"data.packing": "auto"},
+        change=saved("bloom", n_layer=1, n_head=2)),
+    dry("setup/resolve.py:rerouted", {**RANDOM, "train.compile": True}, {"train.compile": "auto"},
+        change=saved("bloom", n_layer=1, n_head=2)),
+)  # fmt: skip
+CASES = (*CHOICES, *NUMERICS, *MODELS, *SCHEDULES, *EXPERTS)
