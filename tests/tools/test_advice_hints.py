@@ -81,7 +81,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.site, marks=[pytest.mark.slow] if case.dear else []) for case in CASES]
+    "case", [pytest.param(case, id=case.site, marks=[pytest.mark.slow] if case.is_dear else []) for case in CASES]
 )
 def test_what_is_proposed_leads_on(case: Case, place: Place) -> None:
     assert judged(case, place, STARTS) == ""
