@@ -11,10 +11,11 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from transformers import Glm4MoeConfig, PreTrainedModel
 
+from tests.fixtures.packed import packed_inputs, random_ids
 from tests.model.tiny import family_config, family_model, tiny_config
 from tuner.errors import RecipeError
 from tuner.model import adapter as adapter_module
-from tuner.model.adapter import LoraSpec, add_lora, left_out_experts, lora_layers, tied_layers
+from tuner.model.adapter import LoraSpec, adapter_off, add_lora, left_out_experts, lora_layers, tied_layers
 from tuner.model.build import ModelSpec, build_model, meta_model
 from tuner.model.freeze import freeze, frozen_hash
 from tuner.model.peft_names import taken_for_experts
@@ -293,3 +294,53 @@ def test_an_adapter_with_dropout_and_without_autocast_takes_its_input_as_peft_ma
     root = adapted(tmp_path, "llama", SPEC, torch.bfloat16)
     with torch.no_grad():
         assert root.logits(torch.arange(5), torch.arange(5), (5,), torch.arange(5)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_an_adapter_of_the_output_layer_is_trained_as_the_layers_own_call_has_it(
+    kind: str, dropout: float, tmp_path: Path
+) -> None:
+    """A loss takes the layer as a matrix: it has to be the adapted one, with the gradients of the adapter."""
+    root = adapted(tmp_path, kind, LoraSpec(2, 8, dropout, ["q_proj", "lm_head"]))
+    head: Any = root.model.get_output_embeddings()
+    nn.init.normal_(head.lora_B["default"].weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    inputs = packed_inputs(random_ids(97)[:60], (40, 20))
+    root.train()
+
+    def gradients(loss: torch.Tensor) -> dict[str, torch.Tensor]:
+        root.zero_grad()
+        loss.backward()
+        return {name: one.grad.clone() for name, one in trained_parameters(root).items() if one.grad is not None}
+
+    def losses(hidden: torch.Tensor, _: Any, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(head(hidden), targets, reduction="sum")
+
+    torch.manual_seed(1)
+    ours = root(document_lengths=(40, 20), **inputs)
+    found = gradients(ours)
+    root.at_head = lambda objective, hidden, targets: losses(hidden, None, targets)  # type: ignore[method-assign]
+    torch.manual_seed(1)
+    theirs = root(document_lengths=(40, 20), **inputs)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+    wanted = gradients(theirs)
+    assert found.keys() == wanted.keys() and all(found[name].any() for name in found if "lm_head" in name)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_without_its_adapter_the_output_layer_is_the_models(tmp_path: Path) -> None:
+    root = adapted(tmp_path, "llama", LoraSpec(2, 8, 0.0, ["q_proj", "lm_head"]))
+    inputs = packed_inputs(random_ids(97)[:60], (40, 20))
+    before = root(document_lengths=(40, 20), **inputs)
+    for name, one in trained_parameters(root).items():
+        nn.init.normal_(one.data, std=0.1) if "lora_B" in name else None
+    assert root(document_lengths=(40, 20), **inputs) != before
+    with adapter_off(root.model):
+        assert torch.equal(root(document_lengths=(40, 20), **inputs), before)
+
+
+def test_dora_of_the_output_layer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="lm_head is the output layer, which losses take as one matrix") as refused:
+        adapted(tmp_path, "llama", LoraSpec(2, 8, 0.0, ["q_proj", "lm_head"], use_dora=True))
+    assert "adapter.kind: lora" in (refused.value.hint or "")

@@ -99,6 +99,8 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
     except ValueError as error:
         raise RecipeError(f"adapter: {str(error).splitlines()[0]}") from error
     _require_adapted(model, targets)
+    if spec.use_dora:
+        _refuse_output_layer(model)
     modules = dict(model.named_modules())
     for name in saved:
         _train_in_full(model, modules[name])
@@ -163,6 +165,18 @@ def _require_adapted(model: PreTrainedModel, targets: Sequence[str]) -> None:
             f"adapter.target_modules: peft cannot adapt {left_out[0]} of a {model.config.model_type} model",
             hint=f"write target_modules: [{names}]" if names else "name other layers, such as the attention's",
         )
+
+
+def _refuse_output_layer(model: PreTrainedModel) -> None:
+    """Refuse DoRA there: a loss takes the layer as one matrix, which DoRA would change with each step. RecipeError."""
+    output = model.get_output_embeddings()
+    for name, layer in lora_layers(model):
+        if layer is output:
+            raise RecipeError(
+                f"adapter.target_modules: {name} is the output layer, which losses take as one matrix: DoRA cannot "
+                "adapt it",
+                hint=f"write adapter.kind: lora, or leave {name} out of adapter.target_modules",
+            )
 
 
 def stacked_weights(model: nn.Module) -> list[str]:

@@ -236,6 +236,22 @@ def summed_cross_entropy(hidden: torch.Tensor, head: OutputLayer, targets: torch
     return head.cross_entropy(hidden, targets)
 
 
+def as_one_matrix(head: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states ``[N, D]`` and the weight ``[V, D]`` of an output layer; of an adapted one ``D + r`` wide each.
+
+    With an adapter the layer gives ``W·h + s·B·(A·h)``, which is ``[W, B]`` times ``(h, s·A·h)``: as exact as the
+    layer's own call, with any dropout. The price is a copy of ``W``, and a gradient as large, of which that of ``B`` is
+    kept.
+    """
+    if not hasattr(head, "lora_A") or head.disable_adapters or head.merged:
+        return hidden, head.weight
+    (adapter,) = head.active_adapters
+    inner = head.lora_A[adapter](head.lora_dropout[adapter](hidden.to(head.lora_A[adapter].weight.dtype)))
+    rows = torch.cat([hidden, (inner * head.scaling[adapter]).to(hidden.dtype)], dim=-1)
+    # The adapter is float32; next to a weight of 16 bits it is rounded as the products round it.
+    return rows, torch.cat([head.weight, head.lora_B[adapter].weight.to(head.weight.dtype)], dim=-1)
+
+
 @dataclass(frozen=True)
 class Head:
     """An output layer and its input: hidden ``[N, D]``, weight ``[V, D]``, bias ``[V]``, the type of the products.

@@ -24,6 +24,7 @@ from tuner.model.output_layer import (
     OutputLayer,
     Result,
     Vocabulary,
+    as_one_matrix,
     softmax_into_gradient,
     summed_cross_entropy,
 )
@@ -279,8 +280,8 @@ class CausalLM(nn.Module):
         if self.vocabulary is not None:
             layer = self.vocabulary.layer(head, self.logit_transform, scale)
         else:
-            bias = getattr(head, "bias", None)
-            layer = OutputLayer(head.weight, bias, self.logit_transform, self.loss_kernel, scale)
+            hidden, weight = as_one_matrix(head, hidden)
+            layer = OutputLayer(weight, getattr(head, "bias", None), self.logit_transform, self.loss_kernel, scale)
         if self.cut is not None:
             layer = self.cut.head(layer, len(targets))
         return objective(hidden, layer, targets)

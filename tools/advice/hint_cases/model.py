@@ -152,6 +152,13 @@ LAYERS = (
         {"adapter.target_modules": ["q_proj"], "adapter.modules_to_save": ["lm_head"]},
         reading={"move it to": "write adapter.target_modules: [q_proj] and"},
     ),
+    dry(
+        "model/adapter.py:_refuse_output_layer",
+        {"adapter.kind": "dora", "adapter.r": 4, "adapter.target_modules": ["q_proj", "lm_head"]},
+        {"adapter.kind": "lora"},
+        {"adapter.target_modules": ["q_proj"]},
+        reading={"leave lm_head out of adapter.target_modules": "write adapter.target_modules: [q_proj]"},
+    ),
     check(
         "model/adapter.py:add_lora",
         {**LORA, **SEEN, "adapter.target_modules": ["q_proj", "lm_head"]},
