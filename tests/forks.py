@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures.cycles import leave_out
+from tests.fixtures.forked import warm
 
 WORKER = "PYTEST_XDIST_WORKER"
 """The variable by which fixtures know that they are in one of several processes, as pytest-xdist names it."""
@@ -40,6 +42,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     gc.enable()
     if not count or session.config.option.collectonly or session.testsfailed:
         return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warm()
     gc.collect()
     leave_out()
     files = [list(items) for _, items in groupby(session.items, key=lambda item: item.path)]

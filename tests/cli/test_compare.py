@@ -46,6 +46,7 @@ def test_a_run_gives_the_scores_of_its_last_evaluation(place: Path, monkeypatch:
         assert kept.read_bytes() == (place / "own" / f"{name}.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_hugging_face_directory_needs_no_recipe(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TUNER_CACHE", str(place / "cache"))
     found = score_tasks(

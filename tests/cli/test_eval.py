@@ -175,6 +175,7 @@ def test_what_cannot_be_evaluated(place: Path, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.multi
+@pytest.mark.slow
 def test_two_processes_give_the_same_loss(place: Path) -> None:
     out = launcher.run(["-m", "tuner", "eval", str(place / "runs" / "r")], 2)
     assert float(out) == pytest.approx(evaluations(place)[4]["loss"], rel=1e-6)

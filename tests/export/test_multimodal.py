@@ -299,6 +299,7 @@ def test_language_model_alone(whole: Path, tmp_path: Path) -> None:
         export_hf(run, adapter="keep", text_only=True)
 
 
+@pytest.mark.slow
 def test_training_from_start_to_end(own_gemma: Path, tmp_path: Path) -> None:
     """New tokens get rows in the whole checkpoint; the source is checked again when the run is resumed."""
     rows = [{"text": " ".join(f"w{20 + (i * 7 + j) % 60}" for j in range(4 + i % 9))} for i in range(16)]

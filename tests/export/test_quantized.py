@@ -226,6 +226,7 @@ def stored_as_codes(base: Path) -> Path:
     return base
 
 
+@pytest.mark.slow
 def test_a_base_that_was_published_as_codes_has_no_other(tmp_path: Path) -> None:
     base = stored_as_codes(write_base(tmp_path / "base", "llama-tied", torch.bfloat16))
     run = write_run(tmp_path / "run", base, DORA, frozen="bf16", quantize="int8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -26,6 +27,7 @@ def test_two_of_the_tasks_are_made_without_the_network(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_plain_transformers_find_the_same_item_by_item(tmp_path: Path) -> None:
     model = tmp_path / "model"
     for name, data in byte_tokenizer_files().items():

@@ -10,6 +10,7 @@ import pytest
 from tools import fit_campaign
 
 
+@pytest.mark.slow
 def test_a_case_in_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(fit_campaign, "CASES", fit_campaign.CASES[:1])
     monkeypatch.setattr(fit_campaign, "trial", functools.cache(fit_campaign.trial))

@@ -40,7 +40,7 @@ PLACEHOLDERS = {"RECIPE": "r.yaml", "RUN": "runs/r", "NEW-NAME": "other"}
 ELSEWHERE, HERE = {"model.name_or_path": "owner/name"}, {"model.name_or_path": "./model"}
 """A model that is not on this machine, of which nothing is checked, and a tiny one that is."""
 
-CHEAP = ("rows", "model", "prepared", "teacher", "run")
+CHEAP = ("rows", "prepared", "teacher")
 """What a case may start from in every run of the tests."""
 
 
@@ -69,9 +69,8 @@ class Case:
 
     @property
     def is_dear(self) -> bool:
-        """Whether it costs much: it trains, or what it starts from has trained more than once or was cut short."""
-        trains = self.words.startswith("train ") and "--dry-run" not in self.words
-        return self.dear or (trains and self.start == "model") or self.start not in CHEAP
+        """Whether it costs much: it trains or builds a model, or what it starts from has."""
+        return self.dear or self.start not in CHEAP
 
     @property
     def sites(self) -> list[Site]:
