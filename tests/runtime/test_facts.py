@@ -32,6 +32,8 @@ def test_the_processor_is_what_the_system_says(more: str, has_bf16: bool, monkey
     def said(path: Path, **options: str) -> str:
         return CPUINFO.format(more=more) if str(path) == "/proc/cpuinfo" else real(path, **options)
 
+    for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(variable, raising=False)  # by which a user keeps oneDNN from what there is
     monkeypatch.setattr(Path, "read_text", said)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     facts = device_facts("cpu")
