@@ -35,8 +35,8 @@ def test_held_out_names_and_wordings_never_occur_in_training() -> None:
 
 def test_held_out_sets_have_their_sizes_and_share_no_message() -> None:
     sets = [*map(texts, task.held_out().values()), texts(task.eval_rows())]
-    assert [len(part) for part in sets] == [60, 60, 20]
-    assert len({text for part in sets for text in part}) == 140
+    assert [len(part) for part in sets] == [50, 50, 12]
+    assert len({text for part in sets for text in part}) == 112
 
 
 def test_every_value_is_in_its_message() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 BATCH = 100
-NEW_TOKENS = 96
+NEW_TOKENS = 64
 
 
 def parse(answer: str, lenient: bool) -> dict[str, Any] | None:

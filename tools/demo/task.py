@@ -17,7 +17,7 @@ from typing import Any
 
 SEED = 7
 TRAIN_ROWS = 1500
-HELD_OUT_ROWS = 60
+HELD_OUT_ROWS = 50
 FIELDS = ("name", "city", "item", "quantity", "total_usd")
 INSTRUCTION = f"Answer with one JSON object with the keys {', '.join(FIELDS)}."
 
@@ -157,8 +157,8 @@ def held_out() -> dict[str, list[Row]]:
 
 
 def eval_rows() -> list[Row]:
-    """Twenty held-out rows for the loss and the sample answers shown in training, none of them scored afterwards."""
-    return rows("eval", 20, UNSEEN_FIRST_NAMES, UNSEEN_LAST_NAMES, WORDINGS)
+    """Twelve held-out rows for the loss and the sample answers shown in training, none of them scored afterwards."""
+    return rows("eval", 12, UNSEEN_FIRST_NAMES, UNSEEN_LAST_NAMES, WORDINGS)
 
 
 def write_jsonl(path: Path, items: Sequence[Row]) -> None:
