@@ -145,6 +145,9 @@ _TEXTS = {"prompt": "q", "chosen": "a", "rejected": "b"}
 BAD: list[tuple[ExampleKind, dict[str, Any], str, str]] = [
     ("preference", {**_TEXTS, "rejected": "a"}, "chosen and rejected are equal", '"a"'),
     ("preference", {**_TEXTS, "rejected": " \n"}, "rejected is empty", '" '),
+    ("preference", {**_TEXTS, "chosen": None}, "chosen is null", "null"),
+    ("preference", {**_TEXTS, "rejected": None}, "rejected is null", "null"),
+    ("unpaired", {"prompt": "q", "completion": "a", "label": None}, "label is null", "null"),
     ("preference", {**_TEXTS, "chosen": 3}, "chosen is a text or a list of messages, got a number", "3"),
     ("preference", {**_TEXTS, "chosen": [answer("a")]}, "one is a text and one a list", '"b"'),
     ("preference", {**_TEXTS, "prompt": 3}, "prompt is a string, got a number", "3"),
