@@ -56,7 +56,7 @@ CASES: dict[str, Case] = {
 adapter: {kind: lora, r: 2, dropout: 0.2}
 data: {packing: false}
 train: {precision: fp32}
-checkpoint: {keep: 1, keep_best: eval/loss}
+checkpoint: {keep: 2, keep_best: eval/loss}
 eval: {every: 2 steps, at_start: false, samples: 1, samples_at: all}
 logging: {level: info}
 """,

@@ -82,6 +82,7 @@ def test_preferences_are_measured_against_the_quantised_base(place: Path) -> Non
     for reference in ("adapter_off", "columns"):
         flags = {**NF4, "method__kind": "dpo", "method__reference": reference, "data__train": "pairs.jsonl"}
         flags |= {"train__duration": "2 steps", "train__global_batch_size": "2", "data__cache_dir": "cache"}
+        flags |= {"train__micro_batch_size": "2"}
         for kind in ("nf4", "int8"):
             run = launch(place, name=f"{reference}-{kind}", **{**flags, "model__quantize": kind}).run_dir
             trained = lines(run)
