@@ -47,6 +47,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
         warm()
     gc.collect()
     leave_out()
+    session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one for all, and what they share in it
     files = [list(items) for _, items in groupby(session.items, key=lambda item: item.path)]
     _Deal(session, files).run(count)
     return True

@@ -313,13 +313,13 @@ def test_an_adapter_of_the_output_layer_is_trained_as_the_layers_own_call_has_it
         loss.backward()
         return {name: one.grad.clone() for name, one in trained_parameters(root).items() if one.grad is not None}
 
-    def losses(hidden: torch.Tensor, _: Any, targets: torch.Tensor) -> torch.Tensor:
+    def by_the_layer(objective: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(head(hidden), targets, reduction="sum")
 
     torch.manual_seed(1)
     ours = root(document_lengths=(40, 20), **inputs)
     found = gradients(ours)
-    root.at_head = lambda objective, hidden, targets: losses(hidden, None, targets)  # type: ignore[method-assign]
+    root.at_head = by_the_layer  # type: ignore[method-assign,assignment]
     torch.manual_seed(1)
     theirs = root(document_lengths=(40, 20), **inputs)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
@@ -334,7 +334,8 @@ def test_without_its_adapter_the_output_layer_is_the_models(tmp_path: Path) -> N
     inputs = packed_inputs(random_ids(97)[:60], (40, 20))
     before = root(document_lengths=(40, 20), **inputs)
     for name, one in trained_parameters(root).items():
-        nn.init.normal_(one.data, std=0.1) if "lora_B" in name else None
+        if "lora_B" in name:
+            nn.init.normal_(one, std=0.1)
     assert root(document_lengths=(40, 20), **inputs) != before
     with adapter_off(root.model):
         assert torch.equal(root(document_lengths=(40, 20), **inputs), before)

@@ -67,25 +67,18 @@ def of_type(name: str, **values: Any) -> Change:
 
 WITH_MARGIN = {"add a margin to each row": "mv good.jsonl pairs.jsonl"}
 CASES = (
-    check(
-        "train/methods/dpo.py:Dpo.columns",
-        {"method.kind": "dpo", **MARGIN},
-        {"method.margin": "none"},
-        ADDED,
-        words=TRAIN,
-        change=margins,
-        reading=WITH_MARGIN,
-        dear=True,
-    ),
-    check(
-        "train/methods/reward.py:Reward.columns",
-        {"method.kind": "reward", **MARGIN},
-        {"method.margin": "none"},
-        ADDED,
-        words=TRAIN,
-        change=margins,
-        reading=WITH_MARGIN,
-        dear=True,
+    *(
+        check(
+            f"train/methods/{site}.columns",
+            {"method.kind": kind, **MARGIN},
+            {"method.margin": "none"},
+            ADDED,
+            words=TRAIN,
+            change=margins,
+            reading=WITH_MARGIN,
+            dear=True,
+        )
+        for kind, site in (("dpo", "dpo.py:Dpo"), ("reward", "reward.py:Reward"))
     ),
     check(
         "train/methods/method.py:check_logits",

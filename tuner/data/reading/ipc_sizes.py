@@ -1,4 +1,4 @@
-"""What the batches of an Arrow file unpack to, read from their headers before a library makes room for it.
+"""What the batches of an Arrow file unpack to, read from their headers before a library allocates it.
 
 A compressed batch is unpacked at once. Its header lists its buffers, and each buffer begins with its size unpacked.
 """

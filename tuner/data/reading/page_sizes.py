@@ -257,9 +257,9 @@ def _most_of_a_row(file: BinaryIO, chunk: _Chunk, compression: str, most_level: 
 
 
 def _runs(levels: bytes, width: int, count: int) -> Iterator[tuple[int, bool]]:
-    """Runs of values by their levels of repetition: how many there are, and whether they go on with a row.
+    """Runs of values by their levels of repetition: how many there are, and whether they continue a row.
 
-    A row that begins is a run of its own; of several short ones, only the longest is told of. IndexError.
+    A row that begins is a run of its own; of several short ones, only the longest is reported. IndexError.
     """
     at = 0
     while count > 0:
