@@ -28,11 +28,13 @@ def modules() -> dict[str, Path]:
 
 @functools.cache
 def trees() -> dict[str, ast.Module]:
-    """Every module of the package, parsed: only where a test asks, since collecting tests is done in each worker."""
+    """Every module of the package, parsed once: while tests are collected, for all processes that are forked then."""
+    looked = gc.isenabled()
     gc.disable()
     found = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules().items()}
     gc.freeze()  # a million objects that stay: no look for cycles need go over them
-    gc.enable()
+    if looked:
+        gc.enable()
     return found
 
 

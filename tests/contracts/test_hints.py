@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.contracts.syntax import modules, trees
 from tuner.config.fields import fields, find, item_fields
 from tuner.config.recipe import ITEMS
 from tuner.config.tree import Problems
@@ -44,20 +45,20 @@ def _said(node: ast.expr) -> str | None:
     return None
 
 
-def _texts(path: Path) -> Iterator[Text]:
+def _texts(path: Path, tree: ast.Module) -> Iterator[Text]:
     """Every text of a file but its docstrings, those of which a longer one is made left out."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
-    inside -= {id(node) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)}
-    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Constant, ast.JoinedStr)) and id(node) not in inside | docs:
+    waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
+    for node, is_part in waiting:
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and not is_part):
             said = _said(node)
             if said is not None and " " in said:
                 yield Text(f"{path.relative_to(TUNER)}:{node.lineno}", said)
+        doc = node.value if isinstance(node, ast.Expr) else None
+        below = is_part or isinstance(node, ast.JoinedStr)
+        waiting += [(child, below) for child in ast.iter_child_nodes(node) if child is not doc or not _said(child)]
 
 
-TEXTS = [text for path in sorted(TUNER.rglob("*.py")) for text in _texts(path)]
+TEXTS = [text for name, path in modules().items() for text in _texts(path, trees()[name])]
 SECTIONS = {key.split(".")[0] for key in fields() if "." in key}
 
 
