@@ -25,6 +25,8 @@ import pytest
 from tests.fixtures.cycles import leave_out
 from tests.fixtures.forked import warm
 
+LOOKS = (50_000, 20, 20)
+"""After how many new objects cycles are looked for, and how much more rarely among older ones: tests end soon."""
 WORKER = "PYTEST_XDIST_WORKER"
 """The variable by which fixtures know that they are in one of several processes, as pytest-xdist names it."""
 
@@ -39,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Deal the files out, and report what comes back as if it had happened here."""
     count: int = session.config.getoption("--forks")
+    gc.set_threshold(*LOOKS)
     gc.enable()
     if not count or session.config.option.collectonly or session.testsfailed:
         return None
