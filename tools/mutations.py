@@ -24,6 +24,7 @@ from typing import Any
 PACKAGE = "tuner"
 IGNORED_FIELDS = frozenset({"ctx", "type_comment", "kind", "type_params"})
 IMPORTS = (ast.Import, ast.ImportFrom)
+DEFINED = re.compile(r"(?:def|class) (\w+)[(:]")
 TOKEN = re.compile(r"\w+(?:\.\w+)?|\S")
 Letters = dict[str, ast.AST]
 
@@ -106,21 +107,32 @@ def texts(root: Path) -> dict[Path, str]:
 
 
 @functools.cache
+def parsed(path: Path, root: Path) -> ast.Module:
+    """What a file says, to be looked at and not to be changed."""
+    return ast.parse(texts(root)[path])
+
+
+@functools.cache
+def _by_name(root: Path) -> dict[str, set[Path]]:
+    """The files that may define a name: by a function or a class, by their own name or their directory's."""
+    found: dict[str, set[Path]] = {}
+    for path, text in texts(root).items():
+        for name in {path.stem, path.parent.name, *DEFINED.findall(text)}:
+            found.setdefault(name, set()).add(path)
+    return found
+
+
+@functools.cache
 def places_in(path: Path, root: Path) -> dict[str, tuple[Path, str]]:
     """A file's module, classes and functions by their whole names: the file, and the name within it."""
     module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-    names = ["", *_names(ast.parse(texts(root)[path]))]
+    names = ["", *_names(parsed(path, root))]
     return {f"{module}.{name}".removesuffix("."): (path, name) for name in names}
 
 
 def places(root: Path, last: str = "") -> dict[str, tuple[Path, str]]:
     """The places of all files, or of those that may have one whose name ends so: parsing all takes seconds."""
-    defined = (f"def {last}(", f"class {last}(", f"class {last}:")
-    chosen = [
-        path
-        for path, text in texts(root).items()
-        if not last or last in (path.stem, path.parent.name) or any(words in text for words in defined)
-    ]
+    chosen = sorted(_by_name(root).get(last, ())) if last else texts(root)
     return {name: place for path in chosen for name, place in places_in(path, root).items()}
 
 

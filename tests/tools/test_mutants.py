@@ -12,7 +12,7 @@ import pytest
 
 from tools import mutants
 from tools.mutants_table import MUTANTS
-from tools.mutations import InC, Mutant, find_place
+from tools.mutations import InC, Mutant, find_place, parsed, texts
 
 CODE = '''
 import os
@@ -51,14 +51,15 @@ def test_fault_applies_and_changes_its_file(mutant: Mutant, root: Path) -> None:
     if isinstance(mutant, InC):
         assert text != file.read_text()
     else:
-        assert differ(text, file.read_text())
+        assert differ(text, file, root)
 
 
-def differ(text: str, other: str) -> bool:
-    """Whether two modules say other things, in whatever layout; what is equal at their beginnings is not compared."""
-    lines = zip(text.splitlines(), other.splitlines(), strict=False)
+def differ(text: str, file: Path, root: Path) -> bool:
+    """Whether a text says other things than a file, in any layout; equal beginnings are not compared."""
+    lines = zip(text.splitlines(), texts(root)[file].splitlines(), strict=False)
     equal = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], lines))
-    bodies = [[node for node in ast.parse(module).body if (node.end_lineno or 0) > equal] for module in (text, other)]
+    modules = (ast.parse(text), parsed(file, root))
+    bodies = [[node for node in module.body if (node.end_lineno or 0) > equal] for module in modules]
     pairs = itertools.zip_longest(*bodies, fillvalue=ast.Pass())
     return any(ast.dump(one) != ast.dump(two) for one, two in pairs)
 
