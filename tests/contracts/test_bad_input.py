@@ -57,6 +57,8 @@ def base(without: str = "") -> dict[str, object]:
             recipe[section][name] = value
     field = fields().get(without)
     for section, usual in KINDS.items():
+        if section != without.partition(".")[0]:
+            continue
         kind = field.kinds[0] if field is not None and field.kinds and field.section == section else usual
         if without != f"{section}.kind":
             required = NEEDS.get((section, kind), {})
