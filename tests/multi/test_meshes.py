@@ -56,7 +56,8 @@ def check_copies(assembly: Assembly, processes: int, wrong_on: int) -> None:
 
 
 def near(step: tuple[float, float]) -> tuple[Any, Any]:
-    """A loss within 1e-6; a gradient norm within 1e-5, since Adafactor's updates make more of what float32 rounds."""
+    """A loss within 1e-6; a gradient norm within 1e-5: Adafactor's updates make more of what float32 rounds, up to 2e-6
+    after two steps."""
     loss, norm = step
     return pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-5)
 
@@ -75,7 +76,7 @@ def held_to_one_process(case: Case, meshes: list[dict[str, Any]], tmp_path: Path
             assembly, target = laid_out.assembly(tmp_path, rank), tmp_path / f"mesh-{number}"
             found = walked(assembly, STEPS * number, source, target)
             for one, other in zip(expected[STEPS * number :], found, strict=False):
-                assert other == pytest.approx(one, rel=1e-6), (parallel, one, other)
+                assert other == near(one), (parallel, one, other)
             source = target / f"step-{STEPS * (number + 1)}"
             if parallel == TENSOR:
                 check_copies(assembly, case.processes, wrong_on=case.processes - 1)
