@@ -25,6 +25,9 @@ which Bloom takes under one setting of its config: what runs is seen by what it 
 QUANTIZED = "QuantizedLinear"
 """The class of layers with codes and scales in the place of a weight, which few trainings load."""
 READ = "its weight is read without a call: an adapter learns nothing"
+SWITCH = "tuner_switch"
+"""The attribute of an adapted layer that holds a number ``[]``, 1 or 0, where a compiled program reads whether the
+adapter is on."""
 SHARED = "blocks share its weight, and their adapters cannot be merged"
 
 
@@ -138,11 +141,14 @@ def added_in_product(
     (adapter,) = layer.active_adapters
     down, up = layer.lora_A[adapter], layer.lora_B[adapter]
     one_type = torch.is_autocast_enabled(source.device.type) or up.weight.dtype == weight_type(layer.get_base_layer())
+    switch: torch.Tensor | None = getattr(layer, SWITCH, None)
     if layer.merged or layer.disable_adapters or args or options or not one_type:
         plain: torch.Tensor = type(layer).forward(layer, source, *args, **options)
-        return plain
+        return plain if switch is None else torch.where(switch > 0, plain, layer.base_layer(source))
     result = layer.base_layer(source)
     inner = down(layer.lora_dropout[adapter](layer._cast_input_dtype(source, down.weight.dtype)))
     rows, weight = second(up, inner)
+    if switch is not None:
+        rows = rows * switch
     summed = torch.addmm(result.flatten(0, -2), rows.flatten(0, -2), weight.T, alpha=layer.scaling[adapter])
     return summed.view(result.shape).to(result.dtype)

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
 from tuner.model import transformers_private
+from tuner.model.adaptable import SWITCH
 from tuner.model.experts import LORA_A, LORA_B, NO_EXPERTS, routed_experts
 from tuner.model.flops import n_experts
 
@@ -165,7 +166,10 @@ def _projected(module: Any, name: str, rows: torch.Tensor, groups: _Groups) -> t
     dtype = weight.dtype if is_rounded else torch.promote_types(weight.dtype, down.dtype)
     given = functional.dropout(rows, lora.dropout, module.training).to(dtype)
     down, up = _filled(down.to(dtype), up.to(dtype))
-    added = groups.product(groups.product(given, down), up)
+    inner = groups.product(given, down)
+    if (switch := getattr(module, SWITCH, None)) is not None:
+        inner = inner * switch
+    added = groups.product(inner, up)
     return torch.add(made, added, alpha=lora.scale).to(made.dtype)
 
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from tuner.errors import RecipeError
 from tuner.model.adaptable import (
     READ,
+    SWITCH,
     add_in_product,
     exact_weight,
     held_tensor,
@@ -316,14 +317,24 @@ def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 @contextmanager
-def adapter_off(model: nn.Module) -> Iterator[None]:
+def adapter_off(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> Iterator[None]:
     """Have the model compute what it does without its adapter, for the length of the block.
 
     Neither its parameters nor what of them is trained changes, as peft's own switch would have it. What is trained
     besides the adapter (``modules_to_save``, rows of new tokens) stays.
+
+    Layers that are ``compiled`` compute by the program that trains: what A makes is multiplied by a number there, 0 in
+    this block. Without A and B it would be another program, which rounds otherwise, and one more to compile.
     """
-    layers = [layer for _, layer in lora_layers(model)]
-    experts: list[Any] = list(adapted_experts(model).values())
+    inside = {module for block in compiled for module in block.modules()}
+    layers, experts = [layer for _, layer in lora_layers(model)], list[Any](adapted_experts(model).values())
+    takers = [layer for layer in layers if takes_product(layer, ADAPTER)] + experts
+    by_number = inside.intersection(takers)
+    layers = [layer for layer in layers if layer not in by_number]
+    experts = [module for module in experts if module not in by_number]
+    switches = [_switch_of(module) for module in by_number]
+    for switch in switches:
+        switch.zero_()
     for layer in layers:
         layer._disable_adapters = True
     for module in experts:
@@ -331,10 +342,21 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        for switch in switches:
+            switch.fill_(1)
         for layer in layers:
             layer._disable_adapters = False
         for module in experts:
             module.lora.is_on = True
+
+
+def _switch_of(module: nn.Module) -> torch.Tensor:
+    """The number of a module; made when it is first asked for, which is before the module's program is."""
+    found: torch.Tensor | None = getattr(module, SWITCH, None)
+    if found is None:
+        found = torch.ones((), device=next(module.parameters()).device)
+        setattr(module, SWITCH, found)
+    return found
 
 
 def _train_in_full(model: PreTrainedModel, module: nn.Module) -> None:

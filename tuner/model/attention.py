@@ -142,8 +142,7 @@ def packed_attention(
         sizes = (documents.new, documents.whole, documents.whole)
         output = _one_by_one((query, key, value), sizes, asked)
     elif asked.dropout > 0 or bias is not None or (sink is not None and sink.shape[2] > 1):
-        lengths = tuple(documents.host.diff().tolist())
-        output = _one_by_one((query, key, value), (lengths,) * 3, asked)
+        output = _each_alone((query, key, value), documents.host, asked)
     else:
         if asked.chunk:
             assert documents.chunks is not None, "where layers have chunks, documents are cut into them"
@@ -213,6 +212,15 @@ def _as_computed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if not torch.is_autocast_enabled(device):
         return tensors
     return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _each_alone(tensors: tuple[torch.Tensor, ...], bounds: torch.Tensor, asked: _Asked) -> torch.Tensor:
+    """Documents that lie between such bounds, one by one. The compiler would make a program of each packing: where
+    documents end are numbers here."""
+    lengths = tuple(bounds.diff().tolist())
+    output: torch.Tensor = _one_by_one(tensors, (lengths,) * 3, asked)
+    return output
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

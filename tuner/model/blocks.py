@@ -11,7 +11,7 @@ lie is data to it.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any, Literal
@@ -166,10 +166,42 @@ def compile_blocks(root: CausalLM, padding: Padding) -> None:
             module._cache_clear = lambda: None  # type: ignore[method-assign]
     if root.mixers is not None:
         root.mixers.keep_from_compiler(root.model)
-    for block in decoder_blocks(root.model, "train.compile"):
+    blocks = decoder_blocks(root.model, "train.compile")
+    for block, has_gradient in zip(blocks, _inputs_with_gradient(root, blocks), strict=True):
+        first = next(iter(inspect.signature(block.forward).parameters))
+        compiled = torch.compile(block.forward, backend=BACKEND, dynamic=False)
         # Evaluation and sampling come in many shapes and are rare: they run as they are.
-        _wrap(block, torch.compile(block.forward, backend=BACKEND, dynamic=False), lambda block: block.training)
+        _wrap(block, partial(_as_trained, compiled, first, has_gradient), lambda block: block.training)
     root.padding = padding
+
+
+def _inputs_with_gradient(root: CausalLM, blocks: Sequence[nn.Module]) -> Iterator[bool]:
+    """Of each layer whether what it is given has a gradient in training: whether anything before it is trained."""
+    trained = any(parameter.requires_grad for parameter in root.model.get_input_embeddings().parameters())
+    for block in blocks:
+        yield trained
+        trained = trained or any(parameter.requires_grad for parameter in block.parameters())
+
+
+def _as_trained(compiled: Callable[..., Any], first: str, has_gradient: bool, *args: Any, **kwargs: Any) -> Any:
+    """What a compiled layer gives; without gradients, too, by the program that trains, whose saved results are dropped.
+
+    Compiled for no gradients it would be another program, which fuses and so rounds otherwise: a reference that is the
+    same model would differ from the policy. ``first`` names the layer's input, which some models give by name;
+    ``has_gradient`` says whether it has a gradient in training.
+    """
+    if torch.is_grad_enabled():
+        return compiled(*args, **kwargs)
+    hidden, *others = args if args else (kwargs.pop(first),)
+    with torch.enable_grad():  # for the layer alone: what shards or offloads it takes this for the forward that it is
+        return _detached(compiled(hidden.detach().requires_grad_(has_gradient), *others, **kwargs))
+
+
+def _detached(made: Any) -> Any:
+    """The same without a graph, of a tensor or a tuple of them."""
+    if isinstance(made, tuple):
+        return tuple(map(_detached, made))
+    return made.detach() if isinstance(made, torch.Tensor) else made
 
 
 @cache

@@ -14,24 +14,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tuner.data.batches import Batch, collate
+from tuner.config.recipe import TrainSection
+from tuner.data.batches import collate
 from tuner.data.building.cache import cache_path, valid
 from tuner.data.building.columns import Columns, files_of, open_columns
 from tuner.data.prepared import PackedRows, PreparedData, Row
 from tuner.errors import DataError, RecipeError, VerificationError, counted
-from tuner.parallel.fsdp import sync_gradients
 from tuner.run.columns import ColumnsInfo, ColumnsSpec, Work, computed, key_of, manifest_body
 from tuner.run.preflight import Preflight
+from tuner.run.reference_start import require_start
 from tuner.runtime.console import Console
 from tuner.runtime.environment import versions
-from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import Assembly
 from tuner.setup.resolve import quantizer_facts
-from tuner.setup.settled import rows_at_once
-from tuner.train.step import TrainState, device_columns, reference_values
+from tuner.train.step import TrainState, reference_values
 
-CHECKED_ROWS = 4
-"""Rows of each split, for every process, of which the start is checked."""
 DECIDING = ("tuner", "torch", "transformers", "peft", "liger-kernel", "triton")
 """Packages whose versions may change bits."""
 
@@ -90,17 +87,24 @@ def _computed(spec: ColumnsSpec, work: Work) -> tuple[Path, bool]:
     except VerificationError as error:
         raise VerificationError(
             error.message,
-            hint="resume with the kernels, the number of threads and the versions that the run had (run.json)",
+            hint="resume with the kernels, the number of threads, the versions and the parallel.tensor, sequence and "
+            "expert that the run had (run.json)",
         ) from error
 
 
 def key_facts(assembly: Assembly) -> dict[str, Any]:
-    """All that decides the bits of the reference's columns; the number of processes and the micro-batch do not."""
-    recipe, device = assembly.resolved.recipe, assembly.train_state.step_config.device
+    """All that decides the bits of the reference's columns.
+
+    Processes that compute a layer together add its sums up in another order, so their number does; how many hold the
+    rows or the shards of the weights does not, nor does the micro-batch.
+    """
+    recipe, device, mesh = assembly.resolved.recipe, assembly.train_state.step_config.device, assembly.mesh
     values = type(assembly.train_state.method).reference_values
     here: dict[str, Any] = {"device": assembly.resolved.facts.name}
     if device.type == "cpu":
         here |= {"threads": torch.get_num_threads(), "instructions": torch.backends.cpu.get_cpu_capability()}
+    together = {"tensor": mesh.tensor, "sequence": mesh.sequence, "expert": mesh.expert}
+    here |= {axis: size for axis, size in together.items() if size > 1}
     padding = assembly.train_state.root.padding
     if (quantizer := quantizer_facts(recipe)) is not None:
         here |= {"quantizer": quantizer}
@@ -115,10 +119,18 @@ def key_facts(assembly: Assembly) -> dict[str, Any]:
         "deterministic": recipe.train.deterministic,
         "kernels": recipe.model.kernels,
         "attention": assembly.resolved.reasons.get("attention"),
-        "compiled_for": None if padding is None else [padding.tokens, padding.longest],
+        "compiled_for": None if padding is None else [padding.tokens, padding.longest, *_program(recipe.train)],
         **here,
         "versions": {name: version for name, version in versions().items() if name in DECIDING},
     }
+
+
+def _program(section: TrainSection) -> list[Any]:
+    """What a compiled layer's program depends on besides its sizes: what of it is computed again, and in which parts.
+
+    The compiler fuses another set of operations for each, which rounds otherwise.
+    """
+    return [section.gradient_checkpointing, str(section.gradient_checkpointing_layers), section.tiled_mlp]
 
 
 def values_of(assembly: Assembly) -> Callable[[PackedRows, Row], Columns]:
@@ -185,73 +197,6 @@ def with_row_columns(rows: PackedRows, columns: Columns) -> PackedRows:
         whole[name] = np.full(rows.document_count, np.nan, dtype=np.float32)
         whole[name][numbers] = values
     return rows.with_columns(whole)
-
-
-def require_start(assembly: Assembly, console: Console) -> None:
-    """Check that the policy gives some rows of the first step, and held-out ones, what the reference gives them.
-
-    Raises VerificationError where any log-ratio is not exactly zero. Collective; the model must be as it is before the
-    first step, and stays so.
-    """
-    state, ranks = assembly.train_state, Collective(gloo_group())
-    of_step = assembly.batches.row_ids(0)
-    checked = [("train", assembly.batches.rows, [int(i) for i in of_step])]
-    if assembly.held_out is not None:
-        checked.append(("eval", assembly.held_out.rows, list(range(len(assembly.held_out.rows)))))
-    size, own = assembly.mesh.data_size, assembly.mesh.data_rank
-    problems: list[str] = []
-    state.root.train()
-    try:
-        for split, rows, ids in checked:
-            for first in range(0, min(len(ids), CHECKED_ROWS * size), size):
-                problems += _differences(assembly, split, collate([rows.row(ids[min(first + own, len(ids) - 1)])]))
-    finally:
-        state.optimizer.zero_grad()
-    found = [problem for of_rank in ranks.on_all_ranks(lambda: problems) for problem in of_rank]
-    if not found and state.method.reference == "columns":
-        _warn_of_rounding(assembly, ranks, console)
-    if found:
-        where = "remove the directory that the line `reference` names, and it is computed again"
-        other = "write method.reference: columns, which the model at the start computes itself"
-        raise VerificationError(
-            f"before the first step the model is not its reference: {found[0]}"
-            + (f" ({len(found):,} documents)" if len(found) > 1 else ""),
-            hint=where if state.method.reference == "columns" else other,
-        )
-
-
-def _warn_of_rounding(assembly: Assembly, ranks: Collective, console: Console) -> None:
-    """Say where the first micro-batch, its rows together, begins with log-ratios that are not zero. Collective."""
-    state = assembly.train_state
-    batch = assembly.batches.step(0).micro[0]
-    with torch.no_grad():
-        wanted = device_columns(state.root, state.method, batch, state.step_config)
-        found = reference_values(state.root, state.method, batch, state.step_config)
-    ratios = [float((values - wanted[name]).abs().max()) for name, values in found.items() if len(values)]
-    most = max((ratio for of_rank in ranks.on_all_ranks(lambda: ratios) for ratio in of_rank), default=0.0)
-    if most > 0:
-        rows = rows_at_once(assembly.resolved.recipe)
-        console.warn(
-            f"log-ratios of {rows} rows at once begin within {most:.2g} of 0, not at it: products of more rows round "
-            "otherwise (train.micro_batch_size: 1 begins at 0)"
-        )
-
-
-def _differences(assembly: Assembly, split: str, batch: Batch) -> list[str]:
-    """What of one row's documents the model gives otherwise than the reference, in the forward that trains."""
-    state = assembly.train_state
-    wanted = device_columns(state.root, state.method, batch, state.step_config)
-    sync_gradients(state.root, True, state.step_config.accumulate_whole)
-    with torch.enable_grad():
-        found = reference_values(state.root, state.method, batch, state.step_config)
-        # As in a step: under FSDP2 a forward with gradients is followed by a backward.
-        (torch.stack([values.sum() for values in found.values()]).sum() * 0).backward()
-    problems = []
-    for name, values in found.items():
-        ratios = (values.detach() - wanted[name]).cpu().numpy()
-        for at in np.flatnonzero(~(ratios == 0)):
-            problems.append(f"document {batch.documents[at]} of {split}: its {name} differs by {ratios[at]:.3g}")
-    return problems
 
 
 def cached_columns(cache_dir: Path, info: ColumnsInfo) -> dict[str, Columns]:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tuner.data.batches import Batch, StepBatches, without_targets
+from tuner.model.build import decoder_blocks
 from tuner.model.output_layer import Objective, OutputLayer, Result
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import squared_norm, sum_whole_gradients, sync_gradients
@@ -325,7 +326,8 @@ def device_columns(root: CausalLM, method: Method, batch: Batch, step_config: St
     if method.reference == "adapter_off":
         from tuner.model.adapter import adapter_off
 
-        with torch.no_grad(), adapter_off(root.model):
+        compiled = () if root.padding is None else decoder_blocks(root.model)
+        with torch.no_grad(), adapter_off(root.model, compiled):
             columns |= reference_values(root, method, batch, step_config)
     return columns
 
