@@ -69,10 +69,16 @@ def record_probes(root: CausalLM, probes: list[torch.Tensor], device: torch.devi
     """
     root.eval()
     lengths = torch.tensor([len(p) for p in probes])
-    with _whole(root), _Float32Products():
+    with _whole(root), _in_float32(root):
         logits = torch.cat([_last_logits(root, probe.to(device)) for probe in probes])
     padded = torch.nn.utils.rnn.pad_sequence(probes, batch_first=True)
     return {"input_ids": padded, "lengths": lengths, "logits": logits.float().cpu()}
+
+
+def _in_float32(root: CausalLM) -> AbstractContextManager[object]:
+    """Within, products are in float32; a model all of whose weights are needs no look at each operation."""
+    tensors = [*root.parameters(), *root.buffers()]
+    return _Float32Products() if any(tensor.dtype == torch.bfloat16 for tensor in tensors) else nullcontext()
 
 
 def _whole(root: CausalLM) -> AbstractContextManager[None]:
