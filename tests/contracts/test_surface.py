@@ -44,7 +44,7 @@ SURFACE = {
     "runs verify": "RUNS",
     "runs rm": "RUNS",
     "profile": "(RECIPE) --device --processes --memory --fit --host-memory --measure --output --dry-run",
-    "prove": "(RECIPE) --steps --layouts",
+    "prove": "(RECIPE) --steps --layouts --weights",
     "config check": "(RECIPE)",
     "config show": "(RECIPE) --origin --plot-schedule",
     "config schema": "",

@@ -10,6 +10,7 @@ from tuner.cli.command import Outcome, RecipeArgument, VerboseOption, command, l
 from tuner.errors import ExitCode, RecipeError
 
 if TYPE_CHECKING:
+    from tuner.config.load import LoadedRecipe
     from tuner.prove.compare import Proof
     from tuner.prove.prove import Proven
 
@@ -32,6 +33,9 @@ def prove(
             metavar="NAMES", help="Layouts to prove, such as fsdp4,fsdp2+tp2; default: the recipe's own and all others."
         ),
     ] = None,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Hold the model itself, with its weights, to its class; no layouts.")
+    ] = False,
     verbose: VerboseOption = False,
 ) -> Outcome:
     """Train a small model of the recipe's architecture on this CPU under every layout, each against one process.
@@ -39,6 +43,8 @@ def prove(
     Losses, gradients, norms, weights, copies and checkpoints are compared. Exit code 6 where any is unequal.
     """
     loaded = load_for_command(recipe, overrides_of(ctx))
+    if weights:
+        return _weights(loaded, verbose)
     names = [] if layouts is None else [name.strip() for name in layouts.split(",") if name.strip()]
     if layouts is not None and not names:
         raise RecipeError("--layouts: names no layout", hint="write some, such as fsdp2,tp2")
@@ -61,6 +67,23 @@ def prove(
         if proof.cause is not None:
             console.say(proof.verdict, f"{proof.layout}: {proof.cause}")
     return _outcome(found)
+
+
+def _weights(loaded: LoadedRecipe, verbose: bool) -> Outcome:
+    """What a launch proves of short documents, by the whole model with the values that its files have."""
+    from tuner.config.ladder import require_one_run
+    from tuner.runtime.console import Console
+
+    require_one_run(loaded.recipe.ladder)
+    console = Console(level="debug" if verbose else "info")
+    with console.doing("loading torch", at_once=True):
+        from tuner.prove.weights import prove_weights
+
+    with console.doing("holding the model to its class"):
+        report, route = prove_weights(loaded.recipe)
+    found = {"leak": report.leak, "against_alone": report.against_alone, "route": route}
+    said = f"a document moves another by {report.leak:.1e}, and is {report.against_alone:.1e} from the model alone"
+    return Outcome(f"weights: {said}", metrics=found, is_text=True)
 
 
 def table(found: Proven) -> list[list[str]]:

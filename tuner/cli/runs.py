@@ -24,6 +24,7 @@ from tuner.rundir.remove import remove_runs
 from tuner.rundir.run_json import TIME_FORMAT
 from tuner.rundir.terminal import LETTERS, draw
 from tuner.runtime.console import LABEL_WIDTH, clock, escape
+from tuner.runtime.startup import in_words
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 FIGURES = {
@@ -289,6 +290,7 @@ def _launch(launch: dict[str, Any]) -> str:
         " ".join(str(part) for part in (launch.get("status"), launch.get("why")) if part),
         f"{launch.get('world_size', 1)} x {launch.get('device', '?')}",
         commit,
+        f"start {in_words(launch['start_s'])}" if launch.get("start_s") else "",
     ]
     return "  ".join(part for part in parts if part)
 

@@ -21,6 +21,7 @@ from tuner.cli.command import (
     stopped_as,
 )
 from tuner.errors import RecipeError, counted
+from tuner.runtime import startup
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
@@ -71,7 +72,8 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
         raise RecipeError("stdin is read once: only one of recipe, --prepared and --overrides can be -")
     typed = overrides_of(ctx)
     loaded = load_for_command(recipe, [*given_overrides(overrides, typed), *typed])
-    with _console(loaded, verbose).doing(LOADING, at_once=True):
+    startup.begin(with_process=True)
+    with startup.phase(startup.LIBRARIES), _console(loaded, verbose).doing(LOADING, at_once=True):
         from tuner.run.changes import parse_reset
         from tuner.run.options import LaunchOptions
 
@@ -115,7 +117,7 @@ def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool)
         if finished is not None:
             return outcome_of(finished, console)
         try:
-            with console.doing(LOADING):
+            with startup.phase(startup.LIBRARIES), console.doing(LOADING):
                 from tuner.run.launch import launch
 
             result = launch(loaded, options)

@@ -20,6 +20,7 @@ from tuner.run.main import train
 from tuner.run.options import JOB, RESULT, HandedOver, Job, LaunchOptions, RunResult
 from tuner.run.preflight import preflight, settled_for
 from tuner.rundir.directory import RunDir
+from tuner.runtime import startup
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.environment import command_line
@@ -69,6 +70,8 @@ def launch(loaded: LoadedRecipe, options: LaunchOptions, own_process: bool = Fal
     KeyboardInterrupt.
     """
     require_one_run(loaded.recipe.ladder)
+    if not startup.is_begun():
+        startup.begin()
     place = Placement.of(loaded.recipe)
     loaded = _as_resumed(loaded, place.planned.world_size)
     place.check(loaded)
@@ -118,6 +121,7 @@ def _train_in_ranks(loaded: LoadedRecipe, options: LaunchOptions, place: Placeme
 
 def train_rank(work: dict[str, Any]) -> dict[str, Any]:
     """What each rank that `launch` starts does; rank 0 exports while it trains, the process that started it after."""
+    startup.begin(with_process=True)
     job = JOB.validate_python(work)
     loaded, rank_info = job.loaded(), RankInfo.from_environment()
     console = Console(rank_info.is_main, job.options.level)

@@ -25,7 +25,7 @@ from tuner.run.tasks.launch_tasks import LaunchTasks, launch_tasks
 from tuner.run.tasks.log import HaltedError
 from tuner.rundir.directory import RunDir
 from tuner.rundir.run_json import hold
-from tuner.runtime import phase
+from tuner.runtime import phase, startup
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo, log_name
 from tuner.runtime.files import make_dirs
@@ -59,11 +59,11 @@ def train(
     ``exporter`` exports checkpoints during the run, from rank 0. Raises TunerError children; nothing that was saved
     before is ever lost. A finished run with the same recipe is returned as it is.
     """
-    with console.doing("checking the run directory and the data"):
+    with startup.phase("data"), console.doing("checking the run directory and the data"):
         ready = preflight(loaded, options, console, hashes=rank_info.is_main)
     if isinstance(ready, RunResult):
         return ready
-    with console.doing("planning the run"):
+    with startup.phase("plan"), console.doing("planning the run"):
         resolved, total_steps = plan_launch(ready, loaded, options, rank_info, console)
     if options.dry_run:
         _check_launch(loaded, resolved, ready, rank_info)
@@ -81,7 +81,8 @@ def train(
         ready = agreed(ready, options, Collective(gloo_group()))
         phase.enter("set-up of the model")
         teachers, resolved = _teachers(ready, resolved)
-        assembly = _built(ready, resolved, rank_info, console)
+        with startup.phase("weights"):
+            assembly = _built(ready, resolved, rank_info, console)
         given = assembly.train_state.root.given or {}
         if "summary" in given:
             console.say("init_from", given["summary"])
@@ -102,8 +103,7 @@ def train(
         windows = None if ready.windows is None else _windows(ready, ready.windows, assembly, progress)
         record = Collective(gloo_group()).on_rank0(lambda: begin_launch(ready, loaded, assembly, options, windows))
         console.keep(ready.run.logs / log_name(rank_info.rank))
-        run_id = str(record["run_id"])
-        context = LaunchContext(ready.run, run_id, assembly, progress, ready.resets, console, signals, windows)
+        context = LaunchContext(ready.run, record, assembly, progress, ready.resets, console, signals, windows)
         context = replace(context, teachers=teachers)
         tasks = launch_tasks(context, ready.found, exporter)
         return _run(context, ready, record, tasks)
@@ -130,7 +130,8 @@ def _referred(ready: Preflight, assembly: Assembly, console: Console, signals: S
     from tuner.run.reference import referred
 
     phase.enter("reference")
-    return referred(ready, assembly, console, lambda: signals.requested)
+    with startup.phase("reference"):
+        return referred(ready, assembly, console, lambda: signals.requested)
 
 
 def _taught(ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
@@ -138,7 +139,8 @@ def _taught(ready: Preflight, assembly: Assembly, console: Console, signals: Sto
     from tuner.run.teacher import taught
 
     phase.enter("teacher")
-    return taught(ready, assembly, console, lambda: signals.requested)
+    with startup.phase("teacher"):
+        return taught(ready, assembly, console, lambda: signals.requested)
 
 
 def _teachers(ready: Preflight, resolved: Resolved) -> tuple[TeacherVersions | None, Resolved]:
@@ -179,7 +181,7 @@ def _run(context: LaunchContext, ready: Preflight, record: dict[str, Any], launc
         if ready.found is not None:
             if ready.found.path.parent == run.checkpoints:
                 progress.saved_step = ready.found.step  # it is there, whether or not it can be restored
-            with context.console.doing("loading checkpoint"):
+            with startup.phase("checkpoint"), context.console.doing("loading checkpoint"):
                 restore(context, ready.found)
         launch.cut_back(progress.step if ready.found is not None else -1, progress.evaluation_owed)
         if context.assembly.resolved.recipe.train.mock_batch is True:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.errors import TunerError
+from tuner.runtime import startup
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import read_json, scratch_dir, write_json
@@ -107,7 +108,8 @@ def settle(
     }  # fmt: skip
 
     def predicted() -> str:
-        with console.doing("choosing micro-batch size, recomputing, sharding and offload by prediction"):
+        doing = "choosing micro-batch size, recomputing, sharding and offload by prediction"
+        with startup.phase("prediction"), console.doing(doing):
             answer = _asked(job)
         return json.dumps(answer)
 

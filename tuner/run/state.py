@@ -26,8 +26,8 @@ class LaunchContext:
     """One launch of a run: what was built, how far it is, where it writes and what it listens to."""
 
     run: RunDir
-    run_id: str
-    """The same for every launch of a run."""
+    record: dict[str, Any]
+    """Of the run; rank 0 keeps it up to date."""
     assembly: Assembly
     progress: Progress
     resets: tuple[Reset, ...]
@@ -38,6 +38,11 @@ class LaunchContext:
     """Where the run is among the windows of its data, where it has windows."""
     teachers: TeacherVersions | None = None
     """The versions of the teacher, where newer ones are looked for."""
+
+    @property
+    def run_id(self) -> str:
+        """The same for every launch of a run."""
+        return str(self.record["run_id"])
 
 
 def run_state(context: LaunchContext, finished: bool) -> dict[str, Any]:

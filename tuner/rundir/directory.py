@@ -149,6 +149,11 @@ class RunDir:
         write_json(self.record, record)
         return record
 
+    def note_start(self, record: dict[str, Any], seconds: Mapping[str, float]) -> None:
+        """Write down what a launch did before its first step, by seconds."""
+        record["launches"][-1]["start_s"] = dict(seconds)
+        write_json(self.record, record)
+
     def end(self, record: dict[str, Any], status: str, step: int, saved_step: int | None, why: str | None) -> None:
         """Write down how a launch ended, after which step, and of which step its newest checkpoint is."""
         record["status"] = status

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -31,11 +32,13 @@ from tuner.parallel.assemble import AssemblySpec, Kernels, Recompute, assemble
 from tuner.parallel.fsdp import materialise
 from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.rundir.layout import EMA_PREFIX, MODEL_PREFIX
+from tuner.runtime import startup
 from tuner.runtime.device import DeviceFacts, measured_peak
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.memory import keep_freed_memory
 from tuner.runtime.process import Collective, device_index, gloo_group
 from tuner.runtime.warned import pass_on
+from tuner.setup import proven
 from tuner.setup.probes import probe_inputs
 from tuner.setup.resolve import Resolved, check_division, model_spec, quantize_of, reference_of, rerouted, takes_several
 from tuner.setup.settled import changed, rows_at_once
@@ -410,16 +413,8 @@ def _inspect(resolved: Resolved, initial: "Initial | None", root: CausalLM) -> N
     if initial is not None:
         initial.give_rest(root.model)
     root.given = resolved.given if initial is None else initial.noted()
-    packed = takes_several(recipe)
-    vocab_size, longest = resolved.config.get_text_config().vocab_size, int(recipe.data.max_length)
-    if recipe.data.packing is True:
-        try:
-            require_isolation(root, vocab_size, packed, longest)
-        except RouteRefused as error:
-            hint = "write data.packing: auto, which takes documents otherwise where they cannot lie end to end"
-            raise RecipeError(error.message, hint=hint) from error
-    else:
-        root.why_apart = prove_route(root, vocab_size, packed, longest)
+    with startup.phase("checks"):
+        _prove(resolved, root)
     if recipe.adapter.kind != "none":
         _tell_left_out(root, recipe.model.quantize != "none")
     root.frozen_hash = frozen_hash(root.model)
@@ -429,6 +424,28 @@ def _inspect(resolved: Resolved, initial: "Initial | None", root: CausalLM) -> N
         root.untouched = untouched_facts(meta_model_of(resolved), recipe.model.name_or_path, recipe.model.revision)
     if reference_of(recipe.method) == "columns":
         root.weights_hash = weights_hash(root.model)
+
+
+def _prove(resolved: Resolved, root: CausalLM) -> None:
+    """Have the root go by a route that is proven, now or by a launch before."""
+    recipe, packed = resolved.recipe, takes_several(resolved.recipe)
+    vocab_size, longest = resolved.config.get_text_config().vocab_size, int(recipe.data.max_length)
+    cache = None if recipe.data.cache_dir is None else Path(recipe.data.cache_dir)
+    key = proven.key_of(resolved, root, longest, packed)
+    if (verdict := proven.known(key, cache)) is not None:
+        root.go_by(verdict.route)
+        root.why_apart = verdict.why_apart
+        startup.remark("that documents are apart was proven before")
+        return
+    if recipe.data.packing is True:
+        try:
+            require_isolation(root, vocab_size, packed, longest)
+        except RouteRefused as error:
+            hint = "write data.packing: auto, which takes documents otherwise where they cannot lie end to end"
+            raise RecipeError(error.message, hint=hint) from error
+    else:
+        root.why_apart = prove_route(root, vocab_size, packed, longest)
+    proven.keep(key, proven.Verdict(root.route, root.why_apart), cache)
 
 
 def _tell_touched(root: CausalLM) -> None:

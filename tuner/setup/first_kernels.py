@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tuner.errors import MemoryLimitError, TunerError
+from tuner.runtime import startup
 from tuner.runtime.console import Console
 from tuner.runtime.process import another_gloo_group, any_rank, gloo_group, is_lost_rank
 from tuner.setup.build import Assembly
@@ -45,7 +46,8 @@ def build_runnable(resolved: Resolved, make: Callable[[Resolved], Assembly], con
                 console.say("compile", f"the first step is spent {COMPILING}")
             return assembly
         assert key is not None
-        with console.doing(COMPILING if compiles else "compiling kernels", at_once=compiles):
+        doing = COMPILING if compiles else "compiling kernels"
+        with startup.phase("compiling"), console.doing(doing, at_once=compiles):
             problem = _problem(assembly, console)
         if problem is None:
             return assembly

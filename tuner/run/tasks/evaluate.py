@@ -12,7 +12,7 @@ from tuner.run.state import LaunchContext
 from tuner.run.tasks.log import LogTask
 from tuner.rundir.layout import SAMPLES
 from tuner.rundir.records import Records
-from tuner.runtime import phase
+from tuner.runtime import phase, startup
 from tuner.runtime.console import LABEL_WIDTH, Updates, one_line
 from tuner.runtime.files import gib
 from tuner.runtime.process import any_rank, gloo_group
@@ -70,7 +70,8 @@ class EvaluateTask(Task):
         if self._tasks is not None:
             self._tasks.cut_back(self._progress.step)
         if self._progress.evaluation_owed or (self._progress.step == 0 and self._settings.at_start):
-            yield from self._evaluate(self._assembly.held_out, self._every_task())
+            with startup.phase("evaluation"):
+                yield from self._evaluate(self._assembly.held_out, self._every_task())
 
     def between_steps(self, agreed: Request) -> Iterator[Event]:
         """Evaluate where it is due."""

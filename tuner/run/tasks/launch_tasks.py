@@ -17,6 +17,7 @@ from tuner.run.tasks.hooks import Hooks, Registration, RunFacts, user_hook
 from tuner.run.tasks.log import LogTask, MemoryTask
 from tuner.run.tasks.record import RecordTask
 from tuner.run.tasks.save import Saver, SaveTask
+from tuner.run.tasks.startup import StartupTask
 from tuner.run.tasks.stop import StopTask
 from tuner.run.tasks.time_left import Due, TimeLeft
 from tuner.rundir.layout import METRICS, SAMPLES
@@ -72,6 +73,7 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     has_held_out, at_end = assembly.held_out is not None, recipe.checkpoint.at_end
     time_left = TimeLeft(Due.of(assembly.timetable, recipe.eval, has_held_out, at_end))
     tasks: list[Task] = [
+        *([StartupTask(run, context.record, console, recipe.train.compile is True)] if main else []),
         hooks,
         *_exports(context, exporter, saver),
         RecordTask(assembly, run.path, console),
