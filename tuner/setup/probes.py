@@ -62,7 +62,9 @@ def probe_inputs(rows: PackedRows, from_end: bool = False) -> list[torch.Tensor]
 
 @torch.no_grad()
 def record_probes(root: CausalLM, probes: list[torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Float32 logits at the last position of each probe, each run alone. Collective.
+    """Float32 logits at the last position of each probe, as documents of one row where those are apart. Collective.
+
+    Where processes gather the weights of each layer, they do so once and not for every probe.
 
     Returns input_ids int64 ``[P, L]`` padded with zeros, lengths int64 ``[P]`` and logits float32 ``[P, V]``; of a
     reward model its scores ``[P, 1]``.
@@ -70,7 +72,7 @@ def record_probes(root: CausalLM, probes: list[torch.Tensor], device: torch.devi
     root.eval()
     lengths = torch.tensor([len(p) for p in probes])
     with _whole(root), _in_float32(root):
-        logits = torch.cat([_last_logits(root, probe.to(device)) for probe in probes])
+        logits = _last_logits(root, probes, device)
     padded = torch.nn.utils.rnn.pad_sequence(probes, batch_first=True)
     return {"input_ids": padded, "lengths": lengths, "logits": logits.float().cpu()}
 
@@ -90,6 +92,15 @@ def _whole(root: CausalLM) -> AbstractContextManager[None]:
     return as_trained(root)
 
 
-def _last_logits(root: CausalLM, ids: torch.Tensor) -> torch.Tensor:
-    positions = torch.arange(len(ids), device=ids.device)
-    return root.logits(ids, positions, (len(ids),), positions[-1:])
+def _last_logits(root: CausalLM, probes: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Logits ``[P, V]`` of the last tokens."""
+    if root.route != "flat":  # side by side they would be filled up, and round otherwise than alone
+        return torch.cat([_of_row(root, [probe], device) for probe in probes])
+    return _of_row(root, probes, device)
+
+
+def _of_row(root: CausalLM, documents: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    lengths = tuple(map(len, documents))
+    places = torch.cat([torch.arange(length) for length in lengths])
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    return root.logits(torch.cat(documents).to(device), places.to(device), lengths, ends.to(device))
