@@ -105,7 +105,7 @@ CONFIGS = (
 )
 LAYERS = (
     train(
-        "setup/build.py:_inspect",
+        "setup/build.py:_prove",
         {**RANDOM, "data.packing": True},
         {"data.packing": "auto"},
         change=saved(
