@@ -13,6 +13,7 @@ import torch._inductor.config
 from functorch.compile import make_boxed_func, nop
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from transformers import GPTNeoXConfig
 
 from tests.fixtures.packed import gradient, packed_inputs, relative
 from tests.model.tiny import VOCAB, tiny_config
@@ -21,6 +22,8 @@ from tuner.model.adapter import LoraSpec, adapter_off, add_lora, lora_layers
 from tuner.model.blocks import apply_recompute, compile_blocks
 from tuner.model.build import ModelSpec, build_model, decoder_blocks
 from tuner.model.documents import Padding
+from tuner.model.native.attention import apply_native_rotation
+from tuner.model.native.library import native_problem
 from tuner.model.root import CausalLM
 from tuner.runtime.device import compiler_problem, triton_problem
 
@@ -129,6 +132,19 @@ def test_no_packing_compiles_anew_where_attention_has_dropout(tmp_path: Path) ->
     # So little that it draws numbers and drops nothing: what is filled up draws some, too.
     plain, root = (root_for("gpt2", tmp_path, attn_pdrop=1e-9) for _ in range(2))
     check(plain, root, Padding(TOKENS, LONGEST), breaks=4)
+
+
+@pytest.mark.skipif(native_problem() is not None, reason=f"no kernels: {native_problem()}")
+@pytest.mark.usefixtures("traced_alone")
+def test_layers_with_kernels_of_this_processor_are_compiled(tmp_path: Path) -> None:
+    """GPT-NeoX's module calls a rotation that is a plain function, which is not what the layers call."""
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = GPTNeoXConfig(vocab_size=VOCAB, **shape, max_position_embeddings=128, hidden_dropout=0.0)
+    config.save_pretrained(tmp_path)
+    spec = ModelSpec(str(tmp_path), random_init=True)
+    plain, root = (CausalLM(build_model(spec, torch.float32, seed=1)).train() for _ in range(2))
+    assert apply_native_rotation(root.model) == 2
+    check(plain, root, Padding(TOKENS, LONGEST))
 
 
 class _Rounding(torch.fx.Interpreter):

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from tests.fixtures.processes import run_ranks
+from tests.model.test_compile import traced_alone
 from tests.model.tiny import SHAPE, family_config, family_model
 from tests.train.synthetic import SyntheticRows, UnpackedRows, assembly_for, recipe_for
 from tuner.data.batches import IGNORED, collate
@@ -36,6 +37,9 @@ from tuner.train.step import forward_backward, optimizer_step
 TRAINED = [1, 25, 3, 15, 20]
 ONE = RankInfo()
 WEIGHT = 0.5
+
+
+__all__ = ["traced_alone"]
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +220,20 @@ def test_what_a_class_does_not_compute_is_refused() -> None:
 def test_its_layers_are_not_compiled(model: Path) -> None:
     with pytest.raises(RecipeError, match="train.compile: layers whose routers have a loss"):
         assembled(model, True, train={"global_batch_size": 5, "micro_batch_size": 5, "compile": True})
+
+
+@pytest.mark.usefixtures("traced_alone")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_without_the_term_layers_are_compiled_whatever_the_config_asks_for(model: Path) -> None:
+    train = {"global_batch_size": 5, "micro_batch_size": 5, "compile": True}
+    steps = []
+    for compiled in (True, False):
+        recipe = recipe_for(model, model={"router_aux_loss_coef": 0}, train={**train, "compile": compiled})
+        assembly = assembly_for(recipe, TRAINED, ONE)
+        assert assembly.resolved.config.output_router_logits and assembly.train_state.root.router_loss is None
+        steps.append(optimizer_step(assembly.train_state, 0, assembly.batches.step(0), 1.0).read())
+    assert steps[0].loss == pytest.approx(steps[1].loss, rel=1e-6)
+    assert steps[0].grad_norm == pytest.approx(steps[1].grad_norm, rel=1e-5)
 
 
 def test_it_is_not_asked_of_other_models(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from tuner.model.output_layer import (
     summed_cross_entropy,
 )
 from tuner.model.transformers_private import keeps_state, masks_by_position, own_attention
-from tuner.model.vetting import layers_with_indexers
+from tuner.model.vetting import asks_router_logits, layers_with_indexers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,6 +91,8 @@ class CausalLM(nn.Module):
         self._rotation = _rotation_of(model)
         self.mixers = _mixers_of(model)
         """The layers that mix tokens by a state of their own, where there are any."""
+        self._notes_routers = asks_router_logits(model.config) and _takes_option(model)
+        """Whether layers note what routers say unless they are told not to."""
         self.takes_positions = takes_positions(model)
         """Without them, tokens are numbered from the start of the row."""
         self.route: Route = "flat"
@@ -257,7 +259,7 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         """Hidden states ``[rows, T, D]`` of ids ``[rows, T]``; what routers said of those that count is noted."""
         routers = self.router_observer or self.router_loss
-        noted = {} if routers is None else {"output_router_logits": True}
+        noted = {"output_router_logits": routers is not None} if routers is not None or self._notes_routers else {}
         output = decoder_of(self.model)(input_ids=input_ids, use_cache=False, **noted, **where)
         if routers is not None:
             routers.add(output.router_logits, counted)
@@ -292,6 +294,12 @@ class CausalLM(nn.Module):
         where: dict[str, object] = {"position_ids": position_ids[None]} if self.takes_positions and is_flat else {}
         where |= {"places": position_ids[None]} if self._is_counted and is_flat else {}
         return where | ({"documents": documents} if self.takes_documents else {})
+
+
+def _takes_option(model: PreTrainedModel) -> bool:
+    """Whether a decoder takes options by name that it does not list, or that of its routers."""
+    taken = inspect.signature(decoder_of(model).forward).parameters.values()
+    return any(one.kind is one.VAR_KEYWORD or one.name == "output_router_logits" for one in taken)
 
 
 def _numbered(padding_number: int | None, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:

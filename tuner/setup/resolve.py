@@ -281,13 +281,19 @@ def _async_save(recipe: Recipe, facts: DeviceFacts, n_parameters: int, rank_info
     return fits, facts.kind if fits else "too little memory of the host for copies"
 
 
+def _balances(recipe: Recipe, config: PretrainedConfig) -> bool:
+    """Whether routers have a loss: where the recipe weighs it, or says nothing and the config asks for it."""
+    weight = recipe.model.router_aux_loss_coef
+    return bool(weight) or (weight is None and asks_router_logits(config))
+
+
 def _compiled(recipe: Recipe, facts: DeviceFacts, config: PretrainedConfig, no_triton: str | None) -> tuple[bool, str]:
     """Whether decoder layers are compiled, and why. Raises MachineError where they shall be and cannot.
 
     Not where transformers notes what routers say, from inside the layers: RecipeError for what is written.
     """
     problem = compiler_problem(facts.kind)
-    if recipe.model.router_aux_loss_coef or asks_router_logits(config):
+    if _balances(recipe, config):
         if recipe.train.compile is True:
             raise RecipeError(
                 "train.compile: layers whose routers have a loss (model.router_aux_loss_coef) cannot be compiled",
@@ -332,7 +338,7 @@ def _default_lr(recipe: Recipe, n_parameters: int) -> tuple[float, str]:
 
 def _check_tiles(recipe: Recipe, config: PretrainedConfig) -> None:
     """Raise RecipeError for tiles of layers whose routers are asked what they say: they would say it in pieces."""
-    if recipe.train.tiled_mlp is True and (recipe.model.router_aux_loss_coef or asks_router_logits(config)):
+    if recipe.train.tiled_mlp is True and _balances(recipe, config):
         raise RecipeError(
             "train.tiled_mlp: layers whose routers have a loss (model.router_aux_loss_coef) cannot be computed over "
             "tiles: transformers notes what routers say once a layer",

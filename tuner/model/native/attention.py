@@ -228,11 +228,14 @@ def apply_native_rotation(model: nn.Module) -> int:
 
 
 def _calling(own: Any, rotation: Rotation) -> Any:
-    """The same function, to which the name means another rotation."""
-    made = FunctionType(
-        own.__code__, {**own.__globals__, _ROTATION: rotation}, own.__name__, own.__defaults__, own.__closure__
-    )
-    made.__kwdefaults__ = own.__kwdefaults__
+    """The same function, to which the name means another rotation.
+
+    Its names are no module's: the compiler would look them up in the module that they say they are of, and guard the
+    rotation that is there.
+    """
+    names = {name: value for name, value in own.__globals__.items() if name != "__name__"} | {_ROTATION: rotation}
+    made = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+    made.__kwdefaults__, made.__module__ = own.__kwdefaults__, own.__module__
     return made
 
 
