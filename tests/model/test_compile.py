@@ -147,6 +147,14 @@ def test_layers_with_kernels_of_this_processor_are_compiled(tmp_path: Path) -> N
     check(plain, root, Padding(TOKENS, LONGEST))
 
 
+@pytest.mark.skipif(native_problem() is not None, reason=f"no kernels: {native_problem()}")
+@pytest.mark.usefixtures("traced_alone")
+def test_what_is_left_to_the_interpreter_goes_on_among_kernels_of_this_processor(tmp_path: Path) -> None:
+    plain, root = (root_for("llama", tmp_path, attention_dropout=1e-9) for _ in range(2))
+    assert apply_native_rotation(root.model) == 2
+    check(plain, root, Padding(TOKENS, LONGEST), breaks=4)
+
+
 class _Rounding(torch.fx.Interpreter):
     """Runs a graph with each number rounded to bf16 between its operations, as if the compiler had fused others."""
 

@@ -16,7 +16,7 @@ from torch import nn
 from tuner.model.native import library
 from tuner.model.native.library import TYPES
 
-_ROTATION = "apply_rotary_pos_emb"
+_ROTATION, _BY_KERNEL = "apply_rotary_pos_emb", "_tuner_rotation_by_kernel"
 """Transformers' name for it in the module of each architecture."""
 Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -212,7 +212,7 @@ def apply_native_rotation(model: nn.Module) -> int:
     """Let the model's layers turn queries and keys by the kernel where it is shown to give what theirs gives.
 
     Returns how many. A layer counts that calls its architecture's own function, which gives the kernel's result for
-    random heads and angles. That layer alone calls the kernel: the architecture's module stays as it is.
+    random heads and angles. That layer alone calls the kernel: the architecture's own function stays as it is.
     """
     count = 0
     for module in model.modules():
@@ -222,20 +222,23 @@ def apply_native_rotation(model: nn.Module) -> int:
         if _ROTATION not in names or rotation is None or "forward" in vars(module):
             continue
         if _is_same_rotation(rotation):
-            module.forward = _calling(own, _native(rotation)).__get__(module)
+            module.forward = _calling(own).__get__(module)
             count += 1
     return count
 
 
-def _calling(own: Any, rotation: Rotation) -> Any:
-    """The same function, to which the name means another rotation.
+@cache
+def _calling(own: Any) -> Any:
+    """The same function, one for all layers that have it, in which another name stands for the rotation.
 
-    Its names are no module's: the compiler would look them up in the module that they say they are of, and guard the
-    rotation that is there.
+    Its module gets that name besides its own. It shares the module's names and has none of its own: the compiler looks
+    up there what it guards, and keeps the rest of a function there that it leaves in the middle.
     """
-    names = {name: value for name, value in own.__globals__.items() if name != "__name__"} | {_ROTATION: rotation}
-    made = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-    made.__kwdefaults__, made.__module__ = own.__kwdefaults__, own.__module__
+    code = own.__code__
+    named = tuple(_BY_KERNEL if name == _ROTATION else name for name in code.co_names)
+    own.__globals__[_BY_KERNEL] = _native(own.__globals__[_ROTATION])
+    made = FunctionType(code.replace(co_names=named), own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+    made.__kwdefaults__ = own.__kwdefaults__
     return made
 
 
