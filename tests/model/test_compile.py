@@ -13,7 +13,7 @@ import torch._inductor.config
 from functorch.compile import make_boxed_func, nop
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from transformers import GPTNeoXConfig
+from transformers import GPTNeoXConfig, MambaConfig
 
 from tests.fixtures.packed import gradient, packed_inputs, relative
 from tests.model.tiny import VOCAB, tiny_config
@@ -132,6 +132,17 @@ def test_no_packing_compiles_anew_where_attention_has_dropout(tmp_path: Path) ->
     # So little that it draws numbers and drops nothing: what is filled up draws some, too.
     plain, root = (root_for("gpt2", tmp_path, attn_pdrop=1e-9) for _ in range(2))
     check(plain, root, Padding(TOKENS, LONGEST), breaks=4)
+
+
+@pytest.mark.usefixtures("traced_alone")
+def test_mixers_that_are_named_besides_their_layers_stay_outside(tmp_path: Path) -> None:
+    """Mamba's scan is a loop over tokens, of which the compiler would make a program as long as the row."""
+    shape = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "expand": 1}
+    MambaConfig(vocab_size=VOCAB, **shape, residual_in_fp32=False).save_pretrained(tmp_path)
+    spec = ModelSpec(str(tmp_path), random_init=True)
+    plain, root = (CausalLM(build_model(spec, torch.float32, seed=1)).train() for _ in range(2))
+    assert len(decoder_blocks(root.model)) == 2
+    check(plain, root, Padding(TOKENS, LONGEST), breaks=3)
 
 
 @pytest.mark.skipif(native_problem() is not None, reason=f"no kernels: {native_problem()}")

@@ -284,12 +284,15 @@ def decoder_blocks(model: PreTrainedModel, needed_by: str = "sharding over proce
 
     Raises RecipeError where it names none, with what they are `needed_by`: a key of the recipe, mostly.
 
-    What holds the embedding of tokens, which BERT's kin name too, is none: the output layer may share its weight.
+    What holds the embedding of tokens, which BERT's kin name too, is none: the output layer may share its weight. Nor
+    is a part of a layer that is named besides it, as Mamba's mixers are: it would be wrapped twice.
     FSDP2 puts its own name before that of the class of a unit.
     """
     names, embedding = decoder_classes(model), model.get_input_embeddings()
     named = [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
     blocks = [module for module in named if not any(part is embedding for part in module.modules())]
+    inside = {part for block in blocks for part in block.modules() if part is not block}
+    blocks = [block for block in blocks if block not in inside]
     if not blocks:
         raise RecipeError(
             f"{type(model).__name__} names no decoder layers, which {needed_by} needs",
