@@ -26,7 +26,7 @@ from tuner.parallel.fsdp import sync_gradients
 from tuner.parallel.layouts import whole
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.console import Console
-from tuner.runtime.process import Collective, gloo_group
+from tuner.runtime.process import Collective, any_rank, gloo_group
 from tuner.setup.build import Assembly
 from tuner.setup.settled import rows_at_once
 from tuner.train.step import TrainState, device_columns, reference_values
@@ -166,11 +166,12 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _not_of_this_model(assembly: Assembly, split: str, batch: Batch) -> list[str]:
-    """The documents of a row whose columns are not what the model gives by the program that computed them."""
+    """Documents of a row whose columns are not what the model gives by the program that computed them. Collective."""
     state = assembly.train_state
     wanted = _read(device_columns(state.root, state.method, batch, state.step_config))
     found = _by_the_same_program(state, batch)
-    if all(np.array_equal(values, wanted[name]) for name, values in found.items()):
+    differs = not all(np.array_equal(values, wanted[name]) for name, values in found.items())
+    if not any_rank(differs, gloo_group()):  # a forward of one rank alone would wait for the shards of the others
         return []
     again = _by_the_same_program(state, batch)
     rounding = Rounding.of(assembly.resolved.recipe.train, assembly.mesh)

@@ -102,7 +102,7 @@ def _parts(root: CausalLM) -> list[tuple[str, str, bool, list[tuple[str, tuple[i
 
 
 def _sources(classes: Iterable[type]) -> str:
-    """A hash of the code of modules that is no installed package's: tuner's own, and what comes with a model."""
+    """A hash of the code of modules whose package's version is not in the key: tuner's own, and that of any other."""
     files = {_file_of(kind) for kind in set(classes)}
     here = _package_hash(Path(__file__).resolve().parent.parent)
     others = sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file is not None)
