@@ -90,6 +90,8 @@ CAMPAIGNS = (
         "all causal types of transformers, 20 steps in ten ways, against plain loops",
     ),
     Campaign("multimodal", ("multimodal_campaign",), "language models of all multimodal types: trained and put back"),
+    Campaign("proof", ("proof_campaign", "--layers", "16"), "the proof at the start, by few layers and by all"),
+    Campaign("proof-faults", ("proof_campaign", "--faults"), "faults planted in layers, found by few layers as by all"),
     Campaign("experts", ("experts_campaign",), "mixtures: the router's loss, experts there and back, on two processes"),
     Campaign(
         "export", ("export_campaign", f"{DEMO}/smollm2", "--out", f"{DEMO}/campaigns/export"),

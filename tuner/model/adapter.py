@@ -207,8 +207,12 @@ def left_out_experts(model: PreTrainedModel) -> str | None:
     )
 
 
-def require_used(model: PreTrainedModel, logits: Callable[[], torch.Tensor]) -> None:
+def require_used(
+    model: PreTrainedModel, logits: Callable[[], torch.Tensor], runs: Callable[[str], bool] | None = None
+) -> None:
     """Check that each adapter is part of what the model computes, and of that alone; ``logits`` runs the model.
+
+    Where it runs a part of the model, ``runs`` says whether a module, by its name, is in it.
 
     A weight that code reads without calling the layer leaves an adapter on it untrained; layers whose weight several
     blocks share get one adapter each, which no merged weight can hold. Code that runs here, in training and in
@@ -216,7 +220,8 @@ def require_used(model: PreTrainedModel, logits: Callable[[], torch.Tensor]) -> 
     Raises RecipeError with those to leave out.
     """
     layers = dict(lora_layers(model))
-    _require_experts_called(model, logits)
+    running = {name: layer for name, layer in layers.items() if runs is None or runs(name)}
+    _require_experts_called(model, logits, runs)
     bad = not_adaptable(model, {name: layer.get_base_layer() for name, layer in layers.items()})
     for name, why in bad.items():
         raise _not_adaptable(layers, bad, name, why)
@@ -224,7 +229,7 @@ def require_used(model: PreTrainedModel, logits: Callable[[], torch.Tensor]) -> 
         model.train(training)
         try:
             with torch.set_grad_enabled(training):
-                found = _require_called(layers, logits)
+                found = _require_called(running, logits)
         finally:
             model.eval()
         if training and not found.requires_grad:
@@ -256,10 +261,12 @@ def _require_called(layers: Mapping[str, Any], logits: Callable[[], torch.Tensor
     return before
 
 
-def _require_experts_called(model: PreTrainedModel, logits: Callable[[], torch.Tensor]) -> None:
+def _require_experts_called(
+    model: PreTrainedModel, logits: Callable[[], torch.Tensor], runs: Callable[[str], bool] | None
+) -> None:
     """Check that the modules of adapted experts are called. Raises RecipeError."""
     called: set[nn.Module] = set()
-    modules = adapted_experts(model)
+    modules = {name: module for name, module in adapted_experts(model).items() if runs is None or runs(name)}
     hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in modules.values()]
     try:
         if hooks:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +15,8 @@ from tuner.errors import RecipeError, is_out_of_memory
 from tuner.model import transformers_private
 from tuner.model.attention import Unsupported
 from tuner.model.build import decoder_of, has_score, head_layer
+from tuner.model.few_layers import FewLayers
 from tuner.model.root import CausalLM, Route
-from tuner.model.tokens import TrainableTokens
 from tuner.model.transformers_private import attention_of, from_config, plain_config, registered
 
 _FIRST, _SECOND = 7, 9  # document lengths: different, so that a swapped bound shows
@@ -70,7 +70,9 @@ def prove_route(root: CausalLM, vocab_size: int, packed: bool, longest: int) -> 
 
 
 @torch.no_grad()
-def require_isolation(root: CausalLM, vocab_size: int, packed: bool = True, longest: int = _SECOND) -> IsolationReport:
+def require_isolation(
+    root: CausalLM, vocab_size: int, packed: bool = True, longest: int = _SECOND, every_layer: bool = False
+) -> IsolationReport:
     """Run two packed documents on the CPU and hold the second to what the plainly loaded model makes of it alone.
 
     That model has its class's own attention and masks (:func:`plain_twin`), so a missing causal
@@ -81,6 +83,10 @@ def require_isolation(root: CausalLM, vocab_size: int, packed: bool = True, long
     All is computed in float32, whatever the weights are: rounded to bfloat16 at every step, the logits of two right
     ways to compute a deep model on random tokens are a tenth of their spread apart.
 
+    Decoder layers that are alike but for the values of their weights compute alike, so the first and the last of each
+    kind (:mod:`~tuner.model.few_layers`) stand for all, in both models, unless ``every_layer`` is asked for. What these
+    do not pass is refused only if the whole model does not pass either.
+
     Raises RouteRefused, with the reason, where on its route it is not the model, and RecipeError where the model is not
     causal or does not run.
     """
@@ -89,12 +95,28 @@ def require_isolation(root: CausalLM, vocab_size: int, packed: bool = True, long
 
         require_positions(root.model.config, root.padding_number, longest)
     plain = plain_twin(root.model)
+    few = FewLayers(root.model, plain)
+    if not every_layer:
+        # A refusal, or an error, is the whole model's to give: a layer that is skipped may be what the next one needs.
+        with suppress(RecipeError):
+            while not few.is_whole:
+                found = _isolation(root, plain, few, vocab_size, packed, longest)
+                if not few.grow():
+                    return found
+    return _isolation(root, plain, None, vocab_size, packed, longest)
+
+
+def _isolation(
+    root: CausalLM, plain: PreTrainedModel, few: FewLayers | None, vocab_size: int, packed: bool, longest: int
+) -> IsolationReport:
+    """What :func:`require_isolation` finds, of a few layers or of all."""
     ids = torch.randint(0, min(vocab_size, 32000), (_FIRST + _SECOND,), generator=torch.Generator().manual_seed(0))
     documents = (ids[:_FIRST], ids[_FIRST:])
     other = tuple((document + 1) % min(vocab_size, 32000) for document in documents)
     changed = (other[0], torch.cat([documents[1][:_KEPT], other[1][_KEPT:]]))
     name = type(root.model).__name__
-    with _in_float32(root), _in_float32(plain):
+    running = nullcontext() if few is None else few.running()
+    with _in_float32(root.model, (root, plain), narrow=few is not None), running:
         with _refusing(partial(_unrunnable, name), "loaded by transformers alone it does not run on a row of ids"):
             expected = _plain_logits(plain, documents[1])
             own = _moved(expected, _plain_logits(plain, changed[1]))
@@ -115,7 +137,8 @@ def require_isolation(root: CausalLM, vocab_size: int, packed: bool = True, long
                 if any("lora_" in parameter for parameter, _ in root.model.named_parameters()):
                     from tuner.model.adapter import require_used  # with peft
 
-                    require_used(root.model, lambda: _last_logits(root, documents[not packed :]))
+                    runs = None if few is None else few.runs
+                    require_used(root.model, lambda: _last_logits(root, documents[not packed :]), runs)
                 require_same_reach(root, plain, longest)
                 return found
             single = _compare(root, expected, documents[1:], changed[1:]) if packed else found
@@ -174,27 +197,17 @@ def _refusing(refused: Callable[[str], RecipeError], what: str) -> Iterator[None
 
 
 @contextmanager
-def _in_float32(root: nn.Module) -> Iterator[None]:
-    """Within, each module's own parameters are float32 while it runs: one module's worth of memory at a time."""
-    # Rows of new tokens are put into the weight of the layer that they belong to, which does not run itself.
-    parts = {m: m.parameters(recurse=isinstance(m, TrainableTokens)) for m in root.modules()}
-    own = {m: [p for p in parameters if p.is_floating_point()] for m, parameters in parts.items()}
-    kept: dict[nn.Module, list[torch.Tensor]] = {}
+def _in_float32(model: PreTrainedModel, roots: Sequence[nn.Module], narrow: bool = False) -> Iterator[None]:
+    """Within, what shares a model's parameters computes in float32."""
+    if all(one.dtype == torch.float32 or not one.is_floating_point() for one in model.parameters()):
+        yield
+        return
+    from tuner.model.widened import Widened  # trainings in full have no other
 
-    def widen(module: nn.Module, inputs: Any) -> None:
-        kept[module] = [parameter.data for parameter in own[module]]
-        for parameter in own[module]:
-            parameter.data = parameter.data.float()
-
-    def restore(module: nn.Module, inputs: Any, output: Any) -> None:
-        for parameter, data in zip(own[module], kept.pop(module, []), strict=False):
-            parameter.data = data
-
-    with ExitStack() as hooks:
-        for module, parameters in own.items():
-            if any(parameter.dtype != torch.float32 for parameter in parameters):
-                hooks.callback(module.register_forward_pre_hook(widen).remove)
-                hooks.callback(module.register_forward_hook(restore, always_call=True).remove)
+    wide = Widened(model, narrow)
+    with ExitStack() as widened:
+        for root in roots:
+            widened.enter_context(wide.computing(root))
         yield
 
 
@@ -235,7 +248,7 @@ def _is_causal(model: PreTrainedModel, ids: torch.Tensor, changed: torch.Tensor,
     """Whether a model is causal with another config: its logits before a change stay as they are."""
     try:
         plain = plain_twin(model, config)
-        with _in_float32(plain):
+        with _in_float32(plain, (plain,)):
             return _moved(_plain_logits(plain, ids), _plain_logits(plain, changed)) <= LEAK_ALLOWED
     except Exception:  # noqa: BLE001 - whatever a class raises for that config, it is no remedy
         return False

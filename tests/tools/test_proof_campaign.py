@@ -1,0 +1,141 @@
+"""The proof at the start runs the first and last decoder layer of each kind, and comes to the whole proof's verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaModel
+
+from tests.model.tiny import SHAPE
+from tools.causal_cases import VOCAB
+from tools.proof_campaign import deep_config, made, write_random
+from tools.proof_faults import FAULTS, Fault
+from tuner.errors import RecipeError
+from tuner.model import widened
+from tuner.model.build import decoder_blocks
+from tuner.model.few_layers import FewLayers, representatives, shared_kinds
+from tuner.model.probe import plain_twin, require_isolation
+from tuner.model.root import CausalLM
+
+SAMPLED = (
+    "documents are one in attention, llama, one in the middle", "a state over documents, mamba2, one in the middle",
+    "one expert a token, mixtral, last layer", "a hook that adds, llama, one in the middle",
+    "an adapter that is not called, one in the middle", "code that counts layers off", "a class that knows a number",
+)  # fmt: skip
+
+
+def deep(model_type: str, directory: Path, adapter: bool = False) -> CausalLM:
+    """A model of eight layers as training builds it."""
+    write_random(deep_config(model_type, 8), directory)
+    return made(str(directory), adapter)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many layers ran in the last proof that was begun."""
+    counts: list[int] = []
+    kept = FewLayers.running
+
+    def running(self: FewLayers) -> object:
+        counts.append(len(self.chosen))
+        return kept(self)
+
+    monkeypatch.setattr(FewLayers, "running", running)
+    yield counts
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layers"), [("llama", 2), ("gemma3_text", 4), ("mamba2", 2), ("zamba2", 4), ("deepseek_v3", 3)]
+)
+def test_the_first_and_the_last_of_each_kind_run(model_type: str, layers: int, tmp_path: Path, ran: list[int]) -> None:
+    report = require_isolation(deep(model_type, tmp_path), VOCAB)
+    assert report.is_clean and ran == [layers]
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_planted_fault_is_refused(name: str, tmp_path: Path) -> None:
+    fault = next(one for one in FAULTS if one.name == name)
+    with fault.around():
+        root = deep(fault.model_type, tmp_path, fault.adapter)
+        require_isolation(root, VOCAB)  # without the fault
+        fault.plant(root)
+        with pytest.raises(RecipeError):
+            require_isolation(root, VOCAB)
+
+
+def test_a_fault_in_the_values_of_one_layer_is_found_by_all_of_them(tmp_path: Path) -> None:
+    fault: Fault = next(one for one in FAULTS if one.of_values)
+    with fault.around():
+        root = deep(fault.model_type, tmp_path)
+        fault.plant(root)
+        require_isolation(root, VOCAB)
+        with pytest.raises(RecipeError):
+            require_isolation(root, VOCAB, every_layer=True)
+
+
+def test_what_few_layers_do_not_pass_is_judged_by_all(tmp_path: Path, ran: list[int]) -> None:
+    root = deep("rwkv", tmp_path)  # its decoder halves hidden states at every sixth layer, and the weights behind it
+    assert require_isolation(root, VOCAB).is_clean
+    assert ran and ran[-1] < 8
+
+
+def test_layers_are_as_they_were_afterwards(tmp_path: Path) -> None:
+    root = deep("llama", tmp_path)
+    before = [dict(vars(block)) for block in decoder_blocks(root.model)]
+    require_isolation(root, VOCAB)
+    after = [dict(vars(block)) for block in decoder_blocks(root.model)]
+    assert [sorted(one) for one in before] == [sorted(one) for one in after]
+    assert not any(block._forward_pre_hooks or block._forward_hooks for block in decoder_blocks(root.model))
+
+
+def test_layers_that_are_called_otherwise_run_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ran: list[int]
+) -> None:
+    def forward(self: Any, input_ids: torch.Tensor, position_ids: Any = None, **given: Any) -> BaseModelOutputWithPast:
+        hidden = self.embed_tokens(input_ids)
+        position_ids = torch.arange(input_ids.shape[1])[None] if position_ids is None else position_ids
+        rotations = [self.rotary_emb(hidden, position_ids * step) for step in (1, 2)]
+        for place, layer in enumerate(self.layers):
+            hidden = layer(hidden, position_embeddings=rotations[place == 4], **given)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+    require_isolation(deep("llama", tmp_path), VOCAB)
+    assert ran == [2, 3]
+
+
+def test_what_is_another_one_in_every_layer_tells_none_apart() -> None:
+    facts: list[dict[str, object]] = [{"number": place, "window": 8 if place == 2 else 0} for place in range(5)]
+    assert representatives(shared_kinds(facts)) == {0, 2, 4}  # type: ignore[arg-type]
+    assert representatives(shared_kinds([{"number": place} for place in range(5)])) == {0, 4}
+    assert representatives(shared_kinds([{"a": 1}, {"a": 2}])) == {0, 1}
+    assert representatives(shared_kinds([{}, {"a": 1}, {"a": 2}, {"a": 3}])) == {0, 1, 3}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_large_embeddings_and_output_layers_are_looked_at_in_part(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPE | {"vocab_size": 512, "num_hidden_layers": 4}, tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    ids, plain = torch.arange(9)[None] * 31, plain_twin(model)
+    whole = widened.Widened(model, narrow=False)
+    with torch.no_grad(), whole.computing(plain):
+        expected = plain(input_ids=ids, use_cache=False).logits
+    monkeypatch.setattr(widened, "LARGE", 1024)
+    monkeypatch.setattr(widened, "ROWS", 128)
+    with torch.no_grad(), widened.Widened(model, narrow=True).computing(plain):
+        found = plain(input_ids=ids, use_cache=False).logits
+    assert found.dtype == torch.float32 and found.shape[-1] == 128
+    torch.testing.assert_close(found, expected[..., :128], rtol=0, atol=1e-5)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

@@ -1,0 +1,351 @@
+"""The decoder layers that stand for all others, and running a model and its plain twin with these alone.
+
+Two layers are of a kind where everything that is no value of a weight is alike in them: the classes of their parts, the
+numbers, words and functions that these hold, shapes and types of their tensors, the contents of their buffers, hooks,
+what the config says of each layer in a list, and what the decoder calls them with. What is another one in every layer,
+such as its number, tells none apart. The first and the last of each kind run; the others hand on what they are given.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import textwrap
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from tuner.errors import RecipeError
+from tuner.model.build import decoder_blocks, decoder_of
+
+_HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
+_MODULE_OWN = frozenset(vars(nn.Module())) - {"training"} - _HOOKS
+"""What torch itself keeps in every module."""
+_DEPTH = 4
+"""Containers and objects inside each other that are looked into."""
+_ABSENT = "absent"
+_NUMBER_OF_LAYER = ("idx", "index", "layer_id", "layer_number")
+"""How arguments end that say a layer's number."""
+
+
+class FewLayers:
+    """The decoder layers that stand for all, first of all by what they are made of.
+
+    Layers that are alike may still be called otherwise, with another mask or rotation than those of their kind that
+    ran: :meth:`grow` adds them after a forward.
+    """
+
+    def __init__(self, model: PreTrainedModel, plain: PreTrainedModel) -> None:
+        blocks = _blocks(model)
+        names = {module: name for name, module in model.named_modules()}
+        self._sides = (_Side(model, blocks), _Side(plain, [plain.get_submodule(names[block]) for block in blocks]))
+        self._kinds = kinds_of(blocks, model.config) if blocks else []
+        self.chosen = representatives(self._kinds)
+
+    @property
+    def total(self) -> int:
+        """How many layers there are; none where the class of the model does not say what a layer is."""
+        return len(self._kinds)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all layers run."""
+        return len(self.chosen) == self.total
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within, the chosen layers alone run in both models; RuntimeError where a layer gives what nothing else could
+        give in its place."""
+        with ExitStack() as sides:
+            if not self.is_whole:
+                for side in self._sides:
+                    sides.enter_context(side.skipping(self.chosen))
+            yield
+
+    def grow(self) -> bool:
+        """Choose layers too that were called as no chosen one of their kind was; whether there were any."""
+        calls = [side.called() for side in self._sides]
+        kinds = [(kind, *(call[place] for call in calls)) for place, kind in enumerate(self._kinds)]
+        found = representatives(kinds) | self.chosen
+        grew, self.chosen = found > self.chosen, found
+        return grew
+
+    def runs(self, name: str) -> bool:
+        """Whether a module of the model, by its name, is part of what runs."""
+        skipped = (self._sides[0].names[place] for place in range(self.total) if place not in self.chosen)
+        return not any(name == one or name.startswith(f"{one}.") for one in skipped)
+
+
+class _Side:
+    """One of the two models, and how its layers were called."""
+
+    def __init__(self, model: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
+        self._model, self._blocks = model, blocks
+        of = {module: name for name, module in model.named_modules()}
+        self.names = [of[block] for block in blocks]
+        self._passes: list[_Pass] = []
+
+    @contextmanager
+    def skipping(self, chosen: set[int]) -> Iterator[None]:
+        self._passes = []
+        begin = decoder_of(self._model).register_forward_pre_hook(lambda *_: self._passes.append(_Pass()))
+        with ExitStack() as restored:
+            restored.callback(begin.remove)
+            for place, block in enumerate(self._blocks):
+                own = vars(block).get("forward")
+                restored.callback(_restore, block, own)
+                block.forward = self._wrapped(place, block, block.forward, place in chosen)
+            yield
+
+    def called(self) -> list[Hashable]:
+        """How each layer was called in all forwards."""
+        count = len(self._blocks)
+        return list(zip(*(one.kinds(count) for one in self._passes), strict=True)) or [()] * count
+
+    def _wrapped(self, place: int, block: nn.Module, forward: Callable[..., Any], runs: bool) -> Callable[..., Any]:
+        names = list(inspect.signature(forward).parameters)
+
+        @functools.wraps(forward)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            hidden = given[names[0]]
+            if not self._passes:  # a layer that is called outside of the decoder
+                self._passes.append(_Pass())
+            noted = self._passes[-1]
+            noted.note(place, {key: value for key, value in given.items() if key != names[0]})
+            if not runs:
+                return noted.in_place_of(type(block), hidden)
+            output = forward(*args, **kwargs)
+            noted.ran(type(block), hidden, output)
+            return output
+
+        return called
+
+
+def _restore(block: nn.Module, own: Callable[..., Any] | None) -> None:
+    if own is None:
+        vars(block).pop("forward", None)
+    else:
+        vars(block)["forward"] = own
+
+
+class _Pass:
+    """One forward: what its layers were given, and what those that ran gave."""
+
+    def __init__(self) -> None:
+        self._given: dict[int, dict[str, object]] = {}
+        self._outputs: dict[type, Any] = {}
+        self._made: list[torch.Tensor] = []
+
+    def note(self, place: int, arguments: dict[str, Any]) -> None:
+        flat = {path: value for key, argument in arguments.items() for path, value in _leaves(key, argument)}
+        made = {id(tensor) for tensor in self._made}
+        self._given[place] = {
+            path: "of a layer" if id(value) in made else value
+            for path, value in flat.items()
+            if not path.endswith(_NUMBER_OF_LAYER)
+        }
+
+    def ran(self, kind: type, hidden: torch.Tensor, output: Any) -> None:
+        whole = output if isinstance(output, tuple | list) else (output,)
+        first = whole[0] if whole else None
+        if not isinstance(first, torch.Tensor) or first.shape != hidden.shape:
+            raise RuntimeError(f"{kind.__name__} does not give hidden states first")
+        self._outputs[kind] = output
+        self._made += [one for one in whole if isinstance(one, torch.Tensor)]
+
+    def in_place_of(self, kind: type, hidden: torch.Tensor) -> Any:
+        """What a skipped layer gives: hidden states as they were given, and all else as the last one that ran."""
+        if kind not in self._outputs:
+            raise RuntimeError(f"no {kind.__name__} ran before one that is skipped")
+        output = self._outputs[kind]
+        return type(output)([hidden, *output[1:]]) if isinstance(output, tuple | list) else hidden
+
+    def kinds(self, count: int) -> list[Hashable]:
+        """How each of so many layers was called: objects that several were given, and the contents of all others."""
+        given = [self._given.get(place, {}) for place in range(count)]
+        facts: list[dict[Hashable, Hashable]] = [{} for _ in given]
+        for path in dict.fromkeys(path for one in given for path in one):
+            there = [(place, one[path]) for place, one in enumerate(given) if path in one]
+            tensors = [value for _, value in there if isinstance(value, torch.Tensor)]
+            are_shared = len({id(tensor) for tensor in tensors}) < len(tensors)
+            numbers: dict[int, int] = {}
+            for place, value in there:
+                is_tensor = isinstance(value, torch.Tensor)
+                same = numbers.setdefault(id(value), len(numbers)) if is_tensor and are_shared else told(value)
+                facts[place][path] = same
+        return shared_kinds(facts)
+
+
+def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
+    """Tensors and other values in a nest of tuples, lists and dicts, by where they are."""
+    if isinstance(value, tuple | list):
+        for place, one in enumerate(value):
+            yield from _leaves(f"{key}.{place}", one)
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            yield from _leaves(f"{key}.{name}", one)
+    else:
+        is_plain = isinstance(value, torch.Tensor | bool | int | float | str | None)
+        yield key, value if is_plain else type(value).__qualname__
+
+
+def _blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers; of a class that names none, what its decoder has the most of in a list."""
+    try:
+        return decoder_blocks(model)
+    except RecipeError:
+        lists = [part for part in decoder_of(model).modules() if isinstance(part, nn.ModuleList)]
+        inside = {part for one in lists for part in one.modules() if part is not one}
+        return list(max((one for one in lists if one not in inside), key=len, default=()))
+
+
+def kinds_of(blocks: Sequence[nn.Module], config: PretrainedConfig) -> list[Hashable]:
+    """The kind of each decoder layer, in their order: equal where one stands for the other."""
+    facts: list[dict[Hashable, Hashable]] = [dict(_facts(block)) for block in blocks]
+    for key, value in vars(config.get_text_config()).items():
+        if isinstance(value, list | tuple) and len(value) == len(blocks):
+            for fact, own in zip(facts, value, strict=True):
+                fact["config", key] = repr(own)
+    numbers = _numbers(blocks)
+    if any(_is_counting(module, numbers) for block in blocks for module in block.modules()):
+        return list(range(len(blocks)))
+    return shared_kinds(facts)
+
+
+def shared_kinds(facts: Sequence[Mapping[Any, Hashable]]) -> list[Hashable]:
+    """Kinds by what is known of each; what has another value for each of three or more is left out."""
+    keys = dict.fromkeys(key for fact in facts for key in fact)
+    telling = []
+    for key in keys:
+        values = [fact.get(key, _ABSENT) for fact in facts]
+        there = [value for value in values if value != _ABSENT]
+        if len(there) < 3 or len(set(there)) < len(there):
+            telling.append(values)
+        elif len(there) < len(values):  # which of them have it at all
+            telling.append([value != _ABSENT for value in values])
+    return list(zip(*telling, strict=True)) if telling else [()] * len(facts)
+
+
+def representatives(kinds: Sequence[Hashable]) -> set[int]:
+    """The first and the last of each kind."""
+    firsts: dict[Hashable, int] = {}
+    lasts: dict[Hashable, int] = {}
+    for place, kind in enumerate(kinds):
+        firsts.setdefault(kind, place)
+        lasts[kind] = place
+    return {*firsts.values(), *lasts.values()}
+
+
+def _facts(block: nn.Module) -> Iterator[tuple[Hashable, Hashable]]:
+    """Of each part of a layer, by its name: what it is, and what it holds besides parameters and parts."""
+    for name, module in block.named_modules():
+        yield (name, "class"), f"{type(module).__module__}.{type(module).__qualname__}"
+        for key, value in vars(module).items():
+            if key not in _MODULE_OWN:
+                yield (name, key), told(list(value.values()) if key in _HOOKS else value)
+        for key, parameter in module.named_parameters(recurse=False):
+            yield (name, key), (tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
+        for key, buffer in module.named_buffers(recurse=False):
+            yield (name, key), told(buffer)
+
+
+def told(value: object, depth: int = _DEPTH) -> Hashable:
+    """What of a value is compared: numbers and words, tensors by their contents, functions by their names and what
+    they enclose, objects by their class and what they hold."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+        return (type(value).__name__, str(value))
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), str(value.dtype), _contents(value))
+    if isinstance(value, nn.Module | PretrainedConfig | type) or depth == 0:
+        kind = value if isinstance(value, type) else type(value)
+        return f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(value, Mapping):
+        return tuple((str(key), told(one, depth - 1)) for key, one in value.items())
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=str)
+    if isinstance(value, list | tuple):
+        return tuple(told(one, depth - 1) for one in value)
+    if isinstance(value, functools.partial):
+        return ("partial", told(value.func, depth - 1), told(value.args, depth - 1), told(value.keywords, depth - 1))
+    if inspect.ismethod(value):
+        return ("method", f"{value.__func__.__module__}.{value.__func__.__qualname__}")
+    if inspect.isfunction(value):
+        cells = tuple(told(cell.cell_contents, depth - 1) for cell in value.__closure__ or () if _is_filled(cell))
+        return (value.__module__, value.__qualname__, value.__code__.co_code, cells)
+    held = getattr(value, "__dict__", {})
+    return (f"{type(value).__module__}.{type(value).__qualname__}", told(dict(held), depth - 1))
+
+
+def _contents(tensor: torch.Tensor) -> str | None:
+    if tensor.device.type == "meta":
+        return None
+    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - an empty one raises
+    except ValueError:
+        return False
+    return True
+
+
+def _numbers(blocks: Sequence[nn.Module]) -> frozenset[str]:
+    """Attributes in which parts of the layers hold their layer's number."""
+    if len(blocks) < 2:
+        return frozenset()
+    found: dict[tuple[str, str], list[int]] = {}
+    for place, block in enumerate(blocks):
+        for name, module in block.named_modules():
+            for key, value in vars(module).items():
+                if type(value) is int:
+                    found.setdefault((name, key), []).append(value - place)
+    return frozenset(key for (_, key), apart in found.items() if len(apart) > 1 and len(set(apart)) == 1)
+
+
+def _is_counting(module: nn.Module, numbers: frozenset[str]) -> bool:
+    """Whether what a part of a layer runs compares its layer's number, or counts it off: the layer then stands for none
+    but itself. That of the first layer (``== 0``) may be asked for, as the first of each kind runs."""
+    own = [getattr(value, "func", value) for value in vars(module).values() if callable(value)]
+    given = (one for one in own if inspect.isfunction(one) and numbers.intersection(one.__code__.co_names))
+    return any(_counts_by(one, numbers) for one in given) or any(
+        _counts_by(method, numbers)
+        for kind in type(module).__mro__
+        if not kind.__module__.startswith("torch.")
+        for name, method in vars(kind).items()
+        if name != "__init__" and inspect.isfunction(method)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _counts_by(function: Callable[..., Any], numbers: frozenset[str]) -> bool:
+    code = inspect.unwrap(function).__code__
+    if not numbers.intersection(code.co_names):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):  # made at run time, or in the midst of a line
+        return True
+    return any(_is_counted(node, numbers) for node in ast.walk(tree))
+
+
+def _is_counted(node: ast.AST, numbers: frozenset[str]) -> bool:
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.Mod | ast.FloorDiv) and _is_number(node.left, numbers)
+    if not isinstance(node, ast.Compare):
+        return False
+    sides = [node.left, *node.comparators]
+    is_first = any(isinstance(side, ast.Constant) and side.value == 0 for side in sides)
+    return not is_first and any(_is_number(side, numbers) for side in sides)
+
+
+def _is_number(node: ast.AST, numbers: frozenset[str]) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr in numbers

@@ -1,0 +1,92 @@
+"""A model in float32 for as long as it is looked at, whatever its weights are kept in, at the cost of what is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tuner.model.build import has_score, head_layer
+from tuner.model.tokens import TrainableTokens
+from tuner.runtime.torch_private import changes_in_place
+
+KEPT_BYTES = 1 << 30
+"""Of copies in float32 that are kept for the next forward; what is beyond is made again for each."""
+LARGE = 1 << 24
+"""Elements of an embedding or output layer from which on no more of it is copied than is used."""
+ROWS = 8192
+"""Rows of a large output layer that are computed: tokens up to there have logits."""
+
+
+class Widened:
+    """Has modules compute in float32, each while it runs, with copies of their parameters that several models share."""
+
+    def __init__(self, model: PreTrainedModel, narrow: bool) -> None:
+        """With ``narrow``, of a large output layer the first :data:`ROWS` rows are computed alone."""
+        self._kept: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._left = KEPT_BYTES
+        head = None if has_score(model) or not narrow else head_layer(model)
+        self._narrowed: set[int] = set()
+        """The parameters of an output layer of which the first rows are computed alone."""
+        if type(head) is nn.Linear and head.weight.numel() >= LARGE and len(head.weight) > ROWS:
+            self._narrowed = {id(parameter) for parameter in head.parameters()}
+        self._tokens = int(getattr(model.get_input_embeddings(), "num_embeddings", 0))
+
+    @contextmanager
+    def computing(self, root: nn.Module) -> Iterator[None]:
+        """Within, each module's own parameters are float32 while it runs."""
+        # Rows of new tokens are put into the weight of the layer that they belong to, which does not run itself.
+        parts = {m: m.parameters(recurse=isinstance(m, TrainableTokens)) for m in root.modules()}
+        own = {m: [p for p in parameters if p.is_floating_point()] for m, parameters in parts.items()}
+        before: dict[nn.Module, list[torch.Tensor]] = {}
+
+        def widen(module: nn.Module, inputs: Any) -> None:
+            before[module] = [parameter.data for parameter in own[module]]
+            for parameter in own[module]:
+                parameter.data = self._of(module, parameter, inputs)
+
+        def restore(module: nn.Module, inputs: Any, output: Any) -> None:
+            for parameter, data in zip(own[module], before.pop(module, []), strict=False):
+                parameter.data = data
+
+        with ExitStack() as hooks:
+            for module, parameters in own.items():
+                if any(parameter.dtype != torch.float32 for parameter in parameters):
+                    hooks.callback(module.register_forward_pre_hook(widen).remove)
+                    hooks.callback(module.register_forward_hook(restore, always_call=True).remove)
+            yield
+
+    def _is_narrowed(self, module: nn.Module, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._narrowed and type(module) is nn.Linear
+
+    def _of(self, module: nn.Module, parameter: nn.Parameter, inputs: Any) -> torch.Tensor:
+        data = parameter.data
+        if isinstance(module, nn.Embedding) and self._is_of_tokens(module) and inputs and data.dtype != torch.float32:
+            return _rows_alone(data, inputs[0])
+        if self._is_narrowed(module, parameter):
+            data = data[:ROWS]
+        key = (id(parameter), len(data), changes_in_place(parameter))  # what is changed in place is another one
+        if key in self._kept:
+            return self._kept[key]
+        wide = data.float()
+        if wide.nbytes <= self._left:
+            self._kept[key] = wide
+            self._left -= wide.nbytes
+        return wide
+
+    def _is_of_tokens(self, module: nn.Embedding) -> bool:
+        """Whether its rows are those that it is given: embeddings of places may make these of what they are given."""
+        return module.weight.numel() >= LARGE and 2 * module.num_embeddings > self._tokens > 0
+
+
+def _rows_alone(data: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """``[V, D]`` in float32 with the rows of ``ids``; the others are zeros that take no memory before they are read."""
+    wide = torch.from_numpy(np.zeros(tuple(data.shape), dtype=np.float32))
+    rows = ids.unique()
+    wide[rows] = data[rows].float()
+    return wide
