@@ -146,12 +146,15 @@ def both(build: Callable[[], CausalLM]) -> str:
 
 def verdict(root: CausalLM, every_layer: bool) -> tuple[str, str]:
     """What a proof says of a model, and how many of its layers ran: all of them, where few did not do."""
+    before = {name: parameter.detach().clone() for name, parameter in root.model.named_parameters()}
     with _noted() as runs:
         try:
             probe.require_isolation(root, VOCAB, longest=LONGEST, every_layer=every_layer)
             said = "passes"
         except RecipeError as error:
             said = error.message
+    if changed := [name for name, parameter in root.model.named_parameters() if not parameter.equal(before[name])]:
+        said = f"changes {changed[0]}"
     return said, runs[-1] if runs else "-"
 
 

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from tests.model.tiny import SHAPE
 from tools.causal_cases import VOCAB
-from tools.proof_campaign import deep_config, made, write_random
+from tools.proof_campaign import deep_config, made, verdict, write_random
 from tools.proof_faults import FAULTS, Fault
 from tuner.errors import RecipeError
 from tuner.model import widened
@@ -81,9 +81,28 @@ def test_a_fault_in_the_values_of_one_layer_is_found_by_all_of_them(tmp_path: Pa
 
 
 def test_what_few_layers_do_not_pass_is_judged_by_all(tmp_path: Path, ran: list[int]) -> None:
-    root = deep("rwkv", tmp_path)  # its decoder halves hidden states at every sixth layer, and the weights behind it
+    root = deep("llama", tmp_path)
+    needing = decoder_blocks(root.model)[7]
+    forward = needing.forward
+
+    called: list[object] = []
+
+    def after_all(*args: Any, **kwargs: Any) -> Any:
+        assert len(called) == 7, "those before ran"
+        return forward(*args, **kwargs)
+
+    root.model.model.register_forward_pre_hook(lambda *_: called.clear())
+    for block in decoder_blocks(root.model)[:7]:
+        block.mlp.register_forward_hook(lambda *_: called.append(1))
+    needing.forward = after_all
     assert require_isolation(root, VOCAB).is_clean
-    assert ran and ran[-1] < 8
+    assert ran == [3]
+
+
+def test_the_weights_of_rwkv_are_not_divided_for_evaluation(tmp_path: Path) -> None:
+    root = deep("rwkv", tmp_path)
+    assert verdict(root, every_layer=True) == ("passes", "all")
+    assert verdict(root, every_layer=False) == ("passes", "3 of 8")
 
 
 def test_layers_are_as_they_were_afterwards(tmp_path: Path) -> None:

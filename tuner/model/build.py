@@ -112,6 +112,8 @@ def _own_config(spec: ModelSpec) -> PretrainedConfig:
             for key in dropouts_of(part):
                 setattr(part, key, 0.0)
     config.use_cache = False
+    if hasattr(config, "rescale_every"):
+        config.rescale_every = 0  # RWKV's, for float16: in evaluation it divides its weights in place, the twin's too
     forget_attention(config)  # what the file names is for whoever wrote it
     if spec.head == "score":
         from tuner.model.score import require_scores

@@ -15,7 +15,7 @@ from tuner.model.build import has_score, head_layer
 from tuner.model.tokens import TrainableTokens
 from tuner.runtime.torch_private import changes_in_place
 
-KEPT_BYTES = 1 << 30
+KEPT_BYTES = 2 << 30
 """Of copies in float32 that are kept for the next forward; what is beyond is made again for each."""
 LARGE = 1 << 24
 """Elements of an embedding or output layer from which on no more of it is copied than is used."""

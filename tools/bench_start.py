@@ -1,0 +1,158 @@
+"""What a launch costs before its first step: seconds by phase, processor seconds, and the host's memory.
+
+    python tools/bench_start.py --smollm2 DIRECTORY [--large DIRECTORY] [--against TREE] [--rounds 3]
+
+Trains two steps of LoRA on SmolLM2, launch after launch: the first with an empty cache, the second with what the first
+left there; alternating with another tree of this project where one is given (its `.venv` included), and with the bare
+imports of torch, transformers and peft. With ``--large`` the proof alone of an 8B with LoRA, whose random files, 16 GB,
+are written there where they are not: its processor seconds, and the largest anonymous memory. A line of JSON for each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES: dict[str, Any] = {
+    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 5e5,
+}  # fmt: skip
+"""Those of Llama 3.1 8B."""
+BARE = "import torch, transformers, peft; from transformers import AutoModelForCausalLM, AutoTokenizer"
+PROOF = """
+import json, sys, time, threading
+from pathlib import Path
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.build import ModelSpec, build_model
+from tuner.model.probe import require_isolation
+from tuner.model.root import CausalLM
+
+peak = [0]
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+def watch():
+    while True:
+        peak[0] = max(peak[0], anonymous())
+        time.sleep(0.02)
+before = anonymous()
+threading.Thread(target=watch, daemon=True).start()
+began, used = time.monotonic(), time.process_time()
+model = build_model(ModelSpec(sys.argv[1]), torch.bfloat16, 0)
+add_lora(model, LoraSpec(16, 32.0, 0.0, "all-linear"), seed=0)
+root = CausalLM(model.eval())
+built, built_used = time.monotonic(), time.process_time()
+report = require_isolation(root, model.config.vocab_size, longest=2048)
+print(json.dumps({
+    "what": "proof of an 8B LoRA", "clean": report.is_clean,
+    "weights_s": built - began, "weights_cpu_s": built_used - used,
+    "s": time.monotonic() - built, "cpu_s": time.process_time() - built_used, "anonymous_gb": (peak[0] - before) / 1e9,
+}))
+"""
+ROWS = [{"prompt": f"What is {n} and {n}?", "response": f"It is {2 * n}."} for n in range(40)]
+
+
+def main() -> int:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smollm2", type=Path)
+    parser.add_argument("--large", type=Path)
+    parser.add_argument("--against", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    given = parser.parse_args()
+    trees = [ROOT] if given.against is None else [ROOT, given.against.resolve()]
+    if given.smollm2 is not None:
+        for number in range(given.rounds):
+            print(json.dumps({"round": number, **bare()}), flush=True)
+            for tree in trees:
+                for line in launches(tree, given.smollm2.resolve()):
+                    print(json.dumps({"round": number, "tree": str(tree), **line}), flush=True)
+    if given.large is not None:
+        if not (given.large / "model.safetensors.index.json").is_file():
+            write_large(given.large)
+        for tree in trees:
+            done = _run(tree, ["-c", PROOF, str(given.large.resolve())], tree)[0]
+            print(done.stdout.strip(), flush=True)
+    return 0
+
+
+def bare() -> dict[str, Any]:
+    """The imports that a training cannot go without, in a process of their own."""
+    return {"what": "bare imports", **_run(ROOT, ["-c", BARE], ROOT)[1]}
+
+
+def launches(tree: Path, model: Path) -> list[dict[str, Any]]:
+    """A first launch, with nothing in the cache but the prepared data, and a second one."""
+    found = []
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        recipe = {
+            "model": {"name_or_path": str(model)}, "output_dir": "run", "adapter": {"kind": "lora"},
+            "data": {"train": "rows.jsonl", "cache_dir": "cache", "max_length": 256},
+            "train": {"duration": "2 steps", "global_batch_size": 2, "device": "cpu"},
+        }  # fmt: skip
+        (place / "recipe.yaml").write_text(json.dumps(recipe))
+        _run(tree, ["-m", "tuner", "prepare-data", "recipe.yaml"], place)
+        for number, name in enumerate(("first", "second")):
+            done, used = _run(tree, ["-m", "tuner", "train", "recipe.yaml", "--output-dir", f"run{number}"], place)
+            assert done.returncode == 0, done.stderr
+            record = json.loads((place / f"run{number}" / "run.json").read_text())
+            found.append({"what": f"{name} launch", "start_s": record["launches"][-1].get("start_s"), **used})
+    return found
+
+
+def write_large(directory: Path) -> None:
+    """Files of an 8B Llama in bf16, random, in shards of 2 GB."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    directory.mkdir(parents=True, exist_ok=True)
+    config = LlamaConfig(**SIZES, dtype="bfloat16", architectures=["LlamaForCausalLM"])
+    config.save_pretrained(directory)
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    drawn = (torch.randn(1 << 26) * 0.02).bfloat16()
+    files: dict[str, str] = {}
+    shard: dict[str, torch.Tensor] = {}
+    tensors = list(meta.state_dict().items())
+    for place, (name, tensor) in enumerate(tensors):
+        count = tensor.numel()
+        shard[name] = torch.ones(tensor.shape, dtype=torch.bfloat16)
+        if tensor.ndim > 1:
+            shard[name] = drawn.repeat(-(-count // len(drawn)))[:count].roll(place).view(tensor.shape)
+        if place == len(tensors) - 1 or sum(one.nbytes for one in shard.values()) > 2e9:
+            file = f"model-{len(set(files.values())):05d}.safetensors"
+            save_file(shard, directory / file, metadata={"format": "pt"})
+            files |= dict.fromkeys(shard, file)
+            shard = {}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def _run(tree: Path, arguments: list[str], cwd: Path) -> tuple[subprocess.CompletedProcess[str], dict[str, float]]:
+    """A command of a tree's Python, and what it took."""
+    python = tree / ".venv" / "bin" / "python"
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    done = subprocess.run(
+        [str(python if python.is_file() else sys.executable), *arguments], cwd=cwd, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(tree)}, check=False,
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return done, {"s": round(time.monotonic() - began, 2), "cpu_s": round(used, 2)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
