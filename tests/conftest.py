@@ -115,12 +115,30 @@ def pytest_collection_finish() -> None:
     leave_out()
 
 
+def _keep_quick_cases(items: list[pytest.Item]) -> list[str]:
+    """Have `slow("one", "other")` mean these cases of a test alone; returns those that are none of its cases."""
+    named: set[tuple[str, str]] = set()
+    cases = {(item.nodeid.partition("[")[0], item.name.partition("[")[2].removesuffix("]")) for item in items}
+    for item in items:
+        test, _, case = item.nodeid.partition("[")
+        for mark in [mark for mark in item.own_markers if mark.name == "slow" and mark.args]:
+            named |= {(test, name) for name in mark.args}
+            if case.removesuffix("]") not in mark.args:
+                item.own_markers.remove(mark)
+    return [f"{test}[{case}]" for test, case in sorted(named - cases)]
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where there is no CUDA device.
 
     Leave out those marked `slow`, unless they are asked for: by TUNER_TEST_SLOW, by a mark, or by name.
     """
-    if not ("TUNER_TEST_SLOW" in os.environ or config.option.markexpr or any("::" in given for given in config.args)):
+    by_name = any("::" in given for given in config.args)
+    unknown = _keep_quick_cases(items)
+    if unknown and not (by_name or config.getoption("lf", False)):  # which leave out cases before they come here
+        raise pytest.UsageError(f"marked slow, and no case of the test: {', '.join(unknown)}")
+    if not ("TUNER_TEST_SLOW" in os.environ or config.option.markexpr or by_name):
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if item not in slow]
