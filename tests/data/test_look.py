@@ -82,6 +82,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
+@pytest.mark.slow("table.arrow", "chat.jsonl.gz")
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_source_is_looked_at_explained_and_prepared_alike(name: str, model: str, tmp_path: Path) -> None:
     write, form, columns = SOURCES[name]

@@ -120,6 +120,7 @@ def test_full_fp32(make_run: MakeRun, kind: str) -> None:
     assert sum(t.numel() for t in written.values()) == sum(trained[f"model/{n}"].numel() for n in names)
 
 
+@pytest.mark.slow("gpt2-bf16")
 @pytest.mark.parametrize("frozen", some("bf16", of=("fp32", "bf16")))
 @pytest.mark.parametrize("kind", some("gpt2", "gemma3", of=KINDS))
 def test_lora_merged_fp32(make_run: MakeRun, kind: str, frozen: str) -> None:
@@ -129,6 +130,7 @@ def test_lora_merged_fp32(make_run: MakeRun, kind: str, frozen: str) -> None:
     assert not any("lora" in name for name in load_file(report.path / "model.safetensors"))
 
 
+@pytest.mark.slow("gpt2")
 @pytest.mark.parametrize("kind", some("llama-tied", "gpt2", of=KINDS))
 def test_lora_kept(make_run: MakeRun, kind: str) -> None:
     from peft import PeftModel
@@ -164,6 +166,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.slow("head-llama-bf16", "rslora-llama-bf16", "all-gpt2-bf16")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize(
     ("variant", "kind", "frozen"), some(*QUICK, of=itertools.product(VARIANTS, KINDS_OF_LAYERS, TYPES))
@@ -204,6 +207,7 @@ def test_an_adapter_that_peft_would_not_take_is_not_published(
         export_hf(run, adapter="keep")
 
 
+@pytest.mark.slow("gpt2")
 @pytest.mark.parametrize("kind", some("llama-tied", "gpt2", of=KINDS_OF_LAYERS))
 def test_frozen_parameters_come_from_the_base(make_run: MakeRun, kind: str) -> None:
     frozen = ("*.0.*", "lm_head")
@@ -549,6 +553,7 @@ def test_what_was_trained_without_a_causal_mask_is_not_published(
         export_hf(run)  # the answers are so close that rounding to bf16 could explain them
 
 
+@pytest.mark.slow("0.0002-lora2-fp32")
 @pytest.mark.parametrize(
     ("amount", "lora", "taken"), [(0.05, LORA, "bf16"), (2e-4, LORA, "fp32"), (2e-4, VARIANTS["dora"], "fp32")]
 )

@@ -150,6 +150,7 @@ def test_only_the_language_model_is_built(whole: Path) -> None:
     assert sum(model.left_out.values()) == there
 
 
+@pytest.mark.slow("mistral3")
 def test_full_training_is_put_back(whole: Path, tmp_path: Path) -> None:
     run = run_of(whole, tmp_path / "run")
     report = export_hf(run, dtype="fp32", shard_size="50KB")
@@ -286,6 +287,7 @@ def test_answers_of_a_checkpoint_an_export_and_an_adapter(adapted: Path, tmp_pat
     assert generator.tokenizer.decode(expected[0, ids.shape[1] :]).startswith(answers[0])
 
 
+@pytest.mark.slow("mistral3")
 def test_language_model_alone(whole: Path, tmp_path: Path) -> None:
     run = run_of(whole, tmp_path / "run", LORA)
     kind = "Gemma3ForCausalLM" if "gemma3" in str(whole) else "MistralForCausalLM"
@@ -325,6 +327,7 @@ def test_training_from_start_to_end(own_gemma: Path, tmp_path: Path) -> None:
     assert all(torch.equal(after[name], before[name]) for name in before if not is_language(name))
 
 
+@pytest.mark.slow("how1")
 @pytest.mark.parametrize(
     "how",
     [

@@ -133,6 +133,12 @@ def cases(quick: set[tuple[str, str, range, bool]]) -> list[Any]:
     return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in every]
 
 
+@pytest.mark.slow(
+    "llama-lora-new_ids7-False",
+    "llama-saved-new_ids8-True",
+    "gpt2-saved-new_ids27-False",
+    "phi-frozen-new_ids24-True",
+)
 @pytest.mark.parametrize(("family", "choice", "new_ids", "tied"), cases(QUICK))
 def test_merged_exports_hold_the_rows(tmp_path: Path, family: str, tied: bool, choice: str, new_ids: range) -> None:
     case = make(tmp_path, family, tied, CHOICES[choice], new_ids)
@@ -157,6 +163,7 @@ def test_rounded_exports_hold_the_rows(tmp_path: Path, family: str, tied: bool, 
 KEPT = [("llama", "lora", GROWN), ("llama", "saved", ROOM), ("gpt2", "saved", GROWN), ("gemma3", "lora", ROOM)]
 
 
+@pytest.mark.slow("llama-saved-new_ids2-True", "gpt2-saved-new_ids5-False")
 @pytest.mark.parametrize(
     ("family", "choice", "new_ids", "tied"),
     [
@@ -181,6 +188,7 @@ def test_adapters_hold_the_rows_alone(tmp_path: Path, family: str, tied: bool, c
     assert sum(shape[0] == size for shape in shapes) == (0 if choice == "lora" else 2 if tied else 1)
 
 
+@pytest.mark.slow("untied")
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_base_held_in_bfloat16_adds_no_rounding_to_them(tmp_path: Path, tied: bool) -> None:
     case = make(tmp_path, "gemma3", tied, CHOICES["lora"], GROWN, frozen="bf16")

@@ -51,6 +51,7 @@ def padded(model: Any, directory: Path) -> torch.Tensor:
     return scores
 
 
+@pytest.mark.slow("case1", "case2")
 @pytest.mark.parametrize("case", [(kind, lora is not None) for kind, lora in CASES])
 def test_the_export_scores_as_the_trained_model(runs: dict[Any, Path], tmp_path: Path, case: tuple[str, bool]) -> None:
     report = export_hf(runs[case], tmp_path / "out", dtype="fp32")

@@ -144,6 +144,20 @@ def with_merged_weights(case: Case, dtype: torch.dtype) -> PreTrainedModel:
     return merged.to(dtype)
 
 
+@pytest.mark.slow(
+    "llama-untied-full-fp32-4",
+    "llama-untied-lora-fp32-4",
+    "llama-tied-full-bf16-4",
+    "llama-tied-lora-fp32-1",
+    "llama-tied-lora-fp32-4",
+    "llama-tied-lora-bf16-4",
+    "qwen3-untied-full-fp32-4",
+    "gemma3-tied-full-fp32-4",
+    "phi-tied-full-fp32-4",
+    "gpt2-tied-full-fp32-4",
+    "olmo2-untied-full-fp32-4",
+    "qwen3-moe-untied-full-fp32-4",
+)
 @pytest.mark.parametrize(("case", "form"), CHOSEN, ids=name_of)
 def test_the_export_is_the_trained_model(
     cases: dict[str, Case], tmp_path: Path, case: tuple[str, bool, LoraSpec | None], form: tuple[Any, int]

@@ -127,6 +127,7 @@ def test_no_packing_compiles_anew_in_other_architectures(kind: str, tmp_path: Pa
     check(root_for(kind, tmp_path), root_for(kind, tmp_path), Padding(TOKENS, LONGEST))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced_alone")
 def test_no_packing_compiles_anew_where_attention_has_dropout(tmp_path: Path) -> None:
     # So little that it draws numbers and drops nothing: what is filled up draws some, too.
@@ -186,6 +187,7 @@ def otherwise_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "BACKEND", backend)
 
 
+@pytest.mark.slow("dora")
 @pytest.mark.usefixtures("otherwise_without_gradients")
 @pytest.mark.parametrize("lora", [None, LORA, DORA], ids=["plain", "lora", "dora"])
 def test_a_forward_without_gradients_is_the_program_that_trains(lora: LoraSpec | None, tmp_path: Path) -> None:

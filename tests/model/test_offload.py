@@ -225,6 +225,7 @@ def test_a_missing_wait_is_a_race(forgets: str, tmp_path: Path) -> None:
     assert raced(*offloaded("llama", tmp_path), forgets)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.filterwarnings("ignore:.*context_fn")
 def test_compiled_layers_keep_their_inputs_on_the_host_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,7 @@ def test_any_training_is_that_of_one_process(case: Case, tmp_path: Path) -> None
     compared(case, tmp_path, Taken.of)
 
 
+@pytest.mark.slow("distill")
 @pytest.mark.multi
 @pytest.mark.parametrize(
     "kind",

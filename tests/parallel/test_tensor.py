@@ -70,12 +70,14 @@ def compared(processes: int, cases: Sequence[Split], directory: Path) -> None:
     assert run_ranks(processes, directory, work) == [0] * processes
 
 
+@pytest.mark.slow("other families")
 @pytest.mark.multi
 @pytest.mark.parametrize("group", ALONE)
 def test_a_step_of_two_processes_is_that_of_one(group: str, tmp_path: Path) -> None:
     compared(2, ALONE[group], tmp_path)
 
 
+@pytest.mark.slow("one group")
 @pytest.mark.multi
 @pytest.mark.parametrize(
     "group",

@@ -98,6 +98,7 @@ def compare(pair: tuple[OutputLayer, OutputLayer], count: int, trained: bool) ->
     assert torch.equal(parts.likeliest(one, states), plain.argmax(-1))
 
 
+@pytest.mark.slow("4-cpu-5")
 @pytest.mark.multi
 @pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize(("processes", "kind", "vocabulary"), [(2, "cpu", 11), (2, "cuda", 11), (4, "cpu", 5)])

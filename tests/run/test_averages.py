@@ -39,6 +39,7 @@ def _tensors(run: Path, prefix: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): t for name, t in read_tensors(found) if name.startswith(prefix)}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_averages_and_their_evaluation_changes_nothing(place: Path) -> None:
     plain, whole = (place / "runs" / name for name in ("plain", "whole"))
     evaluated = [line for line in lines(whole) if line["kind"] == "eval"]

@@ -86,6 +86,7 @@ def test_evaluations_have_the_figures_of_each_source_and_keep_the_best(finished:
     assert answers[0]["prompt"].strip() == "0" and set(answers[0]["reference"]) == set("ab")
 
 
+@pytest.mark.slow("adapter_off")
 def test_it_resumes_bit_for_bit(place: Path, finished: tuple[Path, dict[str, str]]) -> None:
     whole, flags = finished
     flags = {**flags, "name": f"parts-{whole.name}"}
@@ -114,6 +115,7 @@ def test_a_trained_model_is_measured_as_its_run_was(place: Path, finished: tuple
     assert measured(run, place / "r.yaml", **flags).measure == "dpo"
 
 
+@pytest.mark.slow("adapter_off")
 def test_what_an_export_is_measured_by_does_not_depend_on_the_cache(
     place: Path, finished: tuple[Path, dict[str, str]]
 ) -> None:

@@ -32,6 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_bit_for_bit_and_evaluated_as_it_was_trained(place: Path) -> None:
     flags = {**NF4, "data__eval": "7 documents", "eval__samples": "1"}
     whole = launch(place, name="whole", **flags).run_dir

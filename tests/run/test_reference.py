@@ -69,6 +69,7 @@ CASES: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow("native kernels, two rows at once, dropout of the model", "dora", "bf16")
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_begins_as_its_reference_to_the_last_bit(made: Path, name: str) -> None:
     flags = CASES[name]

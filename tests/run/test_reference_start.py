@@ -147,6 +147,12 @@ def test_a_model_that_is_its_reference_begins(begun: Mapping[str, Assembly], rou
     require_start(begun[route], Console(main=False))
 
 
+@pytest.mark.slow(
+    "another model by one weight after a step",
+    "an adapter on one layer after fifty",
+    "those of other documents",
+    "means in the place of sums",
+)
 @pytest.mark.parametrize("case", WRONG_COLUMNS)
 def test_columns_of_another_model_are_refused(begun: Mapping[str, Assembly], case: str) -> None:
     route, plant = WRONG_COLUMNS[case]
@@ -155,6 +161,7 @@ def test_columns_of_another_model_are_refused(begun: Mapping[str, Assembly], cas
     assert "it is computed again" in str(caught.value.hint)
 
 
+@pytest.mark.slow("lora on one layer after fifty")
 @pytest.mark.parametrize("case", WRONG_ADAPTERS)
 def test_an_adapter_that_adds_something_is_refused(begun: Mapping[str, Assembly], case: str) -> None:
     route, weight, by = WRONG_ADAPTERS[case]
@@ -163,6 +170,7 @@ def test_an_adapter_that_adds_something_is_refused(begun: Mapping[str, Assembly]
     assert "method.reference: columns" in str(caught.value.hint)
 
 
+@pytest.mark.slow("another")
 @pytest.mark.parametrize(
     ("rounds_by", "begins"), [(0.01, True), (5.0, False), (float("nan"), False)], ids=["rounding", "another", "nan"]
 )
@@ -215,6 +223,7 @@ def test_columns_are_of_the_processes_that_compute_a_layer_together(begun: Mappi
     assert {key_of(reference.key_facts(replace(assembly, mesh=mesh))) for mesh in same} == {key}
 
 
+@pytest.mark.slow("lora")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.usefixtures("otherwise_without_gradients")
 @pytest.mark.parametrize("kind", ["none", "lora"])

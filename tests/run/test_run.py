@@ -160,6 +160,7 @@ def test_a_stop_file_saves_stops_and_is_used_up(workplace: Path) -> None:
     assert launch(workplace, LaunchOptions(resume="auto"), train__duration="4 steps").status == "finished"
 
 
+@pytest.mark.slow
 def test_a_signal_in_an_evaluation_cuts_it_short_and_it_is_done_when_the_run_goes_on(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

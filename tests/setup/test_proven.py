@@ -59,6 +59,7 @@ def test_it_is_made_once_and_found_by_other_processes(
     assert len(proofs) == 2 and read_json(kept)["verdict"]["route"] == "flat"
 
 
+@pytest.mark.slow("adapter__r", "model__kernels", "train__tiled_mlp", "data__max_length")
 @pytest.mark.parametrize(
     "flags",
     [

@@ -52,6 +52,7 @@ def recipe(tmp_path: Path, kind: PretrainedConfig, **model: Any) -> dict[str, An
 
 
 # What mpt does is in the test of packed rows, too.
+@pytest.mark.slow("llama4_text", "rwkv")
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in ("mpt", "mamba", "gptj") else ()) for kind in CONFIGS]
 )

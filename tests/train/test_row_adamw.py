@@ -216,6 +216,7 @@ def assert_neighbouring_codes(dense: Assembly, ours: Assembly) -> None:
     assert torch.cat(apart).max() <= 1 and torch.cat(apart).sum() <= 10, "of 80,000 codes"
 
 
+@pytest.mark.slow("muon", "8bit")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["adamw", "muon", "8bit"])
 def test_a_training_in_which_every_row_is_touched_is_the_dense_one(optimizer: dict[str, Any], model: Path) -> None:
     """With micro-batches, clipping, the guard, and other optimizers for the rest, or with their states in 8 bits."""
