@@ -104,6 +104,14 @@ def test_flipped_bits_and_cut_files_are_named_and_stepped_over(bench: Bench) -> 
         assert verdict.problems == [], json.dumps(verdict.as_json())
 
 
+@pytest.mark.slow(
+    "adapter with layers_pattern that backtracks, generate",
+    "pickle as model/model.safetensors",
+    "index to '/etc/passwd'",
+    "config with hidden_act",
+    "a huge shape, generate",
+    "train: cache/prepared, to what was there",
+)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_hostile_artifacts_are_refused_by_name(bench: Bench, name: str) -> None:
     (point,) = [point for point in hostile_points(bench) if point.artifact.name == name]

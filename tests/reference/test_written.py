@@ -242,6 +242,7 @@ HEAVY = {
 """Templates of which the others have all kinds of places that are looked for."""
 
 
+@pytest.mark.slow("merges the system turn", "inserts an empty thought", "counts its messages")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in HEAVY else name for name in HAND_MADE]
 )

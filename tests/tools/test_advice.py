@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 
+import pytest
+
 from tools.advice import files, keys
 from tools.advice import planted_keys as planted
 from tools.advice.proposals import proposed, resolved, written
@@ -19,6 +21,7 @@ def test_every_key_of_another_tool_becomes_what_it_means_in_a_recipe() -> None:
     assert Counter(one.verdict for one in found)["right"] >= 500
 
 
+@pytest.mark.slow
 def test_it_becomes_the_same_by_import() -> None:
     found = [keys.by_import(case) for case in keys.cases()[::4]]
     assert [(one.case.name, one.said, one.came) for one in found if one.verdict == "wrong"] == []

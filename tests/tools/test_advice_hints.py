@@ -80,6 +80,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(tmp_path_factory.mktemp("hints"))
 
 
+@pytest.mark.slow("cli/data.py:show")
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.site, marks=[pytest.mark.slow] if case.is_dear else []) for case in CASES]
 )

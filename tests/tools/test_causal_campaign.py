@@ -35,6 +35,7 @@ FURTHER = ("gptj", "qwen3_5_text", "falcon_h1", "deepseek_v3", "gpt_oss", "mamba
 """Of families that others stand for."""
 
 
+@pytest.mark.slow("bert")
 @pytest.mark.parametrize(
     "model_type",
     [pytest.param(name, marks=pytest.mark.slow) if name in FURTHER else name for name in (*ROUTES, *REFUSED)],
@@ -68,6 +69,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.slow("expert", "sink", "router", "state")
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_found(fault: str) -> None:
     model_type, ways = PLANTED[fault]

@@ -26,6 +26,11 @@ def always(value: Any) -> Callable[..., Any]:
     return lambda *_: value
 
 
+@pytest.mark.slow(
+    "tuner.data.encoding.compared-_equal_tokens-<lambda>",
+    "tuner.data.reading.preferences-_margin-<lambda>",
+    "tuner.data.reading.answers-_says-<lambda>",
+)
 @pytest.mark.parametrize(
     ("module", "name", "wrong"),
     [

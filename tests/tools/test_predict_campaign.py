@@ -21,6 +21,7 @@ from tests.fixtures.predict_traced import predicted
 from tools.predict_campaign import problems
 
 
+@pytest.mark.slow("qwen3")
 @pytest.mark.parametrize(
     "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=lambda case: case.model
 )

@@ -21,6 +21,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     return setting_of(recipe_of("llama", place / "configs", accumulate=2), place / "setting", STEPS)
 
 
+@pytest.mark.slow
 def test_a_layout_that_is_right_is_equal(setting: Setting) -> None:
     ((_, proof),) = proofs_of(setting, [parse("fsdp2")])
     assert (proof.verdict, proof.cause) == ("equal", None)

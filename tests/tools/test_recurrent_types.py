@@ -59,6 +59,7 @@ def test_documents_of_a_row_do_not_see_each_other(root: CausalLM, monkeypatch: p
         require_isolation(root, VOCAB)
 
 
+@pytest.mark.slow("zaya")
 @pytest.mark.parametrize("root", sorted(FAMILIES.keys() - OTHERS_STAND_FOR_THEM), indirect=True)
 def test_answers_are_those_of_generate(root: CausalLM) -> None:
     plain = plain_twin(root.model)
