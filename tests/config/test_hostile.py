@@ -39,7 +39,7 @@ def attempt(path: Path, *flags: Override) -> None:
 
 
 @given(lines=st.lists(LINES | SCALARS, max_size=12))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_text_is_answered(lines: list[str], tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
@@ -67,7 +67,7 @@ FLAGS = st.builds(
 
 
 @given(flags=st.lists(FLAGS, max_size=5))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_flags_are_answered(flags: list[Override], tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text("model: {name_or_path: a/b}\ndata: {train: x}\n")

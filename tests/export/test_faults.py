@@ -166,6 +166,7 @@ def failing(name: str, code: int, first: int, monkeypatch: pytest.MonkeyPatch) -
     return calls
 
 
+@pytest.mark.slow("write-28-10")
 @pytest.mark.slow("sendfile-28-2", "mkdir-30-1")
 @pytest.mark.parametrize(
     ("name", "code", "least"),

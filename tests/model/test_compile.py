@@ -101,16 +101,10 @@ def traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("traced_alone")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "lora"),
-    [
-        pytest.param("none", None, marks=pytest.mark.slow),
-        pytest.param("selective", None, marks=pytest.mark.slow),
-        pytest.param("full", None, marks=pytest.mark.slow),
-        ("none", LORA),
-        pytest.param("full", LORA, marks=pytest.mark.slow),
-        pytest.param("selective", DORA, marks=pytest.mark.slow),
-    ],
+    [("none", None), ("selective", None), ("full", None), ("none", LORA), ("full", LORA), ("selective", DORA)],
     ids=["plain", "selective", "full", "lora", "lora-full", "dora-selective"],
 )
 def test_no_packing_compiles_anew(level: str, lora: LoraSpec | None, tmp_path: Path) -> None:

@@ -187,6 +187,7 @@ def test_what_is_recomputed_has_the_same_bits(directory: Path, level: str) -> No
     assert all(torch.equal(again[1][name], gradient) for name, gradient in plain[1].items())
 
 
+@pytest.mark.slow
 def test_the_compiler_traces_the_products() -> None:
     model: Any = family_model("llama", tied=False)
     apply_float8(model)

@@ -78,6 +78,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.int32)
 
 
+@pytest.mark.slow("shape1")
 @pytest.mark.multi
 @pytest.mark.parametrize("shape", [(1, 2), (1, 4), (2, 2)])
 def test_rows_are_those_of_the_whole_to_the_bit(shape: tuple[int, int], tmp_path: Path) -> None:
@@ -99,6 +100,7 @@ def test_rows_are_those_of_the_whole_to_the_bit(shape: tuple[int, int], tmp_path
     assert run_ranks(size, tmp_path, work) == [0] * size
 
 
+@pytest.mark.slow("shape1")
 @pytest.mark.multi
 @pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
 def test_gradients_are_added_up_once_over_processes_micro_batches_and_copies(

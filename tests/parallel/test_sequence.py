@@ -71,6 +71,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow("gemma3 2 processes sequence2 full 4 rows {'train': {'gradient_checkpointing': 'selective'}}")
 @pytest.mark.multi
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)
 def test_training_is_that_of_one_process(case: Case, tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ def test_a_gpu_alone_is_predicted_with_the_copies_of_compiled_layers(device: str
     assert not any("compiled" in text for text in plain.assumptions)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch hides it, which other threads can undo
 def test_torchs_partitioner_keeps_no_input_of_products_twice() -> None:
     """The part of the compiler that the rule stands on, without the code that inductor then writes."""

@@ -54,6 +54,7 @@ def test_kto_begins_at_its_reference_and_learns_which_answers_are_good(workplace
     assert last["reward_desirable"] > last["reward_undesirable"]
 
 
+@pytest.mark.slow("simpo", "cpo")
 @pytest.mark.parametrize("method", ["orpo", "simpo", "cpo"])
 def test_methods_without_a_reference_learn_to_prefer(workplace: Path, method: str) -> None:
     found = steps(workplace, method, "pairs", method__kind=method)

@@ -86,6 +86,7 @@ def noted(run: Path) -> list[tuple[int, str]]:
     return [(entry["step"], entry["name"]) for entry in json.loads((run / "teachers.json").read_text())["versions"]]
 
 
+@pytest.mark.slow
 def test_a_killed_run_learns_from_the_same_versions_in_the_same_steps(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

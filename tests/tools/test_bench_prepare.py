@@ -43,6 +43,7 @@ def test_digests_of_a_prepared_directory(tmp_path: Path) -> None:
     assert len(set(prepared_digests(prepared))) == 5
 
 
+@pytest.mark.slow
 def test_rows_are_distinct_and_end_with_an_answer(tmp_path: Path) -> None:
     count, written = bench_rows.write(bench_rows.endless(), tmp_path / "rows.jsonl", 100_000)
     lines = (tmp_path / "rows.jsonl").read_text(encoding="utf-8").split("\n")[:-1]

@@ -65,6 +65,7 @@ def test_what_flash_attention_demands(change: Callable[..., Any], why: str) -> N
         check_flash(*change(WIDE, WIDE, WIDE, BOUNDS))
 
 
+@pytest.mark.slow("full", "again")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_that_asks_for_numbers_is_refused_in_every_mode(mode: str) -> None:
     """Recomputing notes what a router chose by a mode of its own, between the model and torch."""

@@ -33,6 +33,7 @@ def test_a_damaged_last_checkpoint_is_named_and_the_ways_on_work(place: Place, s
     assert place.content() == place.sha256
 
 
+@pytest.mark.slow("state1")
 @pytest.mark.parametrize(
     "state", [pytest.param(("record gone",), marks=pytest.mark.slow), ("directory gone", "record says running")]
 )

@@ -12,21 +12,23 @@ from tools.row_mutations import MUTATIONS, lines
 from tools.row_oracle import judge
 from tuner.data.reading import jsonl
 
+LINES = 600
+"""How many are broken and judged."""
 FAULTS = ("disagreements", "values_differ", "problems_without_a_place", "exceptions")
 
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mutated") / "rows.jsonl"
-    path.write_bytes(b"".join(line.replace(b"\n", b" ") + b"\n" for line in lines(2000, 11, 0)))
+    path.write_bytes(b"".join(line.replace(b"\n", b" ") + b"\n" for line in lines(LINES, 11, 0)))
     return path
 
 
-def test_two_thousand_lines_are_judged_alike(broken: Path) -> None:
-    figures = compare(broken, 2000, command=False)
+def test_many_lines_are_judged_alike(broken: Path) -> None:
+    figures = compare(broken, LINES, command=False)
     assert {name: figures[name] for name in FAULTS} == dict.fromkeys(FAULTS, 0), figures["examples"]
-    assert figures["lines"] == 2000
-    assert 1000 < figures["bad_by_oracle"] == figures["bad_by_product"] < 1800
+    assert figures["lines"] == LINES
+    assert LINES / 2 < figures["bad_by_oracle"] == figures["bad_by_product"] < LINES * 0.9
     assert len(figures["kinds_of_bad"]) >= 10
 
 
@@ -44,10 +46,10 @@ def test_the_command_counts_the_same_rows(capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_wrong_product_is_found(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonl, "strict_json_record", lambda raw: {"text": "anything"})
-    assert compare(broken, 2000, command=False)["disagreements"] > 100
+    assert compare(broken, LINES, command=False)["disagreements"] > LINES / 20
     monkeypatch.undo()
     monkeypatch.setattr(jsonl, "_object", dict)
-    assert compare(broken, 2000, command=False)["disagreements"] > 0
+    assert compare(broken, LINES, command=False)["disagreements"] > 0
 
 
 def test_every_mutation_breaks_some_line_or_is_meant_to_break_none() -> None:
@@ -58,7 +60,7 @@ def test_every_mutation_breaks_some_line_or_is_meant_to_break_none() -> None:
     r = random.Random(3)
     verdicts: dict[str, set[str]] = {}
     for name, mutate in MUTATIONS.items():
-        for _ in range(60):
+        for _ in range(20):
             line = written(r, good_row(r))
             assert judge(line, False) == "good", line
             verdicts.setdefault(name, set()).add(judge(mutate(r, line).replace(b"\n", b" "), False))

@@ -50,6 +50,7 @@ def root(request: pytest.FixtureRequest) -> Iterator[CausalLM]:
     yield CausalLM(drawn(request.param))
 
 
+@pytest.mark.slow("kimi_linear", "zamba")
 def test_documents_of_a_row_do_not_see_each_other(root: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert root.mixers is not None and len(root.mixers.names) == FAMILIES[root.model.config.model_type]
     assert require_isolation(root, VOCAB).is_clean
@@ -59,6 +60,7 @@ def test_documents_of_a_row_do_not_see_each_other(root: CausalLM, monkeypatch: p
         require_isolation(root, VOCAB)
 
 
+@pytest.mark.slow("kimi_linear", "qwen3_next", "recurrent_gemma", "minimax")
 @pytest.mark.slow("zaya")
 @pytest.mark.parametrize("root", sorted(FAMILIES.keys() - OTHERS_STAND_FOR_THEM), indirect=True)
 def test_answers_are_those_of_generate(root: CausalLM) -> None:

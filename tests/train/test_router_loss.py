@@ -222,6 +222,7 @@ def test_its_layers_are_not_compiled(model: Path) -> None:
         assembled(model, True, train={"global_batch_size": 5, "micro_batch_size": 5, "compile": True})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced_alone")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_without_the_term_layers_are_compiled_whatever_the_config_asks_for(model: Path) -> None:

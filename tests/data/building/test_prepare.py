@@ -152,6 +152,7 @@ def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuner.data.building.spec.MANY_BYTES", 1)
 
 
+@pytest.mark.slow("{'train': {'count': 20}, 'pretrain': True, 'max_length': 32}")
 @pytest.mark.usefixtures("small_bundles")
 @pytest.mark.parametrize(
     "data",
