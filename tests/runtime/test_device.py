@@ -14,7 +14,7 @@ def test_the_peak_is_measured_once_and_draws_no_number_of_the_run(monkeypatch: p
     monkeypatch.setattr(device, "side_of", lambda kind, threads: 64)
     measured_peak.cache_clear()
     before = torch.get_rng_state()
-    peaks = [measured_peak("cpu", "fp32") for _ in range(2)]
+    peaks = [measured_peak("cpu", "fp32", 0) for _ in range(2)]
     assert peaks[0] == peaks[1] > 0
     assert torch.equal(torch.get_rng_state(), before)
     measured_peak.cache_clear()
@@ -60,6 +60,6 @@ def test_the_product_is_small_where_the_processor_lacks_the_type(
     monkeypatch.setattr(device, "_processor", lambda: ("a processor", frozenset(flags)))
     monkeypatch.setattr(torch, "mm", lambda left, right, out: seen.append(len(left)))
     measured_peak.cache_clear()
-    measured_peak("cpu", precision)
+    measured_peak("cpu", precision, 0)
     measured_peak.cache_clear()
     assert set(seen) == {side}

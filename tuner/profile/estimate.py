@@ -177,7 +177,8 @@ def _layers_share(recipe: Recipe) -> float:
 
 def _rate(device: Device, precision: str) -> tuple[float, str]:
     if device.flops is None:
-        return measured_peak(device.kind, precision), f"at {REACHED:.0%} of the rate of a matrix product measured here"
+        said = f"at {REACHED:.0%} of the rate of a matrix product measured here"
+        return measured_peak(device.kind, precision, 0), said
     rate = device.flops / 2 if precision == "fp32" else device.flops
     faster = f" for bf16, linear layers {FLOAT8_GAIN} times as fast in fp8" if precision == "fp8" else ""
     return rate, f"at {REACHED:.0%} of the data sheet's {rate / 1e12:,.0f} TFLOP/s{faster}"

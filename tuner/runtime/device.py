@@ -132,7 +132,7 @@ def room_on(device: torch.device, processes: int) -> int:
 
 
 @cache
-def measured_peak(kind: Literal["cuda", "cpu"], precision: str, index: int = 0) -> float:
+def measured_peak(kind: Literal["cuda", "cpu"], precision: str, index: int) -> float:
     """Operations per second in one large product of random matrices in a precision: the best of some, once a process.
 
     Of fp32 ones as they are multiplied now; ``tf32`` says that this is as TF32. With fp8, of which no rate of products
