@@ -8,7 +8,7 @@ https://arxiv.org/abs/2402.09353) trains the length of every row of the sum on i
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,12 +207,26 @@ def left_out_experts(model: PreTrainedModel) -> str | None:
     )
 
 
+@contextmanager
+def calls(model: nn.Module) -> Iterator[set[str]]:
+    """Within, the names of the adapted layers that are called so far."""
+    called: set[str] = set()
+    with ExitStack() as hooks:
+        for name, layer in lora_layers(model):
+            hooks.callback(layer.register_forward_hook(lambda *_, name=name: called.add(name)).remove)
+        yield called
+
+
 def require_used(
-    model: PreTrainedModel, logits: Callable[[], torch.Tensor], runs: Callable[[str], bool] | None = None
+    model: PreTrainedModel,
+    logits: Callable[[], torch.Tensor],
+    evaluated: Iterable[str] = (),
+    runs: Callable[[str], bool] | None = None,
 ) -> None:
     """Check that each adapter is part of what the model computes, and of that alone; ``logits`` runs the model.
 
-    Where it runs a part of the model, ``runs`` says whether a module, by its name, is in it.
+    Layers that were called in evaluation before are the ``evaluated``. Where it runs a part of the model, ``runs`` says
+    whether a module, by its name, is in it.
 
     A weight that code reads without calling the layer leaves an adapter on it untrained; layers whose weight several
     blocks share get one adapter each, which no merged weight can hold. Code that runs here, in training and in
@@ -225,11 +239,12 @@ def require_used(
     bad = not_adaptable(model, {name: layer.get_base_layer() for name, layer in layers.items()})
     for name, why in bad.items():
         raise _not_adaptable(layers, bad, name, why)
-    for training in (True, False) if layers else ():
+    in_both = (True, False) if running.keys() - set(evaluated) else (True,)
+    for training in in_both if layers else ():
         model.train(training)
         try:
             with torch.set_grad_enabled(training):
-                found = _require_called(running, logits)
+                found = _require_called(model, running, logits)
         finally:
             model.eval()
         if training and not found.requires_grad:
@@ -240,7 +255,9 @@ def require_used(
             )
 
 
-def _require_called(layers: Mapping[str, Any], logits: Callable[[], torch.Tensor]) -> torch.Tensor:
+def _require_called(
+    model: nn.Module, layers: Mapping[str, Any], logits: Callable[[], torch.Tensor]
+) -> torch.Tensor:
     """Check that each layer is called, or that nothing reads its weight; returns the logits. Raises RecipeError."""
 
     def seeded() -> torch.Tensor:
@@ -248,13 +265,8 @@ def _require_called(layers: Mapping[str, Any], logits: Callable[[], torch.Tensor
             torch.manual_seed(0)
             return logits()
 
-    called: set[str] = set()
-    hooks = [layer.register_forward_hook(lambda *_, name=name: called.add(name)) for name, layer in layers.items()]
-    try:
+    with calls(model) as called:
         before = seeded()
-    finally:
-        for hook in hooks:
-            hook.remove()
     for name, layer in layers.items():
         if name not in called and _is_read(held_tensor(layer.get_base_layer()), before, seeded):
             raise _not_adaptable(layers, (name,), name, READ)

@@ -128,22 +128,39 @@ def _isolation(
         how = "without a mask" if root.route == "flat" else "on documents apart"
         what = f"its decoder, {how}, or its output layer on what that gives, does not run"
         with _refusing(partial(RouteRefused, name), what):
-            found = _compare(root, expected, documents[not packed :], changed[not packed :])
+            with _adapters_called(root.model) as called:
+                found = _compare(root, expected, documents[not packed :], changed[not packed :])
             if found.is_clean and packed and root.route == "batch":  # the shorter one, which is filled up
                 changed = (other[1], torch.cat([documents[0][:_KEPT], other[0][_KEPT:]]))
                 documents, expected = documents[::-1], _plain_logits(plain, documents[0])
                 found = _compare(root, expected, documents, changed)
             if found.is_clean:
-                if any("lora_" in parameter for parameter, _ in root.model.named_parameters()):
+                if _is_adapted(root.model):
                     from tuner.model.adapter import require_used  # with peft
 
                     runs = None if few is None else few.runs
-                    require_used(root.model, lambda: _last_logits(root, documents[not packed :]), runs)
+                    require_used(root.model, lambda: _last_logits(root, documents[not packed :]), called, runs)
                 require_same_reach(root, plain, longest)
                 return found
             single = _compare(root, expected, documents[1:], changed[1:]) if packed else found
             part = None if single.is_clean else _differing_part(root, plain, documents[-1], expected)
     raise _refusal(name, found, single, part)
+
+
+def _is_adapted(model: nn.Module) -> bool:
+    return any("lora_" in parameter for parameter, _ in model.named_parameters())
+
+
+@contextmanager
+def _adapters_called(model: nn.Module) -> Iterator[set[str]]:
+    """Within, the names of the layers with an adapter that are called so far."""
+    if not _is_adapted(model):
+        yield set()
+        return
+    from tuner.model.adapter import calls  # with peft
+
+    with calls(model) as called:
+        yield called
 
 
 def _refusal(name: str, packed: IsolationReport, single: IsolationReport, part: str | None) -> RouteRefused:
