@@ -39,6 +39,8 @@ for number in range(3):
         assert torch.get_num_threads() == int(sys.argv[1])
     assert not dist.is_initialized() and gloo_group() is None
     assert from_rank0(launch, 30.0, "abandoned", lambda: f"{launch.rank} {-number}") == f"0 {-number}"
+with process_group(launch, "cpu", 30.0):  # which all leave together: under SLURM rank 0 holds what rank 1 reads
+    pass
 """
 
 
