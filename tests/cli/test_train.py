@@ -212,6 +212,7 @@ main(sys.argv[2:])
 """
 
 
+@pytest.mark.slow("before-words0-75-5")
 @pytest.mark.parametrize(
     ("when", "words", "code", "step"),
     [

@@ -103,6 +103,7 @@ def test_killed_at_every_other_call_and_again_in_the_rerun(run: Path, sound: dic
     assert published >= 2
 
 
+@pytest.mark.slow
 def test_killed_at_every_file_it_begins(run: Path, sound: dict[str, bytes]) -> None:
     """Those too that libraries write, which go past `os`: the interpreter tells of each before it is opened."""
     before = contents(run)

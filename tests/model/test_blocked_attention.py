@@ -69,6 +69,7 @@ def test_scores_of_bf16_inputs_are_not_rounded_to_bf16() -> None:
     assert (found.double() - exact).norm() / exact.norm() < 6e-3
 
 
+@pytest.mark.slow
 def test_one_operation_for_any_documents_under_compile() -> None:
     """No layout of documents is a constant of the graph: ten of them, one recompile at most (for a symbolic count)."""
     counter = CompileCounterWithBackend("aot_eager")

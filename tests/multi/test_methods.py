@@ -40,7 +40,7 @@ CASES += [
     for layout in list(LAYOUTS)[1:]
 ]
 # Of two processes, what others of these show too: `make campaign` takes them.
-ALIKE = (("document", "full"), ("sqrt", "full"), ("averaged", "lora"), ("reward", "lora"))
+ALIKE = (("document", "full"), ("sqrt", "full"), ("averaged", "lora"), ("distilled", "lora"), ("reward", "lora"))
 if "TUNER_TEST_EVERY_ROW" not in os.environ:
     CASES = [case for case in CASES if case[:2] not in ALIKE or "two" not in case[2]]
 STEPS = 2

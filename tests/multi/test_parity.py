@@ -113,6 +113,7 @@ MIXED = (
     "four, selective, gathered once", "2 x 2, full", "lora: four", "lora: four, full", "lora: 2 x 2", "bf16: 2 x 2",
     "fp16: two, 2 micro-batches", "fp16: 2 x 2, 2 micro-batches",
     "hybrid: one", "hybrid: two, full", "hybrid: 2 x 2, a document to a row",
+    "one, 8 micro-batches", "one, full", "two, 4 micro-batches", "trained: one", "trained: 2 x 2",
     "run: two", "run: two, 4 micro-batches", "run: four", "run: four, 2 micro-batches", "run: 2 x 2",
 )  # fmt: skip
 if "TUNER_TEST_EVERY_ROW" not in os.environ:

@@ -38,6 +38,7 @@ def test_whole_files_become_what_they_mean_or_are_refused() -> None:
     assert sum(one.verdict == "right" for one in found) >= 44
 
 
+@pytest.mark.slow
 def test_every_line_that_is_proposed_is_taken_by_a_recipe() -> None:
     """Whatever the value of a key is: the answer is no line, or one that resolves."""
     values = (True, False, 2, 100, 0.1, "auto", "none", "epoch", "a/b", ["q_proj"])
