@@ -48,14 +48,14 @@ types: $(VENV)/.installed
 # (tests/forks.py). A file's tests stay together with what they share; in the order of their names, since a long test that
 # begins last would leave a core idle. What they write stays in memory where
 # there is room for it: they flush thousands of small files, and would wait for each. A bare `pytest` takes the disk.
-# tuner is compiled once, where the environment keeps Python from it: each command that is started would do it again.
+# All is compiled once, where the environment keeps Python from it: each command that is started would do it again.
 # Asserts are compiled as they are, a tenth of the processor time less; what fails is run again by itself, with pytest's words
 # on both sides of each, and has failed whatever comes of that.
 unit: $(VENV)/.installed .demo/.model assets
 	@roomy=$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 8388608 { print "/dev/shm" }' || true); \
 	place=$$(mktemp -d -p "$${roomy:-$${TMPDIR:-/tmp}}" tuner-tests-XXXXXX); \
 	trap 'rm -rf "$$place"' EXIT; \
-	$(BIN)/python -m compileall -q tuner; \
+	$(BIN)/python -m compileall -q tuner tests tools; \
 	export TMPDIR=$$place OMP_NUM_THREADS=1 TUNER_TEST_SMOLLM2=$(CURDIR)/.demo/smollm2 TUNER_TEST_ASSETS=$(CURDIR)/.demo/assets; \
 	$(BIN)/python -m pytest -q --assert=plain -p tests.forks --forks 3 || \
 		{ $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none; exit 1; }

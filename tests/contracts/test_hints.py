@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.contracts.syntax import modules, trees
+from tests.contracts.syntax import modules, nodes, trees, walk
 from tuner.config.fields import fields, find, item_fields
 from tuner.config.recipe import ITEMS
 from tuner.config.tree import Problems
@@ -47,15 +47,13 @@ def _said(node: ast.expr) -> str | None:
 
 def _texts(path: Path, tree: ast.Module) -> Iterator[Text]:
     """Every text of a file but its docstrings, those of which a longer one is made left out."""
-    waiting: list[tuple[ast.AST, bool]] = [(tree, False)]
-    for node, is_part in waiting:
-        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and not is_part):
-            said = _said(node)
-            if said is not None and " " in said:
-                yield Text(f"{path.relative_to(TUNER)}:{node.lineno}", said)
-        doc = node.value if isinstance(node, ast.Expr) else None
-        below = is_part or isinstance(node, ast.JoinedStr)
-        waiting += [(child, below) for child in ast.iter_child_nodes(node) if child is not doc or not _said(child)]
+    left_out: set[ast.AST] = {node.value for node in nodes(tree, ast.Expr)}
+    for longer in nodes(tree, ast.JoinedStr):
+        left_out.update(node for node in walk(longer) if isinstance(node, ast.Constant))
+    for node in nodes(tree, ast.Constant, ast.JoinedStr):
+        said = _said(node) if node not in left_out else None
+        if said is not None and " " in said:
+            yield Text(f"{path.relative_to(TUNER)}:{node.lineno}", said)
 
 
 TEXTS = [text for name, path in modules().items() for text in _texts(path, trees()[name])]
