@@ -50,7 +50,7 @@ class FewLayers:
 
     @property
     def total(self) -> int:
-        """How many layers there are; none where the class of the model does not say what a layer is."""
+        """How many layers there are; 0 where the decoder has none in a list: then there is nothing to leave out."""
         return len(self._kinds)
 
     @property
