@@ -87,6 +87,12 @@ class Place:
         return ["prepare-data", "r.yaml", "--json", "--data.train", "many.jsonl", "--data.workers", "2"]
 
 
+def _heeds_all() -> None:
+    """Where the campaign itself is a shell's background job, it ignores SIGINT and SIGHUP, and so would the command."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Started:
     """A command in a session of its own, with a cache and a directory for temporary files of its own."""
 
@@ -104,7 +110,7 @@ class Started:
         with self.answer.open("w") as out, self.stderr.open("w") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tuner", *words], cwd=place.path, env=env, stdin=subprocess.DEVNULL, stdout=out,
-                stderr=err, pass_fds=[tells], start_new_session=True,
+                stderr=err, pass_fds=[tells], start_new_session=True, preexec_fn=_heeds_all,  # noqa: PLW1509 - one thread
             )  # fmt: skip
         os.close(tells)
         with os.fdopen(told, "rb") as pipe:
