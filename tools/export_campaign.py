@@ -257,14 +257,15 @@ def prepare(out: Path, smollm2: Path) -> dict[str, Path]:
 
 
 def train(out: Path, run: Run, model: Path) -> None:
-    """Train one, unless that is done."""
+    """Train one, unless that is done. Raises RuntimeError where it does not end well."""
     directory = out / "runs" / run.name
     adapter = {"lora": "lora", "dora": "dora", "full": "none"}[run.kind]
     words = ["train", str(out / "recipe.yaml"), "--name", run.name, "--output_dir", str(directory)]
     words += ["--model.name_or_path", str(model), "--optimizer.lr", run.lr, "--train.duration", f"{run.steps} steps"]
     words += ["--adapter.kind", adapter] + ([] if run.kind == "full" else ["--adapter.r", str(run.r)])
     (out / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
-    command([*words, "--resume", "auto"], out)
+    if (document := command([*words, "--resume", "auto"], out))["exit_code"] != 0:
+        raise RuntimeError(f"{run.name} is not trained: {document['error']}")
 
 
 RECIPE = f"""\

@@ -36,6 +36,8 @@ BASE: Mapping[str, Any] = {
     "train.device": "cpu",
     "logging.level": "error",
 }
+OWN_CODE = "tuner_plugin_"
+"""How names of modules begin that are a user's files."""
 PLACEHOLDERS = {"RECIPE": "r.yaml", "RUN": "runs/r", "NEW-NAME": "other"}
 ELSEWHERE, HERE = {"model.name_or_path": "owner/name"}, {"model.name_or_path": "./model"}
 """A model that is not on this machine, of which nothing is checked, and a tiny one that is."""
@@ -140,6 +142,8 @@ class Place:
                 os.close(stdout)
                 os.environ.clear()
                 os.environ.update(before)
+                for name in [name for name in sys.modules if name.startswith(OWN_CODE)]:
+                    del sys.modules[name]  # the next command would find the file as it was, where another lies now
             result.seek(0)
             text = result.read()
         if target:
