@@ -220,7 +220,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "minimax_m3_sparse"], "num_hidden_layers": 2, "index_n_heads": 2,
         "index_block_size": 4, "index_topk_blocks": 2,
     },
-    "phimoe": {"sliding_window": 100},  # its attention is not told of a shorter one, and is refused
+    "phimoe": {"sliding_window": 8},
     "qwen4_exp_text": _INDEXER,
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _SOME_WINDOWS),
     "recurrent_gemma": {"num_hidden_layers": 6, "attention_window_size": 8},

@@ -177,5 +177,5 @@ def draws(directory: Path) -> bool:
         model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         model.train()
         row = torch.tensor(documents()[1])[None]
-        once, again = (model(input_ids=row, use_cache=False).logits for _ in range(2))
-    return not torch.equal(once, again)
+        once, *again = (model(input_ids=row, use_cache=False).logits for _ in range(8))
+    return not all(torch.equal(once, other) for other in again)  # a draw may come out the same (PhiMoE's mostly does)

@@ -95,7 +95,7 @@ def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | Documents | GrowingDocuments | None = None,
     *,
     native: bool = False,
     **options: Any,
@@ -106,8 +106,12 @@ def packed_attention(
     ``[1, T, heads, d]``. Options used: ``scaling``, ``dropout``, ``sliding_window`` (tokens, this one included),
     ``softcap`` (a soft bound of the scores), ``s_aux`` (sinks ``[heads]``), ``sinks`` (``[1, heads, T, 1]``),
     ``position_bias`` (``[1, heads, T, keys]``, or by distance), ``documents``, and ``places`` (numbers of tokens there,
-    ``[1, T]``) for a layer that counts. Raises Unsupported for an option that this function does not compute.
+    ``[1, T]``) for a layer that counts; documents may stand in the mask's place, and a module may have the window
+    that its class does not say (tuner/model/untold.py). Raises Unsupported for an option that this function does not
+    compute.
     """
+    if isinstance(attention_mask, (Documents, GrowingDocuments)):
+        options["documents"], attention_mask = attention_mask, None
     _require_computed(module, attention_mask, options)
     documents: Documents | GrowingDocuments | None = options.get("documents")
     temperature = getattr(module, "tuner_temperature", None)
@@ -123,7 +127,7 @@ def packed_attention(
         query = (query * factor).to(query.dtype)
         bias = _scaled(bias, factor)
     asked = _Asked(
-        options.get("sliding_window"),
+        options.get("sliding_window") or getattr(module, "tuner_window", None),
         options.get("dropout", 0.0),
         options.get("scaling"),
         options.get("softcap") or 0.0,

@@ -36,6 +36,7 @@ from tuner.model.transformers_private import (
     plain_config,
     takes_our_attention,
 )
+from tuner.model.untold import tell_attention
 from tuner.model.vetting import QUANTIZATION, broken_weights, vet_config
 from tuner.model.weight_files import vet_weights
 
@@ -384,6 +385,8 @@ def _finished(model: PreTrainedModel, quantize: BaseQuantizer | None = None) -> 
             tensor.data = tensor.data.float()
     model.config.use_cache = False
     model.eval()
+    if attention.is_ours(model.config):
+        tell_attention(decoder_of(model), model.config)
     if has_score(model):
         from tuner.model.score import require_score_layer
 

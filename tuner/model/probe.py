@@ -378,7 +378,8 @@ def _noted(
     def attend(
         module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        noted.append(reach(attention_mask, {**options, "chunk": getattr(module, "tuner_chunk", 0)}))
+        kept = {"chunk": getattr(module, "tuner_chunk", 0), "sliding_window": getattr(module, "tuner_window", None)}
+        noted.append(reach(attention_mask, {**kept, **options}))
         # A token that sees itself alone gets its own value ``[1, heads, 1, d]``.
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2), None
 

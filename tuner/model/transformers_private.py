@@ -25,6 +25,7 @@ _WINDOWS = Need("checking how far a model with windows looks back", "models with
 _SAMPLES = Need("decoding sample answers", "`--eval.samples 0` trains without it")
 _READING = Need("quantising weights while they are read (`model.quantize`)", "`quantize: none` trains without it")
 _BUILDING = Need("building a model", "exported directories load without tuner")
+_ROUTERS = Need("compiling layers with routers", "`train.compile: false` trains without it")
 _EXPERTS = Need("adapting routed experts (`adapter.experts`)", "`experts: false` trains without it")
 NAMES = {
     "revert_weight_conversion": ("transformers.core_model_loading.revert_weight_conversion", _EXPORT),
@@ -39,6 +40,9 @@ NAMES = {
     "no_init_weights": ("transformers.initialization.no_init_weights", _EXPORT),
     "sdpa_mask": ("transformers.masking_utils.sdpa_mask", _WINDOWS),
     "grouped_linear": ("transformers.integrations.moe._grouped_linear", _EXPERTS),
+    "install_recorders": ("transformers.utils.output_capturing.maybe_install_capturing_hooks", _ROUTERS),
+    "recorder": ("transformers.utils.output_capturing.install_output_capuring_hook", _ROUTERS),
+    "active_record": ("transformers.utils.output_capturing._active_collector", _ROUTERS),
     "DynamicSlidingWindowLayer": ("transformers.cache_utils.DynamicSlidingWindowLayer", _SAMPLES),
 }
 """By the name here: where transformers has it, what needs it, and what works without."""
@@ -202,9 +206,10 @@ def takes_our_attention(config: PretrainedConfig) -> bool:
     layers, but it decides whether they are given a causal mask. So do those that choose keys by content inside of that
     mask (Doge): they need it, and hand on what they made of it.
     """
+    text = config.get_text_config()
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if kind is None:  # of a whole multimodal model: its language model decides
-        kind = MODEL_MAPPING.get(type(config.get_text_config()), None)
+    if text is not config:  # of a whole multimodal model its language model decides, whatever attends to pictures
+        kind = MODEL_MAPPING.get(type(text), kind)
     kinds = [each for each in (kind if isinstance(kind, tuple) else (kind,)) if each is not None]
     takes = all(private_attribute(each, "_can_set_attn_implementation", _BUILDING)() for each in kinds)
     return takes and not any(_masks_by_content(each) for each in kinds)
@@ -291,6 +296,38 @@ def masks_by_position(decoder: nn.Module) -> bool:
     """
     files = {type(module).__module__ for module in decoder.modules() if isinstance(module, PreTrainedModel)}
     return any(_MASK_OF_POSITIONS.search(inspect.getsource(sys.modules[file])) for file in files)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What transformers notes of a module's result by a hook: under which key, and which part of a tuple."""
+
+    key: str
+    index: int
+
+    def of(self, output: Any) -> Any:
+        """That part of a module's result."""
+        return output[self.index] if isinstance(output, tuple) else output
+
+
+def take_recorders(module: nn.Module) -> list[Recorded]:
+    """Take away the hooks of a module by which transformers notes results; what they noted."""
+    here: Any = sys.modules[__name__]
+    made_by, found = f"{here.recorder.__qualname__}.<locals>.", []
+    for number, hook in list(module._forward_hooks.items()):
+        if getattr(hook, "__qualname__", "").startswith(made_by):
+            held = inspect.getclosurevars(hook).nonlocals
+            found.append(Recorded(held["key"], held["index"]))
+            del module._forward_hooks[number]
+    return found
+
+
+def note_recorded(key: str, value: Any) -> None:
+    """Note a module's result as its hook would: where the forward that runs was asked for results of that key."""
+    here: Any = sys.modules[__name__]
+    noted = here.active_record.get()
+    if noted is not None and key in noted and value is not None:
+        noted[key].append(value)
 
 
 def own_attention(model: PreTrainedModel) -> str:
