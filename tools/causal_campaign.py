@@ -12,6 +12,8 @@ builds and trains it, in float32 with AdamW, in these ways:
     lora       an adapter on all linear layers, 20 steps, against s B A added to the plain weights
     full, selective   `train.gradient_checkpointing`, three steps
     torch      `model.kernels: torch`, three steps; all others take this machine's, which is native
+    compiled   `train.compile: true`, three steps and six packings more, by `aot_eager` (tools/causal_compiled.py)
+    inductor   the same by the compiler of this machine; of the families alone, or with --processes all
     processes  two processes that hold a half each, three steps; of the families alone, or with --processes all
     answers    greedy answers, against the plain model's `generate`
     export     the trained model exported by the product and loaded by transformers alone, in full and with the adapter
@@ -35,7 +37,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools import causal_checks, cuda_campaign  # noqa: E402
+from tools import causal_checks, causal_compiled, cuda_campaign  # noqa: E402
 from tools.causal_cases import DECODERS, FAMILIES, TYPES, decoder_config, tiny_config, write_random  # noqa: E402
 from tools.causal_checks import BAD, MODES, Finding, Outcome, Subject, named, quiet  # noqa: E402
 from tools.causal_faults import EXPERT, FAULTS  # noqa: E402
@@ -53,8 +55,17 @@ from tools.causal_rows import STEPS  # noqa: E402
 from tuner.model.kernels import has_liger  # noqa: E402
 
 AS_DECODER = ", is_decoder"
-EVERY = (*MODES, "processes", "answers", "export", "cuda")
+EVERY = (*MODES, "compiled", "inductor", "processes", "answers", "export", "cuda")
+OF_FAMILIES = {"inductor", "processes"}
+"""What takes too long for all types."""
 DEVICE = "h100-80g"
+
+
+FURTHER: dict[str, Callable[[Subject], Outcome]] = {
+    "compiled": causal_compiled.compiled, "inductor": causal_compiled.inductor, "processes": causal_checks.processes,
+    "answers": causal_checks.answers, "export": causal_checks.export,
+}  # fmt: skip
+"""What is not a training in one of the modes."""
 
 
 def examine(name: str, checks: Sequence[str] = EVERY, fault: str = "", steps: int = STEPS) -> Finding:
@@ -82,9 +93,9 @@ def _check(finding: Finding, subject: Subject, checks: Sequence[str]) -> None:
     """All checks of a type, the later ones in the way that the first ones found."""
     for mode in (mode for mode in MODES if mode in checks):
         finding.modes[mode] = subject.compare(mode)
-    for check in ("processes", "answers", "export"):
-        if check in checks:
-            finding.modes[check] = getattr(causal_checks, check)(subject)
+    for name, check in FURTHER.items():
+        if name in checks:
+            finding.modes[name] = check(subject)
     finding.draws = subject.draws
     if "packed" in subject.trained:
         finding.route = subject.trained["packed"].route
@@ -135,7 +146,7 @@ def main() -> int:
     findings: list[dict[str, Any]] = json.loads(options.out.read_text(encoding="utf-8")) if held else []
     done = {finding["type"] for finding in findings}
     for name in (name for name in chosen(options.only, options.shard) if name not in done):
-        left_out = set() if options.processes == "all" or name in FAMILIES else {"processes"}
+        left_out = set() if options.processes == "all" or name in FAMILIES else OF_FAMILIES
         checks = [check for check in options.checks if check not in left_out]
         findings.append(asdict(examine(name, checks, options.plant)))
         print(json.dumps(findings[-1]), flush=True)

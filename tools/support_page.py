@@ -34,8 +34,8 @@ TITLES = {
 }
 COLUMNS = {
     PACKED: "packed", SINGLE: "one a row", LORA: "LoRA", "full": "recomputed", "selective": "selective",
-    "torch": "torch kernels", "liger": "liger", "processes": "two processes", "answers": "answers",
-    "export": "export", "cuda": "predicted for a GPU",
+    "torch": "torch kernels", "compiled": "compiled", "liger": "liger", "processes": "two processes",
+    "answers": "answers", "export": "export", "cuda": "predicted for a GPU",
 }  # fmt: skip
 SHORT = {"equal": "yes", "refused": "no", "untried": ""}
 

@@ -217,7 +217,6 @@ def test_flags_win_address_items_and_null_takes_back(tmp_path: Path) -> None:
             for key, value, what in (
                 ("model.quantize", "nf4", "quantised"),
                 ("train.precision", "fp8", "multiplied in fp8"),
-                ("train.compile", "true", "compiled"),
                 ("train.tiled_mlp", "true", "computed over tiles"),
             )
         ),

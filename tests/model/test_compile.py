@@ -13,10 +13,17 @@ import torch._inductor.config
 from functorch.compile import make_boxed_func, nop
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from transformers import GPTNeoXConfig, MambaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DbrxConfig,
+    GPTNeoXConfig,
+    JetMoeConfig,
+    MambaConfig,
+    MixtralConfig,
+)
 
 from tests.fixtures.packed import gradient, packed_inputs, relative
-from tests.model.tiny import VOCAB, tiny_config
+from tests.model.tiny import SHAPE, VOCAB, tiny_config
 from tuner.model import blocks as compiling
 from tuner.model.adapter import LoraSpec, adapter_off, add_lora, lora_layers
 from tuner.model.blocks import apply_recompute, compile_blocks
@@ -24,6 +31,7 @@ from tuner.model.build import ModelSpec, build_model, decoder_blocks
 from tuner.model.documents import Padding
 from tuner.model.native.attention import apply_native_rotation
 from tuner.model.native.library import native_problem
+from tuner.model.outside import handing_on_counts
 from tuner.model.root import CausalLM
 from tuner.runtime.device import compiler_problem, triton_problem
 
@@ -138,6 +146,32 @@ def test_mixers_that_are_named_besides_their_layers_stay_outside(tmp_path: Path)
     plain, root = (CausalLM(build_model(spec, torch.float32, seed=1)).train() for _ in range(2))
     assert len(decoder_blocks(root.model)) == 2
     check(plain, root, Padding(TOKENS, LONGEST), breaks=3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("traced_alone")
+def test_loops_over_chosen_experts_stay_outside(tmp_path: Path) -> None:
+    """DBRX asks which experts were chosen, and takes the tokens of each: numbers that the device has."""
+    heads, experts = {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}, {"moe_num_experts": 4, "moe_top_k": 2}
+    config = DbrxConfig(
+        vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2, max_seq_len=128, attn_config=heads,
+        ffn_config={"hidden_size": 32, "ffn_hidden_size": 48, **experts},
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    spec = ModelSpec(str(tmp_path), random_init=True)
+    plain, root = (CausalLM(build_model(spec, torch.float32, seed=1)).train() for _ in range(2))
+    check(plain, root, Padding(TOKENS, LONGEST), breaks=4)
+
+
+def test_models_that_hand_on_counts_are_known() -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    shape = {**SHAPE, "num_attention_heads": 4, "kv_channels": 8, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        jetmoe, mixtral = (
+            AutoModelForCausalLM.from_config(kind(**shape, **experts)) for kind in (JetMoeConfig, MixtralConfig)
+        )
+    assert handing_on_counts(jetmoe) == "JetMoeTopKGating"
+    assert handing_on_counts(mixtral) is None
 
 
 @pytest.mark.skipif(native_problem() is not None, reason=f"no kernels: {native_problem()}")

@@ -17,7 +17,6 @@ from tests.fixtures.processes import run_ranks
 from tests.model.tiny import FAMILIES, HYBRIDS, SHAPE
 from tests.parallel.cut_rows import OTHERS, OWN, Case, Taken, looked_at, write
 from tests.parallel.test_fsdp import Sent
-from tests.train.synthetic import recipe_for
 from tests.train.test_answer_losses import PLAIN
 from tuner.errors import RecipeError
 from tuner.model.build import meta_model
@@ -180,8 +179,3 @@ def test_models_whose_rows_cannot_be_cut_are_refused_by_name(family: str, why: s
     with pytest.raises(RecipeError, match=why) as refused:
         check_cut(model, 3)
     assert refused.value.hint == ("write one of 1, 2, 4" if family == "llama" else "write parallel.sequence: 1")
-
-
-def test_compiled_layers_are_refused_with_the_line_to_write(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"train.compile.*parallel.sequence.*write compile: auto"):
-        recipe_for(tmp_path, train={"compile": True}, parallel={"sequence": 2})

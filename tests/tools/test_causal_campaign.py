@@ -16,6 +16,7 @@ from tools.causal_cases import FAMILIES
 from tools.causal_checks import Finding, Outcome, named
 from tools.causal_faults import FAULTS, planted
 from tools.causal_rows import LAYOUTS, LENGTHS, STEPS, TRAINED
+from tuner.model import documents
 
 WAYS = ("packed", "single")
 ROUTES = {
@@ -51,9 +52,27 @@ def test_a_type_is_trained_as_the_plain_loop_trains_it_or_refused(model_type: st
         assert found.route == ROUTES[model_type]
 
 
+COMPILED = {"mamba2": "equal", "got_ocr2": "equal", "phimoe": "equal", "jetmoe": "refused", "bloom": "refused"}
+
+
+@pytest.mark.slow("got_ocr2", "phimoe", "jetmoe", "bloom")
+@pytest.mark.parametrize("model_type", COMPILED)
+def test_a_type_is_compiled_once_for_all_packings_or_refused(model_type: str) -> None:
+    outcome = examine(model_type, ("compiled",), steps=2).modes["compiled"]
+    assert outcome.verdict == COMPILED[model_type], outcome
+    assert "more for other packings" not in outcome.reason
+
+
+@pytest.mark.slow
+def test_another_program_for_each_number_of_documents_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "mark_dynamic", lambda *_: None)
+    outcome = examine("llama", ("compiled",), steps=1).modes["compiled"]
+    assert outcome.verdict == "wrong" and "more for other packings" in outcome.reason
+
+
 @pytest.mark.slow
 def test_a_mixture_in_every_way() -> None:
-    ways = tuple(check for check in EVERY if check not in ("cuda", "single", "processes"))
+    ways = tuple(check for check in EVERY if check not in ("cuda", "single", "processes", "inductor"))
     found = examine("mixtral", ways, steps=2)
     assert set(verdicts(found).values()) == {"equal"}, found.modes
     assert found.idle == [] and not found.draws and found.route == "flat"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
     DbrxConfig,
@@ -217,24 +218,26 @@ def test_what_a_class_does_not_compute_is_refused() -> None:
         chosen(doge, None)
 
 
-def test_its_layers_are_not_compiled(model: Path) -> None:
-    with pytest.raises(RecipeError, match="train.compile: layers whose routers have a loss"):
-        assembled(model, True, train={"global_batch_size": 5, "micro_batch_size": 5, "compile": True})
-
-
-@pytest.mark.slow
+@pytest.mark.slow("without", "computed again")
 @pytest.mark.usefixtures("traced_alone")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_without_the_term_layers_are_compiled_whatever_the_config_asks_for(model: Path) -> None:
-    train = {"global_batch_size": 5, "micro_batch_size": 5, "compile": True}
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:.*context_fn")
+@pytest.mark.parametrize(
+    ("weight", "level"), [(0, "none"), (0.1, "none"), (0.1, "full")], ids=["without", "with", "computed again"]
+)
+def test_layers_are_compiled_with_the_term_and_without(weight: float, level: str, model: Path) -> None:
+    """What routers say leaves the compiled layers as a result, where they are computed again, too."""
+    train = {"global_batch_size": 5, "micro_batch_size": 5, "compile": True, "gradient_checkpointing": level}
     steps = []
+    counters.clear()
     for compiled in (True, False):
-        recipe = recipe_for(model, model={"router_aux_loss_coef": 0}, train={**train, "compile": compiled})
+        recipe = recipe_for(model, model={"router_aux_loss_coef": weight}, train={**train, "compile": compiled})
         assembly = assembly_for(recipe, TRAINED, ONE)
-        assert assembly.resolved.config.output_router_logits and assembly.train_state.root.router_loss is None
+        assert assembly.resolved.config.output_router_logits
+        assert (assembly.train_state.root.router_loss is None) == (weight == 0)
         steps.append(optimizer_step(assembly.train_state, 0, assembly.batches.step(0), 1.0).read())
     assert steps[0].loss == pytest.approx(steps[1].loss, rel=1e-6)
     assert steps[0].grad_norm == pytest.approx(steps[1].grad_norm, rel=1e-5)
+    assert not counters["graph_break"]
 
 
 def test_it_is_not_asked_of_other_models(tmp_path: Path) -> None:

@@ -358,24 +358,12 @@ def _probed_layers_are_not_compiled(recipe: Recipe, given: Set[str]) -> str | No
     return "compiled layers cannot be looked into; write train.compile: false, or remove prober"
 
 
-def _compiled_rows_are_whole(recipe: Recipe, given: Set[str]) -> str | None:
-    if recipe.train.compile is not True or recipe.parallel.sequence == 1:
-        return None
-    return "layers whose rows are cut over processes (parallel.sequence) are not compiled; write compile: auto"
-
-
 def _parts_are_sharded(recipe: Recipe, given: Set[str]) -> str | None:
     parallel = recipe.parallel
     for key, size in (("tensor", parallel.tensor), ("expert", parallel.expert)):
         if size > 1 and parallel.shard == "none":
             return f"parallel.{key}: {size} splits weights over processes; write parallel.shard: full, hybrid or auto"
     return None
-
-
-def _layers_with_experts_elsewhere_are_not_compiled(recipe: Recipe, given: Set[str]) -> str | None:
-    if recipe.parallel.expert == 1 or recipe.train.compile is not True:
-        return None
-    return "layers that send tokens to experts of other processes (parallel.expert) are not compiled; write false"
 
 
 def _experts_elsewhere_take_rows_at_once(recipe: Recipe, given: Set[str]) -> str | None:
@@ -401,8 +389,6 @@ def _split_layers_are_plain(recipe: Recipe, given: Set[str]) -> str | None:
         return f"{split} not quantised as parts; write model.quantize: none, or parallel.tensor: 1"
     if train.precision == "fp8":
         return f"{split} not multiplied in fp8 as parts; write train.precision: bf16, or parallel.tensor: 1"
-    if train.compile is True:
-        return f"{split} not compiled as parts; write train.compile: auto"
     if train.tiled_mlp is True:
         return f"{split} not computed over tiles as parts; write train.tiled_mlp: false"
     return None
@@ -464,13 +450,11 @@ RULES: tuple[Rule, ...] = (
     Rule(("profile.steps", "profile.memory", "profile.time"), _profile_records_something),
     Rule(("parallel.tensor", "parallel.expert", "parallel.shard"), _parts_are_sharded),
     Rule(("parallel.expert", "parallel.tensor", "parallel.sequence"), _experts_are_whole),
-    Rule(("train.compile", "parallel.sequence"), _compiled_rows_are_whole),
     Rule(
-        ("parallel.tensor", "model.quantize", "train.precision", "train.compile", "train.tiled_mlp"),
+        ("parallel.tensor", "model.quantize", "train.precision", "train.tiled_mlp"),
         _split_layers_are_plain,
     ),
     Rule(("method.kind", "parallel.tensor"), _losses_have_the_whole_vocabulary),
-    Rule(("train.compile", "parallel.expert"), _layers_with_experts_elsewhere_are_not_compiled),
     Rule(("train.tiled_mlp", "parallel.expert"), _experts_elsewhere_take_rows_at_once),
     Rule(("health.slow_rank", "health.times_every"), _slow_rank_is_measured),
 )

@@ -20,11 +20,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tuner.model.build import decoder_blocks
+from tuner.model.build import decoder_blocks, decoder_of
 from tuner.model.documents import Padding
 from tuner.model.flops import n_experts
+from tuner.model.outside import keep_outside
 from tuner.model.root import CausalLM
-from tuner.runtime.torch_private import schema
+from tuner.model.router_hooks import hand_out, taken_note_of
+from tuner.runtime.torch_private import allow_notes_in_checkpoints, schema
 
 if TYPE_CHECKING:
     from tuner.model.offload import HostInputs
@@ -79,7 +81,11 @@ def apply_recompute(root: CausalLM, level: Level, n_layers: int | None = None, c
         contexts = partial(replayed, contexts)
     if contexts is not None:
         run = partial(run, context_fn=contexts)
+    if compiled:  # what routers say, and an input that split layers share, are kept for the length of a forward
+        allow_notes_in_checkpoints()
     for block in _chosen(root, n_layers):
+        if compiled:
+            hand_out(block, decoder_of(root.model))
         _wrap(block, partial(run, block.forward), lambda block: torch.is_grad_enabled())
 
 
@@ -169,9 +175,13 @@ def compile_blocks(root: CausalLM, padding: Padding) -> None:
     blocks = decoder_blocks(root.model, "train.compile")
     for block, has_gradient in zip(blocks, _inputs_with_gradient(root, blocks), strict=True):
         first = next(iter(inspect.signature(block.forward).parameters))
+        keep_outside(block)
+        has_router = hand_out(block, decoder_of(root.model))
         compiled = torch.compile(block.forward, backend=BACKEND, dynamic=False)
         # Evaluation and sampling come in many shapes and are rare: they run as they are.
         _wrap(block, partial(_as_trained, compiled, first, has_gradient), lambda block: block.training)
+        if has_router:
+            _note_routers(block)
     root.padding = padding
 
 
@@ -216,6 +226,18 @@ def _ease_tracing() -> None:
     def weight(module: nn.Module) -> nn.Parameter:
         found: nn.Parameter = module.weight  # type: ignore[assignment]
         return found
+
+
+def _note_routers(block: nn.Module) -> None:
+    """Have what a layer's routers say noted outside of its program, and the layer's own result handed on."""
+    forward = block.forward
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        made, said = forward(*args, **kwargs)
+        return taken_note_of(made, said)
+
+    block.forward = run
 
 
 def _wrap(block: nn.Module, instead: Callable[..., Any], wanted: Callable[[nn.Module], bool]) -> None:

@@ -9,7 +9,7 @@ tokens have in their documents. Imported for such models alone.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -86,7 +86,7 @@ def count_by_class(decoder: nn.Module) -> None:
             module.attn_temperature_tuning = True
         if isinstance(marked.get("config"), _Without):
             module.config = module.config.whole
-        if getattr(marked.get("forward"), "func", None) is _by_distance:
+        if getattr(marked.get("forward"), "__func__", None) is _by_distance:
             del module.forward
 
 
@@ -114,7 +114,7 @@ def _names(module: nn.Module) -> set[object]:
 def _take_bias(module: Any) -> None:
     relative = getattr(module, "rel_logits_proj", None)
     if relative is not None and relative.proj.shape[1] == relative.rel_extent:
-        relative.forward = partial(_by_distance, relative)
+        relative.forward = MethodType(_by_distance, relative)  # of a partial each layer would be compiled anew
 
 
 def _by_distance(relative: Any, states: torch.Tensor, *positions: torch.Tensor) -> ByDistance:

@@ -49,10 +49,8 @@ class Layout:
     """int64 [tokens]: where each token of the row stands in the batches, laid end to end."""
 
     @staticmethod
-    def of(lengths: Sequence[int], device: torch.device) -> "Layout | None":
-        """The layout of documents of these lengths; None of a single one, which is a batch as it is."""
-        if len(lengths) < 2:
-            return None
+    def of(lengths: Sequence[int], device: torch.device) -> "Layout":
+        """The layout of documents of these lengths."""
         sizes = np.array(lengths, dtype=np.int64)
         starts = sizes.cumsum() - sizes
         shapes, taken, order, before = [], [], np.empty(sizes.sum(), dtype=np.int64), 0
@@ -127,9 +125,12 @@ class Mixers:
         for block in _blocks(model) if found else ():
             self._carry_layout(block)
 
-    def expect(self, lengths: Sequence[int], device: torch.device) -> None:
-        """The next forward has documents of these lengths; with one, or none given, its row is left as it is."""
-        self._layout = Layout.of(lengths, device) if self.names else None
+    def expect(self, lengths: Sequence[int], device: torch.device, compiled: bool = False) -> None:
+        """The next forward has documents of these lengths; with one, or none given, its row is left as it is.
+
+        One is laid out, too, for layers that are ``compiled``: they would be compiled again for none.
+        """
+        self._layout = Layout.of(lengths, device) if self.names and (compiled or len(lengths) > 1) else None
 
     def keep_from_compiler(self, model: nn.Module) -> None:
         """Have the layers run outside of compiled graphs, which would be made for one number of documents."""

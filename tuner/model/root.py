@@ -218,7 +218,7 @@ class CausalLM(nn.Module):
         if self._rotation is not None:
             self._rotation.expect(document_lengths, document_lengths)
         if self.mixers is not None:
-            self.mixers.expect(document_lengths, input_ids.device)
+            self.mixers.expect(document_lengths, input_ids.device, compiled=bound is not None)
         position_ids, counted = _numbered(self.padding_number, input_ids, position_ids), None
         if n_tokens < len(input_ids):
             counted = torch.arange(len(input_ids), device=input_ids.device) < n_tokens

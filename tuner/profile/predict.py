@@ -22,8 +22,8 @@ from tuner.profile.words import largest_first
 from tuner.profile.workload import Workload, added_ids, workload
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
-from tuner.setup.resolve import Resolved, check_division, rerouted, resolve
-from tuner.setup.settled import AXES, without_prediction
+from tuner.setup.resolve import Resolved, check_division, rerouted, resolve, sends_again
+from tuner.setup.settled import without_prediction
 from tuner.setup.timetable import timetable
 
 MIB = 1 << 20
@@ -124,11 +124,8 @@ def resolved_for(recipe: Recipe, target: Target) -> tuple[Resolved, tuple[str, .
 
 
 def wants_compiled(recipe: Recipe, resolved: Resolved, device: Device) -> bool:
-    """Whether the decoder layers would be compiled on a device, had it all that this takes.
-
-    Those that several processes compute together are not.
-    """
-    if any(getattr(recipe.parallel, axis) > 1 for axis in AXES):
+    """Whether the decoder layers would be compiled on a device, had it all that this takes."""
+    if sends_again(resolved.recipe):
         return False
     if recipe.train.compile == "auto":
         return device.kind == "cuda" and recipe.data.packs_rows and resolved.route == "flat"

@@ -33,7 +33,9 @@ _RECORDING = Need("recording a step (`tuner profile --measure`, `profile.steps`)
 _SAMPLES = Need("answering samples on several processes (`eval.samples`)", "`eval.samples: 0` trains without it")
 _FLOAT8 = Need("`train.precision: fp8`", "`bf16` trains without it")
 _SELECTIVE = Need("`train.gradient_checkpointing: selective`", "`none` and `full` train without it")
+_COMPILED = Need("compiling layers with routers that are computed again", "`train.compile: false` trains without it")
 NAMES = {
+    "compiler_settings": ("torch._dynamo.config", _COMPILED),
     "TorchDispatchMode": ("torch.utils._python_dispatch.TorchDispatchMode", _PREDICTION),
     "disable_current_modes": ("torch.utils._python_dispatch._disable_current_modes", _PREDICTION),
     "FakeTensor": ("torch._subclasses.fake_tensor.FakeTensor", _PREDICTION),
@@ -168,6 +170,18 @@ def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
     """Tell the compiler that a side changes from step to step; without the name it finds out and compiles once more."""
     if mark := getattr(sys.modules.get("torch._dynamo"), "maybe_mark_dynamic", None):
         mark(tensor, dim)
+
+
+def allow_notes_in_checkpoints() -> None:
+    """Have what is compiled take notes within what is computed again: in the forward pass alone, as without compiling.
+
+    For the whole process: where it is not set, the compiler leaves such a layer to the interpreter.
+    """
+    this: Any = sys.modules[__name__]
+    settings = this.compiler_settings
+    name = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+    private_attribute(settings, name, _COMPILED)
+    setattr(settings, name, True)
 
 
 def each_norm(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -100,7 +100,7 @@ def resolve(
     dtype = frozen_dtype(precision, facts) if frozen else "fp32"
     settle("model", "dtype", dtype, "frozen weights" if frozen else "trained weights")
     no_triton = kernels_problem(precision, dtype, facts)
-    settle("train", "compile", *_compiled(recipe, facts, config, no_triton))
+    settle("train", "compile", *_compiled(recipe, facts, meta, no_triton))
     if recipe.model.kernels == "auto":
         settle("model", "kernels", *_kernels(config.get_text_config().model_type, facts, is_here, no_triton))
     if facts.kind == "cuda":
@@ -287,34 +287,42 @@ def _balances(recipe: Recipe, config: PretrainedConfig) -> bool:
     return bool(weight) or (weight is None and asks_router_logits(config))
 
 
-def _compiled(recipe: Recipe, facts: DeviceFacts, config: PretrainedConfig, no_triton: str | None) -> tuple[bool, str]:
-    """Whether decoder layers are compiled, and why. Raises MachineError where they shall be and cannot.
-
-    Not where transformers notes what routers say, from inside the layers: RecipeError for what is written.
-    """
-    problem = compiler_problem(facts.kind)
-    if _balances(recipe, config):
-        if recipe.train.compile is True:
-            raise RecipeError(
-                "train.compile: layers whose routers have a loss (model.router_aux_loss_coef) cannot be compiled",
-                hint="write compile: auto",
-            )
-        return False, "the loss of the routers"
-    if recipe.train.compile == "auto":
+def _compiled(recipe: Recipe, facts: DeviceFacts, meta: PreTrainedModel, no_triton: str | None) -> tuple[bool, str]:
+    """Whether decoder layers are compiled, and why. Raises MachineError, or RecipeError of the model's own code, where
+    they shall be and cannot."""
+    wanted, problem = recipe.train.compile, compiler_problem(facts.kind)
+    if wanted is False:
+        return False, "as written"
+    if wanted == "auto":
         if recipe.prober.steps:
             return False, "modules are looked into (prober.steps)"
-        if recipe.parallel.expert > 1:
-            return False, "tokens are sent to their experts (parallel.expert)"
-        if recipe.parallel.sequence > 1:
-            return False, "rows are cut over processes (parallel.sequence)"
-        if recipe.parallel.tensor > 1:
-            return False, "layers are split over processes (parallel.tensor)"
         if facts.kind != "cuda" or problem is not None or no_triton is not None:
             return False, problem or no_triton or facts.kind
-        return recipe.data.packs_rows, facts.kind if recipe.data.packs_rows else "rows of many lengths"
-    if recipe.train.compile and problem is not None:
+        if not recipe.data.packs_rows:
+            return False, "rows of many lengths"
+    elif problem is not None:
         raise MachineError(f"train.compile: {problem}", hint="install what is missing, or write compile: false")
-    return recipe.train.compile, "as written"
+    why = _interpreted(recipe, meta)
+    if why is None:
+        return True, facts.kind if wanted == "auto" else "as written"
+    if wanted is True:
+        raise RecipeError(f"train.compile: {why}", hint="write train.compile: false")
+    return False, why
+
+
+def _interpreted(recipe: Recipe, meta: PreTrainedModel) -> str | None:
+    """Why layers would be left to the interpreter, or compiled in every step; None: neither."""
+    from tuner.model.outside import handing_on_counts  # where something is to be compiled
+
+    if sends_again(recipe):
+        return "layers send tokens to their experts (parallel.expert), and are computed again (gradient_checkpointing)"
+    asking = handing_on_counts(meta)
+    return None if asking is None else f"{asking} reads on the host what each expert gets"
+
+
+def sends_again(recipe: Recipe) -> bool:
+    """Whether tokens are sent to experts in layers that are computed again: what the compiler cannot take in parts."""
+    return recipe.parallel.expert > 1 and recipe.train.gradient_checkpointing in ("full", "selective")
 
 
 def _accumulated() -> tuple[str, str]:

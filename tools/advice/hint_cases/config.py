@@ -181,19 +181,15 @@ OF_EXPORTS = (
     ),
 )  # fmt: skip
 OF_MESHES = (
-    rule("_compiled_rows_are_whole", {"train.compile": True, "parallel.sequence": 2}, {"train.compile": "auto"}),
     rule(
         "_parts_are_sharded", {**SPLIT, "parallel.shard": "none"},
         {"parallel.shard": "full"}, {"parallel.shard": "hybrid"}, {"parallel.shard": "auto"},
     ),
-    rule("_layers_with_experts_elsewhere_are_not_compiled", {"train.compile": True, **MOE}, {"train.compile": False}),
     rule("_experts_elsewhere_take_rows_at_once", {"train.tiled_mlp": True, **MOE}, {"train.tiled_mlp": False}),
     rule("_split_layers_are_plain", {**SPLIT, **QUANTIZED}, {"model.quantize": "none"}, {"parallel.tensor": 1},
         said="\N{SECTION SIGN} not quantised"),
     rule("_split_layers_are_plain", {**SPLIT, "train.precision": "fp8"}, {"train.precision": "bf16"},
         {"parallel.tensor": 1}, said="\N{SECTION SIGN} not multiplied"),
-    rule("_split_layers_are_plain", {**SPLIT, "train.compile": True}, {"train.compile": "auto"},
-        said="\N{SECTION SIGN} not compiled"),
     rule("_split_layers_are_plain", {**SPLIT, "train.tiled_mlp": True}, {"train.tiled_mlp": False},
         said="\N{SECTION SIGN} not computed"),
     rule("_losses_have_the_whole_vocabulary", {**SPLIT, **DISTILL}, {"parallel.tensor": 1}),
