@@ -569,7 +569,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "model-state-crosses-documents",
         "model.mixers.Mixers.expect",
-        "Layout.of(A, B) if self.names else None",
+        "Layout.of(A, B) if self.names and (C or len(A) > 1) else None",
         "None",
         ("tests/model/test_mixers.py",),
     ),

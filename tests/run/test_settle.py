@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def loaded_from(directory: Path, **sections: dict[str, Any]) -> LoadedRecipe:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """A machine with a CUDA device, and every job that is given to a process of its own."""
+    """A machine with a CUDA device, and every job of predicting, here or in a process of its own."""
     jobs: list[dict[str, Any]] = []
 
     def answered(job: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +50,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return {"values": {MICRO: 4, LEVEL: "full"}, "reasons": {MICRO: "room", LEVEL: "no room"}}
 
     monkeypatch.setattr(module, "_on_cuda", lambda device: device != "cpu")
-    monkeypatch.setattr(module, "_asked", answered)
+    for name in ("_asked", "_answered"):
+        monkeypatch.setattr(module, name, answered)
     return jobs
 
 
@@ -132,13 +134,19 @@ def test_a_choice_is_made_once_for_the_same_recipe_and_device(tmp_path: Path, mo
 
 
 @pytest.mark.usefixtures("forked_children")
+@pytest.mark.parametrize("starts", [False, True], ids=["here", "in a process of its own"])
 def test_what_cannot_be_predicted_is_taken_plainly_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    run = subprocess.run
+    begun: list[Any] = []
+    monkeypatch.setattr(subprocess, "run", lambda *given, **named: begun.append(given) or run(*given, **named))
     monkeypatch.setattr(module, "_on_cuda", lambda device: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = settle(loaded_from(tmp_path), {}, RankInfo(), Place(tmp_path, tmp_path), Console(level="warning"))
-    assert found.values == {MICRO: 1, LEVEL: "none", **MORE}  # the process of its own finds no device
+    place = Place(tmp_path, tmp_path, starts=starts)
+    found = settle(loaded_from(tmp_path), {}, RankInfo(), place, Console(level="warning"))
+    assert found.values == {MICRO: 1, LEVEL: "none", **MORE}
+    assert len(begun) == starts
     why = "train.device is cuda, but torch finds no CUDA device"
     assert set(found.reasons.values()) == {f"not predicted: {why}"}
     assert f"memory cannot be predicted: {why}" in capfd.readouterr().err

@@ -55,7 +55,7 @@ def test_documents_of_a_row_do_not_see_each_other(root: CausalLM, monkeypatch: p
     assert root.mixers is not None and len(root.mixers.names) == FAMILIES[root.model.config.model_type]
     assert require_isolation(root, VOCAB).is_clean
     expect = root.mixers.expect
-    monkeypatch.setattr(root.mixers, "expect", lambda lengths, device: expect((), device))
+    monkeypatch.setattr(root.mixers, "expect", lambda lengths, device, **_: expect((), device))
     with pytest.raises(RecipeError, match="cannot be trained on packed rows: its documents see each other"):
         require_isolation(root, VOCAB)
 

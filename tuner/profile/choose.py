@@ -49,7 +49,8 @@ def choose(recipe: Recipe, target: Target, prepared: Path | None = None) -> tupl
     the reasons say so. Raises what predicting raises where not even the plainest variant can be predicted.
     """
     open_keys = left_open(recipe, target.rank_info.world_size)
-    search, speed = Search(recipe, target, prepared), Speed(recipe, target, prepared)
+    speed = Speed(recipe, target, prepared)
+    search = Search(recipe, target, prepared, speed.layers)
     refused = list[Exception]()
     best = next(
         (found for others in _ways(recipe, target, speed) if (found := _fastest(search, speed, others, refused))), None
@@ -90,7 +91,8 @@ def _fastest(search: Search, speed: Speed, others: Mapping[str, Any], refused: l
             continue
         worth = speed.worth(values, sizes, best)
         try:
-            best = search.largest(values, worth) or best
+            roomy = 2 * speed.state_bytes(others) <= search.target.limit_bytes
+            best = search.largest(values, worth, roomy) or best
         except Exception as error:  # noqa: BLE001 - of one level: another one may do
             refused.append(error)
     return best
@@ -148,7 +150,7 @@ def _why_level(settled: Recipe, tried: list[Choice], found: Choice) -> str:
     sharding, more = found.overrides.get(SHARD), [key for key in (TILED, OFFLOAD) if found.overrides.get(key)]
     less = [choice for choice in tried if choice.overrides.get(SHARD) == sharding]
     by_level: dict[str, Choice] = {}
-    for choice in less:
+    for choice in sorted(less, key=lambda choice: choice.prediction.peak_bytes):
         by_level.setdefault(str(choice.overrides.get(LEVEL, "none")), choice)
     before = [name for name in LEVELS[: LEVELS.index(level)] if name in by_level]
     over = [f"{name} {gib(by_level[name].prediction.peak_bytes)}" for name in before if not by_level[name].fits]
@@ -183,8 +185,8 @@ def predict_settled(loaded: LoadedRecipe, target: Target) -> tuple[Settled, Pred
     recipe = settled.of(loaded.recipe)
     if target.device.kind == "cuda" and left_open(recipe, processes):
         with suppress(Exception):  # predicting the recipe as it is says why
-            further, found = choose(recipe, target)
-            return settled.and_also(further), found
+            further, _ = choose(recipe, target)
+            return settled.and_also(further), predict(further.of(recipe), target)
     return settled, predict(recipe, target)
 
 
@@ -196,7 +198,8 @@ def choose_less(recipe: Recipe, target: Target, prepared: Path) -> tuple[dict[st
     """
     now = predict(recipe, target, prepared)
     limit = min(target.limit_bytes, int(LESS * now.peak_bytes))
-    search, rows = Search(recipe, replace(target, limit_bytes=limit), prepared), rows_at_once(recipe)
+    search = Search(recipe, replace(target, limit_bytes=limit), prepared, Speed(recipe, target, prepared).layers)
+    rows = rows_at_once(recipe)
     fewer = [size for size in range(1, rows) if rows % size == 0]
     for level in LEVELS[LEVELS.index(recipe.train.gradient_checkpointing) :]:
         sizes = fewer if level == recipe.train.gradient_checkpointing else [*fewer, rows]

@@ -1,7 +1,7 @@
 """Variants of a recipe on one target, tried by prediction in the order in which memory grows, each at most once.
 
 Memory grows with the rows of a micro-batch and shrinks with what is recomputed: where some rows do not fit, more are
-not tried.
+not tried. Where a model's layers are alike, variants are predicted from two shorter models.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tuner.config.recipe import Recipe
-from tuner.profile.predict import Target, predict
+from tuner.profile.predict import Target
 from tuner.profile.prediction import Prediction
+from tuner.profile.shortened import predict_by_layers
 from tuner.setup.settled import MICRO, changed, data_processes, value_of
 
 LEVELS = ("none", "selective", "full")
@@ -49,6 +50,8 @@ class Search:
     recipe: Recipe
     target: Target
     prepared: Path | None = None
+    layers: int = 0
+    """Decoder layers, where all are alike; else 0."""
     tried: list[Choice] = field(default_factory=list)
 
     def choice(self, values: Mapping[str, Any]) -> Choice:
@@ -57,14 +60,20 @@ class Search:
         known = next((choice for choice in self.tried if choice.overrides == overrides), None)
         if known is not None:
             return known
-        found = Choice(overrides, predict(changed(self.recipe, values), self.target, self.prepared))
+        recipe = changed(self.recipe, values)
+        found = Choice(overrides, predict_by_layers(recipe, self.target, self.layers, self.prepared))
         self.tried.append(found)
         return found
 
-    def largest(self, values: Mapping[str, Any], sizes: Sequence[int]) -> Choice | None:
-        """The largest of these micro-batches that fits with such values, found from both ends; None where none does."""
+    def largest(self, values: Mapping[str, Any], sizes: Sequence[int], roomy: bool = False) -> Choice | None:
+        """The largest of these micro-batches that fits with such values, found from both ends; None where none does.
+
+        Where the device is ``roomy`` the largest of all is tried before the smallest.
+        """
         if not sizes:
             return None
+        if roomy and (most := self.choice({**values, MICRO: sizes[-1]})).fits:
+            return most
         least = self.choice({**values, MICRO: sizes[0]})
         if not least.fits:
             return None

@@ -111,7 +111,7 @@ def _train_in_ranks(loaded: LoadedRecipe, options: LaunchOptions, place: Placeme
     except OSError as error:
         raise MachineError(f"{logs}: {error.strerror}", hint="choose an output_dir that can be written") from error
     checkpoint = None if ready.found is None else ready.found.path
-    settled = settled_for(ready, loaded, options, place.planned, console)
+    settled = settled_for(ready, loaded, options, place.planned, console, starts=True)
     windows = None if ready.windows is None else ready.windows.as_plain()
     given = HandedOver(ready.data_dir.absolute(), checkpoint, tuple(command_line()), settled, windows)
     job = JOB.dump_python(Job.of(loaded, replace(options, handed_over=given)), mode="json")

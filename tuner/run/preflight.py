@@ -222,16 +222,16 @@ def _data_dir(spec: PrepareSpec, options: LaunchOptions, console: Console) -> Pa
 
 
 def settled_for(
-    ready: Preflight, loaded: LoadedRecipe, options: LaunchOptions, rank_info: RankInfo, console: Console
+    ready: Preflight, loaded: LoadedRecipe, options: LaunchOptions, rank_info: RankInfo, console: Console, starts: bool
 ) -> Settled:
     """What is settled once for all ranks of a launch: handed over, as the run had it, or predicted.
 
-    Where torchrun or srun started them, rank 0 settles it, and the others wait for it.
+    Where torchrun or srun started them, rank 0 settles it, and the others wait for it; or this process ``starts`` them.
     """
     if options.handed_over is not None:
         return options.handed_over.settled
     before = run_before(ready.run.recipe(ready.record), ready.record, rank_info.world_size)
-    place = Place.of(ready.data_dir, ready.spec.cache_dir, options.dry_run)
+    place = Place.of(ready.data_dir, ready.spec.cache_dir, options.dry_run, starts)
     return settle(loaded, before, rank_info, place, console)
 
 
@@ -243,7 +243,7 @@ def plan_launch(
     Raises RecipeError where this machine resolves the recipe to another run than the one that is resumed.
     """
     run, record, found = ready.run, ready.record, ready.found
-    settled = settled_for(ready, loaded, options, rank_info, console)
+    settled = settled_for(ready, loaded, options, rank_info, console, starts=False)
     recipe = settled.of(loaded.recipe)
     resolved = resolve(recipe, ready.spec.max_length, rank_info, ready.spec.tokenizer.new_ids)
     reasons = {**resolved.reasons, **settled.reasons}

@@ -38,7 +38,8 @@ def prepare_reference(loaded: LoadedRecipe, prepared: Path, console: Console, op
         raise RecipeError(f"--reference: method.kind {recipe.method.kind} has no reference", hint="leave it out")
     place.check(loaded)
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
-    settled = settle(loaded, {}, place.planned, Place.of(prepared, spec.cache_dir, False), console)
+    at = Place.of(prepared, spec.cache_dir, False, starts=place.local > 1)
+    settled = settle(loaded, {}, place.planned, at, console)
     loaded = replace(loaded, recipe=settled.of(recipe))
     if place.local == 1:
         return _computed(loaded, prepared, place.rank_info, console)

@@ -1,7 +1,8 @@
 """What a launch settles once for all of its processes: as its run had it before, or by prediction.
 
-A prediction is made in a process of its own: it takes a context of the device only for as long as it looks at it, and
-training loads nothing of it. Its outcome is kept in the cache of prepared data, by what it depends on.
+A process that trains predicts itself, with the libraries that it has. One that starts ranks and takes no part leaves
+that to another: it would keep a context of the device for as long as they train. The outcome is kept in the cache of
+prepared data, by what it depends on.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -59,16 +61,18 @@ PARTS = ("model", "tokenizer", "adapter", "method", "data", "train", "optimizer"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a launch has its data, where outcomes are kept, and whether other ranks of it wait for this process."""
+    """Where a launch has its data, where outcomes are kept, whether other ranks of it wait for this process, and
+    whether it only starts ranks."""
 
     data: Path
     cache: Path
     is_shared: bool = False
+    starts: bool = False
 
     @staticmethod
-    def of(data: Path, cache: Path, is_planned: bool) -> Place:
+    def of(data: Path, cache: Path, is_planned: bool, starts: bool = False) -> Place:
         """That of this process; ranks that it starts itself, or only plans, are none that wait."""
-        return Place(data.absolute(), cache, RankInfo.is_given() and not is_planned)
+        return Place(data.absolute(), cache, RankInfo.is_given() and not is_planned, starts)
 
 
 def run_before(recipe: LoadedRecipe | None, record: Mapping[str, Any] | None, processes: int) -> dict[str, Any]:
@@ -110,7 +114,7 @@ def settle(
     def predicted() -> str:
         doing = "choosing micro-batch size, recomputing, sharding and offload by prediction"
         with startup.phase("prediction"), console.doing(doing):
-            answer = _asked(job)
+            answer = _asked(job) if place.starts else _answered(job)
         return json.dumps(answer)
 
     timeout_s = recipe.parallel.timeout.seconds
@@ -147,6 +151,19 @@ def _asked(job: Mapping[str, Any]) -> dict[str, Any]:
             return read_json(directory / ANSWER)
         last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         return {"error": f"the process that predicts ended with code {done.returncode}: {last}"}
+
+
+def _answered(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer of this process; what it draws and warns of on the way is nothing that training sees."""
+    import torch
+
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return answer_of(job)
+    except Exception as error:  # noqa: BLE001 - told to whoever asked, who continues without
+        said = error.message if isinstance(error, TunerError) else f"{type(error).__name__}: {error}"
+        return {"error": (said.strip().splitlines() or [type(error).__name__])[0]}
 
 
 def answer_of(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,12 +215,7 @@ def _version(name: str) -> str | None:
 def main() -> None:
     """Answer the job in the directory that is named on the command line."""
     place = Path(sys.argv[1])
-    try:
-        answer = answer_of(read_json(place / JOB))
-    except Exception as error:  # noqa: BLE001 - told to whoever asked, who continues without
-        said = error.message if isinstance(error, TunerError) else f"{type(error).__name__}: {error}"
-        answer = {"error": (said.strip().splitlines() or [type(error).__name__])[0]}
-    write_json(place / ANSWER, answer)
+    write_json(place / ANSWER, _answered(read_json(place / JOB)))
 
 
 if __name__ == "__main__":
