@@ -4,8 +4,10 @@
 
 Trains two steps of LoRA on SmolLM2, launch after launch: the first with an empty cache, the second with what the first
 left there; alternating with another tree of this project where one is given (its `.venv` included), and with the bare
-imports of torch, transformers and peft. With ``--large`` the proof alone of an 8B with LoRA, whose random files, 16 GB,
-are written there where they are not: its processor seconds, and the largest anonymous memory. A line of JSON for each.
+imports of torch, transformers and peft. With ``--prediction`` what a launch of an 8B with LoRA settles for a GPU of the
+table, and the same again, as the second launch does. With ``--large`` the proof alone of an 8B with LoRA, whose random
+files, 16 GB, are written there where they are not: its processor seconds, and the largest anonymous memory. A line of
+JSON for each.
 """
 
 from __future__ import annotations
@@ -60,13 +62,37 @@ print(json.dumps({
     "s": time.monotonic() - built, "cpu_s": time.process_time() - built_used, "anonymous_gb": (peak[0] - before) / 1e9,
 }))
 """
-ROWS = [{"prompt": f"What is {n} and {n}?", "response": f"It is {2 * n}."} for n in range(40)]
+PREDICTION = """
+import json, sys, time
+from dataclasses import asdict
+from tuner.config.dump import recipe_dict
+from tuner.config.load import load_recipe
+from tuner.profile import devices
+from tuner.run.settle import answer_of
+from tuner.runtime.dist import RankInfo
+
+import torch, transformers, peft
+from transformers import AutoModelForCausalLM
+card = devices.find_device(sys.argv[2])
+devices.present_device = lambda kind: card
+recipe = load_recipe(f"{sys.argv[1]}/recipe.yaml").recipe
+job = {"recipe": recipe_dict(recipe), "ranks": asdict(RankInfo()), "data": sys.argv[3], "cache": sys.argv[1]}
+for what in ("first", "second"):
+    began, used = time.monotonic(), time.process_time()
+    values = answer_of(job)["values"]
+    print(json.dumps({
+        "what": f"{what} choice for an 8B LoRA on {card.shown}", "values": values,
+        "s": round(time.monotonic() - began, 2), "cpu_s": round(time.process_time() - used, 2),
+    }))
+"""
+ROWS = [{"prompt": f"What is {n} and {n}?", "completion": f"It is {2 * n}."} for n in range(40)]
 
 
 def main() -> int:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smollm2", type=Path)
+    parser.add_argument("--prediction", metavar="DEVICE", help="such as h200-141g")
     parser.add_argument("--large", type=Path)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
@@ -78,6 +104,10 @@ def main() -> int:
             for tree in trees:
                 for line in launches(tree, given.smollm2.resolve()):
                     print(json.dumps({"round": number, "tree": str(tree), **line}), flush=True)
+    if given.prediction is not None:
+        for tree in trees:
+            for found in predictions(tree, given.prediction):
+                print(json.dumps({"tree": str(tree), **json.loads(found)}), flush=True)
     if given.large is not None:
         if not (given.large / "model.safetensors.index.json").is_file():
             write_large(given.large)
@@ -104,13 +134,36 @@ def launches(tree: Path, model: Path) -> list[dict[str, Any]]:
             "train": {"duration": "2 steps", "global_batch_size": 2, "device": "cpu"},
         }  # fmt: skip
         (place / "recipe.yaml").write_text(json.dumps(recipe))
-        _run(tree, ["-m", "tuner", "prepare-data", "recipe.yaml"], place)
+        prepared = _run(tree, ["-m", "tuner", "prepare-data", "recipe.yaml"], place)[0]
+        assert prepared.returncode == 0, prepared.stderr
         for number, name in enumerate(("first", "second")):
             done, used = _run(tree, ["-m", "tuner", "train", "recipe.yaml", "--output-dir", f"run{number}"], place)
             assert done.returncode == 0, done.stderr
             record = json.loads((place / f"run{number}" / "run.json").read_text())
             found.append({"what": f"{name} launch", "start_s": record["launches"][-1].get("start_s"), **used})
     return found
+
+
+def predictions(tree: Path, device: str) -> list[str]:
+    """What a launch settles by prediction, and the second one; nothing is kept before. Lines of JSON."""
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", **SIZES}
+        (place / "config.json").write_text(json.dumps(config))
+        (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS * 500))
+        recipe = {
+            "model": {"name_or_path": str(place), "init": "random"}, "tokenizer": {"name_or_path": "byte"},
+            "data": {"train": "rows.jsonl", "cache_dir": "cache", "max_length": 4096}, "adapter": {"kind": "lora"},
+            "train": {"duration": "100 steps", "global_batch_size": 16, "precision": "bf16", "device": "cuda"},
+        }  # fmt: skip
+        (place / "recipe.yaml").write_text(json.dumps(recipe))
+        prepared = _run(tree, ["-m", "tuner", "prepare-data", "recipe.yaml"], place)[0]
+        assert prepared.returncode == 0, prepared.stderr
+        data = str(place / prepared.stdout.strip())
+        done, _ = _run(tree, ["-c", PREDICTION, directory, device, data], place)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-2000:])
+        return done.stdout.splitlines()
 
 
 def write_large(directory: Path) -> None:
