@@ -13,7 +13,8 @@ builds and trains it, in float32 with AdamW, in these ways:
     full, selective   `train.gradient_checkpointing`, three steps
     torch      `model.kernels: torch`, three steps; all others take this machine's, which is native
     compiled   `train.compile: true`, three steps and six packings more, by `aot_eager` (tools/causal_compiled.py)
-    inductor   the same by the compiler of this machine; of the families alone, or with --processes all
+    again      the same with `gradient_checkpointing: full`
+    inductor   compiled by the compiler of this machine; of the families alone, or with --processes all
     processes  two processes that hold a half each, three steps; of the families alone, or with --processes all
     answers    greedy answers, against the plain model's `generate`
     export     the trained model exported by the product and loaded by transformers alone, in full and with the adapter
@@ -55,15 +56,15 @@ from tools.causal_rows import STEPS  # noqa: E402
 from tuner.model.kernels import has_liger  # noqa: E402
 
 AS_DECODER = ", is_decoder"
-EVERY = (*MODES, "compiled", "inductor", "processes", "answers", "export", "cuda")
+EVERY = (*MODES, "compiled", "again", "inductor", "processes", "answers", "export", "cuda")
 OF_FAMILIES = {"inductor", "processes"}
 """What takes too long for all types."""
 DEVICE = "h100-80g"
 
 
 FURTHER: dict[str, Callable[[Subject], Outcome]] = {
-    "compiled": causal_compiled.compiled, "inductor": causal_compiled.inductor, "processes": causal_checks.processes,
-    "answers": causal_checks.answers, "export": causal_checks.export,
+    "compiled": causal_compiled.compiled, "again": causal_compiled.again, "inductor": causal_compiled.inductor,
+    "processes": causal_checks.processes, "answers": causal_checks.answers, "export": causal_checks.export,
 }  # fmt: skip
 """What is not a training in one of the modes."""
 

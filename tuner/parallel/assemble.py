@@ -106,10 +106,12 @@ def assemble(
         from tuner.model.tiles import apply_tiles
 
         apply_tiles(root)
-    if padding is not None and spec.tiles:
-        _compile(root, padding, tiled=True)
+    # Parts of a layer are programs of their own, which recomputing runs again; a whole layer is one with that.
+    first = padding is not None and (spec.tiles or (spec.recompute == "full" and _is_in_parts(root)))
+    if padding is not None and first:
+        _compile(root, padding, tiled=spec.tiles)
     n_layers = _recompute(root, spec, compiled=padding is not None)
-    if padding is not None and not spec.tiles:
+    if padding is not None and not first:
         _compile(root, padding)
     if spec.offload:
         from tuner.model.blocks import apply_offload
@@ -189,6 +191,12 @@ def _compile(root: CausalLM, padding: Padding, tiled: bool = False) -> None:
 
         compile_tiles(root, BACKEND)
     compile_blocks(root, padding)
+
+
+def _is_in_parts(root: CausalLM) -> bool:
+    from tuner.model.outside import is_in_parts  # where layers are compiled
+
+    return is_in_parts(root)
 
 
 def recomputed_count(layers: Duration, there: int) -> int:
