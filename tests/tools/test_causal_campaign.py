@@ -52,10 +52,10 @@ def test_a_type_is_trained_as_the_plain_loop_trains_it_or_refused(model_type: st
         assert found.route == ROUTES[model_type]
 
 
-COMPILED = {"mamba2": "equal", "got_ocr2": "equal", "phimoe": "equal", "jetmoe": "refused", "bloom": "refused"}
+COMPILED = {"mamba2": "equal", "gemma3n_text": "equal", "got_ocr2": "equal", "phimoe": "equal", "jetmoe": "refused", "bloom": "refused"}
 
 
-@pytest.mark.slow("got_ocr2", "phimoe", "jetmoe", "bloom")
+@pytest.mark.slow("gemma3n_text", "got_ocr2", "phimoe", "jetmoe", "bloom")
 @pytest.mark.parametrize("model_type", COMPILED)
 def test_a_type_is_compiled_once_for_all_packings_or_refused(model_type: str) -> None:
     for outcome in examine(model_type, ("compiled", "again"), steps=2).modes.values():
