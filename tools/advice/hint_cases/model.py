@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tools.advice.hint_cases.setup import LORA, RANDOM, check, config, dry, family, saved
 from tools.advice.hint_place import Case, Change
@@ -103,22 +104,20 @@ CONFIGS = (
         reading={"name the model that it was quantised from": "write model.name_or_path: plain"},
     ),
 )
+def bytes_in_patches(place: Path) -> None:
+    """The config of a BLT, whose attention to patches is bidirectional: what only the proof at the start finds."""
+    from tools import causal_cases
+
+    with patch.dict(causal_cases._SIZES, vocab_size=300):
+        causal_cases.tiny_config("blt").save_pretrained(place / "model")
+
+
 LAYERS = (
     train(
         "setup/build.py:_prove",
         {**RANDOM, "data.packing": True},
         {"data.packing": "auto"},
-        change=saved(
-            "phimoe",
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            sliding_window=12,
-            num_key_value_heads=2,
-            rope_scaling=None,
-            router_jitter_noise=0.0,
-            input_jitter_noise=0.0,
-            **SMALL,
-        ),
+        change=bytes_in_patches,
         dear=True,
     ),
     check(
