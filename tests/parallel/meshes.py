@@ -23,8 +23,11 @@ def STRIDED(dim: int, parts: int) -> Any:  # noqa: N802 - a placement
 
 
 def mesh_of(axes: Sequence[int]) -> DeviceMesh:
-    """A mesh with axes of these sizes, made once in a process."""
-    key = tuple(axes), id(torch.distributed.group.WORLD)
+    """A mesh with axes of these sizes, made once in a process for each world.
+
+    A world is kept with its meshes: the next one would have its identity, and meshes of groups that are no more.
+    """
+    key = tuple(axes), torch.distributed.group.WORLD
     if key not in _meshes:
         _meshes[key] = init_device_mesh("cpu", tuple(axes), mesh_dim_names=NAMES[len(axes)])
     return _meshes[key]
