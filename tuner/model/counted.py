@@ -114,7 +114,7 @@ def _names(module: nn.Module) -> set[object]:
 def _take_bias(module: Any) -> None:
     relative = getattr(module, "rel_logits_proj", None)
     if relative is not None and relative.proj.shape[1] == relative.rel_extent:
-        relative.forward = MethodType(_by_distance, relative)  # of a partial each layer would be compiled anew
+        relative.forward = MethodType(_by_distance, relative)  # each partial would be a program of its own
 
 
 def _by_distance(relative: Any, states: torch.Tensor, *positions: torch.Tensor) -> ByDistance:
