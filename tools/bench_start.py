@@ -6,15 +6,19 @@ Trains two steps of LoRA on SmolLM2, launch after launch: the first with an empt
 left there; alternating with another tree of this project where one is given (its `.venv` included), and with the bare
 imports of torch, transformers and peft. With ``--prediction`` what a launch of an 8B with LoRA settles for a GPU of the
 table, and the same again, as the second launch does. With ``--large`` the proof alone of an 8B with LoRA, whose random
-files, 16 GB, are written there where they are not: its processor seconds, and the largest anonymous memory. A line of
-JSON for each.
+files, 16 GB, are written there where they are not: its processor seconds, and the largest anonymous memory. With
+``--ranks`` eight processes of this machine start on a model whose weights take 2 GB, in full (float32, from bf16) and
+with LoRA (bf16): seconds by phase, and the anonymous memory of all beyond as many bare imports. A line of JSON for
+each.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -29,6 +33,12 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 5e5,
 }  # fmt: skip
 """Those of Llama 3.1 8B."""
+SMALLER: dict[str, Any] = SIZES | {"hidden_size": 2048, "intermediate_size": 5632}
+IN_2_GB = {
+    "full": SMALLER | {"num_hidden_layers": 9, "vocab_size": 16032}, "lora": SMALLER | {"num_hidden_layers": 10}
+}  # fmt: skip
+"""By what is trained, of the model whose weights take 2 GB: in float32 as all are trained, in bf16 as none are."""
+RANKS = 8
 BARE = "import torch, transformers, peft; from transformers import AutoModelForCausalLM, AutoTokenizer"
 PROOF = """
 import json, sys, time, threading
@@ -94,6 +104,7 @@ def main() -> int:
     parser.add_argument("--smollm2", type=Path)
     parser.add_argument("--prediction", metavar="DEVICE", help="such as h200-141g")
     parser.add_argument("--large", type=Path)
+    parser.add_argument("--ranks", type=Path)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
@@ -110,10 +121,15 @@ def main() -> int:
                 print(json.dumps({"tree": str(tree), **json.loads(found)}), flush=True)
     if given.large is not None:
         if not (given.large / "model.safetensors.index.json").is_file():
-            write_large(given.large)
+            write_large(given.large, SIZES)
         for tree in trees:
             done = _run(tree, ["-c", PROOF, str(given.large.resolve())], tree)[0]
             print(done.stdout.strip(), flush=True)
+    for kind, sizes in IN_2_GB.items() if given.ranks is not None else ():
+        if not (given.ranks / kind / "model.safetensors.index.json").is_file():
+            write_large(given.ranks / kind, sizes)
+        for tree in trees:
+            print(json.dumps({"tree": str(tree), **ranks(tree, (given.ranks / kind).resolve(), kind)}), flush=True)
     return 0
 
 
@@ -166,14 +182,77 @@ def predictions(tree: Path, device: str) -> list[str]:
         return done.stdout.splitlines()
 
 
-def write_large(directory: Path) -> None:
-    """Files of an 8B Llama in bf16, random, in shards of 2 GB."""
+def ranks(tree: Path, model: Path, kind: str) -> dict[str, Any]:
+    """One step of processes that hold the model between them, and the most anonymous memory of all before it."""
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        recipe = {
+            "model": {"name_or_path": str(model), "dtype": "bf16" if kind == "lora" else "fp32"},
+            "tokenizer": {"name_or_path": "byte"}, "output_dir": "run",
+            "adapter": {"kind": "none" if kind == "full" else kind},
+            "data": {"train": "rows.jsonl", "cache_dir": "cache", "max_length": 64},
+            "optimizer": {"lr": 1e-4}, "checkpoint": {"at_end": False},
+            "train": {"duration": "1 step", "global_batch_size": RANKS, "device": "cpu", "precision": "bf16"},
+        }  # fmt: skip
+        (place / "recipe.yaml").write_text(json.dumps(recipe))
+        prepared = _run(tree, ["-m", "tuner", "prepare-data", "recipe.yaml"], place)[0]
+        assert prepared.returncode == 0, prepared.stderr
+        python = tree / ".venv" / "bin" / "python"
+        words = [str(python), "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "-m", "tuner", "train"]
+        environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+        began, ended, seen = time.monotonic(), 0.0, []
+        with (place / "told").open("w+") as told:
+            started = subprocess.Popen([*words, "recipe.yaml"], cwd=place, env=environment, stdout=told, stderr=told)
+            while started.poll() is None:
+                seen.append((time.monotonic(), _anonymous(started.pid)))
+                if not ended and re.search(r"\bstart +[0-9.]+ s", (place / "told").read_text()):
+                    ended = time.monotonic()
+                time.sleep(0.1)
+        assert started.returncode == 0, (place / "told").read_text()[-3000:]
+        record = json.loads((place / "run" / "run.json").read_text())
+        phases = record["launches"][-1]["start_s"]
+        before = ended - phases["first step"] - 1.5  # samples lag behind, and the step takes memory at once
+        sleeper = f"{BARE}; import time; print(1, flush=True); time.sleep(9)"
+        bare_bytes = RANKS * _anonymous_of([str(python), "-c", sleeper])
+        return {
+            "what": f"{RANKS} processes, {kind}", "start_s": phases,
+            "s": round(time.monotonic() - began, 1), "bare_gb": round(bare_bytes / 1e9, 2),
+            "beyond_bare_gb": round((max(size for at, size in seen if at < before) - bare_bytes) / 1e9, 2),
+        }  # fmt: skip
+
+
+def _anonymous(process: int) -> int:
+    """Bytes of anonymous memory of a process and of all that it started."""
+    facts: dict[int, tuple[int, int]] = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError, KeyError):
+            told = dict(line.split(":", 1) for line in status.read_text().splitlines())
+            facts[int(told["Pid"])] = int(told["PPid"]), int(told["RssAnon"].split()[0]) * 1024
+    found = {process}
+    while more := {pid for pid, (parent, _) in facts.items() if parent in found} - found:
+        found |= more
+    return sum(facts[pid][1] for pid in found if pid in facts)
+
+
+def _anonymous_of(words: list[str]) -> int:
+    """The same of a process that has said something."""
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as started:
+        assert started.stdout is not None
+        started.stdout.readline()
+        found = _anonymous(started.pid)
+        started.kill()
+    return found
+
+
+def write_large(directory: Path, sizes: dict[str, Any]) -> None:
+    """Files of a Llama of these sizes in bf16, random, in shards of 2 GB."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     directory.mkdir(parents=True, exist_ok=True)
-    config = LlamaConfig(**SIZES, dtype="bfloat16", architectures=["LlamaForCausalLM"])
+    config = LlamaConfig(**sizes, dtype="bfloat16", architectures=["LlamaForCausalLM"])
     config.save_pretrained(directory)
     with torch.device("meta"):
         meta = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

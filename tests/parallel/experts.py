@@ -13,8 +13,8 @@ from tuner.model.build import ModelSpec, build_model, meta_model
 from tuner.model.root import CausalLM
 from tuner.model.trainable import TrainableSpec
 from tuner.parallel.assemble import AssemblySpec, Recompute, assemble
-from tuner.parallel.fsdp import materialise
 from tuner.parallel.mesh import DeviceMeshes
+from tuner.parallel.values import materialise
 
 LENGTHS = ((9, 4), (3, 7, 2), (1, 5), (16,))
 """Of the documents of a row, which is another one on each process."""

@@ -9,10 +9,19 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tuner.runtime.parts import cut
+from tuner.runtime.parts import part_of
 
 NAMES = {1: ("shard",), 2: ("shard", "tensor"), 3: ("replicate", "shard", "tensor")}
 _meshes: dict[Any, DeviceMesh] = {}
+
+
+def cut(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """This process's part of a whole tensor where it lies over the processes as ``like`` does."""
+    part = part_of(like)
+    found = whole.new_empty(part.shape)
+    for box in part.boxes:
+        box.within(found).copy_(box.of(whole))
+    return found
 
 
 def STRIDED(dim: int, parts: int) -> Any:  # noqa: N802 - a placement

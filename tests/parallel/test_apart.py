@@ -16,8 +16,8 @@ from tuner.model.build import ModelSpec, build_model, meta_model, model_config
 from tuner.model.root import CausalLM, Route
 from tuner.model.trainable import TrainableSpec
 from tuner.parallel.assemble import AssemblySpec, assemble
-from tuner.parallel.fsdp import materialise
 from tuner.parallel.mesh import Mesh, MeshSpec
+from tuner.parallel.values import materialise
 from tuner.runtime.dist import RankInfo
 
 LENGTHS = ((20, 3, 9, 2), (8, 7))

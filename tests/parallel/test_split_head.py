@@ -25,8 +25,9 @@ from tuner.model.adapter import LoraSpec
 from tuner.model.decode import greedy
 from tuner.model.root import CausalLM
 from tuner.model.trainable import TrainableSpec
-from tuner.parallel.fsdp import materialise, shard, sync_gradients
+from tuner.parallel.fsdp import shard, sync_gradients
 from tuner.parallel.mesh import Mesh, MeshSpec
+from tuner.parallel.values import materialise
 from tuner.parallel.vocabulary import split_head
 from tuner.runtime.dist import RankInfo
 from tuner.setup.probes import record_probes

@@ -23,8 +23,8 @@ from tuner.evals.scorer import Scorer
 from tuner.model.build import ModelSpec, build_model, head_layer, meta_model, model_config
 from tuner.model.root import CausalLM, trained_parameters
 from tuner.parallel.assemble import assemble
-from tuner.parallel.fsdp import materialise
 from tuner.parallel.mesh import Mesh
+from tuner.parallel.values import materialise
 from tuner.train.evaluate import answer_samples, evaluate, held_out
 from tuner.train.guard import Guard
 from tuner.train.methods.method import Method, build_method

@@ -44,6 +44,12 @@ def test_parts_are_those_that_torch_cuts(shape: tuple[int, int], axes: list[tupl
             box.within(found).copy_(box.of(whole))
             box.of(seen).add_(1)
         assert torch.equal(found, expected)
+        by_rows = torch.full(part.shape, -1)
+        for start in range(0, shape[0], 3):
+            rows = whole[start : start + 3]
+            for box in filter(None, (box.within_rows(start, start + len(rows)) for box in part.boxes)):
+                box.within(by_rows).copy_(box.of(rows))
+        assert torch.equal(by_rows, expected)
     copies = 1
     for (_, size), cut in zip(axes, cuts, strict=True):
         copies *= size if cut is None else 1

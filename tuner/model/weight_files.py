@@ -24,11 +24,12 @@ _CONVERT = "weights are read from safetensors files alone: convert it, or choose
 _MEGATRON = "megatron.core"
 
 
-def vet_weights(name_or_path: str, revision: str | None = None) -> None:
+def vet_weights(name_or_path: str, revision: str | None = None) -> set[str]:
     """Check the weights of a local directory, or of a hub model as far as they are here, by their names and headers.
 
-    Raises DataError that names the file: an index that names anything but safetensors files of its own directory, a
-    file with another header, an adapter next to the weights. What a hub model lacks here is left to the loader.
+    Returns the types that tensors have there, by the format's names. Raises DataError that names the file: an index
+    that names anything but safetensors files of its own directory, a file with another header, an adapter next to the
+    weights. What a hub model lacks here is left to the loader.
     """
     directory = Path(name_or_path)
     if directory.is_dir():
@@ -40,12 +41,14 @@ def vet_weights(name_or_path: str, revision: str | None = None) -> None:
         wanted = [explicit]
     else:
         raise DataError(f"{name_or_path}/config.json: {_EXPLICIT}: {explicit!r} is no safetensors file", hint=_CONVERT)
+    types = set()
     for name in wanted:
         found = directory / name if directory.is_dir() else _cached(name_or_path, name, revision)
         if found is not None and found.is_file():
             for file in _files_of(found):
                 if directory.is_dir() or file.exists():
-                    stored_in(file)
+                    types |= {stored.dtype for stored in stored_in(file).values()}
+    return types
 
 
 def _files_of(found: Path) -> Iterator[Path]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from tuner.errors import RecipeError
 from tuner.model.build import decoder_blocks, has_score, head_layer
@@ -189,51 +189,6 @@ def _state_of(module: nn.Module) -> FSDPModule:
     return module
 
 
-def materialise(root: CausalLM, source: CausalLM | None, device: torch.device) -> None:
-    """Give a meta model, in shards or whole, its storage and the values of rank 0's ``source``, one tensor at a time.
-
-    Buffers are copied too: non-persistent ones (rotary frequencies) are in no file and hold garbage after meta.
-    Collective; ``source`` is None on the other ranks. Host memory beyond the shards: one whole tensor on them.
-    """
-    _give_storage(root, device)
-    values = {} if source is None else dict(_tensors(source))
-    with torch.no_grad():
-        for name, target in _tensors(root):
-            if source is None:
-                whole = torch.empty(target.shape, dtype=target.dtype, device=device)
-            else:
-                whole = values[name].to(device)
-            if whole.dtype != target.dtype:
-                raise RuntimeError(f"{name} is {whole.dtype} at the source and {target.dtype} in the sharded model")
-            if isinstance(target, DTensor):
-                # Scattered where torch can: to all processes, and where no axis cuts what another has cut before.
-                mesh = target.device_mesh
-                is_plain = all(type(one) in (Replicate, Shard) for one in target.placements)
-                if is_plain and mesh.size() == dist.get_world_size():
-                    placed = distribute_tensor(whole.contiguous(), mesh, target.placements)
-                    target.to_local().copy_(placed.to_local())
-                else:
-                    from tuner.runtime.parts import cut  # few launches have such weights
-
-                    dist.broadcast(whole, src=0)
-                    target.to_local().copy_(cut(whole, target))
-            else:
-                dist.broadcast(whole, src=0)
-                target.copy_(whole)
-
-
-def _give_storage(root: nn.Module, device: torch.device) -> None:
-    """Put tensors without values on a device in the place of a meta model's; tied ones stay one."""
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in root.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(parameter, []).append((module, name))
-    root.to_empty(device=device)
-    for (module, name), *others in places.values():
-        for other, other_name in others:
-            setattr(other, other_name, getattr(module, name))
-
-
 def sync_gradients(root: nn.Module, last: bool, whole: bool = False) -> None:
     """How the next backward reduces gradients over processes; ``last`` is a step's last microbatch.
 
@@ -327,10 +282,6 @@ def sharded_like(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-
-
-def _tensors(root: CausalLM) -> list[tuple[str, torch.Tensor]]:
-    return [*root.named_parameters(), *root.named_buffers()]
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

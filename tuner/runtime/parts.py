@@ -45,6 +45,21 @@ class Box:
         """These elements of the part, a view."""
         return _narrowed(part, self.at, self.sizes)
 
+    def within_rows(self, start: int, stop: int) -> Box | None:
+        """What of it lies in these rows of the whole, from ``start`` on as rows of their own; None where nothing does.
+
+        A tensor without dimensions is one row.
+        """
+        if not self.sizes:
+            return self
+        first, last = max(self.offsets[0], start), min(self.offsets[0] + self.sizes[0], stop)
+        if first >= last:
+            return None
+        skipped = first - self.offsets[0]
+        return Box(
+            (first - start, *self.offsets[1:]), (last - first, *self.sizes[1:]), (self.at[0] + skipped, *self.at[1:])
+        )
+
 
 @dataclass(frozen=True)
 class Part:
@@ -97,15 +112,6 @@ def cut_of(placement: Any) -> Cut | None:
 def cuts_of(tensor: DTensor) -> tuple[Cut | None, ...]:
     """How the axes of its mesh split a tensor. Raises ValueError for one that is a sum over processes."""
     return tuple(map(cut_of, tensor.placements))
-
-
-def cut(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """This process's part of a whole tensor where it lies over the processes as ``like`` does, contiguous."""
-    part = part_of(like)
-    found = whole.new_empty(part.shape)
-    for box in part.boxes:
-        box.within(found).copy_(box.of(whole))
-    return found
 
 
 def pieces_of(count: int, pieces: int) -> list[range]:

@@ -28,9 +28,10 @@ from tuner.model.probe import RouteRefused, prove_route, require_isolation
 from tuner.model.root import CausalLM, Route, embedding_parameters, outer_parameters, trained_parameters
 from tuner.model.trainable import TrainableSpec
 from tuner.model.vetting import require_known_losses, weighs_routers
+from tuner.model.weight_files import vet_weights
 from tuner.parallel.assemble import AssemblySpec, Kernels, Recompute, assemble
-from tuner.parallel.fsdp import materialise
 from tuner.parallel.mesh import Mesh, MeshSpec
+from tuner.parallel.values import materialise
 from tuner.rundir.layout import EMA_PREFIX, MODEL_PREFIX
 from tuner.runtime import startup
 from tuner.runtime.device import DeviceFacts, measured_peak
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
 
 _Facts = Mapping[str, Any] | None
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
+"""By the names of safetensors: what float32 holds exactly."""
 LOSS_SCALE = "loss_scale/state"
 """The name in checkpoints of the scale of the loss under fp16, with the updates since it last changed."""
 COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -367,9 +370,11 @@ def trained_count(resolved: Resolved) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _whole_model(resolved: Resolved, initial: "Initial | None") -> PreTrainedModel:
+def _whole_model(
+    resolved: Resolved, initial: "Initial | None", dtype: torch.dtype | None = None
+) -> PreTrainedModel:
     recipe = resolved.recipe
-    model = build_model(model_spec(recipe, resolved.new_ids), DTYPES[recipe.model.dtype], recipe.seed)
+    model = build_model(model_spec(recipe, resolved.new_ids), dtype or DTYPES[recipe.model.dtype], recipe.seed)
     if initial is not None:
         initial.give_weights(model)
     return model
@@ -384,14 +389,30 @@ def _initial(resolved: Resolved, spec: AssemblySpec) -> "Initial | None":
     return initial_of(resolved, spec.trainable)
 
 
+def _type_to_hand_on(resolved: Resolved, spec: AssemblySpec) -> torch.dtype | None:
+    """The type of the files, where a model that only gives its weights to others can have them in it.
+
+    float32 holds those of a half type exactly, and they stay in the files until each process reads its own: cast, they
+    would all be in the host's memory. None where anything is made of the weights themselves: a hash of what is not
+    trained, columns of a reference, rows of new tokens, what `model.init_from` gives.
+    """
+    recipe = resolved.recipe
+    is_made_of = recipe.model.init_from or resolved.new_ids or reference_of(recipe.method) == "columns"
+    if recipe.model.dtype != "fp32" or not spec.trainable.is_all or is_made_of or recipe.model.init == "random":
+        return None
+    stored = vet_weights(recipe.model.name_or_path, recipe.model.revision)
+    return _HALF.get(stored.pop()) if len(stored) == 1 else None
+
+
 def _spread(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> CausalLM:
-    """Shards or a copy on every rank, filled from the whole model of rank 0. Collective."""
+    """Shards or a copy on every rank, filled from the model of rank 0, or from its files. Collective."""
     source: list[CausalLM] = []  # on rank 0 alone; a failure there is raised on every rank, so that none waits for it
 
     def build_source() -> tuple[str | None, str | None, Route, str | None, _Facts, _Facts]:
         initial = _initial(resolved, spec)
         inspect = partial(_inspect, resolved, initial)
-        root = assemble(spec.for_values(), _whole_model(resolved, initial), inspect=inspect)
+        model = _whole_model(resolved, initial, _type_to_hand_on(resolved, spec))
+        root = assemble(spec.for_values(), model, inspect=inspect)
         source.append(root)
         return root.frozen_hash, root.weights_hash, root.route, root.why_apart, root.untouched, root.given
 

@@ -1,0 +1,171 @@
+"""What each process reads of a model's files itself, and what rank 0 sends: the values are rank 0's either way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import tuner.parallel.values
+from tests.fixtures.processes import run_ranks
+from tests.parallel.test_fsdp import tiny_model, whole
+from tuner.model.root import CausalLM
+from tuner.parallel.fsdp import shard
+from tuner.parallel.mapped import in_files, mapped, sampled
+from tuner.parallel.mesh import Mesh, MeshSpec
+from tuner.parallel.values import materialise
+from tuner.runtime.dist import RankInfo
+
+values: Any = tuner.parallel.values  # whose names are replaced in forked processes
+TABLE = "model.model.embed_tokens.weight"
+
+
+def test_tensors_lie_in_files_until_they_are_written_to(tmp_path: Path) -> None:
+    file = tmp_path / "some weights.safetensors"
+    saved = {"matrix": torch.arange(6.0).view(2, 3), "half": torch.arange(5).bfloat16(), "number": torch.tensor(3.0)}
+    save_file({**saved, "empty": torch.zeros(0)}, file)
+    with safe_open(file, "pt") as opened:
+        read = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+    others = {"own": torch.zeros(3), "columns": read["matrix"].t(), "last": read["matrix"][1]}
+    found = in_files({**read, **others})
+    assert set(found) == {*saved, "last"}
+    content = mapped(found["half"].path)
+    for name, place in found.items():
+        assert Path(place.path) == file
+        assert torch.equal(place.of(content), {**read, **others}[name])
+    read["half"].add_(1)
+    assert in_files(read) == {}, "a changed page is in no file, and nobody knows whose it is"
+
+
+def test_a_file_that_is_gone_holds_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"matrix": torch.ones(2, 3)}, file)
+    with safe_open(file, "pt") as opened:
+        read = {"matrix": opened.get_tensor("matrix")}
+    assert set(in_files(read)) == {"matrix"}
+    file.unlink()
+    assert in_files(read) == {}
+
+
+def test_samples_tell_other_weights_apart() -> None:
+    weights = [torch.randn(300, 40), torch.randn(7), torch.tensor(1.0)]
+    first = sampled(weights)
+    assert sampled([one.clone() for one in weights]) == first
+    for number in range(3):
+        assert sampled([one + (0.1 if number == place else 0.0) for place, one in enumerate(weights)]) != first
+
+
+@dataclass(frozen=True)
+class Case:
+    """A source on rank 0, what is amiss, and how many of the tensors are sent in place of read."""
+
+    saved: torch.dtype = torch.float32
+    read: torch.dtype | None = torch.float32
+    """The type of the source; None: it is drawn, and in no file."""
+    amiss: Callable[[int, CausalLM, Path], None] = lambda rank, source, file: None
+    is_read: bool = True
+    warns: bool = False
+
+
+def _write_to_it(rank: int, source: CausalLM, file: Path) -> None:
+    with torch.no_grad():
+        dict(source.named_parameters())[TABLE][1].add_(1)
+
+
+def _lose_it(rank: int, source: CausalLM, file: Path) -> None:
+    def missing(path: str) -> torch.Tensor:
+        raise FileNotFoundError(path)
+
+    if rank:
+        values.mapped = missing  # in this process
+
+
+def _have_another(rank: int, source: CausalLM, file: Path) -> None:
+    if rank:
+        values.mapped = lambda path: mapped(str(file.with_name("other.safetensors")))
+
+
+def _have_a_shorter(rank: int, source: CausalLM, file: Path) -> None:
+    if rank:
+        values.mapped = lambda path: mapped(path)[:1000]
+
+
+CASES = {
+    "read as it is": Case(),
+    "cast where it goes": Case(torch.bfloat16, torch.bfloat16),
+    "cast on rank 0": Case(torch.bfloat16, torch.float32, is_read=False),
+    "drawn": Case(read=None, is_read=False),
+    "written to": Case(amiss=_write_to_it, is_read=False),
+    "not on another machine": Case(amiss=_lose_it, is_read=False),
+    "another on another machine": Case(amiss=_have_another, is_read=False, warns=True),
+    "cut off on another machine": Case(amiss=_have_a_shorter, is_read=False, warns=True),
+}
+
+
+def _source(case: Case, directory: Path) -> CausalLM:
+    source = tiny_model()
+    if case.read is None:
+        return source
+    own = {name: one.detach().to(case.saved) for name, one in source.named_parameters()}
+    save_file(own, directory / "model.safetensors")
+    save_file({name: one * 2 for name, one in own.items()}, directory / "other.safetensors")
+    source.to(case.read)
+    with safe_open(directory / "model.safetensors", "pt") as opened:
+        for name, parameter in source.named_parameters():
+            parameter.data = opened.get_tensor(name).to(case.read)
+    return source
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(
+    ("what", "sharded"), [*((what, True) for what in CASES), ("read as it is", False), ("drawn", False)]
+)
+def test_values_are_rank_0s(what: str, sharded: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    case = CASES[what]
+    source = _source(case, tmp_path)
+    wanted = {name: one.detach().float().clone() for name, one in source.named_parameters()}
+    if case.amiss is _write_to_it:
+        wanted[TABLE][1] += 1
+
+    def work(rank: int) -> None:
+        case.amiss(rank, source, tmp_path / "model.safetensors")
+        values._BLOCK = 256
+        sent: list[int] = []
+        real = dist.broadcast
+        dist.broadcast = lambda block, **options: (sent.append(block.numel()), real(block, **options))  # type: ignore[func-returns-value]
+        with torch.device("meta"):
+            root = tiny_model()
+        meshes = Mesh.of(RankInfo(rank, 2, rank, 2), MeshSpec("full" if sharded else "none")).device_meshes("cpu")
+        if sharded:
+            shard(root, meshes, True)
+        sent.clear()
+        materialise(root, source if rank == 0 else None, torch.device("cpu"))
+        found = {name: whole(one) for name, one in root.named_parameters()}
+        for name, one in found.items():
+            assert one.dtype == torch.float32, name
+            assert torch.equal(one, wanted[name]), name
+        of_buffers = sum(buffer.numel() for buffer in root.buffers())
+        of_all = of_buffers + sum(one.numel() for one in found.values())
+        assert sum(sent) == (of_buffers if case.is_read else of_all)
+        assert max(sent) <= 256
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]
+    assert ("rank 1 has other weights in" in capfd.readouterr().err) == case.warns
+
+
+@pytest.mark.multi
+def test_a_type_that_does_not_hold_the_sources_values_is_a_bug(tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        with torch.device("meta"):
+            root: Any = tiny_model().bfloat16()
+        with pytest.raises(RuntimeError, match=r"float32 at the source and torch\.bfloat16"):
+            materialise(root, tiny_model() if rank == 0 else None, torch.device("cpu"))
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]

@@ -1,0 +1,116 @@
+"""The values of a model that several processes hold: read by each from the files, or sent from rank 0 in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tuner.model.root import CausalLM
+from tuner.parallel.mapped import InFile, in_files, mapped, sampled
+from tuner.runtime.parts import Box, Part, part_of
+from tuner.runtime.process import Collective, gloo_group
+from tuner.runtime.warned import pass_on
+
+_BLOCK = 1 << 25
+"""Bytes that are read, or sent, at once."""
+
+
+def materialise(root: CausalLM, source: CausalLM | None, device: torch.device) -> None:
+    """Give a meta model, in shards or whole, its storage and the values of rank 0's ``source``.
+
+    What lies in files there (:mod:`tuner.parallel.mapped`) each process reads itself, its own part alone, where all of
+    them have these files. The rest is sent in blocks of rows: what was drawn, quantised, fused or cast on rank 0.
+    Buffers are given too: non-persistent ones (rotary frequencies) are in no file and hold garbage after meta.
+
+    Collective; ``source`` counts on rank 0 alone. Host memory beyond the shards: a block.
+    """
+    _give_storage(root, device)
+    own = {} if source is None or dist.get_rank() else {name: one.detach() for name, one in _tensors(source)}
+    everyone = Collective(gloo_group())
+    types, places = everyone.on_rank0(lambda: ({name: one.dtype for name, one in own.items()}, in_files(own)))
+    files = _readable(places, own)
+    with torch.no_grad():
+        for name, target in _tensors(root):
+            if torch.promote_types(types[name], target.dtype) != target.dtype:
+                raise RuntimeError(f"{name} is {types[name]} at the source and {target.dtype} in the sharded model")
+            in_file = name in places and places[name].path in files
+            whole = places[name].of(files[places[name].path]) if in_file else own.get(name)
+            local = target.to_local() if isinstance(target, DTensor) else target
+            part = part_of(target) if isinstance(target, DTensor) else _all_of(target)
+            for start, stop in _blocks(target.shape, types[name]):
+                rows = None if whole is None else whole[start:stop] if whole.ndim else whole
+                if not in_file:
+                    rows = _sent(rows, (stop - start, *target.shape[1:]), types[name], local.device)
+                assert rows is not None, "it is in a file, on rank 0, or was sent"
+                for box in part.boxes:
+                    if (own_rows := box.within_rows(start, stop)) is not None:
+                        own_rows.within(local).copy_(own_rows.of(rows).to(local.device))  # cast where it goes
+
+
+def _readable(places: Mapping[str, InFile], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The bytes of the files that every process has as rank 0 has them. Collective."""
+    by_file: dict[str, list[str]] = {}
+    for name, place in places.items():
+        by_file.setdefault(place.path, []).append(name)
+    everyone = Collective(gloo_group())
+    samples = everyone.on_rank0(lambda: {path: sampled(own[name] for name in names) for path, names in by_file.items()})
+    found: dict[str, torch.Tensor] = {}
+    others: list[str] = []
+    for path, names in by_file.items():
+        with suppress(OSError):
+            found[path] = mapped(path)
+            is_long_enough = all(_end(places[name]) <= len(found[path]) for name in names)
+            if not is_long_enough or sampled(places[name].of(found[path]) for name in names) != samples[path]:
+                others.append(path)
+    told = everyone.on_all_ranks(lambda: (set(found) - set(others), others))
+    for rank, (_, different) in enumerate(told):
+        if different and not everyone.rank:
+            pass_on(f"rank {rank} has other weights in {different[0]}: those of rank 0 are sent")
+    common = set.intersection(*(same for same, _ in told))
+    return {path: content for path, content in found.items() if path in common}
+
+
+def _end(place: InFile) -> int:
+    return place.start + torch.Size(place.shape).numel() * place.dtype.itemsize
+
+
+def _sent(rows: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What rank 0 has as these ``rows``, on every process. Collective: a broadcast is what all backends do fastest."""
+    block = torch.empty(tuple(shape), dtype=dtype, device=device) if rows is None else rows.to(device).contiguous()
+    dist.broadcast(block, src=0)
+    return block
+
+
+def _blocks(shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """Rows that are moved at once, first and behind the last: a block's bytes at most, or one row. A number is one."""
+    count, *inner = shape or (1,)
+    step = max(1, _BLOCK // max(1, torch.Size(inner).numel() * dtype.itemsize))
+    for start in range(0, count, step):
+        yield start, min(start + step, count)
+
+
+def _all_of(tensor: torch.Tensor) -> Part:
+    """The part of a process that has a tensor whole."""
+    nowhere = (0,) * tensor.ndim
+    return Part(tuple(tensor.shape), (Box(nowhere, tuple(tensor.shape), nowhere),))
+
+
+def _give_storage(root: nn.Module, device: torch.device) -> None:
+    """Put tensors without values on a device in the place of a meta model's; tied ones stay one."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in root.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((module, name))
+    root.to_empty(device=device)
+    for (module, name), *others in places.values():
+        for other, other_name in others:
+            setattr(other, other_name, getattr(module, name))
+
+
+def _tensors(root: CausalLM) -> list[tuple[str, torch.Tensor]]:
+    return [*root.named_parameters(), *root.named_buffers()]
