@@ -4,7 +4,8 @@
 
 Trains two steps of LoRA on SmolLM2, launch after launch: the first with an empty cache, the second with what the first
 left there; alternating with another tree of this project where one is given (its `.venv` included), and with the bare
-imports of torch, transformers and peft. With ``--prediction`` what a launch of an 8B with LoRA settles for a GPU of the
+imports of torch, transformers and peft; then with an evaluation and answers before the first step, and `verify-resume`
+of that run. With ``--prediction`` what a launch of an 8B with LoRA settles for a GPU of the
 table, and the same again, as the second launch does. With ``--large`` the proof alone of an 8B with LoRA, whose random
 files, 16 GB, are written there where they are not: its processor seconds, and the largest anonymous memory. With
 ``--ranks`` eight processes of this machine start on a model whose weights take 2 GB, in full (float32, from bf16) and
@@ -115,6 +116,8 @@ def main() -> int:
             for tree in trees:
                 for line in launches(tree, given.smollm2.resolve()):
                     print(json.dumps({"round": number, "tree": str(tree), **line}), flush=True)
+                evaluated = first_evaluation(tree, given.smollm2.resolve())
+                print(json.dumps({"round": number, "tree": str(tree), **evaluated}), flush=True)
     if given.prediction is not None:
         for tree in trees:
             for found in predictions(tree, given.prediction):
@@ -158,6 +161,32 @@ def launches(tree: Path, model: Path) -> list[dict[str, Any]]:
             record = json.loads((place / f"run{number}" / "run.json").read_text())
             found.append({"what": f"{name} launch", "start_s": record["launches"][-1].get("start_s"), **used})
     return found
+
+
+def first_evaluation(tree: Path, model: Path) -> dict[str, Any]:
+    """An evaluation and three answers before the first step, and what `verify-resume` of that run takes."""
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory)
+        for name, rows in (("rows", ROWS), ("held", ROWS[:3])):
+            (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        recipe = {
+            "model": {"name_or_path": str(model)}, "output_dir": "run", "adapter": {"kind": "lora"},
+            "data": {"train": "rows.jsonl", "eval": "held.jsonl", "cache_dir": "cache", "max_length": 256},
+            "train": {"duration": "4 steps", "global_batch_size": 2, "device": "cpu"},
+        }  # fmt: skip
+        (place / "recipe.yaml").write_text(json.dumps(recipe))
+        done, _ = _run(tree, ["-m", "tuner", "train", "recipe.yaml"], place)
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
+        found = next(line for line in lines if "samples_s" in line)
+        samples = [json.loads(line) for line in (place / "run" / "samples.jsonl").read_text().splitlines()]
+        verified, used = _run(tree, ["-m", "tuner", "verify-resume", "run"], place)
+        assert verified.returncode == 0, verified.stderr
+        return {
+            "what": "evaluation and answers at step 0; verify-resume", "eval_s": found.get("eval_s"),
+            "samples_s": found["samples_s"], "answers": [line["answer"] for line in samples if not line["step"]],
+            "verify_s": used["s"], "verify_cpu_s": used["cpu_s"],
+        }  # fmt: skip
 
 
 def predictions(tree: Path, device: str) -> list[str]:

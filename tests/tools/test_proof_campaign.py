@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
@@ -18,7 +18,7 @@ from tools.causal_cases import VOCAB
 from tools.proof_campaign import deep_config, made, verdict, write_random
 from tools.proof_faults import FAULTS, Fault
 from tuner.errors import RecipeError
-from tuner.model import widened
+from tuner.model import probe, widened
 from tuner.model.build import decoder_blocks
 from tuner.model.few_layers import FewLayers, representatives, shared_kinds
 from tuner.model.probe import plain_twin, require_isolation
@@ -43,12 +43,25 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     counts: list[int] = []
     kept = FewLayers.running
 
-    def running(self: FewLayers) -> object:
+    def running(self: FewLayers, plain: PreTrainedModel) -> object:
         counts.append(len(self.chosen))
-        return kept(self)
+        return kept(self, plain)
 
     monkeypatch.setattr(FewLayers, "running", running)
     yield counts
+
+
+def test_what_rounding_moves_in_a_deep_mixture_is_no_leak(tmp_path: Path) -> None:
+    write_random(deep_config("minimax", 16), tmp_path)
+    root = made(str(tmp_path), False)
+    assert require_isolation(root, VOCAB, every_layer=True).is_clean
+    plain, ids = plain_twin(root.model), torch.arange(9) * 7
+    with torch.no_grad():
+        moved = probe._rounding(plain, ids, probe._plain_logits(plain, ids))
+    assert 1e-6 < moved < 5e-5, "16 layers with experts and states round more than a tiny model"
+    assert probe._allowed(5e-7, lambda: 1.0) == probe._allowed(2e-6, None) == probe._allowed(2e-6, lambda: 0.0) == 1e-6
+    assert probe._allowed(2e-6, lambda: moved) == 2 * moved
+    assert probe._allowed(1.0, lambda: 1.0) == 1e-4, "whatever rounding does, documents do not see each other"
 
 
 @pytest.mark.parametrize(

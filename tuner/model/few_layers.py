@@ -41,11 +41,12 @@ class FewLayers:
     ran: :meth:`grow` adds them after a forward.
     """
 
-    def __init__(self, model: PreTrainedModel, plain: PreTrainedModel) -> None:
-        blocks = _blocks(model)
-        names = {module: name for name, module in model.named_modules()}
-        self._sides = (_Side(model, blocks), _Side(plain, [plain.get_submodule(names[block]) for block in blocks]))
-        self._kinds = kinds_of(blocks, model.config) if blocks else []
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._blocks = model, layers_of(model)
+        of = {module: name for name, module in model.named_modules()}
+        self._names = [of[block] for block in self._blocks]
+        self._sides: tuple[_Side, ...] = ()
+        self._kinds = kinds_of(self._blocks, model.config) if self._blocks else []
         self.chosen = representatives(self._kinds)
 
     @property
@@ -58,10 +59,17 @@ class FewLayers:
         """Whether all layers run."""
         return len(self.chosen) == self.total
 
+    def left_out(self, model: nn.Module) -> set[nn.Module]:
+        """The layers of the model, or of its plain twin, that do not run."""
+        names = (name for place, name in enumerate(self._names) if place not in self.chosen)
+        return {model.get_submodule(name) for name in names}
+
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, plain: PreTrainedModel) -> Iterator[None]:
         """Within, the chosen layers alone run in both models; RuntimeError where a layer gives what nothing else could
         give in its place."""
+        beside = [plain.get_submodule(name) for name in self._names]
+        self._sides = (_Side(self._model, self._blocks), _Side(plain, beside))
         with ExitStack() as sides:
             if not self.is_whole:
                 for side in self._sides:
@@ -78,7 +86,7 @@ class FewLayers:
 
     def runs(self, name: str) -> bool:
         """Whether a module of the model, by its name, is part of what runs."""
-        skipped = (self._sides[0].names[place] for place in range(self.total) if place not in self.chosen)
+        skipped = (self._names[place] for place in range(self.total) if place not in self.chosen)
         return not any(name == one or name.startswith(f"{one}.") for one in skipped)
 
 
@@ -87,8 +95,6 @@ class _Side:
 
     def __init__(self, model: PreTrainedModel, blocks: Sequence[nn.Module]) -> None:
         self._model, self._blocks = model, blocks
-        of = {module: name for name, module in model.named_modules()}
-        self.names = [of[block] for block in blocks]
         self._passes: list[_Pass] = []
 
     @contextmanager
@@ -196,7 +202,7 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
         yield key, value if is_plain else type(value).__qualname__
 
 
-def _blocks(model: PreTrainedModel) -> list[nn.Module]:
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder layers; of a class that names none, what its decoder has the most of in a list."""
     try:
         return decoder_blocks(model)
@@ -250,10 +256,12 @@ def _facts(block: nn.Module) -> Iterator[tuple[Hashable, Hashable]]:
         for key, value in vars(module).items():
             if key not in _MODULE_OWN:
                 yield (name, key), told(list(value.values()) if key in _HOOKS else value)
-        for key, parameter in module.named_parameters(recurse=False):
-            yield (name, key), (tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
-        for key, buffer in module.named_buffers(recurse=False):
-            yield (name, key), told(buffer)
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                yield (name, key), (tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                yield (name, key), told(buffer)
 
 
 def told(value: object, depth: int = _DEPTH) -> Hashable:

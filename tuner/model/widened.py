@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -38,10 +38,11 @@ class Widened:
         self._tokens = int(getattr(model.get_input_embeddings(), "num_embeddings", 0))
 
     @contextmanager
-    def computing(self, root: nn.Module) -> Iterator[None]:
-        """Within, each module's own parameters are float32 while it runs."""
+    def computing(self, root: nn.Module, left_out: Collection[nn.Module] = ()) -> Iterator[None]:
+        """Within, each module's own parameters are float32 while it runs; those ``left_out`` never do."""
+        idle = {part for module in left_out for part in module.modules()}
         # Rows of new tokens are put into the weight of the layer that they belong to, which does not run itself.
-        parts = {m: m.parameters(recurse=isinstance(m, TrainableTokens)) for m in root.modules()}
+        parts = {m: m.parameters(recurse=isinstance(m, TrainableTokens)) for m in root.modules() if m not in idle}
         own = {m: [p for p in parameters if p.is_floating_point()] for m, parameters in parts.items()}
         before: dict[nn.Module, list[torch.Tensor]] = {}
 
@@ -73,7 +74,7 @@ class Widened:
         key = (id(parameter), len(data), changes_in_place(parameter))  # what is changed in place is another one
         if key in self._kept:
             return self._kept[key]
-        wide = data.float()
+        wide = _copy_of(data)
         if wide.nbytes <= self._left:
             self._kept[key] = wide
             self._left -= wide.nbytes
@@ -82,6 +83,12 @@ class Widened:
     def _is_of_tokens(self, module: nn.Embedding) -> bool:
         """Whether its rows are those that it is given: embeddings of places may make these of what they are given."""
         return module.weight.numel() >= LARGE and 2 * module.num_embeddings > self._tokens > 0
+
+
+def _copy_of(data: torch.Tensor) -> torch.Tensor:
+    """In float32. numpy asks for large pages: of small ones, taking them costs as much as the cast."""
+    wide = torch.from_numpy(np.empty(tuple(data.shape), dtype=np.float32))
+    return wide.copy_(data)
 
 
 def _rows_alone(data: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,6 @@ from tuner.model.vetting import require_known_losses, weighs_routers
 from tuner.model.weight_files import vet_weights
 from tuner.parallel.assemble import AssemblySpec, Kernels, Recompute, assemble
 from tuner.parallel.mesh import Mesh, MeshSpec
-from tuner.parallel.values import materialise
 from tuner.rundir.layout import EMA_PREFIX, MODEL_PREFIX
 from tuner.runtime import startup
 from tuner.runtime.device import DeviceFacts, measured_peak
@@ -406,6 +405,8 @@ def _type_to_hand_on(resolved: Resolved, spec: AssemblySpec) -> torch.dtype | No
 
 def _spread(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> CausalLM:
     """Shards or a copy on every rank, filled from the model of rank 0, or from its files. Collective."""
+    from tuner.parallel.values import materialise  # one process goes without
+
     source: list[CausalLM] = []  # on rank 0 alone; a failure there is raised on every rank, so that none waits for it
 
     def build_source() -> tuple[str | None, str | None, Route, str | None, _Facts, _Facts]:
