@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -230,29 +229,28 @@ def ranks(tree: Path, model: Path, kind: str) -> dict[str, Any]:
         python = tree / ".venv" / "bin" / "python"
         words = [str(python), "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "-m", "tuner", "train"]
         environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-        began, ended, seen = time.monotonic(), 0.0, []
+        began, seen = time.monotonic(), []
         with (place / "told").open("w+") as told:
             started = subprocess.Popen([*words, "recipe.yaml"], cwd=place, env=environment, stdout=told, stderr=told)
             while started.poll() is None:
-                seen.append((time.monotonic(), _anonymous(started.pid)))
-                if not ended and re.search(r"\bstart +[0-9.]+ s", (place / "told").read_text()):
-                    ended = time.monotonic()
+                seen.append((time.monotonic(), *_anonymous(started.pid)))
                 time.sleep(0.1)
         assert started.returncode == 0, (place / "told").read_text()[-3000:]
         record = json.loads((place / "run" / "run.json").read_text())
         phases = record["launches"][-1]["start_s"]
-        before = ended - phases["first step"] - 1.5  # samples lag behind, and the step takes memory at once
+        born = next(at for at, _, processes in seen if processes > 1)
+        before = born + sum(phases.values()) - phases["first step"]
         sleeper = f"{BARE}; import time; print(1, flush=True); time.sleep(9)"
         bare_bytes = RANKS * _anonymous_of([str(python), "-c", sleeper])
         return {
             "what": f"{RANKS} processes, {kind}", "start_s": phases,
             "s": round(time.monotonic() - began, 1), "bare_gb": round(bare_bytes / 1e9, 2),
-            "beyond_bare_gb": round((max(size for at, size in seen if at < before) - bare_bytes) / 1e9, 2),
+            "beyond_bare_gb": round((max(size for at, size, _ in seen if at < before) - bare_bytes) / 1e9, 2),
         }  # fmt: skip
 
 
-def _anonymous(process: int) -> int:
-    """Bytes of anonymous memory of a process and of all that it started."""
+def _anonymous(process: int) -> tuple[int, int]:
+    """Bytes of anonymous memory of a process and of all that it started, and how many these are."""
     facts: dict[int, tuple[int, int]] = {}
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError, KeyError):
@@ -261,7 +259,7 @@ def _anonymous(process: int) -> int:
     found = {process}
     while more := {pid for pid, (parent, _) in facts.items() if parent in found} - found:
         found |= more
-    return sum(facts[pid][1] for pid in found if pid in facts)
+    return sum(facts[pid][1] for pid in found if pid in facts), len(found)
 
 
 def _anonymous_of(words: list[str]) -> int:
@@ -269,7 +267,7 @@ def _anonymous_of(words: list[str]) -> int:
     with subprocess.Popen(words, stdout=subprocess.PIPE) as started:
         assert started.stdout is not None
         started.stdout.readline()
-        found = _anonymous(started.pid)
+        found, _ = _anonymous(started.pid)
         started.kill()
     return found
 

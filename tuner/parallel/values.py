@@ -38,18 +38,26 @@ def materialise(root: CausalLM, source: CausalLM | None, device: torch.device) -
         for name, target in _tensors(root):
             if torch.promote_types(types[name], target.dtype) != target.dtype:
                 raise RuntimeError(f"{name} is {types[name]} at the source and {target.dtype} in the sharded model")
-            in_file = name in places and places[name].path in files
-            whole = places[name].of(files[places[name].path]) if in_file else own.get(name)
-            local = target.to_local() if isinstance(target, DTensor) else target
-            part = part_of(target) if isinstance(target, DTensor) else _all_of(target)
-            for start, stop in _blocks(target.shape, types[name]):
-                rows = None if whole is None else whole[start:stop] if whole.ndim else whole
-                if not in_file:
-                    rows = _sent(rows, (stop - start, *target.shape[1:]), types[name], local.device)
-                assert rows is not None, "it is in a file, on rank 0, or was sent"
-                for box in part.boxes:
-                    if (own_rows := box.within_rows(start, stop)) is not None:
-                        own_rows.within(local).copy_(own_rows.of(rows).to(local.device))  # cast where it goes
+            content = files.get(places[name].path) if name in places else None
+            if content is None:
+                _fill(target, own.get(name), types[name], is_sent=True)
+            else:
+                _fill(target, places[name].of(content), types[name], is_sent=False)
+
+
+def _fill(target: torch.Tensor, whole: torch.Tensor | None, dtype: torch.dtype, is_sent: bool) -> None:
+    """Give a process its part of a ``whole`` tensor of this type, which it has itself, or is sent. Then collective."""
+    local, part = target, _all_of(target)
+    if isinstance(target, DTensor):
+        local, part = target.to_local(), part_of(target)
+    for start, stop in _blocks(target.shape, dtype):
+        rows = None if whole is None else whole[start:stop] if whole.ndim else whole
+        if is_sent:
+            rows = _sent(rows, (stop - start, *target.shape[1:]), dtype, local.device)
+        assert rows is not None, "whoever is sent nothing has the whole"
+        for box in part.boxes:
+            if (own := box.within_rows(start, stop)) is not None:
+                own.within(local).copy_(own.of(rows).to(local.device))  # cast where it goes
 
 
 def _readable(places: Mapping[str, InFile], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
