@@ -12,6 +12,7 @@ import ast
 import functools
 import hashlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -46,8 +47,19 @@ class FewLayers:
         of = {module: name for name, module in model.named_modules()}
         self._names = [of[block] for block in self._blocks]
         self._sides: tuple[_Side, ...] = ()
-        self._kinds = kinds_of(self._blocks, model.config) if self._blocks else []
+        self._kinds = self._kinds_by_stack()
         self.chosen = representatives(self._kinds)
+
+    def _kinds_by_stack(self) -> list[Hashable]:
+        """The kind of each layer among those of its list: a model may have several, each numbered from 0 on."""
+        stacks: dict[str, list[int]] = {}
+        for place, name in enumerate(self._names):
+            stacks.setdefault(re.sub(r"\.\d+(?=\.|$)", "", name), []).append(place)
+        found: dict[int, Hashable] = {}
+        for stack, places in stacks.items():
+            kinds = kinds_of([self._blocks[place] for place in places], self._model.config)
+            found |= {place: (stack, kind) for place, kind in zip(places, kinds, strict=True)}
+        return [found[place] for place in range(len(self._names))]
 
     @property
     def total(self) -> int:

@@ -98,17 +98,16 @@ def require_isolation(
 
         require_positions(root.model.config, root.padding_number, longest)
     few = FewLayers(root.model)
-    plain = plain_twin(root.model, left_out=few.left_out(root.model) if not every_layer else ())
     if not every_layer:
         # A refusal, or an error, is the whole model's to give: a layer that is skipped may be what the next one needs.
         with suppress(RecipeError):
             while not few.is_whole:
+                # A new one each time: some classes change their layers in a forward (BigBird's, for short rows).
+                plain = plain_twin(root.model, left_out=few.left_out(root.model))
                 found = _isolation(root, plain, few, vocab_size, packed, longest)
                 if not few.grow():
                     return found
-                share(plain, root.model, few.left_out(root.model))
-        share(plain, root.model)
-    return _isolation(root, plain, None, vocab_size, packed, longest)
+    return _isolation(root, plain_twin(root.model), None, vocab_size, packed, longest)
 
 
 def _isolation(
@@ -323,23 +322,18 @@ def plain_twin(
 ) -> PreTrainedModel:
     """A new model of the same class and config, with its class's own attention and masks, in evaluation mode.
 
-    With a ``config`` of that class that one.
+    With a ``config`` of that class that one. The layers ``left_out`` stay without storage: they are not to run.
 
     Parameters and buffers are those of ``model``, not copies. Modules that training put there (adapters, rows of new
     tokens) are copied around the same tensors. Kernels that were swapped in are not: they are held to the originals.
     """
     with torch.device("meta"):
         twin = from_config(model, config or plain_config(model.config), dtype=model.dtype)
-    twin.config.use_cache = False
-    share(twin, model, left_out)
-    return twin
-
-
-def share(twin: PreTrainedModel, model: PreTrainedModel, left_out: Collection[nn.Module] = ()) -> None:
-    """Give a twin what the model has, but in the layers ``left_out``, which stay without storage until they are."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     _share(twin, model, {**shared, id(model.config): twin.config}, left_out)
+    twin.config.use_cache = False
     twin.eval()
+    return twin
 
 
 def _share(into: nn.Module, of: nn.Module, memo: dict[int, Any], left_out: Collection[nn.Module]) -> None:
