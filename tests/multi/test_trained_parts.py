@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.model.tiny import VOCAB
 from tests.multi.launcher import run
 from tests.multi.parity_worker import take_steps
 from tests.train.synthetic import write_model
+from tuner.model.build import ModelSpec, build_model
 from tuner.runtime.dist import RankInfo
 
 WORKER = str(Path(__file__).with_name("parity_worker.py"))
@@ -38,6 +40,7 @@ WISHES: dict[str, dict[str, Any]] = {
     },
     "tokens_full": {"adapter": NONE, "new_ids": [VOCAB - 3, VOCAB + 2]},
     "full": {"adapter": NONE, "train": {"gradient_checkpointing": "full", "gradient_checkpointing_layers": "1 layer"}},
+    "half_files": {"adapter": NONE, "model": "half"},  # each process reads bf16, and casts it
     "compiled": {"adapter": NONE, "train": {"gradient_checkpointing": "selective", "compile": True}},
 }
 
@@ -47,7 +50,10 @@ WISHES: dict[str, dict[str, Any]] = {
 def test_one_process_and_two_agree(tmp_path: Path) -> None:
     write_model(tmp_path)
     plain = {"model": str(tmp_path), "precision": "fp32", "global": 4, "micro": 4, "steps": 3}
+    build_model(ModelSpec(str(tmp_path)), torch.bfloat16, seed=0).save_pretrained(tmp_path / "half")
     wishes = [{**plain, "trained": [1, 20, 3, 15, 7, 5], **wish} for wish in WISHES.values()]
+    for wish in wishes:
+        wish["model"] = str(tmp_path / wish["model"])
     two = json.loads(run([WORKER, json.dumps([{**wish, "micro": 2} for wish in wishes])], 2))
     for name, wish, there in zip(WISHES, wishes, two, strict=True):
         here = take_steps({**wish, "train": {}}, RankInfo())

@@ -1,12 +1,20 @@
 """How a resolved recipe computes."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import save_file
 
+from tests.model.tiny import tiny_config
 from tests.train.synthetic import recipe_for
+from tuner.model.trainable import TrainableSpec
+from tuner.parallel.assemble import AssemblySpec
 from tuner.parallel.mesh import Mesh
-from tuner.setup.build import step_config_of
+from tuner.setup.build import _type_to_hand_on, step_config_of
 
 
 def test_autocast_keeps_no_copies_of_weights(tmp_path: Path) -> None:
@@ -14,3 +22,32 @@ def test_autocast_keeps_no_copies_of_weights(tmp_path: Path) -> None:
     with step_config_of(recipe, torch.device("cpu"), Mesh()).autocast():
         assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
     assert torch.is_autocast_cache_enabled()
+
+
+FULL, HALF = AssemblySpec(TrainableSpec(), seed=0), {"a": torch.bfloat16, "b": torch.bfloat16}
+SECTIONS: dict[str, Any] = {"model": {"dtype": "fp32"}}
+
+
+@pytest.mark.parametrize(
+    ("stored", "sections", "spec", "new_ids", "expected"),
+    [
+        (HALF, SECTIONS, FULL, range(0), torch.bfloat16),
+        ({"a": torch.float16}, SECTIONS, FULL, range(0), torch.float16),
+        ({"a": torch.float32}, SECTIONS, FULL, range(0), None),
+        ({**HALF, "b": torch.float32}, SECTIONS, FULL, range(0), None),
+        (HALF, {"model": {"dtype": "bf16"}, "train": {"precision": "bf16"}}, FULL, range(0), None),
+        (HALF, {"model": {"dtype": "fp32", "init": "random"}}, FULL, range(0), None),
+        (HALF, {**SECTIONS, "method": {"kind": "dpo", "reference": "columns"}}, FULL, range(0), None),
+        (HALF, SECTIONS, replace(FULL, trainable=TrainableSpec(frozen=("a",))), range(0), None),
+        (HALF, SECTIONS, FULL, range(5, 7), None),
+    ],
+)  # fmt: skip
+def test_weights_that_are_all_trained_stay_in_half_files_until_they_are_read(
+    stored: dict[str, torch.dtype], sections: dict[str, Any], spec: AssemblySpec, new_ids: range, expected: Any,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    tiny_config("llama").save_pretrained(tmp_path)
+    save_file({name: torch.zeros(2, dtype=dtype) for name, dtype in stored.items()}, tmp_path / "model.safetensors")
+    recipe = recipe_for(tmp_path, **{**sections, "model": {"name_or_path": str(tmp_path), **sections["model"]}})
+    resolved: Any = SimpleNamespace(recipe=recipe, new_ids=new_ids)
+    assert _type_to_hand_on(resolved, spec) == expected
