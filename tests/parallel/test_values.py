@@ -19,7 +19,7 @@ from tests.parallel.test_fsdp import tiny_model, whole
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import shard
 from tuner.parallel.mapped import in_files, mapped, sampled
-from tuner.parallel.mesh import Mesh, MeshSpec
+from tuner.parallel.mesh import DeviceMeshes, Mesh, MeshSpec
 from tuner.parallel.values import materialise
 from tuner.runtime.dist import RankInfo
 
@@ -71,7 +71,6 @@ class Case:
     """The type of the source; None: it is drawn, and in no file."""
     amiss: Callable[[int, CausalLM, Path], None] = lambda rank, source, file: None
     is_read: bool = True
-    warns: bool = False
 
 
 def _write_to_it(rank: int, source: CausalLM, file: Path) -> None:
@@ -104,9 +103,10 @@ CASES = {
     "drawn": Case(read=None, is_read=False),
     "written to": Case(amiss=_write_to_it, is_read=False),
     "not on another machine": Case(amiss=_lose_it, is_read=False),
-    "another on another machine": Case(amiss=_have_another, is_read=False, warns=True),
-    "cut off on another machine": Case(amiss=_have_a_shorter, is_read=False, warns=True),
+    "another on another machine": Case(amiss=_have_another, is_read=False),
+    "cut off on another machine": Case(amiss=_have_a_shorter, is_read=False),
 }
+WARNED = ("another on another machine", "cut off on another machine")
 
 
 def _source(case: Case, directory: Path) -> CausalLM:
@@ -124,40 +124,48 @@ def _source(case: Case, directory: Path) -> CausalLM:
 
 
 @pytest.mark.multi
-@pytest.mark.parametrize(
-    ("what", "sharded"), [*((what, True) for what in CASES), ("read as it is", False), ("drawn", False)]
-)
-def test_values_are_rank_0s(what: str, sharded: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    case = CASES[what]
-    source = _source(case, tmp_path)
+@pytest.mark.parametrize("sharded", [True, False], ids=["in shards", "whole"])
+def test_values_are_rank_0s(sharded: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    sources = {}
+    for what, case in CASES.items():
+        (tmp_path / what).mkdir()
+        sources[what] = _source(case, tmp_path / what)
+
+    def work(rank: int) -> None:
+        values._BLOCK = 256
+        meshes = Mesh.of(RankInfo(rank, 2, rank, 2), MeshSpec("full" if sharded else "none")).device_meshes("cpu")
+        for what, case in CASES.items():
+            _hold(what, case, sources[what], rank, meshes, tmp_path / what / "model.safetensors")
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "rank 1 has other weights in" in line]
+    assert [line.count(f"{tmp_path / what}/") for line, what in zip(warnings, WARNED, strict=True)] == [1] * len(WARNED)
+
+
+def _hold(what: str, case: Case, source: CausalLM, rank: int, meshes: DeviceMeshes, file: Path) -> None:
+    """Give a meta model the values of rank 0's source, and look at them and at what was sent. Collective."""
     wanted = {name: one.detach().float().clone() for name, one in source.named_parameters()}
     if case.amiss is _write_to_it:
         wanted[TABLE][1] += 1
-
-    def work(rank: int) -> None:
-        case.amiss(rank, source, tmp_path / "model.safetensors")
-        values._BLOCK = 256
-        sent: list[int] = []
+    values.mapped = mapped
+    case.amiss(rank, source, file)
+    with torch.device("meta"):
+        root = tiny_model()
+    if meshes.weights is not None:
+        shard(root, meshes, True)
+    sent: list[int] = []
+    with pytest.MonkeyPatch.context() as patched:
         real = dist.broadcast
-        dist.broadcast = lambda block, **options: (sent.append(block.numel()), real(block, **options))  # type: ignore[func-returns-value]
-        with torch.device("meta"):
-            root = tiny_model()
-        meshes = Mesh.of(RankInfo(rank, 2, rank, 2), MeshSpec("full" if sharded else "none")).device_meshes("cpu")
-        if sharded:
-            shard(root, meshes, True)
-        sent.clear()
+        patched.setattr(dist, "broadcast", lambda block, src: sent.append(block.numel()) or real(block, src=src))
         materialise(root, source if rank == 0 else None, torch.device("cpu"))
-        found = {name: whole(one) for name, one in root.named_parameters()}
-        for name, one in found.items():
-            assert one.dtype == torch.float32, name
-            assert torch.equal(one, wanted[name]), name
-        of_buffers = sum(buffer.numel() for buffer in root.buffers())
-        of_all = of_buffers + sum(one.numel() for one in found.values())
-        assert sum(sent) == (of_buffers if case.is_read else of_all)
-        assert max(sent) <= 256
-
-    assert run_ranks(2, tmp_path, work) == [0, 0]
-    assert ("rank 1 has other weights in" in capfd.readouterr().err) == case.warns
+    found = {name: whole(one) for name, one in root.named_parameters()}
+    for name, one in found.items():
+        assert one.dtype == torch.float32, (what, name)
+        assert torch.equal(one, wanted[name]), (what, name)
+    of_buffers = sum(buffer.numel() for buffer in root.buffers())
+    of_all = of_buffers + sum(one.numel() for one in found.values())
+    assert sum(sent) == (of_buffers if case.is_read else of_all), what
+    assert max(sent) <= 256, what
 
 
 @pytest.mark.multi
