@@ -12,14 +12,13 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from tests.fixtures.processes import run_ranks
-from tests.parallel.meshes import STRIDED, mesh_of, placed
+from tests.parallel.meshes import STRIDED, cut, mesh_of, placed
 from tuner.checkpoint.load import content_sha256, load_into, open_checkpoint, read_tensors
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.checkpoint.staging import Staging
 from tuner.config.recipe import Optimizer
 from tuner.errors import RecipeError
 from tuner.parallel.layouts import whole
-from tuner.runtime.parts import cut
 from tuner.train.ema import Ema
 from tuner.train.optimizer import OptimizerSet, build_optimizer
 
