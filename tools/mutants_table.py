@@ -632,7 +632,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "parallel-buffers-left-out",
-        "parallel.fsdp._tensors",
+        "parallel.values._tensors",
         "[*A.named_parameters(), *A.named_buffers()]",
         "[*A.named_parameters()]",
         FSDP,

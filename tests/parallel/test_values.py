@@ -109,8 +109,14 @@ CASES = {
 WARNED = ("another on another machine", "cut off on another machine")
 
 
+def _with_number() -> CausalLM:
+    root = tiny_model()
+    root.register_buffer("number", torch.tensor(3.0))  # of no dimension, as a scale of embeddings
+    return root
+
+
 def _source(case: Case, directory: Path) -> CausalLM:
-    source = tiny_model()
+    source = _with_number()
     if case.read is None:
         return source
     own = {name: one.detach().to(case.saved) for name, one in source.named_parameters()}
@@ -150,7 +156,7 @@ def _hold(what: str, case: Case, source: CausalLM, rank: int, meshes: DeviceMesh
     values.mapped = mapped
     case.amiss(rank, source, file)
     with torch.device("meta"):
-        root = tiny_model()
+        root = _with_number()
     if meshes.weights is not None:
         shard(root, meshes, True)
     sent: list[int] = []

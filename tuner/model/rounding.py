@@ -22,10 +22,12 @@ def rounded_apart(layers: Sequence[nn.Module], logits: Callable[[], torch.Tensor
     draws = torch.Generator().manual_seed(0)
 
     def apart(module: nn.Module, inputs: Any, output: Any) -> Any:
-        hidden, *rest = output if isinstance(output, tuple) else (output,)
+        hidden, *rest = output if isinstance(output, tuple | list) else (output,)
+        if not isinstance(hidden, torch.Tensor):
+            return output
         drawn = 2 * torch.rand(hidden.shape, generator=draws, dtype=hidden.dtype) - 1
         hidden = hidden * (1 + _UNIT * drawn.to(hidden.device))
-        return (hidden, *rest) if isinstance(output, tuple) else hidden
+        return type(output)([hidden, *rest]) if isinstance(output, tuple | list) else hidden
 
     with ExitStack() as hooks:
         for layer in layers:

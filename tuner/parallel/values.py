@@ -53,7 +53,7 @@ def _fill(target: torch.Tensor, whole: torch.Tensor | None, dtype: torch.dtype, 
     for start, stop in _blocks(target.shape, dtype):
         rows = None if whole is None else whole[start:stop] if whole.ndim else whole
         if is_sent:
-            rows = _sent(rows, (stop - start, *target.shape[1:]), dtype, local.device)
+            rows = _sent(rows, (stop - start, *target.shape[1:]) if target.ndim else (), dtype, local.device)
         assert rows is not None, "whoever is sent nothing has the whole"
         for box in part.boxes:
             if (own := box.within_rows(start, stop)) is not None:
