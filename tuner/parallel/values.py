@@ -27,7 +27,8 @@ def materialise(root: CausalLM, source: CausalLM | None, device: torch.device) -
     them have these files. The rest is sent in blocks of rows: what was drawn, quantised, fused or cast on rank 0.
     Buffers are given too: non-persistent ones (rotary frequencies) are in no file and hold garbage after meta.
 
-    Collective; ``source`` counts on rank 0 alone. Host memory beyond the shards: a block.
+    Collective; ``source`` counts on rank 0 alone. Host memory beyond the shards: a block. Raises RuntimeError where a
+    tensor's type does not hold the values of the source's.
     """
     _give_storage(root, device)
     own = {} if source is None or dist.get_rank() else {name: one.detach() for name, one in _tensors(source)}
