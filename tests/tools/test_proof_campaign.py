@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +172,52 @@ def test_large_embeddings_and_output_layers_are_looked_at_in_part(
     assert found.dtype == torch.float32 and found.shape[-1] == 128
     torch.testing.assert_close(found, expected[..., :128], rtol=0, atol=1e-5)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_copies_of_linear_layers_take_the_same_memory_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE | {"num_hidden_layers": 4}), dtype=torch.bfloat16)
+    ids = torch.arange(9)[None] * 7
+    with torch.no_grad(), widened.Widened(model, narrow=True).computing(model):
+        expected = model(input_ids=ids, use_cache=False).logits
+    monkeypatch.setattr(widened, "LENT", 1)
+    wide, taken = widened.Widened(model, narrow=True), set()
+    for layer in (part for part in model.modules() if isinstance(part, nn.Linear)):
+        layer.register_forward_hook(lambda of, *_: taken.add(of.weight.untyped_storage().data_ptr()))
+    with torch.no_grad(), wide.computing(model):
+        assert torch.equal(model(input_ids=ids, use_cache=False).logits, expected)
+    assert len(taken) <= 3  # of 29 layers: as it grows
+
+
+SEES: dict[str, Callable[[int, int], Sequence[int]]] = {
+    "the one before": lambda place, _: range(place)[-1:],
+    "the one after": lambda place, count: range(place + 1, count)[:1],
+    "all before": lambda place, _: range(place),
+    "the first": lambda place, _: range(min(place, 1)),
+    "the last": lambda place, count: range(max(place + 1, count - 1), count),
+}
+"""Of a document at a place among so many: which others it sees."""
+
+
+@pytest.mark.parametrize("others", SEES)
+def test_what_a_document_sees_of_any_other_in_its_row_is_a_leak(others: str) -> None:
+    table = torch.randn(50, 16, generator=torch.Generator().manual_seed(0))
+
+    class Seeing:
+        model = nn.Identity()
+
+        def __init__(self, share: float) -> None:
+            self._share = share
+
+        def logits(self, ids: torch.Tensor, _: object, lengths: tuple[int, ...], positions: Any) -> torch.Tensor:
+            own = [table[document].cumsum(0) for document in ids.split(lengths)]
+            seen = [sum(own[other].sum() for other in SEES[others](k, len(own))) for k in range(len(own))]
+            return torch.cat([one + self._share * more for one, more in zip(own, seen, strict=True)])[positions]
+
+    documents, changed = (torch.arange(7), torch.arange(9) + 20), (torch.arange(7) + 3, torch.arange(9) + 21)
+    changed[1][:5] = documents[1][:5]
+    alone = table[documents[1]].cumsum(0)
+    assert probe._compare(Seeing(0.0), alone, documents, changed, None).is_clean  # type: ignore[arg-type]
+    found = probe._compare(Seeing(1e-5), alone, documents, changed, None)  # type: ignore[arg-type]
+    assert found.against_alone < probe.DIFFERENCE_ALLOWED
+    assert found.is_clean == (others in ("the one after", "the last"))  # the first document is never asked

@@ -232,7 +232,10 @@ def kinds_of(blocks: Sequence[nn.Module], config: PretrainedConfig) -> list[Hash
             for fact, own in zip(facts, value, strict=True):
                 fact["config", key] = repr(own)
     numbers = _numbers(blocks)
-    if any(_is_counting(module, numbers) for block in blocks for module in block.modules()):
+    modules = [module for block in blocks for module in block.modules()]
+    if any(_is_counting(kind, numbers) for kind in {type(module) for module in modules}) or any(
+        _counts_by(function, numbers) for module in modules for function in _given(module, numbers)
+    ):
         return list(range(len(blocks)))
     return shared_kinds(facts)
 
@@ -331,18 +334,22 @@ def _numbers(blocks: Sequence[nn.Module]) -> frozenset[str]:
     return frozenset(key for (_, key), apart in found.items() if len(apart) > 1 and len(set(apart)) == 1)
 
 
-def _is_counting(module: nn.Module, numbers: frozenset[str]) -> bool:
-    """Whether what a part of a layer runs compares its layer's number, or counts it off: the layer then stands for none
-    but itself. That of the first layer (``== 0``) may be asked for, as the first of each kind runs."""
-    own = [getattr(value, "func", value) for value in vars(module).values() if callable(value)]
-    given = (one for one in own if inspect.isfunction(one) and numbers.intersection(one.__code__.co_names))
-    return any(_counts_by(one, numbers) for one in given) or any(
+def _is_counting(kind: type, numbers: frozenset[str]) -> bool:
+    """Whether what a class runs compares its layer's number, or counts it off: the layer then stands for none but
+    itself. That of the first layer (``== 0``) may be asked for, as the first of each kind runs."""
+    return any(
         _counts_by(method, numbers)
-        for kind in type(module).__mro__
-        if not kind.__module__.startswith("torch.")
-        for name, method in vars(kind).items()
+        for one in kind.__mro__
+        if not one.__module__.startswith("torch.")
+        for name, method in vars(one).items()
         if name != "__init__" and inspect.isfunction(method)
     )
+
+
+def _given(module: nn.Module, numbers: frozenset[str]) -> list[Callable[..., Any]]:
+    """Functions that a module was given in place of its class's, where they name a layer's number."""
+    own = [getattr(value, "func", value) for value in vars(module).values() if callable(value)]
+    return [one for one in own if inspect.isfunction(one) and numbers.intersection(one.__code__.co_names)]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -122,16 +122,10 @@ def _isolation(
     running = nullcontext() if few is None else few.running(plain)
     with _in_float32(root.model, (root, plain), few), running:
         with _refusing(partial(_unrunnable, name), "loaded by transformers alone it does not run on a row of ids"):
-            both = documents[1], changed[1]
-            # Of few layers, whose refusal is not the last word, both rows at once: half the time of a large model.
-            expected, after = _plain_rows(plain, both) if few else (_plain_logits(plain, ids) for ids in both)
-            own = _moved(expected, after)
+            expected = _plain_logits(plain, documents[1])
+            if few is None:
+                _require_causal(root.model, plain, expected, documents[1], changed[1])
             rounding = None if few else partial(_rounding, plain, documents[1], expected)
-        if not own <= _allowed(own, rounding):
-            from tuner.model.refusal import not_causal  # what a model that is trained goes without
-
-            why, hint = not_causal(root.model.config, own, partial(_is_causal, root.model, documents[1], changed[1]))
-            raise RecipeError(f"{name} cannot be trained: {why}", hint=hint)
         how = "without a mask" if root.route == "flat" else "on documents apart"
         what = f"its decoder, {how}, or its output layer on what that gives, does not run"
         with _refusing(partial(RouteRefused, name), what):
@@ -145,8 +139,8 @@ def _isolation(
                 if _is_adapted(root.model):
                     from tuner.model.adapter import require_used  # with peft
 
-                    runs, short = (None, documents) if few is None else (few.runs, [ids[:_SHORT] for ids in documents])
-                    require_used(root.model, lambda: _last_logits(root, short[not packed :]), called, runs)
+                    runs, short = (None, documents[not packed :]) if few is None else (few.runs, [ids[:_SHORT]])
+                    require_used(root.model, lambda: _last_logits(root, short), called, runs)
                 require_same_reach(root, plain, longest)
                 return found
             single = _compare(root, expected, documents[1:], changed[1:], rounding) if packed else found
@@ -245,7 +239,17 @@ def _compare(
     changed: Sequence[torch.Tensor],
     rounding: Callable[[], float] | None,
 ) -> IsolationReport:
-    """Of the last of the documents, packed into one row: how far it moves with the others, and is from ``expected``."""
+    """Of the last of the documents, packed into one row: how far it moves with the others, and is from ``expected``.
+
+    Of few layers (without ``rounding``) all are first in one row with the changed last one at its beginning, which
+    takes half the time of a large model. That one has none before it, and the last has all others: what they see of
+    each other tells them apart. Where they are, the two rows say whether it is more than their places.
+    """
+    if rounding is None and len(documents) > 1:
+        first, *_, last = _logits_of(root, [changed[-1], *documents])
+        found = IsolationReport(_moved(last, first), _relative(last, expected))
+        if found.is_clean:
+            return found
     logits = _last_logits(root, documents)
     leak = _moved(logits, _last_logits(root, changed))
     return IsolationReport(leak, _relative(logits, expected), _allowed(leak, rounding))
@@ -270,15 +274,23 @@ def _rounding(plain: PreTrainedModel, ids: torch.Tensor, expected: torch.Tensor)
 
 def _last_logits(root: CausalLM, documents: Sequence[torch.Tensor]) -> torch.Tensor:
     """Logits ``[n, V]`` of the last document of a row; of a reward model the hidden states ``[n, D]`` it scores."""
+    return _logits_of(root, documents, len(documents) - 1)[-1]
+
+
+def _logits_of(root: CausalLM, documents: Sequence[torch.Tensor], begin: int = 0) -> tuple[torch.Tensor, ...]:
+    """The same of each document of a row from the one at ``begin`` on."""
     lengths = tuple(map(len, documents))
     position_ids = torch.cat([torch.arange(length) for length in lengths])
-    positions = torch.arange(sum(lengths) - lengths[-1], sum(lengths))
+    positions = torch.arange(sum(lengths[:begin]), sum(lengths))
     ids = torch.cat(list(documents))
     if has_score(root.model):  # one number has no spread: what it is made of is compared
         from tuner.model.score import scored
 
-        return scored(root.model, lambda: root.logits(ids, position_ids, lengths, positions))[0].float()
-    return root.logits(ids, position_ids, lengths, positions).float()
+        given = scored(root.model, lambda: root.logits(ids, position_ids, lengths, positions))[0]
+    else:
+        given = root.logits(ids, position_ids, lengths, positions)
+    of_each: tuple[torch.Tensor, ...] = given.float().split(lengths[begin:])
+    return of_each
 
 
 def _plain_logits(plain: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
@@ -290,11 +302,20 @@ def _plain_logits(plain: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _plain_rows(plain: PreTrainedModel, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The same of several rows of one length in one forward."""
-    if has_score(plain):
-        return tuple(_plain_logits(plain, ids) for ids in rows)
-    return tuple(plain(input_ids=torch.stack(list(rows)), use_cache=False).logits.float())
+def _require_causal(
+    model: PreTrainedModel, plain: PreTrainedModel, expected: torch.Tensor, ids: torch.Tensor, changed: torch.Tensor
+) -> None:
+    """Refuse a model whose class, as it is loaded, has tokens see later ones. RecipeError.
+
+    Of few layers that need not be asked: they are compared with the class, and may not see later tokens either.
+    """
+    own = _moved(expected, _plain_logits(plain, changed))
+    if own <= _allowed(own, partial(_rounding, plain, ids, expected)):
+        return
+    from tuner.model.refusal import not_causal  # what a model that is trained goes without
+
+    why, hint = not_causal(model.config, own, partial(_is_causal, model, ids, changed))
+    raise RecipeError(f"{type(model).__name__} cannot be trained: {why}", hint=hint)
 
 
 def _is_causal(model: PreTrainedModel, ids: torch.Tensor, changed: torch.Tensor, config: PretrainedConfig) -> bool:

@@ -21,6 +21,8 @@ LARGE = 1 << 24
 """Elements of an embedding or output layer from which on no more of it is copied than is used."""
 ROWS = 8192
 """Rows of a large output layer that are computed: tokens up to there have logits."""
+LENT = 1 << 18
+"""Elements of a linear layer's weight from which on its copy is made for each forward, in memory that is used again."""
 
 
 class Widened:
@@ -36,6 +38,8 @@ class Widened:
         if type(head) is nn.Linear and head.weight.numel() >= LARGE and len(head.weight) > ROWS:
             self._narrowed = {id(parameter) for parameter in head.parameters()}
         self._tokens = int(getattr(model.get_input_embeddings(), "num_embeddings", 0))
+        self._free: list[torch.UntypedStorage] = []
+        """Memory of copies that no module computes with now."""
 
     @contextmanager
     def computing(self, root: nn.Module, left_out: Collection[nn.Module] = ()) -> Iterator[None]:
@@ -53,6 +57,8 @@ class Widened:
 
         def restore(module: nn.Module, inputs: Any, output: Any) -> None:
             for parameter, data in zip(own[module], before.pop(module, []), strict=False):
+                if _is_lent(module, parameter):
+                    self._free.append(parameter.data.untyped_storage())
                 parameter.data = data
 
         with ExitStack() as hooks:
@@ -71,6 +77,8 @@ class Widened:
             return _rows_alone(data, inputs[0])
         if self._is_narrowed(module, parameter):
             data = data[:ROWS]
+        if _is_lent(module, parameter):
+            return self._lent(data)
         key = (id(parameter), len(data), changes_in_place(parameter))  # what is changed in place is another one
         if key in self._kept:
             return self._kept[key]
@@ -80,9 +88,24 @@ class Widened:
             self._left -= wide.nbytes
         return wide
 
+    def _lent(self, data: torch.Tensor) -> torch.Tensor:
+        """A copy that lasts until its module has run: to take memory for it costs several times as much as the cast."""
+        fitting = (one for one in self._free if one.nbytes() >= 4 * data.numel())
+        memory = min(fitting, key=torch.UntypedStorage.nbytes, default=None)
+        if memory is None:
+            return _copy_of(data)
+        self._free.remove(memory)
+        whole = torch.empty(0, dtype=torch.float32).set_(memory)
+        return whole[: data.numel()].view(data.shape).copy_(data)
+
     def _is_of_tokens(self, module: nn.Embedding) -> bool:
         """Whether its rows are those that it is given: embeddings of places may make these of what they are given."""
         return module.weight.numel() >= LARGE and 2 * module.num_embeddings > self._tokens > 0
+
+
+def _is_lent(module: nn.Module, parameter: nn.Parameter) -> bool:
+    """Whether nothing of it is left once its module has run: what a linear layer gives is no part of its weight."""
+    return type(module) is nn.Linear and parameter.numel() >= LENT
 
 
 def _copy_of(data: torch.Tensor) -> torch.Tensor:
