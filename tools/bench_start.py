@@ -5,12 +5,12 @@
 Trains two steps of LoRA on SmolLM2, launch after launch: the first with an empty cache, the second with what the first
 left there; alternating with another tree of this project where one is given (its `.venv` included), and with the bare
 imports of torch, transformers and peft; then with an evaluation and answers before the first step, and `verify-resume`
-of that run. With ``--prediction`` what a launch of an 8B with LoRA settles for a GPU of the
-table, and the same again, as the second launch does. With ``--large`` the proof alone of an 8B with LoRA, whose random
-files, 16 GB, are written there where they are not: its processor seconds, and the largest anonymous memory. With
-``--ranks`` eight processes of this machine start on a model whose weights take 2 GB, in full (float32, from bf16) and
-with LoRA (bf16): seconds by phase, and the anonymous memory of all beyond as many bare imports. A line of JSON for
-each.
+of that run. With ``--prediction`` what a launch of an 8B with LoRA settles for a GPU of the table, and the same again,
+as the second launch does. With ``--large`` an 8B with LoRA, whose random files, 16 GB, are written there where they are
+not: the processor seconds of its proof alone, and two launches of one step. With ``--ranks`` eight processes of this
+machine start on a model whose weights take 2 GB, in full (float32, from bf16) and with LoRA (bf16). Of both, seconds by
+phase, and the largest anonymous memory of all processes before the step, beyond as many bare imports. A line of JSON
+for each.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ for what in ("first", "second"):
     }))
 """
 ROWS = [{"prompt": f"What is {n} and {n}?", "completion": f"It is {2 * n}."} for n in range(40)]
+BEGUN = [{"prompt": f"There were {n} cats in the old house, and", "completion": " a dog slept."} for n in range(40)]
+"""A base model goes on with these."""
 
 
 def main() -> int:
@@ -119,19 +121,22 @@ def main() -> int:
                 print(json.dumps({"round": number, "tree": str(tree), **evaluated}), flush=True)
     if given.prediction is not None:
         for tree in trees:
-            for found in predictions(tree, given.prediction):
-                print(json.dumps({"tree": str(tree), **json.loads(found)}), flush=True)
+            for line in predictions(tree, given.prediction):
+                print(json.dumps({"tree": str(tree), **json.loads(line)}), flush=True)
     if given.large is not None:
         if not (given.large / "model.safetensors.index.json").is_file():
             write_large(given.large, SIZES)
         for tree in trees:
             done = _run(tree, ["-c", PROOF, str(given.large.resolve())], tree)[0]
             print(done.stdout.strip(), flush=True)
+            for found in whole_launches(tree, given.large.resolve(), "lora", 1):
+                print(json.dumps({"tree": str(tree), **found}), flush=True)
     for kind, sizes in IN_2_GB.items() if given.ranks is not None else ():
         if not (given.ranks / kind / "model.safetensors.index.json").is_file():
             write_large(given.ranks / kind, sizes)
         for tree in trees:
-            print(json.dumps({"tree": str(tree), **ranks(tree, (given.ranks / kind).resolve(), kind)}), flush=True)
+            for found in whole_launches(tree, (given.ranks / kind).resolve(), kind, RANKS):
+                print(json.dumps({"tree": str(tree), **found}), flush=True)
     return 0
 
 
@@ -166,7 +171,7 @@ def first_evaluation(tree: Path, model: Path) -> dict[str, Any]:
     """An evaluation and three answers before the first step, and what `verify-resume` of that run takes."""
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        for name, rows in (("rows", ROWS), ("held", ROWS[:3])):
+        for name, rows in (("rows", BEGUN), ("held", BEGUN[:3])):
             (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         recipe = {
             "model": {"name_or_path": str(model)}, "output_dir": "run", "adapter": {"kind": "lora"},
@@ -210,8 +215,9 @@ def predictions(tree: Path, device: str) -> list[str]:
         return done.stdout.splitlines()
 
 
-def ranks(tree: Path, model: Path, kind: str) -> dict[str, Any]:
-    """One step of processes that hold the model between them, and the most anonymous memory of all before it."""
+def whole_launches(tree: Path, model: Path, kind: str, processes: int) -> list[dict[str, Any]]:
+    """A launch and, of one process, a second one, of one step each: seconds by phase, and the most anonymous memory of
+    all processes before the step, beyond what as many bare imports take."""
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
         (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -221,32 +227,54 @@ def ranks(tree: Path, model: Path, kind: str) -> dict[str, Any]:
             "adapter": {"kind": "none" if kind == "full" else kind},
             "data": {"train": "rows.jsonl", "cache_dir": "cache", "max_length": 64},
             "optimizer": {"lr": 1e-4}, "checkpoint": {"at_end": False},
-            "train": {"duration": "1 step", "global_batch_size": RANKS, "device": "cpu", "precision": "bf16"},
+            "train": {"duration": "1 step", "global_batch_size": processes, "device": "cpu", "precision": "bf16"},
         }  # fmt: skip
         (place / "recipe.yaml").write_text(json.dumps(recipe))
         prepared = _run(tree, ["-m", "tuner", "prepare-data", "recipe.yaml"], place)[0]
         assert prepared.returncode == 0, prepared.stderr
-        python = tree / ".venv" / "bin" / "python"
-        words = [str(python), "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "-m", "tuner", "train"]
-        environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-        began, seen = time.monotonic(), []
-        with (place / "told").open("w+") as told:
-            started = subprocess.Popen([*words, "recipe.yaml"], cwd=place, env=environment, stdout=told, stderr=told)
-            while started.poll() is None:
-                seen.append((time.monotonic(), *_anonymous(started.pid)))
-                time.sleep(0.1)
-        assert started.returncode == 0, (place / "told").read_text()[-3000:]
-        record = json.loads((place / "run" / "run.json").read_text())
-        phases = record["launches"][-1]["start_s"]
-        born = next(at for at, _, processes in seen if processes > 1)
-        before = born + sum(phases.values()) - phases["first step"]
+        python = str(tree / ".venv" / "bin" / "python")
+        starter = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"] if processes > 1 else []
         sleeper = f"{BARE}; import time; print(1, flush=True); time.sleep(9)"
-        bare_bytes = RANKS * _anonymous_of([str(python), "-c", sleeper])
-        return {
-            "what": f"{RANKS} processes, {kind}", "start_s": phases,
-            "s": round(time.monotonic() - began, 1), "bare_gb": round(bare_bytes / 1e9, 2),
-            "beyond_bare_gb": round((max(size for at, size, _ in seen if at < before) - bare_bytes) / 1e9, 2),
-        }  # fmt: skip
+        bare_bytes = processes * _anonymous_of([python, "-c", sleeper])
+        found = []
+        for number in range(1 if processes > 1 else 2):
+            words = [python, *starter, "-m", "tuner", "train", "recipe.yaml", "--output-dir", f"run{number}"]
+            used, seen = _watched(tree, words, place, processes)
+            run = place / f"run{number}"
+            phases = json.loads((run / "run.json").read_text())["launches"][-1].get("start_s", {})
+            first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+            # A tree that does not know its phases: up to the line of the first step, less its seconds.
+            before = sum(phases.values()) - phases["first step"] if phases else used.pop("told_s") - first["step_s"]
+            most = max(size for at, size in seen if at < before) - bare_bytes
+            found.append({
+                "what": f"{processes} processes, {kind}, launch {number + 1}", "start_s": phases,
+                "before_step_s": round(before, 1), **used, "bare_gb": round(bare_bytes / 1e9, 2),
+                "beyond_bare_gb": round(most / 1e9, 2),
+            })  # fmt: skip
+        return found
+
+
+def _watched(
+    tree: Path, words: list[str], place: Path, processes: int
+) -> tuple[dict[str, float], list[tuple[float, int]]]:
+    """What a launch took, and its anonymous memory at each moment since its processes were there."""
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    usage, began, born, told_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic(), None, 0.0
+    seen: list[tuple[float, int]] = []
+    metrics = place / words[-1] / "metrics.jsonl"
+    with (place / "told").open("w+") as told:
+        started = subprocess.Popen(words, cwd=place, env=environment, stdout=told, stderr=told)
+        while started.poll() is None:
+            size, count = _anonymous(started.pid)
+            born = born or (time.monotonic() if count >= processes else None)
+            seen += [(time.monotonic() - born, size)] if born else []
+            if not told_s and born and metrics.is_file() and metrics.stat().st_size:
+                told_s = time.monotonic() - born
+            time.sleep(0.1)
+    assert started.returncode == 0, (place / "told").read_text()[-3000:]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu_s = after.ru_utime + after.ru_stime - usage.ru_utime - usage.ru_stime
+    return {"s": round(time.monotonic() - began, 1), "cpu_s": round(cpu_s, 1), "told_s": round(told_s, 1)}, seen
 
 
 def _anonymous(process: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -115,8 +116,12 @@ def _copy_of(data: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_alone(data: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """``[V, D]`` in float32 with the rows of ``ids``; the others are zeros that take no memory before they are read."""
-    wide = torch.from_numpy(np.zeros(tuple(data.shape), dtype=np.float32))
+    """``[V, D]`` in float32 with the rows of ``ids``; the others are zeros that take no memory before they are read.
+
+    Memory of a mapping of its own is zero as it is. What an allocator hands out again it would fill with zeros.
+    """
+    memory = mmap.mmap(-1, 4 * data.numel())
+    wide = torch.frombuffer(memory, dtype=torch.float32).view(data.shape)
     rows = ids.unique()
     wide[rows] = data[rows].float()
     return wide
