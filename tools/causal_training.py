@@ -156,7 +156,7 @@ class Training:
             **({} if root.untouched is None else {"untouched": root.untouched}),
         }  # fmt: skip
         facts = {
-            "recipe": recipe_dict(recipe), "model": model, "frozen_hash": root.frozen_hash, "world_size": 1,
+            "recipe": recipe_dict(recipe), "model": model, "frozen_hash": root.frozen_hash(), "world_size": 1,
             "adapter": None if recipe.adapter.kind == "none" else recipe_dict(recipe)["adapter"],
             "tokenizer_hash": "0" * 64, "data_key": "1" * 16, "precision": "fp32",
             "data": {"train": {"rows": STEPS, "tokens": STEPS * sum(LENGTHS), "trained_tokens": 0}},

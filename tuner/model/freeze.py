@@ -78,6 +78,12 @@ def frozen_hash(model: PreTrainedModel) -> str | None:
     Names are those of the model without an adapter. Of a quantised layer the weight counts as it was before. Tensors
     are hashed side by side, one on each core.
     """
+    tensors, hashed = frozen_tensors(model)
+    return _hash_of(tensors, hashed)
+
+
+def frozen_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, Content]]:
+    """What that hash is of: tensors, and the contents of those that the model does not hold as they were."""
     weights: dict[str, Content] = {}
     held: set[str] = set()
     for name, module in model.named_modules():
@@ -85,7 +91,7 @@ def frozen_hash(model: PreTrainedModel) -> str | None:
             weights[f"{name}.weight".replace(".base_layer.", ".")] = content
             held |= {f"{name}.codes", f"{name}.scales"}
     names = {name: own for name, own in frozen_names(model).items() if own not in held}
-    return _hash_of({name: model.get_parameter(own).detach() for name, own in names.items()}, weights)
+    return {name: model.get_parameter(own).detach() for name, own in names.items()}, weights
 
 
 def weights_hash(model: PreTrainedModel) -> str:
@@ -93,8 +99,12 @@ def weights_hash(model: PreTrainedModel) -> str:
 
     Tensors are hashed side by side, one on each core.
     """
-    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    return str(_hash_of(tensors))
+    return str(_hash_of(all_tensors(model)))
+
+
+def all_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What that hash is of."""
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
 def content_of(tensor: torch.Tensor) -> Content:

@@ -64,8 +64,9 @@ class CausalLM(nn.Module):
         """Of embeddings whose gradients are added up by rows, by the parameter's name."""
         self.same_part: DeviceMesh | None = None
         """Where processes compute layers together: those that compute the same part of each as this one."""
-        self.frozen_hash: str | None = None
-        """SHA-256 of what is not trained (:func:`~tuner.model.freeze.frozen_hash`), which checkpoints do not hold."""
+        self.frozen_hash: Callable[[], str | None] = lambda: None
+        """Gives the SHA-256 of what is not trained (:func:`~tuner.model.freeze.frozen_hash`), which checkpoints do not
+        hold, once it is known; of a model that several processes hold, on rank 0."""
         self.untouched: Mapping[str, Any] | None = None
         """Of the language model of a multimodal checkpoint: what its files hold besides (numbers, bytes, SHA-256)."""
         self.given: Mapping[str, Any] | None = None

@@ -19,6 +19,7 @@ from tuner.rundir.exports import APART
 from tuner.rundir.layout import TOKENIZER
 from tuner.runtime.files import file_entries, fsync_path, json_bytes, machine_error, regular_size, sha256_file
 from tuner.setup.build import Assembly
+from tuner.setup.hashes import agreed_frozen_hash
 from tuner.setup.resolve import quantizer_facts
 
 GIVEN = "init_from"
@@ -32,6 +33,16 @@ def is_apart(assembly: Assembly) -> bool:
     from tuner.model.adapter import tied_layers  # with peft
 
     return bool(tied_layers(assembly.train_state.root.model))
+
+
+def frozen_meta(assembly: Assembly) -> dict[str, Any]:
+    """What a manifest says besides, by when it is written: of weights that are not trained, once they are hashed.
+
+    Rank 0's to call.
+    """
+    teacher = _only_teacher(assembly)
+    of_teacher = {} if teacher is None else {"teacher_hash": teacher.frozen_hash()}
+    return {"frozen_hash": assembly.train_state.root.frozen_hash(), **of_teacher}
 
 
 def run_meta(assembly: Assembly) -> dict[str, Any]:
@@ -53,9 +64,7 @@ def run_meta(assembly: Assembly) -> dict[str, Any]:
         },
         "adapter": None if recipe.adapter.kind == "none" else recipe_dict(recipe)["adapter"],
         **({APART: True} if is_apart(assembly) else {}),
-        "frozen_hash": assembly.train_state.root.frozen_hash,
         **({} if (quantizer := quantizer_facts(recipe)) is None else {"quantizer": quantizer}),
-        **({} if (teacher := _only_teacher(assembly)) is None else {"teacher_hash": teacher.frozen_hash}),
         **({} if (given := assembly.train_state.root.given) is None else {GIVEN: _without_report(given)}),
         "tokenizer_hash": assembly.tokenizer.hash,
         "data_key": assembly.prepared.key,
@@ -102,8 +111,9 @@ def require_same_data(found: CheckpointInfo, assembly: Assembly, reset: Collecti
     """Check that base model, teacher, data and tokenizer are those of a checkpoint's run. Raises DataError.
 
     `other_data` may differ from the run's; `reset` are the parts that the launch resets, which its hint goes on with.
+    Collective.
     """
-    require_same_base(found, assembly.train_state.root.frozen_hash)
+    require_same_base(found, agreed_frozen_hash(assembly.train_state.root))
     meta = found.manifest["meta"]
     require_same_quantizer(found, quantizer_facts(assembly.resolved.recipe))
     left = assembly.train_state.root.untouched
@@ -114,10 +124,11 @@ def require_same_data(found: CheckpointInfo, assembly: Assembly, reset: Collecti
             hint="restore it, or name its commit: model.revision; or start a new run with --name",
         )
     teacher = _only_teacher(assembly)
-    if teacher is not None and meta.get("teacher_hash") != teacher.frozen_hash:
+    taught = None if teacher is None else agreed_frozen_hash(teacher)
+    if taught is not None and meta.get("teacher_hash") != taught:
         raise DataError(
             f"{found.path}: the teacher changed since this checkpoint was saved ({meta.get('teacher_hash')} -> "
-            f"{teacher.frozen_hash})",
+            f"{taught})",
             hint="restore it, or name its commit: method.teacher_revision; or start a new run with --name",
         )
     for key, now, what in (

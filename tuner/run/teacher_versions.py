@@ -18,6 +18,7 @@ from tuner.rundir.exports import version_dirs
 from tuner.rundir.teachers import TeacherEntry, Teachers, read_teachers
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import Assembly, assemble_teacher
+from tuner.setup.hashes import agreed_frozen_hash
 from tuner.setup.teacher import check_teacher, files_read, incomplete, newest_teacher
 
 _OWN = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
@@ -52,7 +53,7 @@ class TeacherVersions:
         """Note the weights of the version at hand. Raises DataError where they are not those that the run had."""
         teacher = assembly.train_state.method.teacher
         assert teacher is not None
-        found = str(teacher.frozen_hash)
+        found = str(agreed_frozen_hash(teacher))
         if self.at_hand.sha256 and self.at_hand.sha256 != found:
             raise DataError(
                 f"{self.path}: the teacher changed since the run learned from it ({self.at_hand.sha256} -> {found})",

@@ -21,7 +21,7 @@ from tuner.errors import RecipeError
 from tuner.model.build import build_model, is_part, meta_model, position_limit
 from tuner.model.documents import Padding
 from tuner.model.flops import training_flops
-from tuner.model.freeze import frozen_hash, select_modules, weights_hash
+from tuner.model.freeze import select_modules
 from tuner.model.kernels import KERNELS
 from tuner.model.output_layer import LogitTransform
 from tuner.model.probe import RouteRefused, prove_route, require_isolation
@@ -39,6 +39,7 @@ from tuner.runtime.memory import keep_freed_memory
 from tuner.runtime.process import Collective, device_index, gloo_group
 from tuner.runtime.warned import pass_on
 from tuner.setup import proven
+from tuner.setup.hashes import FrozenHash, known_weights_hash
 from tuner.setup.probes import probe_inputs
 from tuner.setup.resolve import Resolved, check_division, model_spec, quantize_of, reference_of, rerouted, takes_several
 from tuner.setup.settled import changed, rows_at_once
@@ -409,28 +410,32 @@ def _spread(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.de
 
     source: list[CausalLM] = []  # on rank 0 alone; a failure there is raised on every rank, so that none waits for it
 
-    def build_source() -> tuple[str | None, str | None, Route, str | None, _Facts, _Facts]:
+    def build_source() -> tuple[str | None, Route, str | None, _Facts, _Facts]:
         initial = _initial(resolved, spec)
         inspect = partial(_inspect, resolved, initial)
         model = _whole_model(resolved, initial, _type_to_hand_on(resolved, spec))
         root = assemble(spec.for_values(), model, inspect=inspect)
         source.append(root)
-        return root.frozen_hash, root.weights_hash, root.route, root.why_apart, root.untouched, root.given
+        return root.weights_hash, root.route, root.why_apart, root.untouched, root.given
 
-    frozen, weights, route, why, untouched, given = Collective(gloo_group()).on_rank0(build_source)
+    weights, route, why, untouched, given = Collective(gloo_group()).on_rank0(build_source)
     root = assemble(
         replace(spec, route=route),
         meta_model_of(resolved),
         meshes=mesh.device_meshes(device.type),
         give_values=lambda root: materialise(root, source[0] if source else None, device),
     )
-    root.frozen_hash, root.weights_hash, root.why_apart, root.untouched = frozen, weights, why, untouched
-    root.given = given
+    root.frozen_hash = source[0].frozen_hash if source else _on_rank_0
+    root.weights_hash, root.why_apart, root.untouched, root.given = weights, why, untouched, given
     return root
 
 
+def _on_rank_0() -> str | None:
+    raise RuntimeError("the hash of frozen weights is rank 0's to give")
+
+
 def _inspect(resolved: Resolved, initial: "Initial | None", root: CausalLM) -> None:
-    """Prove that each document is computed as if alone, and note the hashes of what its weights are known by."""
+    """Prove that each document is computed as if alone, and begin to hash what its weights are known by."""
     recipe = resolved.recipe
     if initial is not None:
         initial.give_rest(root.model)
@@ -439,13 +444,13 @@ def _inspect(resolved: Resolved, initial: "Initial | None", root: CausalLM) -> N
         _prove(resolved, root)
     if recipe.adapter.kind != "none":
         _tell_left_out(root, recipe.model.quantize != "none")
-    root.frozen_hash = frozen_hash(root.model)
+    root.frozen_hash = FrozenHash(root.model, recipe.data.cache_dir, resolved.facts.kind)
     if is_part(root.model):
         from tuner.model.multimodal import untouched_facts
 
         root.untouched = untouched_facts(meta_model_of(resolved), recipe.model.name_or_path, recipe.model.revision)
     if reference_of(recipe.method) == "columns":
-        root.weights_hash = weights_hash(root.model)
+        root.weights_hash = known_weights_hash(root.model, recipe.data.cache_dir)
 
 
 def _prove(resolved: Resolved, root: CausalLM) -> None:

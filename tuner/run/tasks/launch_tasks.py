@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tuner.checkpoint.load import CheckpointInfo
 from tuner.checkpoint.save import CheckpointDir
 from tuner.config.dump import recipe_dict
-from tuner.run.meta import run_meta, tokenizer_meta
+from tuner.run.meta import frozen_meta, run_meta, tokenizer_meta
 from tuner.run.state import LaunchContext
 from tuner.run.tasks.console import ConsoleTask
 from tuner.run.tasks.evaluate import EvaluateTask
@@ -65,7 +65,8 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     log = LogTask(progress, metrics, assembly.mfu, assembly.train_state.step_config.device)
     health = _health(context, log)
     verify = (lambda: None) if health is None else health.before_save
-    saver = Saver(assembly, CheckpointDir(run.checkpoints, context.run_id), meta, (metrics, samples), verify)
+    checkpoints = CheckpointDir(run.checkpoints, context.run_id)
+    saver = Saver(assembly, checkpoints, lambda: meta | frozen_meta(assembly), (metrics, samples), verify)
     is_own = found is not None and found.path.parent == run.checkpoints
     resumed_from = found.path if found is not None and is_own else None
     stop = StopTask(context)

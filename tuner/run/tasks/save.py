@@ -40,14 +40,15 @@ class Saver(Task):
 
     In the background a save copies the tensors and is written by a thread while training continues. Its ranks agree
     over a group that no other thread uses. Making one is collective then. Where nobody asked for that and a rank lacks
-    the memory for copies, they are saved at once, with a warning. ``verify`` is called before a state is saved.
+    the memory for copies, they are saved at once, with a warning. ``meta`` gives rank 0 what a manifest says of the
+    run, when it is written; ``verify`` is called before a state is saved.
     """
 
     def __init__(
         self,
         assembly: Assembly,
         checkpoints: CheckpointDir,
-        meta: dict[str, Any],
+        meta: Callable[[], Mapping[str, Any]],
         records: Sequence[Records],
         verify: Callable[[], None] = lambda: None,
     ) -> None:
@@ -157,7 +158,7 @@ class Saver(Task):
                 snapshot.step,
                 tensors,
                 snapshot.state,
-                self._meta,
+                ranks.on_rank0(self._meta),
                 snapshot.probe,
                 staged=staged,
                 ranks=ranks,

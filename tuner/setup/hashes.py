@@ -1,0 +1,147 @@
+"""Hashes of weights: of those that are not trained beside the first step, and known from a launch before.
+
+Checkpoints do not hold these, and note their hash: a save and a resumption need it, a first step does not. A tensor
+that lies in a file as it was read has the hash of the file's bytes there, which is kept in the cache and holds for as
+long as the file is the same one, by its inode, size and times.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tuner.data.encoding.tokenizer_files import cache_root
+from tuner.errors import TunerError
+from tuner.model.freeze import Content, all_tensors, content_of, frozen_tensors, hash_of_frozen
+from tuner.runtime.files import read_json, write_atomic
+from tuner.runtime.process import Collective, gloo_group
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from tuner.model.root import CausalLM
+    from tuner.parallel.mapped import InFile
+
+HASHES = "hashes"
+SETTLED_NS = 2_000_000_000
+"""A file that changed less than that ago may change again without another time of change: clocks of files tick."""
+
+
+class FrozenHash:
+    """SHA-256 of what of a model is not trained (:func:`~tuner.model.freeze.frozen_hash`), once it is called.
+
+    It is taken by a thread from now on, of the tensors as they lie in the host's memory: they may go to a device
+    meanwhile. The process may end without it. On a CPU, whose cores train, it takes one of them.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: str | None, device_type: str) -> None:
+        self._tensors, self._hashed = frozen_tensors(model)
+        self._cache, self._threads = cache, 1 if device_type == "cpu" else torch.get_num_threads()
+        self._taken: Future[str | None] = Future()
+        threading.Thread(target=self._take, name="hash", daemon=True).start()
+
+    def __call__(self) -> str | None:
+        """Wait for it; None where all is trained. Raises what taking it raised."""
+        return self._taken.result()
+
+    def _take(self) -> None:
+        try:
+            contents = _contents(self._tensors, self._cache, self._threads)
+            self._taken.set_result(hash_of_frozen({**contents, **self._hashed}))
+        except BaseException as error:  # noqa: BLE001 - who asks gets it
+            self._taken.set_exception(error)
+        self._tensors = {}  # else a model in the host's memory would stay there
+
+
+def known_weights_hash(model: PreTrainedModel, cache: str | None) -> str:
+    """:func:`~tuner.model.freeze.weights_hash`, by what is known of the files."""
+    return str(hash_of_frozen(_contents(all_tensors(model), cache, torch.get_num_threads())))
+
+
+def agreed_frozen_hash(root: CausalLM) -> str | None:
+    """The hash of a root's frozen weights, which rank 0 takes, on every rank. Collective."""
+    return Collective(gloo_group()).on_rank0(root.frozen_hash)
+
+
+def _contents(tensors: Mapping[str, torch.Tensor], cache: str | None, threads: int) -> dict[str, Content]:
+    """Type, shape and hash of each tensor; of those in files they are kept for the next launch."""
+    if not tensors:
+        return {}
+    from tuner.parallel.mapped import in_files  # a training in full goes without
+
+    kept = (cache_root() if cache is None else Path(cache)) / HASHES
+    places = in_files(tensors)
+    files = {path: _File.of(path) for path in {place.path for place in places.values()}}
+    known = {path: {} if file is None else file.known(kept) for path, file in files.items()}
+    found = {
+        name: Content(tensors[name].dtype, tuple(tensors[name].shape), sha256)
+        for name, place in places.items()
+        if (sha256 := known[place.path].get(_bytes_of(place))) is not None
+    }
+    rest = {name: tensor for name, tensor in tensors.items() if name not in found}
+    with ThreadPoolExecutor(threads) as pool:
+        taken = dict(zip(rest, pool.map(content_of, rest.values()), strict=True))
+    for path, file in files.items():
+        new = {_bytes_of(places[name]): one.sha256 for name, one in taken.items() if _path(places, name) == path}
+        if file is not None and new:
+            file.keep(kept, known[path] | new)
+    return found | taken
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file as it is now."""
+
+    path: str
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
+    """When its inode was changed, which nobody can set back."""
+
+    @staticmethod
+    def of(path: str) -> _File | None:
+        """None of one that is not there any more under its name."""
+        with suppress(OSError):
+            found = os.stat(path)
+            return _File(path, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        return None
+
+    def known(self, cache: Path) -> dict[str, str]:
+        """The hashes that were kept of this file, by the bytes that they are of."""
+        with suppress(OSError, TunerError, KeyError, AttributeError):
+            noted = read_json(self._record(cache))
+            if noted["file"] == asdict(self):
+                return {str(where): str(sha256) for where, sha256 in noted["sha256"].items()}
+        return {}
+
+    def keep(self, cache: Path, hashes: Mapping[str, str]) -> None:
+        """Keep hashes that were taken since, unless it was changed meanwhile or just before."""
+        if _File.of(self.path) != self or time.time_ns() - self.changed_ns < SETTLED_NS:
+            return
+        with suppress(OSError, TunerError):  # a cache that cannot be written is no reason to end a training
+            cache.mkdir(parents=True, exist_ok=True)
+            write_atomic(self._record(cache), json.dumps({"file": asdict(self), "sha256": dict(hashes)}).encode())
+
+    def _record(self, cache: Path) -> Path:
+        return cache / f"{hashlib.sha256(self.path.encode()).hexdigest()[:32]}.json"
+
+
+def _path(places: Mapping[str, InFile], name: str) -> str | None:
+    return places[name].path if name in places else None
+
+
+def _bytes_of(place: InFile) -> str:
+    count = torch.Size(place.shape).numel() * place.dtype.itemsize
+    return f"{place.start}+{count}"
