@@ -66,7 +66,8 @@ def test_what_rounding_moves_in_a_deep_mixture_is_no_leak(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("model_type", "layers"),
-    [("llama", 2), ("gemma3_text", 4), ("mamba2", 2), ("zamba2", 4), ("deepseek_v3", 3), ("hrm_text", 4)],
+    [("llama", 2), ("gemma3_text", 4), ("mamba2", 2), ("zamba2", 4), ("deepseek_v3", 3), ("hrm_text", 4),
+     ("reformer", 4), ("inkling2_text", 6)],
 )
 def test_the_first_and_the_last_of_each_kind_run(model_type: str, layers: int, tmp_path: Path, ran: list[int]) -> None:
     report = require_isolation(deep(model_type, tmp_path), VOCAB)

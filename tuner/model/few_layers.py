@@ -136,7 +136,7 @@ class _Side:
             if not self._passes:  # a layer that is called outside of the decoder
                 self._passes.append(_Pass())
             noted = self._passes[-1]
-            noted.note(place, {key: value for key, value in given.items() if key != names[0]})
+            noted.note(place, hidden, {key: value for key, value in given.items() if key != names[0]})
             if not runs:
                 return noted.in_place_of(type(block), hidden)
             output = forward(*args, **kwargs)
@@ -161,11 +161,12 @@ class _Pass:
         self._outputs: dict[type, Any] = {}
         self._made: list[torch.Tensor] = []
 
-    def note(self, place: int, arguments: dict[str, Any]) -> None:
+    def note(self, place: int, hidden: torch.Tensor, arguments: dict[str, Any]) -> None:
+        """What a layer is given with its hidden states. Others, of layers before it, tell none apart."""
         flat = {path: value for key, argument in arguments.items() for path, value in _leaves(key, argument)}
         made = {id(tensor) for tensor in self._made}
         self._given[place] = {
-            path: "of a layer" if id(value) in made else value
+            path: "of a layer" if id(value) in made or _is_like(hidden, value) else value
             for path, value in flat.items()
             if not path.endswith(_NUMBER_OF_LAYER)
         }
@@ -183,6 +184,8 @@ class _Pass:
         if kind not in self._outputs:
             raise RuntimeError(f"no {kind.__name__} ran before one that is skipped")
         output = self._outputs[kind]
+        if hasattr(output, "_fields"):  # streams by name, in another order than they are taken (Reformer's two)
+            return output
         return type(output)([hidden, *output[1:]]) if isinstance(output, tuple | list) else hidden
 
     def kinds(self, count: int) -> list[Hashable]:
@@ -199,6 +202,13 @@ class _Pass:
                 same = numbers.setdefault(id(value), len(numbers)) if is_tensor and are_shared else told(value)
                 facts[place][path] = same
         return shared_kinds(facts)
+
+
+def _is_like(hidden: torch.Tensor, value: object) -> bool:
+    """Whether a value may be hidden states, of one layer or several (Inkling 2's are those of all blocks before)."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.ndim < hidden.ndim:
+        return False
+    return value.shape[:2] == hidden.shape[:2] and value.shape[-1] == hidden.shape[-1]
 
 
 def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
@@ -371,7 +381,12 @@ def _is_counted(node: ast.AST, numbers: frozenset[str]) -> bool:
         return False
     sides = [node.left, *node.comparators]
     is_first = any(isinstance(side, ast.Constant) and side.value == 0 for side in sides)
-    return not is_first and any(_is_number(side, numbers) for side in sides)
+    return not is_first and not any(map(_is_kept, sides)) and any(_is_number(side, numbers) for side in sides)
+
+
+def _is_kept(node: ast.AST) -> bool:
+    """Whether it is how many layers have something in a cache (Reformer's): training has none."""
+    return isinstance(node, ast.Call) and "len(past_" in ast.unparse(node)
 
 
 def _is_number(node: ast.AST, numbers: frozenset[str]) -> bool:
