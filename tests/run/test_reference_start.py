@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,19 +15,27 @@ import pytest
 import torch
 
 from tests.fixtures import paired
+from tests.fixtures.processes import fork, wait
 from tests.fixtures.trainings import launch, lines
 from tests.model.test_compile import otherwise_without_gradients
+from tests.runtime.test_process import free_port
+from tuner.config.load import load_recipe
+from tuner.config.overrides import Override
 from tuner.data.building.columns import Columns
 from tuner.errors import VerificationError
 from tuner.model.adapter import lora_layers
 from tuner.parallel.mesh import Mesh
 from tuner.run import reference, reference_start
 from tuner.run.columns import key_of
+from tuner.run.main import train
+from tuner.run.options import LaunchOptions
 from tuner.run.reference_start import UNIT, Rounding, allowed, require_start
 from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
 from tuner.setup.build import Assembly
 
 __all__ = ["otherwise_without_gradients"]
+LAST_UP = "model.layers.1.mlp.down_proj.lora_B.default.weight"
 ONE_STEP = 1e-4
 """By how much a step of AdamW at that rate moves a weight."""
 ROUTES = {
@@ -193,6 +202,34 @@ def test_kernels_that_do_not_repeat_their_bits(
     else:
         with pytest.raises(VerificationError, match="not its reference"):
             require_start(begun["columns"], Console())
+
+
+def _next_to_another(directory: Path, rank: int, port: int) -> None:
+    """Begin as one of two processes, whose second one has another part of the adapter, and note what it comes to."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    real = reference_start.require_start
+
+    def planted(assembly: Assembly, console: Console) -> None:
+        part = reference_start._local(assembly.train_state.parameters[LAST_UP])
+        with moved(part, ONE_STEP) if rank == 1 else nullcontext():
+            real(assembly, console)
+
+    reference.require_start = planted
+    flags = {"name": f"two-{port}", "adapter.kind": "lora", "parallel.shard": "full", "parallel.timeout": "20s"}
+    loaded = load_recipe(directory / "r.yaml", [Override(*flag) for flag in flags.items()], cwd=directory)
+    try:
+        train(loaded, LaunchOptions(), RankInfo(rank, 2, rank, 2), Console(main=False))
+    except VerificationError as error:
+        (directory / f"said-{rank}").write_text(error.message)
+
+
+@pytest.mark.multi
+def test_a_model_that_is_another_on_one_process_alone_is_refused_on_all(made: Path) -> None:
+    port = free_port()
+    children = [fork(partial(_next_to_another, made, rank, port)) for rank in range(2)]
+    assert [wait(child) for child in children] == [0, 0]
+    said = [(made / f"said-{rank}").read_text() for rank in range(2)]
+    assert said[0] == said[1] and "the model is not its reference" in said[0]
 
 
 def test_what_rounding_explains_follows_from_type_length_and_processes() -> None:
