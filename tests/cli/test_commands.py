@@ -15,6 +15,7 @@ from tuner.cli.app import COMMANDS, GROUPS
 from tuner.cli.examples import WITH_FLAGS
 from tuner.cli.recipes import copy_named
 from tuner.config.dump import recipe_dict
+from tuner.config.examples import EXAMPLES
 from tuner.config.load import ReadRecipe, load_recipe
 from tuner.config.shipped import shipped_recipes
 from tuner.setup.check import check_recipe
@@ -61,6 +62,33 @@ def test_init_writes_a_recipe_that_checks(tmp_path: Path) -> None:
     checked = tuner("config", "check", cwd=tmp_path)
     assert checked.stdout == f"{tmp_path / 'recipe.yaml'}\n"
     assert load_recipe(tmp_path / "recipe.yaml").recipe.data.train[0].path == str(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_init_writes_rows_for_who_has_none(name: str, tmp_path: Path) -> None:
+    done = tuner("init", "--example", name, cwd=tmp_path)
+    assert done.returncode == 0 and f"wrote     {tmp_path / name}.jsonl: {EXAMPLES[name].what}" in done.stderr
+    (tmp_path / "recipe.yaml").write_text(done.stdout)
+    recipe = load_recipe(tmp_path / "recipe.yaml").recipe
+    assert recipe.model.name_or_path == EXAMPLES[name].model and Path(recipe.data.train[0].path) == tmp_path / f"{name}.jsonl"
+    assert tuner("init", "--example", name, cwd=tmp_path).returncode == 0, "the same rows are there"
+    (tmp_path / f"{name}.jsonl").write_text("{}")
+    again = tuner("init", "--example", name, cwd=tmp_path)
+    assert again.returncode == 2 and "exists already, with other rows" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "got no rows"),
+        (("--data", "a.jsonl"), "got no model"),
+        (("--data", "a.jsonl", "--example", "orders"), "got both --data and --example"),
+        (("--example", "poems"), "there are: orders, tools, reasoning, preferences, notes"),
+    ],
+)
+def test_init_says_what_it_lacks(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    done = tuner("init", *flags, cwd=tmp_path)
+    assert done.returncode == 2 and said in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tuner.config.fields import fields
 COMMON = "--json --verbose|-v --debug"
 # Arguments in capitals, those that may be left out in parentheses; what must be given as an option ends in `!`.
 SURFACE = {
-    "init": "--model|-m! --data|-d!",
+    "init": "--model|-m --data|-d --example",
     "import": "FILE --from --processes",
     "prepare-data": "(RECIPE) --explain --check --dry-run --reference",
     "data list": "--cache-dir",

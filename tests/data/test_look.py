@@ -7,9 +7,11 @@ import gzip
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,17 +19,19 @@ import pytest
 from tests.data import tiny
 from tuner.config.load import load_recipe
 from tuner.config.recipe import DataSource
-from tuner.config.starter import FEW_STEPS, starter
+from tuner.config.starter import FEW_STEPS, Room, starter
 from tuner.data import look as module
 from tuner.data.building.explain import explain
 from tuner.data.building.prepare import prepare
 from tuner.data.building.spec import PrepareSpec
+from tuner.data.encoding.named_templates import template_source
 from tuner.data.look import look
 from tuner.errors import DataError
 
 CHATS = [tiny.chat(f"question {i}", f"answer {i}") for i in range(6)]
 PAIRS = [{"question": f"what is {i}?", "answer": f"it is {i}"} for i in range(6)]
 ALPACA = [{"instruction": f"do {i}", "input": "", "output": f"done {i}"} for i in range(6)]
+ROOMY = Room("this machine", 1 << 40)
 TURNS = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}] * 6
 
 
@@ -89,7 +93,7 @@ def test_every_source_is_looked_at_explained_and_prepared_alike(name: str, model
     write(tmp_path / name)
     seen = look(model, DataSource(path=str(tmp_path / name)))
     assert (seen.form, seen.rows, seen.is_all, dict(seen.columns)) == (form, 6, True, columns)
-    written = load_recipe(tmp_file(tmp_path, starter(model, str(tmp_path / name), seen))).recipe
+    written = load_recipe(tmp_file(tmp_path, starter(model, str(tmp_path / name), seen, ROOMY))).recipe
     assert dict(written.data.train[0].columns) == columns
     spec = PrepareSpec(written.data, written.method.examples, tiny.tokenizer(), 256, 1, tmp_path / "cache")
     assert len(list(explain(spec, 10))) == 6
@@ -107,7 +111,7 @@ def test_without_the_tokenizer_characters_are_counted(tmp_path: Path) -> None:
     path = tiny.write_rows(tmp_path / "rows.jsonl", [{"text": "x" * 300}])
     seen = look("owner/name", DataSource(path=str(path)))
     assert (seen.pretrain, seen.by_tokenizer, seen.longest) == (True, False, 100)
-    assert "estimated from characters" in starter("owner/name", "rows.jsonl", seen)
+    assert "estimated from characters" in starter("owner/name", "rows.jsonl", seen, ROOMY)
 
 
 def test_of_a_hub_name_only_what_is_cached_counts(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,14 +134,71 @@ def test_a_tokenizer_without_a_template_is_given_one(tmp_path: Path) -> None:
     (directory / "chat_template.jinja").unlink()
     path = tiny.write_rows(tmp_path / "rows.jsonl", CHATS)
     seen = look(str(directory), DataSource(path=str(path)))
-    text = starter(str(directory), str(path), seen)
+    text = starter(str(directory), str(path), seen, ROOMY)
     assert load_recipe(tmp_file(tmp_path, text)).recipe.tokenizer.chat_template == "chatml"
     pairs = tiny.write_rows(tmp_path / "pairs.jsonl", [{"prompt": "a", "completion": "b"}])
-    assert not look(str(directory), DataSource(path=str(pairs))).lacks_template
+    assert not look(str(directory), DataSource(path=str(pairs))).template
     write_csv(tmp_path / "pairs.csv")
     without = look(str(directory), DataSource(path=str(tmp_path / "pairs.csv")))
     assert without.form == "prompt_completion"
     assert dict(without.columns) == {"prompt": "question", "completion": "answer"}
+
+
+CALLS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"weather of {i}?"},
+            {"role": "assistant", "content": "", "tool_calls": [
+                {"type": "function", "function": {"name": "weather", "arguments": {"place": f"{i}"}}}
+            ]},
+        ],
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}],
+    }
+    for i in range(6)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["a template without calls", "no template"])
+def test_chats_with_tools_are_given_a_template_that_writes_them(own: bool, tmp_path: Path) -> None:
+    directory = tiny.write_directory(tmp_path / "base")
+    if not own:
+        (directory / "chat_template.jinja").unlink()
+    path = tiny.write_rows(tmp_path / "rows.jsonl", CALLS)
+    seen = look(str(directory), DataSource(path=str(path)))
+    recipe = load_recipe(tmp_file(tmp_path, starter(str(directory), str(path), seen, ROOMY))).recipe
+    assert recipe.tokenizer.chat_template == "qwen3"
+    written = tiny.write_rows(tmp_path / "chats.jsonl", CHATS)
+    assert look(str(directory), DataSource(path=str(written))).template == ("" if own else "chatml")
+    (directory / "chat_template.jinja").write_text(template_source("qwen3"))
+    assert not look(str(directory), DataSource(path=str(path))).template
+
+
+@pytest.mark.parametrize(
+    ("gb", "adapter", "quantize", "lr"),
+    [(200, "none", "none", 1e-6), (24, "lora", "none", 1e-5), (12, "lora", "nf4", 1e-5)],
+)
+def test_a_model_that_is_large_for_the_machine_is_adapted(
+    gb: int, adapter: str, quantize: str, lr: float, model: str, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"a {i}", "chosen": "good", "rejected": "bad"} for i in range(60)]
+    path = tiny.write_rows(tmp_path / "rows.jsonl", rows)
+    seen = replace(look(model, DataSource(path=str(path))), parameters=8_030_000_000)
+    text = starter(model, str(path), seen, Room("this machine", gb * 10**9))
+    recipe = load_recipe(tmp_file(tmp_path, text)).recipe
+    assert (recipe.adapter.kind, recipe.model.quantize, recipe.optimizer.lr) == (adapter, quantize, lr)
+    assert ("to train all 8.0 billion weights takes about 128 GB, and this machine has" in text) == (gb < 200)
+
+
+def test_the_weights_of_a_model_are_counted_by_its_files(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    directory = tiny.write_directory(tmp_path / "base")
+    path = tiny.write_rows(tmp_path / "rows.jsonl", CHATS)
+    assert look(str(directory), DataSource(path=str(path))).parameters is None
+    for number in range(2):
+        tensors = {f"w{number}": np.zeros((3, 5), np.float32), f"b{number}": np.zeros(2)}
+        save_file(tensors, directory / f"{number}.safetensors")
+    assert look(str(directory), DataSource(path=str(path))).parameters == 34
 
 
 @pytest.mark.parametrize("keys", [("question", "response", "context"), ("instruction", "output", "context")])
@@ -148,7 +209,7 @@ def test_a_context_is_read_as_input_and_what_is_not_read_is_named(
     path = tiny.write_rows(tmp_path / "rows.jsonl", rows)
     seen = look(model, DataSource(path=str(path)))
     assert (seen.form, seen.columns["input"], seen.unused) == ("alpaca", "context", ("url",))
-    text = starter(model, "rows.jsonl", seen)
+    text = starter(model, "rows.jsonl", seen, ROOMY)
     assert "# 1 record: alpaca; not used: url" in text
     assert dict(load_recipe(tmp_file(tmp_path, text)).recipe.data.train[0].columns) == dict(seen.columns)
 
@@ -176,7 +237,7 @@ def test_answers_that_are_compared_get_their_method(
 ) -> None:
     path = tiny.write_rows(tmp_path / "rows.jsonl", [row])
     seen = look(model, DataSource(path=str(path)))
-    text = starter(model, "rows.jsonl", seen)
+    text = starter(model, "rows.jsonl", seen, ROOMY)
     assert f"  kind: {method} " in text and dict(seen.columns) == columns and seen.by_tokenizer and seen.unused == ()
     assert "optimizer: {lr: 1e-6}" in text
     if method == "dpo":  # both answers with their prompt
@@ -199,7 +260,7 @@ def test_what_is_chosen_gives_enough_steps_where_the_data_allow(
     data = {"train": str(path), "max_length": seen.max_length}
     report = prepare(tiny.request(tmp_path / "cache", data.pop("train"), **data)).report["train"]
     assert report["packed_rows"] == pytest.approx(seen.packed_rows, rel=0.1, abs=1)
-    text = starter(model, str(path), seen)
+    text = starter(model, str(path), seen, ROOMY)
     assert f"{seen.steps} steps" in text and (", which is few" in text) == (seen.steps < FEW_STEPS)
 
 
@@ -214,7 +275,7 @@ def test_large_sources_are_read_in_part_and_estimated(
     assert (whole.is_all, part.is_all) == (True, False)
     assert part.rows == pytest.approx(whole.rows, rel=0.05) == 400
     assert part.packed_rows == pytest.approx(whole.packed_rows, rel=0.1, abs=1)
-    assert f"about {part.rows:,} records: messages" in starter(model, "rows", part)
+    assert f"about {part.rows:,} records: messages" in starter(model, "rows", part, ROOMY)
 
 
 def test_few_plain_documents_stay_whole(model: str, tmp_path: Path) -> None:
@@ -230,7 +291,7 @@ def test_bad_rows_are_counted_and_named_and_no_reason_to_stop(model: str, tmp_pa
     seen = look(model, DataSource(path=str(path)))
     assert (seen.rows, seen.bad, dict(seen.columns)) == (6, 2, {"instruction": "question", "output": "answer"})
     assert seen.first_bad == f"{path}:1:33: answer: output is empty"
-    text = starter(model, str(path), seen)
+    text = starter(model, str(path), seen, ROOMY)
     recipe = load_recipe(tmp_file(tmp_path, text.replace("# on_bad_row: skip", "on_bad_row: skip"))).recipe
     assert "2 rows cannot be read" in text and recipe.data.on_bad_row == "skip"
     spec = PrepareSpec(recipe.data, recipe.method.examples, tiny.tokenizer(), 256, 1, tmp_path / "cache")
@@ -249,7 +310,7 @@ def test_the_reading_is_what_suits_the_first_rows_and_not_the_first_one(model: s
     assert dict(seen.columns) == {"instruction": "question", "output": "answer"} and seen.bad == 1
     spoken = [{"messages": [{"role": "human", "content": "q"}, {"role": "gpt", "content": "a"}]}]
     path = tiny.write_rows(tmp_path / "spoken.jsonl", spoken)
-    text = starter(model, str(path), look(model, DataSource(path=str(path))))
+    text = starter(model, str(path), look(model, DataSource(path=str(path))), ROOMY)
     assert load_recipe(tmp_file(tmp_path, text)).recipe.data.train[0].format == "sharegpt"
 
 
@@ -257,4 +318,4 @@ def test_plain_text_gets_rows_that_are_short_enough(model: str, tmp_path: Path) 
     (tmp_path / "a.txt").write_text("hello world, the answer is forty two\n" * 3000)
     seen = look(model, DataSource(path=str(tmp_path / "a.txt")))
     assert (seen.pretrain, seen.max_length, seen.epochs) == (True, 256, 1)
-    assert seen.whole == 0 and "; all documents are longer and split" in starter(model, "a.txt", seen)
+    assert seen.whole == 0 and "; all documents are longer and split" in starter(model, "a.txt", seen, ROOMY)

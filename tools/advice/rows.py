@@ -105,7 +105,7 @@ class Place:
     def init(self, model: str) -> dict[str, Any]:
         """The recipe that `tuner init` writes, with the byte tokenizer."""
         from tuner.config.load import load_recipe
-        from tuner.config.starter import starter
+        from tuner.config.starter import Room, starter
         from tuner.data.look import look
 
         here = Path.cwd()
@@ -113,7 +113,8 @@ class Place:
         try:
             given = load_recipe({"model": {"name_or_path": f"./{model}"}, "data": {"train": "rows.jsonl"}}).recipe
             seen = look(given.model.name_or_path, given.data.train[0])
-            (self.directory / "written.yaml").write_text(starter(f"./{model}", "rows.jsonl", seen), encoding="utf-8")
+            text = starter(f"./{model}", "rows.jsonl", seen, Room("this machine", 1 << 40))
+            (self.directory / "written.yaml").write_text(text, encoding="utf-8")
             recipe = load_recipe(self.directory / "written.yaml").recipe
         finally:
             os.chdir(here)

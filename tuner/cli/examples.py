@@ -26,6 +26,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "init": (
         "tuner init -m HuggingFaceTB/SmolLM2-135M -d chats.jsonl > recipe.yaml",
         "tuner init -m ./my-model -d notes.txt > recipe.yaml",
+        "tuner init --example orders > recipe.yaml",
     ),
     "import": (
         "tuner import axolotl.yaml > recipe.yaml",

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tuner.cli.command import Outcome, command, say
 from tuner.runtime.activity import LABEL_WIDTH
 
+if TYPE_CHECKING:
+    from tuner.config.starter import Room
+
+NVIDIA = Path("/proc/driver/nvidia/gpus")
+"""Where the driver lists its devices: without it torch, which takes seconds, is not asked for any."""
+
 
 @command("init")
 def init(
-    model: Annotated[str, typer.Option("--model", "-m", help="Hub name or local directory of the base model.")],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Hub name or local directory of the base model.")
+    ] = None,
     data: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--data", "-d", help="Rows: a file (JSON, CSV, parquet, text, ...), a directory or owner/name:split."
         ),
-    ],
+    ] = None,
+    example: Annotated[
+        str | None,
+        typer.Option("--example", help="Rows that ship, written here: orders, tools, reasoning, preferences or notes."),
+    ] = None,
 ) -> Outcome:
     """Look at the first rows and print a commented recipe."""
     from tuner.config.load import load_recipe
     from tuner.config.starter import bad_rows, counted, not_used, starter
     from tuner.data.look import look
 
+    model, data = _chosen(model, data, example)
     given = load_recipe({"model": {"name_or_path": model}, "data": {"train": data}}).recipe
     seen = look(given.model.name_or_path, given.data.train[0])
-    text = starter(model, data, seen)
+    text = starter(model, data, seen, _room())
     tokens = "tokens" if seen.by_tokenizer else "tokens (estimated)"
     say(
         f"read      {data}: {counted(seen)}, {seen.form}{not_used(seen)}; longest {seen.longest:,} "
@@ -40,3 +54,35 @@ def init(
         "packed_rows": seen.packed_rows, "steps": seen.steps, "bad_rows": seen.bad,
     }  # fmt: skip
     return Outcome(text, metrics=metrics, warnings=warnings, is_text=True)
+
+
+def _chosen(model: str | None, data: str | None, example: str | None) -> tuple[str, str]:
+    """The model and the rows, those of an example written here. Raises RecipeError."""
+    from tuner.errors import RecipeError
+
+    if (data is None) == (example is None):
+        given = "got both --data and --example" if data is not None else "got no rows"
+        raise RecipeError(given, hint="name yours: --data rows.jsonl; or take some that ship: --example orders")
+    if example is None:
+        if model is None or data is None:
+            raise RecipeError("got no model", hint="name one: --model HuggingFaceTB/SmolLM2-135M-Instruct")
+        return model, data
+    from tuner.config.examples import Example, write_rows
+
+    task = Example.named(example)
+    path = write_rows(example, Path.cwd())
+    say(f"wrote     {path}: {task.what}", LABEL_WIDTH)
+    return model or task.model, path.name
+
+
+def _room() -> Room:
+    """The memory of the first GPU; without any, the machine's."""
+    from tuner.config.starter import Room
+    from tuner.runtime.device import host_memory
+
+    if NVIDIA.is_dir():
+        import torch
+
+        if torch.cuda.is_available():
+            return Room("the GPU", torch.cuda.mem_get_info()[1])
+    return Room("this machine", host_memory()[0])

@@ -16,6 +16,12 @@ WIDEST = 40
 """Comments stand in one column after lines of at most so many characters."""
 FEW_STEPS = 50
 """Fewer optimizer steps than this teach a model little."""
+TRAINED_BYTES, FROZEN_BYTES = 16, 2
+"""Of each weight: in training, by AdamW in float32 with its gradient; and under an adapter, in bf16."""
+ROOM_FOR_WEIGHTS = 0.8
+"""The share of the memory that these may take. `tuner profile` says what a recipe really takes."""
+WITHOUT_TOOLS, WITH_TOOLS = "chatml", "qwen3"
+"""The chat templates that are proposed."""
 
 
 _METHODS = {"sft": "sft", "pretrain": "pretrain", "preference": "dpo", "unpaired": "kto"}
@@ -42,8 +48,9 @@ class Look:
     """Rows among those that were read which cannot be used."""
     first_bad: str
     """The place of the first of them and what is wrong with it."""
-    lacks_template: bool
-    """Whether they are chats, and the model's tokenizer has no chat template."""
+    template: str
+    """The named chat template that they need: of chats where the model's tokenizer has none, or none with their tools;
+    else empty."""
     by_tokenizer: bool
     """Whether tokens were counted with the model's tokenizer: else they are estimated from characters."""
     longest: int
@@ -54,6 +61,8 @@ class Look:
     packed_rows: int
     epochs: int
     global_batch_size: int
+    parameters: int | None
+    """Of the model, where its weights are on this machine."""
 
     @property
     def pretrain(self) -> bool:
@@ -66,7 +75,20 @@ class Look:
         return self.epochs * math.ceil(self.packed_rows / self.global_batch_size)
 
 
-def starter(model: str, data: str, seen: Look) -> str:
+@dataclass(frozen=True)
+class Room:
+    """The memory that a training has."""
+
+    what: str
+    """Whose it is: `this machine`."""
+    bytes: int
+
+    def lacks(self, needed: float) -> bool:
+        """Whether so many bytes leave too little for everything else."""
+        return needed > ROOM_FOR_WEIGHTS * self.bytes
+
+
+def starter(model: str, data: str, seen: Look, room: Room) -> str:
     """Return the commented recipe; `data` is written as it is given, so it should suit where the recipe will lie."""
     if not model.strip() or not model.isprintable():
         raise RecipeError(f"got {model!r}; -m takes a hub name or a local directory")
@@ -76,6 +98,7 @@ def starter(model: str, data: str, seen: Look) -> str:
     lines = [
         ("model:", ""),
         (f"  name_or_path: {flow(model)}", "hub name or local directory"),
+        *_quantize(seen, room),
         *_template(seen),
         ("method:", ""),
         (f"  kind: {_METHODS[seen.kind]}", _method(seen)),
@@ -88,18 +111,43 @@ def starter(model: str, data: str, seen: Look) -> str:
         (f"  duration: {seen.epochs} epoch{'s' if seen.epochs > 1 else ''}", _duration(seen)),
         (f"  global_batch_size: {seen.global_batch_size}", _batch(seen)),
         ("  micro_batch_size: auto", "packed rows at once: on a GPU as many as fit and pay, by prediction"),
-        ("# adapter: {kind: lora, r: 16}", "a small adapter instead of all weights"),
-        _optimizer(seen),
+        _adapter(seen, room),
+        _optimizer(seen, _is_large(seen, room)),
     ]
     width = max(len(text) for text, _ in lines if len(text) <= WIDEST)
     return "\n".join(f"{text.ljust(width)}  # {note}" if note else text for text, note in lines) + "\n"
 
 
-def _template(seen: Look) -> list[tuple[str, str]]:
-    if not seen.lacks_template:
+def _is_large(seen: Look, room: Room) -> bool:
+    """Whether the model is too large for the machine to train all of it."""
+    return seen.parameters is not None and room.lacks(TRAINED_BYTES * seen.parameters)
+
+
+def _quantize(seen: Look, room: Room) -> list[tuple[str, str]]:
+    if seen.parameters is None or not room.lacks(FROZEN_BYTES * seen.parameters):
         return []
-    note = "the tokenizer has none; or llama3, qwen, gemma, ..., or the path of a jinja file"
-    return [("tokenizer:", ""), ("  chat_template: chatml", note)]
+    size = f"{FROZEN_BYTES * seen.parameters / 1e9:,.0f} GB"
+    return [("  quantize: nf4", f"4 bits a weight under the adapter: in bf16 they would take about {size}")]
+
+
+def _adapter(seen: Look, room: Room) -> tuple[str, str]:
+    line = "adapter: {kind: lora, r: 16}"
+    if not _is_large(seen, room):
+        return f"# {line}", "a small adapter instead of all weights"
+    assert seen.parameters is not None
+    billions = seen.parameters / 1e9
+    needed = f"to train all {billions:,.1f} billion weights takes about {TRAINED_BYTES * billions:,.0f} GB"
+    return line, f"{needed}, and {room.what} has {room.bytes / 1e9:,.0f}: an adapter leaves them as they are"
+
+
+def _template(seen: Look) -> list[tuple[str, str]]:
+    if not seen.template:
+        return []
+    why = "the tokenizer has none"
+    if seen.template == WITH_TOOLS:
+        why = "the tokenizer's own, if any, does not write tools and their calls"
+    note = f"{why}; or llama3, qwen, gemma, ..., or the path of a jinja file"
+    return [("tokenizer:", ""), (f"  chat_template: {seen.template}", note)]
 
 
 def _method(seen: Look) -> str:
@@ -113,8 +161,10 @@ def _method(seen: Look) -> str:
     return f"{seen.form} records: the answers are learned{plain}"
 
 
-def _optimizer(seen: Look) -> tuple[str, str]:
+def _optimizer(seen: Look, is_adapted: bool) -> tuple[str, str]:
     if seen.kind in {"preference", "unpaired"}:
+        if is_adapted:
+            return "optimizer: {lr: 1e-5}", "far smaller than for sft; about 1e-6 without an adapter"
         return "optimizer: {lr: 1e-6}", "far smaller than for sft; about 1e-5 with an adapter"
     return "# optimizer: {lr: 1e-4}", "auto suits the model's size; tuner config show prints the rest"
 

@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, repeat, takewhile
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from tuner.config.starter import FEW_STEPS, Look
+from tuner.config.starter import FEW_STEPS, WITH_TOOLS, WITHOUT_TOOLS, Look
 from tuner.data.building.bins import pack
 from tuner.data.building.documents import first_records
 from tuner.data.building.encoded import BadRecord, bad_record
@@ -22,7 +23,8 @@ from tuner.data.encoding.compared import AnyEncoder, answers_of
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.encoding.named_templates import template_source
 from tuner.data.encoding.tokenizer import TextTokenizer, parse_json
-from tuner.data.encoding.tokenizer_files import local_files
+from tuner.data.encoding.tokenizer_files import local_directory, local_files
+from tuner.data.encoding.turns import has_place_for_calls, writes_tools
 from tuner.data.reading.blocks import blocks, examples_of, lines_in
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.proposals import Reading, reading_for
@@ -38,6 +40,7 @@ from tuner.data.reading.records import (
 )
 from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError
+from tuner.runtime.safetensors_header import read_header
 
 if TYPE_CHECKING:
     from tuner.config.methods import ExampleKind
@@ -112,8 +115,8 @@ def look(model: str, source: "DataSource") -> Look:
         kind = "pretrain"
     pretrain = kind == "pretrain"
     chats = any(isinstance(example, Conversation) for example in parts)
-    lacks_template = chats and own is not None and not own.has_template
-    counted = own if own is None or not lacks_template else TextTokenizer(own.files, template_source("chatml"))
+    template = _template_for(parts, own) if chats and own is not None else ""
+    counted = own if own is None or not template else TextTokenizer(own.files, template_source(template))
     lengths = _encoded_lengths(read.examples, counted, kind)
     times = 1.0 if read.is_all else max(inflated_bytes(files) / max(read.size, 1), 1.0)
     estimated = lengths if lengths is not None else _estimated_lengths(read.examples)  # of pairs the sum of both
@@ -130,7 +133,7 @@ def look(model: str, source: "DataSource") -> Look:
         unused=_unused(first, reading),
         bad=read.bad,
         first_bad=read.first_bad or "",
-        lacks_template=lacks_template,
+        template=template,
         by_tokenizer=lengths is not None,
         longest=int(estimated.max()),
         whole=float(np.mean(estimated <= max_length)),
@@ -138,7 +141,30 @@ def look(model: str, source: "DataSource") -> Look:
         packed_rows=max(round(rows), 1),
         epochs=epochs,
         global_batch_size=_batch_size(rows * epochs),
+        parameters=_parameters(model),
     )
+
+
+def _template_for(parts: Sequence[Example], own: TextTokenizer) -> str:
+    """The named template that chats need where the tokenizer's own, if it has one, does not write all of them."""
+    calls = any(
+        isinstance(part, Conversation) and (part.tools or any(m.get("tool_calls") for m in part.messages))
+        for part in parts
+    )
+    if not own.has_template:
+        return WITH_TOOLS if calls else WITHOUT_TOOLS
+    template = own.template_for(calls)
+    return WITH_TOOLS if calls and not (writes_tools(template) and has_place_for_calls(template)) else ""
+
+
+def _parameters(model: str) -> int | None:
+    """Numbers in a model's safetensors files, by their headers, where they are on this machine."""
+    directory = local_directory(model)
+    try:
+        headers = [read_header(path)[0] for path in directory.glob("*.safetensors")] if directory is not None else []
+        return sum(prod(facts["shape"]) for header in headers for facts in header.values()) or None
+    except (DataError, KeyError, TypeError):  # which a training names
+        return None
 
 
 def _all_bad(read: _Read) -> DataError:

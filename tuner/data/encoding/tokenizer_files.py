@@ -138,23 +138,29 @@ def holds_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in _FILES)
 
 
+def local_directory(name_or_path: str) -> Path | None:
+    """The directory of a model, its own or the hub's cache of it; None where it is not on this machine."""
+    directory = Path(name_or_path)
+    if directory.is_dir():
+        return directory
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name_or_path, "tokenizer.json")
+    except HFValidationError:
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
 def local_files(name_or_path: str) -> dict[str, bytes]:
     """The files of a model's tokenizer and its config.json by name, where they are on this machine; else nothing.
 
     Of a hub name only what is in the hub's cache is seen; the network is left alone.
     """
-    directory = Path(name_or_path)
-    if not directory.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            cached = try_to_load_from_cache(name_or_path, "tokenizer.json")
-        except HFValidationError:
-            return {}
-        if not isinstance(cached, str):
-            return {}
-        directory = Path(cached).parent
+    directory = local_directory(name_or_path)
+    if directory is None:
+        return {}
     return {name: (directory / name).read_bytes() for name in (*_FILES, "config.json") if (directory / name).is_file()}
 
 
