@@ -151,6 +151,7 @@ CAMPAIGNS = (
     Campaign("template-masks", ("template_masks_campaign", f"{DEMO}/smollm2"), "masks in 28 templates of new models"),
     Campaign("fit", ("fit_campaign",), "how often intervals of a ladder's fit hold the run that they are about"),
     Campaign("tutorial", ("tutorial_campaign",), "docs/tutorial.md as it is written, on a real model"),
+    Campaign("readme", ("readme_campaign",), "README.md and the notebook as they are written, on a real model"),
     Campaign("distill", ("distill_campaign", "--smollm2", f"{DEMO}/smollm2"), "students with a teacher and without"),
     Campaign("reshard", ("reshard_campaign",), "8-bit states and rounding by chance over 1, 2 and 4 processes"),
     Campaign("optimizer-spread", ("optimizer_spread",), "8-bit and host states against three seeds, 200 steps"),

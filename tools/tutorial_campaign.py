@@ -60,10 +60,10 @@ def steps(page: str) -> list[File | Command]:
     return found
 
 
-def hub_cache(model: Path, home: Path) -> None:
-    """Make a cache of the hub that holds a directory under the model's name."""
+def hub_cache(model: Path, home: Path, name: str = MODEL) -> None:
+    """Make a cache of the hub that holds a directory under a model's name."""
     commit = "0" * 40
-    place = home / "hub" / f"models--{MODEL.replace('/', '--')}"
+    place = home / "hub" / f"models--{name.replace('/', '--')}"
     (place / "refs").mkdir(parents=True)
     (place / "refs" / "main").write_text(commit)
     snapshot = place / "snapshots" / commit

@@ -70,7 +70,8 @@ def test_init_writes_rows_for_who_has_none(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0 and f"wrote     {tmp_path / name}.jsonl: {EXAMPLES[name].what}" in done.stderr
     (tmp_path / "recipe.yaml").write_text(done.stdout)
     recipe = load_recipe(tmp_path / "recipe.yaml").recipe
-    assert recipe.model.name_or_path == EXAMPLES[name].model and Path(recipe.data.train[0].path) == tmp_path / f"{name}.jsonl"
+    assert recipe.model.name_or_path == EXAMPLES[name].model
+    assert Path(recipe.data.train[0].path) == tmp_path / f"{name}.jsonl"
     assert tuner("init", "--example", name, cwd=tmp_path).returncode == 0, "the same rows are there"
     (tmp_path / f"{name}.jsonl").write_text("{}")
     again = tuner("init", "--example", name, cwd=tmp_path)

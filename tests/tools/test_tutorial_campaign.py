@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from tests.fixtures import commands
 from tools import tutorial_campaign
 from tools.demo import task
+from tools.readme_campaign import NOTEBOOK, README, cells, without_install
 from tools.tutorial_campaign import FENCE, PAGE, Command, File, hub_cache, problems, steps
 
 MODEL = os.environ.get("TUNER_TEST_SMOLLM2")
@@ -87,3 +89,22 @@ def test_a_command_that_fails_ends_it(tmp_path: Path) -> None:
     page = "```console\n$ exit 3\n```\n"
     with pytest.raises(SystemExit, match="exit code 3, the page says 0: exit 3"):
         tutorial_campaign.follow(page, tmp_path, dict(os.environ))
+
+
+def test_readme_is_short_and_trains_each_of_its_recipes() -> None:
+    page = README.read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= 150
+    found = steps(without_install(page))
+    recipes = [step for step in found if isinstance(step, File)]
+    assert len(recipes) >= 5 and all(len(one.text.splitlines()) <= 7 for one in recipes), "six lines and a name"
+    lines = " ".join(step.line for step in found if isinstance(step, Command))
+    assert [one.name for one in recipes if one.name.removesuffix(".yaml") not in lines] == []
+
+
+def test_the_notebook_calls_what_there_is() -> None:
+    import tuner
+
+    code = ast.parse(cells(NOTEBOOK))
+    imported = [node for node in ast.walk(code) if isinstance(node, ast.ImportFrom) and node.module == "tuner"]
+    names = {alias.name for node in imported for alias in node.names}
+    assert {"load_recipe", "train", "export_hf"} <= names <= set(tuner.__all__)

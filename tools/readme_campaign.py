@@ -1,0 +1,68 @@
+"""Run README and the notebook as they are written, in an empty directory, on a real model.
+
+    python tools/readme_campaign.py [--model .demo/smollm2] [--work DIR]
+
+The names of the hub's models that they take are found in a hub cache made of the directory, so that nothing is changed
+and nothing needs the network. README's first block, the install, is what the environment of this program was made by,
+and is left out. Every other command must end with 0; then what the first run and the notebook learned is asked for.
+Prints the minutes of each; exits with 1 where something does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.tutorial_campaign import ROOT, environment, follow, hub_cache  # noqa: E402
+
+README, NOTEBOOK = ROOT / "README.md", ROOT / "docs" / "quickstart.ipynb"
+BASE = "HuggingFaceTB/SmolLM2-135M"
+LEARNED = {"name": "Ada King", "city": "Paris", "item": "red lamp", "quantity": 5, "total_usd": 95}
+
+
+def without_install(page: str) -> str:
+    """README from its first run on."""
+    return page[page.index("## First run") :]
+
+
+def cells(notebook: Path) -> str:
+    """The code of a notebook, in order."""
+    document = json.loads(notebook.read_text(encoding="utf-8"))
+    return "\n".join("".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "code")
+
+
+def main() -> int:
+    """Follow both; exit code 1 where one does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2", help="directory of the model")
+    parser.add_argument("--work", type=Path, help="an empty directory that is kept; default: one that goes")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        work = (options.work or Path(scratch)).resolve()
+        place, beside = work / "place", work / "notebook"
+        place.mkdir(parents=True)
+        beside.mkdir()
+        env = environment(work, options.model)
+        hub_cache(options.model, work / "huggingface", BASE)
+        began = time.monotonic()
+        follow(without_install(README.read_text(encoding="utf-8")), place, env)
+        followed = time.monotonic()
+        words = [sys.executable, "-c", cells(NOTEBOOK)]
+        done = subprocess.run(words, cwd=beside, env=env, capture_output=True, text=True, check=False)
+        print(done.stdout, done.stderr[-2000:], file=sys.stderr)
+        answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        holds = done.returncode == 0 and bool(answers) and json.loads(answers[-1]) == LEARNED
+    minutes = {"readme": round((followed - began) / 60, 1), "notebook": round((time.monotonic() - followed) / 60, 1)}
+    print(json.dumps({"minutes": minutes, "notebook learned": holds}))
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
