@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from tests.fixtures.commands import tuner
 from tests.profile.test_measure import recipe  # noqa: F401 - a fixture
 from tests.profile.test_predict import foreseen, predicted, wish
 from tuner.errors import MemoryLimitError
+from tuner.profile import kept
 from tuner.profile.devices import find_device
 from tuner.profile.fit import fit
 from tuner.profile.predict import Target
 from tuner.profile.report import choices_table, flags, sentence, table
 from tuner.profile.search import Choice
 from tuner.runtime.dist import RankInfo
-from tuner.setup.settled import changed
+from tuner.setup.settled import MICRO, changed
 
 ROOMY = 16 << 30
 
@@ -120,6 +122,22 @@ def test_the_choice_is_piped_into_training(recipe: Path) -> None:  # noqa: F811
     assert not (where / "runs/other").exists()
 
 
+def test_an_answer_is_kept_for_the_same_question_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wished, target = wish(tmp_path), Target(find_device("h100-80g"), RankInfo(), 1 << 34)
+    key = kept.key_of(wished, target)
+    answer = kept.Answer([["", "peak"]], "--train.micro_batch_size 2", {"verdict": "fits"}, [], {MICRO: 2}, 3, 1.5)
+    assert kept.known(key, wished) is None
+    kept.keep(key, wished, answer)
+    assert kept.known(key, wished) == answer
+    assert kept.key_of(wished.model_copy(update={"name": "other"}), target) == key
+    monkeypatch.setattr(kept, "source_hash", lambda parts: "other")
+    others = [kept.key_of(wished, target)]
+    monkeypatch.undo()
+    others += [kept.key_of(changed(wished, {"data.max_length": 128}), target)]
+    others += [kept.key_of(wished, replace(target, limit_bytes=1 << 33))]
+    assert key not in others and len(set(others)) == 3
+
+
 @pytest.mark.slow
 def test_prediction_and_choice_as_documents(recipe: Path) -> None:  # noqa: F811
     def run(*arguments: str) -> tuple[int, dict[str, Any]]:
@@ -134,3 +152,6 @@ def test_prediction_and_choice_as_documents(recipe: Path) -> None:  # noqa: F811
     assert any("unverified" in warning for warning in document["warnings"])
     assert json.loads((recipe.parent / "page" / "report.json").read_text())["predicted"]["verified"] is False
     assert run("--measure", "1", "--processes", "2")[0] == 2
+    first, again = run("--fit", "16GiB"), run("--fit", "16GiB")
+    assert again[1]["metrics"].pop("searched_s") == 0 < first[1]["metrics"].pop("searched_s")
+    assert first == again

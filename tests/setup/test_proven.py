@@ -84,7 +84,7 @@ def test_the_code_of_a_model_and_the_versions_are_part_of_it(
     started(made, "first", tmp_path)
     monkeypatch.setattr(proven, "versions", lambda: {"transformers": "0"})
     started(made, "versions", tmp_path)
-    monkeypatch.setattr(proven, "_package_hash", lambda package: "other")
+    monkeypatch.setattr(proven, "source_hash", lambda parts: "other")
     started(made, "code", tmp_path)
     assert len(proofs) == 3
 

@@ -14,6 +14,8 @@ from tuner.errors import MemoryLimitError, RecipeError
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
+    from tuner.config.recipe import Recipe
+    from tuner.profile.kept import Answer
     from tuner.profile.measurement import Measurement
     from tuner.profile.predict import Target
     from tuner.profile.prediction import Prediction
@@ -160,23 +162,40 @@ def _fitted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> 
     from tuner.cli.table import columns
 
     with console.doing("tracing steps on tensors without memory"):
-        from tuner.profile.fit import SHOWN, fit
-        from tuner.profile.report import choices_table, flags, plain
+        from tuner.profile.kept import keep, key_of, known
         from tuner.setup.settled import with_whole_batches
 
         limit, option = (options.fit, "--fit") if options.fit else (options.memory, "--memory")
         target = _target(loaded, options, limit, option)
         whole = with_whole_batches(loaded, target.rank_info.world_size).recipe
-        began = time.monotonic()
-        found = fit(whole, target, lambda line: console.say("tried", line))
-        took_s = time.monotonic() - began
-    console.say("fit", columns(choices_table(found.choices), right=(1, 2, 3)))
-    console.say("searched", f"{found.predictions} predictions in {took_s:.1f} s")
+        key = key_of(whole, target)
+        answer = before = known(key, whole)
+        if answer is None:
+            answer = _searched(whole, target, console)
+            keep(key, whole, answer)
+    console.say("fit", columns(answer.table, right=(1, 2, 3)))
+    how = f"{answer.predictions} predictions in {answer.took_s:.1f} s"
+    console.say("searched", how if before is None else f"nothing: the same was asked before ({how})")
+    metrics = {**answer.metrics, "searched_s": answer.took_s if before is None else 0.0}
+    overrides = {"overrides": answer.overrides}
+    return Outcome(answer.flags, artifacts=overrides, metrics=metrics, warnings=answer.warnings, is_text=True)
+
+
+def _searched(whole: Recipe, target: Target, console: Console) -> Answer:
+    """Search, with a line for each prediction."""
+    from tuner.profile.fit import SHOWN, fit
+    from tuner.profile.kept import Answer
+    from tuner.profile.report import choices_table, flags, plain
+
+    began = time.monotonic()
+    found = fit(whole, target, lambda line: console.say("tried", line))
+    took_s = time.monotonic() - began
     best, *others = found.choices[:SHOWN]
     runners_up = [{"overrides": choice.overrides, **plain(choice.prediction)} for choice in others]
-    metrics = {**plain(best.prediction), "runners_up": runners_up, **found.as_json(), "searched_s": took_s}
-    warnings, artifacts = [*best.prediction.warnings, *found.warnings()], {"overrides": best.overrides}
-    return Outcome(flags(best), artifacts=artifacts, metrics=metrics, warnings=warnings, is_text=True)
+    metrics = {**plain(best.prediction), "runners_up": runners_up, **found.as_json()}
+    warnings = [*best.prediction.warnings, *found.warnings()]
+    table = choices_table(found.choices)
+    return Answer(table, flags(best), metrics, warnings, best.overrides, found.predictions, took_s)
 
 
 def _measured(loaded: LoadedRecipe, options: ProfileOptions, console: Console, level: Level) -> Outcome:

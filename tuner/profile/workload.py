@@ -57,7 +57,7 @@ def workload(recipe: Recipe, resolved: Resolved, rank_info: RankInfo, directory:
     n_rows = rows_at_once(recipe)
     together = n_rows * data_processes(recipe, rank_info.world_size)
     count = min(TRACED, -(-recipe.train.global_batch_size // together))
-    found = _prepared_for(recipe, directory)
+    found = prepared_for(recipe, directory)
     if found is None:
         examples = recipe.method.examples
         vocab_size = config.get_text_config().vocab_size
@@ -105,7 +105,7 @@ def _assumed_samples(recipe: Recipe, max_length: int) -> tuple[tuple[int, int], 
     return ((max(1, max_length - answer), answer),) * recipe.eval.samples
 
 
-def _prepared_for(recipe: Recipe, directory: Path | None) -> tuple[PreparedData, TextTokenizer] | None:
+def prepared_for(recipe: Recipe, directory: Path | None) -> tuple[PreparedData, TextTokenizer] | None:
     """The prepared data of a recipe where they are there; None too where the sources or the tokenizer are not."""
     try:
         spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)

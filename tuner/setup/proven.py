@@ -34,6 +34,8 @@ _SECTIONS = {"model": {"name_or_path", "revision", "init_from"}, "adapter": set[
 """Sections of the recipe that decide what is computed, without the keys that say where values come from."""
 _INSTALLED = ("torch", "transformers", "peft", "tuner")
 """Packages whose version says what their code is; that of tuner itself is read, as it is being worked at."""
+_CODE = ("model", "parallel", "setup")
+"""Parts of it that compute a model."""
 _known: dict[str, Verdict] = {}
 
 
@@ -104,7 +106,7 @@ def _parts(root: CausalLM) -> list[tuple[str, str, bool, list[tuple[str, tuple[i
 def _sources(classes: Iterable[type]) -> str:
     """A hash of the code of modules whose package's version is not in the key: tuner's own, and that of any other."""
     files = {_file_of(kind) for kind in set(classes)}
-    here = _package_hash(Path(__file__).resolve().parent.parent)
+    here = source_hash(_CODE)
     others = sorted(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file is not None)
     return hashlib.sha256("".join([here, *others]).encode()).hexdigest()
 
@@ -120,8 +122,8 @@ def _file_of(kind: type) -> str | None:
 
 
 @functools.cache
-def _package_hash(package: Path) -> str:
-    """Of the sources that compute a model."""
-    parts = (package / name for name in ("model", "parallel", "setup"))
-    files = sorted(file for part in parts for file in part.rglob("*.*") if "__pycache__" not in file.parts)
+def source_hash(parts: tuple[str, ...]) -> str:
+    """Of the sources of these parts of tuner."""
+    package = Path(__file__).resolve().parent.parent
+    files = sorted(file for part in parts for file in (package / part).rglob("*.*") if "__pycache__" not in file.parts)
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()

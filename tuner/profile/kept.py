@@ -1,0 +1,87 @@
+"""What `tuner profile --fit` found, kept in the cache for when the same is asked again."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner.config.dump import recipe_dict
+from tuner.config.recipe import Recipe
+from tuner.data.encoding.tokenizer_files import cache_root, local_directory
+from tuner.errors import TunerError
+from tuner.profile.predict import Target
+from tuner.profile.workload import prepared_for
+from tuner.runtime.files import read_json, write_json
+from tuner.setup.proven import source_hash
+
+KEPT = "fits"
+LIBRARIES = ("torch", "transformers", "peft", "liger-kernel", "tuner-lm")
+STEP_BYTES = 128 << 20
+CODE = ("config", "model", "parallel", "profile", "setup", "train")
+"""Parts of tuner by which it predicts."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that the command says of what it found."""
+
+    table: list[list[str]]
+    flags: str
+    metrics: dict[str, Any]
+    warnings: list[str]
+    overrides: dict[str, Any]
+    predictions: int
+    took_s: float
+
+
+def key_of(recipe: Recipe, target: Target) -> str:
+    """What an answer depends on, in short: recipe, the model's config, prepared rows, target, libraries and tuner."""
+    found = prepared_for(recipe, None)
+    directory = local_directory(recipe.model.name_or_path)
+    config = None if directory is None else directory / "config.json"
+    limits = (target.limit_bytes, target.host_limit_bytes)
+    facts = {
+        "recipe": {**recipe_dict(recipe), "name": None, "output_dir": None},
+        "config": hashlib.sha256(config.read_bytes()).hexdigest() if config is not None and config.is_file() else None,
+        "data": None if found is None else found[0].key,
+        "target": [target.device.shown, asdict(target.rank_info), *map(_whole_steps, limits)],
+        "versions": {name: _version(name) for name in LIBRARIES},
+        "code": source_hash(CODE),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def known(key: str, recipe: Recipe) -> Answer | None:
+    """The answer that was kept."""
+    with suppress(TunerError, OSError, TypeError):
+        return Answer(**read_json(_path(key, recipe)))
+    return None
+
+
+def keep(key: str, recipe: Recipe, answer: Answer) -> None:
+    """Keep an answer, where the cache can be written."""
+    with suppress(TunerError, OSError):
+        path = _path(key, recipe)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, asdict(answer))
+
+
+def _path(key: str, recipe: Recipe) -> Path:
+    root = cache_root() if recipe.data.cache_dir is None else Path(recipe.data.cache_dir)
+    return root / KEPT / f"{key}.json"
+
+
+def _whole_steps(size: int | None) -> int | None:
+    """Memory in whole pieces, so that what is free now and then is the same."""
+    return None if size is None else size // STEP_BYTES
+
+
+def _version(name: str) -> str | None:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return None
