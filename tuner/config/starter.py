@@ -145,7 +145,7 @@ def _template(seen: Look) -> list[tuple[str, str]]:
         return []
     why = "the tokenizer has none"
     if seen.template == WITH_TOOLS:
-        why = "the tokenizer's own, if any, does not write tools and their calls"
+        why = "the tokenizer's own, if any, leaves out tools and their calls"
     note = f"{why}; or llama3, qwen, gemma, ..., or the path of a jinja file"
     return [("tokenizer:", ""), (f"  chat_template: {seen.template}", note)]
 

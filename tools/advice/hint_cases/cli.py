@@ -118,6 +118,10 @@ RECIPES = (
         start="model", dear=True, reading=FITTED),
     of_run("command.py:_sound", "export-hf - --dry-run < in", command("train r.yaml --json > in"), start="model",
         change=hidden, reading={"use --json on the command before": "tuner train r.yaml --json > in"}, dear=True),
+    of_run("init.py:_chosen: name yours", "init -m owner/name", {"--data": "rows.jsonl"}, {"--example": "orders"},
+        start="rows"),
+    of_run("init.py:_chosen: name one", "init -d rows.jsonl", {"--model": "HuggingFaceTB/SmolLM2-135M-Instruct"},
+        start="rows"),
     of_run("named.py:_run_of", "runs show r.yaml", command("train r.yaml"), start="model", dear=True),
 )  # fmt: skip
 RESULTS = (
