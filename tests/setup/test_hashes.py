@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,6 +135,32 @@ def test_nothing_waits_for_it_but_who_asks(files: Path, tmp_path: Path, monkeypa
     model.to(torch.float16)  # what becomes of the model meanwhile is nothing to it
     may_go_on.set()
     assert later() == frozen_hash(adapted(files))
+
+
+ENDING = """
+import sys, threading
+from tuner.model.build import ModelSpec, build_model
+from tuner.model.adapter import LoraSpec, add_lora
+from tuner.setup import hashes
+begun = threading.Event()
+def forever(tensor):
+    begun.set()
+    threading.Event().wait()
+hashes.content_of = forever
+import torch
+torch.set_num_threads(2)
+model = build_model(ModelSpec(sys.argv[1]), torch.bfloat16, 0)
+add_lora(model, LoraSpec(4, 8.0, 0.0, "all-linear"), seed=0)
+hashes.FrozenHash(model, sys.argv[2], "cuda")
+assert begun.wait(60)
+print("the end")
+"""
+
+
+def test_a_process_ends_without_it(files: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", ENDING, str(files), str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr
 
 
 def test_nothing_is_taken_of_a_model_that_is_trained_whole(files: Path, tmp_path: Path) -> None:

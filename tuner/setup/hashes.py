@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,13 +90,39 @@ def _contents(tensors: Mapping[str, torch.Tensor], cache: str | None, threads: i
         if (sha256 := known[place.path].get(_bytes_of(place))) is not None
     }
     rest = {name: tensor for name, tensor in tensors.items() if name not in found}
-    with ThreadPoolExecutor(threads) as pool:
-        taken = dict(zip(rest, pool.map(content_of, rest.values()), strict=True))
+    taken = _taken(rest, threads)
     for path, file in files.items():
         new = {_bytes_of(places[name]): one.sha256 for name, one in taken.items() if _path(places, name) == path}
         if file is not None and new:
             file.keep(kept, known[path] | new)
     return found | taken
+
+
+def _taken(tensors: Mapping[str, torch.Tensor], threads: int) -> dict[str, Content]:
+    """The contents of tensors, by so many threads. A process that ends waits for none of them, as it would for a
+    pool's."""
+    waiting, found = list(tensors.items()), dict[str, Content]()
+    problems: list[BaseException] = []
+
+    def take() -> None:
+        try:
+            while not problems:
+                name, tensor = waiting.pop()
+                found[name] = content_of(tensor)
+        except IndexError:  # none is left
+            return
+        except BaseException as error:  # noqa: BLE001 - raised below
+            problems.append(error)
+
+    others = [threading.Thread(target=take, name="hash", daemon=True) for _ in range(threads - 1)]
+    for other in others:
+        other.start()
+    take()
+    for other in others:
+        other.join()
+    if problems:
+        raise problems[0]
+    return found
 
 
 @dataclass(frozen=True)
