@@ -24,7 +24,6 @@ from tuner.data import look as module
 from tuner.data.building.explain import explain
 from tuner.data.building.prepare import prepare
 from tuner.data.building.spec import PrepareSpec
-from tuner.data.encoding.named_templates import template_source
 from tuner.data.look import look
 from tuner.errors import DataError
 
@@ -137,40 +136,11 @@ def test_a_tokenizer_without_a_template_is_given_one(tmp_path: Path) -> None:
     text = starter(str(directory), str(path), seen, ROOMY)
     assert load_recipe(tmp_file(tmp_path, text)).recipe.tokenizer.chat_template == "chatml"
     pairs = tiny.write_rows(tmp_path / "pairs.jsonl", [{"prompt": "a", "completion": "b"}])
-    assert not look(str(directory), DataSource(path=str(pairs))).template
+    assert not look(str(directory), DataSource(path=str(pairs))).lacks_template
     write_csv(tmp_path / "pairs.csv")
     without = look(str(directory), DataSource(path=str(tmp_path / "pairs.csv")))
     assert without.form == "prompt_completion"
     assert dict(without.columns) == {"prompt": "question", "completion": "answer"}
-
-
-CALLS = [
-    {
-        "messages": [
-            {"role": "user", "content": f"weather of {i}?"},
-            {"role": "assistant", "content": "", "tool_calls": [
-                {"type": "function", "function": {"name": "weather", "arguments": {"place": f"{i}"}}}
-            ]},
-        ],
-        "tools": [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}],
-    }
-    for i in range(6)
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("own", [True, False], ids=["a template without calls", "no template"])
-def test_chats_with_tools_are_given_a_template_that_writes_them(own: bool, tmp_path: Path) -> None:
-    directory = tiny.write_directory(tmp_path / "base")
-    if not own:
-        (directory / "chat_template.jinja").unlink()
-    path = tiny.write_rows(tmp_path / "rows.jsonl", CALLS)
-    seen = look(str(directory), DataSource(path=str(path)))
-    recipe = load_recipe(tmp_file(tmp_path, starter(str(directory), str(path), seen, ROOMY))).recipe
-    assert recipe.tokenizer.chat_template == "qwen3"
-    written = tiny.write_rows(tmp_path / "chats.jsonl", CHATS)
-    assert look(str(directory), DataSource(path=str(written))).template == ("" if own else "chatml")
-    (directory / "chat_template.jinja").write_text(template_source("qwen3"))
-    assert not look(str(directory), DataSource(path=str(path))).template
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ class Example:
 
 EXAMPLES = {
     "orders": Example("chats: an order in words becomes JSON"),
-    "tools": Example("chats with tools, their calls and results"),
     "reasoning": Example("chats whose answers think before they speak"),
     "preferences": Example("pairs of answers: short JSON is preferred to answers that talk"),
     "notes": Example("plain text, every token of which is learned", BASE),

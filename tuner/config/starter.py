@@ -20,8 +20,6 @@ TRAINED_BYTES, FROZEN_BYTES = 16, 2
 """Of each weight: in training, by AdamW in float32 with its gradient; and under an adapter, in bf16."""
 ROOM_FOR_WEIGHTS = 0.8
 """The share of the memory that these may take. `tuner profile` says what a recipe really takes."""
-WITHOUT_TOOLS, WITH_TOOLS = "chatml", "qwen3"
-"""The chat templates that are proposed."""
 
 
 _METHODS = {"sft": "sft", "pretrain": "pretrain", "preference": "dpo", "unpaired": "kto"}
@@ -48,9 +46,8 @@ class Look:
     """Rows among those that were read which cannot be used."""
     first_bad: str
     """The place of the first of them and what is wrong with it."""
-    template: str
-    """The named chat template that they need: of chats where the model's tokenizer has none, or none with their tools;
-    else empty."""
+    lacks_template: bool
+    """Whether they are chats, and the model's tokenizer has no chat template."""
     by_tokenizer: bool
     """Whether tokens were counted with the model's tokenizer: else they are estimated from characters."""
     longest: int
@@ -141,13 +138,10 @@ def _adapter(seen: Look, room: Room) -> tuple[str, str]:
 
 
 def _template(seen: Look) -> list[tuple[str, str]]:
-    if not seen.template:
+    if not seen.lacks_template:
         return []
-    why = "the tokenizer has none"
-    if seen.template == WITH_TOOLS:
-        why = "the tokenizer's own, if any, leaves out tools and their calls"
-    note = f"{why}; or llama3, qwen, gemma, ..., or the path of a jinja file"
-    return [("tokenizer:", ""), (f"  chat_template: {seen.template}", note)]
+    note = "the tokenizer has none; or llama3, qwen, gemma, ..., or the path of a jinja file"
+    return [("tokenizer:", ""), ("  chat_template: chatml", note)]
 
 
 def _method(seen: Look) -> str:

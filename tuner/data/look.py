@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tuner.config.starter import FEW_STEPS, WITH_TOOLS, WITHOUT_TOOLS, Look
+from tuner.config.starter import FEW_STEPS, Look
 from tuner.data.building.bins import pack
 from tuner.data.building.documents import first_records
 from tuner.data.building.encoded import BadRecord, bad_record
@@ -24,7 +24,6 @@ from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.encoding.named_templates import template_source
 from tuner.data.encoding.tokenizer import TextTokenizer, parse_json
 from tuner.data.encoding.tokenizer_files import local_directory, local_files
-from tuner.data.encoding.turns import has_place_for_calls, writes_tools
 from tuner.data.reading.blocks import blocks, examples_of, lines_in
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.proposals import Reading, reading_for
@@ -115,8 +114,8 @@ def look(model: str, source: "DataSource") -> Look:
         kind = "pretrain"
     pretrain = kind == "pretrain"
     chats = any(isinstance(example, Conversation) for example in parts)
-    template = _template_for(parts, own) if chats and own is not None else ""
-    counted = own if own is None or not template else TextTokenizer(own.files, template_source(template))
+    lacks_template = chats and own is not None and not own.has_template
+    counted = own if own is None or not lacks_template else TextTokenizer(own.files, template_source("chatml"))
     lengths = _encoded_lengths(read.examples, counted, kind)
     times = 1.0 if read.is_all else max(inflated_bytes(files) / max(read.size, 1), 1.0)
     estimated = lengths if lengths is not None else _estimated_lengths(read.examples)  # of pairs the sum of both
@@ -133,7 +132,7 @@ def look(model: str, source: "DataSource") -> Look:
         unused=_unused(first, reading),
         bad=read.bad,
         first_bad=read.first_bad or "",
-        template=template,
+        lacks_template=lacks_template,
         by_tokenizer=lengths is not None,
         longest=int(estimated.max()),
         whole=float(np.mean(estimated <= max_length)),
@@ -143,18 +142,6 @@ def look(model: str, source: "DataSource") -> Look:
         global_batch_size=_batch_size(rows * epochs),
         parameters=_parameters(model),
     )
-
-
-def _template_for(parts: Sequence[Example], own: TextTokenizer) -> str:
-    """The named template that chats need where the tokenizer's own, if it has one, does not write all of them."""
-    calls = any(
-        isinstance(part, Conversation) and (part.tools or any(m.get("tool_calls") for m in part.messages))
-        for part in parts
-    )
-    if not own.has_template:
-        return WITH_TOOLS if calls else WITHOUT_TOOLS
-    template = own.template_for(calls)
-    return WITH_TOOLS if calls and not (writes_tools(template) and has_place_for_calls(template)) else ""
 
 
 def _parameters(model: str) -> int | None:

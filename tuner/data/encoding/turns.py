@@ -268,17 +268,12 @@ def has_place_for_calls(template: ChatTemplate) -> bool:
     return any(text is None or _CALLED in text for text in texts)
 
 
-def writes_tools(template: ChatTemplate) -> bool:
-    """Whether a template has a place for the tools that a chat declares."""
-    return "tools" in template.source.replace("tool_calls", "")
-
-
 def notes_of(
     example: Conversation, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], text: str
 ) -> list[str]:
     """What a `text` of the template lacks of `messages`, which are those of the example before calls became text."""
     notes = []
-    if example.tools and not writes_tools(template):
+    if example.tools and "tools" not in template.source.replace("tool_calls", ""):
         notes.append(NOT_SHOWN)
     if template.reads_parts:
         notes.append(AS_PARTS)
