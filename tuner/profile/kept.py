@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -16,11 +15,11 @@ from tuner.data.encoding.tokenizer_files import cache_root, local_directory
 from tuner.errors import TunerError
 from tuner.profile.predict import Target
 from tuner.profile.workload import prepared_for
+from tuner.runtime.environment import versions
 from tuner.runtime.files import read_json, write_json
 from tuner.setup.proven import source_hash
 
 KEPT = "fits"
-LIBRARIES = ("torch", "transformers", "peft", "liger-kernel", "tuner-lm")
 STEP_BYTES = 128 << 20
 CODE = ("config", "model", "parallel", "profile", "setup", "train")
 """Parts of tuner by which it predicts."""
@@ -50,7 +49,7 @@ def key_of(recipe: Recipe, target: Target) -> str:
         "config": hashlib.sha256(config.read_bytes()).hexdigest() if config is not None and config.is_file() else None,
         "data": None if found is None else found[0].key,
         "target": [target.device.shown, asdict(target.rank_info), *map(_whole_steps, limits)],
-        "versions": {name: _version(name) for name in LIBRARIES},
+        "versions": versions(),
         "code": source_hash(CODE),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -79,9 +78,3 @@ def _path(key: str, recipe: Recipe) -> Path:
 def _whole_steps(size: int | None) -> int | None:
     """Memory in whole pieces, so that what is free now and then is the same."""
     return None if size is None else size // STEP_BYTES
-
-
-def _version(name: str) -> str | None:
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(name)
-    return None

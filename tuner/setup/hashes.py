@@ -1,4 +1,4 @@
-"""Hashes of weights: of those that are not trained beside the first step, and known from a launch before.
+"""Hashes of weights: of those that are not trained, during the first step, and known from a launch before.
 
 Checkpoints do not hold these, and note their hash: a save and a resumption need it, a first step does not. A tensor
 that lies in a file as it was read has the hash of the file's bytes there, which is kept in the cache and holds for as
@@ -41,7 +41,7 @@ SETTLED_NS = 2_000_000_000
 class FrozenHash:
     """SHA-256 of what of a model is not trained (:func:`~tuner.model.freeze.frozen_hash`), once it is called.
 
-    It is taken by a thread from now on, of the tensors as they lie in the host's memory: they may go to a device
+    A thread computes it from now on, of the tensors as they lie in the host's memory: they may go to a device
     meanwhile. The process may end without it. On a CPU, whose cores train, it takes one of them.
     """
 
