@@ -23,6 +23,7 @@ from tuner.checkpoint.save import CheckpointDir, save
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import DataError, RecipeError
+from tuner.model import read_ahead
 from tuner.model.build import ModelSpec, fetch_weights
 from tuner.run import main
 from tuner.run import preflight as preflight_module
@@ -180,3 +181,17 @@ def test_what_a_machine_lacks_for_a_gpu_is_named(
     found = preflight_module._slower(resolved_on("cuda"))
     assert found is said or (found is not None and said is not None and found.startswith(said))
     assert preflight_module._slower(resolved_on("cpu")) is None
+
+
+def test_weights_for_a_gpu_are_read_while_the_run_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainings.prepare(tmp_path, 1)
+    read: list[ModelSpec] = []
+    monkeypatch.setattr(read_ahead, "begin_reading", read.append)
+    launch(tmp_path, LaunchOptions(dry_run=True))
+    launch(tmp_path, train__stop_after="1 step", output_dir="on-a-cpu")
+    assert not read
+    monkeypatch.setattr(preflight_module, "on_cuda", lambda device: True)
+    launch(tmp_path, LaunchOptions(dry_run=True))
+    assert not read
+    launch(tmp_path, train__stop_after="1 step", output_dir="on-a-gpu")
+    assert [Path(spec.name_or_path).name for spec in read] == ["model"]

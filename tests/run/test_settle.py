@@ -49,7 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         jobs.append(json.loads(json.dumps(job)))
         return {"values": {MICRO: 4, LEVEL: "full"}, "reasons": {MICRO: "room", LEVEL: "no room"}}
 
-    monkeypatch.setattr(module, "_on_cuda", lambda device: device != "cpu")
+    monkeypatch.setattr(module, "on_cuda", lambda device: device != "cpu")
     for name in ("_asked", "_answered"):
         monkeypatch.setattr(module, name, answered)
     return jobs
@@ -141,7 +141,7 @@ def test_what_cannot_be_predicted_is_taken_plainly_with_the_reason(
     run = subprocess.run
     begun: list[Any] = []
     monkeypatch.setattr(subprocess, "run", lambda *given, **named: begun.append(given) or run(*given, **named))
-    monkeypatch.setattr(module, "_on_cuda", lambda device: True)
+    monkeypatch.setattr(module, "on_cuda", lambda device: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     place = Place(tmp_path, tmp_path, starts=starts)
     found = settle(loaded_from(tmp_path), {}, RankInfo(), place, Console(level="warning"))

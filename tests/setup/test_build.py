@@ -9,12 +9,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.model.tiny import tiny_config
+from tests.model.tiny import family_model, tiny_config
 from tests.train.synthetic import recipe_for
 from tuner.model.trainable import TrainableSpec
 from tuner.parallel.assemble import AssemblySpec
+from tuner.parallel.mapped import in_files
 from tuner.parallel.mesh import Mesh
-from tuner.setup.build import _type_to_hand_on, step_config_of
+from tuner.runtime.dist import RankInfo
+from tuner.setup.build import _brought, _type_to_hand_on, assembled, assembly_spec, step_config_of
+from tuner.setup.resolve import resolve
 
 
 def test_autocast_keeps_no_copies_of_weights(tmp_path: Path) -> None:
@@ -51,3 +54,31 @@ def test_weights_that_are_all_trained_stay_in_half_files_until_they_are_read(
     recipe = recipe_for(tmp_path, **{**sections, "model": {"name_or_path": str(tmp_path), **sections["model"]}})
     resolved: Any = SimpleNamespace(recipe=recipe, new_ids=new_ids)
     assert _type_to_hand_on(resolved, spec) == expected
+
+
+MADE: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3": {},  # whose embeddings have a scale that is a buffer
+    "qwen3-moe": {},
+    "llama, LoRA": {"adapter": {"kind": "lora"}},
+    "llama, QLoRA": {"adapter": {"kind": "lora"}, "model": {"quantize": "nf4"}},
+    "llama, frozen": {"model": {"freeze": ["*embed*"]}},
+    "llama, tiles": {"train": {"tiled_mlp": True}},
+}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("what", MADE)
+def test_a_model_read_in_blocks_is_the_one_that_is_loaded(what: str, tied: bool, tmp_path: Path) -> None:
+    family_model(what.partition(",")[0], tied).to(torch.bfloat16).save_pretrained(tmp_path)
+    resolved = resolve(recipe_for(tmp_path, **MADE[what]), 32, RankInfo())
+    spec, cpu = assembly_spec(resolved), torch.device("cpu")
+    loaded, read = assembled(resolved, spec, Mesh(), cpu), _brought(resolved, spec, cpu)
+    for kind in ("named_parameters", "named_buffers"):
+        wanted, found = dict(getattr(loaded, kind)()), dict(getattr(read, kind)())
+        assert wanted.keys() == found.keys()
+        for name, one in wanted.items():
+            assert (found[name].dtype, found[name].requires_grad) == (one.dtype, one.requires_grad), name
+            assert torch.equal(found[name], one), name
+    places = in_files({name: one.detach() for name, one in read.named_parameters()})
+    assert not places, "they are in memory of their own"

@@ -34,6 +34,12 @@ def vet_weights(name_or_path: str, revision: str | None = None) -> set[str]:
     directory = Path(name_or_path)
     if directory.is_dir():
         require_own_files(directory)
+    return {stored.dtype for file in weight_files(name_or_path, revision) for stored in stored_in(file).values()}
+
+
+def weight_files(name_or_path: str, revision: str | None = None) -> Iterator[Path]:
+    """The files in which the weights of a local directory lie, or those of a hub model that are here. DataError."""
+    directory = Path(name_or_path)
     explicit = PretrainedConfig.get_config_dict(name_or_path, revision=revision)[0].get(_EXPLICIT)
     if explicit is None:
         wanted = [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME]
@@ -41,14 +47,10 @@ def vet_weights(name_or_path: str, revision: str | None = None) -> set[str]:
         wanted = [explicit]
     else:
         raise DataError(f"{name_or_path}/config.json: {_EXPLICIT}: {explicit!r} is no safetensors file", hint=_CONVERT)
-    types = set()
     for name in wanted:
         found = directory / name if directory.is_dir() else _cached(name_or_path, name, revision)
         if found is not None and found.is_file():
-            for file in _files_of(found):
-                if directory.is_dir() or file.exists():
-                    types |= {stored.dtype for stored in stored_in(file).values()}
-    return types
+            yield from (file for file in _files_of(found) if directory.is_dir() or file.exists())
 
 
 def _files_of(found: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""The values of a model that several processes hold: read by each from the files, or sent from rank 0 in blocks."""
+"""The values of a model on its device: read from the files by each process, or sent from rank 0, in blocks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,32 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tuner.model.root import CausalLM
+from tuner.parallel.file_blocks import FileBlocks
 from tuner.parallel.mapped import InFile, in_files, mapped, sampled
 from tuner.runtime.parts import Box, Part, part_of
 from tuner.runtime.process import Collective, gloo_group
 from tuner.runtime.warned import pass_on
 
 _BLOCK = 1 << 25
-"""Bytes that are read, or sent, at once."""
+"""Bytes that are sent at once."""
+
+
+def bring(root: CausalLM, device: torch.device, types: Mapping[torch.Tensor, torch.dtype]) -> None:
+    """Bring the model of one process to a device; what lies in files goes there in blocks, and never into the host's
+    memory whole.
+
+    ``types`` has those of the parameters that are to have another one there: they are cast on the device.
+    """
+    named = dict(_tensors(root))
+    with FileBlocks(device) as blocks:
+        for name, place in in_files({name: one.detach() for name, one in named.items()}).items():
+            tensor = named[name]
+            moved = torch.empty(tensor.shape, dtype=types.get(tensor, tensor.dtype), device=device)
+            blocks.give(moved, place)
+            tensor.data = moved
+    root.to(device)
+    for tensor, dtype in types.items():
+        tensor.data = tensor.data.to(dtype)
 
 
 def materialise(root: CausalLM, source: CausalLM | None, device: torch.device) -> None:
@@ -35,30 +54,42 @@ def materialise(root: CausalLM, source: CausalLM | None, device: torch.device) -
     everyone = Collective(gloo_group())
     types, places = everyone.on_rank0(lambda: ({name: one.dtype for name, one in own.items()}, in_files(own)))
     files = _readable(places, own)
-    with torch.no_grad():
+    with torch.no_grad(), FileBlocks(device) as blocks:
         for name, target in _tensors(root):
             if torch.promote_types(types[name], target.dtype) != target.dtype:
                 raise RuntimeError(f"{name} is {types[name]} at the source and {target.dtype} in the sharded model")
             content = files.get(places[name].path) if name in places else None
             if content is None:
-                _fill(target, own.get(name), types[name], is_sent=True)
+                _fill(target, own.get(name), types[name])
             else:
-                _fill(target, places[name].of(content), types[name], is_sent=False)
+                _read(target, places[name], content, blocks)
 
 
-def _fill(target: torch.Tensor, whole: torch.Tensor | None, dtype: torch.dtype, is_sent: bool) -> None:
-    """Give a process its part of a ``whole`` tensor of this type, which it has itself, or is sent. Then collective."""
-    local, part = target, _all_of(target)
-    if isinstance(target, DTensor):
-        local, part = target.to_local(), part_of(target)
+def _read(target: torch.Tensor, place: InFile, content: torch.Tensor, blocks: FileBlocks) -> None:
+    """Give a process its part of a tensor out of a file: rows by blocks; of parts of rows no more than these."""
+    local, part = _local(target)
+    inner = torch.Size(target.shape[1:]).numel()
+    for box in part.boxes:
+        if box.sizes[1:] == tuple(target.shape[1:]):
+            blocks.give(box.within(local), place, inner * (box.offsets[0] if box.offsets else 0))
+        else:
+            box.within(local).copy_(box.of(place.of(content)).to(local.device))
+
+
+def _fill(target: torch.Tensor, whole: torch.Tensor | None, dtype: torch.dtype) -> None:
+    """Give a process its part of a tensor of this type, whose rows it is sent by who has the ``whole``. Collective."""
+    local, part = _local(target)
     for start, stop in _blocks(target.shape, dtype):
         rows = None if whole is None else whole[start:stop] if whole.ndim else whole
-        if is_sent:
-            rows = _sent(rows, (stop - start, *target.shape[1:]) if target.ndim else (), dtype, local.device)
-        assert rows is not None, "whoever is sent nothing has the whole"
+        rows = _sent(rows, (stop - start, *target.shape[1:]) if target.ndim else (), dtype, local.device)
         for box in part.boxes:
             if (own := box.within_rows(start, stop)) is not None:
-                own.within(local).copy_(own.of(rows).to(local.device))  # cast where it goes
+                own.within(local).copy_(own.of(rows))  # cast where it goes
+
+
+def _local(target: torch.Tensor) -> tuple[torch.Tensor, Part]:
+    """What a process has of a tensor, and which elements these are."""
+    return (target.to_local(), part_of(target)) if isinstance(target, DTensor) else (target, _all_of(target))
 
 
 def _readable(places: Mapping[str, InFile], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

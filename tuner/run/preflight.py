@@ -20,7 +20,7 @@ from tuner.model.vetting import ignored_code, untrained_indexer, weighs_routers
 from tuner.run.changes import Reset, changes, freed_keys, moments_of, resets_for, starts_of
 from tuner.run.options import HandedOver, LaunchOptions, RunResult
 from tuner.run.previous import find_checkpoint, finished_result, require_recipe_of, warn_of_changes
-from tuner.run.settle import Place, run_before, settle
+from tuner.run.settle import Place, on_cuda, run_before, settle
 from tuner.rundir.directory import RunDir
 from tuner.runtime.console import Console
 from tuner.runtime.device import TO_COMPILE, compiler_problem, triton_problem
@@ -243,6 +243,10 @@ def plan_launch(
     Raises RecipeError where this machine resolves the recipe to another run than the one that is resumed.
     """
     run, record, found = ready.run, ready.record, ready.found
+    if not options.dry_run and rank_info.local_rank == 0 and on_cuda(loaded.recipe.train.device):
+        from tuner.model.read_ahead import begin_reading  # beside a prediction; a CPU's own cores would be kept from it
+
+        begin_reading(model_spec(loaded.recipe, range(0)))
     settled = settled_for(ready, loaded, options, rank_info, console, starts=False)
     recipe = settled.of(loaded.recipe)
     resolved = resolve(recipe, ready.spec.max_length, rank_info, ready.spec.tokenizer.new_ids)

@@ -94,8 +94,8 @@ def settle(
     """
     settled = whole_batches(loaded, rank_info.world_size)
     recipe = settled.of(loaded.recipe)
-    on_cuda = _on_cuda(recipe.train.device)
-    usual: Mapping[str, Any] = {} if on_cuda else WITHOUT
+    predicts = on_cuda(recipe.train.device)
+    usual: Mapping[str, Any] = {} if predicts else WITHOUT
     had = {key: value for key, value in before.items() if value != usual.get(key)}
     kept = {key: had[key] for key in left_open(recipe, rank_info.world_size) if key in had}
     if recipe.train.global_batch_size % (kept.get(MICRO, 1) * data_processes(recipe, rank_info.world_size)):
@@ -105,7 +105,7 @@ def settle(
     still_open = left_open(recipe, rank_info.world_size)
     if still_open == (SHARD,) and len(ways_to_shard(recipe, rank_info)) == 1:
         return settled  # there is nothing to choose
-    if not on_cuda or not still_open:
+    if not predicts or not still_open:
         return settled
     job = {
         "recipe": recipe_dict(recipe), "ranks": asdict(rank_info), "data": str(place.data), "cache": str(place.cache),
@@ -126,7 +126,8 @@ def settle(
     return settled.and_also(Settled(answer["values"], answer["reasons"]))
 
 
-def _on_cuda(device: str) -> bool:
+def on_cuda(device: str) -> bool:
+    """Whether a recipe's device is a GPU here."""
     import torch
 
     return device != "cpu" and torch.cuda.is_available()

@@ -216,9 +216,10 @@ def assembled(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.
     """The model of a resolved recipe, made as the spec says. Collective where there are several processes."""
     if mesh.size > 1:
         return _spread(resolved, spec, mesh, device)
+    if device.type != "cpu":
+        return _brought(resolved, spec, device)
     initial = _initial(resolved, spec)
-    inspect, to_device = partial(_inspect, resolved, initial), lambda root: root.to(device)
-    return assemble(spec, _whole_model(resolved, initial), inspect=inspect, give_values=to_device)
+    return assemble(spec, _whole_model(resolved, initial), inspect=partial(_inspect, resolved, initial))
 
 
 def teacher_in_memory(recipe: Recipe) -> DistillMethod | None:
@@ -390,10 +391,10 @@ def _initial(resolved: Resolved, spec: AssemblySpec) -> "Initial | None":
 
 
 def _type_to_hand_on(resolved: Resolved, spec: AssemblySpec) -> torch.dtype | None:
-    """The type of the files, where a model that only gives its weights to others can have them in it.
+    """The type of the files, where a model whose weights are read again, for a device or other processes, can have it.
 
-    float32 holds those of a half type exactly, and they stay in the files until each process reads its own: cast, they
-    would all be in the host's memory. None where anything is made of the weights themselves: a hash of what is not
+    float32 holds those of a half type exactly, and they stay in the files until they are read: cast, they would all be
+    in the host's memory. None where anything is made of the weights themselves: a hash of what is not
     trained, columns of a reference, rows of new tokens, what `model.init_from` gives.
     """
     recipe = resolved.recipe
@@ -402,6 +403,25 @@ def _type_to_hand_on(resolved: Resolved, spec: AssemblySpec) -> torch.dtype | No
         return None
     stored = vet_weights(recipe.model.name_or_path, recipe.model.revision)
     return _HALF.get(stored.pop()) if len(stored) == 1 else None
+
+
+def _brought(resolved: Resolved, spec: AssemblySpec, device: torch.device) -> CausalLM:
+    """The model of one process on a device other than the host's, read from its files in blocks."""
+    from tuner.parallel.values import bring  # a CPU has the model where it was read to
+
+    initial = _initial(resolved, spec)
+    stored = None if spec.tiles else _type_to_hand_on(resolved, spec)  # tiles are proven in the type that trains
+    model = _whole_model(resolved, initial, stored)
+    types = {} if stored is None else _types_there(model, meta_model_of(resolved))
+    inspect = partial(_inspect, resolved, initial)
+    return assemble(spec, model, inspect=inspect, give_values=lambda root: bring(root, device, types))
+
+
+def _types_there(model: PreTrainedModel, meta: PreTrainedModel) -> dict[torch.Tensor, torch.dtype]:
+    """The parameters and buffers of a model that have another type in the one that trains, with that type."""
+    wanted = {name: one.dtype for name, one in [*meta.named_parameters(), *meta.named_buffers()]}
+    own = [*model.named_parameters(), *model.named_buffers()]
+    return {tensor: wanted[name] for name, tensor in own if tensor.dtype != wanted[name]}
 
 
 def _spread(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> CausalLM:
