@@ -84,7 +84,7 @@ def test_init_writes_rows_for_who_has_none(name: str, tmp_path: Path) -> None:
         ((), "got no rows"),
         (("--data", "a.jsonl"), "got no model"),
         (("--data", "a.jsonl", "--example", "orders"), "got both --data and --example"),
-        (("--example", "poems"), "there are: orders, reasoning, preferences, notes"),
+        (("--example", "poems"), "there are: orders, reasoning, preferences, tools, notes"),
     ],
 )
 def test_init_says_what_it_lacks(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:

@@ -218,10 +218,9 @@ def learned_texts(row: Mapping[str, Any]) -> list[list[str]]:
 
 
 def said(message: Mapping[str, Any]) -> list[str]:
-    """The words of a message, and its calls as the template without a place for them has them."""
-    calls = [
-        json.dumps({"name": call["name"], "arguments": call["arguments"]}) for call in message.get("tool_calls", ())
-    ]
+    """The words of a message, and its calls as the template writes them."""
+    made = [{"name": call["name"], "arguments": call["arguments"]} for call in message.get("tool_calls", ())]
+    calls = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in made]
     return [*([message["content"]] if message.get("content") else []), *calls]
 
 

@@ -30,7 +30,7 @@ def init(
     ] = None,
     example: Annotated[
         str | None,
-        typer.Option("--example", help="Rows that ship, written here: orders, reasoning, preferences or notes."),
+        typer.Option("--example", help="Rows that ship, written here: orders, reasoning, preferences, tools or notes."),
     ] = None,
 ) -> Outcome:
     """Look at the first rows and print a commented recipe."""

@@ -32,6 +32,7 @@ EXAMPLES = {
     "orders": Example("chats: an order in words becomes JSON"),
     "reasoning": Example("chats whose answers think before they speak"),
     "preferences": Example("pairs of answers: short JSON is preferred to answers that talk"),
+    "tools": Example("chats with tools: which one is called, with what, and what is said of its answer", BASE),
     "notes": Example("plain text, every token of which is learned", BASE),
 }
 

@@ -151,7 +151,7 @@ def test_tools_that_the_template_leaves_out_are_warned_of_with_a_template_that_h
     request = tiny.request(tmp_path / "cache", path, max_length=512)
     (warning,) = prepare(request).warnings
     assert warning.startswith("1 row: tools not written by the template; the model would learn to call tools that it")
-    assert "tokenizer.chat_template: qwen3 " in warning
+    assert "tokenizer.chat_template: chatml " in warning
     written = replace(request, tokenizer=tiny.tokenizer(template_source("qwen3")))
     assert prepare(written).warnings == ()
 

@@ -91,6 +91,32 @@ def test_exactly_the_answers_are_trained_each_after_its_prompt(name: str, loaded
             assert answer[-1] in tokenizer.eos_ids
 
 
+def test_chatml_writes_tools_as_qwen_does(loaded: dict[str, TextTokenizer]) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "two"}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    called = [
+        {"role": "user", "content": "One and two?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "three"},
+        {"role": "tool", "content": "four"},
+        {"role": "assistant", "content": "I ask again.", "tool_calls": [call, call]},
+        {"role": "tool", "content": "three"},
+        {"role": "assistant", "content": "It is three."},
+    ]
+    system = [{"role": "system", "content": "Be brief."}]
+    for last in range(1, len(called) + 1):
+        texts = [loaded[name].render(system + called[:last], last % 2 == 1, tools) for name in ("chatml", "qwen")]
+        assert texts[0] == texts[1]
+    alone = loaded["chatml"].render(called, False, tools)
+    assert alone.startswith("<|im_start|>system\n# Tools\n") and "Qwen" not in alone
+    row = parse_record({"messages": system + called, "tools": tools})
+    batch = Encoder(loaded["chatml"], "assistant").encode([row])
+    trained = [loaded["chatml"].decode(answer) for _, answer in spans(batch)]
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "two"}}\n</tool_call>'
+    texts = [written, f"I ask again.\n{written}\n{written}", "It is three."]
+    assert not batch.problems and trained == [f"{text}<|im_end|>" for text in texts]
+
+
 def spans(batch: EncodedBatch) -> Iterator[tuple[list[int], list[int]]]:
     """Every trained stretch of ids, and the ids of its document before it."""
     for first, after in pairwise(batch.offsets.tolist()):

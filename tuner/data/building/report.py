@@ -26,9 +26,9 @@ RARE = 0.1
 LOST = (
     (
         NOT_SHOWN,
-        "the model would learn to call tools that it is never shown: tokenizer.chat_template: qwen3 writes them",
+        "the model would learn to call tools that it is never shown: tokenizer.chat_template: chatml writes them",
     ),
-    (CALLS_NOT_SHOWN, "they are neither learned nor shown: tokenizer.chat_template: qwen3 writes them"),
+    (CALLS_NOT_SHOWN, "they are neither learned nor shown: tokenizer.chat_template: chatml writes them"),
 )
 """Notes about what of the rows the template leaves out that is to be learned from, and the way out."""
 _SUMMED = ("files", "rows", "documents", "sampled", "repeated")
