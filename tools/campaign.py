@@ -117,6 +117,7 @@ CAMPAIGNS = (
     Campaign("advice-keys", ("advice_campaign", "keys"), "every answer to other tools' keys, followed and compared"),
     Campaign("advice-files", ("advice_campaign", "files"), "whole files of other tools, imported and compared"),
     Campaign("advice-hints", ("advice_campaign", "hints"), "what errors and warnings propose, provoked and followed"),
+    Campaign("init", ("init_campaign",), "what init proposes for rows of 51 kinds, taken, and nothing lost unsaid"),
     Campaign("recipes", ("recipes_campaign",), "every shipped recipe: predicted for its card, two steps in small"),
     Campaign("preferences", ("preference_task",), "what shipped preference recipes teach, on held-out notes"),
     Campaign("predict", ("predict_campaign",), "predicted memory against counted allocations"),

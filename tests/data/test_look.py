@@ -21,6 +21,7 @@ from tuner.config.load import load_recipe
 from tuner.config.recipe import DataSource
 from tuner.config.starter import FEW_STEPS, Room, starter
 from tuner.data import look as module
+from tuner.data import sample
 from tuner.data.building.explain import explain
 from tuner.data.building.prepare import prepare
 from tuner.data.building.spec import PrepareSpec
@@ -136,7 +137,7 @@ def test_a_tokenizer_without_a_template_is_given_one(tmp_path: Path) -> None:
     text = starter(str(directory), str(path), seen, ROOMY)
     assert load_recipe(tmp_file(tmp_path, text)).recipe.tokenizer.chat_template == "chatml"
     pairs = tiny.write_rows(tmp_path / "pairs.jsonl", [{"prompt": "a", "completion": "b"}])
-    assert not look(str(directory), DataSource(path=str(pairs))).lacks_template
+    assert look(str(directory), DataSource(path=str(pairs))).template == ""
     write_csv(tmp_path / "pairs.csv")
     without = look(str(directory), DataSource(path=str(tmp_path / "pairs.csv")))
     assert without.form == "prompt_completion"
@@ -226,7 +227,7 @@ def test_what_is_chosen_gives_enough_steps_where_the_data_allow(
     rows = [tiny.chat(f"question {i}", "hello " * drawn.randint(1, words)) for i in range(count)]
     path = tiny.write_rows(tmp_path / "rows.jsonl", rows)
     seen = look(model, DataSource(path=str(path)))
-    assert seen.steps >= steps and seen.whole >= 0.99 and seen.max_length <= 1000
+    assert seen.steps >= steps and seen.longer_tokens <= 0.01 and seen.max_length <= 1000
     data = {"train": str(path), "max_length": seen.max_length}
     report = prepare(tiny.request(tmp_path / "cache", data.pop("train"), **data)).report["train"]
     assert report["packed_rows"] == pytest.approx(seen.packed_rows, rel=0.1, abs=1)
@@ -252,7 +253,7 @@ def test_few_plain_documents_stay_whole(model: str, tmp_path: Path) -> None:
     texts = ["hello world, the answer is forty two\n" * count for count in (3, 20, 35, 50, 60)]
     path = tiny.write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
     seen = look(model, DataSource(path=str(path)))
-    assert seen.whole == 1 and 256 < seen.longest <= seen.max_length
+    assert seen.longer == 0 and 256 < seen.longest <= seen.max_length
 
 
 def test_bad_rows_are_counted_and_named_and_no_reason_to_stop(model: str, tmp_path: Path) -> None:
@@ -288,4 +289,23 @@ def test_plain_text_gets_rows_that_are_short_enough(model: str, tmp_path: Path) 
     (tmp_path / "a.txt").write_text("hello world, the answer is forty two\n" * 3000)
     seen = look(model, DataSource(path=str(tmp_path / "a.txt")))
     assert (seen.pretrain, seen.max_length, seen.epochs) == (True, 256, 1)
-    assert seen.whole == 0 and "; all documents are longer and split" in starter(model, "a.txt", seen, ROOMY)
+    assert "; 1 document (100.0% of the tokens) is longer and split" in starter(model, "a.txt", seen, ROOMY)
+
+
+def test_a_sample_of_a_large_source_is_drawn_from_all_over_it(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short rows come first: what is seen of the first alone would be another length, and no bad row."""
+    rows = [tiny.chat(f"question {i}", "hello " * 10) for i in range(900)]
+    rows += [tiny.chat(f"question {i}", "hello " * 300) for i in range(100)]
+    path = tiny.write_rows(tmp_path / "rows.jsonl", [*rows, {"messages": [{"role": "user", "content": 3}]}])
+    whole = look(model, DataSource(path=str(path)))
+    monkeypatch.setattr(sample, "SAMPLE_BYTES", 60_000)
+    part = look(model, DataSource(path=str(path)))
+    assert (whole.is_counted, part.is_counted) == (True, False)
+    for seen in (whole, part):
+        assert (seen.rows, seen.bad, seen.longer) == (1000, 1, 0) and seen.longest <= seen.max_length
+    assert part.max_length == whole.max_length
+    assert part.longest == pytest.approx(whole.longest, rel=0.05)
+    assert part.packed_rows == pytest.approx(whole.packed_rows, rel=0.1, abs=1)
+    assert "longest document: about " in starter(model, str(path), part, ROOMY)

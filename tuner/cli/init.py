@@ -37,10 +37,12 @@ def init(
     from tuner.config.load import load_recipe
     from tuner.config.starter import bad_rows, counted, not_used, starter
     from tuner.data.look import look
+    from tuner.runtime.console import Console
 
     model, data = _chosen(model, data, example)
     given = load_recipe({"model": {"name_or_path": model}, "data": {"train": data}}).recipe
-    seen = look(given.model.name_or_path, given.data.train[0])
+    with Console(main=True).doing(f"reading {data}") as doing:  # a GB takes some seconds
+        seen = look(given.model.name_or_path, given.data.train[0], lambda far: doing.update(f"reading {data}: {far}"))
     text = starter(model, data, seen, _room())
     tokens = "tokens" if seen.by_tokenizer else "tokens (estimated)"
     say(

@@ -43,17 +43,31 @@ class Look:
     unused: tuple[str, ...]
     """Keys whose text is neither trained on nor shown to the model."""
     bad: int
-    """Rows among those that were read which cannot be used."""
+    """Rows that cannot be used."""
     first_bad: str
     """The place of the first of them and what is wrong with it."""
-    lacks_template: bool
-    """Whether they are chats, and the model's tokenizer has no chat template."""
+    are_bad_counted: bool
+    """Whether these are all: else there may be more."""
+    nothing_learned: int
+    """Rows of which no token would be trained, and which are left out."""
+    repeats: bool
+    """Whether most rows are the same as others."""
+    template: str
+    """The chat template that the rows need; empty where the model's own is taken, or none."""
+    why_template: str
+    """What the model's own leaves out; empty where it has none."""
     by_tokenizer: bool
     """Whether tokens were counted with the model's tokenizer: else they are estimated from characters."""
+    is_counted: bool
+    """Whether every document was: else lengths are those of a sample, and by its tokens for each character."""
     longest: int
-    """Tokens of the longest document seen."""
-    whole: float
-    """The share of documents that are no longer than a row."""
+    """Tokens of the longest document."""
+    longer: int
+    """Documents that are longer than a row."""
+    longer_tokens: float
+    """The share of the tokens that they hold."""
+    truncates: bool
+    """Whether these are cut: else they are dropped, or split where they are plain text."""
     max_length: int
     packed_rows: int
     epochs: int
@@ -89,9 +103,6 @@ def starter(model: str, data: str, seen: Look, room: Room) -> str:
     """Return the commented recipe; `data` is written as it is given, so it should suit where the recipe will lie."""
     if not model.strip() or not model.isprintable():
         raise RecipeError(f"got {model!r}; -m takes a hub name or a local directory")
-    held_out = ("  eval: 2%", "held out, never trained on; or a file")
-    if seen.rows < FEWEST_TO_SPLIT:
-        held_out = ("  # eval: held_out.jsonl", "records never trained on; there are too few here to split some off")
     lines = [
         ("model:", ""),
         (f"  name_or_path: {flow(model)}", "hub name or local directory"),
@@ -102,8 +113,9 @@ def starter(model: str, data: str, seen: Look, room: Room) -> str:
         ("data:", ""),
         (f"  train: {_source(data, seen)}", _rows(seen)),
         *_bad_rows(seen),
-        held_out,
+        _held_out(seen),
         (f"  max_length: {seen.max_length}", _length(seen)),
+        *_too_long(seen),
         ("train:", ""),
         (f"  duration: {seen.epochs} epoch{'s' if seen.epochs > 1 else ''}", _duration(seen)),
         (f"  global_batch_size: {seen.global_batch_size}", _batch(seen)),
@@ -138,10 +150,19 @@ def _adapter(seen: Look, room: Room) -> tuple[str, str]:
 
 
 def _template(seen: Look) -> list[tuple[str, str]]:
-    if not seen.lacks_template:
+    if not seen.template:
         return []
-    note = "the tokenizer has none; or llama3, qwen, gemma, ..., or the path of a jinja file"
-    return [("tokenizer:", ""), ("  chat_template: chatml", note)]
+    lost = f"the model's own leaves something out: {seen.why_template}"
+    why = lost if seen.why_template else "the tokenizer has none"
+    note = f"{why}; or llama3, qwen, gemma, ..., or the path of a jinja file"
+    return [("tokenizer:", ""), (f"  chat_template: {seen.template}", note)]
+
+
+def _held_out(seen: Look) -> tuple[str, str]:
+    if seen.rows >= FEWEST_TO_SPLIT and not seen.repeats:
+        return "  eval: 2%", "held out, never trained on; or a file"
+    why = "too few here" if seen.rows < FEWEST_TO_SPLIT else "too many here that are the same"
+    return "  # eval: held_out.jsonl", f"records never trained on; there are {why} to split some off"
 
 
 def _method(seen: Look) -> str:
@@ -179,11 +200,13 @@ def _bad_rows(seen: Look) -> list[tuple[str, str]]:
 
 def bad_rows(seen: Look) -> str:
     """How many rows are bad: `1 row cannot be read`."""
-    return f"{seen.bad:,} row{' cannot' if seen.bad == 1 else 's cannot'} be read"
+    least = "" if seen.are_bad_counted else "at least "
+    return f"{least}{seen.bad:,} row{' cannot' if seen.bad == 1 else 's cannot'} be read"
 
 
 def _rows(seen: Look) -> str:
-    return f"{counted(seen)}: {seen.form}{not_used(seen)}"
+    nothing = f"; {seen.nothing_learned:,} with nothing to learn, left out" if seen.nothing_learned else ""
+    return f"{counted(seen)}: {seen.form}{not_used(seen)}{nothing}"
 
 
 def counted(seen: Look) -> str:
@@ -198,13 +221,21 @@ def not_used(seen: Look) -> str:
 
 
 def _length(seen: Look) -> str:
-    counted = "by the model's tokenizer" if seen.by_tokenizer else "estimated from characters"
-    note = f"tokens of a packed row; longest {_unit(seen)}: {seen.longest:,} ({counted})"
-    if seen.whole == 1:
+    how = "by the model's tokenizer" if seen.by_tokenizer else "estimated from characters"
+    about = "about " if seen.by_tokenizer and not seen.is_counted else ""
+    note = f"tokens of a packed row; longest {_unit(seen)}: {about}{seen.longest:,} ({how})"
+    if not seen.longer:
         return note
-    units = f"{_unit(seen)}s"
-    rest = f"all {units} are longer" if seen.whole == 0 else f"{1 - seen.whole:.1%} of the {units} are longer"
-    return f"{note}; {rest} and split" if seen.pretrain else f"{note}; {rest} and dropped: see data.too_long"
+    fate = "split" if seen.pretrain else "cut" if seen.truncates else "dropped: see data.too_long"
+    longer = f"{seen.longer:,} {_unit(seen)}{'' if seen.longer == 1 else 's'}"
+    are = "is" if seen.longer == 1 else "are"
+    return f"{note}; {about}{longer} ({seen.longer_tokens:.1%} of the tokens) {are} longer and {fate}"
+
+
+def _too_long(seen: Look) -> list[tuple[str, str]]:
+    if not seen.truncates:
+        return []
+    return [("  too_long: truncate", f"the model has no more positions, and most {_unit(seen)}s are longer")]
 
 
 def _unit(seen: Look) -> str:

@@ -1,14 +1,17 @@
-"""A look at the first records of a source, for `tuner init`: read and encoded by what preparation reads them with.
+"""A look at the records of a source, for `tuner init`: read and encoded by what preparation reads them with.
 
-Small sources are read whole, larger ones up to some MiB, and the rest is estimated from the sizes of their files. From
-the lengths of the first documents follow a row length, a batch size and a duration that give enough steps to learn.
+Sources are read whole, very large ones up to a GiB, and the rest is estimated from the sizes of their files. A sample
+from all over them is encoded. From the lengths of the documents follow a row length, a batch size and a duration that
+give enough steps to learn.
 """
 
+from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, repeat, takewhile
 from math import prod
+from operator import mul
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,18 +20,14 @@ import numpy.typing as npt
 from tuner.config.starter import FEW_STEPS, Look
 from tuner.data.building.bins import pack
 from tuner.data.building.documents import first_records
-from tuner.data.building.encoded import BadRecord, bad_record
 from tuner.data.building.spec import inflated_bytes, positions_in
-from tuner.data.encoding.compared import AnyEncoder, answers_of
-from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
-from tuner.data.encoding.named_templates import template_source
+from tuner.data.encoding.compared import answers_of
 from tuner.data.encoding.tokenizer import TextTokenizer, parse_json
 from tuner.data.encoding.tokenizer_files import local_directory, local_files
 from tuner.data.reading.blocks import blocks, examples_of, lines_in
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.proposals import Reading, reading_for
 from tuner.data.reading.records import (
-    Compared,
     Conversation,
     Example,
     PlainText,
@@ -37,6 +36,7 @@ from tuner.data.reading.records import (
     form_of,
     unused_texts,
 )
+from tuner.data.sample import Encoded, Sample, Templated, described, encoded_of, template_for
 from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError
 from tuner.runtime.safetensors_header import read_header
@@ -44,22 +44,28 @@ from tuner.runtime.safetensors_header import read_header
 if TYPE_CHECKING:
     from tuner.config.methods import ExampleKind
     from tuner.config.recipe import DataSource
-    from tuner.data.encoding.turns import TrainOn
 
-READ_BYTES = 16 << 20
+READ_BYTES = 1 << 30
 """Records are read up to so many bytes of them."""
 FIRST = 64
 """How they are read is tried on so many."""
-SAMPLE_BYTES, SAMPLE_RECORDS = 1 << 20, 4000
-"""The first of them are encoded, up to either bound."""
 CHARACTERS_PER_TOKEN = 3
 """A cautious estimate where the model's tokenizer is not here."""
 TURN_TOKENS = 5
 """What a chat template writes around a message, by the same estimate."""
-SMALLEST, LARGEST, LARGEST_PRETRAIN = 256, 8192, 2048
-"""Row lengths that are chosen are powers of two between these, and the model's positions."""
+SMALLEST, LARGEST_PRETRAIN = 256, 2048
+DOUBLED_TO, STEP = 8192, 4096
+"""Row lengths that are chosen are powers of two up to the first, then multiples of the second."""
+CUT = 0.01
+"""The share of the tokens that may lie in documents longer than a chosen row length."""
 WHOLE = 0.99
-"""The share of the documents that a chosen row length keeps whole."""
+"""The share of plain documents that a chosen row length keeps whole."""
+FEWEST_WHOLE = 0.5
+"""Where rows hold fewer of the documents than this, preparation would stop: they are cut."""
+MARGIN = 1.02
+"""By which lengths that were not counted are taken to be longer than they are estimated."""
+PACKED = 20_000
+"""Documents that are packed to know how many rows they take."""
 LARGEST_BATCH, USUAL_BATCH = 16, 8
 FEW_ROWS_EPOCHS = 3
 """Epochs where one alone would be too few steps of `USUAL_BATCH` rows."""
@@ -67,19 +73,17 @@ FEW_ROWS_EPOCHS = 3
 
 _FORMS = {"preference": "preference", "unpaired": "labelled"}
 """What records that compare answers are called, whatever the form of their prompt."""
-_TRAIN_ON: dict[str, "TrainOn"] = {"sft": "assistant", "pretrain": "all"}
 
 
 @dataclass
 class _Read:
     """What was read of a source."""
 
-    examples: list[Example | Compared] = field(default_factory=list)
-    """The first ones."""
+    sample: Sample = field(default_factory=Sample)
+    estimates: "array[int]" = field(default_factory=lambda: array("q"))
+    """Tokens of every example, by its characters."""
     forms: Counter[str] = field(default_factory=Counter)
-    """Of these."""
-    sampled: int = 0
-    """Bytes of these."""
+    """Of the sample."""
     records: int = 0
     size: int = 0
     """Bytes of the blocks that were read."""
@@ -89,12 +93,13 @@ class _Read:
     """The first bad one: its place and what is wrong with it."""
 
 
-def look(model: str, source: "DataSource") -> Look:
+def look(model: str, source: "DataSource", progress: Callable[[str], None] = lambda text: None) -> Look:
     """Return what the records of a source are, how many and how long, and what suits them.
 
     How the records are read is chosen by trying it on the first ones: `columns` where their keys are not ours. Lengths
-    are counted with the model's tokenizer where its files are on this machine. Bad records are counted. Raises
-    DataError where no record can be read, and MachineError for a hub data set that cannot be fetched.
+    are counted with the model's tokenizer where its files are on this machine: of a sample, and of the others by its
+    tokens for each character. Bad records are counted, of all that are read. ``progress`` is told how far that is.
+    Raises DataError where no record can be read, and MachineError for a hub data set that cannot be fetched.
     """
     own, positions = _of_model(model)
     files = expand([source])
@@ -106,21 +111,25 @@ def look(model: str, source: "DataSource") -> Look:
         source = source.model_copy(update={"columns": reading.columns, "format": reading.format})
         files = expand([source])
     kind: ExampleKind = reading.kind
-    read = _read(files, source.columns, kind)
-    if not read.examples:
+    read = _read(files, source.columns, kind, progress)
+    if not read.records:
         raise DataError(f"{source.path}: no rows") if read.first_bad is None else _all_bad(read)
-    parts = [part for example in read.examples for part in answers_of(example)]
+    examples = read.sample.examples
+    parts = [part for example in examples for part in answers_of(example)]
     if kind == "sft" and all(isinstance(example, PlainText) for example in parts):
         kind = "pretrain"
     pretrain = kind == "pretrain"
     chats = any(isinstance(example, Conversation) for example in parts)
-    lacks_template = chats and own is not None and not own.has_template
-    counted = own if own is None or not lacks_template else TextTokenizer(own.files, template_source("chatml"))
-    lengths = _encoded_lengths(read.examples, counted, kind)
+    chosen = Templated(own, "", "") if own is None else template_for(own, examples, kind, chats)
+    encoded = None if chosen.tokenizer is None else encoded_of(chosen.tokenizer, examples, kind)
+    share = len(examples) / read.records
+    unread = {} if encoded is None else encoded.problems
     times = 1.0 if read.is_all else max(inflated_bytes(files) / max(read.size, 1), 1.0)
-    estimated = lengths if lengths is not None else _estimated_lengths(read.examples)  # of pairs the sum of both
-    max_length = _max_length(estimated, times * read.records / len(read.examples), pretrain, positions)
-    rows = _packed_rows(estimated, max_length, pretrain) * times * read.records / len(read.examples)
+    lengths = _lengths(read, encoded)
+    max_length = _max_length(lengths, times, pretrain, positions)
+    longer = lengths > max_length
+    truncates = not pretrain and bool(longer.mean() > FEWEST_WHOLE)
+    rows = _packed_rows(lengths, max_length, pretrain, truncates) * times
     epochs = FEW_ROWS_EPOCHS if not pretrain and rows < FEW_STEPS * USUAL_BATCH else 1
     return Look(
         form=" and ".join(form for form, _ in read.forms.most_common()),
@@ -130,12 +139,19 @@ def look(model: str, source: "DataSource") -> Look:
         columns=dict(source.columns),
         format=source.format,
         unused=_unused(first, reading),
-        bad=read.bad,
-        first_bad=read.first_bad or "",
-        lacks_template=lacks_template,
-        by_tokenizer=lengths is not None,
-        longest=int(estimated.max()),
-        whole=float(np.mean(estimated <= max_length)),
+        bad=read.bad + round(len(unread) / share),
+        first_bad=read.first_bad or next((read.sample.place(i, problem) for i, problem in unread.items()), ""),
+        are_bad_counted=read.is_all and (share == 1 or not unread),
+        nothing_learned=0 if encoded is None else round(encoded.nothing_learned / share),
+        repeats=read.sample.repeats,
+        template=chosen.name,
+        why_template=chosen.why,
+        by_tokenizer=encoded is not None,
+        is_counted=encoded is not None and share == 1 and read.is_all,
+        longest=int(lengths.max()),
+        longer=round(int(longer.sum()) * times),
+        longer_tokens=float(lengths[longer].sum() / lengths.sum()),
+        truncates=truncates,
         max_length=max_length,
         packed_rows=max(round(rows), 1),
         epochs=epochs,
@@ -167,7 +183,9 @@ def _unused(records: Sequence[Mapping[str, object]], reading: Reading) -> tuple[
     return tuple(dict.fromkeys(keys)) if reading.format in {"auto", "sharegpt"} else ()
 
 
-def _read(files: Sequence[SourceFile], columns: Mapping[str, str], kind: "ExampleKind") -> _Read:
+def _read(
+    files: Sequence[SourceFile], columns: Mapping[str, str], kind: "ExampleKind", progress: Callable[[str], None]
+) -> _Read:
     """Read records until there are enough; bad ones are counted."""
     read = _Read()
     for file in files:
@@ -175,25 +193,23 @@ def _read(files: Sequence[SourceFile], columns: Mapping[str, str], kind: "Exampl
         for block in blocks(file):
             if read.size >= READ_BYTES:
                 read.is_all = False
-                return read
+                break
             for record, example in examples_of(block, kind):
                 if isinstance(example, RecordProblem):
                     read.bad += 1
-                    read.first_bad = read.first_bad or _described(file, before, bad_record(record, example))
+                    read.first_bad = read.first_bad or described(file, before, record, example)
                     continue
                 read.records += 1
-                if read.sampled < SAMPLE_BYTES and len(read.examples) < SAMPLE_RECORDS:
-                    read.examples.append(example)
-                    read.sampled += len(record.raw)
-                    form = file.format if file.format != "auto" else form_of(record.value or {}, columns)
-                    read.forms[_FORMS.get(kind, form or "text")] += 1
+                read.estimates.append(sum(map(_estimated, answers_of(example))))  # of pairs the sum of both
+                read.sample.offer(example, record, file, before)
             read.size += block.size
             before += lines_in(block)
+            progress(f"{read.records:,} rows")
+    read.sample.end()
+    for file, record in read.sample.sources:
+        form = file.format if file.format != "auto" else form_of(record.value or {}, columns)
+        read.forms[_FORMS.get(kind, form or "text")] += 1
     return read
-
-
-def _described(file: SourceFile, before: int, bad: BadRecord) -> str:
-    return f"{file.name}:{before + bad.line}:{bad.col}: {f'{bad.where}: ' if bad.where else ''}{bad.reason}"
 
 
 def _of_model(model: str) -> tuple[TextTokenizer | None, int | None]:
@@ -207,24 +223,18 @@ def _of_model(model: str) -> tuple[TextTokenizer | None, int | None]:
     return tokenizer, positions
 
 
-def _encoded_lengths(
-    examples: Sequence[Example | Compared], tokenizer: TextTokenizer | None, kind: "ExampleKind"
-) -> npt.NDArray[np.int64] | None:
-    """int64[documents]: tokens of each document or pair of them, by the tokenizer; None where it encodes none."""
-    if tokenizer is None:
-        return None
-    try:
-        encoder = Encoder(tokenizer, _TRAIN_ON.get(kind, "last_assistant"), "escape", fast=False)
-        offsets = AnyEncoder(encoder, kind).encode(examples, checks=1).offsets
-        lengths = np.diff(offsets[::2] if kind == "preference" else offsets)
-    except (DataError, FastEncoderMismatch):
-        return None
-    return lengths.astype(np.int64) if len(lengths) else None
-
-
-def _estimated_lengths(examples: Sequence[Example | Compared]) -> npt.NDArray[np.int64]:
-    """int64[examples]: tokens of each by its characters."""
-    return np.array([sum(map(_estimated, answers_of(example))) for example in examples], dtype=np.int64)
+def _lengths(read: _Read, encoded: Encoded | None) -> npt.NDArray[np.int64]:
+    """int64[documents]: tokens of each document, or pair of them; those of a sample stand for the others' by theirs."""
+    estimates = np.frombuffer(read.estimates, dtype=np.int64)
+    if encoded is None or not len(encoded.lengths):
+        return estimates
+    if read.sample.is_all:
+        return encoded.lengths
+    there = encoded.longest > 0  # of a chat of several documents the longest
+    sampled = np.array([sum(map(_estimated, answers_of(example))) for example in read.sample.examples])[there]
+    # A template writes as much around a short document as around a long one: a line, and not through nothing.
+    each, always = np.polyfit(sampled, encoded.longest[there], 1) if len(set(sampled.tolist())) > 1 else (1.0, 0.0)
+    return np.ceil(np.maximum(estimates * each + always, 1) * MARGIN).astype(np.int64)
 
 
 def _estimated(example: Example) -> int:
@@ -242,26 +252,36 @@ def _estimated(example: Example) -> int:
 
 
 def _max_length(lengths: npt.NDArray[np.int64], times: float, pretrain: bool, positions: int | None) -> int:
-    """The shortest row that keeps the documents whole; for plain text the longest that still gives enough steps.
+    """The shortest row with which few tokens are cut; for plain text the longest that still gives enough steps.
 
-    Where plain text is too little for that, documents stay whole all the same: cut short, they would teach less.
+    Where the model's positions cut more, the shortest that cuts no more than these; all of them where most documents
+    are cut. Plain documents stay whole where there is too little for enough steps: cut short, they would teach less.
     """
-    most = min(LARGEST_PRETRAIN if pretrain else LARGEST, positions or LARGEST)
-    doubled = accumulate(repeat(2), lambda length, two: length * two, initial=SMALLEST)
-    choices = [*takewhile(lambda length: length < most, doubled), most]
-    whole = [length for length in choices if np.mean(lengths <= length) >= WHOLE]
     if pretrain:
-        tokens = float(lengths.sum()) * times
-        enough = [length for length in choices if tokens / length >= FEW_STEPS * USUAL_BATCH]
+        choices = _row_lengths(min(LARGEST_PRETRAIN, positions or LARGEST_PRETRAIN))
+        whole = [length for length in choices if np.mean(lengths <= length) >= WHOLE]
+        enough = [length for length in choices if lengths.sum() * times / length >= FEW_STEPS * USUAL_BATCH]
         return max([*enough, *whole[:1]], default=choices[0])
-    return next(iter(whole), most)
+    choices = _row_lengths(positions or max(DOUBLED_TO, int(lengths.max()) + STEP))
+    if np.mean(lengths > choices[-1]) > FEWEST_WHOLE:
+        return choices[-1]
+    total = lengths.sum()
+    allowed = max(CUT * total, lengths[lengths > choices[-1]].sum())
+    return next(length for length in choices if lengths[lengths > length].sum() <= allowed)
 
 
-def _packed_rows(lengths: npt.NDArray[np.int64], max_length: int, pretrain: bool) -> int:
+def _row_lengths(most: int) -> list[int]:
+    """The row lengths that are chosen from, up to the most positions there are."""
+    doubled = accumulate(repeat(2), mul, initial=SMALLEST)
+    return [*takewhile(lambda length: length < min(most, DOUBLED_TO), doubled), *range(DOUBLED_TO, most, STEP), most]
+
+
+def _packed_rows(lengths: npt.NDArray[np.int64], max_length: int, pretrain: bool, truncates: bool) -> float:
     if pretrain:
-        return -(-int(lengths.sum()) // max_length)
-    fitting = lengths[lengths <= max_length]
-    return len(pack(fitting, max_length)[1]) - 1
+        return float(-(-int(lengths.sum()) // max_length))
+    fitting = np.minimum(lengths, max_length) if truncates else lengths[lengths <= max_length]
+    some = fitting[:: -(-len(fitting) // PACKED)]
+    return (len(pack(some, max_length)[1]) - 1) * float(fitting.sum() / some.sum())
 
 
 def _batch_size(rows: float) -> int:
