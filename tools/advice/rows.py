@@ -67,7 +67,8 @@ class Place:
         files, _ = with_tokens(byte_tokenizer_files(), ends)
         del files["chat_template.jinja"]
         chatml = template_source("chatml")
-        self.tokenizers = {None: TextTokenizer(files), "chatml": TextTokenizer(files, chatml)}
+        self.tokenizers = {None: TextTokenizer(files)}
+        self.tokenizers |= {name: TextTokenizer(files, template_source(name)) for name in ("chatml", "qwen3")}
         for name, more in (("chat", {"chat_template.jinja": chatml.encode()}), ("plain", {})):
             (directory / name).mkdir()
             for file, content in {**files, **more, "config.json": b"{}"}.items():
@@ -119,7 +120,7 @@ class Place:
         finally:
             os.chdir(here)
         source = recipe.data.train[0].model_dump(include={"path", "format", "columns"})
-        template = "chatml" if model == "chat" else recipe.tokenizer.chat_template
+        template = recipe.tokenizer.chat_template or ("chatml" if model == "chat" else None)
         return self.recipe(recipe.method.kind, template, source)
 
 
@@ -187,7 +188,8 @@ def meant_wrong(layout: Mapping[str, Any], method: str, found: Any, is_proposed:
 
 def trained_wrong(documents: Sequence[list[tuple[str, bool]]], meant: Sequence[Mapping[str, Any]]) -> str:
     """What is wrong with the characters that are trained, by the texts that are meant to be."""
-    wanted = [texts for row in meant for texts in learned_texts(row)]
+    thinks = any("<think>" in text for document in documents for text, _ in document)  # the template writes thoughts
+    wanted = [texts for row in meant for texts in learned_texts(row, thinks)]
     if len(documents) != len(wanted):
         return f"{len(documents)} documents of {len(wanted)}"
     for document, texts in zip(documents, wanted, strict=True):
@@ -203,25 +205,27 @@ def trained_wrong(documents: Sequence[list[tuple[str, bool]]], meant: Sequence[M
     return ""
 
 
-def learned_texts(row: Mapping[str, Any]) -> list[list[str]]:
+def learned_texts(row: Mapping[str, Any], thinks: bool = False) -> list[list[str]]:
     """Of each document of a row, the texts that are trained."""
     if "text" in row:
         return [[row["text"]]]
     if "messages" in row:
-        return [[part for message in row["messages"] if message["trained"] for part in said(message)]]
+        return [[part for message in row["messages"] if message["trained"] for part in said(message, thinks)]]
     answers = [row[key] for key in ("chosen", "rejected", "completion") if key in row]
     return [
         [answer] if isinstance(answer, str) else
-        [part for message in answer if message["role"] == "assistant" for part in said(message)]
+        [part for message in answer if message["role"] == "assistant" for part in said(message, thinks)]
         for answer in answers
     ]  # fmt: skip
 
 
-def said(message: Mapping[str, Any]) -> list[str]:
-    """The words of a message, and its calls as the template writes them."""
+def said(message: Mapping[str, Any], thinks: bool) -> list[str]:
+    """The words of a message, its thought and its calls as the template writes them."""
     made = [{"name": call["name"], "arguments": call["arguments"]} for call in message.get("tool_calls", ())]
     calls = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in made]
-    return [*([message["content"]] if message.get("content") else []), *calls]
+    thought = message.get("reasoning_content") if thinks else None
+    thought = f"<think>\n{thought}\n</think>\n\n" if thought else ""
+    return [*([thought + message["content"]] if message.get("content") else []), *calls]
 
 
 def as_meant(example: Any, train_on: str, method: str) -> dict[str, Any]:
