@@ -71,6 +71,8 @@ DEVICES = {
     "141 GB": "h200-141g",
 }
 COUNTS, LENGTHS = (1, 8), (4096,)
+SHORT_ROWS = (512, 1024)
+"""Of one device, from the smallest one up to the first that they fit."""
 MOST_OFF = 0.02
 PLAIN = {"gradient_checkpointing": "none", "micro_batch_size": 1, "offload_activations": False, "tiled_mlp": False}
 SHORT = {
@@ -146,7 +148,7 @@ def cells() -> Iterator[Cell]:
     for model in MODELS:
         for method in METHODS:
             for count in COUNTS:
-                for length in LENGTHS:
+                for length in (*SHORT_ROWS, *LENGTHS) if count == 1 else LENGTHS:
                     yield from (Cell(model, method, length, memory, count) for memory in DEVICES)
 
 
@@ -181,6 +183,8 @@ def run_group(group: list[Cell]) -> list[dict[str, Any]]:
             began = time.monotonic()
             lines.append(figures_of(cell, Path(name), how))
             print(f"{time.monotonic() - began:6.1f} s  {cell.name}: {text_of(lines[-1])}", flush=True)
+            if cell.length in SHORT_ROWS and lines[-1]["fits"]:
+                break
         return lines
 
 
@@ -226,7 +230,31 @@ def page(lines: list[dict[str, Any]]) -> str:
                         texts = [text_of(line) for line in row if line is not None]
                         found.append(f"| {model} | {method} | {length:,} | {' | '.join(texts)} |")
         found.append("")
-    return "\n".join(found).rstrip() + "\n"
+    return "\n".join([*found, *_short_rows(by_cell)]).rstrip() + "\n"
+
+
+def _short_rows(by_cell: dict[Cell, dict[str, Any]]) -> list[str]:
+    """The smallest device for rows that are shorter than the table's."""
+    found = ["## Short rows: the smallest device", ""]
+    found += [f"| model | trained | {' | '.join(f'rows of {length:,}' for length in SHORT_ROWS)} |"]
+    found += ["| --- | --- | --- | --- |"]
+    for model in MODELS:
+        for method in METHODS:
+            row = []
+            for length in SHORT_ROWS:
+                each = {memory: by_cell.get(Cell(model, method, length, memory, 1)) for memory in DEVICES}
+                smallest = next((f"**{memory}**: {text_of(line)}" for memory, line in each.items() if fits(line)), None)
+                if smallest is None and None not in each.values():
+                    smallest = "none of these"
+                row.append(smallest)
+            if None not in row:
+                found.append(f"| {model} | {method} | {' | '.join(filter(None, row))} |")
+    return found
+
+
+def fits(line: dict[str, Any] | None) -> bool:
+    """Whether a cell was predicted, and fits."""
+    return line is not None and bool(line["fits"])
 
 
 def check(lines: list[dict[str, Any]], count: int, seed: int) -> int:
@@ -270,6 +298,8 @@ def main() -> int:
         return bool(check(lines, options.cells, options.seed))
     wanted = [cell for cell in cells() if options.only in cell.name]
     known = {_cell(line).name: line for line in lines}
+    done = {name.rpartition(",")[0] for name, line in known.items() if line["fits"] and line["length"] in SHORT_ROWS}
+    wanted = [cell for cell in wanted if options.again or cell.name.rpartition(",")[0] not in done]
     groups: dict[tuple[str, str, int, int], list[Cell]] = {}
     for cell in (cell for cell in wanted if options.again or cell.name not in known):
         groups.setdefault((cell.model, cell.method, cell.count, cell.length), []).append(cell)

@@ -1,12 +1,14 @@
-"""Shows that two trees train the same: five recipes by each, and what must not differ between them.
+"""Shows that two trees train the same: 27 runs by each, and what must not differ between them.
 
     git worktree add ../before COMMIT
     python tools/same_run.py --model DIR --against ../before [--only sft muon ...]
 
-The recipes are full fine-tuning, LoRA with dropout and accumulation, pre-training from random weights, Muon on two
-processes, and a custom loss. Of each run it compares the SHA-256 of the last checkpoint's tensors, what the recipe
-determines in every line of metrics.jsonl (losses of steps and evaluations, gradient norms, rates, tokens), the order of
-the rows, and the sample answers. A table goes to stderr, one JSON object to stdout; exit 1 where something differs.
+The first five recipes are those of most users: full fine-tuning, LoRA with dropout and accumulation, pre-training from
+random weights, Muon on two processes, and a custom loss. The others have a part each, on a model of two layers; those
+called ``resumed`` stop in the middle and continue. Of each run it compares the SHA-256 of the last checkpoint's
+tensors, what the recipe determines in every line of metrics.jsonl (losses of steps and evaluations, gradient norms,
+rates, tokens), the order of the rows (but of windows and ladders), and the sample answers. A table goes to stderr, one
+JSON object to stdout; exit 1 where something differs.
 """
 
 from __future__ import annotations
@@ -19,26 +21,92 @@ import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-CHAT = "data: {train: chats.jsonl, eval: 8 documents, max_length: 192}\n"
-SIZES = ("hidden_size: 64", "intermediate_size: 128", "num_hidden_layers: 2", "num_attention_heads: 4")
-SMALL = "{" + ", ".join((*SIZES, "num_key_value_heads: 2")) + "}"
-BATCH = "global_batch_size: 8, micro_batch_size: 2, device: cpu"
-RECIPES = {
-    "sft": f"model: {{name_or_path: ./model}}\n{CHAT}train: {{duration: 8 steps, {BATCH}}}\n",
-    "lora": f"model: {{name_or_path: ./model}}\nadapter: {{kind: lora, r: 8, dropout: 0.1}}\n{CHAT}"
-    f"train: {{duration: 8 steps, {BATCH}, precision: fp32}}\noptimizer: {{lr: 1e-3}}\n",
-    "pretrain": f"model: {{name_or_path: ./model, init: random, config: {SMALL}}}\nmethod: {{kind: pretrain}}\n"
-    f"data: {{train: texts.jsonl, eval: 5%, max_length: 128}}\ntrain: {{duration: 2 epochs, {BATCH}}}\n",
-    "muon": f"model: {{name_or_path: ./model, init: random, config: {SMALL}}}\n{CHAT}"
-    "optimizer: {kind: muon, lr: 1e-2}\n"
-    f"train: {{duration: 12 steps, {BATCH}, precision: fp32}}\nparallel: {{processes: 2}}\n",
-    "custom": "model: {name_or_path: ./model}\nmethod: {kind: custom, use: my_loss.py:with_z_loss, rows: sft}\n"
-    f"{CHAT}train: {{duration: 6 steps, {BATCH}, precision: fp32}}\n",
-}
-COMMON = "checkpoint: {every: 4 steps}\neval: {every: 4 steps, samples: 2}\nlogging: {level: warning}\nseed: 7\n"
+Tree = Mapping[str, Any]
+CHATS = {"train": "chats.jsonl", "eval": "8 documents", "max_length": 192}
+PAIRS = {"train": "pairs.jsonl", "eval": "8 documents", "max_length": 192}
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+REAL, TINY = {"name_or_path": "./model"}, "./tiny"
+DRAWN = {**REAL, "init": "random", "config": SMALL}
+LORA = {"kind": "lora", "r": 8, "dropout": 0.1}
+STOPPED = 75
+"""The exit code of a launch that was asked to stop, and saved."""
+
+
+def steps(count: int, **more: Any) -> dict[str, Any]:
+    """The section of training: so many steps of four micro-batches."""
+    batch = {"global_batch_size": 8, "micro_batch_size": 2, "device": "cpu", "precision": "fp32"}
+    return {"duration": f"{count} steps", **batch, **more}
+
+
+def part(**sections: Any) -> dict[str, Any]:
+    """A recipe for eight steps of the model of two layers."""
+    usual = {"model": {"name_or_path": TINY}, "data": CHATS, "train": steps(8), "optimizer": {"lr": 1e-3}}
+    return {**usual, **sections}
+
+
+def split(axis: str, model: str = TINY, **more: Any) -> dict[str, Any]:
+    """The same on two processes that share each row, or its experts."""
+    return part(model={"name_or_path": model}, parallel={"processes": 2, axis: 2}, **more)
+
+
+WINDOWS = {
+    "train": "w/{window}.jsonl", "eval": "chats.jsonl", "max_length": 192, "windows": {"names": ["one", "two", "three"]}
+}  # fmt: skip
+RECIPES: dict[str, Tree] = {
+    "sft": {"model": REAL, "data": CHATS, "train": steps(8, precision="auto")},
+    "lora": {"model": REAL, "adapter": LORA, "data": CHATS, "train": steps(8), "optimizer": {"lr": 1e-3}},
+    "pretrain": {
+        "model": DRAWN, "method": {"kind": "pretrain"},
+        "data": {"train": "texts.jsonl", "eval": "5%", "max_length": 128},
+        "train": steps(8, precision="auto") | {"duration": "2 epochs"},
+    },
+    "muon": {
+        "model": DRAWN, "data": CHATS, "optimizer": {"kind": "muon", "lr": 1e-2}, "train": steps(12),
+        "parallel": {"processes": 2},
+    },
+    "custom": {
+        "model": REAL, "method": {"kind": "custom", "use": "my_loss.py:with_z_loss", "rows": "sft"}, "data": CHATS,
+        "train": steps(6),
+    },
+    "dpo": part(method={"kind": "dpo"}, data=PAIRS),
+    "dpo with lora": part(method={"kind": "dpo"}, data=PAIRS, adapter=LORA),
+    "kto": part(method={"kind": "kto"}, data={**PAIRS, "train": "labelled.jsonl"}),
+    "distillation": part(method={"kind": "distill", "teacher": "./other", "rows": "sft"}),
+    "distillation by columns": part(method={"kind": "distill", "teacher": "./other", "rows": "sft", "top_k": 8}),
+    "nf4": part(model={"name_or_path": TINY, "quantize": "nf4"}, adapter=LORA),
+    "int8": part(model={"name_or_path": TINY, "quantize": "int8"}, adapter=LORA),
+    "8-bit states": part(optimizer={"lr": 1e-3, "state": "8bit"}),
+    "states on the host": part(optimizer={"lr": 1e-3, "offload": "host"}),
+    "windows": part(data=WINDOWS, schedule={"kind": "constant"}),
+    "init_from": part(model={"name_or_path": TINY, "init_from": [{"path": "./other", "load": ["layers.*.mlp"]}]}),
+    "averages": part(ema={"decay": 0.9, "evaluate": True}),
+    "tensor": split("tensor"),
+    "sequence": split("sequence"),
+    "expert": split("expert", "./mixture"),
+    "resumed sft": part(),
+    "resumed dpo": part(method={"kind": "dpo"}, data=PAIRS, adapter=LORA),
+    "resumed 8-bit states": part(optimizer={"lr": 1e-3, "state": "8bit"}),
+    "resumed windows": part(data=WINDOWS, schedule={"kind": "constant"}),
+    "resumed averages": part(ema={"decay": 0.9, "evaluate": True}),
+    "resumed expert": split("expert", "./mixture"),
+    "ladder": {
+        "model": {**DRAWN, "name_or_path": TINY}, "method": {"kind": "pretrain"},
+        "data": {"train": "texts.jsonl", "eval": "5%", "max_length": 128},
+        "train": {"device": "cpu", "precision": "fp32", "stop_after": "8 steps"},
+        "ladder": {"sizes": [{"name": "rung", "config": SMALL}], "multiples": [1], "batch_tokens": 1024},
+    },
+}  # fmt: skip
+COMMON: Tree = {
+    "checkpoint": {"every": "4 steps"}, "eval": {"every": "4 steps", "samples": 2}, "logging": {"level": "warning"},
+    "seed": 7, "output_dir": "./runs",
+}  # fmt: skip
 LOSS = """
 def with_z_loss(weight=1e-4):
     def objective(hidden, head, bias, targets):
@@ -72,47 +140,119 @@ print(content_sha256(open_checkpoint(Path(sys.argv[1]))))
 """
 
 
+MODELS = """
+import sys
+from pathlib import Path
+from shutil import copy
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
+real = Path("model")
+base = AutoConfig.from_pretrained(real)
+sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+for key, value in sizes.items():
+    setattr(base, key, value)
+base.head_dim = 16
+experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16)
+mixture = Qwen3MoeConfig(vocab_size=base.vocab_size, **sizes, **experts)
+for seed, (name, config) in enumerate({"tiny": base, "other": base, "mixture": mixture}.items()):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.05)
+    model.save_pretrained(name)
+    for file in real.iterdir():
+        if "token" in file.name or file.suffix == ".jinja":
+            copy(file, name)
+"""
+
+
 def write_data(directory: Path) -> None:
-    """Chats and texts of uneven length, the same every time."""
+    """Chats, texts, pairs, labelled answers and windows of uneven length, the same every time."""
     draw = random.Random(0)
     words = [f"{a}{b}{c}" for a in "bdfglm" for b in "aeiou" for c in "nrst"]
-    with (directory / "chats.jsonl").open("w") as chats, (directory / "texts.jsonl").open("w") as texts:
-        for _ in range(160):
-            said = [" ".join(draw.choices(words, k=draw.randint(2, 24))) for _ in range(2 * draw.randint(1, 2))]
-            roles = ["user", "assistant"] * (len(said) // 2)
-            turns = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
-            chats.write(json.dumps({"messages": turns}) + "\n")
-            texts.write(json.dumps({"text": " ".join(draw.choices(words, k=draw.randint(5, 200)))}) + "\n")
+
+    def said() -> str:
+        return " ".join(draw.choices(words, k=draw.randint(2, 24)))
+
+    windows = ("w/one", "w/two", "w/three")
+    rows: dict[str, list[Tree]] = {name: [] for name in ("chats", "texts", "pairs", "labelled", *windows)}
+    for _ in range(160):
+        texts = [said() for _ in range(2 * draw.randint(1, 2))]
+        roles = ["user", "assistant"] * (len(texts) // 2)
+        turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        rows["chats"].append({"messages": turns})
+        rows["texts"].append({"text": " ".join(draw.choices(words, k=draw.randint(5, 200)))})
+    for number in range(90):
+        rows["pairs"].append({"prompt": said(), "chosen": said(), "rejected": said()})
+        rows["labelled"].append({"prompt": said(), "completion": said(), "label": number % 2 == 0})
+    for number, row in enumerate(rows["chats"]):
+        rows[windows[number % 3]].append(row)
+    (directory / "w").mkdir()
+    for name, records in rows.items():
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (directory / "my_loss.py").write_text(LOSS)
 
 
-def outcome(tree: Path, work: Path, name: str) -> dict[str, str]:
-    """Train one recipe by a tree: digests of its tensors, figures, order and samples."""
-    environment = {**os.environ, "TUNER_CACHE": str(work / "cache"), "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    recipe = work / f"{name}.yaml"
-    recipe.write_text(RECIPES[name] + COMMON + f"name: {name}\noutput_dir: ./runs\n")
+MANY_DIRECTORIES = ("windows", "resumed windows", "ladder")
+"""What trains on rows that `prepare-data` does not prepare as one directory."""
 
-    def call(*command: str) -> str:
+
+class Work:
+    """A directory in which one recipe is trained by one tree."""
+
+    def __init__(self, tree: Path, directory: Path, models: Path) -> None:
+        self.tree, self.directory = tree, directory
+        for model in models.iterdir():
+            (directory / model.name).symlink_to(model.resolve())
+        write_data(directory)
+
+    def call(self, *command: str, code: int = 0) -> str:
+        """What a command of the tree prints. SystemExit where it ends with another code."""
+        cache = {"TUNER_CACHE": str(self.directory / "cache"), "PYTHONPATH": str(self.tree), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, check=False, env=environment, cwd=work
-        )
-        if done.returncode != 0:
-            raise SystemExit(f"{tree}, {name}: exit code {done.returncode}\n{done.stderr[-4000:]}")
+            [sys.executable, *command], capture_output=True, text=True, check=False, env={**os.environ, **cache},
+            cwd=self.directory,
+        )  # fmt: skip
+        if done.returncode != code:
+            what = f"{self.tree}: {' '.join(command[2:])}: exit code {done.returncode}"
+            raise SystemExit(f"{what}\n{done.stderr[-4000:]}")
         return done.stdout.strip()
 
-    prepared = call("-m", "tuner", "prepare-data", str(recipe))
-    told: dict[str, Any] = json.loads(call("-m", "tuner", "train", str(recipe), "--json"))
-    run = Path(told["artifacts"]["path"])
-    figures = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    determined = [{key: value for key, value in line.items() if key not in CLOCKED} for line in figures]
-    steps = sum(line["kind"] == "train" for line in figures)
-    samples = (run / "samples.jsonl").read_bytes() if (run / "samples.jsonl").exists() else b""
-    return {
-        "tensors": call("-c", TENSORS, told["artifacts"]["checkpoint"]),
-        "figures": hashlib.sha256(json.dumps(determined).encode()).hexdigest(),
-        "order": call("-c", ORDER, prepared, str(steps)),
-        "samples": hashlib.sha256(samples).hexdigest(),
-    }
+    def trained(self, name: str) -> Path:
+        """The run directory of a recipe that was trained."""
+        label = name.replace(" ", "-")
+        recipe = self.directory / f"{label}.yaml"
+        recipe.write_text(json.dumps({**COMMON, **RECIPES[name], "name": label}))
+        if name == "ladder":
+            self.call("-m", "tuner", "ladder", "run", recipe.name, code=STOPPED)
+            return self.directory / "runs" / label / "rung"
+        if name.startswith("resumed"):
+            self.call("-m", "tuner", "train", recipe.name, "--train.stop_after", "5 steps", code=STOPPED)
+        self.call("-m", "tuner", "train", recipe.name)
+        return self.directory / "runs" / label
+
+    def outcome(self, name: str) -> dict[str, str]:
+        """Digests of tensors, figures, order and samples of a recipe that was trained."""
+        run = self.trained(name)
+        figures = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        determined = [{key: value for key, value in line.items() if key not in CLOCKED} for line in figures]
+        count = sum(line["kind"] == "train" for line in figures)
+        samples = (run / "samples.jsonl").read_bytes() if (run / "samples.jsonl").exists() else b""
+        last = max((run / "checkpoints").glob("step-*"), key=lambda path: int(path.name.partition("-")[2]))
+        return {
+            "tensors": self.call("-c", TENSORS, str(last)),
+            "figures": hashlib.sha256(json.dumps(determined).encode()).hexdigest(),
+            "order": self.ordered(name, count),
+            "samples": hashlib.sha256(samples).hexdigest(),
+        }
+
+    def ordered(self, name: str, count: int) -> str:
+        """The digest of so many global batches of a recipe."""
+        if name in MANY_DIRECTORIES:
+            return ""
+        prepared = self.call("-m", "tuner", "prepare-data", f"{name.replace(' ', '-')}.yaml")
+        return self.call("-c", ORDER, prepared, str(count))
 
 
 def main() -> int:
@@ -123,17 +263,18 @@ def main() -> int:
     options = parser.parse_args()
     trees = {"this": Path(__file__).resolve().parents[1], "other": options.against.resolve()}
     found: dict[str, dict[str, dict[str, str]]] = {}
-    for name in options.only:
-        found[name] = {}
-        for which, tree in trees.items():
-            with tempfile.TemporaryDirectory(prefix="tuner-same-") as directory:
-                work = Path(directory)
-                (work / "model").symlink_to(options.model.resolve())
-                write_data(work)
-                found[name][which] = outcome(tree, work, name)
-        one, other = found[name].values()
-        shown = "  ".join(f"{key} {one[key][:12]} {'=' if one[key] == other[key] else '!='}" for key in one)
-        print(f"{name:<9} {shown}", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="tuner-models-") as place:
+        models = Path(place)
+        (models / "model").symlink_to(options.model.resolve())
+        subprocess.run([sys.executable, "-c", MODELS], cwd=models, check=True, capture_output=True)
+        for name in options.only:
+            found[name] = {}
+            for which, tree in trees.items():
+                with tempfile.TemporaryDirectory(prefix="tuner-same-") as directory:
+                    found[name][which] = Work(tree, Path(directory), models).outcome(name)
+            one, other = found[name].values()
+            shown = "  ".join(f"{key} {one[key][:12]} {'=' if one[key] == other[key] else '!='}" for key in one)
+            print(f"{name:<23} {shown}", file=sys.stderr, flush=True)
     same = all(sides["this"] == sides["other"] for sides in found.values())
     print(json.dumps({"same": same, "recipes": found}))
     return 0 if same else 1

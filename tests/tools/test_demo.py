@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from tools.demo import __main__ as demo
-from tools.demo import score, task, training
+from tools.demo import score, shell, task, training
 
 
 def texts(rows: list[task.Row]) -> list[str]:
@@ -95,3 +96,20 @@ def test_the_recipe_of_the_demo_loads(tmp_path: Path) -> None:
     path = tmp_path / "extract.yaml"
     path.write_text(demo.RECIPE.format(model=tmp_path), encoding="utf-8")
     assert load_recipe(path).recipe.train.global_batch_size == 2
+
+
+def test_it_says_how_long_it_takes_and_ends_with_a_model_to_talk_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All but its commands, which are what takes the minutes."""
+    monkeypatch.setattr(demo, "ROOT", tmp_path)
+    monkeypatch.setattr(shell.Stage, "tuner", lambda stage, *words, **more: None)
+    for module, name in [(training, "run"), (demo, "break_and_resume"), (demo, "plain_logits"), (demo, "results")]:
+        monkeypatch.setattr(module, name, lambda *given, **more: None)
+    perfect = {part: {figure: 1.0} for part, figure in demo.GOALS}
+    perfect["unseen names"] = {"valid": 1.0, "exact": 1.0}
+    monkeypatch.setattr(demo, "scored", lambda *given: perfect)
+    assert demo.main() == 0
+    said = capsys.readouterr().out
+    assert re.match(r"This takes about [1-9]\d* minutes on this machine", said)
+    assert ".venv/bin/tuner chat .demo/work/exported --system" in said and task.INSTRUCTION in said

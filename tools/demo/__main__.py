@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import shutil
 import sys
 import time
@@ -82,7 +83,7 @@ def main() -> int:
 
 def expected_minutes() -> float:
     """From the rate at which this machine multiplies matrices."""
-    rate = measured_peak("cpu", "bf16" if device_facts("cpu").bf16_fast else "fp32")
+    rate = measured_peak("cpu", "bf16" if device_facts("cpu").bf16_fast else "fp32", 0)
     return (STARTS_S + FLOPS / rate) / 60
 
 
@@ -109,6 +110,9 @@ def play(stage: Stage) -> None:
     with stage.part(f"Scores on {2 * task.HELD_OUT_ROWS} held-out messages"):
         before, after = scored(stage, "base", stage.model, BASE_ROWS), scored(stage, "trained", exported, None)
         results(run, before, after)
+    say(f"\n{bold('Talk to it')}, an order at a time; Ctrl-D ends")
+    words = ["chat", ".demo/work/exported", "--system", task.INSTRUCTION, "--temperature", "0"]
+    say(f"    {shlex.join(['.venv/bin/tuner', *words])}")
     say(f"\n{bold('The same with your own rows')}")
     say("    .venv/bin/tuner init -m .demo/smollm2 -d YOUR.jsonl > mine.yaml")
     say("    .venv/bin/tuner train mine.yaml | .venv/bin/tuner export-hf -")
