@@ -323,7 +323,9 @@ def main() -> int:
     """Run one case and print its report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=[*CASES, "parity"])
-    parser.add_argument("--model", type=Path, help="a model directory (SmolLM2 by tools/build_smollm2.py)")
+    smollm2 = ROOT / ".demo" / "smollm2"
+    parser.add_argument("--model", type=Path, default=smollm2 if smollm2.is_dir() else None,
+        help="directory of SmolLM2, as tools/build_smollm2.py makes it; default: .demo/smollm2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="steps of each run; the first 3 are warm-up")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

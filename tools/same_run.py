@@ -105,7 +105,7 @@ RECIPES: dict[str, Tree] = {
 }  # fmt: skip
 COMMON: Tree = {
     "checkpoint": {"every": "4 steps"}, "eval": {"every": "4 steps", "samples": 2}, "logging": {"level": "warning"},
-    "seed": 7, "output_dir": "./runs",
+    "seed": 7,
 }  # fmt: skip
 LOSS = """
 def with_z_loss(weight=1e-4):
@@ -223,14 +223,17 @@ class Work:
         """The run directory of a recipe that was trained."""
         label = name.replace(" ", "-")
         recipe = self.directory / f"{label}.yaml"
-        recipe.write_text(json.dumps({**COMMON, **RECIPES[name], "name": label}))
+        recipe.write_text(json.dumps({**COMMON, **RECIPES[name], "name": label, "output_dir": f"./runs/{label}"}))
         if name == "ladder":
             self.call("-m", "tuner", "ladder", "run", recipe.name, code=STOPPED)
             return self.directory / "runs" / label / "rung"
+        run = self.directory / "runs" / label
         if name.startswith("resumed"):
             self.call("-m", "tuner", "train", recipe.name, "--train.stop_after", "5 steps", code=STOPPED)
-        self.call("-m", "tuner", "train", recipe.name)
-        return self.directory / "runs" / label
+            self.call("-m", "tuner", "resume", str(run))
+        else:
+            self.call("-m", "tuner", "train", recipe.name)
+        return run
 
     def outcome(self, name: str) -> dict[str, str]:
         """Digests of tensors, figures, order and samples of a recipe that was trained."""

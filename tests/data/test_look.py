@@ -288,8 +288,9 @@ def test_the_reading_is_what_suits_the_first_rows_and_not_the_first_one(model: s
 def test_plain_text_gets_rows_that_are_short_enough(model: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello world, the answer is forty two\n" * 3000)
     seen = look(model, DataSource(path=str(tmp_path / "a.txt")))
-    assert (seen.pretrain, seen.max_length, seen.epochs) == (True, 256, 1)
-    assert "; 1 document (100.0% of the tokens) is longer and split" in starter(model, "a.txt", seen, ROOMY)
+    assert (seen.pretrain, seen.max_length, seen.epochs, seen.global_batch_size) == (True, 512, 1, 1)
+    text = starter(model, "a.txt", seen, ROOMY)
+    assert "; 1 document (100.0% of the tokens) is longer and split: longer rows would be too few" in text
 
 
 def test_a_sample_of_a_large_source_is_drawn_from_all_over_it(

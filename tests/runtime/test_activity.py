@@ -120,3 +120,18 @@ def test_a_closed_stream_is_no_error(terminal: Terminal) -> None:
     line = Activity(terminal)
     with line.doing("loading torch", at_once=True):
         terminal.close()
+
+
+def test_long_work_says_how_far_it_is_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FRAME_S", "WRITTEN_S", "AGAIN_S"):
+        monkeypatch.setattr(activity, name, 0.01)
+    stream = io.StringIO()
+    with Activity(stream).doing("computing 0 of 9 rows") as doing:
+        wait_for("0 of 9", stream)
+        for count in (3, 6):
+            doing.update(f"computing {count} of 9 rows")
+            wait_for(f"{count} of 9", stream)
+        monkeypatch.setattr(activity, "AGAIN_S", 1000.0)
+        doing.update("computing 7 of 9 rows")
+        time.sleep(0.1)
+    assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["0", "3", "6"]

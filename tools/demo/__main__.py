@@ -91,7 +91,10 @@ def play(stage: Stage) -> None:
     """The demo from the first row to the last table."""
     write_inputs(stage)
     with stage.part("What is trained: the masks, on the rows of this task"):
-        stage.tuner("prepare-data", "extract.yaml", "--explain", "1")
+        if sys.stdout.isatty():  # a pipe would get a line of JSON for each token
+            stage.tuner("prepare-data", "extract.yaml", "--explain", "1")
+        else:
+            stage.tuner("prepare-data", "extract.yaml")
     with stage.part("What it will need: peak memory and time, measured over a few steps"):
         stage.tuner("profile", "extract.yaml", "--measure", "1")
     run, twin = stage.work / "runs" / "extract", stage.work / "runs" / "broken"

@@ -153,7 +153,7 @@ def perplexity(loss: float) -> float:
 
 def _show(score: Score, console: Console) -> None:
     whole = score.evaluation
-    parts = [*whole.sources.items(), ("all" if whole.sources else "held out", whole)]
+    parts = [*whole.sources.items(), ("all" if whole.sources else "data.eval", whole)]
     figures = tuple(whole.figures)
     if not figures:
         lines = [["", "loss", "perplexity", "tokens"]]

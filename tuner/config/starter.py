@@ -18,6 +18,8 @@ FEW_STEPS = 50
 """Fewer optimizer steps than this teach a model little."""
 TRAINED_BYTES, FROZEN_BYTES = 16, 2
 """Of each weight: in training, by AdamW in float32 with its gradient; and under an adapter, in bf16."""
+LONGEST_PRETRAIN = 2048
+"""Longer rows are chosen for plain text by nobody but its owner."""
 ROOM_FOR_WEIGHTS = 0.8
 """The share of the memory that these may take. `tuner profile` says what a recipe really takes."""
 
@@ -142,7 +144,8 @@ def _quantize(seen: Look, room: Room) -> list[tuple[str, str]]:
 def _adapter(seen: Look, room: Room) -> tuple[str, str]:
     line = "adapter: {kind: lora, r: 16}"
     if not _is_large(seen, room):
-        return f"# {line}", "a small adapter instead of all weights"
+        faster = "; the reference then needs no pass of its own" if seen.kind in {"preference", "unpaired"} else ""
+        return f"# {line}", f"a small adapter instead of all weights{faster}"
     assert seen.parameters is not None
     billions = seen.parameters / 1e9
     needed = f"to train all {billions:,.1f} billion weights takes about {TRAINED_BYTES * billions:,.0f} GB"
@@ -227,9 +230,10 @@ def _length(seen: Look) -> str:
     if not seen.longer:
         return note
     fate = "split" if seen.pretrain else "cut" if seen.truncates else "dropped: see data.too_long"
+    why = ": longer rows would be too few" if seen.pretrain and seen.max_length < LONGEST_PRETRAIN else ""
     longer = f"{seen.longer:,} {_unit(seen)}{'' if seen.longer == 1 else 's'}"
     are = "is" if seen.longer == 1 else "are"
-    return f"{note}; {about}{longer} ({seen.longer_tokens:.1%} of the tokens) {are} longer and {fate}"
+    return f"{note}; {about}{longer} ({seen.longer_tokens:.1%} of the tokens) {are} longer and {fate}{why}"
 
 
 def _too_long(seen: Look) -> list[tuple[str, str]]:

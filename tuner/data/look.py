@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tuner.config.starter import FEW_STEPS, Look
+from tuner.config.starter import FEW_STEPS, LONGEST_PRETRAIN, Look
 from tuner.data.building.bins import pack
 from tuner.data.building.documents import first_records
 from tuner.data.building.spec import inflated_bytes, positions_in
@@ -53,7 +53,7 @@ CHARACTERS_PER_TOKEN = 3
 """A cautious estimate where the model's tokenizer is not here."""
 TURN_TOKENS = 5
 """What a chat template writes around a message, by the same estimate."""
-SMALLEST, LARGEST_PRETRAIN = 256, 2048
+SMALLEST = 256
 DOUBLED_TO, STEP = 8192, 4096
 """Row lengths that are chosen are powers of two up to the first, then multiples of the second."""
 CUT = 0.01
@@ -258,9 +258,12 @@ def _max_length(lengths: npt.NDArray[np.int64], times: float, pretrain: bool, po
     are cut. Plain documents stay whole where there is too little for enough steps: cut short, they would teach less.
     """
     if pretrain:
-        choices = _row_lengths(min(LARGEST_PRETRAIN, positions or LARGEST_PRETRAIN))
+        choices = _row_lengths(min(LONGEST_PRETRAIN, positions or LONGEST_PRETRAIN))
         whole = [length for length in choices if np.mean(lengths <= length) >= WHOLE]
-        enough = [length for length in choices if lengths.sum() * times / length >= FEW_STEPS * USUAL_BATCH]
+        for batch in (USUAL_BATCH, 1):  # a step of one row is better than a document in pieces
+            enough = [length for length in choices if lengths.sum() * times / length >= FEW_STEPS * batch]
+            if enough:
+                break
         return max([*enough, *whole[:1]], default=choices[0])
     choices = _row_lengths(positions or max(DOUBLED_TO, int(lengths.max()) + STEP))
     if np.mean(lengths > choices[-1]) > FEWEST_WHOLE:

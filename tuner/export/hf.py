@@ -38,7 +38,8 @@ from tuner.export.write import (
 )
 from tuner.model.build import is_part
 from tuner.model.freeze import frozen_names
-from tuner.rundir.exports import LINEAGE
+from tuner.rundir.exports import LINEAGE, link_latest, version_dirs
+from tuner.rundir.layout import EXPORTS
 from tuner.rundir.model_path import with_remedies
 from tuner.runtime.files import (
     TMP_PREFIX,
@@ -66,12 +67,23 @@ def run_export(plan: ExportPlan) -> ExportReport:
     """
     started = time.perf_counter()
     if plan.done:
+        _lead_to(plan)
         return _report(plan, None, None, started)
     checkpoint = plan.source.checkpoint.path
     try:
-        return _written_and_proven(plan, started)
+        report = _written_and_proven(plan, started)
     except DataError as error:  # its tensors are checked only now, as they are read
         raise with_remedies(error, checkpoint) if error.message.startswith(f"{checkpoint}/") else error from error
+    _lead_to(plan)
+    return report
+
+
+def _lead_to(plan: ExportPlan) -> None:
+    """Have the run's `exports/latest` lead to the trained weights of its newest exported step."""
+    exports = plan.source.run_dir / EXPORTS
+    is_newest = all(step <= plan.source.step for step, _ in version_dirs(exports))
+    if plan.output.parent == exports and plan.source.weights.kind == "trained" and is_newest:
+        link_latest(exports, plan.output.name)
 
 
 class _RoundedAway(Exception):

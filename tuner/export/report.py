@@ -75,9 +75,10 @@ class ExportReport:
             return f"{match} with the weights that were trained on in place of the original ones, to {exact}"
         if self.dtype == "fp32":
             return f"{match}: largest logit difference {self.max_relative_difference:.1e} (limit {exact})"
+        moved = f"rounding moves them by at most {self.max_relative_difference:.1%} of it"
         return (
             f"{match}: every tensor is the trained one, rounded to {self.dtype} once; before rounding, logits agree to "
-            f"{verify.SAME_MODEL:.0e} (relative), after it the largest difference is {self.max_difference:.2g}"
+            f"{verify.SAME_MODEL:.0e} of the largest; {moved}"
         )
 
     def rounding(self) -> str:

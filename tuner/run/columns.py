@@ -17,7 +17,7 @@ from tuner.data.building.columns import PART_ROWS, Builder, Columns, building
 from tuner.data.prepared import PackedRows, Row
 from tuner.errors import MachineError
 from tuner.parallel.mesh import Mesh
-from tuner.runtime.console import Console, clock
+from tuner.runtime.console import Console, Updates, clock
 from tuner.runtime.process import Collective, any_rank, gloo_group
 
 RETRY_S = 1.0
@@ -136,10 +136,10 @@ def _compute(spec: ColumnsSpec, work: Work, builder: Builder | None, ranks: Coll
     with work.console.doing(_so_far(spec, 0, total, 0.0)) as doing:
         for split, number in missing:
             taken = _rows_of(spec, split, number)
-            found = _part(spec.splits[split], taken, work, ranks)
+            tell = partial(_tell, doing, spec, done, total, started)
+            found = _part(spec.splits[split], taken, work, ranks, tell)
             ranks.on_rank0(partial(_add, builder, split, number, found))
             done += len(taken)
-            doing.update(_so_far(spec, done, total, time.monotonic() - started))
         ranks.on_rank0(lambda: _of(builder).publish(parts, spec.body, spec.wanted))
 
 
@@ -149,6 +149,10 @@ def _add(builder: Builder | None, split: str, number: int, found: Columns) -> No
 
 def _rows_of(spec: ColumnsSpec, split: str, number: int) -> range:
     return range(number * PART_ROWS, min(len(spec.splits[split]), (number + 1) * PART_ROWS))
+
+
+def _tell(doing: Updates, spec: ColumnsSpec, done: int, total: int, started: float, more: int) -> None:
+    doing.update(_so_far(spec, done + more, total, time.monotonic() - started))
 
 
 def _so_far(spec: ColumnsSpec, done: int, total: int, seconds: float) -> str:
@@ -161,8 +165,11 @@ def _of(builder: Builder | None) -> Builder:
     return builder
 
 
-def _part(rows: PackedRows, taken: range, work: Work, ranks: Collective) -> Columns:
-    """The columns of some rows, on every rank; each rank computes every so-manieth of them. Collective."""
+def _part(rows: PackedRows, taken: range, work: Work, ranks: Collective, tell: Callable[[int], None]) -> Columns:
+    """The columns of some rows, on every rank; each rank computes every so-manieth of them. Collective.
+
+    ``tell`` is told how many of them are computed.
+    """
     size, own, mine = work.mesh.data_size, work.mesh.data_rank, dict[int, Columns]()
     for first in range(0, len(taken), size):
         if any_rank(work.is_stopping(), ranks.group):
@@ -170,5 +177,6 @@ def _part(rows: PackedRows, taken: range, work: Work, ranks: Collective) -> Colu
             raise KeyboardInterrupt
         at = min(first + own, len(taken) - 1)
         mine[at] = work.values_of(rows, rows.row(taken[at]))
+        tell(min(first + size, len(taken)))
     found = {at: values for of_rank in ranks.on_all_ranks(lambda: mine) for at, values in of_rank.items()}
     return {name: np.concatenate([found[at][name] for at in range(len(taken))]) for name in found[0]}

@@ -315,7 +315,7 @@ def _announce(console: Console, resolved: Resolved, table: Timetable, rate: Rate
             console.say(label, resolved.reasons[label])
     console.say(
         "plan",
-        f"{_length(recipe, table, row)} · micro-batch {micro} x {accumulated} x {processes} · "
+        f"{_length(recipe, table, row)} · micro-batch {micro} x {accumulated} accumulated x {processes} · "
         f"lr {rate}"
         + (f" (auto: {resolved.reasons['optimizer.lr']})" if "optimizer.lr" in resolved.reasons else ""),
     )

@@ -20,8 +20,8 @@ LABEL_WIDTH = 10
 """Columns of the label that begins every line on stderr."""
 FRAME_S, APPEARS_S = 0.1, 0.15
 """Between two drawings on a terminal; the silence before the first."""
-WRITTEN_S = 5.0
-"""How long work takes before it is worth a line where there is no terminal."""
+WRITTEN_S, AGAIN_S = 5.0, 30.0
+"""How long work takes before it is worth a line where there is no terminal; between lines that say how far it is."""
 TIMED_S = 2.0
 FRAMES, PLAIN_FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
 
@@ -32,7 +32,9 @@ class Doing:
 
     text: str
     started: float = field(default_factory=time.monotonic)
-    is_written: bool = False
+    written: str = ""
+    """What was written of it last, where there is no terminal."""
+    written_at: float = 0.0
 
     def update(self, text: str) -> None:
         """Say this of the work from here on, such as how far it is."""
@@ -121,8 +123,8 @@ class Activity:
                     stream.write(_drawn(doing, stream, now))
                     stream.flush()
                     self._is_drawn = True
-            elif not doing.is_written and now - max(doing.started, self._silent_since) >= written_s:
-                doing.is_written = True
+            elif _is_due(doing, now, self._silent_since, written_s):
+                doing.written, doing.written_at = doing.text, now
                 label, _, rest = doing.text.partition(" ")
                 stream.write(f"{label:<{LABEL_WIDTH - 1}} {rest}\n")
                 stream.flush()
@@ -147,6 +149,13 @@ class Activity:
         """In a child that was forked: nothing is under way here, and no thread draws."""
         self._lock, self._under_way, self._paused, self._is_drawn = threading.RLock(), [], 0, False
         self._thread = None
+
+
+def _is_due(doing: Doing, now: float, silent_since: float, written_s: float) -> bool:
+    """Whether work has lasted long enough to be written, or to be written again with what has changed."""
+    if doing.written:
+        return doing.text != doing.written and now - doing.written_at >= AGAIN_S
+    return now - max(doing.started, silent_since) >= written_s
 
 
 def _is_terminal(stream: IO[str]) -> bool:

@@ -482,7 +482,7 @@ def _prove(resolved: Resolved, root: CausalLM) -> None:
     if (verdict := proven.known(key, cache)) is not None:
         root.go_by(verdict.route)
         root.why_apart = verdict.why_apart
-        startup.remark("that documents are apart was proven before")
+        startup.remark("documents were proven apart before")
         return
     if recipe.data.packing is True:
         try:

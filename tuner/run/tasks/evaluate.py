@@ -181,7 +181,7 @@ class EvaluateTask(Task):
         def words(tokens: int) -> str:
             return f"sampling {len(samples)} answer{'s' if len(samples) != 1 else ''}, {tokens} tokens"
 
-        with self._console.doing(words(0)) as doing:
+        with startup.phase("samples"), self._console.doing(words(0)) as doing:
             heed = self._heeding(doing, words)
             with nullcontext() if alone else self._gathered():
                 answers = answer_samples(assembly.train_state, samples, assembly.tokenizer, heed)
