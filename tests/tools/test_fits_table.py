@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tools import fits_table
-from tools.fits_table import COUNTS, DEVICES, LENGTHS, METHODS, MODELS, Cell, cells, page, text_of
+from tools.fits_table import COUNTS, DEVICES, LENGTHS, METHODS, MODELS, SHORT_ROWS, Cell, cells, page, text_of
 
 
 def test_a_cell_in_words(tmp_path: Path) -> None:
@@ -42,5 +43,16 @@ def test_only_what_is_missing_is_predicted(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_page_has_every_cell() -> None:
     lines = [{**fits_table.asdict(cell), "fits": False, "overrides": {}} for cell in cells()]
-    assert len(lines) == len(MODELS) * len(METHODS) * len(DEVICES) * len(COUNTS) * len(LENGTHS)
-    assert page(lines).count("does not fit") == len(lines)
+    rows = len(MODELS) * len(METHODS)
+    assert len(lines) == rows * len(DEVICES) * (len(COUNTS) * len(LENGTHS) + len(SHORT_ROWS))
+    assert page(lines).count("does not fit") == rows * len(DEVICES) * len(COUNTS) * len(LENGTHS)
+    assert page(lines).count("none of these") == rows * len(SHORT_ROWS)
+
+
+def test_of_short_rows_the_smallest_device_is_named() -> None:
+    fitting = {"overrides": {}, "peak_gib": 20.0, "host_gib": 0.0, "tok_per_s": 9}
+    group = [cell for cell in cells() if cell.length in SHORT_ROWS and cell.method == "LoRA" and "8B" in cell.model]
+    memories = ("16 GB", "24 GB")
+    lines = [{**asdict(c), **fitting, "fits": c.memory == "24 GB"} for c in group if c.memory in memories]
+    assert page(lines).count("**24 GB**: 1 row: 20.0 GiB, 9 tok/s") == len(SHORT_ROWS)
+    assert "none of these" not in page(lines[:1]), "other devices have not been asked"
