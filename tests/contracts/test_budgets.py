@@ -1,0 +1,69 @@
+"""What grows when nobody looks: lines of code, lazy imports, patched layers, recipes read below their resolution.
+
+Each number is today's: it falls with the code, and rises only where a change weighs what it adds and says so here.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+from tests.contracts.syntax import ROOT, modules, nodes, trees
+
+LINES = {"tuner": 59_200, "tests": 53_500, "tools": 22_400}
+"""Of code: without docstrings, comments and blank lines."""
+LAZY_IMPORTS, PATCHED_FORWARDS, RECIPE_READS = 618, 14, 117
+_LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def code_lines(text: str) -> int:
+    """Lines that hold a token of code; a string that is a statement is none."""
+    strings = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in _LAYOUT]
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - strings)
+
+
+def files(directory: str) -> list[Path]:
+    return sorted((ROOT / directory).rglob("*.py"))
+
+
+def test_lines_of_code() -> None:
+    assert code_lines('"""A docstring."""\n\n# a comment\nx = (\n    1\n)\n') == 3
+    found = {name: sum(code_lines(path.read_text(encoding="utf-8")) for path in files(name)) for name in LINES}
+    assert {name: count for name, count in found.items() if count > LINES[name]} == {}
+
+
+def test_imports_inside_functions() -> None:
+    inside = {
+        node
+        for tree in trees().values()
+        for kind in (ast.FunctionDef, ast.AsyncFunctionDef)
+        for function in nodes(tree, kind)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    assert len(inside) <= LAZY_IMPORTS
+
+
+def test_layers_whose_forward_is_replaced() -> None:
+    patched = [name for name, path in modules().items() if re.search(r"\.forward\s*=[^=]", path.read_text("utf-8"))]
+    assert len(patched) <= PATCHED_FORWARDS, patched
+
+
+def test_reads_of_the_resolved_recipe_below_where_it_is_resolved() -> None:
+    reads = [
+        name
+        for name, tree in trees().items()
+        if not name.startswith(("tuner.config", "tuner.setup"))
+        for node in nodes(tree, ast.Attribute)
+        if node.attr == "recipe" and getattr(node.value, "id", getattr(node.value, "attr", "")) == "resolved"
+    ]
+    assert len(reads) <= RECIPE_READS
