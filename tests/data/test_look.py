@@ -301,7 +301,7 @@ def test_a_sample_of_a_large_source_is_drawn_from_all_over_it(
     rows += [tiny.chat(f"question {i}", "hello " * 300) for i in range(100)]
     path = tiny.write_rows(tmp_path / "rows.jsonl", [*rows, {"messages": [{"role": "user", "content": 3}]}])
     whole = look(model, DataSource(path=str(path)))
-    monkeypatch.setattr(sample, "SAMPLE_BYTES", 60_000)
+    monkeypatch.setattr(sample, "SAMPLE_COST", 60_000)
     part = look(model, DataSource(path=str(path)))
     assert (whole.is_counted, part.is_counted) == (True, False)
     for seen in (whole, part):

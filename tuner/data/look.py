@@ -232,8 +232,9 @@ def _lengths(read: _Read, encoded: Encoded | None) -> npt.NDArray[np.int64]:
         return encoded.lengths
     there = encoded.longest > 0  # of a chat of several documents the longest
     sampled = np.array([sum(map(_estimated, answers_of(example))) for example in read.sample.examples])[there]
-    # A template writes as much around a short document as around a long one: a line, and not through nothing.
-    each, always = np.polyfit(sampled, encoded.longest[there], 1) if len(set(sampled.tolist())) > 1 else (1.0, 0.0)
+    each, always = float(encoded.longest.sum() / sampled.sum()), 0.0
+    if len(set(sampled.tolist())) > 1:  # a template writes as much around a short document as around a long one
+        each, always = map(float, np.polyfit(sampled, encoded.longest[there], 1))
     return np.ceil(np.maximum(estimates * each + always, 1) * MARGIN).astype(np.int64)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tuner.data.building.encoded import bad_record, targets_of
-from tuner.data.encoding.compared import AnyEncoder
+from tuner.data.encoding.compared import AnyEncoder, answers_of
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.encoding.named_templates import named_template
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -18,7 +18,7 @@ from tuner.data.encoding.tokenizer_json import with_control_tokens, with_tokens
 from tuner.data.encoding.turns import CALLS_NOT_SHOWN, NOT_SHOWN, SHORTENED
 from tuner.data.reading.block import RawRecord
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Compared, Example
+from tuner.data.reading.records import Compared, Conversation, Example
 from tuner.data.sources import SourceFile
 from tuner.errors import DataError
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from tuner.config.methods import ExampleKind
     from tuner.data.encoding.turns import TrainOn
 
-SAMPLE_BYTES = 2 << 20
-"""Of the records that are kept and encoded; up to twice as many while they are read."""
+SAMPLE_COST, CHEAP_MESSAGES = 2 << 20, 8
+"""Bytes of the records that are kept and encoded, up to twice as many while they are read; those of a long chat count
+more, as each of its answers may be a document."""
 TEMPLATES = ("chatml", "qwen3")
 """Those that are tried, in this order, where a model has none, or one that leaves out what rows have."""
 LOST = (NOT_SHOWN, CALLS_NOT_SHOWN, SHORTENED)
@@ -40,7 +41,7 @@ class Sample:
 
     def __init__(self) -> None:
         self._kept: list[tuple[Example | Compared, RawRecord, SourceFile, int]] = []
-        self._bytes = 0
+        self._cost = 0
         self._share = 1.0
         self._drawn = random.Random(0)
         self.is_all = True
@@ -51,13 +52,13 @@ class Sample:
         if self._share < 1 and self._drawn.random() >= self._share:
             return
         self._kept.append((example, record, file, before))
-        self._bytes += len(record.raw)
-        while self._bytes > 2 * SAMPLE_BYTES and len(self._kept) > 1:
+        self._cost += _cost(example, record)
+        while self._cost > 2 * SAMPLE_COST and len(self._kept) > 1:
             self._halve()
 
     def end(self) -> None:
         """All have been offered: keep no more than are to be encoded."""
-        while self._bytes > SAMPLE_BYTES and len(self._kept) > 1:
+        while self._cost > SAMPLE_COST and len(self._kept) > 1:
             self._halve()
 
     def _halve(self) -> None:
@@ -65,7 +66,7 @@ class Sample:
         self.is_all = False
         kept = [one for one in self._kept if self._drawn.random() < 0.5]
         self._kept = kept or self._kept[:1]
-        self._bytes = sum(len(record.raw) for _, record, *_ in self._kept)
+        self._cost = sum(_cost(example, record) for example, record, *_ in self._kept)
 
     @property
     def examples(self) -> list[Example | Compared]:
@@ -86,6 +87,11 @@ class Sample:
         """Where an example is and what is wrong with it."""
         _, record, file, before = self._kept[number]
         return described(file, before, record, problem)
+
+
+def _cost(example: Example | Compared, record: RawRecord) -> int:
+    messages = max(len(part.messages) if isinstance(part, Conversation) else 1 for part in answers_of(example))
+    return len(record.raw) * max(1, messages // CHEAP_MESSAGES)
 
 
 def described(file: SourceFile, before: int, record: RawRecord, problem: RecordProblem) -> str:
