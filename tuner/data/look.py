@@ -235,7 +235,8 @@ def _lengths(read: _Read, encoded: Encoded | None) -> npt.NDArray[np.int64]:
     each, always = float(encoded.longest.sum() / sampled.sum()), 0.0
     if len(set(sampled.tolist())) > 1:  # a template writes as much around a short document as around a long one
         each, always = map(float, np.polyfit(sampled, encoded.longest[there], 1))
-    return np.ceil(np.maximum(estimates * each + always, 1) * MARGIN).astype(np.int64)
+    tokens: npt.NDArray[np.float64] = np.maximum(estimates * each + always, 1) * MARGIN
+    return np.ceil(tokens).astype(np.int64)
 
 
 def _estimated(example: Example) -> int:
