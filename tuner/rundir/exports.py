@@ -13,6 +13,8 @@ from tuner.errors import DataError
 from tuner.rundir.layout import LATEST
 from tuner.runtime.files import TMP_PREFIX, discard_dir, fsync_dir, machine_error, read_json
 
+UNFINISHED_LINK = f"{TMP_PREFIX}{LATEST}-"
+"""What `latest` is called before it takes the place of the one before; whoever is killed then leaves it."""
 LINEAGE = "tuner.json"
 """What an export says of its origin."""
 
@@ -27,8 +29,11 @@ def link_latest(directory: Path, name: str) -> None:
     Raises MachineError.
     """
     link = directory / LATEST
-    fresh = directory / f"{TMP_PREFIX}{LATEST}-{os.getpid()}-{secrets.token_hex(4)}"
+    fresh = directory / f"{UNFINISHED_LINK}{os.getpid()}-{secrets.token_hex(4)}"
     try:
+        for left in directory.glob(f"{UNFINISHED_LINK}*"):  # by one that was killed
+            if not _is_running(left.name.removeprefix(UNFINISHED_LINK).partition("-")[0]):
+                left.unlink(missing_ok=True)
         os.symlink(name, fresh)
         os.rename(fresh, link)
         fsync_dir(directory)
@@ -36,6 +41,11 @@ def link_latest(directory: Path, name: str) -> None:
         raise machine_error(link, error) from error
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def _is_running(pid: str) -> bool:
+    """Whether a process of this number runs here."""
+    return Path("/proc", pid).exists()
 
 
 def version_dirs(directory: Path) -> list[tuple[int, Path]]:

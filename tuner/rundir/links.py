@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from tuner.errors import DataError
+from tuner.rundir.exports import UNFINISHED_LINK
 from tuner.rundir.layout import CHECKPOINTS, EXPORTS, LATEST, NAMES
 
 _DEPTH = 3
@@ -43,8 +44,9 @@ def _check_below(directory: Path, depth: int) -> None:
 
 
 def _is_latest(path: Path) -> bool:
-    """Whether it is the link from the newest export's second name to its first."""
-    if path.name != LATEST or path.parent.name != EXPORTS or not path.is_symlink():
+    """Whether it is the link from the newest export's second name to its first, or one that was not yet renamed so."""
+    is_named = path.name == LATEST or path.name.startswith(UNFINISHED_LINK)
+    if not is_named or path.parent.name != EXPORTS or not path.is_symlink():
         return False
     return Path(os.readlink(path)).name == os.readlink(path)
 
