@@ -55,7 +55,7 @@ class Look:
     repeats: bool
     """Whether most rows are the same as others."""
     template: str
-    """The chat template that the rows need; empty where the model's own is taken, or none."""
+    """The chat template that the rows need; empty for the model's own, or for none."""
     why_template: str
     """What the model's own leaves out; empty where it has none."""
     by_tokenizer: bool

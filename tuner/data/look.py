@@ -98,7 +98,7 @@ def look(model: str, source: "DataSource", progress: Callable[[str], None] = lam
 
     How the records are read is chosen by trying it on the first ones: `columns` where their keys are not ours. Lengths
     are counted with the model's tokenizer where its files are on this machine: of a sample, and of the others by its
-    tokens for each character. Bad records are counted, of all that are read. ``progress`` is told how far that is.
+    tokens for each character. Bad records are counted, of all that are read; ``progress`` is called with their number.
     Raises DataError where no record can be read, and MachineError for a hub data set that cannot be fetched.
     """
     own, positions = _of_model(model)

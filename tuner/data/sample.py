@@ -140,7 +140,7 @@ class Templated:
     tokenizer: TextTokenizer | None
     """None where the model's is not here."""
     name: str
-    """`tokenizer.chat_template`; empty where the tokenizer's own is taken, or none."""
+    """`tokenizer.chat_template`; empty for the tokenizer's own, or for none."""
     why: str
     """What the model's own leaves out; empty where it has none."""
 

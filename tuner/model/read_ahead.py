@@ -15,7 +15,7 @@ _BLOCK = 8 << 20
 
 
 def begin_reading(spec: ModelSpec) -> None:
-    """Have a thread read the files of a model's weights from now on, beside whatever this process does.
+    """Have a thread read the files of a model's weights from now on, in the background.
 
     It takes no memory that is anyone's: the kernel may drop the pages again. Files of more than half of the memory that
     is free are left alone, since the first would be dropped for the last; so is what cannot be read, which the loader
@@ -41,7 +41,7 @@ def _read(files: Sequence[Path]) -> None:
 
 
 def _is_cached(file: int, start: int) -> bool:
-    """Whether a byte is at hand without waiting for a disk; what cannot say so is read."""
+    """Whether the page cache has the byte at an offset; False where the file system cannot say."""
     try:
         return os.preadv(file, [bytearray(1)], start, os.RWF_NOWAIT) == 1
     except OSError:

@@ -73,7 +73,7 @@ class FileBlocks:
             self._landing.append(_Landing(block, place.dtype, part, self._readers.submit(read)))
 
     def _block(self) -> torch.Tensor:
-        """A block that nothing lies in: twice as many as there are readers, each of which has the next to go on to."""
+        """A free block. There are two for each reader, so that none waits for a copy to the device."""
         if not self._free:
             if self._n_blocks == 2 * READERS:
                 self._land()
@@ -83,7 +83,7 @@ class FileBlocks:
         return self._free.pop()
 
     def _land(self) -> None:
-        """Copy the block that was asked for first. The copy has ended when its block is free again: none is behind."""
+        """Copy the oldest block to its target. The copy is synchronous: the block is free when it returns."""
         landing = self._landing.popleft()
         landing.reading.result()
         count = landing.target.numel()

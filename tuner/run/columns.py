@@ -168,7 +168,7 @@ def _of(builder: Builder | None) -> Builder:
 def _part(rows: PackedRows, taken: range, work: Work, ranks: Collective, tell: Callable[[int], None]) -> Columns:
     """The columns of some rows, on every rank; each rank computes every so-manieth of them. Collective.
 
-    ``tell`` is told how many of them are computed.
+    ``tell`` is called with how many of them are computed.
     """
     size, own, mine = work.mesh.data_size, work.mesh.data_rank, dict[int, Columns]()
     for first in range(0, len(taken), size):

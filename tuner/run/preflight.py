@@ -244,7 +244,7 @@ def plan_launch(
     """
     run, record, found = ready.run, ready.record, ready.found
     if not options.dry_run and rank_info.local_rank == 0 and on_cuda(loaded.recipe.train.device):
-        from tuner.model.read_ahead import begin_reading  # beside a prediction; a CPU's own cores would be kept from it
+        from tuner.model.read_ahead import begin_reading  # while memory is predicted; a CPU needs its cores
 
         begin_reading(model_spec(loaded.recipe, range(0)))
     settled = settled_for(ready, loaded, options, rank_info, console, starts=False)
