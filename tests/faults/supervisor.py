@@ -38,6 +38,13 @@ class Fault:
 
     at: int
     kind: Kind
+    only: tuple[str, str] = ("", "")
+    """What is in the path of the calls that count, and their kind; by default all count."""
+
+    def counts(self, call: Call) -> bool:
+        """Whether a call is one of those that `at` counts."""
+        words, kind = self.only
+        return words in call.path and kind in ("", call.kind)
 
 
 @dataclass
@@ -73,6 +80,7 @@ class Supervisor:
         self.record = record
         self.trace = Trace()
         self.child = 0
+        self.counted = 0
 
     def serve(self, listener: int) -> None:
         """Answer every call until the last process below the child is gone."""
@@ -110,16 +118,20 @@ class Supervisor:
             notify.go_on(listener, notice)
             return
         self.trace.calls.append(call)
-        fault, count = self.fault, len(self.trace.calls)
-        if fault is None or count < fault.at:
+        fault = self.fault
+        if fault is None:
+            notify.go_on(listener, notice)
+            return
+        self.counted += fault.counts(call)
+        if self.counted < fault.at:
             notify.go_on(listener, notice)
         elif fault.kind == "full":
             refused = call.kind in SPACE or call.creates
             if refused and not self.trace.struck:
-                self.trace.struck_at = count
+                self.trace.struck_at = len(self.trace.calls)
             self._error(listener, notice, errno.ENOSPC) if refused else notify.go_on(listener, notice)
-        elif count == fault.at:
-            self.trace.struck_at = count
+        elif not self.trace.struck and self.counted == fault.at:
+            self.trace.struck_at = len(self.trace.calls)
             self._strike(listener, notice, call, fault.kind)
         elif fault.kind in ("kill", "tear"):
             self.trace.calls.pop()  # another process of the child, on its way down
