@@ -8,8 +8,8 @@ imports of torch, transformers and peft; then with an evaluation and answers bef
 of that run. With ``--prediction`` what a launch of an 8B with LoRA settles for a GPU of the table, and the same again,
 as the second launch does. With ``--large`` an 8B with LoRA, whose random files, 16 GB, are written there where they are
 not: the processor seconds of its proof alone, and two launches of one step. With ``--ranks`` eight processes of this
-machine start on a model whose weights take 2 GB, in full (float32, from bf16) and with LoRA (bf16). Of both, seconds by
-phase, and the largest anonymous memory of all processes before the step, beyond as many bare imports. A line of JSON
+machine start on a model whose weights take 2 GB, in full (float32, from bf16) and with LoRA (bf16), the latter of a mixture of
+experts, too. Of each, seconds by phase, and the largest anonymous memory of all processes before the step, beyond as many bare imports. A line of JSON
 for each.
 """
 
@@ -35,9 +35,15 @@ SIZES: dict[str, Any] = {
 """Those of Llama 3.1 8B."""
 SMALLER: dict[str, Any] = SIZES | {"hidden_size": 2048, "intermediate_size": 5632}
 IN_2_GB = {
-    "full": SMALLER | {"num_hidden_layers": 9, "vocab_size": 16032}, "lora": SMALLER | {"num_hidden_layers": 10}
+    "full": SMALLER | {"num_hidden_layers": 9, "vocab_size": 16032}, "lora": SMALLER | {"num_hidden_layers": 10},
+    "mixture": {
+        "model_type": "qwen3_moe", "vocab_size": 16032, "hidden_size": 1024, "num_hidden_layers": 10, "num_experts": 64,
+        "moe_intermediate_size": 512, "num_experts_per_tok": 4, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
 }  # fmt: skip
-"""By what is trained, of the model whose weights take 2 GB: in float32 as all are trained, in bf16 as none are."""
+"""By what is trained, of the model whose weights take 2 GB: in float32 as all are trained, in bf16 as none are; of a
+mixture, an adapter."""
 RANKS = 8
 BARE = "import torch, transformers, peft; from transformers import AutoModelForCausalLM, AutoTokenizer"
 PROOF = """
@@ -222,9 +228,9 @@ def whole_launches(tree: Path, model: Path, kind: str, processes: int) -> list[d
         place = Path(directory)
         (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
         recipe = {
-            "model": {"name_or_path": str(model), "dtype": "bf16" if kind == "lora" else "fp32"},
+            "model": {"name_or_path": str(model), "dtype": "fp32" if kind == "full" else "bf16"},
             "tokenizer": {"name_or_path": "byte"}, "output_dir": "run",
-            "adapter": {"kind": "none" if kind == "full" else kind},
+            "adapter": {"kind": "none" if kind == "full" else "lora"},
             "data": {"train": "rows.jsonl", "cache_dir": "cache", "max_length": 64},
             "optimizer": {"lr": 1e-4}, "checkpoint": {"at_end": False},
             "train": {"duration": "1 step", "global_batch_size": processes, "device": "cpu", "precision": "bf16"},
@@ -301,20 +307,23 @@ def _anonymous_of(words: list[str]) -> int:
 
 
 def write_large(directory: Path, sizes: dict[str, Any]) -> None:
-    """Files of a Llama of these sizes in bf16, random, in shards of 2 GB."""
+    """Files of a model of these sizes in bf16, a Llama unless they say another type, random, in shards of 2 GB."""
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sys.path.insert(0, str(ROOT))
+    from tuner.model.published import converted
 
     directory.mkdir(parents=True, exist_ok=True)
-    config = LlamaConfig(**sizes, dtype="bfloat16", architectures=["LlamaForCausalLM"])
+    config = AutoConfig.for_model(**{"model_type": "llama", **sizes}, dtype="bfloat16")
     config.save_pretrained(directory)
     with torch.device("meta"):
         meta = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     drawn = (torch.randn(1 << 26) * 0.02).bfloat16()
     files: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
-    tensors = list(meta.state_dict().items())
+    tensors = [one for name, whole in meta.state_dict().items() for one in converted(meta, name, whole).items()]
     for place, (name, tensor) in enumerate(tensors):
         count = tensor.numel()
         shard[name] = torch.ones(tensor.shape, dtype=torch.bfloat16)

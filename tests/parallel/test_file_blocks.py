@@ -11,8 +11,8 @@ from torch import nn
 
 import tuner.parallel.file_blocks
 from tuner.errors import DataError
+from tuner.model.mapped import InFile
 from tuner.parallel.file_blocks import READERS, FileBlocks
-from tuner.parallel.mapped import InFile
 
 file_blocks: Any = tuner.parallel.file_blocks
 CPU = torch.device("cpu")

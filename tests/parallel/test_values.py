@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 import tuner.parallel.values
 from tests.fixtures.processes import run_ranks
 from tests.parallel.test_fsdp import tiny_model, whole
+from tuner.model.mapped import in_files, mapped, sampled
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import shard
-from tuner.parallel.mapped import in_files, mapped, sampled
 from tuner.parallel.mesh import DeviceMeshes, Mesh, MeshSpec
 from tuner.parallel.values import materialise
 from tuner.runtime.dist import RankInfo

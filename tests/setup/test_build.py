@@ -9,15 +9,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import tuner.parallel.values
+from tests.fixtures.processes import run_ranks
 from tests.model.tiny import family_model, tiny_config
+from tests.parallel.test_fsdp import whole
 from tests.train.synthetic import recipe_for
+from tuner.model.mapped import in_files
 from tuner.model.trainable import TrainableSpec
 from tuner.parallel.assemble import AssemblySpec
-from tuner.parallel.mapped import in_files
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
-from tuner.setup.build import _brought, _type_to_hand_on, assembled, assembly_spec, step_config_of
+from tuner.setup.build import _handed_on, _type_to_hand_on, assembled, assembly_spec, mesh_of, step_config_of
 from tuner.setup.resolve import resolve
+
+values: Any = tuner.parallel.values  # whose names are replaced in forked processes
 
 
 def test_autocast_keeps_no_copies_of_weights(tmp_path: Path) -> None:
@@ -73,7 +78,7 @@ def test_a_model_read_in_blocks_is_the_one_that_is_loaded(what: str, tied: bool,
     family_model(what.partition(",")[0], tied).to(torch.bfloat16).save_pretrained(tmp_path)
     resolved = resolve(recipe_for(tmp_path, **MADE[what]), 32, RankInfo())
     spec, cpu = assembly_spec(resolved), torch.device("cpu")
-    loaded, read = assembled(resolved, spec, Mesh(), cpu), _brought(resolved, spec, cpu)
+    loaded, read = assembled(resolved, spec, Mesh(), cpu), _handed_on(resolved, spec, Mesh(), cpu)
     for kind in ("named_parameters", "named_buffers"):
         wanted, found = dict(getattr(loaded, kind)()), dict(getattr(read, kind)())
         assert wanted.keys() == found.keys()
@@ -82,3 +87,43 @@ def test_a_model_read_in_blocks_is_the_one_that_is_loaded(what: str, tied: bool,
             assert torch.equal(found[name], one), name
     places = in_files({name: one.detach() for name, one in read.named_parameters()})
     assert not places, "they are in memory of their own"
+
+
+LOST = "files that the other process lacks"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "in shards": {"parallel": {"shard": "full"}},
+    "whole": {"parallel": {"shard": "none"}},
+    "experts apart": {"parallel": {"expert": 2}},
+    "columns": {"parallel": {"tensor": 2}},
+    "with adapters on experts": {"parallel": {"shard": "full"}, "adapter": {"kind": "lora", "experts": True}},
+    LOST: {"parallel": {"shard": "full"}},
+}
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("what", LAYOUTS)
+def test_experts_are_read_by_each_process(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family_model("qwen3-moe", tied=False).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    real, sent = values._fill, list[bool]()
+    is_trained = "adapter" not in LAYOUTS[what]  # an adapter's own are drawn, and sent
+
+    def fill(target: torch.Tensor, *given: Any) -> None:
+        sent.append(target.ndim > 2 and target.requires_grad is is_trained)
+        real(target, *given)
+
+    monkeypatch.setattr(values, "_fill", fill)
+
+    def work(rank: int) -> None:
+        info, cpu = RankInfo(rank, 2, rank, 2), torch.device("cpu")
+        resolved = resolve(recipe_for(tmp_path / "model", **LAYOUTS[what]), 32, info)
+        spec = assembly_spec(resolved)
+        wanted = dict(assembled(resolved, spec, Mesh(), cpu).named_parameters())
+        if what == LOST and rank:
+            values._sample = lambda path, places: None  # in this process
+        found = assembled(resolved, spec, mesh_of(resolved.recipe, info), cpu)
+        for name, one in found.named_parameters():
+            assert torch.equal(whole(one), wanted.pop(name)), name
+        assert not wanted
+        assert any(sent) is (what == LOST)
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]

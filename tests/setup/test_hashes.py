@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,8 +27,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Content]]:
     """Every tensor that is read to be hashed. Files count as settled at once."""
     found: list[Content] = []
 
-    def read(tensor: torch.Tensor) -> Content:
-        found.append(content_of(tensor))
+    def read(tensor: torch.Tensor, parts: Iterable[torch.Tensor]) -> Content:
+        found.append(content_of(tensor, parts))
         return found[-1]
 
     monkeypatch.setattr(hashes, "content_of", read)
@@ -113,7 +113,7 @@ def test_a_damaged_record_is_none(damage: bytes, files: Path, tmp_path: Path, ta
 def test_what_goes_wrong_is_told_to_who_asks(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unread(tensor: torch.Tensor) -> Content:
+    def unread(tensor: torch.Tensor, parts: Iterable[torch.Tensor]) -> Content:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(hashes, "content_of", unread)
@@ -125,7 +125,7 @@ def test_what_goes_wrong_is_told_to_who_asks(
 def test_nothing_waits_for_it_but_who_asks(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_go_on = threading.Event()
 
-    def late(tensor: torch.Tensor) -> Content:
+    def late(tensor: torch.Tensor, parts: Iterable[torch.Tensor]) -> Content:
         assert may_go_on.wait(60)
         return content_of(tensor)
 
@@ -143,7 +143,7 @@ from tuner.model.build import ModelSpec, build_model
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.setup import hashes
 begun = threading.Event()
-def forever(tensor):
+def forever(*given):
     begun.set()
     threading.Event().wait()
 hashes.content_of = forever

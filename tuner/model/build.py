@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,7 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from tuner.config.methods import Head
 from tuner.errors import DataError, MachineError, RecipeError, is_out_of_memory
 from tuner.model import attention
-from tuner.model.stored import index_names
+from tuner.model.stored import index_names, stored_in
 from tuner.model.tokens import resize_embeddings, resize_vocabulary
 from tuner.model.transformers_private import (
     WeightReader,
@@ -38,10 +38,11 @@ from tuner.model.transformers_private import (
 )
 from tuner.model.untold import tell_attention
 from tuner.model.vetting import QUANTIZATION, broken_weights, vet_config
-from tuner.model.weight_files import vet_weights
+from tuner.model.weight_files import vet_weights, weight_files
 
 if TYPE_CHECKING:
     from tuner.model.quantize.codes import Kind
+    from tuner.model.unread import UnreadWeights
 
 _HALF = (torch.bfloat16, torch.float16)
 _RANDOM = ("pdrop", "layerdrop", "drop_path_rate", "jitter_noise")
@@ -79,6 +80,8 @@ class ModelSpec:
     head: Head = "tokens"
     quantize: BaseQuantizer | None = None
     """Whether linear layers are quantised while their weights are read."""
+    unread: "UnreadWeights | None" = None
+    """Takes note of fused weights that may stay in the files, where the values are only to be handed on."""
 
 
 def model_config(spec: ModelSpec) -> PretrainedConfig:
@@ -210,8 +213,14 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
     own = _own_config(spec)
     with _clear_errors(spec):
         vet_weights(spec.name_or_path, spec.revision)
-    reader = None if spec.quantize is None else spec.quantize.reader(spec.name_or_path, spec.revision)
-    with _clear_errors(spec), _without_progress(reports=spec.head == "tokens" and grown.get_text_config() is grown):
+    reader: WeightReader | None = None
+    if spec.quantize is not None:
+        reader = spec.quantize.reader(spec.name_or_path, spec.revision)
+    renamed = None
+    if spec.unread is not None and reader is None and (renamed := _left_aside(spec, spec.unread, own, dtype)):
+        reader = spec.unread
+    takes_all = spec.head == "tokens" and grown.get_text_config() is grown and not renamed
+    with _clear_errors(spec), _without_progress(reports=takes_all):
         load = partial(
             auto.from_pretrained,
             spec.name_or_path,
@@ -222,6 +231,7 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
             trust_remote_code=False,
             output_loading_info=True,
             **({} if reader is None else options_to_read(reader)),
+            **({"key_mapping": renamed} if renamed else {}),
         )
         model, report = _attending(own, load)
     if spec.head == "score":
@@ -230,10 +240,28 @@ def build_model(spec: ModelSpec, dtype: torch.dtype, seed: int) -> PreTrainedMod
         report = give_score(model, report, seed)
     if reader is not None:
         report = {**report, "unexpected_keys": [key for key in report["unexpected_keys"] if not reader.knows(key)]}
+    if spec.unread is not None and renamed:
+        report = {**report, "missing_keys": spec.unread.missing(report["missing_keys"])}
     _require_complete(spec, model, report)
     _leave_untrained(model)
     resize_embeddings(model, grown.get_text_config().vocab_size)
-    return _finished(model, spec.quantize)
+    model = _finished(model, spec.quantize)
+    if spec.unread is not None and renamed and not spec.unread.settle(model):
+        return build_model(replace(spec, unread=None), dtype, seed)
+    return model
+
+
+def _left_aside(
+    spec: ModelSpec, unread: "UnreadWeights", config: PretrainedConfig, dtype: torch.dtype
+) -> dict[str, str]:
+    """What of a model's files the loader is to leave where it is, by their names."""
+    with _clear_errors(spec):
+        stored = {
+            name: tensor
+            for file in weight_files(spec.name_or_path, spec.revision)
+            for name, tensor in stored_in(file).items()
+        }
+    return unread.find(meta_model(config, dtype, spec.head), stored)
 
 
 def fetch_weights(spec: ModelSpec) -> None:

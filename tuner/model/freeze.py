@@ -107,9 +107,12 @@ def all_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def content_of(tensor: torch.Tensor) -> Content:
-    """Type, shape and SHA-256 of a tensor."""
-    return Content(tensor.dtype, tuple(tensor.shape), _digest(tensor))
+def content_of(tensor: torch.Tensor, parts: Iterable[torch.Tensor] = ()) -> Content:
+    """Type, shape and SHA-256 of a tensor; of the values of ``parts``, one after the other, where any are given."""
+    found = hashlib.sha256()
+    for part in parts or [tensor]:
+        found.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return Content(tensor.dtype, tuple(tensor.shape), found.hexdigest())
 
 
 def hash_of_frozen(contents: Mapping[str, tuple[torch.dtype, Sequence[int], str]]) -> str | None:
@@ -123,11 +126,6 @@ def _hash_of(tensors: Mapping[str, torch.Tensor], hashed: Mapping[str, Content] 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         contents = dict(zip(tensors, pool.map(content_of, tensors.values()), strict=True))
     return hash_of_frozen({**contents, **hashed})
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    content = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data
-    return hashlib.sha256(content).hexdigest()
 
 
 def means(pattern: str, name: str) -> bool:

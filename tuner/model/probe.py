@@ -52,7 +52,17 @@ class RouteRefused(RecipeError):
         self.why = why
 
 
-def prove_route(root: CausalLM, vocab_size: int, packed: bool, longest: int) -> str | None:
+Read = Callable[[Collection[nn.Module]], None]
+"""Has the layers of a model that run have their values; it is given those that do not."""
+
+
+def are_there(left_out: Collection[nn.Module]) -> None:
+    """All values are."""
+
+
+def prove_route(
+    root: CausalLM, vocab_size: int, packed: bool, longest: int, read: Read = are_there
+) -> str | None:
     """Have the root go by the first route, from its own on, on which it is the plainly loaded model of each document.
 
     Returns why it left its own; None where it kept it. Arguments and errors are those of :func:`require_isolation`.
@@ -62,7 +72,7 @@ def prove_route(root: CausalLM, vocab_size: int, packed: bool, longest: int) -> 
     for route in ways[ways.index(root.route) :]:
         root.go_by(route)
         try:
-            require_isolation(root, vocab_size, packed, longest)
+            require_isolation(root, vocab_size, packed, longest, read=read)
         except RouteRefused as error:
             if route == ways[-1]:
                 raise
@@ -74,7 +84,12 @@ def prove_route(root: CausalLM, vocab_size: int, packed: bool, longest: int) -> 
 
 @torch.no_grad()
 def require_isolation(
-    root: CausalLM, vocab_size: int, packed: bool = True, longest: int = _SECOND, every_layer: bool = False
+    root: CausalLM,
+    vocab_size: int,
+    packed: bool = True,
+    longest: int = _SECOND,
+    every_layer: bool = False,
+    read: Read = are_there,
 ) -> IsolationReport:
     """Run two packed documents on the CPU and hold the second to what the plainly loaded model makes of it alone.
 
@@ -103,10 +118,13 @@ def require_isolation(
         with suppress(RecipeError):
             while not few.is_whole:
                 # A new one each time: some classes change their layers in a forward (BigBird's, for short rows).
-                plain = plain_twin(root.model, left_out=few.left_out(root.model))
+                left_out = few.left_out(root.model)
+                read(left_out)
+                plain = plain_twin(root.model, left_out=left_out)
                 found = _isolation(root, plain, few, vocab_size, packed, longest)
                 if not few.grow():
                     return found
+    read(())
     return _isolation(root, plain_twin(root.model), None, vocab_size, packed, longest)
 
 

@@ -96,6 +96,15 @@ def file_places(model: PreTrainedModel, names: Iterable[str]) -> dict[str, FileP
     return found
 
 
+def forget_renaming(model: PreTrainedModel, target: str) -> None:
+    """Have a loaded model not note that tensors of its files were renamed to ``target``: publishing it would undo it.
+
+    Raises MachineError where a model does not note what was done to its files' names.
+    """
+    noted = private_attribute(model, "_weight_conversions", _EXPORT)
+    model._weight_conversions = [each for each in noted if target not in each.target_patterns]  # type: ignore[assignment]
+
+
 class WeightReader(Protocol):
     """What is given the weights of a model's files one by one, in place of the model."""
 

@@ -18,7 +18,7 @@ from types import TracebackType
 import torch
 
 from tuner.errors import DataError
-from tuner.parallel.mapped import InFile
+from tuner.model.mapped import InFile, mapped
 
 BLOCK = 4 << 20
 """Bytes that are read at once."""
@@ -44,6 +44,7 @@ class FileBlocks:
         self._n_blocks = 0
         self._landing: deque[_Landing] = deque()
         self._files: dict[str, int] = {}
+        self._contents: dict[str, torch.Tensor] = {}
         self._open = ExitStack()
         self._readers = ThreadPoolExecutor(READERS, "weights")
 
@@ -71,6 +72,12 @@ class FileBlocks:
             wanted = block.numpy()[: part.numel() * size].data
             read = partial(_read, self._file(place.path), place.path, place.start + (first + begin) * size, wanted)
             self._landing.append(_Landing(block, place.dtype, part, self._readers.submit(read)))
+
+    def content(self, path: str) -> torch.Tensor:
+        """The bytes of a file, mapped: for what does not lie end to end there. Raises OSError."""
+        if path not in self._contents:
+            self._contents[path] = mapped(path)
+        return self._contents[path]
 
     def _block(self) -> torch.Tensor:
         """A free block. There are two for each reader, so that none waits for a copy to the device."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tuner.model.mapped import InFile, in_files, mapped, sampled
 from tuner.model.root import CausalLM
+from tuner.model.unread import Piece, UnreadWeights
 from tuner.parallel.file_blocks import FileBlocks
-from tuner.parallel.mapped import InFile, in_files, mapped, sampled
 from tuner.runtime.parts import Box, Part, part_of
 from tuner.runtime.process import Collective, gloo_group
 from tuner.runtime.warned import pass_on
@@ -21,59 +21,80 @@ _BLOCK = 1 << 25
 """Bytes that are sent at once."""
 
 
-def bring(root: CausalLM, device: torch.device, types: Mapping[torch.Tensor, torch.dtype]) -> None:
+def bring(
+    root: CausalLM,
+    device: torch.device,
+    types: Mapping[torch.Tensor, torch.dtype],
+    unread: UnreadWeights | None = None,
+) -> None:
     """Bring the model of one process to a device; what lies in files goes there in blocks, and never into the host's
     memory whole.
 
-    ``types`` has those of the parameters that are to have another one there: they are cast on the device.
+    ``types`` has those of the parameters that are to have another one there: they are cast on the device. ``unread``
+    has those that nobody has read.
     """
     named = dict(_tensors(root))
     with FileBlocks(device) as blocks:
-        for name, place in in_files({name: one.detach() for name, one in named.items()}).items():
+        for name, pieces in _pieces({name: one.detach() for name, one in named.items()}, unread).items():
             tensor = named[name]
             moved = torch.empty(tensor.shape, dtype=types.get(tensor, tensor.dtype), device=device)
-            blocks.give(moved, place)
+            _read(moved, _all_of(moved), pieces, blocks)
             tensor.data = moved
     root.to(device)
     for tensor, dtype in types.items():
         tensor.data = tensor.data.to(dtype)
 
 
-def materialise(root: CausalLM, source: CausalLM | None, device: torch.device) -> None:
+def materialise(
+    root: CausalLM, source: CausalLM | None, device: torch.device, unread: UnreadWeights | None = None
+) -> None:
     """Give a meta model, in shards or whole, its storage and the values of rank 0's ``source``.
 
-    What lies in files there (:mod:`tuner.parallel.mapped`) each process reads itself, its own part alone, where all of
-    them have these files. The rest is sent in blocks of rows: what was drawn, quantised, fused or cast on rank 0.
+    What lies in files there (:mod:`tuner.model.mapped`), or was left in them (``unread``), each process reads itself,
+    its own part alone, where all of them have these files. The rest is sent in blocks of rows: what was drawn,
+    quantised, fused or cast on rank 0.
     Buffers are given too: non-persistent ones (rotary frequencies) are in no file and hold garbage after meta.
 
-    Collective; ``source`` counts on rank 0 alone. Host memory beyond the shards: a block. Raises RuntimeError where a
-    tensor's type does not hold the values of the source's.
+    Collective; ``source`` and ``unread`` count on rank 0 alone. Host memory beyond the shards: a block. Raises
+    RuntimeError where a tensor's type does not hold the values of the source's.
     """
     _give_storage(root, device)
     own = {} if source is None or dist.get_rank() else {name: one.detach() for name, one in _tensors(source)}
     everyone = Collective(gloo_group())
-    types, places = everyone.on_rank0(lambda: ({name: one.dtype for name, one in own.items()}, in_files(own)))
-    files = _readable(places, own)
+    types, pieces = everyone.on_rank0(lambda: ({name: one.dtype for name, one in own.items()}, _pieces(own, unread)))
+    readable = _readable({piece.place for of_one in pieces.values() for piece in of_one})
     with torch.no_grad(), FileBlocks(device) as blocks:
         for name, target in _tensors(root):
             if torch.promote_types(types[name], target.dtype) != target.dtype:
                 raise RuntimeError(f"{name} is {types[name]} at the source and {target.dtype} in the sharded model")
-            content = files.get(places[name].path) if name in places else None
-            if content is None:
-                _fill(target, own.get(name), types[name])
+            if name in pieces and all(piece.place.path in readable for piece in pieces[name]):
+                local, part = _local(target)
+                _read(local, part, pieces[name], blocks)
             else:
-                _read(target, places[name], content, blocks)
+                whole = own.get(name)
+                _fill(target, whole if whole is None or unread is None else unread.whole(whole), types[name])
 
 
-def _read(target: torch.Tensor, place: InFile, content: torch.Tensor, blocks: FileBlocks) -> None:
-    """Give a process its part of a tensor out of a file: rows by blocks; of parts of rows no more than these."""
-    local, part = _local(target)
-    inner = torch.Size(target.shape[1:]).numel()
+def _pieces(tensors: Mapping[str, torch.Tensor], unread: UnreadWeights | None) -> dict[str, tuple[Piece, ...]]:
+    """Where the elements of those tensors lie that are in files: of most in one place."""
+    found = {} if unread is None else {name: unread.pieces(tensor) for name, tensor in tensors.items()}
+    left = {name: pieces for name, pieces in found.items() if pieces is not None}
+    return {name: (Piece(_box_of(place.shape), place),) for name, place in in_files(tensors).items()} | left
+
+
+def _read(local: torch.Tensor, part: Part, pieces: Sequence[Piece], blocks: FileBlocks) -> None:
+    """Give a process its part of a tensor out of files: rows by blocks; of parts of rows no more than these."""
     for box in part.boxes:
-        if box.sizes[1:] == tuple(target.shape[1:]):
-            blocks.give(box.within(local), place, inner * (box.offsets[0] if box.offsets else 0))
-        else:
-            box.within(local).copy_(box.of(place.of(content)).to(local.device))
+        for piece in pieces:
+            common = box.common(piece.box)
+            if common is None:
+                continue
+            target = common.within(local)
+            there = piece.of(common, blocks.content(piece.place.path))
+            if target.is_contiguous() and there.is_contiguous():
+                blocks.give(target, piece.place, piece.first(there))
+            else:
+                target.copy_(there.to(local.device))
 
 
 def _fill(target: torch.Tensor, whole: torch.Tensor | None, dtype: torch.dtype) -> None:
@@ -92,31 +113,32 @@ def _local(target: torch.Tensor) -> tuple[torch.Tensor, Part]:
     return (target.to_local(), part_of(target)) if isinstance(target, DTensor) else (target, _all_of(target))
 
 
-def _readable(places: Mapping[str, InFile], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The bytes of the files that every process has as rank 0 has them. Collective."""
-    by_file: dict[str, list[str]] = {}
-    for name, place in places.items():
-        by_file.setdefault(place.path, []).append(name)
+def _readable(places: Collection[InFile]) -> set[str]:
+    """The files that every process has as rank 0 has them. Collective."""
+    by_file: dict[str, list[InFile]] = {}
+    for place in sorted(places, key=lambda place: (place.path, place.start)):
+        by_file.setdefault(place.path, []).append(place)
     everyone = Collective(gloo_group())
-    samples = everyone.on_rank0(lambda: {path: sampled(own[name] for name in names) for path, names in by_file.items()})
-    found: dict[str, torch.Tensor] = {}
-    others: list[str] = []
-    for path, names in by_file.items():
-        with suppress(OSError):
-            found[path] = mapped(path)
-            is_long_enough = all(_end(places[name]) <= len(found[path]) for name in names)
-            if not is_long_enough or sampled(places[name].of(found[path]) for name in names) != samples[path]:
-                others.append(path)
-    told = everyone.on_all_ranks(lambda: (set(found) - set(others), others))
+    own = {path: _sample(path, there) for path, there in by_file.items()}
+    wanted = everyone.on_rank0(lambda: own)
+    same = {path for path, sample in own.items() if sample and sample == wanted[path]}
+    others = [path for path, sample in own.items() if sample is not None and path not in same]
+    told = everyone.on_all_ranks(lambda: (same, others))
     for rank, (_, different) in enumerate(told):
         if different and not everyone.rank:
             pass_on(f"rank {rank} has other weights in {different[0]}: those of rank 0 are sent")
-    common = set.intersection(*(same for same, _ in told))
-    return {path: content for path, content in found.items() if path in common}
+    return set.intersection(*(same for same, _ in told))
 
 
-def _end(place: InFile) -> int:
-    return place.start + torch.Size(place.shape).numel() * place.dtype.itemsize
+def _sample(path: str, places: Sequence[InFile]) -> str | None:
+    """A hash of a few bytes of each place of a file; None where it is not here, the empty word where it ends before."""
+    try:
+        content = mapped(path)
+    except OSError:
+        return None
+    if any(place.start + place.nbytes > len(content) for place in places):
+        return ""
+    return sampled(place.of(content) for place in places)
 
 
 def _sent(rows: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -136,8 +158,12 @@ def _blocks(shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, int
 
 def _all_of(tensor: torch.Tensor) -> Part:
     """The part of a process that has a tensor whole."""
-    nowhere = (0,) * tensor.ndim
-    return Part(tuple(tensor.shape), (Box(nowhere, tuple(tensor.shape), nowhere),))
+    return Part(tuple(tensor.shape), (_box_of(tuple(tensor.shape)),))
+
+
+def _box_of(shape: tuple[int, ...]) -> Box:
+    """All elements of a tensor."""
+    return Box((0,) * len(shape), shape, (0,) * len(shape))
 
 
 def _give_storage(root: nn.Module, device: torch.device) -> None:

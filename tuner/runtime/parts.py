@@ -45,6 +45,15 @@ class Box:
         """These elements of the part, a view."""
         return _narrowed(part, self.at, self.sizes)
 
+    def common(self, other: Box) -> Box | None:
+        """What of it lies in another box of the whole, too; None where nothing does."""
+        first = tuple(map(max, self.offsets, other.offsets))
+        ends = (map(sum, zip(box.offsets, box.sizes, strict=True)) for box in (self, other))
+        sizes = tuple(min(end) - start for *end, start in zip(*ends, first, strict=True))
+        if min(sizes, default=1) <= 0:
+            return None
+        return Box(first, sizes, tuple(at + to - of for at, to, of in zip(self.at, first, self.offsets, strict=True)))
+
     def within_rows(self, start: int, stop: int) -> Box | None:
         """What of it lies in these rows of the whole, from ``start`` on as rows of their own; None where nothing does.
 

@@ -24,13 +24,13 @@ from tuner.model.flops import training_flops
 from tuner.model.freeze import select_modules
 from tuner.model.kernels import KERNELS
 from tuner.model.output_layer import LogitTransform
-from tuner.model.probe import RouteRefused, prove_route, require_isolation
+from tuner.model.probe import Read, RouteRefused, are_there, prove_route, require_isolation
 from tuner.model.root import CausalLM, Route, embedding_parameters, outer_parameters, trained_parameters
 from tuner.model.trainable import TrainableSpec
 from tuner.model.vetting import require_known_losses, weighs_routers
 from tuner.model.weight_files import vet_weights
 from tuner.parallel.assemble import AssemblySpec, Kernels, Recompute, assemble
-from tuner.parallel.mesh import Mesh, MeshSpec
+from tuner.parallel.mesh import DeviceMeshes, Mesh, MeshSpec
 from tuner.rundir.layout import EMA_PREFIX, MODEL_PREFIX
 from tuner.runtime import startup
 from tuner.runtime.device import DeviceFacts, measured_peak
@@ -53,6 +53,7 @@ from tuner.train.step import StepConfig, TrainState
 
 if TYPE_CHECKING:
     from tuner.model.adapter import LoraSpec
+    from tuner.model.unread import UnreadWeights
     from tuner.setup.initial import Initial
 
 _Facts = Mapping[str, Any] | None
@@ -214,12 +215,10 @@ def assemble_model(resolved: Resolved, rank_info: RankInfo, mesh: Mesh) -> tuple
 
 def assembled(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> CausalLM:
     """The model of a resolved recipe, made as the spec says. Collective where there are several processes."""
-    if mesh.size > 1:
-        return _spread(resolved, spec, mesh, device)
-    if device.type != "cpu":
-        return _brought(resolved, spec, device)
+    if mesh.size > 1 or device.type != "cpu":
+        return _handed_on(resolved, spec, mesh, device)
     initial = _initial(resolved, spec)
-    return assemble(spec, _whole_model(resolved, initial), inspect=partial(_inspect, resolved, initial))
+    return assemble(spec, _whole_model(resolved, initial), inspect=partial(_inspect, resolved, initial, None))
 
 
 def teacher_in_memory(recipe: Recipe) -> DistillMethod | None:
@@ -372,10 +371,15 @@ def trained_count(resolved: Resolved) -> int:
 
 
 def _whole_model(
-    resolved: Resolved, initial: "Initial | None", dtype: torch.dtype | None = None
+    resolved: Resolved,
+    initial: "Initial | None",
+    dtype: torch.dtype | None = None,
+    unread: "UnreadWeights | None" = None,
 ) -> PreTrainedModel:
+    """The model with its values, but for those that it takes note of as ``unread`` where such are asked for."""
     recipe = resolved.recipe
-    model = build_model(model_spec(recipe, resolved.new_ids), dtype or DTYPES[recipe.model.dtype], recipe.seed)
+    spec = replace(model_spec(recipe, resolved.new_ids), unread=unread)
+    model = build_model(spec, dtype or DTYPES[recipe.model.dtype], recipe.seed)
     if initial is not None:
         initial.give_weights(model)
     return model
@@ -405,16 +409,32 @@ def _type_to_hand_on(resolved: Resolved, spec: AssemblySpec) -> torch.dtype | No
     return _HALF.get(stored.pop()) if len(stored) == 1 else None
 
 
-def _brought(resolved: Resolved, spec: AssemblySpec, device: torch.device) -> CausalLM:
-    """The model of one process on a device other than the host's, read from its files in blocks."""
-    from tuner.parallel.values import bring  # a CPU has the model where it was read to
+def _handed_on(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> CausalLM:
+    """The model of a resolved recipe whose values go to a device other than the host's, or to several processes.
 
+    Fused weights stay in the files until then, unless more is made of them: tiles are proven with all layers, and what
+    `model.init_from` gives is put into the weights that are there.
+    """
+    from tuner.model.unread import UnreadWeights
+    from tuner.parallel.values import bring, materialise  # one process on a CPU has the model where it was read to
+
+    unread = None if spec.tiles or resolved.recipe.model.init_from else UnreadWeights()
+    if mesh.size > 1:
+        meshes = mesh.device_meshes(device.type)
+        return _spread(resolved, spec, meshes, unread, partial(materialise, device=device, unread=unread))
+    return _brought(resolved, spec, unread, partial(bring, device=device, unread=unread))
+
+
+def _brought(
+    resolved: Resolved, spec: AssemblySpec, unread: "UnreadWeights | None", bring: Callable[..., None]
+) -> CausalLM:
+    """The model of one process, brought to its device."""
     initial = _initial(resolved, spec)
     stored = None if spec.tiles else _type_to_hand_on(resolved, spec)  # tiles are proven in the type that trains
-    model = _whole_model(resolved, initial, stored)
+    model = _whole_model(resolved, initial, stored, unread)
     types = {} if stored is None else _types_there(model, meta_model_of(resolved))
-    inspect = partial(_inspect, resolved, initial)
-    return assemble(spec, model, inspect=inspect, give_values=lambda root: bring(root, device, types))
+    inspect = partial(_inspect, resolved, initial, unread)
+    return assemble(spec, model, inspect=inspect, give_values=partial(bring, types=types))
 
 
 def _types_there(model: PreTrainedModel, meta: PreTrainedModel) -> dict[torch.Tensor, torch.dtype]:
@@ -424,16 +444,20 @@ def _types_there(model: PreTrainedModel, meta: PreTrainedModel) -> dict[torch.Te
     return {tensor: wanted[name] for name, tensor in own if tensor.dtype != wanted[name]}
 
 
-def _spread(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> CausalLM:
+def _spread(
+    resolved: Resolved,
+    spec: AssemblySpec,
+    meshes: DeviceMeshes,
+    unread: "UnreadWeights | None",
+    materialise: Callable[..., None],
+) -> CausalLM:
     """Shards or a copy on every rank, filled from the model of rank 0, or from its files. Collective."""
-    from tuner.parallel.values import materialise  # one process goes without
-
     source: list[CausalLM] = []  # on rank 0 alone; a failure there is raised on every rank, so that none waits for it
 
     def build_source() -> tuple[str | None, Route, str | None, _Facts, _Facts]:
         initial = _initial(resolved, spec)
-        inspect = partial(_inspect, resolved, initial)
-        model = _whole_model(resolved, initial, _type_to_hand_on(resolved, spec))
+        inspect = partial(_inspect, resolved, initial, unread)
+        model = _whole_model(resolved, initial, _type_to_hand_on(resolved, spec), unread)
         root = assemble(spec.for_values(), model, inspect=inspect)
         source.append(root)
         return root.weights_hash, root.route, root.why_apart, root.untouched, root.given
@@ -442,8 +466,8 @@ def _spread(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.de
     root = assemble(
         replace(spec, route=route),
         meta_model_of(resolved),
-        meshes=mesh.device_meshes(device.type),
-        give_values=lambda root: materialise(root, source[0] if source else None, device),
+        meshes=meshes,
+        give_values=lambda root: materialise(root, source[0] if source else None),
     )
     root.frozen_hash = source[0].frozen_hash if source else _on_rank_0
     root.weights_hash, root.why_apart, root.untouched, root.given = weights, why, untouched, given
@@ -454,26 +478,28 @@ def _on_rank_0() -> str | None:
     raise RuntimeError("the hash of frozen weights is rank 0's to give")
 
 
-def _inspect(resolved: Resolved, initial: "Initial | None", root: CausalLM) -> None:
+def _inspect(
+    resolved: Resolved, initial: "Initial | None", unread: "UnreadWeights | None", root: CausalLM
+) -> None:
     """Prove that each document is computed as if alone, and begin to hash what its weights are known by."""
     recipe = resolved.recipe
     if initial is not None:
         initial.give_rest(root.model)
     root.given = resolved.given if initial is None else initial.noted()
     with startup.phase("checks"):
-        _prove(resolved, root)
+        _prove(resolved, root, are_there if unread is None else partial(unread.read, root.model))
     if recipe.adapter.kind != "none":
         _tell_left_out(root, recipe.model.quantize != "none")
-    root.frozen_hash = FrozenHash(root.model, recipe.data.cache_dir, resolved.facts.kind)
+    root.frozen_hash = FrozenHash(root.model, recipe.data.cache_dir, resolved.facts.kind, unread)
     if is_part(root.model):
         from tuner.model.multimodal import untouched_facts
 
         root.untouched = untouched_facts(meta_model_of(resolved), recipe.model.name_or_path, recipe.model.revision)
     if reference_of(recipe.method) == "columns":
-        root.weights_hash = known_weights_hash(root.model, recipe.data.cache_dir)
+        root.weights_hash = known_weights_hash(root.model, recipe.data.cache_dir, unread)
 
 
-def _prove(resolved: Resolved, root: CausalLM) -> None:
+def _prove(resolved: Resolved, root: CausalLM, read: Read) -> None:
     """Have the root go by a route that is proven, now or by a launch before."""
     recipe, packed = resolved.recipe, takes_several(resolved.recipe)
     vocab_size, longest = resolved.config.get_text_config().vocab_size, int(recipe.data.max_length)
@@ -486,12 +512,12 @@ def _prove(resolved: Resolved, root: CausalLM) -> None:
         return
     if recipe.data.packing is True:
         try:
-            require_isolation(root, vocab_size, packed, longest)
+            require_isolation(root, vocab_size, packed, longest, read=read)
         except RouteRefused as error:
             hint = "write data.packing: auto, which takes documents otherwise where they cannot lie end to end"
             raise RecipeError(error.message, hint=hint) from error
     else:
-        root.why_apart = prove_route(root, vocab_size, packed, longest)
+        root.why_apart = prove_route(root, vocab_size, packed, longest, read)
     proven.keep(key, proven.Verdict(root.route, root.why_apart), cache)
 
 

@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -30,8 +30,9 @@ from tuner.runtime.process import Collective, gloo_group
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from tuner.model.mapped import InFile
     from tuner.model.root import CausalLM
-    from tuner.parallel.mapped import InFile
+    from tuner.model.unread import UnreadWeights
 
 HASHES = "hashes"
 SETTLED_NS = 2_000_000_000
@@ -45,8 +46,11 @@ class FrozenHash:
     meanwhile. The process may end without it. On a CPU, whose cores train, it takes one of them.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: str | None, device_type: str) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: str | None, device_type: str, unread: UnreadWeights | None = None
+    ) -> None:
         self._tensors, self._hashed = frozen_tensors(model)
+        self._unread = unread
         self._cache, self._threads = cache, 1 if device_type == "cpu" else torch.get_num_threads()
         self._taken: Future[str | None] = Future()
         threading.Thread(target=self._take, name="hash", daemon=True).start()
@@ -57,16 +61,16 @@ class FrozenHash:
 
     def _take(self) -> None:
         try:
-            contents = _contents(self._tensors, self._cache, self._threads)
+            contents = _contents(self._tensors, self._cache, self._threads, self._unread)
             self._taken.set_result(hash_of_frozen({**contents, **self._hashed}))
         except BaseException as error:  # noqa: BLE001 - who asks gets it
             self._taken.set_exception(error)
-        self._tensors = {}  # else a model in the host's memory would stay there
+        self._tensors, self._unread = {}, None  # else a model in the host's memory would stay there
 
 
-def known_weights_hash(model: PreTrainedModel, cache: str | None) -> str:
+def known_weights_hash(model: PreTrainedModel, cache: str | None, unread: UnreadWeights | None = None) -> str:
     """:func:`~tuner.model.freeze.weights_hash`, by what is known of the files."""
-    return str(hash_of_frozen(_contents(all_tensors(model), cache, torch.get_num_threads())))
+    return str(hash_of_frozen(_contents(all_tensors(model), cache, torch.get_num_threads(), unread)))
 
 
 def agreed_frozen_hash(root: CausalLM) -> str | None:
@@ -74,31 +78,52 @@ def agreed_frozen_hash(root: CausalLM) -> str | None:
     return Collective(gloo_group()).on_rank0(root.frozen_hash)
 
 
-def _contents(tensors: Mapping[str, torch.Tensor], cache: str | None, threads: int) -> dict[str, Content]:
+def _contents(
+    tensors: Mapping[str, torch.Tensor], cache: str | None, threads: int, unread: UnreadWeights | None
+) -> dict[str, Content]:
     """Type, shape and hash of each tensor; of those in files they are kept for the next launch."""
     if not tensors:
         return {}
-    from tuner.parallel.mapped import in_files  # a training in full goes without
+    from tuner.model.mapped import in_files  # a training in full goes without
 
     kept = (cache_root() if cache is None else Path(cache)) / HASHES
-    places = in_files(tensors)
-    files = {path: _File.of(path) for path in {place.path for place in places.values()}}
+    places: dict[str, tuple[InFile, ...]] = {name: (place,) for name, place in in_files(tensors).items()}
+    for name, tensor in tensors.items():
+        if unread is not None and (pieces := unread.pieces(tensor)) is not None:
+            places[name] = tuple(piece.place for piece in pieces)
+    files = {path: _File.of(path) for path in {place.path for of_one in places.values() for place in of_one}}
     known = {path: {} if file is None else file.known(kept) for path, file in files.items()}
     found = {
         name: Content(tensors[name].dtype, tuple(tensors[name].shape), sha256)
-        for name, place in places.items()
-        if (sha256 := known[place.path].get(_bytes_of(place))) is not None
+        for name, of_one in places.items()
+        if (sha256 := _same({known[place.path].get(_key_of(tensors[name], of_one)) for place in of_one})) is not None
     }
     rest = {name: tensor for name, tensor in tensors.items() if name not in found}
-    taken = _taken(rest, threads)
-    for path, file in files.items():
-        new = {_bytes_of(places[name]): one.sha256 for name, one in taken.items() if _path(places, name) == path}
-        if file is not None and new:
-            file.keep(kept, known[path] | new)
+    taken = _taken(rest, threads, unread)
+    new: dict[str, dict[str, str]] = {}
+    for name in taken.keys() & places.keys():
+        for place in places[name]:
+            new.setdefault(place.path, {})[_key_of(tensors[name], places[name])] = taken[name].sha256
+    for path, hashes in new.items():
+        if (file := files[path]) is not None:
+            file.keep(kept, known[path] | hashes)
     return found | taken
 
 
-def _taken(tensors: Mapping[str, torch.Tensor], threads: int) -> dict[str, Content]:
+def _same(hashes: set[str | None]) -> str | None:
+    """The hash that all files of a tensor keep; None where one knows none, or another."""
+    return hashes.pop() if len(hashes) == 1 else None
+
+
+def _key_of(tensor: torch.Tensor, places: Sequence[InFile]) -> str:
+    """Under what the hash of a tensor is kept that lies in these places: the bytes of one, or all in their order."""
+    if len(places) == 1:
+        return f"{places[0].start}+{places[0].nbytes}"
+    told = f"{tensor.dtype} {list(tensor.shape)} {[(place.path, place.start, place.shape) for place in places]}"
+    return hashlib.sha256(told.encode()).hexdigest()
+
+
+def _taken(tensors: Mapping[str, torch.Tensor], threads: int, unread: UnreadWeights | None) -> dict[str, Content]:
     """The contents of tensors, by so many threads. A process that ends waits for none of them, as it would for a
     pool's."""
     waiting, found = list(tensors.items()), dict[str, Content]()
@@ -108,7 +133,7 @@ def _taken(tensors: Mapping[str, torch.Tensor], threads: int) -> dict[str, Conte
         try:
             while not problems:
                 name, tensor = waiting.pop()
-                found[name] = content_of(tensor)
+                found[name] = content_of(tensor, [tensor] if unread is None else unread.in_order(tensor))
         except IndexError:  # none is left
             return
         except BaseException as error:  # noqa: BLE001 - raised below
@@ -162,12 +187,3 @@ class _File:
 
     def _record(self, cache: Path) -> Path:
         return cache / f"{hashlib.sha256(self.path.encode()).hexdigest()[:32]}.json"
-
-
-def _path(places: Mapping[str, InFile], name: str) -> str | None:
-    return places[name].path if name in places else None
-
-
-def _bytes_of(place: InFile) -> str:
-    count = torch.Size(place.shape).numel() * place.dtype.itemsize
-    return f"{place.start}+{count}"

@@ -31,10 +31,14 @@ class InFile:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
     def of(self, mapped: torch.Tensor) -> torch.Tensor:
         """The tensor, in the bytes of its file: a view."""
-        count = torch.Size(self.shape).numel()
-        return mapped[self.start : self.start + count * self.dtype.itemsize].view(self.dtype).view(self.shape)
+        return mapped[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
 
 
 @dataclass(frozen=True)
