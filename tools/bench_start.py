@@ -8,9 +8,9 @@ imports of torch, transformers and peft; then with an evaluation and answers bef
 of that run. With ``--prediction`` what a launch of an 8B with LoRA settles for a GPU of the table, and the same again,
 as the second launch does. With ``--large`` an 8B with LoRA, whose random files, 16 GB, are written there where they are
 not: the processor seconds of its proof alone, and two launches of one step. With ``--ranks`` eight processes of this
-machine start on a model whose weights take 2 GB, in full (float32, from bf16) and with LoRA (bf16), the latter of a mixture of
-experts, too. Of each, seconds by phase, and the largest anonymous memory of all processes before the step, beyond as many bare imports. A line of JSON
-for each.
+machine start on a model whose weights take 2 GB, in full (float32, from bf16) and with LoRA (bf16), the latter of a
+mixture of experts, too. Of each, seconds by phase, and the largest anonymous memory of all processes before the step,
+beyond as many bare imports. A line of JSON for each.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Taken:
         gradients = {
             name: whole(gradient)
             for name, gradient in state.gradients().items()
-            if state.rows is None or name not in state.rows  # as many rows as there is room for, in any order
+            if not any(part.owns(name) for part in state.parts)  # as many rows as there is room for, in any order
         }
         state.optimizer.zero_grad()
         steps = [optimizer_step(state, i, assembly.batches.step(i), 1.0).read() for i in range(2)]

@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.fixtures.trainings import launch, lines, outcome
 from tuner.checkpoint.load import newest, read_tensors
 from tuner.run.options import LaunchOptions
-from tuner.setup.build import LOSS_SCALE
+from tuner.train.loss_scale import LOSS_SCALE
 
 STEPS = 3
 KEYS = {"train__precision": "fp16", "train__duration": f"{STEPS} steps", "checkpoint__every": "never"}

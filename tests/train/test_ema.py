@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ TRAINED = [20, 12, 5, 31, 7, 9]
 MADE = {"adapter": {"kind": "none"}, "ema": {"decay": 0.7}}
 
 
+def named(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Averages by the names of their parameters."""
+    return {name.removeprefix("ema/"): tensor for name, tensor in tensors.items()}
+
+
 def _weights(state: TrainState) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in state.parameters.items()}
 
@@ -32,7 +38,6 @@ def test_it_is_the_sum_that_the_decay_says(tmp_path: Path) -> None:
     write_model(tmp_path)
     assembly = assembly_for(recipe_for(tmp_path, **MADE), TRAINED, RankInfo())
     state = assembly.train_state
-    assert state.ema is not None
     expected = {name: weight.double() for name, weight in _weights(state).items()}
     for step in range(5):
         if step == 2:
@@ -41,7 +46,9 @@ def test_it_is_the_sum_that_the_decay_says(tmp_path: Path) -> None:
         optimizer_step(state, step, assembly.batches.step(step), 1.0)
         for name, weight in _weights(state).items():
             expected[name] = 0.7 * expected[name] + 0.3 * weight.double()
-    for name, average in state.ema.tensors.items():
+    averages = named(state.tensors())
+    assert averages.keys() == state.parameters.keys()
+    for name, average in averages.items():
         torch.testing.assert_close(average.double(), expected[name], rtol=0, atol=1e-6)
         assert not torch.equal(average, state.parameters[name])
     assert {f"ema/{name}" for name in state.parameters} < run_tensors(state).keys()
@@ -56,12 +63,13 @@ def test_training_has_the_same_bits_with_it_and_an_update_left_out_leaves_it(tmp
             optimizer_step(assembly.train_state, step, assembly.batches.step(step), 1.0)
         states.append(assembly.train_state)
     averaging, plain = states
-    assert plain.ema is None and averaging.ema is not None
+    ema = averaging.part(Ema)
+    assert plain.part(Ema) is None and ema is not None
     for name, weight in _weights(plain).items():
         assert torch.equal(weight, averaging.parameters[name])
-    before = {name: average.clone() for name, average in averaging.ema.tensors.items()}
-    averaging.ema.update(torch.tensor(True))
-    assert all(torch.equal(before[name], average) for name, average in averaging.ema.tensors.items())
+    before = {name: average.clone() for name, average in ema.tensors().items()}
+    ema.after_update(torch.tensor(True))
+    assert all(torch.equal(before[name], average) for name, average in ema.tensors().items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -69,19 +77,19 @@ def test_in_place_of_the_weights_and_back(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     module = nn.Linear(5, 3).to(dtype)
     parameters = dict(module.named_parameters())
-    ema = Ema(module, parameters, 0.5)
+    ema = Ema(module, parameters, 0.5, "ema/", evaluated=True)
     for parameter in parameters.values():
         parameter.data += torch.randn_like(parameter)
-    ema.update(torch.tensor(False))
+    ema.after_update(torch.tensor(False))
     weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    averages = {name: average.clone() for name, average in ema.tensors.items()}
-    with pytest.raises(KeyError), ema.in_place():
+    averages = {name: average.clone() for name, average in named(ema.tensors()).items()}
+    with pytest.raises(KeyError), ema.other_weights()["ema/"]:
         for name, parameter in parameters.items():
             assert torch.equal(parameter, averages[name].to(dtype))
         raise KeyError
     assert all(torch.equal(weights[name], parameter) for name, parameter in parameters.items())
-    assert all(torch.equal(averages[name], average) for name, average in ema.tensors.items())
-    assert all(average.dtype == torch.float32 for average in ema.tensors.values())
+    assert all(torch.equal(averages[name], average) for name, average in named(ema.tensors()).items())
+    assert all(average.dtype == torch.float32 for average in ema.tensors().values())
 
 
 def test_half_life() -> None:

@@ -12,9 +12,9 @@ from tests.train.synthetic import assembly_for, write_model
 from tuner.config.load import load_recipe
 from tuner.errors import DivergedError
 from tuner.runtime.dist import RankInfo
-from tuner.setup.build import LOSS_SCALE, Assembly, run_tensors
+from tuner.setup.build import Assembly, run_tensors
 from tuner.train.diagnose import diverged
-from tuner.train.loss_scale import FLOOR, INITIAL
+from tuner.train.loss_scale import FLOOR, INITIAL, LOSS_SCALE, LossScale
 from tuner.train.step import StepResult, optimizer_step
 from tuner.train.tasks import TakenStep
 
@@ -102,8 +102,8 @@ def test_an_overflow_leaves_out_the_update_of_every_optimizer(model: Path, kind:
 
 def test_at_its_floor_the_run_has_diverged_and_says_so(model: Path) -> None:
     assembly = assembled(model)
-    scale = assembly.train_state.loss_scale
-    assert scale is not None
+    scale = assembly.train_state.scaling
+    assert isinstance(scale, LossScale)
     scale.state[0] = FLOOR
     poison(assembly)
     batches = assembly.batches.step(0)

@@ -92,11 +92,11 @@ def trained(
     dtype = torch.bfloat16 if KINDS[kind].get("rounding") else torch.float32
     own = {name: nn.Parameter(laid_out(name, drawn(name, 0).to(dtype), several)) for name in SHAPES}
     optimizer = build_optimizer(section, own, OUTER, OUTER, seed=3)
-    average = Ema(nn.Module(), own, 0.9)
+    average = Ema(nn.Module(), own, 0.9, "ema/", evaluated=False)
 
     def state() -> State:
         weights = {f"model/{name}": parameter.data for name, parameter in own.items()}
-        averages = {f"ema/{name}": tensor for name, tensor in average.tensors.items()}
+        averages = average.tensors()
         return weights | optimizer.state_tensors() | averages
 
     if source is not None:
@@ -108,7 +108,7 @@ def trained(
         optimizer.set_factor(1 / (step + 1))
         optimizer.step(torch.tensor(False), torch.tensor(2.0))
         optimizer.zero_grad()
-        average.update(torch.tensor(False))
+        average.after_update(torch.tensor(False))
         if seen is not None:
             seen[step + 1] = {name: one.detach().clone() for name, one in state().items()}
     return state(), optimizer

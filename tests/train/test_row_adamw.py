@@ -23,13 +23,13 @@ from tuner.config.recipe import Optimizer
 from tuner.errors import RecipeError
 from tuner.model.touched_rows import TouchedRows
 from tuner.parallel.mesh import Mesh
-from tuner.parallel.row_gradients import RowGradients
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.warned import Warned, collected
 from tuner.setup.build import Assembly, run_tensors
 from tuner.setup.check_model import check_model
 from tuner.setup.findings import Findings
 from tuner.train.optimizer import OptimizerSet, build_optimizer
+from tuner.train.row_gradients import RowGradients
 from tuner.train.step import StepResult, optimizer_step
 
 V, WIDTH, NAME = 12, 6, "embed.weight"

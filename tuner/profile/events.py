@@ -71,10 +71,9 @@ def resident(train_state: TrainState) -> list[Owned]:
             add(tensor, "parameters", name)
     for name, tensor in train_state.optimizer.state_tensors().items():
         add(tensor, "optimizer", name.split("/", 2)[2])
-    for name, tensor in ({} if train_state.ema is None else train_state.ema.tensors).items():
-        add(tensor, "optimizer", name)
-    scale = () if train_state.loss_scale is None else (train_state.loss_scale.state,)
-    for tensor in (*train_state.optimizer.local_tensors(), *train_state.guard.tensors, *scale):
+    for name, tensor in train_state.tensors().items():
+        add(tensor, "optimizer", name.partition("/")[2])
+    for tensor in (*train_state.optimizer.local_tensors(), *train_state.guard.tensors):
         add(tensor, "optimizer", "")
     return list(found.values())
 

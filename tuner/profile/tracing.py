@@ -146,7 +146,7 @@ def trace_step(
             marks = _step(tracker, train_state, batches)
             traffic = tuple(counter.micro)
             if held_out is not None:
-                _evaluate(tracker, train_state, held_out, samples, resolved.recipe.ema.evaluate)
+                _evaluate(tracker, train_state, held_out, samples)
         changes = tuple(tracker.changes)
         held = train_state.optimizer.host_names()
         staged = staged_bytes({name: tensor for name, tensor in run_tensors(train_state).items() if name not in held})
@@ -239,15 +239,14 @@ def _evaluate(
     train_state: TrainState,
     batch: Batch,
     samples: Sequence[tuple[int, int]],
-    with_averages: bool,
 ) -> None:
     train_state.root.eval()
     sync_gradients(train_state.root, True)
     tracker.phase = "evaluation"
     with tracker, torch.no_grad():
         _losses(train_state, batch)
-        if train_state.ema is not None and with_averages:
-            with train_state.ema.in_place():
+        for in_place in (one for part in train_state.parts for one in part.other_weights().values()):
+            with in_place:
                 _losses(train_state, batch)
         if samples:
             prompts, limits = zip(*(([0] * length, limit) for length, limit in samples), strict=True)

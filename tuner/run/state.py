@@ -18,7 +18,6 @@ from tuner.train.progress import METRICS, Progress
 if TYPE_CHECKING:
     from tuner.run.teacher_versions import TeacherVersions
     from tuner.run.windows.opened import OpenedWindows
-    from tuner.train.ema import Ema
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,8 @@ def restore(context: LaunchContext, found: CheckpointInfo) -> None:
         averages = _named(assembly, EMA_PREFIX)
         others = {name: tensor for name, tensor in run_tensors(assembly.train_state).items() if name not in averages}
         load_into(found, others, without=EMA_PREFIX)
-    if assembly.train_state.ema is not None:
-        _restore_averages(context, assembly.train_state.ema, found)
+    if averages := _named(assembly, EMA_PREFIX):
+        _restore_averages(context, averages, found)
     early = None if progress.early is None else replace(progress.early)
     progress.restore(found.state, assembly.resolved.recipe.checkpoint.keep_best)
     if "schedule" in reset_here:
@@ -87,12 +86,13 @@ def restore(context: LaunchContext, found: CheckpointInfo) -> None:
         context.console.say("reset", f"{', '.join(reset_here)}, after step {progress.step}")
 
 
-def _restore_averages(context: LaunchContext, ema: Ema, found: CheckpointInfo) -> None:
+def _restore_averages(context: LaunchContext, averages: Mapping[str, Any], found: CheckpointInfo) -> None:
     """Take over the averages of the weights, or begin them here where the checkpoint has none. Collective."""
     if any(name.startswith(EMA_PREFIX) for name in found.index()):
-        load_into(found, _named(context.assembly, EMA_PREFIX), EMA_PREFIX)
+        load_into(found, averages, EMA_PREFIX)
         return
-    ema.begin()
+    for part in context.assembly.train_state.parts:
+        part.restart()
     context.console.say("average", f"of the weights, from step {found.step} on: the checkpoint has none")
 
 

@@ -1,7 +1,7 @@
 """What training works with, built from a resolved recipe: the model, the optimizer, the batches."""
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tuner.config.eval_tasks import LOWER_IS_BETTER, task_of
@@ -50,6 +51,7 @@ from tuner.train.methods.method import build_method, check_logits
 from tuner.train.optimizer import build_optimizer
 from tuner.train.progress import Criterion, MfuMeter
 from tuner.train.step import StepConfig, TrainState
+from tuner.train.step_parts import StepPart, Unscaled
 
 if TYPE_CHECKING:
     from tuner.model.adapter import LoraSpec
@@ -60,8 +62,6 @@ _Facts = Mapping[str, Any] | None
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
 """By the names of safetensors: what float32 holds exactly."""
-LOSS_SCALE = "loss_scale/state"
-"""The name in checkpoints of the scale of the loss under fp16, with the updates since it last changed."""
 COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 """The type of autocast by `train.precision`; under fp8, of all but the products that are made in it."""
 
@@ -181,23 +181,32 @@ def build_train_state(recipe: Recipe, root: CausalLM, step_config: StepConfig) -
         from tuner.model.router_loss import router_loss
 
         root.router_loss = router_loss(root.model, recipe.model.router_aux_loss_coef)
-    loss_scale = None
+    scaling = Unscaled()
     if in_fp16:
         from tuner.train.loss_scale import LossScale  # most runs have none
 
-        loss_scale = LossScale(step_config.device)
-    rows = None
-    if touched:
-        from tuner.parallel.row_gradients import RowGradients  # most runs have none
-
-        rows = RowGradients(touched, step_config.mesh, step_config.device)
+        scaling = LossScale(step_config.device)
+    parts = tuple(_step_parts(recipe, root, parameters, step_config))
     method = build_method(recipe.method)
-    state = TrainState(root, parameters, optimizer, step_config, guard, method, loss_scale, rows)
+    return TrainState(root, parameters, optimizer, step_config, guard, method, scaling, parts)
+
+
+def _step_parts(
+    recipe: Recipe, root: CausalLM, parameters: Mapping[str, nn.Parameter], step_config: StepConfig
+) -> Iterator[StepPart]:
+    """What a recipe's steps do besides, in the order in which it is asked; most recipes ask for none."""
+    if root.touched_rows:
+        from tuner.train.row_gradients import RowGradients
+
+        yield RowGradients(root.touched_rows, step_config.mesh, step_config.device)
+    if root.router_loss is not None:
+        from tuner.train.routing import Routing
+
+        yield Routing(root.router_loss, step_config.mesh)
     if recipe.ema.is_on:
         from tuner.train.ema import Ema, decay_of
 
-        state.ema = Ema(root, parameters, float(decay_of(recipe.ema) or 0.0))
-    return state
+        yield Ema(root, parameters, float(decay_of(recipe.ema) or 0.0), EMA_PREFIX, recipe.ema.evaluate)
 
 
 def assemble_model(resolved: Resolved, rank_info: RankInfo, mesh: Mesh) -> tuple[CausalLM, StepConfig]:
@@ -279,10 +288,7 @@ def held_out_rows(recipe: Recipe, prepared: PreparedData) -> HeldOut | None:
 def run_tensors(state: TrainState) -> dict[str, Any]:
     """The tensors of a checkpoint by name: trained parameters, the optimizer's state, the fp16 scale, averages."""
     model = {f"{MODEL_PREFIX}{name}": parameter.data for name, parameter in state.parameters.items()}
-    scale = {} if state.loss_scale is None else {LOSS_SCALE: state.loss_scale.state}
-    averages = {} if state.ema is None else state.ema.tensors
-    named = {f"{EMA_PREFIX}{name}": tensor for name, tensor in averages.items()}
-    return model | state.optimizer.state_tensors() | scale | named
+    return model | state.optimizer.state_tensors() | state.tensors()
 
 
 def check_fits(tokenizer: TextTokenizer, config: PretrainedConfig, prepared: PreparedData) -> None:

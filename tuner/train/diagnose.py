@@ -54,7 +54,7 @@ def diverged(state: TrainState, taken: TakenStep, result: StepResult, last_saved
         f"step {taken.index + 1}: loss {result.loss}, gradient norm {result.grad_norm}{floor}; first not finite: "
         f"{where}; rows {rows}{more}; nothing was updated",
         hint="lower optimizer.lr, lengthen schedule.warmup, or look at these rows; "
-        + ("fp16 has no number above 65,504: train.precision: fp32 or bf16 has; " if state.loss_scale else "")
+        + ("fp16 has no number above 65,504: train.precision: fp32 or bf16 has; " if state.scaling.tensors() else "")
         + (f"the last checkpoint is {last_saved}" if last_saved else "no checkpoint was saved yet"),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import nn
@@ -11,33 +11,44 @@ from torch.distributed.fsdp import FSDPModule
 
 from tuner.config.recipe import EmaSection
 from tuner.parallel.fsdp import local, sharded_like
+from tuner.train.step_parts import StepPart
 
 
-class Ema:
+class Ema(StepPart):
     """The averages of named parameters, in float32: ``decay`` of one stays at each update, the rest is the new weight.
 
     It begins at the weights as they are when it is made (Polyak and Juditsky 1992 average; the exponential form is that
     of Ruppert 1988 with a constant rate). An update that is left out leaves the averages as they are, too.
     """
 
-    def __init__(self, root: nn.Module, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+    def __init__(
+        self, root: nn.Module, parameters: Mapping[str, nn.Parameter], decay: float, prefix: str, evaluated: bool
+    ) -> None:
         self._root, self._parameters, self._decay = root, dict(parameters), decay
+        self._prefix, self._evaluated = prefix, evaluated
+        """Of the names that checkpoints have for averages, and their figures; whether there are any of these."""
         self._averages = {
             name: local(parameter.data).detach().to(torch.float32, copy=True) for name, parameter in parameters.items()
         }
 
-    @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The averages by the names of their parameters, over the processes as these are."""
-        return {name: sharded_like(average, self._parameters[name]) for name, average in self._averages.items()}
+        """The averages by the prefixed names of their parameters, over the processes as these are."""
+        return {
+            f"{self._prefix}{name}": sharded_like(average, self._parameters[name])
+            for name, average in self._averages.items()
+        }
 
-    def begin(self) -> None:
+    def other_weights(self) -> dict[str, AbstractContextManager[None]]:
+        """The averages, where the recipe evaluates them."""
+        return {self._prefix: self.in_place()} if self._evaluated else {}
+
+    def restart(self) -> None:
         """Start from the weights as they are now."""
         for name, average in self._averages.items():
             average.copy_(local(self._parameters[name].data))
 
     @torch.no_grad()
-    def update(self, skip: torch.Tensor) -> None:
+    def after_update(self, skip: torch.Tensor) -> None:
         """Take the weights after an update into the averages, unless ``skip``, a boolean scalar on the device."""
         share = torch.where(skip, 0.0, 1.0 - self._decay).float()
         for name, average in self._averages.items():

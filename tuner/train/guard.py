@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from tuner.train.loss_scale import Overflow
+    from tuner.train.step_parts import Overflow
 
 WINDOW = 128
 """Steps whose loss and gradient norm say what is usual (the window of OLMo-core's skipping optimizer)."""

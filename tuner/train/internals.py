@@ -69,8 +69,7 @@ class StepWatch:
 
     @torch.no_grad()
     def _before_update(self) -> None:
-        scaling = self._state.loss_scale
-        scale = 1.0 if scaling is None else scaling.scale.double().square()
+        scale = self._state.scaling.of_gradients().double().square()
         every = self._state.gradients()
         for names in self._groups.values():
             found = self._zero()

@@ -7,28 +7,22 @@ scale halved. The rule and its numbers are those of ``torch.amp.GradScaler``, bu
 on the device: nobody waits for it.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import torch
 
 from tuner.train.methods.method import Counts
+from tuner.train.step_parts import Overflow, Unscaled
 
 INITIAL, FACTOR, INTERVAL = 2.0**16, 2.0, 2000
 """The first scale; by what it is multiplied or divided; after how many updates in a row it grows."""
+LOSS_SCALE = "loss_scale/state"
+"""The name in checkpoints of the scale, with the updates since it last changed."""
 FLOOR = 1.0
 """The least scale. Gradients that overflow with it are too large for fp16 as they are: the run has diverged."""
 
 
-class Overflow(NamedTuple):
-    """What the gradients of a step say of the scale, boolean scalars on the device, the same on every rank."""
-
-    here: torch.Tensor
-    """The scale is too large: the update is left out."""
-    at_floor: torch.Tensor
-    """It is, and cannot be smaller."""
-
-
-class LossScale:
+class LossScale(Unscaled):
     """The scale and how many updates it has lasted, one tensor on the device that checkpoints keep.
 
     A step whose loss is not finite says nothing of the scale, which comes after the loss: that is the guard's.
@@ -38,22 +32,45 @@ class LossScale:
         self.state = torch.zeros(2, dtype=torch.float32, device=device)
         """float32 ``[2]``: the scale, and the updates since it last changed."""
         self.state[0] = INITIAL
+        self._of_step = self.scale.clone()
+        """The scale that the gradients of the step have: judging it changes the next one's."""
 
     @property
     def scale(self) -> torch.Tensor:
         """The scale, a float32 scalar: a view."""
         return self.state[0]
 
-    def upstream(self, loss: torch.Tensor) -> torch.Tensor:
-        """The gradient that the backward pass of a step's ``loss`` starts from."""
-        return self.scale.to(loss.dtype)
-
     def of_term(self, counts: Counts) -> torch.Tensor:
-        """What reaches the sum of a term of the loss in the backward pass; known before the forward pass."""
+        """Known before the forward pass."""
         return self.scale / (max(counts.values(), default=1) or 1)
 
+    def upstream(self, loss: torch.Tensor) -> torch.Tensor:
+        """The scale, in the type of the loss."""
+        return self.scale.to(loss.dtype)
+
+    def of_gradients(self) -> torch.Tensor:
+        """The scale."""
+        return self.scale
+
+    def norm(self, squares: torch.Tensor) -> torch.Tensor:
+        """Without the scale, which is that of this step from now on."""
+        self._of_step = self.scale.clone()
+        return squares.sqrt() / self._of_step
+
+    def divisor(self, clipping: torch.Tensor | None) -> torch.Tensor:
+        """What clipping asks for, times the scale."""
+        return self._of_step if clipping is None else clipping * self._of_step
+
+    def figures(self) -> Mapping[str, torch.Tensor]:
+        """The scale of the step."""
+        return {"loss_scale": self._of_step}
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The scale, with the updates since it last changed."""
+        return {LOSS_SCALE: self.state}
+
     def judge(self, loss: torch.Tensor, norm: torch.Tensor) -> Overflow:
-        """Take a step's loss and gradient norm, scalars that are equal on every rank, into account."""
+        """Scalars that are equal on every rank."""
         overflow = loss.isfinite() & ~norm.isfinite()
         at_floor = overflow & (self.scale <= FLOOR)
         scale, lasted = self.state.unbind()

@@ -11,12 +11,13 @@ from tuner.data.batches import Batch
 from tuner.model.router_loss import RouterLoss, RoutingSums
 from tuner.parallel.mesh import Mesh
 from tuner.train.methods.method import Counts, Sum, Terms
+from tuner.train.step_parts import StepForwards, StepPart
 
 TERM, BALANCE = "router_aux", "router_balance"
 _PER = "steps"
 
 
-class Routing:
+class Routing(StepPart):
     """How often each expert was chosen by the documents of a step, of all micro-batches and all processes.
 
     A micro-batch's part of the loss needs it: :meth:`note` each forward, then :meth:`agree`, then :meth:`with_loss`.
@@ -25,6 +26,29 @@ class Routing:
     def __init__(self, router: RouterLoss, mesh: Mesh) -> None:
         self._router, self._mesh = router, mesh
         self._chosen: torch.Tensor | None = None
+        self._is_agreed = False
+
+    def counts(self, counts: Counts) -> Counts:
+        """With the one step that the router's loss is divided by."""
+        return {**counts, _PER: 1.0}
+
+    @torch.no_grad()
+    def before_forward(self, step: StepForwards) -> None:
+        """Of several micro-batches, have the routers choose for all of them first, in a forward of each with the same
+        dropout as the one that is trained. Collective."""
+        self._chosen, self._is_agreed = None, False
+        if len(step.batches.micro) > 1:
+            for number, batch in enumerate(step.batches.micro):
+                step.forward(number)
+                self.note(batch)
+            self.agree()
+
+    def terms(self, batch: Batch, terms: Terms) -> Terms:
+        """With the micro-batch's part of the router's loss. Collective where it is the only one."""
+        if not self._is_agreed:
+            self.note(batch)
+            self.agree()
+        return self.with_loss(terms, batch)
 
     def note(self, batch: Batch) -> None:
         """Count the forward that the model has just done; documents of a filler do not count."""
@@ -37,6 +61,7 @@ class Routing:
         if dist.is_initialized():
             dist.all_reduce(self._chosen)
             self._chosen /= self._mesh.tensor
+        self._is_agreed = True
 
     def with_loss(self, terms: Terms, batch: Batch) -> Terms:
         """The micro-batch's terms with its part of the router's loss, from the forward that gave them; as a figure
@@ -46,11 +71,6 @@ class Routing:
         balance = Sum(value.detach() / self._router.per_token, _PER)
         losses = {**terms.losses, TERM: Sum(self._router.weight * value, _PER)}
         return Terms(losses, {**terms.figures, BALANCE: balance})
-
-    @staticmethod
-    def with_step(counts: Counts) -> Counts:
-        """The counts of a global batch, with the one step that the router's loss is divided by."""
-        return {**counts, _PER: 1.0}
 
 
 class HeldOutRouting:

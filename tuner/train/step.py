@@ -3,12 +3,11 @@
 import functools
 import math
 import operator
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +26,12 @@ from tuner.runtime.device import timeline_of, to_device
 from tuner.train.guard import Guard
 from tuner.train.methods.method import Counts, Method, Microbatch, Sum, Terms, logged
 from tuner.train.optimizer import OptimizerSet
+from tuner.train.step_parts import SaveFence, StepForwards, StepPart, Unscaled
 
 if TYPE_CHECKING:
     from tuner.model.cut import Positions
-    from tuner.parallel.row_gradients import RowGradients
-    from tuner.train.ema import Ema
-    from tuner.train.loss_scale import LossScale
-    from tuner.train.routing import Routing
+
+Kind = TypeVar("Kind", bound=StepPart)
 
 
 @dataclass(frozen=True)
@@ -59,28 +57,37 @@ class TrainState:
     step_config: StepConfig
     guard: Guard
     method: Method
-    loss_scale: "LossScale | None" = None
+    scaling: Unscaled = field(default_factory=Unscaled)
     """What the loss is multiplied by in the backward pass, where that computes in fp16."""
-    rows: "RowGradients | None" = None
-    """The gradients of embeddings that are updated row by row, which have no others."""
+    parts: tuple[StepPart, ...] = ()
+    """What this training does besides in a step."""
     rng_start: int = 0
     """The step after which random numbers were reset."""
-    copied: torch.cuda.Event | None = None
-    """Recorded after a save's copies on the device, for which the next update waits there."""
-    ema: "Ema | None" = None
-    """The average of the weights, where the recipe keeps one."""
-    written: threading.Event | None = None
-    """Set when a save has written what it does not copy, for which the next update waits."""
+    fence: SaveFence = field(default_factory=SaveFence)
+    """What the next update waits for."""
+
+    def part(self, kind: type[Kind]) -> Kind | None:
+        """The part of a kind, where this training has it."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients that there are, by the parameter's name; of some parameters those of rows alone."""
+        """The gradients that there are, by the parameter's name; those that are a part's as it has them."""
         found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        return found if self.rows is None else found | self.rows.by_name()
+        for part in self.parts:
+            found |= part.gradients()
+        return found
 
     def gradient_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """All tensors that gradients consist of, with their parameters' names: of rows also which ones they are."""
-        found = list(self.gradients().items())
-        return found if self.rows is None else [*found, *self.rows.indices()]
+        """All tensors that gradients consist of, with their parameters' names."""
+        found = [(name, p.grad) for name, p in self.parameters.items() if p.grad is not None]
+        return [*found, *(tensor for part in self.parts for tensor in part.gradient_tensors())]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What scale and parts keep from step to step, by the names that checkpoints have for it."""
+        found = dict(self.scaling.tensors())
+        for part in self.parts:
+            found |= part.tensors()
+        return found
 
 
 @dataclass(frozen=True)
@@ -147,29 +154,20 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
         dist.all_reduce(totals)
         totals[1:] /= state.step_config.mesh.tensor  # who computes a layer together computes the same terms
     means = [Sum(total, term.per).mean(counts) for total, term in zip(totals[1:].unbind(), terms, strict=True)]
-    if state.copied is not None:
-        torch.cuda.current_stream().wait_event(state.copied)
-        state.copied = None
-    if state.written is not None:
-        state.written.wait()
-        state.written = None
-    scaling = state.loss_scale
-    scale = None if scaling is None else scaling.scale.clone()
-    norm = totals[0].sqrt() if scale is None else totals[0].sqrt() / scale
+    state.fence.wait()  # from here on what a save may still be reading changes: the scale, then the parameters
+    norm = state.scaling.norm(totals[0])
     values = torch.stack([functools.reduce(operator.add, means[: len(sums.losses)]), norm])
-    skip, halt = state.guard.judge(values, None if scaling is None else scaling.judge(values[0], values[1]))
-    divisor = _divisor(norm, state.step_config.max_grad_norm, scale)
+    skip, halt = state.guard.judge(values, state.scaling.judge(values[0], norm))
     state.optimizer.set_factor(factor)
-    state.optimizer.step(skip, divisor)
+    state.optimizer.step(skip, state.scaling.divisor(_clipping(norm, state.step_config.max_grad_norm)))
     state.optimizer.zero_grad()
-    if state.ema is not None:
-        state.ema.update(skip)
-    found = {name: mean for name, mean, term in zip(_names(sums), means, terms, strict=True) if counts[term.per]}
-    names = tuple(name for name in logged(sums) if name in found)  # a mean over nothing is left out
-    figures = [torch.stack([found[name] for name in names])] if names else []
-    if scale is not None:
-        names, figures = (*names, "loss_scale"), [*figures, scale[None]]
-    return StepScalars(torch.cat([values, torch.stack([skip, halt]), *figures]), names, state.step_config.device)
+    for part in state.parts:
+        part.after_update(skip)
+    counted = {name: mean for name, mean, term in zip(_names(sums), means, terms, strict=True) if counts[term.per]}
+    figures = {name: counted[name] for name in logged(sums) if name in counted}  # a mean over nothing is left out
+    figures |= state.scaling.figures()
+    told = torch.cat([values, torch.stack([skip, halt]), *(figure[None] for figure in figures.values())])
+    return StepScalars(told, tuple(figures), state.step_config.device)
 
 
 def _names(terms: Terms) -> tuple[str, ...]:
@@ -186,12 +184,9 @@ def leave_out_step(state: TrainState) -> StepScalars:
     return StepScalars(values, (), state.step_config.device)
 
 
-def _divisor(norm: torch.Tensor, limit: float | None, scale: torch.Tensor | None) -> torch.Tensor | None:
-    """What the optimizer divides the gradients by: what clipping to a norm of ``limit`` asks for, times the scale."""
-    clipped = None if limit is None else ((norm + 1e-6) / limit).clamp_min(1.0).float()
-    if scale is None:
-        return clipped
-    return scale if clipped is None else clipped * scale
+def _clipping(norm: torch.Tensor, limit: float | None) -> torch.Tensor | None:
+    """What clipping gradients of this norm to one of ``limit`` divides them by; None where they are not clipped."""
+    return None if limit is None else ((norm + 1e-6) / limit).clamp_min(1.0).float()
 
 
 def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tuple[Terms, Counts]:
@@ -199,57 +194,64 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
 
     Returns this rank's sums of the method's terms, and the counts of the global batch that they are divided by.
     """
-    root, step_config, scaling = state.root, state.step_config, state.loss_scale
+    root, step_config = state.root, state.step_config
     counts, sums = state.method.counts(batches), None
-    root.gradient_scale = None if scaling is None else scaling.of_term(counts)
+    root.gradient_scale = state.scaling.of_term(counts)
     root.train()
+    for part in state.parts:
+        counts = part.counts(counts)
+    columns: dict[int, dict[str, torch.Tensor]] = {}
 
     def seed(number: int) -> None:
         # Dropout depends on the position in the run alone, so a resumed run needs no generator state.
         torch.manual_seed(_mixed(step_config.seed, index - state.rng_start, number, step_config.mesh.weight_rank))
 
-    if state.rows is not None:
-        state.rows.begin(batch.input_ids for batch in batches.micro)
+    def forward_alone(number: int) -> None:
+        batch = batches.micro[number]
+        if not columns:
+            phase.enter_part(index + 1, "forward")
+        columns[number] = device_columns(root, state.method, batch, step_config)
+        seed(number)
+        with step_config.autocast():
+            root(*_on_device(batch, state.method.positions(batch)[:0], step_config), _nothing)
+
+    for part in state.parts:
+        part.before_forward(StepForwards(batches, forward_alone))
     shared: Mapping[str, torch.Tensor] = {}
     if state.method.mismatched:
         seed(len(batches.micro))
         phase.enter_part(index + 1, "forward")
         shared = of_step(root, state.method, batches, step_config)
-    routing, known = None, None
-    if root.router_loss is not None:
-        from tuner.train.routing import Routing
-
-        routing, counts = Routing(root.router_loss, step_config.mesh), Routing.with_step(counts)
-        if len(batches.micro) > 1:
-            phase.enter_part(index + 1, "forward")
-            known = _count_first(routing, root, state.method, batches, step_config, seed)
     for number, batch in enumerate(batches.micro):
+        # FSDP2 reduces gradients in the last backward pass of a step alone where they are kept whole until then.
         sync_gradients(root, number == len(batches.micro) - 1, step_config.accumulate_whole)
         seed(number)
         phase.enter_part(index + 1, "forward")
-        columns = None if known is None else known[number]
-        terms = microbatch_terms(root, state.method, batch, step_config, shared, columns)
-        if routing is not None:
-            if known is None:
-                routing.note(batch)
-                routing.agree()
-            terms = routing.with_loss(terms, batch)
+        terms = microbatch_terms(root, state.method, batch, step_config, shared, columns.pop(number, None))
+        for part in state.parts:
+            terms = part.terms(batch, terms)
         sums = terms.plus(sums)
         phase.enter_part(index + 1, "backward")
         loss = terms.loss(counts)
-        loss.backward(None if scaling is None else scaling.upstream(loss))
-    if step_config.mesh.weight_size > 1:
-        by_rows = () if state.rows is None else state.rows
-        sum_whole_gradients((p for name, p in state.parameters.items() if name not in by_rows), root.same_part)
-    if step_config.mesh.is_sharded and step_config.mesh.copies > 1:
+        loss.backward(state.scaling.upstream(loss))
+    _sum_over_processes(state)
+    assert sums is not None, "a step has at least one micro-batch"
+    return sums, counts
+
+
+def _sum_over_processes(state: TrainState) -> None:
+    """Add up the gradients that FSDP2 does not: of parameters that are whole on several processes, and of parts."""
+    root, mesh = state.root, state.step_config.mesh
+    if mesh.weight_size > 1:
+        own = (p for name, p in state.parameters.items() if not any(part.owns(name) for part in state.parts))
+        sum_whole_gradients(own, root.same_part)
+    if mesh.is_sharded and mesh.copies > 1:
         from tuner.parallel.lookup import sum_over_copies
 
         sum_over_copies(root)
-    if state.rows is not None:
-        state.rows.sum_over_processes()
+    for part in state.parts:
+        part.after_backward()
     root.sum_partial_gradients()
-    assert sums is not None, "a step has at least one micro-batch"
-    return sums, counts
 
 
 def microbatch_terms(
@@ -265,28 +267,6 @@ def microbatch_terms(
     columns = {**(device_columns(root, method, batch, step_config) if columns is None else columns), **shared}
     terms = _at_positions(root, method, batch, step_config, functools.partial(method.terms, columns=columns))
     return terms.over(step_config.mesh.sequence)
-
-
-@torch.no_grad()
-def _count_first(
-    routing: "Routing",
-    root: CausalLM,
-    method: Method,
-    batches: StepBatches,
-    step_config: StepConfig,
-    seed: Callable[[int], None],
-) -> list[dict[str, torch.Tensor]]:
-    """Have the routers choose for the whole global batch, in a forward of each micro-batch with the same dropout as the
-    one that is trained. Returns the columns of each, which are computed first. Collective."""
-    known = []
-    for number, batch in enumerate(batches.micro):
-        known.append(device_columns(root, method, batch, step_config))
-        seed(number)
-        with step_config.autocast():
-            root(*_on_device(batch, method.positions(batch)[:0], step_config), _nothing)
-        routing.note(batch)
-    routing.agree()
-    return known
 
 
 def _nothing(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> tuple[()]:

@@ -149,12 +149,13 @@ class EvaluateTask(Task):
             return evaluate(state.root, state.step_config, held, at_once, self._settings.max_rows, heed, own)
 
     def _measure_averages(self, held: HeldOut) -> dict[str, float]:
-        """The same of the averaged weights, by names that begin with ``ema/``, where the recipe evaluates them."""
-        ema = self._assembly.train_state.ema
-        if ema is None or not self._assembly.resolved.recipe.ema.evaluate:
-            return {}
-        with ema.in_place():
-            return {f"ema/{name}": value for name, value in self._measure(held).line().items()}
+        """The same of other weights than those that are trained, averages of them, by names that say so."""
+        found: dict[str, float] = {}
+        for part in self._assembly.train_state.parts:
+            for prefix, in_place in part.other_weights().items():
+                with in_place:
+                    found |= {f"{prefix}{name}": value for name, value in self._measure(held).line().items()}
+        return found
 
     def _heeding(self, doing: Updates, words: Callable[[int], str]) -> Callable[[], None]:
         """What is called before each forward: it counts them, and ends the work on a signal. Collective."""

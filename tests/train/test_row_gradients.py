@@ -16,8 +16,8 @@ from tuner.model.touched_rows import ByRows, TouchedRows
 from tuner.parallel.fsdp import squared_norm, sum_whole_gradients
 from tuner.parallel.lookup import spread, sum_over_copies
 from tuner.parallel.mesh import Mesh, MeshSpec
-from tuner.parallel.row_gradients import RowGradients
 from tuner.runtime.dist import RankInfo
+from tuner.train.row_gradients import RowGradients
 
 NAME, STEPS = "embed.weight", 2
 
@@ -70,11 +70,11 @@ def test_each_row_of_the_global_batch_is_there_once(shape: tuple[int, int], way:
                 (whole(ids) ** 3).sum().backward()
             (root[0](ids_of(rank, rows, step)) ** 3).sum().backward()
         if way == "none":
-            sum_whole_gradients(p for name, p in root.named_parameters() if NAME not in of_step)
+            sum_whole_gradients(p for name, p in root.named_parameters() if not of_step.owns(name))
         else:
             sum_over_copies(root)
-        of_step.sum_over_processes()
-        gradient, wanted = of_step.by_name()[NAME], whole.weight.grad
+        of_step.after_backward()
+        gradient, wanted = of_step.gradients()[NAME], whole.weight.grad
         assert root[0].weight.grad is None and wanted is not None and touched.rows is not None
         own = [row for row in touched.rows.tolist() if row < touched.count]
         held = range(touched.first, touched.first + touched.count)
@@ -101,8 +101,8 @@ def test_a_process_whose_backward_pass_does_not_get_there_counts_as_zeros(tmp_pa
         of_step.begin([ids.numpy()])
         if rank:
             root[0](ids).sum().backward()
-        of_step.sum_over_processes()
-        gradient = of_step.by_name()[NAME]
+        of_step.after_backward()
+        gradient = of_step.gradients()[NAME]
         torch.testing.assert_close(gradient[:2], torch.full((2, WIDTH), Scaled.embed_scale))
 
     assert run_ranks(2, tmp_path, work) == [0, 0]

@@ -13,16 +13,22 @@ from torch.distributed.tensor import DTensor
 from tuner.model.touched_rows import TouchedRows
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.device import to_device
+from tuner.train.step_parts import StepForwards, StepPart
 
 
-class RowGradients:
+class RowGradients(StepPart):
     """Of embeddings by their parameters' names. A parameter that is here has no gradient of its own."""
 
     def __init__(self, touched: Mapping[str, TouchedRows], mesh: Mesh, device: torch.device) -> None:
         self._touched, self._mesh, self._device = dict(touched), mesh, device
 
-    def __contains__(self, name: str) -> bool:
+    def owns(self, name: str) -> bool:
+        """Of each embedding that is here."""
         return name in self._touched
+
+    def before_forward(self, step: StepForwards) -> None:
+        """Begin a step in which this process looks up the tokens of its batches."""
+        self.begin(batch.input_ids for batch in step.batches.micro)
 
     def begin(self, input_ids: Iterable[npt.NDArray[np.int64]]) -> None:
         """Begin a step in which this process looks up these tokens. Collective where there are several processes.
@@ -44,7 +50,7 @@ class RowGradients:
             touched.begin(present)
 
     @torch.no_grad()
-    def sum_over_processes(self) -> None:
+    def after_backward(self) -> None:
         """Add up what processes have of the same rows, once a step's backward passes are done. Collective.
 
         Those that hold other rows of one copy have added up all processes' gradients of them already.
@@ -58,13 +64,14 @@ class RowGradients:
             elif weight.device_mesh.ndim > 1:
                 dist.all_reduce(gradient, group=weight.device_mesh.get_group(0))
 
-    def by_name(self) -> dict[str, torch.Tensor]:
+    def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients ``[room, D]`` of what the step touches, each row once; they lie as their parameters do."""
         return {name: _as_weight(touched) for name, touched in self._touched.items() if touched.rows is not None}
 
-    def indices(self) -> list[tuple[str, torch.Tensor]]:
-        """What says which rows the gradients are of, with their parameters' names."""
-        return [(name, index) for name, touched in self._touched.items() for index in touched.indices]
+    def gradient_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Also what says which rows the gradients are of."""
+        indices = ((name, index) for name, touched in self._touched.items() for index in touched.indices)
+        return [*super().gradient_tensors(), *indices]
 
 
 def _gradient(touched: TouchedRows) -> torch.Tensor:
