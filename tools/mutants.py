@@ -2,7 +2,7 @@
 
     python tools/mutants.py [--only NAME ...] [--workers N] [--fast] [--list]
 
-Each fault of `tools/mutants_table.py` changes a pattern in a place that is found by its name (`tools/mutations.py`).
+Each fault of `tools/mutants.yaml` changes a pattern in a place that is found by its name (`tools/mutations.py`).
 The tests named beside it must pass without the fault and fail with it; ``--fast`` asks those of `make test` alone, and
 not the slow ones. Prints one JSON object: caught, planted, and the names of the survivors; exits with 1 when more than
 one in ten survives.
@@ -26,8 +26,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tools.mutants_table import MUTANTS  # noqa: E402
-from tools.mutations import Mutant  # noqa: E402
+from tools.mutations import Mutant, read_mutants  # noqa: E402
+
+MUTANTS = read_mutants(ROOT / "tools" / "mutants.yaml")
 
 TIMEOUT_S = 400
 SLOW = "TUNER_TEST_SLOW"

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 PACKAGE = "tuner"
 IGNORED_FIELDS = frozenset({"ctx", "type_comment", "kind", "type_params"})
 IMPORTS = (ast.Import, ast.ImportFrom)
@@ -89,6 +91,13 @@ class InC(Mutant):
         if count != 1:
             raise NoPlaceError(f"its pattern occurs {count} times in {self.place}")
         return path, texts[path].replace(match[0], body)
+
+
+def read_mutants(table: Path) -> tuple[Mutant, ...]:
+    """The faults of a table. Raises TypeError for one with another key than these."""
+    rows: list[dict[str, Any]] = yaml.safe_load(table.read_text(encoding="utf-8"))
+    return tuple((InC if row.pop("c", False) else Mutant)(**{**row, "tests": tuple(row["tests"])}) for row in rows)
+
 
 
 def _with(text: str, changed: ast.AST) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tools import mutants
-from tools.mutants_table import MUTANTS
+from tools.mutants import MUTANTS
 from tools.mutations import InC, Mutant, find_place, parsed, texts
 
 CODE = '''
