@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jsonschema
@@ -11,9 +14,11 @@ import pytest
 from tests.fixtures import quiz, trainings
 from tests.fixtures.commands import tuner
 from tests.fixtures.trainings import launch
+from tools.tutorial_campaign import hub_cache
 from tuner.api import export_hf, score_tasks
 from tuner.cli.document import SCHEMA_PATH
 
+ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads(SCHEMA_PATH.read_text())
 
 
@@ -58,6 +63,24 @@ def test_a_hugging_face_directory_needs_no_recipe(place: Path, monkeypatch: pyte
     again = (place / "exported" / "choice.jsonl").read_text().splitlines()
     for one, two in zip(map(json.loads, own), map(json.loads, again), strict=True):
         assert two["log_likelihoods"] == pytest.approx(one["log_likelihoods"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_is_scored_by_its_name(place: Path, tmp_path: Path) -> None:
+    hub_cache(place / "export", tmp_path, "owner/model")
+    own = {"PYTHONPATH": str(ROOT), "HF_HUB_CACHE": str(tmp_path / "hub"), "TUNER_CACHE": str(place / "cache")}
+    found = []
+    for name in ("export", "owner/model"):
+        words = [sys.executable, "-m", "tuner", "eval", name, "--tasks", quiz.write(place / "tasks")[0], "--json"]
+        done = subprocess.run(words, cwd=place, env=os.environ | own, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        document = json.loads(done.stdout)
+        assert document["artifacts"]["path"] == (str(place / name) if name == "export" else name)
+        found.append(document["metrics"] | {"seconds": 0})
+    assert found[0] == found[1] and "choice/acc" in found[0]
+    absent = tuner("eval", "owner/other", "--tasks", "recipe", cwd=place)
+    assert absent.returncode == 2
+    assert "owner/other: no such directory, and no run of that name in ./runs, no model in the hub's" in absent.stderr
 
 
 def test_two_steps_are_compared(place: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
 from tests.rundir import made
-from tuner.cli.named import HUB_SECONDS, model_name, run_path
+from tuner.cli.named import HUB_SECONDS, model_name, run_or_hub, run_path
 from tuner.errors import MachineError, RecipeError
+from tuner.rundir.model_path import HubModel
 
 
 @pytest.fixture
@@ -96,3 +97,25 @@ def test_a_name_that_is_no_run_and_not_on_the_hub_is_said_at_once(
     monkeypatch.undo()
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda api, name, timeout: None)
     assert model_name("nope") == "nope"
+
+
+def test_what_is_no_run_and_no_directory_is_a_model_of_the_hub_where_it_has_one(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_or_hub("l") == place / "runs" / "l"
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda api, name, timeout: None)
+    assert run_or_hub("owner/name") == HubModel("owner/name")
+    monkeypatch.undo()
+    monkeypatch.chdir(place)
+
+    def down(api: object, name: str, timeout: float) -> None:
+        raise ConnectionError("down")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", down)
+    with pytest.raises(RecipeError, match=r"owner/name: no such directory.*, no model in.*, and the hub ca") as nothing:
+        run_or_hub("owner/name")
+    assert nothing.value.hint == "there are: l, m (tuner runs list)"
+    for text in ("./name", "later.yaml"):  # a directory and a recipe are no names of the hub
+        with pytest.raises(RecipeError) as refused:
+            run_or_hub(text)
+        assert "hub" not in refused.value.message

@@ -1,4 +1,4 @@
-"""`tuner eval`: loss and figures of a run, a checkpoint or a Hugging Face directory, or its scores on tasks."""
+"""`tuner eval`: loss and figures of a run, a checkpoint, a Hugging Face directory or a hub model, or its scores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tuner.cli.command import Outcome, VerboseOption, command, is_recipe_here, load_for_command, overrides_of
-from tuner.cli.named import TrainedArgument, run_path
+from tuner.cli.named import ModelArgument, run_or_hub
 from tuner.cli.table import columns
 from tuner.errors import RecipeError, counted
 
@@ -28,7 +28,7 @@ OF_THE_MODEL = ("model.", "adapter.", "tokenizer.")
 @command("eval")
 def eval(  # noqa: A001 - the command's name
     ctx: typer.Context,
-    model: TrainedArgument,
+    model: ModelArgument,
     recipe: Annotated[
         str | None, typer.Argument(help="Recipe that names the held-out rows; default the run's own, or ./recipe.yaml.")
     ] = None,
@@ -49,7 +49,7 @@ def eval(  # noqa: A001 - the command's name
         raise RecipeError("--output is for the results of tasks", hint="add --tasks FILE.jsonl")
     if model == recipe == "-":
         raise RecipeError("only one of the two can be read from stdin")
-    path = run_path(model, others=True)
+    path = run_or_hub(model)
     from tuner.run.score import find_trained, score
     from tuner.runtime.console import Console
     from tuner.runtime.dist import RankInfo

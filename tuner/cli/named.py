@@ -10,7 +10,7 @@ import typer
 
 from tuner.cli.command import input_path
 from tuner.errors import MachineError, RecipeError, TunerError
-from tuner.rundir.model_path import is_run_path
+from tuner.rundir.model_path import HubModel, is_run_path
 from tuner.rundir.run_json import is_run
 
 RUNS = "runs"
@@ -32,13 +32,6 @@ RunOrCheckpointArgument = Annotated[
     str,
     typer.Argument(
         metavar="RUN", help="Run, by its name in ./runs or its directory, or a checkpoint; - reads stdin."
-    ),
-]  # fmt: skip
-TrainedArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="Run, by its name in ./runs or its directory, checkpoint or Hugging Face directory; - "
-        "reads stdin."
     ),
 ]  # fmt: skip
 ModelArgument = Annotated[
@@ -91,6 +84,21 @@ def model_name(argument: str) -> str:
             f"{argument}: no run of that name in ./{RUNS}, no model in the hub's cache, and {why}", hint=known_runs()
         )
     return str(path) if named is None else str(named)
+
+
+def run_or_hub(argument: str) -> Path | HubModel:
+    """Return what `run_path` returns of any directory; of what is none, the hub model of that name.
+
+    Raises RecipeError, with the runs that there are, for a name that the hub has none of either.
+    """
+    try:
+        return run_path(argument, others=True)
+    except RecipeError as error:
+        if argument == "-" or argument.startswith(("/", ".", "~")) or Path(argument).is_file():
+            raise
+        if (why := _not_on_hub(argument)) is not None:
+            raise RecipeError(f"{error.message}, no model in the hub's cache, and {why}", hint=error.hint) from None
+    return HubModel(argument)
 
 
 def _not_on_hub(name: str) -> str | None:

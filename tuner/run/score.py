@@ -13,11 +13,12 @@ from tuner.config.methods import Head, head_of
 from tuner.config.recipe import ModelSection, NoAdapter, Recipe
 from tuner.data.building.prepare import prepare_to_use
 from tuner.data.building.spec import prepare_spec
+from tuner.data.encoding.tokenizer_files import tokenizer_directory
 from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, DivergedError, RecipeError, counted
 from tuner.model.root import CausalLM, trained_parameters
 from tuner.rundir.layout import MODEL_PREFIX, RESOLVED_RECIPE
-from tuner.rundir.model_path import HfDirectory, RunCheckpoint, resolve_model_path
+from tuner.rundir.model_path import HfDirectory, HubModel, RunCheckpoint, resolve_model_path
 from tuner.runtime.console import Console
 from tuner.runtime.deterministic import tf32_products
 from tuner.runtime.dist import RankInfo
@@ -31,7 +32,7 @@ from tuner.train.evaluate import ByTerms, Evaluation, HeldOut, evaluate
 from tuner.train.methods.method import build_method
 from tuner.train.step import StepConfig
 
-Trained = RunCheckpoint | HfDirectory
+Trained = RunCheckpoint | HfDirectory | HubModel
 """A model to evaluate."""
 
 
@@ -41,7 +42,7 @@ class Score:
 
     path: Path
     step: int | None
-    """The checkpoint's step; None for a Hugging Face directory."""
+    """The checkpoint's step; None for a Hugging Face directory and a hub name."""
     measure: str
     """What the loss is: `cross_entropy` of the trained tokens, the method's own by its kind, or `answers_alone`."""
     evaluation: Evaluation
@@ -49,11 +50,13 @@ class Score:
     seconds: float
 
 
-def find_trained(path: Path, console: Console) -> Trained:
-    """A run's last checkpoint, the checkpoint given, or a Hugging Face directory.
+def find_trained(path: Path | HubModel, console: Console) -> Trained:
+    """A run's last checkpoint, the checkpoint given, a Hugging Face directory, or a model of the hub.
 
     Raises RecipeError for a path that is none of them, and DataError for a checkpoint that is damaged or gone.
     """
+    if isinstance(path, HubModel):
+        return path
     found = resolve_model_path(path, console.warn)
     if isinstance(found, HfDirectory) and found.is_adapter:
         raise RecipeError(
@@ -188,9 +191,12 @@ def _require_head(trained: Trained, head: Head, recipe: Recipe) -> None:
     )
 
 
-def _head_in(directory: Path) -> Head:
-    """What its config says of a Hugging Face directory."""
-    named = read_json(directory / "config.json").get("architectures") or ()
+def _head_in(trained: HfDirectory | HubModel) -> Head:
+    """What its config says of a model. MachineError for a hub name that cannot be fetched; RecipeError without one."""
+    config = tokenizer_directory(str(trained.path), None) / "config.json"  # of a hub name it is fetched along
+    if not config.is_file():
+        raise RecipeError(f"{trained.path} holds no whole model", hint="name one that has a config.json")
+    named = read_json(config).get("architectures") or ()
     return "score" if any("ForSequenceClassification" in str(name) for name in named) else "tokens"
 
 
@@ -205,8 +211,8 @@ def recipe_of(trained: Trained, loaded: LoadedRecipe, processes: int) -> Recipe:
     if processes % (parallel.tensor * max(parallel.sequence, parallel.expert)):
         parallel = parallel.model_copy(update=dict.fromkeys(AXES, 1))
     recipe = loaded.recipe.model_copy(update={"train": plain, "parallel": parallel})
-    if isinstance(trained, HfDirectory):
-        _require_head(trained, _head_in(trained.path), recipe)
+    if not isinstance(trained, RunCheckpoint):
+        _require_head(trained, _head_in(trained), recipe)
         model = ModelSection(name_or_path=str(trained.path), kernels=recipe.model.kernels)
         tokenizer = recipe.tokenizer.model_copy(update={"add_tokens": ()})  # what was added is in its own by now
         method = recipe.method

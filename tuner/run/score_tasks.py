@@ -34,7 +34,7 @@ class TasksScore:
 
     path: Path
     step: int | None
-    """The checkpoint's step; None for a Hugging Face directory."""
+    """The checkpoint's step; None for a Hugging Face directory and a hub name."""
     scores: Sequence[TaskScore]
     seconds: float
 

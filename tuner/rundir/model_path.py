@@ -47,6 +47,18 @@ class HfDirectory:
     is_adapter: bool
 
 
+@dataclass(frozen=True)
+class HubModel:
+    """A whole model by its name on the hub, such as `owner/name`, in the hub's cache or to be fetched."""
+
+    name: str
+
+    @property
+    def path(self) -> Path:
+        """The name, in the place of a directory."""
+        return Path(self.name)
+
+
 def is_run_path(path: Path) -> bool:
     """Whether a path is a run directory or a checkpoint inside one."""
     if not path.is_dir():
