@@ -4,7 +4,8 @@
 
 The names of the hub's models that they take are found in a hub cache made of the directory, so that nothing is changed
 and nothing needs the network. README's first block, the install, is what the environment of this program was made by,
-and is left out. Every other command must end with 0; then what the first run and the notebook learned is asked for.
+and is left out. Every other command must end with 0; then the first run's chat, as it is and at temperature 0, and the
+notebook must have given the answer that README shows.
 Prints the minutes of each; exits with 1 where something does not hold.
 """
 
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -38,6 +41,37 @@ def cells(notebook: Path) -> str:
     return "\n".join("".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "code")
 
 
+def asked(page: str) -> str:
+    """What README has typed into the chat of the first run."""
+    return re.findall(r"^\$ tuner chat .*# type: (.+)$", page, flags=re.MULTILINE)[0]
+
+
+def answer(page: str) -> Any:
+    """What README shows as the answer."""
+    return json.loads(re.findall(r"^\$ tuner chat .*\n(\{.*\})$", page, flags=re.MULTILINE)[0])
+
+
+def chatted(page: str, place: Path, env: dict[str, str]) -> list[bool]:
+    """Whether the first run's chat gives README's answer: as it is typed there, and at temperature 0."""
+    right = []
+    for more in ([], ["--temperature", "0"]):
+        words = [sys.executable, "-m", "tuner", "chat", "runs/recipe", *more]
+        done = subprocess.run(
+            words, cwd=place, env=env, input=f"{asked(page)}\n", capture_output=True, text=True, check=False
+        )
+        print(f"\n$ {' '.join(words[2:])}\n{done.stdout}", file=sys.stderr)
+        right.append(done.returncode == 0 and is_learned(done.stdout))
+    return right
+
+
+def is_learned(text: str) -> bool:
+    """Whether an answer is the object of the order that README and the notebook ask for, and nothing else."""
+    try:
+        return bool(json.loads(text) == LEARNED)
+    except json.JSONDecodeError:
+        return False
+
+
 def main() -> int:
     """Follow both; exit code 1 where one does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -52,16 +86,18 @@ def main() -> int:
         env = environment(work, options.model)
         hub_cache(options.model, work / "huggingface", BASE)
         began = time.monotonic()
-        follow(without_install(README.read_text(encoding="utf-8")), place, env)
+        page = README.read_text(encoding="utf-8")
+        follow(without_install(page), place, env)
+        typed = chatted(page, place, env)
         followed = time.monotonic()
         words = [sys.executable, "-c", cells(NOTEBOOK)]
         done = subprocess.run(words, cwd=beside, env=env, capture_output=True, text=True, check=False)
         print(done.stdout, done.stderr[-2000:], file=sys.stderr)
         answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        holds = done.returncode == 0 and bool(answers) and json.loads(answers[-1]) == LEARNED
+        holds = done.returncode == 0 and bool(answers) and is_learned(answers[-1])
     minutes = {"readme": round((followed - began) / 60, 1), "notebook": round((time.monotonic() - followed) / 60, 1)}
-    print(json.dumps({"minutes": minutes, "notebook learned": holds}))
-    return 0 if holds else 1
+    print(json.dumps({"minutes": minutes, "README learned": typed, "notebook learned": holds}))
+    return 0 if holds and all(typed) else 1
 
 
 if __name__ == "__main__":
