@@ -104,7 +104,7 @@ def play(stage: Stage) -> None:
     with stage.part("What it will need: peak memory and time, measured over a few steps"):
         stage.tuner("profile", "extract.yaml", "--measure", "1")
     run, twin = stage.work / "runs" / "extract", stage.work / "runs" / "broken"
-    with stage.part("Training, with two held-out answers before and after"):
+    with stage.part(f"Training, {STEPS} steps, with a held-out answer before and after; [8] counts how many are right"):
         training.run(stage, ["train", "extract.yaml"])
     with stage.part("The same training, killed with -9 at a random step, resumed, and compared"):
         break_and_resume(stage, run, twin)
