@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,6 @@ import pytest
 from tests.fixtures import quiz, trainings
 from tests.fixtures.commands import tuner
 from tests.fixtures.trainings import launch
-from tools.tutorial_campaign import hub_cache
 from tuner.api import export_hf, score_tasks
 from tuner.cli.document import SCHEMA_PATH
 
@@ -67,7 +67,10 @@ def test_a_hugging_face_directory_needs_no_recipe(place: Path, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_a_model_of_the_hub_is_scored_by_its_name(place: Path, tmp_path: Path) -> None:
-    hub_cache(place / "export", tmp_path, "owner/model")
+    cached, commit = tmp_path / "hub" / "models--owner--model", "0" * 40
+    shutil.copytree(place / "export", cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commit)
     own = {"PYTHONPATH": str(ROOT), "HF_HUB_CACHE": str(tmp_path / "hub"), "TUNER_CACHE": str(place / "cache")}
     found = []
     for name in ("export", "owner/model"):
