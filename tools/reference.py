@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tuner.config.fields import Field, fields, item_fields  # noqa: E402
-from tuner.config.not_supported import ABSENT, Absent  # noqa: E402
+from tuner.config.not_supported import Absent, absent_features  # noqa: E402
 from tuner.config.other_tools import FOREIGN  # noqa: E402
 
 INTRODUCTION = """\
@@ -99,7 +99,7 @@ def foreign_page() -> str:
 def absent_page() -> str:
     """The page of what is not supported."""
     topics: dict[str, list[Absent]] = {}
-    for feature in ABSENT:
+    for feature in absent_features():
         topics.setdefault(feature.topic, []).append(feature)
     parts = [ABSENT_INTRODUCTION]
     for topic, features in topics.items():

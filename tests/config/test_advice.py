@@ -12,7 +12,7 @@ from tuner.config.conversion import RULES, convert, known_names
 from tuner.config.duration import Span
 from tuner.config.fields import Field, fields, find
 from tuner.config.load import load_recipe
-from tuner.config.not_supported import ABSENT, Absent
+from tuner.config.not_supported import Absent, absent_features
 from tuner.config.other_tools import THEIRS
 from tuner.config.other_values import OTHER_VALUES
 from tuner.errors import RecipeError
@@ -29,7 +29,7 @@ def problem(more: dict[str, Any]) -> str:
     return found.message
 
 
-@pytest.mark.parametrize("feature", ABSENT, ids=lambda feature: feature.names.split()[0])
+@pytest.mark.parametrize("feature", absent_features(), ids=lambda feature: feature.names.split()[0])
 def test_what_is_not_supported_is_called_that(feature: Absent) -> None:
     for name in feature.names.split():
         assert of_unknown(name, True) == feature.sentence
@@ -43,7 +43,7 @@ SECTIONS = {key.split(".")[0] for key in fields() if "." in key}
 
 
 def test_no_key_is_in_two_tables() -> None:
-    names = [name for feature in ABSENT for name in feature.names.split()]
+    names = [name for feature in absent_features() for name in feature.names.split()]
     assert len(names) == len(set(names))
     assert not set(names) & (set(THEIRS) | set(RULES))
     assert not set(names) & {key for key in fields() if "." not in key}

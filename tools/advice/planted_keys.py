@@ -31,7 +31,7 @@ _RULES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 @contextmanager
 def planted(key: str, rule: Callable[[Any, Any], Any]) -> Iterator[None]:
     """Replace the rule of one key, also where the key has none."""
-    before, feature = conversion.RULES.get(key), not_supported.ABSENT_NAMES.pop(key, None)
+    before, feature = conversion.RULES.get(key), not_supported.absent_names().pop(key, None)
     conversion.RULES[key] = rule
     conversion.known_names.cache_clear()
     try:
@@ -41,7 +41,7 @@ def planted(key: str, rule: Callable[[Any, Any], Any]) -> Iterator[None]:
         if before is not None:
             conversion.RULES[key] = before
         if feature is not None:
-            not_supported.ABSENT_NAMES[key] = feature
+            not_supported.absent_names()[key] = feature
         conversion.known_names.cache_clear()
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from tuner.config.eval_tasks import HARNESS
-from tuner.config.not_supported import ABSENT_NAMES
+from tuner.config.not_supported import absent_names
 from tuner.config.other_keys import (
     attention_modules,
     batch,
@@ -104,7 +104,7 @@ def _switched(value: Any) -> Any:
 @cache
 def known_names() -> tuple[str, ...]:
     """Every key of another tool that can be answered, those of what is not supported included."""
-    return (*dict.fromkeys([*RULES, *THEIRS, *ABSENT_NAMES]),)
+    return (*dict.fromkeys([*RULES, *THEIRS, *absent_names()]),)
 
 
 _STEPS = count_of("train.duration", "steps")

@@ -175,7 +175,7 @@ _REFUSED: dict[str, dict[str, str]] = {
     "optimizer.kind": {_FEW_BITS: "use_galore"},
     "optimizer.offload": {"nvme disk": "offload_param"},
 }
-"""Values by our key, each with a key of :data:`tuner.config.not_supported.ABSENT` that says why not."""
+"""Values by our key, each with a key of :mod:`tuner.config.not_supported` that says why not."""
 
 
 def _by_value() -> dict[str, dict[str, str]]:
