@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tuner.config.load import LoadedRecipe, RecipeText, load_recipe
+from tuner.config.ladder import require_one_run
+from tuner.config.load import LoadedRecipe, ReadRecipe, RecipeText, load_recipe, read_recipe
 from tuner.config.numbers import parse_bytes
+from tuner.config.overrides import Override
 from tuner.errors import RecipeError
 from tuner.runtime.before_torch import prepare_environment
 
 if TYPE_CHECKING:
-    from tuner.config.overrides import Override
     from tuner.data.building.prepare import PreparedInfo
     from tuner.export.hub import PushReport
     from tuner.export.report import ExportReport
@@ -49,7 +50,6 @@ def check_recipe(recipe: RecipeSource) -> tuple[Any, ...]:
 
     Looked at are keys, files, templates, code and names of layers, as `tuner config check` does.
     """
-    from tuner.config.load import ReadRecipe, read_recipe
     from tuner.setup.check import check_recipe as check_all
 
     try:
@@ -227,7 +227,6 @@ def prove(recipe: RecipeSource, steps: int = 20, layouts: Sequence[str] = (), qu
     result's ``wrong`` holds those that are not what one process computes.
     """
     prepare_environment(os.environ)
-    from tuner.config.ladder import require_one_run
     from tuner.prove.prove import prove as prove_layouts
 
     found, console = _loaded(recipe).recipe, _console("info", quiet)
@@ -329,7 +328,6 @@ def _launched(
 
 
 def _target(loaded: LoadedRecipe, device: str | None, processes: str | None, memory: str | None) -> Target:
-    from tuner.config.ladder import require_one_run
     from tuner.run.measure import target_of
 
     require_one_run(loaded.recipe.ladder)
@@ -339,7 +337,6 @@ def _target(loaded: LoadedRecipe, device: str | None, processes: str | None, mem
 def _overrides(values: Mapping[str, Any] | None) -> list[Override]:
     """Values by dotted key as the command line has them."""
     from tuner.config.dump import flow
-    from tuner.config.overrides import Override
 
     return [Override(key, value if isinstance(value, str) else flow(value)) for key, value in (values or {}).items()]
 

@@ -25,6 +25,7 @@ from transformers import (
 from tuner.data.encoding.loaded_template import LoadedTemplates
 from tuner.data.encoding.template import EndlessTemplateError
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
+from tuner.export.quantized import base_of_kind
 from tuner.export.source import Source, resolve
 from tuner.export.weights import DTYPES, first_line, load_trained
 from tuner.export.write import quiet, token_ids, turn_ends
@@ -277,7 +278,6 @@ def _quantize(model: PreTrainedModel, adapter: Path) -> None:
     found = read_json(adapter / LINEAGE).get("quantized_base") if (adapter / LINEAGE).is_file() else None
     if not isinstance(found, Mapping):
         return
-    from tuner.export.quantized import base_of_kind
 
     base = base_of_kind(str(found.get("kind")), model, tuple(found.get("left_out") or ()))
     base.apply(model, DTYPES.get(str(found.get("dtype")), torch.float32))

@@ -15,6 +15,7 @@ from tuner.cli.generate import (
     TopPOption,
 )
 from tuner.cli.named import ModelArgument, model_name
+from tuner.cli.talk import talk
 
 
 def chat(
@@ -34,7 +35,6 @@ def chat(
     stdout = os.dup(1)
 
     def body() -> Outcome:
-        from tuner.cli.talk import talk
         from tuner.runtime.console import Console
 
         name = model_name(model)

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tuner.checkpoint.manifest import step_dirs
 from tuner.cli.command import Outcome, command
 from tuner.cli.named import run_path
 from tuner.cli.table import columns
 from tuner.errors import RecipeError
+from tuner.rundir.layout import EVALUATIONS
+from tuner.rundir.run_json import is_run
 
 if TYPE_CHECKING:
     from tuner.evals.compare import Difference
@@ -43,10 +46,6 @@ def compare(
 
 def results_of(path: Path) -> Path:
     """The directory of the results: that of a run's newest step. Raises RecipeError where a run has none."""
-    from tuner.checkpoint.manifest import step_dirs
-    from tuner.rundir.layout import EVALUATIONS
-    from tuner.rundir.run_json import is_run
-
     if not is_run(path):
         return path
     newest = next((place for _, place in step_dirs(path / EVALUATIONS)), None)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tuner.cli.command import Outcome, command, input_path
-from tuner.errors import counted
+from tuner.cli.table import columns
+from tuner.errors import DataError, VerificationError, counted
 
 if TYPE_CHECKING:
     from tuner.data.building.cache import Entry
@@ -40,8 +41,6 @@ def list_directories(cache_dir: CacheOption = None) -> Outcome:
 @command("data show")
 def show(entry: Annotated[str, typer.Argument(help=ENTRY_HELP)], cache_dir: CacheOption = None) -> Outcome:
     """Show what a directory holds and what became of its rows."""
-    from tuner.errors import DataError
-
     found = _find(entry, cache_dir)
     if found.manifest is None:
         raise DataError(f"{found.path} is damaged", hint=f"see what: tuner data verify {found.path}")
@@ -60,7 +59,6 @@ def verify(
 ) -> Outcome:
     """Compare every file with the SHA-256 that its manifest noted; exit 6 names each that differs."""
     from tuner.data.building.cache import damages, entries
-    from tuner.errors import VerificationError
 
     found = [_find(name, cache_dir) for name in wanted] if wanted else entries(_root(cache_dir))
     damaged = [damage for entry in found for damage in damages(entry)]
@@ -145,8 +143,6 @@ def _facts(entry: Entry) -> dict[str, Any]:
 
 def _table(rows: list[dict[str, Any]]) -> str:
     """One line for each directory, in columns; numbers to the right."""
-    from tuner.cli.table import columns
-
     lines = [("level", "key", "bytes", "documents", "tokens", "rows", "sources")]
     for row in rows:
         packed = f"{row['rows']:,}" if "rows" in row else ""

@@ -13,13 +13,14 @@ from tuner.cli.command import Outcome, VerboseOption, command, is_recipe_here, l
 from tuner.cli.named import ModelArgument, run_or_hub
 from tuner.cli.table import columns
 from tuner.errors import RecipeError, counted
+from tuner.rundir.model_path import RunCheckpoint
+from tuner.runtime.dist import RankInfo
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
     from tuner.config.overrides import Override
     from tuner.run.score import Score, Trained
     from tuner.runtime.console import Console
-    from tuner.runtime.dist import RankInfo
     from tuner.train.evaluate import Evaluation
 
 OF_THE_MODEL = ("model.", "adapter.", "tokenizer.")
@@ -52,7 +53,6 @@ def eval(  # noqa: A001 - the command's name
     path = run_or_hub(model)
     from tuner.run.score import find_trained, score
     from tuner.runtime.console import Console
-    from tuner.runtime.dist import RankInfo
 
     rank_info = RankInfo.from_environment()
     console = Console(rank_info.is_main, "debug" if verbose else "info")
@@ -105,7 +105,6 @@ def _load(trained: Trained, recipe: str | None, flags: list[Override]) -> Loaded
     """The recipe given, or the run's own. Raises RecipeError for a flag that would change the model, or do nothing."""
     from tuner.config.load import load_recipe
     from tuner.run.score import run_recipe
-    from tuner.rundir.model_path import RunCheckpoint
 
     _check_flags(trained, flags)
     if recipe is None and (isinstance(trained, RunCheckpoint) or not is_recipe_here(Path.cwd())):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +12,9 @@ import typer
 from tuner.cli.command import Outcome, VerboseOption, command, input_path
 from tuner.cli.named import RunOrCheckpointArgument, run_path
 from tuner.errors import DataError, MachineError, RecipeError
+from tuner.rundir.exports import LINEAGE
+from tuner.rundir.layout import RESOLVED_RECIPE
+from tuner.runtime.files import TMP_PREFIX, gib, sha256_file, write_json
 
 if TYPE_CHECKING:
     from tuner.export.plan import ExportPlan
@@ -108,11 +112,6 @@ def _planned(plan: ExportPlan, console: Console) -> Outcome:
 
 
 def _reported(report: ExportReport, plan: ExportPlan, console: Console) -> Outcome:
-    from dataclasses import asdict
-
-    from tuner.rundir.layout import RESOLVED_RECIPE
-    from tuner.runtime.files import gib
-
     if choice := report.choice():
         console.say("base", choice)
     if report.already_exported:
@@ -139,8 +138,6 @@ def _reported(report: ExportReport, plan: ExportPlan, console: Console) -> Outco
 def _remember_base(plan: ExportPlan) -> None:
     """Note on this machine which model an export outside its run came from: the export itself holds no local path."""
     from tuner.generate import base_record
-    from tuner.rundir.exports import LINEAGE
-    from tuner.runtime.files import TMP_PREFIX, sha256_file, write_json
 
     facts = plan.source.model
     if plan.source.hub_name is not None or facts.get("init") == "random":

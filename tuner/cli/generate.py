@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as decoder
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -153,8 +154,6 @@ def _prompts(given: Sequence[str], file: str | None, system: str | None, raw: bo
 
 def _rows(file: str) -> list[object]:
     """The prompts of a file: text, or lists of messages without the answer. Raises DataError with file and line."""
-    import json as decoder
-
     path = input_path(file)
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")

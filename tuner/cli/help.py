@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
 import shutil
+import sys
 import textwrap
 from typing import Annotated, Any
 
@@ -70,10 +73,6 @@ def explained(words: list[str]) -> str:
 
 def flags_of(section: str | None) -> str:
     """The recipe's flags of one section, or of all, as they are printed for this terminal."""
-    import io
-    import os
-    import sys
-
     from rich.console import Console
 
     from tuner.cli.flags import print_flags

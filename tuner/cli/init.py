@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tuner.cli.command import Outcome, command, say
+from tuner.errors import RecipeError
 from tuner.runtime.activity import LABEL_WIDTH
 
 if TYPE_CHECKING:
@@ -60,8 +61,6 @@ def init(
 
 def _chosen(model: str | None, data: str | None, example: str | None) -> tuple[str, str]:
     """The model and the rows, those of an example written here. Raises RecipeError."""
-    from tuner.errors import RecipeError
-
     if (data is None) == (example is None):
         given = "got both --data and --example" if data is not None else "got no rows"
         raise RecipeError(given, hint="name yours: --data rows.jsonl; or take some that ship: --example orders")

@@ -12,6 +12,7 @@ import typer
 from tuner.cli.command import Outcome, command, input_path, overrides_of
 from tuner.cli.ladder_view import ladder_path
 from tuner.cli.table import columns
+from tuner.config.numbers import parse_number
 from tuner.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -141,8 +142,6 @@ def _is_count(text: str) -> bool:
 
 
 def _count(flag: str, text: str) -> float:
-    from tuner.config.numbers import parse_number
-
     try:
         value = float(parse_number(text))
     except (ValueError, OverflowError):

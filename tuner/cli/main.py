@@ -14,7 +14,7 @@ from typer.exceptions import TyperException
 from tuner import IS_PROGRAM
 from tuner.cli.app import COMMANDS, GROUPS, TAKES_RECIPE, build
 from tuner.cli.argv import split
-from tuner.errors import ExitCode, RecipeError
+from tuner.errors import ExitCode, RecipeError, as_tuner_error
 from tuner.runtime.before_torch import prepare_environment
 from tuner.runtime.stop import heed, over
 
@@ -139,7 +139,6 @@ def _value_of(flag: str, args: Sequence[str]) -> str | None:
 
 def _broken(command: str, args: list[str], error: Exception) -> int:
     from tuner.cli.command import print_failure
-    from tuner.errors import as_tuner_error
 
     if "--debug" in args:
         import traceback

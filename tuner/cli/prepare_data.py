@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +21,7 @@ from tuner.cli.command import (
     overrides_of,
     run_command,
 )
-from tuner.errors import counted
+from tuner.errors import RecipeError, counted
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
@@ -54,13 +54,11 @@ def prepare_data(
     debug: DebugOption = False,
 ) -> None:
     """Turn rows into packed, encoded data and print its directory; what is prepared already is found again."""
-
     from tuner.runtime.memory import calm_collector
 
     terminal = sys.stdout.isatty()  # the body's stdout is another one
 
     def body() -> Outcome:
-        from tuner.errors import RecipeError
         from tuner.runtime.console import Console
 
         if sum((explain is not None, check, dry_run, reference)) > 1:
@@ -183,8 +181,6 @@ def _planned(spec: PrepareSpec, console: Console) -> Outcome:
 
 
 def _explained(spec: PrepareSpec, count: int, terminal: bool, every_token: bool) -> Outcome:
-    from dataclasses import asdict
-
     from tuner.cli.token_view import row_texts, token_lines
     from tuner.data.building.explain import explain
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tuner.cli.command import Outcome, RecipeArgument, VerboseOption, command, load_for_command, overrides_of
+from tuner.cli.table import columns, fitted, stdout_columns
 from tuner.errors import MemoryLimitError, RecipeError
 
 if TYPE_CHECKING:
@@ -119,7 +120,6 @@ def _target(loaded: LoadedRecipe, options: ProfileOptions, limit: str | None, op
 
 
 def _predicted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> Outcome:
-    from tuner.cli.table import fitted
     from tuner.runtime.console import LABEL_WIDTH
 
     with console.doing("tracing a step on tensors without memory"):
@@ -152,15 +152,12 @@ def _hint(loaded: LoadedRecipe, options: ProfileOptions) -> str:
 
 def _lines(said: str) -> str:
     """The result on as many lines as the terminal needs that it goes to; on one anywhere else."""
-    from tuner.cli.table import stdout_columns
     from tuner.runtime.console import wrapped
 
     return "\n".join(wrapped(said, stdout_columns()))
 
 
 def _fitted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> Outcome:
-    from tuner.cli.table import columns
-
     with console.doing("tracing steps on tensors without memory"):
         from tuner.profile.kept import keep, key_of, known
         from tuner.setup.settled import with_whole_batches

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tuner.cli.command import Outcome, RecipeArgument, VerboseOption, command, load_for_command, overrides_of
+from tuner.cli.table import fitted
 from tuner.errors import ExitCode, RecipeError
 
 if TYPE_CHECKING:
@@ -59,7 +60,6 @@ def prove(
     with console.doing("training a small model under every layout"):
         found = prove_layouts(loaded.recipe, steps, names, console.debug)
     console.say("twin", "\n".join(found.assumptions))
-    from tuner.cli.table import fitted
 
     lines = table(found)
     console.say("proven", fitted(lines, console.width - LABEL_WIDTH, right=range(1, len(lines[0]) - 1)))

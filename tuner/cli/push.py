@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -9,6 +10,7 @@ import typer
 from tuner.cli.command import Outcome, VerboseOption, command
 from tuner.cli.named import run_path
 from tuner.errors import counted
+from tuner.runtime.files import gib
 
 
 @command("push")
@@ -29,12 +31,10 @@ def push(
     The token is that of HF_TOKEN, or of hf auth login; HF_ENDPOINT names another hub.
     """
     source = run_path(path, others=True)
-    from dataclasses import asdict
 
     from tuner.export.hub import find_export, plan_push
     from tuner.export.hub import push as upload
     from tuner.runtime.console import Console
-    from tuner.runtime.files import gib
 
     console = Console(level="debug" if verbose else "info")
     plan = plan_push(find_export(source), repo)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -103,8 +104,6 @@ def copy_named(recipe: Path, directory: Path) -> tuple[list[str], list[str]]:
 
     A file that is there already stays as it is. Rows that do not ship are the user's own: a few stand in for them.
     """
-    import shutil
-
     from tuner.config.shipped import named_files
 
     files, warnings = [], []

@@ -9,6 +9,7 @@ import typer
 from tuner.cli.command import Outcome, VerboseOption, command, overrides_of
 from tuner.cli.named import RunArgument, run_path
 from tuner.cli.train import LOADING, ResetOption, launch_training
+from tuner.runtime.dist import RankInfo
 
 
 @command("resume")
@@ -25,7 +26,6 @@ def resume(
     """
     path = run_path(run)
     from tuner.runtime.console import Console
-    from tuner.runtime.dist import RankInfo
 
     console = Console(RankInfo.from_environment().is_main)
     with console.doing(LOADING, at_once=True):

@@ -15,6 +15,7 @@ import typer
 from tuner.cli.command import Outcome, command, input_path
 from tuner.cli.named import RunArgument, RunsArgument, run_path
 from tuner.cli.table import fitted, stdout_columns
+from tuner.config.dump import flow
 from tuner.errors import DataError, VerificationError, counted
 from tuner.rundir.curves import Chart, charts
 from tuner.rundir.last_checkpoint import any_valid, problem_of, way_to_whole
@@ -23,7 +24,7 @@ from tuner.rundir.record import Run, best_value, differing, find_runs, read_run,
 from tuner.rundir.remove import remove_runs
 from tuner.rundir.run_json import TIME_FORMAT
 from tuner.rundir.terminal import LETTERS, draw
-from tuner.runtime.console import LABEL_WIDTH, clock, escape
+from tuner.runtime.console import LABEL_WIDTH, Console, clock, escape
 from tuner.runtime.startup import in_words
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -77,8 +78,6 @@ def show(run: RunArgument) -> Outcome:
 @command("runs compare")
 def compare(runs: RunsArgument) -> Outcome:
     """Compare runs: the keys in which their recipes differ, losses, tokens and time."""
-    from tuner.config.dump import flow
-
     found, left_out = _open(runs)
     recipes = [run.recipe for run in found]
     keys = differing(recipes)
@@ -169,8 +168,6 @@ def rm(runs: RunsArgument) -> Outcome:
 
 
 def _say_what_was_checked() -> None:
-    from tuner.runtime.console import Console
-
     Console().say("checked", "last checkpoints checked by size; tuner runs verify RUN reads every byte")
 
 

@@ -13,6 +13,7 @@ from tuner.config.optimizers import MuonOptimizer
 from tuner.config.recipe import Recipe
 from tuner.config.schedules import CustomSchedule
 from tuner.data.building.prepare import find_prepared
+from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import open_prepared
 from tuner.errors import RecipeError, TunerError
 from tuner.rundir.curves import Chart, Curve, Points
@@ -60,7 +61,6 @@ def planned_schedule(recipe: Recipe) -> tuple[PlannedSchedule, list[str]]:
     A length in steps is exact; one in epochs or tokens is that of the prepared data, and per cent where they are not
     there. Raises RecipeError for a schedule that cannot be placed in a run of unknown length.
     """
-
     timed = [recipe.train.duration, *_durations(recipe.schedule)]
     rows, why = np.zeros(0, dtype=np.int64), ""
     if any(duration.unit in {"tokens", "epochs"} for duration in timed):
@@ -161,8 +161,6 @@ def _durations(section: object) -> list[Duration]:
 
 def _prepared_rows(recipe: Recipe) -> tuple[npt.NDArray[np.int64] | None, str]:
     """Tokens of each prepared row; without them, why not."""
-    from tuner.data.building.spec import prepare_spec
-
     try:
         request = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
         path = find_prepared(request)

@@ -22,6 +22,7 @@ from tuner.cli.command import (
 )
 from tuner.errors import RecipeError, counted
 from tuner.runtime import startup
+from tuner.runtime.files import MANIFEST_NAME, read_json
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
@@ -185,7 +186,6 @@ def _evaluated(metrics: Mapping[str, Any]) -> str:
 def _kept_apart(result: RunResult) -> str:
     """The option that an export needs where the adapter cannot be merged; else nothing."""
     from tuner.rundir.exports import APART
-    from tuner.runtime.files import MANIFEST_NAME, read_json
 
     manifest = None if result.checkpoint is None else result.checkpoint / MANIFEST_NAME
     if manifest is None or not manifest.is_file():

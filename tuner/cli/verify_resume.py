@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -19,7 +20,6 @@ def verify_resume(
 ) -> Outcome:
     """Prove on this machine that a run resumes exactly: train some steps with and without a stop, and compare."""
     path = run_path(run)
-    from dataclasses import asdict
 
     from tuner.runtime.console import Console
 

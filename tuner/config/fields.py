@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from tuner.config.recipe import ITEMS, UNIONS, Recipe
 from tuner.config.section import Section
-from tuner.config.value_types import Table, Text, ValueType, value_type_of
+from tuner.config.value_types import Choice, Table, Text, ValueType, value_type_of
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,6 @@ def _field(key: str, info: FieldInfo, kinds: tuple[str, ...] = ()) -> Field:
 
 
 def _add_member(table: dict[str, Field], section: str, kind: str, member: type[Section]) -> None:
-    from tuner.config.value_types import Choice
-
     for key, info in member.model_fields.items():
         name = f"{section}.{key}"
         if key == "kind":

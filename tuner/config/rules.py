@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
+from tuner.config.duration import Duration
 from tuner.config.eval_tasks import task_of
 from tuner.config.methods import head_of
 from tuner.config.optimizers import (
@@ -217,8 +218,6 @@ def _compiled_rows_are_packed(recipe: Recipe, given: Set[str]) -> str | None:
 
 
 def _split_fits_cap(recipe: Recipe, given: Set[str]) -> str | None:
-    from tuner.config.duration import Duration
-
     split = recipe.data.eval
     if isinstance(split, Duration) and split.unit == "%" and split.count >= 100:
         return "got 100%; allowed: a share that leaves documents to train on"

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from tuner.checkpoint.load import CheckpointInfo, read_tensors
 from tuner.config.methods import Head
+from tuner.config.recipe import ModelSection
 from tuner.errors import DataError
 from tuner.export.quantized import published_codes, quantized_base, reading_quantizer, with_weights
 from tuner.export.source import Source
@@ -188,7 +189,6 @@ def base_model(source: Source) -> PreTrainedModel:
 
 def _give_frozen(source: Source, model: PreTrainedModel) -> None:
     """Give a base what the run's `model.init_from` gave those of its weights that were not trained."""
-    from tuner.config.recipe import ModelSection
     from tuner.init_from.give import give_frozen
     from tuner.init_from.target import target_of
 

@@ -99,7 +99,6 @@ def trace_step(
     are never compiled here: with ``compiled`` what they would keep twice as they are is counted once. Raises
     RecipeError where the model's own code does not run so.
     """
-
     from tuner.profile.allocations import AllocationTracker
 
     device, mesh = torch.device("cpu"), mesh_of(resolved.recipe, rank_info)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tuner.data.encoding.template import TEMPLATE_FILE, TOOL_TEMPLATE_FILE
 from tuner.data.encoding.tokenizer import TextTokenizer, parse_json
+from tuner.data.encoding.tokenizer_json import byte_tokenizer_files, require_ids, with_control_tokens, with_tokens
 from tuner.errors import DataError, MachineError
 from tuner.runtime.files import (
     TMP_PREFIX,
@@ -84,8 +85,6 @@ def load_tokenizer(
     own = tokenizer.name_or_path is not None and str(tokenizer.name_or_path) != model_path
     cache = cache_dir or cache_root()
     if tokenizer.name_or_path == "byte":
-        from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
-
         beside = _model_config(model_path, revision)
         context = _LoadContext("tokenizer.name_or_path: byte", None, beside, cache, model_path)
         files, ends = byte_tokenizer_files(), []
@@ -98,8 +97,6 @@ def load_tokenizer(
     files, loaded = context.as_loaded(files)
     new_ids = range(0)
     if tokenizer.add_tokens or (named is not None and named.tokens):
-        from tuner.data.encoding.tokenizer_json import require_ids, with_control_tokens, with_tokens
-
         grown, added = with_control_tokens(files, tokenizer.add_tokens, () if named is None else named.tokens)
         if added:
             grown, new_ids = with_tokens(grown, added)

@@ -14,6 +14,7 @@ from tuner.rundir.layout import SAMPLES
 from tuner.rundir.records import Records
 from tuner.runtime import phase, startup
 from tuner.runtime.console import LABEL_WIDTH, Updates, one_line
+from tuner.runtime.device import room_on
 from tuner.runtime.files import gib
 from tuner.runtime.process import any_rank, gloo_group
 from tuner.setup.settled import rows_at_once
@@ -199,7 +200,6 @@ class EvaluateTask(Task):
         Without it every token of every answer would have all processes gather the model once more.
         """
         from tuner.parallel.gathered import whole_bytes
-        from tuner.runtime.device import room_on
 
         assembly = self._assembly
         needed = whole_bytes(assembly.train_state.root)
