@@ -68,7 +68,7 @@ class Worker:
         }
         alone = RankInfo()
         resolved = resolve(load_recipe(tree).recipe, LENGTH, alone)
-        root, step_config = assemble_model(resolved, alone, mesh_of(resolved.recipe, alone))
+        (root, _), step_config = assemble_model(resolved, alone, mesh_of(resolved.recipe, alone))
         self.state = build_train_state(resolved.recipe, root, step_config)
         self.rows = self.state.method.made_up(full_rows(resolved.recipe.method.examples, LENGTH, 1, self.vocabulary))
         self.index = 0

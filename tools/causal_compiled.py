@@ -53,7 +53,7 @@ def _compare(subject: Subject, keys: Mapping[str, Any] = MappingProxyType({})) -
     training = Training(subject.directory, Mode("packed", steps, {"train.compile": True, **keys}))
     root = training.state.root
     if root.padding is None:
-        raise RecipeError(f"documents do not lie end to end: {root.why_apart}")
+        raise RecipeError(f"documents do not lie end to end: {training.facts.why_apart}")
     blocks = decoder_blocks(root.model)
     if held:
         _hold(root, blocks)

@@ -75,7 +75,8 @@ class Training:
         recipe = load_recipe(mode.recipe(directory)).recipe
         self.resolved: Resolved = resolve(recipe, int(recipe.data.max_length), rank_info)
         mesh = Mesh.of(rank_info, MeshSpec(self.resolved.recipe.parallel.shard))
-        self.state = build_train_state(self.resolved.recipe, *assemble_model(self.resolved, rank_info, mesh))
+        (root, self.facts), step_config = assemble_model(self.resolved, rank_info, mesh)
+        self.state = build_train_state(self.resolved.recipe, root, step_config)
         self.losses: list[float] = []
         self.gradients: dict[str, torch.Tensor] = {}
         training_flops(self.state.root.model)
@@ -153,10 +154,10 @@ class Training:
             "name_or_path": recipe.model.name_or_path, "revision": None, "init": "pretrained",
             "config": json.loads(root.model.config.to_json_string(use_diff=False)),
             "n_parameters": self.resolved.n_parameters, "new_ids": [0, 0],
-            **({} if root.untouched is None else {"untouched": root.untouched}),
+            **({} if self.facts.untouched is None else {"untouched": self.facts.untouched}),
         }  # fmt: skip
         facts = {
-            "recipe": recipe_dict(recipe), "model": model, "frozen_hash": root.frozen_hash(), "world_size": 1,
+            "recipe": recipe_dict(recipe), "model": model, "frozen_hash": self.facts.frozen_hash(), "world_size": 1,
             "adapter": None if recipe.adapter.kind == "none" else recipe_dict(recipe)["adapter"],
             "tokenizer_hash": "0" * 64, "data_key": "1" * 16, "precision": "fp32",
             "data": {"train": {"rows": STEPS, "tokens": STEPS * sum(LENGTHS), "trained_tokens": 0}},

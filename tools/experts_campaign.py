@@ -114,7 +114,8 @@ def our_step(
         "data.packing": "auto" if mode == "packed" else False,
     }  # fmt: skip
     resolved = resolve(load_recipe(tree_of(given)).recipe, 64, RankInfo())
-    state = build_train_state(resolved.recipe, *assemble_model(resolved, RankInfo(), Mesh()))
+    (root, _), step_config = assemble_model(resolved, RankInfo(), Mesh())
+    state = build_train_state(resolved.recipe, root, step_config)
     rows = [
         Row(ids, np.ones(len(ids), bool), np.array([len(ids)], np.int32), np.array([number], np.int64))
         for number, ids in enumerate(documents())

@@ -83,7 +83,7 @@ def drawn_combinations(seed: int, count: int, directory: Path) -> tuple[list[Cas
             break
         try:
             resolved, rank_info, _ = resolved_case(replace(case, processes=1), directory)
-            root, step_config = assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
+            (root, _), step_config = assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
             build_train_state(resolved.recipe, root, step_config)
             chosen[case.name] = case
         except TunerError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.contracts.syntax import ROOT, modules, nodes, trees
 
-LINES = {"tuner": 59_060, "tests": 53_720, "tools": 20_820}
+LINES = {"tuner": 59_085, "tests": 53_720, "tools": 20_820}
 """Of code: without docstrings, comments and blank lines."""
 LAZY_IMPORTS, PATCHED_FORWARDS, RECIPE_READS = 572, 14, 117
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -16,11 +16,11 @@ from tests.train.synthetic import MAX_LENGTH, recipe_for
 from tuner.config.recipe import Recipe
 from tuner.init_from.plan import InitPlan
 from tuner.model.build import model_config
-from tuner.model.root import CausalLM
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import assembled, assembly_spec, mesh_of, trainable_of
 from tuner.setup.initial import planned
 from tuner.setup.resolve import model_spec, resolve
+from tuner.setup.weight_facts import Built
 
 LORA = {"kind": "lora", "r": 4, "alpha": 8}
 TENSORS = dict[str, torch.Tensor]
@@ -76,16 +76,16 @@ def planned_for(recipe: Recipe) -> InitPlan:
     return planned(recipe, config, trainable_of(recipe, range(0)))
 
 
-def built(recipe: Recipe, new_ids: range = range(0)) -> CausalLM:
+def built(recipe: Recipe, new_ids: range = range(0)) -> Built:
     """The model of a recipe as a training starts with it."""
     resolved = resolve(recipe, MAX_LENGTH, RankInfo(), new_ids)
     mesh = mesh_of(resolved.recipe, RankInfo())
     return assembled(resolved, assembly_spec(resolved), mesh, torch.device("cpu"))
 
 
-def values(root: CausalLM) -> TENSORS:
+def values(model: Built) -> TENSORS:
     """Its parameters by name, without what peft adds to the names."""
-    return {name.replace(".base_layer.", "."): tensor.detach() for name, tensor in root.model.named_parameters()}
+    return {name.replace(".base_layer.", "."): tensor.detach() for name, tensor in model.root.model.named_parameters()}
 
 
 def held(directory: Path) -> TENSORS:
@@ -94,10 +94,11 @@ def held(directory: Path) -> TENSORS:
     return {name: tensor.detach() for name, tensor in model.named_parameters()}
 
 
-def given(root: CausalLM) -> dict[str, Any]:
+def given(model: Built) -> dict[str, Any]:
     """What was noted of what it was given, without its report."""
-    assert root.given is not None
-    return json.loads(json.dumps({key: root.given[key] for key in ("entries", "frozen")}))  # type: ignore[no-any-return]
+    found = model.facts.given
+    assert found is not None
+    return json.loads(json.dumps({key: found[key] for key in ("entries", "frozen")}))  # type: ignore[no-any-return]
 
 
 def same(found: TENSORS, wanted: TENSORS) -> set[str]:

@@ -46,10 +46,10 @@ def other(base: Path) -> Path:
 
 
 def test_a_model_directory_replaces_every_weight(base: Path, other: Path) -> None:
-    root = built(recipe_of(base, str(other)))
-    assert not same(values(root), held(other))
-    (entry,) = given(root)["entries"]
-    assert (entry["kind"], entry["tensors"], given(root)["frozen"]) == ("model directory", len(held(other)), 0)
+    model = built(recipe_of(base, str(other)))
+    assert not same(values(model), held(other))
+    (entry,) = given(model)["entries"]
+    assert (entry["kind"], entry["tensors"], given(model)["frozen"]) == ("model directory", len(held(other)), 0)
 
 
 def test_random_weights_are_replaced_too(base: Path, other: Path) -> None:
@@ -66,10 +66,10 @@ def test_load_and_exclude_choose(base: Path, other: Path) -> None:
 
 def test_later_entries_win(base: Path, other: Path, tmp_path: Path) -> None:
     third = write_family(tmp_path / "third", seed=3)
-    root = built(recipe_of(base, str(other), {"path": str(third), "load": ["mlp"]}))
+    model = built(recipe_of(base, str(other), {"path": str(third), "load": ["mlp"]}))
     wanted = {name: held(third if ".mlp." in name else other)[name] for name in held(base)}
-    assert not same(values(root), wanted)
-    first, second = given(root)["entries"]  # what is replaced is not even read
+    assert not same(values(model), wanted)
+    first, second = given(model)["entries"]  # what is replaced is not even read
     assert first["tensors"] + second["tensors"] == len(wanted) and second["tensors"] == 6
 
 
@@ -90,8 +90,8 @@ def foreign(name: str) -> str:
 def test_names_of_others_become_ours(base: Path, other: Path, tmp_path: Path) -> None:
     theirs = rewrite(other, tmp_path / "theirs", foreign)
     assert "transformer.h.0.attn.q_proj.weight" in load_file(theirs / "model.safetensors")
-    root = built(recipe_of(base, {"path": str(theirs), "rename": FOREIGN}))
-    assert not same(values(root), held(other))
+    model = built(recipe_of(base, {"path": str(theirs), "rename": FOREIGN}))
+    assert not same(values(model), held(other))
 
 
 def test_our_names_become_those_of_others(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_our_names_become_those_of_others(tmp_path: Path) -> None:
 
     theirs = rewrite(source, tmp_path / "theirs", as_llama)
     rename = {"model.layers.*.self_attn.**": "transformer.h.{1}.attn.{2}", "model.layers.**": "transformer.h.{1}"}
-    root = built(recipe_of(model, {"path": str(theirs), "rename": rename}))
-    assert not same(values(root), held(source))
+    model = built(recipe_of(model, {"path": str(theirs), "rename": rename}))
+    assert not same(values(model), held(source))
 
 
 def test_experts_are_put_together_from_published_files(tmp_path: Path) -> None:
@@ -118,9 +118,10 @@ def test_a_second_copy_of_a_tied_weight_is_the_same(tmp_path: Path) -> None:
     base, other = write_family(tmp_path / "base", tied=True), write_family(tmp_path / "other", seed=2, tied=True)
     tensors = load_file(other / "model.safetensors")
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, other / "model.safetensors")
-    root = built(recipe_of(base, str(other)))
-    assert not same(values(root), held(other))
-    assert root.given is not None and "under its other name: 1\n    lm_head.weight" in root.given["report"]
+    model = built(recipe_of(base, str(other)))
+    assert not same(values(model), held(other))
+    assert model.facts.given is not None
+    assert "under its other name: 1\n    lm_head.weight" in model.facts.given["report"]
 
 
 def checkpoint_values(run: Path) -> TENSORS:
@@ -132,9 +133,9 @@ def checkpoint_values(run: Path) -> TENSORS:
 def test_a_run_of_the_whole_model(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", "llama")
     run = write_run(tmp_path / "run", base)
-    root = built(recipe_of(base, str(run)))
-    assert not same(values(root), checkpoint_values(run)) and same(values(root), held(base))
-    (entry,) = given(root)["entries"]
+    model = built(recipe_of(base, str(run)))
+    assert not same(values(model), checkpoint_values(run)) and same(values(model), held(base))
+    (entry,) = given(model)["entries"]
     assert (entry["kind"], entry["step"]) == ("checkpoint", 7)
     at_step = built(recipe_of(base, str(run / "checkpoints" / "step-7")))
     assert given(at_step)["entries"][0]["sha256"] == entry["sha256"]
@@ -144,10 +145,10 @@ def test_a_run_of_an_adapter_merges_as_its_export_does(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base", "llama")
     run = write_run(tmp_path / "run", base, LoraSpec(4, 8.0, 0.0, "all-linear", use_dora=True))
     exported = export_hf(run, dtype="fp32").path
-    root = built(recipe_of(base, str(run)))
-    assert not same(values(root), held(exported)) and same(values(root), held(base))
-    root = built(recipe_of(base, str(exported)))
-    assert not same(values(root), held(exported)) and given(root)["entries"][0]["kind"] == "export"
+    model = built(recipe_of(base, str(run)))
+    assert not same(values(model), held(exported)) and same(values(model), held(base))
+    model = built(recipe_of(base, str(exported)))
+    assert not same(values(model), held(exported)) and given(model)["entries"][0]["kind"] == "export"
 
 
 @pytest.mark.parametrize(
@@ -166,24 +167,24 @@ def test_an_adapter_of_peft_merges_as_peft_does(base: Path, tmp_path: Path, conf
 def test_an_adapter_goes_on_in_the_adapter_of_the_run(base: Path, lora: tuple[Path, TENSORS]) -> None:
     adapter, _ = lora
     section = {**LORA, "target_modules": ["q_proj", "down_proj"]}
-    root = built(recipe_of(base, str(adapter), adapter=section))
+    model = built(recipe_of(base, str(adapter), adapter=section))
     stored = load_file(adapter / "adapter_model.safetensors")
     found = {
         "base_model.model." + name.replace(".default.", "."): tensor
-        for name, tensor in values(root).items()
+        for name, tensor in values(model).items()
         if "lora_" in name
     }
-    assert not same(found, stored) and given(root)["frozen"] == 0
+    assert not same(found, stored) and given(model)["frozen"] == 0
 
 
 def test_an_adapter_is_merged_below_a_new_one(base: Path, lora: tuple[Path, TENSORS]) -> None:
     adapter, merged = lora
-    root = built(recipe_of(base, {"path": str(adapter), "adapter": "merge"}, adapter=LORA))
-    found = values(root)
+    model = built(recipe_of(base, {"path": str(adapter), "adapter": "merge"}, adapter=LORA))
+    found = values(model)
     for name, tensor in merged.items():
         torch.testing.assert_close(found[name].float(), tensor, rtol=2**-8, atol=1e-6)
     assert all(not tensor.any() for name, tensor in found.items() if ".lora_B." in name)
-    assert given(root)["frozen"] == 4
+    assert given(model)["frozen"] == 4
 
 
 def test_two_adapters_add_up(base: Path, lora: tuple[Path, TENSORS]) -> None:
@@ -196,8 +197,8 @@ def test_two_adapters_add_up(base: Path, lora: tuple[Path, TENSORS]) -> None:
 @pytest.mark.parametrize("adapter", [{"kind": "none"}, LORA], ids=["full", "lora"])
 def test_a_smaller_vocabulary_fills_the_first_rows(tmp_path: Path, adapter: dict[str, Any]) -> None:
     base, small = write_family(tmp_path / "base", vocabulary=101), write_family(tmp_path / "small", seed=2)
-    root = built(recipe_of(base, {"path": str(small), "grow": True}, adapter=adapter))
-    found, before, after = values(root), held(base), held(small)
+    model = built(recipe_of(base, {"path": str(small), "grow": True}, adapter=adapter))
+    found, before, after = values(model), held(base), held(small)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         kind = found[name].dtype
         assert torch.equal(found[name][:97], after[name].to(kind))
@@ -208,8 +209,8 @@ def test_a_smaller_vocabulary_fills_the_first_rows(tmp_path: Path, adapter: dict
 def test_rows_of_new_tokens_come_from_a_source_that_has_them(tmp_path: Path, adapter: dict[str, Any]) -> None:
     base, grown = write_family(tmp_path / "base"), write_family(tmp_path / "grown", seed=2, vocabulary=99)
     # Of three new tokens the source knows two; the third begins as the mean of the rows before all of them.
-    root = built(recipe_of(base, {"path": str(grown), "grow": True}, adapter=adapter), range(97, 100))
-    found, after = values(root), held(grown)["model.embed_tokens.weight"]
+    model = built(recipe_of(base, {"path": str(grown), "grow": True}, adapter=adapter), range(97, 100))
+    found, after = values(model), held(grown)["model.embed_tokens.weight"]
     rows = found.get("model.embed_tokens.new_rows", found["model.embed_tokens.weight"][-3:])
     assert torch.equal(rows[:2], after[97:])
     mean = found["model.embed_tokens.weight"][:97].double().mean(0).float()
@@ -219,10 +220,10 @@ def test_rows_of_new_tokens_come_from_a_source_that_has_them(tmp_path: Path, ada
 def test_an_adapter_goes_on_with_a_quantised_base(base: Path, lora: tuple[Path, TENSORS]) -> None:
     adapter, _ = lora
     section = {**LORA, "target_modules": ["q_proj", "down_proj"]}
-    root = built(recipe_of(base, str(adapter), adapter=section, model={"quantize": "int8"}))
+    model = built(recipe_of(base, str(adapter), adapter=section, model={"quantize": "int8"}))
     stored = load_file(adapter / "adapter_model.safetensors")
     name = "model.layers.1.mlp.down_proj.lora_B{}.weight"
-    assert torch.equal(values(root)[name.format(".default")], stored["base_model.model." + name.format("")])
+    assert torch.equal(values(model)[name.format(".default")], stored["base_model.model." + name.format("")])
 
 
 def test_types_are_those_of_the_model(base: Path, other: Path, tmp_path: Path) -> None:

@@ -87,10 +87,10 @@ def test_every_problem_is_shown_at_once(base: Path, other: Path) -> None:
 def test_a_tensor_without_a_place_may_be_left_out(base: Path, other: Path, tmp_path: Path) -> None:
     more = rewrite(other, tmp_path / "more", lambda name: name.replace("lm_head", "extra_head"))
     assert "extra_head.weight of" in refusal(base, str(more))
-    root = built(recipe_of(base, {"path": str(more), "strict": False}))
-    assert root.given is not None
-    assert "without a place here (unexpected): 1\n    extra_head.weight" in root.given["report"]
-    assert "missing there: 1\n    lm_head.weight" in root.given["report"]
+    model = built(recipe_of(base, {"path": str(more), "strict": False}))
+    assert model.facts.given is not None
+    assert "without a place here (unexpected): 1\n    extra_head.weight" in model.facts.given["report"]
+    assert "missing there: 1\n    lm_head.weight" in model.facts.given["report"]
 
 
 def test_a_model_that_lacks_a_weight_is_not_taken_whole(base: Path, other: Path, tmp_path: Path) -> None:

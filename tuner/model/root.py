@@ -64,16 +64,6 @@ class CausalLM(nn.Module):
         """Of embeddings whose gradients are added up by rows, by the parameter's name."""
         self.same_part: DeviceMesh | None = None
         """Where processes compute layers together: those that compute the same part of each as this one."""
-        self.frozen_hash: Callable[[], str | None] = lambda: None
-        """Gives the SHA-256 of what is not trained (:func:`~tuner.model.freeze.frozen_hash`), which checkpoints do not
-        hold, once it is known; of a model that several processes hold, on rank 0."""
-        self.untouched: Mapping[str, Any] | None = None
-        """Of the language model of a multimodal checkpoint: what its files hold besides (numbers, bytes, SHA-256)."""
-        self.given: Mapping[str, Any] | None = None
-        """What `model.init_from` gave it, as checkpoints note it, and the report of that."""
-        self.weights_hash: str | None = None
-        """SHA-256 of all weights as they were built (:func:`~tuner.model.freeze.weights_hash`), where a reference is
-        computed with them."""
         self.gathered_head: Callable[..., Any] | None = None
         """:meth:`at_head` between a gather of the output layer and its end, where that is sharded by itself."""
         self.vocabulary: Vocabulary | None = None
@@ -98,8 +88,6 @@ class CausalLM(nn.Module):
         """Without them, tokens are numbered from the start of the row."""
         self.route: Route = "flat"
         """How the documents of a microbatch go through the decoder: see :meth:`go_by`."""
-        self.why_apart: str | None = None
-        """Why documents do not lie end to end, where that was found when the model was proven."""
         self.most_forwards: Callable[[int], int] = lambda own: own
         """Of the forwards that a microbatch takes on this process, the most on any: shards are gathered together."""
         self.sum_partial_gradients: Callable[[], None] = lambda: None

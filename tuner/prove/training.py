@@ -117,7 +117,7 @@ def build(setting: Setting, layout: Layout, rank: int) -> Training:
     rank_info = layout.rank_info(rank)
     resolved = setting.twin.resolved(layout)
     device, mesh = torch.device("cpu"), mesh_of(resolved.recipe, rank_info)
-    root = assembled(resolved, assembly_spec(resolved), mesh, device)
+    root = assembled(resolved, assembly_spec(resolved), mesh, device).root
     state = build_train_state(resolved.recipe, root, step_config_of(resolved.recipe, device, mesh))
     vocabulary = resolved.config.get_text_config().vocab_size
     recipe = setting.twin.recipe

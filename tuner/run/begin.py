@@ -58,7 +58,7 @@ def begin_launch(
         write_tokenizer(run, assembly)
     if begins or not (run.path / MODEL_CONFIG).is_dir():
         write_model_config(run.path / MODEL_CONFIG, resolved)
-    if (given := assembly.train_state.root.given) is not None and "report" in given:
+    if (given := assembly.facts.given) is not None and "report" in given:
         write_atomic(run.path / INIT_REPORT, given["report"].encode())
     # Where the user works, before where the recipe is: a resumed run reads it from its own directory.
     work_dirs = [Path.cwd(), *([loaded.path.parent] if loaded.path is not None else [])]

@@ -83,7 +83,7 @@ def train(
         teachers, resolved = _teachers(ready, resolved)
         with startup.phase("weights"):
             assembly = _built(ready, resolved, rank_info, console)
-        given = assembly.train_state.root.given or {}
+        given = assembly.facts.given or {}
         if "summary" in given:
             console.say("init_from", given["summary"])
         if assembly.resolved.route != resolved.route:
@@ -96,7 +96,7 @@ def train(
         if isinstance(resolved.recipe.method, DistillMethod) and resolved.recipe.method.top_k is not None:
             assembly = _taught(ready, assembly, console, signals)
         if teachers is not None:
-            teachers.identify(assembly)
+            teachers.identify(assembly.teacher_facts)
         table = assembly.timetable
         early = _early_stop(resolved.recipe.eval, resolved.recipe.train.min_steps, assembly.keeps)
         progress = Progress(table.plan, table.data_start, early=early)

@@ -10,7 +10,6 @@ from tuner.checkpoint.load import CheckpointInfo, require_same_base, require_sam
 from tuner.config.dump import recipe_dict
 from tuner.data.id_probes import ID_PROBES, read_probes, text_probes, write_probes
 from tuner.errors import DataError
-from tuner.model.root import CausalLM
 from tuner.model.transformers_private import commit_of
 from tuner.model.vetting import licence_of
 from tuner.run.changes import sources_of_eval
@@ -19,8 +18,8 @@ from tuner.rundir.exports import APART
 from tuner.rundir.layout import TOKENIZER
 from tuner.runtime.files import file_entries, fsync_path, json_bytes, machine_error, regular_size, sha256_file
 from tuner.setup.build import Assembly
-from tuner.setup.hashes import agreed_frozen_hash
 from tuner.setup.resolve import quantizer_facts
+from tuner.setup.weight_facts import WeightFacts
 
 GIVEN = "init_from"
 """Of a checkpoint's facts: what `model.init_from` gave the run when it began."""
@@ -42,7 +41,7 @@ def frozen_meta(assembly: Assembly) -> dict[str, Any]:
     """
     teacher = _only_teacher(assembly)
     of_teacher = {} if teacher is None else {"teacher_hash": teacher.frozen_hash()}
-    return {"frozen_hash": assembly.train_state.root.frozen_hash(), **of_teacher}
+    return {"frozen_hash": assembly.facts.frozen_hash(), **of_teacher}
 
 
 def run_meta(assembly: Assembly) -> dict[str, Any]:
@@ -60,12 +59,12 @@ def run_meta(assembly: Assembly) -> dict[str, Any]:
             "n_parameters": resolved.n_parameters,
             "new_ids": [resolved.new_ids.start, resolved.new_ids.stop],
             "licence": licence_of(recipe.model.name_or_path, recipe.model.revision) if known else None,
-            **({} if (left := assembly.train_state.root.untouched) is None else {"untouched": dict(left)}),
+            **({} if (left := assembly.facts.untouched) is None else {"untouched": dict(left)}),
         },
         "adapter": None if recipe.adapter.kind == "none" else recipe_dict(recipe)["adapter"],
         **({APART: True} if is_apart(assembly) else {}),
         **({} if (quantizer := quantizer_facts(recipe)) is None else {"quantizer": quantizer}),
-        **({} if (given := assembly.train_state.root.given) is None else {GIVEN: _without_report(given)}),
+        **({} if (given := assembly.facts.given) is None else {GIVEN: _without_report(given)}),
         "tokenizer_hash": assembly.tokenizer.hash,
         "data_key": assembly.prepared.key,
         **({} if assembly.reference is None else {"reference": dict(assembly.reference)}),
@@ -92,9 +91,9 @@ def run_meta(assembly: Assembly) -> dict[str, Any]:
     return meta
 
 
-def _only_teacher(assembly: Assembly) -> CausalLM | None:
+def _only_teacher(assembly: Assembly) -> WeightFacts | None:
     """The teacher in memory, where the run has no other: of versions each checkpoint's state says which it was."""
-    return None if assembly.resolved.teacher is not None else assembly.train_state.method.teacher
+    return None if assembly.resolved.teacher is not None else assembly.teacher_facts
 
 
 def _without_report(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,10 +112,10 @@ def require_same_data(found: CheckpointInfo, assembly: Assembly, reset: Collecti
     `other_data` may differ from the run's; `reset` are the parts that the launch resets, which its hint goes on with.
     Collective.
     """
-    require_same_base(found, agreed_frozen_hash(assembly.train_state.root))
+    require_same_base(found, assembly.facts.agreed_frozen_hash())
     meta = found.manifest["meta"]
     require_same_quantizer(found, quantizer_facts(assembly.resolved.recipe))
-    left = assembly.train_state.root.untouched
+    left = assembly.facts.untouched
     if left is not None and meta["model"].get("untouched") != left:
         raise DataError(
             f"{found.path}: what is not trained of {assembly.resolved.recipe.model.name_or_path} (images, sound) "
@@ -124,7 +123,7 @@ def require_same_data(found: CheckpointInfo, assembly: Assembly, reset: Collecti
             hint="restore it, or name its commit: model.revision; or start a new run with --name",
         )
     teacher = _only_teacher(assembly)
-    taught = None if teacher is None else agreed_frozen_hash(teacher)
+    taught = None if teacher is None else teacher.agreed_frozen_hash()
     if taught is not None and meta.get("teacher_hash") != taught:
         raise DataError(
             f"{found.path}: the teacher changed since this checkpoint was saved ({meta.get('teacher_hash')} -> "

@@ -57,7 +57,7 @@ def with_reference(assembly: Assembly, cache_dir: Path, before: ColumnsInfo | No
     """
     prepared, root = assembly.prepared, assembly.train_state.root
     splits = {"train": prepared.train} | ({} if prepared.eval is None else {"eval": prepared.eval})
-    weights = str(root.weights_hash)
+    weights = str(assembly.facts.weights_hash)
     facts = key_facts(assembly)
     key, wanted = key_of(facts), None
     if before is not None and before.prepared_key == prepared.key:
@@ -109,7 +109,7 @@ def key_facts(assembly: Assembly) -> dict[str, Any]:
     if (quantizer := quantizer_facts(recipe)) is not None:
         here |= {"quantizer": quantizer}
     return {
-        "weights": assembly.train_state.root.weights_hash,
+        "weights": assembly.facts.weights_hash,
         "config": hashlib.sha256(assembly.resolved.config.to_json_string().encode()).hexdigest(),
         "prepared": assembly.prepared.key,
         "values": f"{values.__module__}.{values.__qualname__}",

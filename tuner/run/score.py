@@ -25,7 +25,6 @@ from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import read_json
 from tuner.runtime.process import process_group
 from tuner.setup.build import assemble_model, check_fits, held_out_rows, mesh_of
-from tuner.setup.hashes import agreed_frozen_hash
 from tuner.setup.resolve import Resolved, quantizer_facts, resolve
 from tuner.setup.settled import AXES, rows_at_once
 from tuner.train.evaluate import ByTerms, Evaluation, HeldOut, evaluate
@@ -108,9 +107,9 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
 
 def loaded_model(trained: Trained, resolved: Resolved, rank_info: RankInfo) -> tuple[CausalLM, StepConfig]:
     """The model with its weights, and how it computes. Collective. Raises DataError for another base's checkpoint."""
-    root, step_config = assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
+    (root, facts), step_config = assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
     if isinstance(trained, RunCheckpoint):
-        require_same_base(trained.checkpoint, agreed_frozen_hash(root))
+        require_same_base(trained.checkpoint, facts.agreed_frozen_hash())
         require_same_quantizer(trained.checkpoint, quantizer_facts(resolved.recipe))
         tensors = {f"{MODEL_PREFIX}{name}": p.data for name, p in trained_parameters(root).items()}
         load_into(trained.checkpoint, tensors, prefix=MODEL_PREFIX)

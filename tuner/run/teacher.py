@@ -129,7 +129,7 @@ def values_of(assembly: Assembly) -> Callable[[PackedRows, Row], Columns]:
 
     def values(rows: PackedRows, row: Row) -> Columns:
         if not built:
-            built.append(assemble_teacher(assembly.resolved, method, step_config))
+            built.append(assemble_teacher(assembly.resolved, method, step_config).root)
         batch = collate([row])
         at = batch.trained_positions
         arrays = (batch.input_ids, batch.position_ids, at, batch.targets[at])

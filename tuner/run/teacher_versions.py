@@ -18,8 +18,8 @@ from tuner.rundir.exports import version_dirs
 from tuner.rundir.teachers import TeacherEntry, Teachers, read_teachers
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import Assembly, assemble_teacher
-from tuner.setup.hashes import agreed_frozen_hash
 from tuner.setup.teacher import check_teacher, files_read, incomplete, newest_teacher
+from tuner.setup.weight_facts import WeightFacts
 
 _OWN = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 """Of a config, what two versions of one model need not have in common."""
@@ -49,11 +49,10 @@ class TeacherVersions:
         """Their part of a checkpoint's JSON state after ``step``."""
         return self.known.until(step).as_plain()
 
-    def identify(self, assembly: Assembly) -> None:
+    def identify(self, teacher: WeightFacts | None) -> None:
         """Note the weights of the version at hand. Raises DataError where they are not those that the run had."""
-        teacher = assembly.train_state.method.teacher
-        assert teacher is not None
-        found = str(agreed_frozen_hash(teacher))
+        assert teacher is not None, "a run with versions has a teacher in memory"
+        found = str(teacher.agreed_frozen_hash())
         if self.at_hand.sha256 and self.at_hand.sha256 != found:
             raise DataError(
                 f"{self.path}: the teacher changed since the run learned from it ({self.at_hand.sha256} -> {found})",
@@ -104,8 +103,8 @@ class TeacherVersions:
         self.at_hand, state.method.teacher = entry, None
         gc.collect()  # a sharded module's hooks refer to it
         resolved = replace(assembly.resolved, teacher=str(self.path))
-        state.method.teacher = assemble_teacher(resolved, self.method, state.step_config)
-        self.identify(assembly)
+        state.method.teacher, facts = assemble_teacher(resolved, self.method, state.step_config)
+        self.identify(facts)
 
     def noted(self, step: int) -> Teachers:
         """What is known now that a newer version was looked for after ``step``."""

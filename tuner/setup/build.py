@@ -45,6 +45,7 @@ from tuner.setup.probes import probe_inputs
 from tuner.setup.resolve import Resolved, check_division, model_spec, quantize_of, reference_of, rerouted, takes_several
 from tuner.setup.settled import changed, rows_at_once
 from tuner.setup.timetable import Starts, Timetable, timetable
+from tuner.setup.weight_facts import Built, WeightFacts
 from tuner.train.evaluate import HeldOut, check_metric, held_out
 from tuner.train.guard import Guard
 from tuner.train.methods.method import build_method, check_logits
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from tuner.model.unread import UnreadWeights
     from tuner.setup.initial import Initial
 
-_Facts = Mapping[str, Any] | None
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
 """By the names of safetensors: what float32 holds exactly."""
@@ -78,6 +78,9 @@ class Assembly:
     tokenizer: TextTokenizer
     rank_info: RankInfo
     mesh: Mesh
+    facts: WeightFacts
+    teacher_facts: WeightFacts | None
+    """Of the teacher that is in memory, where there is one."""
     probes: list[torch.Tensor]
     held_out: HeldOut | None
     mfu: MfuMeter
@@ -116,9 +119,9 @@ def build(
     index = device_index(rank_info) if resolved.facts.kind == "cuda" else 0
     computed = "tf32" if recipe.train.tf32 and recipe.train.precision == "fp32" else recipe.train.precision
     peak = None if computed == "fp8" else measured_peak(resolved.facts.kind, computed, index)  # while memory is free
-    root, step_config = assemble_model(resolved, rank_info, mesh)
+    (root, facts), step_config = assemble_model(resolved, rank_info, mesh)
     if root.route != resolved.route:  # what its structure tells is not what it computes
-        resolved = rerouted(resolved, root.route, str(root.why_apart))
+        resolved = rerouted(resolved, root.route, str(facts.why_apart))
         recipe = resolved.recipe
     if recipe.prober.steps:
         select_modules(root.model, recipe.prober.modules, "prober.modules")  # before anything is written
@@ -126,8 +129,9 @@ def build(
     train_state.rng_start = starts.rng
     if rank_info.is_main:
         _tell_touched(root)
+    teacher_facts = None
     if (method := teacher_in_memory(recipe)) is not None:
-        train_state.method.teacher = assemble_teacher(resolved, method, step_config)
+        train_state.method.teacher, teacher_facts = assemble_teacher(resolved, method, step_config)
     batches = GlobalBatches(
         prepared.train,
         seed=recipe.seed,
@@ -149,6 +153,8 @@ def build(
         tokenizer=tokenizer,
         rank_info=rank_info,
         mesh=mesh,
+        facts=facts,
+        teacher_facts=teacher_facts,
         probes=probes_of(recipe, _probed(recipe, prepared)),
         held_out=held,
         mfu=MfuMeter(training_flops(train_state.root.model), peak, train_state.method.extra_forwards, mesh.row_holders),
@@ -209,7 +215,7 @@ def _step_parts(
         yield Ema(root, parameters, float(decay_of(recipe.ema) or 0.0), EMA_PREFIX, recipe.ema.evaluate)
 
 
-def assemble_model(resolved: Resolved, rank_info: RankInfo, mesh: Mesh) -> tuple[CausalLM, StepConfig]:
+def assemble_model(resolved: Resolved, rank_info: RankInfo, mesh: Mesh) -> tuple[Built, StepConfig]:
     """The model as a training starts with it, and how it computes. Collective where there are several processes."""
     device = _device(resolved.facts, rank_info)
     if device.type == "cpu":
@@ -218,16 +224,17 @@ def assemble_model(resolved: Resolved, rank_info: RankInfo, mesh: Mesh) -> tuple
         from tuner.model.flash_versions import use_flash_version  # with the kernels of GPUs
 
         use_flash_version(resolved.config, device)
-    root = assembled(resolved, assembly_spec(resolved), mesh, device)
-    return root, step_config_of(resolved.recipe, device, mesh)
+    built = assembled(resolved, assembly_spec(resolved), mesh, device)
+    return built, step_config_of(resolved.recipe, device, mesh)
 
 
-def assembled(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> CausalLM:
+def assembled(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> Built:
     """The model of a resolved recipe, made as the spec says. Collective where there are several processes."""
     if mesh.size > 1 or device.type != "cpu":
         return _handed_on(resolved, spec, mesh, device)
     initial = _initial(resolved, spec)
-    return assemble(spec, _whole_model(resolved, initial), inspect=partial(_inspect, resolved, initial, None))
+    inspected = _Inspected(resolved, initial)
+    return Built(assemble(spec, _whole_model(resolved, initial), inspect=inspected.note), inspected.facts)
 
 
 def teacher_in_memory(recipe: Recipe) -> DistillMethod | None:
@@ -236,14 +243,15 @@ def teacher_in_memory(recipe: Recipe) -> DistillMethod | None:
     return method if isinstance(method, DistillMethod) and method.top_k is None else None
 
 
-def assemble_teacher(resolved: Resolved, method: DistillMethod, step_config: StepConfig) -> CausalLM:
+def assemble_teacher(resolved: Resolved, method: DistillMethod, step_config: StepConfig) -> Built:
     """The teacher of a resolved recipe, in evaluation mode. Collective where there are several processes."""
     from tuner.setup.teacher import blaming_teacher, teacher_of
 
     with blaming_teacher():
         taught = teacher_of(resolved, method)
-        root = assembled(taught, teacher_spec(taught), step_config.mesh, step_config.device)
-    return root.eval()
+        built = assembled(taught, teacher_spec(taught), step_config.mesh, step_config.device)
+    built.root.eval()
+    return built
 
 
 def teacher_spec(taught: Resolved) -> AssemblySpec:
@@ -415,7 +423,7 @@ def _type_to_hand_on(resolved: Resolved, spec: AssemblySpec) -> torch.dtype | No
     return _HALF.get(stored.pop()) if len(stored) == 1 else None
 
 
-def _handed_on(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> CausalLM:
+def _handed_on(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> Built:
     """The model of a resolved recipe whose values go to a device other than the host's, or to several processes.
 
     Fused weights stay in the files until then, unless more is made of them: tiles are proven with all layers, and what
@@ -433,14 +441,15 @@ def _handed_on(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch
 
 def _brought(
     resolved: Resolved, spec: AssemblySpec, unread: "UnreadWeights | None", bring: Callable[..., None]
-) -> CausalLM:
+) -> Built:
     """The model of one process, brought to its device."""
     initial = _initial(resolved, spec)
     stored = None if spec.tiles else _type_to_hand_on(resolved, spec)  # tiles are proven in the type that trains
     model = _whole_model(resolved, initial, stored, unread)
     types = {} if stored is None else _types_there(model, meta_model_of(resolved))
-    inspect = partial(_inspect, resolved, initial, unread)
-    return assemble(spec, model, inspect=inspect, give_values=partial(bring, types=types))
+    inspected = _Inspected(resolved, initial, unread)
+    root = assemble(spec, model, inspect=inspected.note, give_values=partial(bring, types=types))
+    return Built(root, inspected.facts)
 
 
 def _types_there(model: PreTrainedModel, meta: PreTrainedModel) -> dict[torch.Tensor, torch.dtype]:
@@ -456,66 +465,78 @@ def _spread(
     meshes: DeviceMeshes,
     unread: "UnreadWeights | None",
     materialise: Callable[..., None],
-) -> CausalLM:
+) -> Built:
     """Shards or a copy on every rank, filled from the model of rank 0, or from its files. Collective."""
-    source: list[CausalLM] = []  # on rank 0 alone; a failure there is raised on every rank, so that none waits for it
+    source: list[Built] = []  # on rank 0 alone; a failure there is raised on every rank, so that none waits for it
 
-    def build_source() -> tuple[str | None, Route, str | None, _Facts, _Facts]:
+    def build_source() -> tuple[WeightFacts, Route]:
         initial = _initial(resolved, spec)
-        inspect = partial(_inspect, resolved, initial, unread)
+        inspected = _Inspected(resolved, initial, unread)
         model = _whole_model(resolved, initial, _type_to_hand_on(resolved, spec), unread)
-        root = assemble(spec.for_values(), model, inspect=inspect)
-        source.append(root)
-        return root.weights_hash, root.route, root.why_apart, root.untouched, root.given
+        root = assemble(spec.for_values(), model, inspect=inspected.note)
+        source.append(Built(root, inspected.facts))
+        return replace(inspected.facts, frozen_hash=_on_rank_0), root.route
 
-    weights, route, why, untouched, given = Collective(gloo_group()).on_rank0(build_source)
+    facts, route = Collective(gloo_group()).on_rank0(build_source)
     root = assemble(
         replace(spec, route=route),
         meta_model_of(resolved),
         meshes=meshes,
-        give_values=lambda root: materialise(root, source[0] if source else None),
+        give_values=lambda root: materialise(root, source[0].root if source else None),
     )
-    root.frozen_hash = source[0].frozen_hash if source else _on_rank_0
-    root.weights_hash, root.why_apart, root.untouched, root.given = weights, why, untouched, given
-    return root
+    return Built(root, source[0].facts if source else facts)
 
 
 def _on_rank_0() -> str | None:
     raise RuntimeError("the hash of frozen weights is rank 0's to give")
 
 
-def _inspect(
-    resolved: Resolved, initial: "Initial | None", unread: "UnreadWeights | None", root: CausalLM
-) -> None:
-    """Prove that each document is computed as if alone, and begin to hash what its weights are known by."""
-    recipe = resolved.recipe
-    if initial is not None:
-        initial.give_rest(root.model)
-    root.given = resolved.given if initial is None else initial.noted()
-    with startup.phase("checks"):
-        _prove(resolved, root, are_there if unread is None else partial(unread.read, root.model))
-    if recipe.adapter.kind != "none":
-        _tell_left_out(root, recipe.model.quantize != "none")
-    root.frozen_hash = FrozenHash(root.model, recipe.data.cache_dir, resolved.facts.kind, unread)
-    if is_part(root.model):
-        from tuner.model.multimodal import untouched_facts
+class _Inspected:
+    """A model as it is looked at while it is whole, and what was found."""
 
-        root.untouched = untouched_facts(meta_model_of(resolved), recipe.model.name_or_path, recipe.model.revision)
-    if reference_of(recipe.method) == "columns":
-        root.weights_hash = known_weights_hash(root.model, recipe.data.cache_dir, unread)
+    facts: WeightFacts
+
+    def __init__(
+        self, resolved: Resolved, initial: "Initial | None", unread: "UnreadWeights | None" = None
+    ) -> None:
+        self._resolved, self._initial, self._unread = resolved, initial, unread
+
+    def note(self, root: CausalLM) -> None:
+        """Prove that each document is computed as if alone, and begin to hash what its weights are known by."""
+        resolved, recipe, unread = self._resolved, self._resolved.recipe, self._unread
+        if self._initial is not None:
+            self._initial.give_rest(root.model)
+        with startup.phase("checks"):
+            why_apart = _prove(resolved, root, are_there if unread is None else partial(unread.read, root.model))
+        if recipe.adapter.kind != "none":
+            _tell_left_out(root, recipe.model.quantize != "none")
+        untouched = weights_hash = None
+        if is_part(root.model):
+            from tuner.model.multimodal import untouched_facts
+
+            untouched = untouched_facts(meta_model_of(resolved), recipe.model.name_or_path, recipe.model.revision)
+        if reference_of(recipe.method) == "columns":
+            weights_hash = known_weights_hash(root.model, recipe.data.cache_dir, unread)
+        self.facts = WeightFacts(
+            FrozenHash(root.model, recipe.data.cache_dir, resolved.facts.kind, unread),
+            weights_hash,
+            untouched,
+            resolved.given if self._initial is None else self._initial.noted(),
+            why_apart,
+        )
 
 
-def _prove(resolved: Resolved, root: CausalLM, read: Read) -> None:
-    """Have the root go by a route that is proven, now or by a launch before."""
+def _prove(resolved: Resolved, root: CausalLM, read: Read) -> str | None:
+    """Have the root go by a route that is proven, now or by a launch before; why it left its own, where it did."""
     recipe, packed = resolved.recipe, takes_several(resolved.recipe)
     vocab_size, longest = resolved.config.get_text_config().vocab_size, int(recipe.data.max_length)
     cache = None if recipe.data.cache_dir is None else Path(recipe.data.cache_dir)
     key = proven.key_of(resolved, root, longest, packed)
     if (verdict := proven.known(key, cache)) is not None:
         root.go_by(verdict.route)
-        root.why_apart = verdict.why_apart
         startup.remark("documents were proven apart before")
-        return
+        return verdict.why_apart
+    why_apart = None
     if recipe.data.packing is True:
         try:
             require_isolation(root, vocab_size, packed, longest, read=read)
@@ -523,8 +544,9 @@ def _prove(resolved: Resolved, root: CausalLM, read: Read) -> None:
             hint = "write data.packing: auto, which takes documents otherwise where they cannot lie end to end"
             raise RecipeError(error.message, hint=hint) from error
     else:
-        root.why_apart = prove_route(root, vocab_size, packed, longest, read)
-    proven.keep(key, proven.Verdict(root.route, root.why_apart), cache)
+        why_apart = prove_route(root, vocab_size, packed, longest, read)
+    proven.keep(key, proven.Verdict(root.route, why_apart), cache)
+    return why_apart
 
 
 def _tell_touched(root: CausalLM) -> None:

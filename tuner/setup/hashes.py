@@ -25,13 +25,11 @@ from tuner.data.encoding.tokenizer_files import cache_root
 from tuner.errors import TunerError
 from tuner.model.freeze import Content, all_tensors, content_of, frozen_tensors, hash_of_frozen
 from tuner.runtime.files import read_json, write_atomic
-from tuner.runtime.process import Collective, gloo_group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from tuner.model.mapped import InFile
-    from tuner.model.root import CausalLM
     from tuner.model.unread import UnreadWeights
 
 HASHES = "hashes"
@@ -71,11 +69,6 @@ class FrozenHash:
 def known_weights_hash(model: PreTrainedModel, cache: str | None, unread: UnreadWeights | None = None) -> str:
     """:func:`~tuner.model.freeze.weights_hash`, by what is known of the files."""
     return str(hash_of_frozen(_contents(all_tensors(model), cache, torch.get_num_threads(), unread)))
-
-
-def agreed_frozen_hash(root: CausalLM) -> str | None:
-    """The hash of a root's frozen weights, which rank 0 takes, on every rank. Collective."""
-    return Collective(gloo_group()).on_rank0(root.frozen_hash)
 
 
 def _contents(

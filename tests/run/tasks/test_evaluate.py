@@ -45,7 +45,7 @@ def test_answers_of_several_processes_need_room_for_the_whole_model(
     monkeypatch.setattr(evaluate_task.EvaluateTask, "__init__", among_two)
     monkeypatch.setattr("tuner.parallel.gathered.whole_bytes", lambda root: 1000)
     monkeypatch.setattr("tuner.parallel.gathered.gathered", lambda root: nullcontext(gathers.append(root)))
-    monkeypatch.setattr("tuner.runtime.device.room_on", lambda device, processes: free)
+    monkeypatch.setattr(evaluate_task, "room_on", lambda device, processes: free)
     monkeypatch.setattr(Console, "warn", lambda console, text: said.append(text))
     flags = {"data__eval": "7 documents", "eval__every": "2 steps", "eval__samples_at": "all"}
     run = trainings.launch(workplace, train__duration="2 steps", **flags).run_dir
