@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tests.contracts.syntax import ROOT, modules, nodes, trees
 
-LINES = {"tuner": 59_085, "tests": 53_720, "tools": 20_820}
+LINES = {"tuner": 59_150, "tests": 53_770, "tools": 20_820}
 """Of code: without docstrings, comments and blank lines."""
-LAZY_IMPORTS, PATCHED_FORWARDS, RECIPE_READS = 572, 14, 117
+LAZY_IMPORTS, RECIPE_READS = 572, 117
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -54,8 +54,9 @@ def test_imports_inside_functions() -> None:
 
 
 def test_layers_whose_forward_is_replaced() -> None:
-    patched = [name for name, path in modules().items() if re.search(r"\.forward\s*=[^=]", path.read_text("utf-8"))]
-    assert len(patched) <= PATCHED_FORWARDS, patched
+    assigned = re.compile(r"\.forward\s*=[^=]|\[\"forward\"\]\s*=[^=]|setattr\([^)]*\"forward\"")
+    patched = [name for name, path in modules().items() if assigned.search(path.read_text("utf-8"))]
+    assert patched == ["tuner.model.wrap"], "who may go around whom is checked there"
 
 
 def test_reads_of_the_resolved_recipe_below_where_it_is_resolved() -> None:

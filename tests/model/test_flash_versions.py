@@ -157,6 +157,6 @@ def test_it_is_chosen_where_a_model_is_built_for_a_gpu(monkeypatch: pytest.Monke
     monkeypatch.setattr(build, "_device", lambda facts, rank_info: torch.device("cuda", 0))
     take = "use_flash_version"
     monkeypatch.setattr(flash_versions, take, lambda config, device: chosen.append((config.model_type, device)))
-    monkeypatch.setattr(build, "assemble", lambda *args, **options: None)
+    monkeypatch.setattr(build, "assembled", lambda *args: None)
     build.assemble_model(resolved, RankInfo(), build.mesh_of(resolved.recipe, RankInfo()))
     assert chosen == [("llama", torch.device("cuda", 0))]

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tuner.model.wrap import Wrapper, wrap
+
 _READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|ndim|size|data)\b|\[|\s*=[^=])")
 """A weight that code computes with. What it asks about one, or changes in place, is no such reading; nor is a slice,
 which Bloom takes under one setting of its config: what runs is seen by what it computes."""
@@ -119,7 +121,7 @@ def add_in_product(layer: Any) -> None:
 
     Dropout is drawn as peft draws it, and the layer's switches (merged, disabled) stay in force.
     """
-    layer.forward = MethodType(_forward, layer)  # bound: a copy of the layer computes with its own parts
+    wrap(layer, Wrapper.ADAPTED, MethodType(_forward, layer))  # bound: a copy of it computes with its own parts
 
 
 def _forward(layer: Any, source: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:

@@ -26,6 +26,7 @@ from tuner.model.flops import n_experts
 from tuner.model.outside import keep_outside
 from tuner.model.root import CausalLM
 from tuner.model.router_hooks import hand_out, taken_note_of
+from tuner.model.wrap import Wrapper, wrap, wrappers_of
 from tuner.runtime.torch_private import allow_notes_in_checkpoints, schema
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def apply_recompute(root: CausalLM, level: Level, n_layers: int | None = None, c
     for block in _chosen(root, n_layers):
         if compiled:
             hand_out(block, decoder_of(root.model))
-        _wrap(block, partial(run, block.forward), lambda block: torch.is_grad_enabled())
+        _wrap(block, Wrapper.RECOMPUTED, partial(run, block.forward), lambda block: torch.is_grad_enabled())
 
 
 def apply_offload(root: CausalLM, n_layers: int | None = None) -> "HostInputs":
@@ -99,7 +100,8 @@ def apply_offload(root: CausalLM, n_layers: int | None = None) -> "HostInputs":
     inputs = HostInputs()
     for block in _chosen(root, n_layers):
         first = next(iter(inspect.signature(block.forward).parameters))
-        _wrap(block, partial(inputs.run, block.forward, first), lambda block: torch.is_grad_enabled())
+        run = partial(inputs.run, block.forward, first)
+        _wrap(block, Wrapper.OFFLOADED, run, lambda block: torch.is_grad_enabled())
     return inputs
 
 
@@ -179,9 +181,10 @@ def compile_blocks(root: CausalLM, padding: Padding) -> None:
         has_router = hand_out(block, decoder_of(root.model))
         compiled = torch.compile(block.forward, backend=BACKEND, dynamic=False)
         # Evaluation and sampling come in many shapes and are rare: they run as they are.
-        _wrap(block, partial(_as_trained, compiled, first, has_gradient), lambda block: block.training)
+        kind = Wrapper.COMPILED if Wrapper.RECOMPUTED in wrappers_of(block) else Wrapper.PARTS_COMPILED
+        _wrap(block, kind, partial(_as_trained, compiled, first, has_gradient), lambda block: block.training)
         if has_router:
-            _note_routers(block)
+            _note_routers(block, kind)
     root.padding = padding
 
 
@@ -228,7 +231,7 @@ def _ease_tracing() -> None:
         return found
 
 
-def _note_routers(block: nn.Module) -> None:
+def _note_routers(block: nn.Module, kind: Wrapper) -> None:
     """Have what a layer's routers say noted outside of its program, and the layer's own result handed on."""
     forward = block.forward
 
@@ -237,10 +240,12 @@ def _note_routers(block: nn.Module) -> None:
         made, said = forward(*args, **kwargs)
         return taken_note_of(made, said)
 
-    block.forward = run
+    wrap(block, kind, run)
 
 
-def _wrap(block: nn.Module, instead: Callable[..., Any], wanted: Callable[[nn.Module], bool]) -> None:
+def _wrap(
+    block: nn.Module, kind: Wrapper, instead: Callable[..., Any], wanted: Callable[[nn.Module], bool]
+) -> None:
     """Have a layer run ``instead`` of its forward where that is ``wanted``."""
     forward = block.forward
 
@@ -248,4 +253,4 @@ def _wrap(block: nn.Module, instead: Callable[..., Any], wanted: Callable[[nn.Mo
     def run(*args: Any, **kwargs: Any) -> Any:
         return instead(*args, **kwargs) if wanted(block) else forward(*args, **kwargs)
 
-    block.forward = run
+    wrap(block, kind, run)

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from tuner.model.attention import ByDistance
+from tuner.model.wrap import Wrapper, unwrap, wrap
 
 _CHUNKED = "chunked_attention"
 """A layer's type in the config."""
@@ -87,7 +88,7 @@ def count_by_class(decoder: nn.Module) -> None:
         if isinstance(marked.get("config"), _Without):
             module.config = module.config.whole
         if getattr(marked.get("forward"), "__func__", None) is _by_distance:
-            del module.forward
+            unwrap(module)
 
 
 def _take_steps(module: Any) -> None:
@@ -114,7 +115,8 @@ def _names(module: nn.Module) -> set[object]:
 def _take_bias(module: Any) -> None:
     relative = getattr(module, "rel_logits_proj", None)
     if relative is not None and relative.proj.shape[1] == relative.rel_extent:
-        relative.forward = MethodType(_by_distance, relative)  # each partial would be a program of its own
+        # As a method, not a partial: compiled, each of these would be a program of its own.
+        wrap(relative, Wrapper.DOCUMENTS, MethodType(_by_distance, relative))
 
 
 def _by_distance(relative: Any, states: torch.Tensor, *positions: torch.Tensor) -> ByDistance:

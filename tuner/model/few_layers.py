@@ -24,6 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from tuner.errors import RecipeError
 from tuner.model.build import decoder_blocks, decoder_of
+from tuner.model.wrap import Wrapper, wrapped
 
 _HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
 _MODULE_OWN = frozenset(vars(nn.Module())) - {"training"} - _HOOKS
@@ -116,9 +117,8 @@ class _Side:
         with ExitStack() as restored:
             restored.callback(begin.remove)
             for place, block in enumerate(self._blocks):
-                own = vars(block).get("forward")
-                restored.callback(_restore, block, own)
-                block.forward = self._wrapped(place, block, block.forward, place in chosen)
+                instead = self._wrapped(place, block, block.forward, place in chosen)
+                restored.enter_context(wrapped(block, Wrapper.LEFT_OUT, instead))
             yield
 
     def called(self) -> list[Hashable]:
@@ -144,13 +144,6 @@ class _Side:
             return output
 
         return called
-
-
-def _restore(block: nn.Module, own: Callable[..., Any] | None) -> None:
-    if own is None:
-        vars(block).pop("forward", None)
-    else:
-        vars(block)["forward"] = own
 
 
 class _Pass:

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from tuner.errors import RecipeError
 from tuner.model.adaptable import READ, not_adaptable
 from tuner.model.build import decoder_blocks
+from tuner.model.wrap import Wrapper, wrap
 from tuner.runtime.torch_private import scaled_product
 
 E4M3 = torch.float8_e4m3fn
@@ -80,7 +81,7 @@ class Float8Layers:
 def apply_float8(model: PreTrainedModel) -> None:
     """Have the model's linear layers multiply in fp8 under autocast, in place; before it gets an adapter."""
     for layer in Float8Layers.of(model).rounded.values():
-        layer.forward = MethodType(_forward, layer)  # type: ignore[method-assign]  # bound: a copy has its own weight
+        wrap(layer, Wrapper.FLOAT8, MethodType(_forward, layer))  # bound: a copy has its own weight
 
 
 def _forward(layer: nn.Linear, rows: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from tuner.model.native.attention import apply_native_rotation
 from tuner.model.native.layers import apply_native_gates, apply_native_norms
 from tuner.model.native.library import TYPES
 from tuner.model.output_layer import Kernel, softmax_into_gradient
+from tuner.model.wrap import unwrap
 
 
 def apply_native(model: PreTrainedModel) -> None:
@@ -61,7 +62,7 @@ def apply_liger(model: PreTrainedModel) -> None:
     from tuner.model.experts import adapted_experts  # with the kernels of GPUs
 
     for module in adapted_experts(model).values():
-        vars(module).pop("forward", None)  # its kernel would leave their adapters out
+        unwrap(module)  # its kernel would leave their adapters out
 
 
 def has_liger(model_type: str) -> bool:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from tuner.model.wrap import Wrapper, wrap
 from tuner.runtime.device import to_device
 
 _KIND = "longrope"
@@ -51,7 +52,7 @@ class RotationByDocument:
             made = [own(x, position_ids.index_select(-1, place), *rest, **options) for place in chosen]
             return tuple(torch.cat(parts, -2).index_select(-2, order) for parts in zip(*made, strict=True))
 
-        module.forward = forward
+        wrap(module, Wrapper.DOCUMENTS, forward)
 
     def _places(self, bound: int | None, n_tokens: int) -> list[npt.NDArray[np.int64]]:
         """The tokens of short documents and those of long ones; one array where all take the same factors."""

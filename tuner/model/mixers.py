@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
 from tuner.model.transformers_private import decoder_classes
+from tuner.model.wrap import Wrapper, wrap
 from tuner.runtime.device import to_device
 
 _STATES = {"cache_params", "past_key_values", "past_key_value", "state", "use_cache"}
@@ -136,7 +137,7 @@ class Mixers:
         """Have the layers run outside of compiled graphs, which would be made for one number of documents."""
         for name in self.names:
             module = model.get_submodule(name)
-            module.forward = torch.compiler.disable(module.forward)
+            wrap(module, Wrapper.UNCOMPILED, torch.compiler.disable(module.forward))
 
     def _by_document(self, module: nn.Module) -> None:
         own = module.forward
@@ -157,7 +158,7 @@ class Mixers:
             given = [layout.batch((args, told), i) for i in range(len(layout.shapes))]
             return layout.row([own(*some, **named) for some, named in given])
 
-        module.forward = forward
+        wrap(module, Wrapper.DOCUMENTS, forward)
 
     def _carry_layout(self, block: nn.Module) -> None:
         own = block.forward
@@ -170,7 +171,7 @@ class Mixers:
         def hand_over(block: nn.Module, args: Any, kwargs: Any) -> Any:
             return args, {**kwargs, _LAYOUT: self._layout}
 
-        block.forward = forward
+        wrap(block, Wrapper.DOCUMENTS, forward)
         block.register_forward_pre_hook(hand_over, with_kwargs=True)
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from tuner.model.build import decoder_blocks
 from tuner.model.root import CausalLM
+from tuner.model.wrap import Wrapper, wrap
 
 _ASKS = frozenset({"nonzero", "item"})
 _HANDS_ON = "tolist"
@@ -40,7 +41,8 @@ def keep_outside(block: nn.Module) -> None:
     """Leave to the interpreter, in place, what asks the device how much there is to do, or changes a weight."""
     for module in block.modules():
         for name in list(_left_out(module)):
-            setattr(module, name, torch.compiler.disable(getattr(module, name)))
+            outside = torch.compiler.disable(getattr(module, name))
+            wrap(module, Wrapper.UNCOMPILED, outside) if name == "forward" else setattr(module, name, outside)
 
 
 def _left_out(module: nn.Module) -> Iterator[str]:

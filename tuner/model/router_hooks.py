@@ -15,6 +15,7 @@ from torch import nn
 
 from tuner.model import transformers_private
 from tuner.model.transformers_private import Recorded, note_recorded, take_recorders
+from tuner.model.wrap import Wrapper, wrap
 
 ROUTERS = "router_logits"
 _MARK = "router_hooks"
@@ -50,7 +51,7 @@ def hand_out(block: nn.Module, decoder: nn.Module) -> bool:
         return made, notes
 
     setattr(heard, _MARK, True)
-    block.forward = heard
+    wrap(block, Wrapper.ROUTERS, heard)
     return True
 
 

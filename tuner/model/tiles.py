@@ -26,6 +26,7 @@ from tuner.model.blocks import keeping_nothing
 from tuner.model.build import decoder_blocks
 from tuner.model.output_layer import gradient_types, spans
 from tuner.model.root import CausalLM
+from tuner.model.wrap import Wrapper, wrap
 
 LEAST = 1024
 """Positions of a tile at least: products with fewer rows leave a device idle."""
@@ -68,7 +69,7 @@ def apply_tiles(root: CausalLM) -> None:
             hint="write tiled_mlp: false",
         )
     for module in dict.fromkeys(mlps):
-        module.forward = _forward_over(_Tiles(module))
+        wrap(module, Wrapper.TILED, _forward_over(_Tiles(module)))
 
 
 def compile_tiles(root: CausalLM, backend: str) -> None:
@@ -76,8 +77,8 @@ def compile_tiles(root: CausalLM, backend: str) -> None:
     for module in root.modules():
         made: _Tiles | None = getattr(vars(module).get("forward"), "tiles", None)
         if made is not None:
-            made.forward = _compiled(made, backend)
-            module.forward = torch.compiler.disable(module.forward)
+            made.of_tile = _compiled(made, backend)
+            wrap(module, Wrapper.UNCOMPILED, torch.compiler.disable(module.forward))
 
 
 def _forward_over(tiles: _Tiles) -> Any:
@@ -92,7 +93,7 @@ def _forward_over(tiles: _Tiles) -> Any:
 
 def _compiled(tiles: _Tiles, backend: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """A tile's forward, compiled in training alone: rows have one size there."""
-    plain: Callable[[torch.Tensor], torch.Tensor] = tiles.forward
+    plain: Callable[[torch.Tensor], torch.Tensor] = tiles.of_tile
     compiled = torch.compile(plain, backend=backend, dynamic=False)
 
     def forward(row: torch.Tensor) -> torch.Tensor:
@@ -161,13 +162,13 @@ class _Tiles:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.forward: Callable[[torch.Tensor], torch.Tensor] = module.forward
+        self.of_tile: Callable[[torch.Tensor], torch.Tensor] = module.forward
 
     def __call__(self, row: torch.Tensor) -> torch.Tensor:
         """What the module makes of a row ``[..., T, D]``: ``[..., T, D]``."""
         size = self.size(row)
         if size >= row.shape[-2]:
-            whole: torch.Tensor = self.forward(row)
+            whole: torch.Tensor = self.of_tile(row)
             return whole
         weights = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if not torch.is_grad_enabled() or not (row.requires_grad or weights):
@@ -188,7 +189,7 @@ class _Tiles:
         output: torch.Tensor | None = None
         with torch.no_grad(), keeping_nothing():
             for span in spans(row.shape[-2], size):
-                part = self.forward(row[..., span, :])
+                part = self.of_tile(row[..., span, :])
                 if output is None:
                     output = part.new_empty(*part.shape[:-2], row.shape[-2], part.shape[-1])
                 output[..., span, :] = part
@@ -229,7 +230,7 @@ class _Tiled(torch.autograd.Function):
             for span in spans(row.shape[-2], ctx.size):
                 part = row[..., span, :].detach().requires_grad_(wants_row)
                 with torch.enable_grad():
-                    made = ctx.tiles.forward(part)
+                    made = ctx.tiles.of_tile(part)
                 inputs = [part] * wants_row + weights
                 found = list(torch.autograd.grad(made, inputs, upstream[..., span, :], allow_unused=True))
                 del made

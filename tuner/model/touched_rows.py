@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from tuner.errors import RecipeError
 from tuner.model.freeze import select
 from tuner.model.table import RowsFrom, can_be_looked_up
+from tuner.model.wrap import Wrapper, wrap
 
 KEY = "optimizer.rows"
 
@@ -124,7 +125,7 @@ def by_rows(model: PreTrainedModel, patterns: Sequence[str], most: int) -> dict[
     """
     found = {name: TouchedRows(table, most) for name, table in row_tables(model, patterns).items()}
     for touched in found.values():
-        vars(touched.embedding)["forward"] = ByRows(touched)  # of this one: its class stays what it is
+        wrap(touched.embedding, Wrapper.ROWS, ByRows(touched))
     return found
 
 

@@ -17,6 +17,8 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig
 
+from tuner.model.wrap import Wrapper, wrap
+
 _WINDOW, _SLIDING, _MASK = "sliding_window", "sliding_attention", "create_sliding_window_causal_mask"
 
 
@@ -62,7 +64,7 @@ def _give_documents(layer: nn.Module) -> None:
     def forward(*args: Any, documents: Any = None, **options: Any) -> Any:
         return own(*args, **(options if documents is None else {**options, "attention_mask": documents}))
 
-    layer.forward = forward
+    wrap(layer, Wrapper.DOCUMENTS, forward)
 
 
 def _names(forward: Callable[..., Any]) -> set[object]:

@@ -33,6 +33,7 @@ from tuner.model.experts import routed_experts
 from tuner.model.flops import n_experts
 from tuner.model.replay import noted
 from tuner.model.root import CausalLM
+from tuner.model.wrap import Wrapper, wrap
 from tuner.parallel.lookup import gather_parts
 
 _KEY = "parallel.expert"
@@ -56,7 +57,7 @@ def spread_experts(root: CausalLM, mesh: DeviceMesh) -> None:
             module.register_parameter(name, nn.Parameter(placed, requires_grad=whole.requires_grad))
         vars(module)[_SPREAD] = spread
         # How many rows come and go is read on the host: compiled layers have this between their programs.
-        module.forward = torch.compiler.disable(spread.forward)
+        wrap(module, Wrapper.EXPERTS, torch.compiler.disable(spread.forward))
 
 
 def check_spread(model: PreTrainedModel, size: int) -> None:

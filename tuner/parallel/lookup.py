@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 
 from tuner.model.table import WORD, RowsFrom, can_be_looked_up
+from tuner.model.wrap import Wrapper, wrap
 
 if TYPE_CHECKING:
     from tuner.model.touched_rows import TouchedRows
@@ -176,7 +177,7 @@ def spread(
     embedding.weight = weight = _in_shards(embedding.weight, lookup)
     if touched is not None:
         touched.hold(dist.get_rank(lookup.group) * lookup.step, len(lookup.shard))
-    vars(embedding)["forward"] = lookup  # of this one: its class stays what it is
+    wrap(embedding, Wrapper.ROWS, lookup)
     return {weight}
 
 

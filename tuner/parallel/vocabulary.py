@@ -37,6 +37,7 @@ from tuner.model.output_layer import (
 )
 from tuner.model.root import CausalLM
 from tuner.model.tokens import TrainableTokens
+from tuner.model.wrap import Wrapper, wrap
 from tuner.parallel.fsdp import local, sharded_like
 from tuner.parallel.lookup import gather_parts
 from tuner.parallel.tensor.collectives import entered
@@ -60,7 +61,7 @@ def split_head(root: CausalLM, mesh: DeviceMesh) -> None:
             if parameter in rows:
                 setattr(module, name, rows[parameter])
     root.vocabulary = parts = VocabularyParts(mesh, len(layer.weight), _least_memory(mesh))
-    vars(head)["forward"] = lambda hidden: parts.products(parts.layer(head, PLAIN, None), hidden)
+    wrap(head, Wrapper.SPLIT, lambda hidden: parts.products(parts.layer(head, PLAIN, None), hidden))
 
 
 def _least_memory(mesh: DeviceMesh) -> int | None:

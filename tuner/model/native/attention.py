@@ -15,6 +15,7 @@ from torch import nn
 
 from tuner.model.native import library
 from tuner.model.native.library import TYPES
+from tuner.model.wrap import Wrapper, wrap
 
 _ROTATION, _BY_KERNEL = "apply_rotary_pos_emb", "_tuner_rotation_by_kernel"
 """Transformers' name for it in the module of each architecture."""
@@ -222,7 +223,7 @@ def apply_native_rotation(model: nn.Module) -> int:
         if _ROTATION not in names or rotation is None or "forward" in vars(module):
             continue
         if _is_same_rotation(rotation):
-            module.forward = _calling(own).__get__(module)
+            wrap(module, Wrapper.KERNEL, _calling(own).__get__(module))
             count += 1
     return count
 

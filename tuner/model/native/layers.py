@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from tuner.model.native import library
 from tuner.model.native.library import TYPES
+from tuner.model.wrap import Wrapper, wrap
 
 _PARTS = 16  # PARTS of rms_norm.c
 _PROJECTIONS = {"gate_proj", "up_proj", "down_proj"}
@@ -107,7 +108,7 @@ def apply_native_norms(model: nn.Module) -> int:
         if key not in proven:
             proven[key] = _is_same_norm(module, len(module.weight), epsilon)  # type: ignore[arg-type]
         if proven[key]:
-            module.forward = _norm_forward(module, epsilon)
+            wrap(module, Wrapper.KERNEL, _norm_forward(module, epsilon))
             count += 1
     return count
 
@@ -189,7 +190,7 @@ def apply_native_gates(model: nn.Module) -> int:
     count = 0
     for module in model.modules():
         if {name for name, _ in module.named_children()} >= _PROJECTIONS and _is_same_gate(module):
-            module.forward = _gate_forward(module)
+            wrap(module, Wrapper.KERNEL, _gate_forward(module))
             count += 1
     return count
 

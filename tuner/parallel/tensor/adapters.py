@@ -14,6 +14,7 @@ from torch import nn
 
 from tuner.model.adaptable import added_in_product, takes_product
 from tuner.model.adapter import ADAPTER
+from tuner.model.wrap import Wrapper, wrap
 from tuner.parallel.tensor.collectives import Group, entered
 from tuner.parallel.tensor.layers import Columns, OwnDropout, Rows, local, own_weight
 from tuner.parallel.tensor.plan import SplitWay
@@ -23,16 +24,16 @@ def split_adapter(layer: Any, way: SplitWay, group: Group) -> None:
     """Have an adapted layer of peft's, whose base computes in one of the ways, add its adapter so, in place."""
     down, up = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
     if way == "columns":
-        vars(up)["forward"] = Columns(up, lambda given: entered(given, group))
+        wrap(up, Wrapper.SPLIT, Columns(up, lambda given: entered(given, group)))
         if takes_product(layer, ADAPTER):
-            layer.forward = MethodType(_columns_forward, layer)
+            wrap(layer, Wrapper.SPLIT, MethodType(_columns_forward, layer))
     elif way == "rows":
-        vars(down)["forward"] = Rows(down, group)
+        wrap(down, Wrapper.SPLIT, Rows(down, group))
         if not isinstance(dropout := layer.lora_dropout[ADAPTER], nn.Identity):
             layer.lora_dropout[ADAPTER] = OwnDropout(dropout.p, group)
     if layer.lora_magnitude_vector:
         vector = layer.lora_magnitude_vector[ADAPTER]
-        vars(vector)["forward"] = Lengths(vector, way, group)
+        wrap(vector, Wrapper.SPLIT, Lengths(vector, way, group))
 
 
 def split_parameters(layer: Any, way: SplitWay) -> dict[nn.Parameter, int]:

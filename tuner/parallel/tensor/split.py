@@ -5,7 +5,7 @@ some inputs; FSDP2 shards those on. What is whole on all processes has its whole
 and projections of which a process sees its own heads alone: their gradients are added up once, at the end of a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tuner.model.root import CausalLM
 from tuner.model.tokens import TrainableTokens
+from tuner.model.wrap import Wrapper, wrap
 from tuner.parallel.tensor.collectives import Group
 from tuner.parallel.tensor.embedding import OwnRows, is_plain
 from tuner.parallel.tensor.layers import (
@@ -78,13 +79,13 @@ class _Splitter:
     def _split_linear(self, layer: Any, way: SplitWay, enter: SharedInput) -> None:
         adapted = hasattr(layer, "get_base_layer")
         base, group = layer.get_base_layer() if adapted else layer, self.group
-        forwards = {
+        forwards: dict[SplitWay, Callable[..., Any]] = {
             "columns": Columns(base, enter),
             "rows": Rows(base, group),
             "columns_gathered": GatheredColumns(base, enter, group),
             "rows_of_own": RowsOfOwn(base, group),
         }
-        vars(base)["forward"] = forwards[way]
+        wrap(base, Wrapper.SPLIT, forwards[way])
         by_outputs = way in ("columns", "columns_gathered")
         self._dims[base.weight] = 0 if by_outputs else 1
         if by_outputs and base.bias is not None:
@@ -110,7 +111,7 @@ class _Splitter:
         embedding = root.model.get_input_embeddings()
         table: Any = embedding.base_layer if isinstance(embedding, TrainableTokens) else embedding
         if is_plain(table):
-            vars(table)["forward"] = OwnRows(table, self.group)
+            wrap(table, Wrapper.SPLIT, OwnRows(table, self.group))
             if not isinstance(table.weight, DTensor):
                 self._dims[table.weight] = 0
 
