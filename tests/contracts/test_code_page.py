@@ -1,4 +1,4 @@
-"""docs/code.md says how the code is laid out: what it names is there, and no import goes up its picture."""
+"""docs/code.md and docs/code-places.md say how the code is laid out: what they name is there, no import goes up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.contracts.syntax import PACKAGE, ROOT, modules, trees
 from tests.contracts.test_import_law import imported_modules, part
 
-PAGE = (ROOT / "docs" / "code.md").read_text(encoding="utf-8")
+PAGE = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("code.md", "code-places.md"))
 FLOORS = {
     name: int(number)
     for number, names in re.findall(r"^ +floor (\d+)((?: +\w+)+)$", PAGE, flags=re.MULTILINE)
