@@ -116,7 +116,7 @@ def test_rows_without_an_answer_and_repeated_ones_are_warned_of(tmp_path: Path) 
         "data.train: 7 of 27 documents (26%) are exact duplicates of others, which is no reason to leave them out",
     )
     said = dict(report_lines(info.report, "sft", 64, True))
-    assert "  7 duplicates" in said["train"]
+    assert "  7 duplicates kept" in said["train"]
     info.report["train"]["duplicates"] = 1
     one = dict(report_lines(info.report, "sft", 64, True))["train"]
     assert one == said["train"].replace("7 duplicates", "1 duplicate")
