@@ -77,6 +77,8 @@ def test_they_are_what_transformers_makes_of_the_files(
     assert all(torch.equal(one, other) for one, other in zip(model.buffers(), whole.buffers(), strict=True))
     unread.read(model)
     assert all(torch.equal(one, wanted[name]) for name, one in model.named_parameters())
+    assert model.config.to_json_string(use_diff=False) == whole.config.to_json_string(use_diff=False)
+    assert not getattr(model, "is_quantized", False), "a reader is no quantiser to those who save or train"
     assert [entry.targets for entry in published(model)] == [entry.targets for entry in published(whole)]
 
 
