@@ -147,6 +147,7 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     """
     sums, counts = forward_backward(state, index, batches)
     phase.enter_part(index + 1, "optimizer")
+    # The norm and every term in one all-reduce: on each rank they are the same bits, so all ranks decide alike.
     squares = squared_norm(list(state.gradients().values()), state.step_config.mesh)
     terms = [*sums.losses.values(), *sums.figures.values()]
     totals = torch.stack([tensor.double() for tensor in (squares, *(term.value for term in terms))])
@@ -159,6 +160,7 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     values = torch.stack([functools.reduce(operator.add, means[: len(sums.losses)]), norm])
     skip, halt = state.guard.judge(values, state.scaling.judge(values[0], norm))
     state.optimizer.set_factor(factor)
+    # `skip` stays on the device, as what kernels call `found_inf`: nobody waits to learn whether there was an update.
     state.optimizer.step(skip, state.scaling.divisor(_clipping(norm, state.step_config.max_grad_norm)))
     state.optimizer.zero_grad()
     for part in state.parts:
@@ -232,6 +234,7 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
             terms = part.terms(batch, terms)
         sums = terms.plus(sums)
         phase.enter_part(index + 1, "backward")
+        # Divided by the counts of the global batch, so that micro-batches add up to the mean over all of it.
         loss = terms.loss(counts)
         loss.backward(state.scaling.upstream(loss))
     _sum_over_processes(state)
