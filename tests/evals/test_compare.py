@@ -32,12 +32,14 @@ def test_a_model_is_not_different_from_itself() -> None:
 
 
 def test_figures_of_texts_are_quotients_of_sums() -> None:
-    before, after = texts([20.0, 40.0]), texts([10.0, 20.0])
+    before, after = texts([20.0, 40.0] * 3), texts([10.0, 20.0] * 3)
     found = {one.figure: one for one in compare({"t": before}, {"t": after})}
     assert found["perplexity"].first == pytest.approx(math.exp(60 / 20))
     assert found["bits_per_byte"].second == pytest.approx(30 / 60 / math.log(2))
-    assert all(one.verdict == "better" and one.better == 2 and one.p is None for one in found.values())
+    assert all(one.verdict == "better" and one.better == 6 and one.p is None for one in found.values())
     assert found["bits_per_byte"].high < 0
+    few = compare({"t": before[:5]}, {"t": after[:5]})
+    assert all(one.verdict == "not shown" and one.high < 0 for one in few), "five may agree by chance"
 
 
 def test_a_clear_difference_is_shown_and_a_lucky_one_is_not() -> None:

@@ -24,6 +24,9 @@ SAMPLES = 10_000
 CELLS = 1 << 22
 """Weights at one time: samples times items."""
 
+LEAST_ITEMS = 6
+"""With fewer, all on one side, an exact test has a probability above 0.05; drawn again, they all agree all the same."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -49,7 +52,9 @@ class Difference:
 
     @property
     def verdict(self) -> Literal["better", "worse", "not shown"]:
-        """Whether the second model is the better one, where the interval leaves zero out."""
+        """Whether the second model is the better one, where enough items say so and the interval leaves zero out."""
+        if self.items < LEAST_ITEMS:
+            return "not shown"
         if self.low <= 0 <= self.high or not math.isfinite(self.low + self.high):
             return "not shown"
         return "better" if (self.difference > 0) == (self.figure not in LOWER_IS_BETTER) else "worse"
