@@ -47,6 +47,8 @@ LAZILY_HEAVY = {"runtime", "cli", "api", ""}
 # Who may see the whole recipe; everything else gets its own section or plain values.
 SEES_RECIPE = {"config", "setup", "profile", "prove", "ladder", "cli", "api"}
 RESOLVED_IN = ("run.preflight", "run.launch", "run.measure", "run.score", "run.tasks.export")
+ASKED_FOR = "tuner.run.parts."
+"""Each says what in a recipe asks for it."""
 SEES_RECIPE_FILES = {f"tuner.{name}" for name in RESOLVED_IN}
 # What of a launch knows an instrument: modules that are imported, or import it, only where a recipe or command asks.
 INSTRUMENTS = {
@@ -92,7 +94,8 @@ def unlawful(module: str, tree: ast.AST) -> list[str]:
         instrument = own == "run" and target in INSTRUMENTS.values() and INSTRUMENTS.get(module) != target
         if target not in LAW[own] | {own} or instrument:
             problems.append(f"{module}:{line} imports {name}: {own or 'tuner'} may not know {target}")
-        if name == "tuner.config.recipe.Recipe" and own not in SEES_RECIPE and module not in SEES_RECIPE_FILES:
+        sees = own in SEES_RECIPE or module in SEES_RECIPE_FILES or module.startswith(ASKED_FOR)
+        if name == "tuner.config.recipe.Recipe" and not sees:
             problems.append(f"{module}:{line} sees the whole recipe")
     return problems
 

@@ -25,10 +25,12 @@ from tuner.config.overrides import Override
 from tuner.errors import DataError, RecipeError
 from tuner.model import read_ahead
 from tuner.model.build import ModelSpec, fetch_weights
-from tuner.run import main
+from tuner.run import announce, main
 from tuner.run import preflight as preflight_module
+from tuner.run.announce import _trained
 from tuner.run.options import LaunchOptions
-from tuner.run.preflight import Preflight, _trained, agreed, preflight
+from tuner.run.parts.part import Preflight
+from tuner.run.preflight import agreed, preflight
 from tuner.rundir.directory import RunDir
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
@@ -46,7 +48,7 @@ def test_every_rank_takes_the_checkpoint_of_rank_0_or_none_does(tmp_path: Path) 
         ranks = Collective(gloo_group())
         nothing: Any = None
         found = open_checkpoint(second if rank else first)
-        ready = Preflight(RunDir(tmp_path), {}, found, (), nothing, nothing, tmp_path)
+        ready = Preflight(RunDir(tmp_path), {}, found, (), nothing, nothing, tmp_path, ())
         mine = agreed(ready, LaunchOptions(), ranks)
         assert mine.found is not None
         assert mine.found.path == first
@@ -88,7 +90,7 @@ def test_the_plan_counts_what_is_trained(tmp_path: Path) -> None:
     text = (tmp_path / "r.yaml").read_text()
     (tmp_path / "r.yaml").write_text("".join(line for line in text.splitlines(True) if not line.startswith("adapter")))
 
-    def announced(**flags: str) -> str:
+    def trained(**flags: str) -> str:
         overrides = [Override(key.replace("__", "."), text) for key, text in flags.items()]
         recipe = load_recipe(tmp_path / "r.yaml", overrides, cwd=tmp_path).recipe
         return _trained(resolve(recipe, 64, RankInfo()))
@@ -98,12 +100,12 @@ def test_the_plan_counts_what_is_trained(tmp_path: Path) -> None:
 
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32  # of queries and outputs, keys and values, the MLP, norms
     whole = 300 * 32 + 2 * layer + 32
-    assert announced() == "all trained"
-    assert announced(model__freeze="[mlp]") == f"{size(whole - 2 * 3 * 32 * 48)}, all but mlp"
+    assert trained() == "all trained"
+    assert trained(model__freeze="[mlp]") == f"{size(whole - 2 * 3 * 32 * 48)}, all but mlp"
     low_rank = 2 * 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
-    assert announced(adapter__kind="lora", adapter__r="2") == f"{size(low_rank)}: lora, r 2"
+    assert trained(adapter__kind="lora", adapter__r="2") == f"{size(low_rank)}: lora, r 2"
     with pytest.raises(RecipeError, match="'q_projj' matches nothing"):
-        announced(adapter__kind="lora", adapter__target_modules="[q_projj]")
+        trained(adapter__kind="lora", adapter__target_modules="[q_projj]")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -171,16 +173,16 @@ def test_weights_and_data_are_there_before_the_processes_meet(tmp_path: Path, mo
 def test_what_a_machine_lacks_for_a_gpu_is_named(
     no_cxx: str | None, no_cc: str | None, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight_module, "compiler_problem", lambda kind: no_cxx)
-    monkeypatch.setattr(preflight_module, "triton_problem", lambda: no_cc)
+    monkeypatch.setattr(announce, "compiler_problem", lambda kind: no_cxx)
+    monkeypatch.setattr(announce, "triton_problem", lambda: no_cc)
     reasons = {"train.compile": no_cxx or "cuda", "model.kernels": f"no liger: {no_cc}" if no_cc else "llama on cuda"}
 
     def resolved_on(kind: str) -> Any:
         return SimpleNamespace(facts=SimpleNamespace(kind=kind), reasons=reasons)
 
-    found = preflight_module._slower(resolved_on("cuda"))
+    found = announce._slower(resolved_on("cuda"))
     assert found is said or (found is not None and said is not None and found.startswith(said))
-    assert preflight_module._slower(resolved_on("cpu")) is None
+    assert announce._slower(resolved_on("cpu")) is None
 
 
 def test_weights_for_a_gpu_are_read_while_the_run_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

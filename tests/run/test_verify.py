@@ -14,7 +14,7 @@ from tuner.errors import MachineError, RecipeError, VerificationError
 from tuner.run import main as run_module
 from tuner.run import verify
 from tuner.run.options import LaunchOptions
-from tuner.run.state import LaunchContext
+from tuner.run.parts.part import LaunchContext
 from tuner.run.verify import ResumeProof, verify_resume
 from tuner.runtime.console import Console
 from tuner.runtime.lock import FileLock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,7 +14,7 @@ from tuner.config.recipe import TrainSection
 from tuner.errors import DataError, MachineError
 from tuner.run.meta import write_tokenizer
 from tuner.run.options import LaunchOptions
-from tuner.run.preflight import Preflight
+from tuner.run.parts.part import Preflight
 from tuner.rundir.directory import RunDir
 from tuner.rundir.layout import INIT_REPORT, MODEL_CONFIG, TOKENIZER
 from tuner.rundir.origin import noted
@@ -23,16 +23,9 @@ from tuner.setup.build import Assembly
 from tuner.setup.resolve import Resolved
 from tuner.setup.settled import value_of
 
-if TYPE_CHECKING:
-    from tuner.run.windows.opened import OpenedWindows
-
 
 def begin_launch(
-    ready: Preflight,
-    loaded: LoadedRecipe,
-    assembly: Assembly,
-    options: LaunchOptions,
-    windows: OpenedWindows | None = None,
+    ready: Preflight, loaded: LoadedRecipe, assembly: Assembly, options: LaunchOptions
 ) -> dict[str, Any]:
     """Fill the run directory and note the launch in its record, which is returned. Rank 0, under the run's lock."""
     run, record, found = ready.run, ready.record, ready.found
@@ -66,8 +59,8 @@ def begin_launch(
     if record is not None and (options.reset or _skips_others(run, record, kept.train)):
         changed["recipe"] = recipe_dict(kept)
     record = run.begin(record, _facts(ready, loaded, assembly, options), work_dirs, changed)
-    if windows is not None:
-        windows.write(run.path)
+    for part in ready.parts:
+        part.noted(run.path)
     if "recipe" in record:  # for people and other commands; launches read the record
         write_atomic(run.resolved_recipe, recipe_yaml(load_recipe(record["recipe"]).recipe).encode())
     return record

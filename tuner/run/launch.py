@@ -112,8 +112,8 @@ def _train_in_ranks(loaded: LoadedRecipe, options: LaunchOptions, place: Placeme
         raise MachineError(f"{logs}: {error.strerror}", hint="choose an output_dir that can be written") from error
     checkpoint = None if ready.found is None else ready.found.path
     settled = settled_for(ready, loaded, options, place.planned, console, starts=True)
-    windows = None if ready.windows is None else ready.windows.as_plain()
-    given = HandedOver(ready.data_dir.absolute(), checkpoint, tuple(command_line()), settled, windows)
+    parts = {part.name: plain for part in ready.parts if (plain := part.handed_over()) is not None}
+    given = HandedOver(ready.data_dir.absolute(), checkpoint, tuple(command_line()), settled, parts)
     job = JOB.dump_python(Job.of(loaded, replace(options, handed_over=given)), mode="json")
     says = f"starting {processes} process{'es' if processes > 1 else ''}" if console.is_heard else ""
     return RESULT.validate_python(run_ranks(train_rank, job, processes, logs, says))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +27,8 @@ class HandedOver:
     """Its command line, which the run records."""
     settled: Settled = Settled()
     """What it settled for all ranks."""
-    windows: dict[str, Any] | None = None
-    """Where the run is among the windows of its data, as plain values, where it has windows."""
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What parts of the launch have found, as plain values, by their names."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from tuner.data.prepared import open_prepared
 from tuner.errors import RecipeError
 from tuner.run.columns import Work
 from tuner.run.launch import Placement
-from tuner.run.main import exactness
 from tuner.run.options import JOB, HandedOver, Job, LaunchOptions
+from tuner.run.parts.exactness import exactness
 from tuner.run.reference import values_of, with_reference
 from tuner.run.settle import Place, settle
 from tuner.runtime.console import Console

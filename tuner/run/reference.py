@@ -21,7 +21,7 @@ from tuner.data.building.columns import Columns, files_of, open_columns
 from tuner.data.prepared import PackedRows, PreparedData, Row
 from tuner.errors import DataError, RecipeError, VerificationError, counted
 from tuner.run.columns import ColumnsInfo, ColumnsSpec, Work, computed, key_of, manifest_body
-from tuner.run.preflight import Preflight
+from tuner.run.parts.part import Preflight
 from tuner.run.reference_start import require_start
 from tuner.runtime.console import Console
 from tuner.runtime.environment import versions

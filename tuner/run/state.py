@@ -3,53 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from tuner.checkpoint.load import CheckpointInfo, load_into
-from tuner.run.changes import STATE, Reset, pending, resets_of, starts_of, updates_of
-from tuner.rundir.directory import RunDir
+from tuner.run.changes import STATE, pending, resets_of, starts_of, updates_of
+from tuner.run.parts.part import LaunchContext
 from tuner.rundir.layout import EMA_PREFIX, MODEL_PREFIX
-from tuner.runtime.console import Console
-from tuner.runtime.stop import StopSignals
 from tuner.setup.build import Assembly, run_tensors
-from tuner.train.progress import METRICS, Progress
-
-if TYPE_CHECKING:
-    from tuner.run.teacher_versions import TeacherVersions
-    from tuner.run.windows.opened import OpenedWindows
-
-
-@dataclass(frozen=True)
-class LaunchContext:
-    """One launch of a run: what was built, how far it is, where it writes and what it listens to."""
-
-    run: RunDir
-    record: dict[str, Any]
-    """Of the run; rank 0 keeps it up to date."""
-    assembly: Assembly
-    progress: Progress
-    resets: tuple[Reset, ...]
-    """What of the run started afresh, and where."""
-    console: Console
-    signals: StopSignals
-    windows: OpenedWindows | None = None
-    """Where the run is among the windows of its data, where it has windows."""
-    teachers: TeacherVersions | None = None
-    """The versions of the teacher, where newer ones are looked for."""
-
-    @property
-    def run_id(self) -> str:
-        """The same for every launch of a run."""
-        return str(self.record["run_id"])
+from tuner.train.progress import METRICS
 
 
 def run_state(context: LaunchContext, finished: bool) -> dict[str, Any]:
     """The JSON state of a checkpoint."""
-    resets = {"resets": [reset.as_state() for reset in context.resets]}
-    windows = {} if context.windows is None else {"windows": context.windows.as_state()}
-    teachers = {} if context.teachers is None else {"teachers": context.teachers.as_state(context.progress.step)}
-    return context.progress.as_state() | resets | windows | teachers | {"finished": finished}
+    state = context.progress.as_state() | {"resets": [reset.as_state() for reset in context.resets]}
+    for part in context.parts:
+        state |= part.state(context.progress.step)
+    return state | {"finished": finished}
 
 
 def outcome(state: Mapping[str, Any]) -> dict[str, Any]:

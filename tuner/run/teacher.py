@@ -25,7 +25,7 @@ from tuner.model.build import fetch_weights, model_config
 from tuner.model.divergence import top_tokens
 from tuner.model.root import CausalLM
 from tuner.run.columns import ColumnsInfo, ColumnsSpec, Work, computed, key_of, manifest_body
-from tuner.run.preflight import Preflight
+from tuner.run.parts.part import Preflight
 from tuner.runtime.console import Console
 from tuner.runtime.device import to_device
 from tuner.runtime.files import sha256_file

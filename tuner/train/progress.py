@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.config.methods import Figure
+from tuner.config.recipe import EvalSection
 from tuner.data.batches import Batch, StepBatches
 from tuner.train.plan import Plan
 
@@ -109,6 +110,13 @@ class EarlyStop:
     latest: int = 0
     """The step of the newest evaluation."""
 
+    @staticmethod
+    def of(section: EvalSection, min_steps: int | None, keeps: Criterion | None) -> EarlyStop | None:
+        """That of a recipe with a patience: by what the best is kept by, or else by the loss."""
+        if section.patience is None:
+            return None
+        return EarlyStop(section.patience, section.min_delta, keeps or Criterion(), min_steps=min_steps or 0)
+
     @property
     def is_due(self) -> bool:
         """Whether the run ends here."""
@@ -189,6 +197,11 @@ class Progress:
     def is_last_step(self) -> bool:
         """Whether the plan's last step was taken."""
         return self.step >= self.plan.total_steps
+
+    @property
+    def why_early(self) -> str | None:
+        """Why a finished run has fewer steps than were planned; None where it has all."""
+        return None if self.early is None or self.is_last_step else self.early.reason()
 
     @property
     def is_at_end(self) -> bool:

@@ -8,7 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from tuner.data.prepared import Sample
-from tuner.run.state import LaunchContext
+from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.log import LogTask
 from tuner.rundir.layout import SAMPLES
 from tuner.rundir.records import Records

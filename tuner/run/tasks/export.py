@@ -18,7 +18,7 @@ from tuner.errors import ExitCode, RecipeError, TunerError
 from tuner.export.hf import sweep_unfinished
 from tuner.run.meta import is_apart
 from tuner.run.options import RunResult
-from tuner.run.state import LaunchContext
+from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.export_process import ExportProcess
 from tuner.rundir.exports import is_export, link_latest, newest_export, prune_exports
 from tuner.rundir.layout import EXPORT_LOG, EXPORTS, LOGS

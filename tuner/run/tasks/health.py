@@ -8,7 +8,7 @@ from tuner.checkpoint.manifest import step_name
 from tuner.errors import MachineError, TunerError, VerificationError, counted
 from tuner.parallel.known_work import KnownProducts, odd_one_out, wrong_collective
 from tuner.parallel.replicas import Copy, first_difference, sums_of
-from tuner.run.state import LaunchContext
+from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.log import LogTask
 from tuner.runtime import phase
 from tuner.runtime.process import Collective, gloo_group

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tuner.run.state import LaunchContext
+from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.log import LogTask
 from tuner.rundir.layout import METRICS
 from tuner.runtime import phase

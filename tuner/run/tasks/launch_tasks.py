@@ -10,7 +10,7 @@ from tuner.checkpoint.load import CheckpointInfo
 from tuner.checkpoint.save import CheckpointDir
 from tuner.config.dump import recipe_dict
 from tuner.run.meta import frozen_meta, run_meta, tokenizer_meta
-from tuner.run.state import LaunchContext
+from tuner.run.parts.part import LaunchContext, TaskNeeds
 from tuner.run.tasks.console import ConsoleTask
 from tuner.run.tasks.evaluate import EvaluateTask
 from tuner.run.tasks.hooks import Hooks, Registration, RunFacts, user_hook
@@ -73,6 +73,7 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     refresh_s = recipe.logging.console_every.seconds
     has_held_out, at_end = assembly.held_out is not None, recipe.checkpoint.at_end
     time_left = TimeLeft(Due.of(assembly.timetable, recipe.eval, has_held_out, at_end))
+    needs = TaskNeeds(log, stop.request, time_left)
     tasks: list[Task] = [
         *([StartupTask(run, context.record, console, recipe.train.compile is True)] if main else []),
         hooks,
@@ -85,17 +86,14 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
         stop,
         *_measures(context, log),
         *([] if health is None else [health]),
-        *_teachers(context, log),
+        *_of_parts(context, needs, after_saves=False),
         EvaluateTask(context, log, samples, _task_scores(context)),
         SaveTask(context, saver, log, samples, time_left, resumed_from),
         ConsoleTask(
             console, metrics, refresh_s, progress, time_left, recipe.train.compile is True, recipe.method.figures
         ),
+        *_of_parts(context, needs, after_saves=True),
     ]
-    if context.windows is not None:
-        from tuner.run.tasks.windows import WindowTask
-
-        tasks.append(WindowTask(context, context.windows, log, stop, time_left))
     return LaunchTasks(Tasks(tasks), hooks, stop, (metrics, samples))
 
 
@@ -134,13 +132,9 @@ def _prober(context: LaunchContext) -> list[Task]:
     return [ProberTask(context.assembly, context.run.path, context.console)]
 
 
-def _teachers(context: LaunchContext, log: LogTask) -> list[Task]:
-    """The task that takes newer versions of the teacher, where the recipe asks for it."""
-    if context.teachers is None:
-        return []
-    from tuner.run.tasks.teacher import TeacherTask
-
-    return [TeacherTask(context, context.teachers, log)]
+def _of_parts(context: LaunchContext, needs: TaskNeeds, after_saves: bool) -> list[Task]:
+    """The tasks of the launch's parts that run here."""
+    return [task for part in context.parts if part.after_saves is after_saves for task in part.tasks(context, needs)]
 
 
 def _task_scores(context: LaunchContext) -> TaskScores | None:

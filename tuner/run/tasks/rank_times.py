@@ -7,7 +7,7 @@ from statistics import median
 
 from tuner.model.build import decoder_blocks
 from tuner.parallel.layer_clock import LayerClock
-from tuner.run.state import LaunchContext
+from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.log import LogTask
 from tuner.runtime.process import Collective, gloo_group
 from tuner.train.plan import cadence

@@ -12,7 +12,8 @@ from tuner.checkpoint.manifest import step_name
 from tuner.checkpoint.save import CheckpointDir, prune, require_room, save
 from tuner.checkpoint.staging import Background, Staged, Staging
 from tuner.errors import MachineError
-from tuner.run.state import LaunchContext, run_state
+from tuner.run.parts.part import LaunchContext
+from tuner.run.state import run_state
 from tuner.run.tasks.log import LogTask
 from tuner.run.tasks.time_left import TimeLeft
 from tuner.rundir.records import Records

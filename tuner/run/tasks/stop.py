@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable
 
 from tuner.config.recipe import TIMES
-from tuner.run.state import LaunchContext
+from tuner.run.parts.part import LaunchContext
 from tuner.rundir.layout import STOP
 from tuner.setup.build import Assembly
 from tuner.train.plan import steps_of

@@ -10,7 +10,7 @@ from tuner.evals.figures import write_results
 from tuner.evals.load import load_tasks, require_figure
 from tuner.evals.scorer import Scorer
 from tuner.evals.task import ScoredTask, TaskScore
-from tuner.run.state import LaunchContext
+from tuner.run.parts.part import LaunchContext
 from tuner.rundir.layout import EVALUATIONS
 from tuner.runtime.console import Console
 from tuner.runtime.files import machine_error

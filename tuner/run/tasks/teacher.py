@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from tuner.run.state import LaunchContext
+from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.log import LogTask
 from tuner.run.teacher_versions import TeacherVersions
 from tuner.rundir.teachers import TeacherEntry, Teachers, write_teachers

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from tuner.config.dump import recipe_dict
 from tuner.errors import TunerError, counted
-from tuner.run.state import LaunchContext
+from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.log import LogTask
-from tuner.run.tasks.stop import StopTask
 from tuner.run.tasks.time_left import TimeLeft
 from tuner.run.windows.finder import Finder, Found
 from tuner.run.windows.opened import OpenedWindows
@@ -44,11 +43,16 @@ class WindowTask(Task):
     """
 
     def __init__(
-        self, context: LaunchContext, windows: OpenedWindows, log: LogTask, stop: StopTask, time_left: TimeLeft
+        self,
+        context: LaunchContext,
+        windows: OpenedWindows,
+        log: LogTask,
+        request: Callable[[], Request],
+        time_left: TimeLeft,
     ) -> None:
         self._context, self._windows = context, windows
         self._progress, self._console = context.progress, context.console
-        self._log, self._stop, self._time_left = log, stop, time_left
+        self._log, self._request, self._time_left = log, request, time_left
         self._finder = _finder(context, windows) if context.assembly.rank_info.is_main else None
         self._looked_at = time.monotonic()
         self._said = ""
@@ -124,7 +128,7 @@ class WindowTask(Task):
                 look = ranks.on_rank0(partial(self._look, time.monotonic() - since >= patience))
                 if look.found.kind not in ("late", "preparing"):
                     return look
-                if any_rank(Request.STOP in self._stop.request(), gloo_group()):
+                if any_rank(Request.STOP in self._request(), gloo_group()):
                     return replace(look, found=replace(look.found, kind="stop"))
                 if look.found.kind != "late" or len(look.entries) != decided:
                     since, decided = time.monotonic(), len(look.entries)  # the next one is waited for as long

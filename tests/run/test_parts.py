@@ -1,0 +1,139 @@
+"""The parts of a launch: asked at each moment, on every launch of a run; the spine names none of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contracts.syntax import trees
+from tests.contracts.test_import_law import imported_modules
+from tests.fixtures import trainings
+from tests.fixtures.trainings import launch
+from tuner.config.load import load_recipe
+from tuner.config.recipe import Recipe
+from tuner.errors import RecipeError
+from tuner.run import preflight
+from tuner.run.options import LaunchOptions
+from tuner.run.parts.listed import PARTS, parts_of
+from tuner.run.parts.part import Before, Part
+
+SPINE = ("main", "preflight", "announce", "begin", "state", "launch", "options")
+OWNED = (
+    "run.windows", "run.teacher", "run.teacher_versions", "run.reference", "run.tasks.windows", "run.tasks.teacher",
+    "rundir.windows", "rundir.teachers", "setup.initial", "setup.teacher", "setup.window_course", "setup.mock",
+    "setup.offloaded", "setup.host_states", "runtime.numa", "runtime.deterministic",
+)  # fmt: skip
+"""What a part works with."""
+RUN = (
+    "check", "prepared", "starts", "derivation", "planned", "around", "agree", "before_build", "built", "placed",
+    "noted", "tasks", "before_steps", "stepping", "state",
+)  # fmt: skip
+
+
+class Noting(Part):
+    """Notes the moments at which it is asked."""
+
+    name = "noting"
+    asked: list[str]
+
+    @staticmethod
+    def wanted(recipe: Recipe) -> bool:
+        return not recipe.output_dir.endswith("another")
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in RUN:
+            type(self).asked.append(name)
+        return super().__getattribute__(name)
+
+
+class Counting(Part):
+    """Keeps a count of its own in checkpoints, and reads it where the run is resumed."""
+
+    found: list[int | None]
+
+    @staticmethod
+    def wanted(recipe: Recipe) -> bool:
+        return True
+
+    def check(self, before: Before) -> None:
+        type(self).found.append(None if before.found is None else before.found.state["counted"])
+
+    def state(self, step: int) -> dict[str, int]:
+        return {"counted": 7 * step}
+
+
+def of(*kinds: type[Part]) -> Any:
+    def parts(recipe: Recipe) -> tuple[Part, ...]:
+        return (*parts_of(recipe), *(kind() for kind in kinds if kind.wanted(recipe)))
+
+    return parts
+
+
+def test_a_part_is_asked_at_each_moment_in_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainings.prepare(tmp_path, 1)
+    monkeypatch.setattr(preflight, "parts_of", of(Noting))
+    Noting.asked = []
+    launch(tmp_path, LaunchOptions(dry_run=True))
+    assert list(dict.fromkeys(Noting.asked)) == ["check", "prepared", "starts", "derivation", "planned"]
+    Noting.asked = []
+    launch(tmp_path, train__stop_after="1 step")
+    assert tuple(dict.fromkeys(Noting.asked)) == RUN
+    Noting.asked = []
+    launch(tmp_path, train__stop_after="1 step", output_dir="another")
+    assert Noting.asked == [], "this recipe does not ask for it"
+
+
+def test_what_a_part_notes_is_in_the_checkpoint_and_there_for_the_next_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainings.prepare(tmp_path, 1)
+    monkeypatch.setattr(preflight, "parts_of", of(Counting))
+    Counting.found = []
+    launch(tmp_path, train__stop_after="2 steps")
+    launch(tmp_path, LaunchOptions("must"), train__stop_after="1 step")
+    assert Counting.found == [None, 14]
+
+
+def test_a_part_can_refuse_before_anything_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainings.prepare(tmp_path, 1)
+
+    class Refusing(Counting):
+        def check(self, before: Before) -> None:
+            raise RecipeError("not like this")
+
+    monkeypatch.setattr(preflight, "parts_of", of(Refusing))
+    with pytest.raises(RecipeError, match="not like this"):
+        launch(tmp_path)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_spine_of_a_launch_names_no_part() -> None:
+    known = trees()
+    assert {f"tuner.run.{name}" for name in SPINE} <= set(known)
+    for name in SPINE:
+        imported = imported_modules(known[f"tuner.run.{name}"], known)
+        parts = {module for module in imported if module.startswith("tuner.run.parts")}
+        assert parts <= {"tuner.run.parts", "tuner.run.parts.listed", "tuner.run.parts.part"}, name
+        owned = {each for each in imported if any(f"{each}.".startswith(f"tuner.{own}.") for own in OWNED)}
+        assert owned == set(), name
+
+
+def test_every_part_has_a_file_of_its_own_and_is_listed() -> None:
+    files = {name for name in trees() if name.startswith("tuner.run.parts.")}
+    listed = [part.__module__ for part in PARTS]
+    assert sorted(listed) == sorted(files - {"tuner.run.parts.listed", "tuner.run.parts.part"})
+
+
+def test_a_launch_loads_nothing_of_the_parts_that_it_has_not(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("model: {name_or_path: m}\ndata: {train: rows.jsonl}\n")
+    recipe = load_recipe(tmp_path / "r.yaml", cwd=tmp_path).recipe
+    kept = {type(part).__name__ for part in parts_of(recipe)}
+    assert kept == {"OwnCode", "Reference", "Offload", "MockBatch"}
+    unused = [f"tuner.{name}" for name in OWNED if name != "run.reference"]
+    code = f"import sys, tuner.run.main; print([name for name in {unused!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,32 @@
+"""The cores that a process of a machine with several memories keeps to (`parallel.numa_binding`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tuner.config.recipe import Recipe
+from tuner.run.parts.part import Part
+from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
+from tuner.setup.resolve import Resolved
+
+
+class Cores(Part):
+    """Binds after the process group is there: how many threads the process has is settled by then."""
+
+    @staticmethod
+    def wanted(recipe: Recipe) -> bool:
+        """Where it binds at all."""
+        return recipe.parallel.numa_binding != "none"
+
+    @contextmanager
+    def around(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> Iterator[None]:
+        """Bound, which is said."""
+        from tuner.runtime.numa import bound
+
+        mode = resolved.recipe.parallel.numa_binding
+        assert mode != "none", "such a launch has no such part"
+        with bound(mode, rank_info, resolved.facts.kind) as cores:
+            console.say("cores", f"{cores} (parallel.numa_binding: {mode})")
+            yield

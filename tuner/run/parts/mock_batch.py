@@ -1,0 +1,23 @@
+"""A step on rows of the largest size before the first one that counts (`train.mock_batch`)."""
+
+from tuner.config.recipe import Recipe
+from tuner.run.parts.part import LaunchContext, Part
+from tuner.train.tasks import Tasks
+
+
+class MockBatch(Part):
+    """A run that would not fit ends before its first step."""
+
+    @staticmethod
+    def wanted(recipe: Recipe) -> bool:
+        """Unless it is off: an `auto` may become it."""
+        return recipe.train.mock_batch is not False
+
+    def before_steps(self, context: LaunchContext, tasks: Tasks) -> None:
+        """Take the step, and leave everything as it was. Collective."""
+        if context.assembly.resolved.recipe.train.mock_batch is not True:
+            return
+        from tuner.setup.mock import mock_batch
+
+        with tasks.around_step(0):
+            mock_batch(context.assembly, context.console)

@@ -1,0 +1,28 @@
+"""What of a training is kept in the host's memory between its uses: said before it begins."""
+
+from tuner.config.optimizers import keeps_states_on_host
+from tuner.config.recipe import Recipe
+from tuner.run.parts.part import Part
+from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
+from tuner.setup.resolve import Resolved
+
+
+class Offload(Part):
+    """Optimizer state (`optimizer.offload`) and activations (`train.offload_activations`)."""
+
+    @staticmethod
+    def wanted(recipe: Recipe) -> bool:
+        """Unless the recipe says that neither is: an `auto` may still become one."""
+        return recipe.train.offload_activations is not False or keeps_states_on_host(recipe.optimizer)
+
+    def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
+        """How much goes to the host, and what that takes."""
+        if resolved.recipe.train.offload_activations is True:
+            from tuner.setup.offloaded import offload_line
+
+            console.say("offload", offload_line(resolved))
+        if keeps_states_on_host(resolved.recipe.optimizer):
+            from tuner.setup.host_states import announce_host_states
+
+            announce_host_states(console, resolved, rank_info)

@@ -1,0 +1,40 @@
+"""Code of the user's own, and libraries of trackers, that a recipe names: tried before anything is loaded."""
+
+from __future__ import annotations
+
+from tuner.config.optimizers import CustomOptimizer
+from tuner.config.recipe import Recipe
+from tuner.run.parts.part import Before, Part
+from tuner.train.methods.method import check_method
+from tuner.train.schedule import check_schedule
+
+
+class OwnCode(Part):
+    """Each is imported only where it is named."""
+
+    @staticmethod
+    def wanted(recipe: Recipe) -> bool:
+        """Always: the method and the schedule say themselves whether they are the user's."""
+        return True
+
+    def check(self, before: Before) -> None:
+        """Import what is named, and try it as far as it goes without a model. Raises PluginError, MachineError."""
+        recipe = before.loaded.recipe
+        check_method(recipe.method)
+        check_schedule(recipe.schedule)
+        if isinstance(recipe.optimizer, CustomOptimizer):
+            from tuner.run.trial import try_optimizer
+
+            try_optimizer(recipe.optimizer)
+        if recipe.eval.tasks:
+            from tuner.evals.load import check_tasks
+
+            check_tasks(recipe.eval.tasks)
+        if recipe.hooks:
+            from tuner.run.tasks.hooks import check_hooks
+
+            check_hooks(recipe.hooks)
+        if recipe.logging.trackers:
+            from tuner.run.tasks.trackers.choose import check_trackers
+
+            check_trackers(recipe.logging.trackers)

@@ -1,0 +1,190 @@
+"""A launch, before it is built and after, and what a part of one is: a thing that some launches have besides recipe,
+data, model, steps and checkpoints. ``run/preflight``, ``run/main`` and ``run/launch`` ask each part in the order of
+``listed.PARTS``, at the moments that are named here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tuner.checkpoint.load import CheckpointInfo
+from tuner.config.load import LoadedRecipe
+from tuner.config.recipe import Recipe
+from tuner.data.building.spec import PrepareSpec, prepare_spec
+from tuner.data.prepared import PreparedData
+from tuner.run.changes import Reset, starts_of
+from tuner.run.options import LaunchOptions, RunResult
+from tuner.run.tasks.log import LogTask
+from tuner.run.tasks.time_left import TimeLeft
+from tuner.rundir.directory import RunDir
+from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
+from tuner.runtime.process import Collective
+from tuner.runtime.stop import StopSignals
+from tuner.setup.build import Assembly
+from tuner.setup.resolve import Resolved
+from tuner.setup.timetable import Starts, Timetable
+from tuner.train.prefetcher import Prefetcher
+from tuner.train.progress import Progress
+from tuner.train.tasks import Request, Task, Tasks
+
+
+@dataclass(frozen=True)
+class Before:
+    """What is known before a launch: the recipe, and the run's directory and past."""
+
+    loaded: LoadedRecipe
+    options: LaunchOptions
+    run: RunDir
+    record: dict[str, Any] | None
+    found: CheckpointInfo | None
+    """The checkpoint to resume from."""
+    console: Console
+
+    @cached_property
+    def spec(self) -> PrepareSpec:
+        """How the recipe's data are prepared; the tokenizer is loaded for it."""
+        recipe = self.loaded.recipe
+        return prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What is known before a launch: the run's directory and past, and its data."""
+
+    run: RunDir
+    record: dict[str, Any] | None
+    found: CheckpointInfo | None
+    resets: tuple[Reset, ...]
+    """All of the run; those at the step of `found` are this launch's to do."""
+    spec: PrepareSpec
+    data: PreparedData
+    data_dir: Path
+    parts: tuple[Part, ...]
+    """What the launch has besides."""
+
+    @property
+    def starts(self) -> Starts:
+        """Where each part of the run began last."""
+        starts = starts_of(self.resets)
+        for part in self.parts:
+            starts = part.starts(starts)
+        return starts
+
+
+@dataclass(frozen=True)
+class LaunchContext:
+    """One launch of a run: what was built, how far it is, where it writes and what it listens to."""
+
+    run: RunDir
+    record: dict[str, Any]
+    """Of the run; rank 0 keeps it up to date."""
+    assembly: Assembly
+    progress: Progress
+    resets: tuple[Reset, ...]
+    """What of the run started afresh, and where."""
+    console: Console
+    signals: StopSignals
+    parts: tuple[Part, ...]
+    """What the launch has besides."""
+
+    @property
+    def run_id(self) -> str:
+        """The same for every launch of a run."""
+        return str(self.record["run_id"])
+
+
+@dataclass(frozen=True)
+class TaskNeeds:
+    """What a part's tasks may ask of those that every launch has."""
+
+    log: LogTask
+    request: Callable[[], Request]
+    """What the launch is asked for here, such as to stop."""
+    time_left: TimeLeft
+
+
+class Part:
+    """One thing that some launches have. What a part does not say is as in every launch.
+
+    Each launch has its own object, which may keep what it learns from one moment to the next. All calls after
+    ``check`` and ``prepared`` come on every rank alike, and may be collective, but for ``noted``.
+    """
+
+    name: ClassVar[str] = ""
+    """Under which it hands anything over to the ranks that a launch starts."""
+    moves_on: ClassVar[bool] = False
+    """Whether the run trains on other prepared data from checkpoint to checkpoint."""
+    after_saves: ClassVar[bool] = False
+    """Whether its tasks run after the saves of a step; before its evaluation otherwise."""
+
+    @staticmethod
+    def wanted(recipe: Recipe) -> bool:
+        """Whether a recipe asks for the part; loads nothing."""
+        raise NotImplementedError
+
+    def check(self, before: Before) -> None:
+        """Look at files, shapes, rights and code that the part needs, before any device. Raises TunerError children."""
+
+    def prepared(self, before: Before) -> Path | RunResult | None:
+        """The prepared data that the launch trains on, where they are not all of the recipe's; or the result of a
+        launch that has nothing to train on."""
+        return None
+
+    def handed_over(self) -> dict[str, Any] | None:
+        """What the ranks that this process starts need not look up again, as plain values."""
+        return None
+
+    def take_over(self, plain: Mapping[str, Any]) -> None:
+        """Take what ``handed_over`` gave in the process that started this rank."""
+
+    def starts(self, starts: Starts) -> Starts:
+        """Where each part of the run began last."""
+        return starts
+
+    def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
+        """Check and announce what every `auto` became. Raises RecipeError."""
+
+    def derivation(self, resolved: Resolved, table: Timetable) -> str | None:
+        """How the number of steps follows, where the part decides on it, in words."""
+        return None
+
+    def around(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> AbstractContextManager[None]:
+        """What holds from before the model is built to the end of the launch."""
+        return nullcontext()
+
+    def agree(self, ready: Preflight, ranks: Collective) -> Preflight:
+        """Have every rank go by what rank 0 found. Collective."""
+        return ready
+
+    def before_build(self, ready: Preflight, resolved: Resolved) -> Resolved:
+        """What the model is built by."""
+        return resolved
+
+    def built(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
+        """What the launch trains with, now that the model is there as it is before the first step."""
+        return assembly
+
+    def placed(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:
+        """The plan and its beginning are known."""
+
+    def noted(self, run_dir: Path) -> None:
+        """Write down, as the launch begins, what later ones go by. Rank 0, under the run's lock."""
+
+    def tasks(self, context: LaunchContext, needs: TaskNeeds) -> Sequence[Task]:
+        """What it does between steps."""
+        return ()
+
+    def before_steps(self, context: LaunchContext, tasks: Tasks) -> None:
+        """The run is where its checkpoint was, and no step is taken yet."""
+
+    def stepping(self, batches: Prefetcher) -> None:
+        """The rows of the launch's steps are taken from here."""
+
+    def state(self, step: int) -> Mapping[str, Any]:
+        """Its part of a checkpoint's JSON state after ``step``."""
+        return {}

@@ -1,0 +1,84 @@
+"""The teacher of a distillation: what it gives each token, and its versions where it is still learning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tuner.config.methods import DistillMethod
+from tuner.config.recipe import Recipe
+from tuner.model.build import fetch_weights
+from tuner.run.parts.part import Before, LaunchContext, Part, Preflight, TaskNeeds
+from tuner.runtime import phase, startup
+from tuner.runtime.console import Console
+from tuner.runtime.stop import StopSignals
+from tuner.setup.build import Assembly
+from tuner.setup.resolve import Resolved
+from tuner.train.tasks import Task
+
+if TYPE_CHECKING:
+    from tuner.run.teacher_versions import TeacherVersions
+
+
+class Teacher(Part):
+    """In memory beside the student, or as columns that were computed once (`method.top_k`)."""
+
+    def __init__(self) -> None:
+        self._versions: TeacherVersions | None = None
+        """Those of `method.teacher_every`, as far as the launch is."""
+
+    @staticmethod
+    def wanted(recipe: Recipe) -> bool:
+        """Where a student learns from one."""
+        return isinstance(recipe.method, DistillMethod)
+
+    def check(self, before: Before) -> None:
+        """Fetch the teacher, and check that it reads the student's tokens. Raises RecipeError, DataError."""
+        from tuner.setup.teacher import check_teacher, teacher_model
+
+        method = _method(before.loaded.recipe)
+        with before.console.doing(f"looking at the teacher, {method.teacher}"):
+            check_teacher(method, before.spec.tokenizer, before.spec.cache_dir)
+            if not before.options.dry_run and method.top_k is None:
+                fetch_weights(teacher_model(method))
+
+    def before_build(self, ready: Preflight, resolved: Resolved) -> Resolved:
+        """The version that the launch begins with, where newer ones are looked for. Collective."""
+        method = _method(resolved.recipe)
+        if method.teacher_every is None:
+            return resolved
+        from tuner.run.teacher_versions import begin_versions
+
+        self._versions = begin_versions(method, ready.run, ready.record, ready.found, ready.spec.cache_dir)
+        return replace(resolved, teacher=str(self._versions.path))
+
+    def built(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
+        """What the teacher gives the trained tokens, where that is kept. Collective."""
+        if self._versions is not None:
+            self._versions.identify(assembly.teacher_facts)
+        if _method(assembly.resolved.recipe).top_k is None:
+            return assembly
+        from tuner.run.teacher import taught
+
+        phase.enter("teacher")
+        with startup.phase("teacher"):
+            return taught(ready, assembly, console, lambda: signals.requested)
+
+    def tasks(self, context: LaunchContext, needs: TaskNeeds) -> Sequence[Task]:
+        """What takes newer versions: before the evaluation and the save of the step, which show it."""
+        if self._versions is None:
+            return ()
+        from tuner.run.tasks.teacher import TeacherTask
+
+        return (TeacherTask(context, self._versions, needs.log),)
+
+    def state(self, step: int) -> Mapping[str, Any]:
+        """Which versions the run learned from."""
+        return {} if self._versions is None else {"teachers": self._versions.as_state(step)}
+
+
+def _method(recipe: Recipe) -> DistillMethod:
+    """The section of the method, which ``wanted`` has seen."""
+    assert isinstance(recipe.method, DistillMethod)
+    return recipe.method

@@ -1,0 +1,116 @@
+"""Data that arrive in windows (`data.windows`): the launch trains on the one at hand, and goes over to later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tuner.config.recipe import Recipe
+from tuner.data.prepared import open_prepared
+from tuner.run.options import RunResult
+from tuner.run.parts.part import Before, LaunchContext, Part, Preflight, TaskNeeds
+from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
+from tuner.runtime.process import Collective
+from tuner.setup.build import Assembly
+from tuner.setup.resolve import Resolved
+from tuner.setup.timetable import Starts, Timetable
+from tuner.train.prefetcher import Prefetcher
+from tuner.train.progress import Progress
+from tuner.train.tasks import Task
+
+if TYPE_CHECKING:
+    from tuner.run.windows.opened import OpenedWindows
+    from tuner.rundir.windows import WindowPosition
+
+
+class Windows(Part):
+    """Where the run is among its windows: a line is written before the first step on each."""
+
+    name = "windows"
+    moves_on = True
+    after_saves = True
+    _position: WindowPosition
+    """From ``prepared`` or ``take_over`` on."""
+    _opened: OpenedWindows
+    """From ``placed`` on."""
+
+    @staticmethod
+    def wanted(recipe: Recipe) -> bool:
+        """Where the recipe's data come so."""
+        return recipe.data.windows.is_on
+
+    def prepared(self, before: Before) -> Path | RunResult:
+        """The rows of the window that the launch begins with; it is waited for."""
+        from tuner.run.windows.preparation import prepared_window
+        from tuner.run.windows.start import begin_windows
+
+        begun = begin_windows(before.spec, before.run, before.record, before.found, before.options, before.console)
+        if isinstance(begun, RunResult):
+            return begun
+        self._position = begun
+        return prepared_window(before.spec, begun.at_hand)
+
+    def handed_over(self) -> dict[str, Any]:
+        """The position."""
+        return self._position.as_plain()
+
+    def take_over(self, plain: Mapping[str, Any]) -> None:
+        """The same."""
+        from tuner.rundir.windows import WindowPosition
+
+        self._position = WindowPosition.of(plain)
+
+    def starts(self, starts: Starts) -> Starts:
+        """A window's rows are counted from its first step."""
+        return replace(starts, data=self._position.at_hand.first_step, window=self._position.number)
+
+    def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
+        """A reference of columns would have to know the windows that come later. Raises RecipeError."""
+        from tuner.setup.window_course import check_reference
+
+        check_reference(resolved.recipe)
+
+    def derivation(self, resolved: Resolved, table: Timetable) -> str:
+        """The steps of the window at hand."""
+        from tuner.setup.window_course import window_words
+
+        return window_words(resolved.recipe, table.plan, table.data_start)
+
+    def agree(self, ready: Preflight, ranks: Collective) -> Preflight:
+        """The window that rank 0 came upon: a late one may have come in between. Collective."""
+        from tuner.run.windows.preparation import prepared_window
+
+        position = ranks.on_rank0(lambda: self._position)
+        if position == self._position:
+            return ready
+        self._position = position
+        directory = prepared_window(ready.spec, position.at_hand)
+        return replace(ready, data_dir=directory, data=open_prepared(directory))
+
+    def placed(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:
+        """The windows as the launch begins with them."""
+        from tuner.run.windows.opened import OpenedWindows, may_follow
+
+        progress.more_to_come = not self._position.ended and may_follow(assembly, progress)
+        self._opened = OpenedWindows(ready.spec, self._position.with_last_step(progress.plan.total_steps))
+
+    def noted(self, run_dir: Path) -> None:
+        """`windows.json`, which a later launch comes upon."""
+        self._opened.write(run_dir)
+
+    def tasks(self, context: LaunchContext, needs: TaskNeeds) -> Sequence[Task]:
+        """What goes over to the next window, after the evaluation and the save of this one's last step."""
+        from tuner.run.tasks.windows import WindowTask
+
+        return (WindowTask(context, self._opened, needs.log, needs.request, needs.time_left),)
+
+    def stepping(self, batches: Prefetcher) -> None:
+        """What is to take the rows of later windows."""
+        self._opened.batches = batches
+
+    def state(self, step: int) -> Mapping[str, Any]:
+        """The windows up to the one at hand."""
+        return {"windows": self._opened.as_state()}
