@@ -15,11 +15,16 @@ from tests.fixtures import trainings
 from tests.fixtures.trainings import launch
 from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe
+from tuner.data.batches import StepBatches
 from tuner.errors import RecipeError
 from tuner.run import preflight
 from tuner.run.options import LaunchOptions
 from tuner.run.parts.listed import PARTS, parts_of
-from tuner.run.parts.part import Before, Part
+from tuner.run.parts.part import Before, Part, Preflight
+from tuner.setup.build import Assembly
+from tuner.train.batch_source import BatchSource
+from tuner.train.prefetcher import Prefetcher
+from tuner.train.progress import Progress
 
 SPINE = ("main", "preflight", "announce", "begin", "state", "launch", "options")
 OWNED = (
@@ -30,7 +35,7 @@ OWNED = (
 """What a part works with."""
 RUN = (
     "check", "prepared", "starts", "derivation", "planned", "around", "agree", "before_build", "built", "placed",
-    "noted", "tasks", "before_steps", "stepping", "state",
+    "noted", "tasks", "before_steps", "source", "state",
 )  # fmt: skip
 
 
@@ -96,6 +101,40 @@ def test_what_a_part_notes_is_in_the_checkpoint_and_there_for_the_next_launch(
     launch(tmp_path, train__stop_after="2 steps")
     launch(tmp_path, LaunchOptions("must"), train__stop_after="1 step")
     assert Counting.found == [None, 14]
+
+
+class Drawing(Part):
+    """Makes the rows of each step when it comes, from where its own draws are: they follow from no number of a step."""
+
+    waited_s = 0.0
+
+    @staticmethod
+    def wanted(recipe: Recipe) -> bool:
+        return True
+
+    def placed(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:
+        self._batches, self._state = assembly.batches, 1 if ready.found is None else ready.found.state["drawn"]
+
+    def source(self, prepared: Prefetcher) -> BatchSource:
+        return self
+
+    def step(self, index: int) -> StepBatches:
+        self._state = self._state * 48271 % (2**31 - 1)
+        return self._batches.step(self._state % trainings.STEPS_PER_EPOCH)
+
+    def state(self, step: int) -> dict[str, int]:
+        return {"drawn": self._state}
+
+
+def test_rows_that_a_part_makes_continue_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainings.prepare(tmp_path, 1)
+    prepared = trainings.outcome(launch(tmp_path, output_dir="prepared").run_dir)
+    monkeypatch.setattr(preflight, "parts_of", of(Drawing))
+    unbroken = trainings.outcome(launch(tmp_path, output_dir="unbroken").run_dir)
+    launch(tmp_path, output_dir="broken", train__stop_after="5 steps")
+    broken = trainings.outcome(launch(tmp_path, LaunchOptions("must"), output_dir="broken").run_dir)
+    assert unbroken == broken != prepared
+    assert len(unbroken["log"]) == trainings.TOTAL
 
 
 def test_a_part_can_refuse_before_anything_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,9 @@ class Recorded:
         self._bad = bad
         self.built = threading.Semaphore(0)
 
+    def go_over(self, *window: Any) -> None:
+        self.window = window
+
     def step(self, i: int) -> Any:
         self.asked.append(i)
         self.threads.add(threading.current_thread().name)
@@ -28,32 +31,42 @@ class Recorded:
 
 def test_steps_come_in_order_and_one_ahead() -> None:
     batches: Any = Recorded()
-    with Prefetcher(batches, 3, 6) as feed:
-        assert feed.next() == "step 3"
+    with Prefetcher(batches, 6) as feed:
+        assert feed.step(3) == "step 3"
         assert batches.built.acquire(timeout=10)
         assert batches.built.acquire(timeout=10), "the next step is built while this one is trained on"
         assert batches.asked == [3, 4]
-        assert [feed.next(), feed.next()] == ["step 4", "step 5"]
+        assert [feed.step(4), feed.step(5)] == ["step 4", "step 5"]
     assert batches.asked == [3, 4, 5], "nothing beyond the plan is built"
     assert threading.current_thread().name not in batches.threads
 
 
 def test_an_error_comes_at_its_own_step() -> None:
     batches: Any = Recorded(bad=1)
-    with Prefetcher(batches, 0, 5) as feed:
-        assert feed.next() == "step 0"
+    with Prefetcher(batches, 5) as feed:
+        assert feed.step(0) == "step 0"
         with pytest.raises(OSError, match="disk is gone"):
-            feed.next()
+            feed.step(1)
 
 
 def test_the_first_batch_again_and_again() -> None:
     batches: Any = Recorded()
-    with Prefetcher(batches, 7, 10, first_only=True) as feed:
-        assert [feed.next() for _ in range(3)] == ["step 0"] * 3
+    with Prefetcher(batches, 10, first_only=True) as feed:
+        assert [feed.step(index) for index in range(7, 10)] == ["step 0"] * 3
 
 
-def test_it_begins_again_with_other_steps() -> None:
-    with Prefetcher(Recorded(), 0, 1) as feed:  # type: ignore[arg-type]
-        assert feed.next() == "step 0"
-        feed.restart(4, 6)
-        assert [feed.next(), feed.next()] == ["step 4", "step 5"]
+def test_rows_begin_after_the_step_that_the_data_were_reset_at() -> None:
+    batches: Any = Recorded()
+    with Prefetcher(batches, 9, begun=5) as feed:
+        assert [feed.step(7), feed.step(8)] == ["step 2", "step 3"]
+
+
+def test_it_goes_over_to_other_rows_after_the_last_step_of_these() -> None:
+    batches: Any = Recorded()
+    with Prefetcher(batches, 2) as feed:
+        assert [feed.step(0), feed.step(1)] == ["step 0", "step 1"]
+        rows: Any = "rows"
+        feed.go_over(rows, 3, begun=2, end=4)
+        assert batches.window == ("rows", 3)
+        assert [feed.step(2), feed.step(3)] == ["step 0", "step 1"]
+    assert batches.asked == [0, 1, 0, 1], "nothing beyond a window is built"

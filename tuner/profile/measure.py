@@ -138,10 +138,10 @@ def _timed_steps(assembly: Assembly, steps: int) -> tuple[_Clock, list[StepBatch
     first = 1
     clock = _Clock(train_state.step_config.device)
     taken = []
-    with phase.observed(clock.mark), Prefetcher(assembly.batches, first, first + steps) as batches:
+    with phase.observed(clock.mark), Prefetcher(assembly.batches, first + steps) as rows:
         for index in range(first, first + steps):
             clock.mark("data")
-            taken.append(batches.next())
+            taken.append(rows.step(index))
             _take(assembly, taken[-1], index)
             clock.mark("")
     return clock, taken

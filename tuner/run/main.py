@@ -161,14 +161,12 @@ def _run(context: LaunchContext, ready: Preflight, launch: LaunchTasks) -> RunRe
 
 
 def _loop(context: LaunchContext, tasks: Tasks) -> bool:
-    assembly, progress = context.assembly, context.progress
-    start, end = progress.step - progress.data_start, progress.plan.total_steps - progress.data_start
-    train = assembly.resolved.recipe.train
-    with Prefetcher(assembly.batches, start, end, train.overfit_first_batch) as batches, calm_collector():
-        for part in context.parts:
-            part.stepping(batches)
-        schedule = assembly.timetable.schedule
-        return train_loop(assembly.train_state, progress, batches, schedule, tasks, train.steps_to_skip)
+    assembly, progress, train = context.assembly, context.progress, context.assembly.resolved.recipe.train
+    rows = Prefetcher(assembly.batches, progress.plan.total_steps, progress.data_start, train.overfit_first_batch)
+    with rows, calm_collector():
+        sources = [source for part in context.parts if (source := part.source(rows)) is not None]
+        schedule, source = assembly.timetable.schedule, sources[0] if sources else rows
+        return train_loop(assembly.train_state, progress, source, schedule, tasks, train.steps_to_skip)
 
 
 def _diverged(context: LaunchContext, halted: HaltedError) -> DivergedError:

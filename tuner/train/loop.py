@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tuner.config.duration import StepRange, is_among
-from tuner.train.prefetcher import Prefetcher
+from tuner.train.batch_source import BatchSource
 from tuner.train.progress import Progress
 from tuner.train.schedule import Schedule
 from tuner.train.step import TrainState, leave_out_step, optimizer_step
@@ -13,7 +13,7 @@ from tuner.train.tasks import TakenStep, Tasks
 def train_loop(
     state: TrainState,
     progress: Progress,
-    batches: Prefetcher,
+    source: BatchSource,
     schedule: Schedule,
     tasks: Tasks,
     to_skip: Sequence[StepRange] = (),
@@ -28,13 +28,13 @@ def train_loop(
         index = progress.step
         factor = schedule.factor(index + 1)
         with tasks.around_step(index + 1):
-            of_step = batches.next()
+            of_step = source.step(index)
             left_out = is_among(index + 1, to_skip)
             scalars = leave_out_step(state) if left_out else optimizer_step(state, index, of_step, factor)
         progress.advance(of_step)
         lr = state.optimizer.peak_lr * factor
         tasks.after_step(
-            TakenStep(index, of_step, progress.epoch, progress.tokens, lr, batches.waited_s, scalars, left_out)
+            TakenStep(index, of_step, progress.epoch, progress.tokens, lr, source.waited_s, scalars, left_out)
         )
     tasks.finish(progress.is_finished)
     return progress.is_finished

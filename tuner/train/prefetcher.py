@@ -1,48 +1,47 @@
-"""Batches made ready one step ahead, in a thread of their own."""
+"""Rows that were prepared before, collated one step ahead in a thread of their own."""
+
+from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from tuner.data.batches import GlobalBatches, StepBatches
+from tuner.data.prepared import PackedRows
 
 
 class Prefetcher:
-    """Gives the batches of one step after the other; while one is trained on, the next is being collated.
+    """A :class:`~tuner.train.batch_source.BatchSource`; while one step is trained on, the next is being collated.
 
-    An error of the thread is raised by :meth:`next`, at the step that it belongs to. With ``first_only`` every step
-    gets the first step's batches (overfitting them shows whether a model can learn at all).
+    The rows begin after the step ``begun`` of the run and end with its step ``end``. An error of the thread is raised
+    by :meth:`step`, at the step that it belongs to. With ``first_only`` every step gets the first step's batches
+    (overfitting them shows whether a model can learn at all).
     """
 
-    def __init__(self, batches: GlobalBatches, first: int, total: int, first_only: bool = False) -> None:
-        self._batches = batches
-        self._next = first
-        self._total = total
-        self._first_only = first_only
+    def __init__(self, batches: GlobalBatches, end: int, begun: int = 0, first_only: bool = False) -> None:
+        self._batches, self._begun, self._end, self._first_only = batches, begun, end, first_only
         self._pool = ThreadPoolExecutor(1, "prefetch")
-        self._ahead: Future[StepBatches] | None = None
+        self._ahead: dict[int, Future[StepBatches]] = {}
         self.waited_s = 0.0
-        """Seconds that the newest step waited for its batches."""
 
-    def next(self) -> StepBatches:
-        """The batches of the next step."""
+    def step(self, index: int) -> StepBatches:
+        """The batches of a step; those of the next one are begun."""
         started = time.monotonic()
-        current = self._ahead or self._submit()
-        self._next += 1
-        self._ahead = None
-        result = current.result()
+        result = (self._ahead.pop(index, None) or self._submit(index)).result()
         self.waited_s = time.monotonic() - started
-        if self._next < self._total:
-            self._ahead = self._submit()
+        if index + 1 < self._end:
+            self._ahead[index + 1] = self._submit(index + 1)
         return result
 
-    def restart(self, first: int, total: int) -> None:
-        """Go on with step ``first`` of ``total`` others, of which none was taken ahead: the rows are other ones now."""
-        self._next, self._total = first, total
+    def go_over(self, rows: PackedRows, window: int, begun: int, end: int) -> None:
+        """Take other rows, those of a window by its number, after the last step of the ones before: none is ahead."""
+        assert not self._ahead, "the steps of a window end with it"
+        self._batches.go_over(rows, window)
+        self._begun, self._end = begun, end
 
-    def _submit(self) -> Future[StepBatches]:
-        return self._pool.submit(self._batches.step, 0 if self._first_only else self._next)
+    def _submit(self, index: int) -> Future[StepBatches]:
+        return self._pool.submit(self._batches.step, 0 if self._first_only else index - self._begun)
 
-    def __enter__(self) -> "Prefetcher":
+    def __enter__(self) -> Prefetcher:
         return self
 
     def __exit__(self, *error: object) -> None:

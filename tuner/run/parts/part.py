@@ -28,6 +28,7 @@ from tuner.runtime.stop import StopSignals
 from tuner.setup.build import Assembly
 from tuner.setup.resolve import Resolved
 from tuner.setup.timetable import Starts, Timetable
+from tuner.train.batch_source import BatchSource
 from tuner.train.prefetcher import Prefetcher
 from tuner.train.progress import Progress
 from tuner.train.tasks import Request, Task, Tasks
@@ -182,8 +183,9 @@ class Part:
     def before_steps(self, context: LaunchContext, tasks: Tasks) -> None:
         """The run is where its checkpoint was, and no step is taken yet."""
 
-    def stepping(self, batches: Prefetcher) -> None:
-        """The rows of the launch's steps are taken from here."""
+    def source(self, prepared: Prefetcher) -> BatchSource | None:
+        """What the launch's steps train on, where it is not (all of) the ``prepared`` rows. One part has a source."""
+        return None
 
     def state(self, step: int) -> Mapping[str, Any]:
         """Its part of a checkpoint's JSON state after ``step``."""

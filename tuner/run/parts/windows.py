@@ -17,6 +17,7 @@ from tuner.runtime.process import Collective
 from tuner.setup.build import Assembly
 from tuner.setup.resolve import Resolved
 from tuner.setup.timetable import Starts, Timetable
+from tuner.train.batch_source import BatchSource
 from tuner.train.prefetcher import Prefetcher
 from tuner.train.progress import Progress
 from tuner.train.tasks import Task
@@ -107,9 +108,10 @@ class Windows(Part):
 
         return (WindowTask(context, self._opened, needs.log, needs.request, needs.time_left),)
 
-    def stepping(self, batches: Prefetcher) -> None:
-        """What is to take the rows of later windows."""
-        self._opened.batches = batches
+    def source(self, prepared: Prefetcher) -> BatchSource:
+        """The rows of the window at hand, and then those of later ones."""
+        self._opened.rows = prepared
+        return prepared
 
     def state(self, step: int) -> Mapping[str, Any]:
         """The windows up to the one at hand."""

@@ -23,7 +23,7 @@ class OpenedWindows:
 
     spec: PrepareSpec
     position: WindowPosition
-    batches: Prefetcher | None = field(default=None, init=False)
+    rows: Prefetcher | None = field(default=None, init=False)
     """What takes the rows of the window at hand; there during the loop."""
 
     def as_state(self) -> list[dict[str, Any]]:
@@ -42,18 +42,17 @@ class OpenedWindows:
         Raises DataError where its rows are not those that the run had there before.
         """
         recipe, first = assembly.resolved.recipe, progress.step
+        assert self.rows is not None
         rows = open_prepared(prepared_window(self.spec, entry)).train
         plan = window_plan(recipe, len(rows), first)
         opened = replace(entry, first_step=first, last_step=plan.total_steps)
         if entry.last_step and opened != entry:
             raise DataError(f"window {entry.name}: opened after step {entry.first_step} before, and after {first} now")
         self.position = WindowPosition((*decided, opened), len(decided))
-        assembly.batches.go_over(rows, len(decided))
         assembly.probes[:] = probes_of(recipe, rows)
         progress.plan, progress.data_start = plan, first
         progress.more_to_come = may_follow(assembly, progress)
-        assert self.batches is not None
-        self.batches.restart(0, plan.total_steps - first)
+        self.rows.go_over(rows, len(decided), first, plan.total_steps)
 
 
 def may_follow(assembly: Assembly, progress: Progress) -> bool:
