@@ -52,7 +52,7 @@ def _compare(subject: Subject, keys: Mapping[str, Any] = MappingProxyType({})) -
     held, steps = subject.held("packed"), min(SHORT, subject.steps)
     training = Training(subject.directory, Mode("packed", steps, {"train.compile": True, **keys}))
     root = training.state.root
-    if root.padding is None:
+    if root.parts.padding is None:
         raise RecipeError(f"documents do not lie end to end: {training.facts.why_apart}")
     blocks = decoder_blocks(root.model)
     if held:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,13 @@ def _wrong_sink(root: CausalLM) -> Iterator[None]:
 @contextmanager
 def _no_router_loss(root: CausalLM) -> Iterator[None]:
     """The term that keeps experts evenly busy is left out."""
-    if root.router_loss is None:
+    if root.parts.router_loss is None:
         raise ValueError(f"{type(root.model).__name__} has no loss of its routers")
-    kept, root.router_loss = root.router_loss, None
+    kept, root.parts = root.parts, replace(root.parts, router_loss=None)
     try:
         yield
     finally:
-        root.router_loss = kept
+        root.parts = kept
 
 
 FAULTS: Mapping[str, Callable[[CausalLM], AbstractContextManager[None]]] = {

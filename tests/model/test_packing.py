@@ -1,6 +1,7 @@
 """Packed rows give the logits and gradients of each document alone, on every attention flavour."""
 
 import os
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ from transformers import AutoModelForCausalLM
 from tests.fixtures.packed import LENGTHS, figures, random_ids, relative, smollm2, tiny_root
 from tests.model.tiny import TINY, tiny_config
 from tuner.model.build import ModelSpec, build_model
+from tuner.model.documents import Padding
 from tuner.model.output_layer import LogitTransform
 from tuner.model.probe import require_isolation
-from tuner.model.root import CausalLM
+from tuner.model.root import CausalLM, ModelParts
 
 
 def check_packed(root: CausalLM, ids: torch.Tensor, lengths: tuple[int, ...], allowed: float = 1e-6) -> None:
@@ -100,3 +102,15 @@ def test_missing_and_extra_weights_are_fatal(tmp_path: Path) -> None:
         save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(DataError, match=f"{kind} weights"):
             build_model(ModelSpec(str(tmp_path)), torch.float32, seed=1)
+
+
+def test_what_is_made_of_a_model_is_made_once(tmp_path: Path) -> None:
+    root = tiny_root("llama", tmp_path)
+    assert root.parts == ModelParts()
+    root.complete(padding=Padding(64, 64))
+    root.complete(sum_partial_gradients=lambda: None)
+    assert root.parts.padding == Padding(64, 64)
+    with pytest.raises(AssertionError, match="padding: made of this model already"):
+        root.complete(padding=Padding(32, 32))
+    with pytest.raises(FrozenInstanceError):
+        root.parts.padding = None  # type: ignore[misc]

@@ -109,7 +109,7 @@ def trained(root: CausalLM, seeds: list[list[int]], rank: int, context: Any = nu
         loss.backward()
         losses.append(loss.item())
     for parameter in root.parameters():  # small ones that every process keeps whole where others are rounded
-        if root.vocabulary is not None and not isinstance(parameter, DTensor) and parameter.grad is not None:
+        if root.parts.vocabulary is not None and not isinstance(parameter, DTensor) and parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= 2
     return losses

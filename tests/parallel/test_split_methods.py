@@ -152,7 +152,7 @@ def test_a_reward_model_has_its_score_whole_on_every_process(tmp_path: Path) -> 
             give_values=lambda root: materialise(root, whole if rank == 0 else None, torch.device("cpu")),
         )
         score: Any = head_layer(root.model)
-        assert root.vocabulary is None and score.weight.shape == head_layer(whole.model).weight.shape
+        assert root.parts.vocabulary is None and score.weight.shape == head_layer(whole.model).weight.shape
         compare(alone, root, mesh, section)
 
     assert run_ranks(2, tmp_path, work) == [0, 0]

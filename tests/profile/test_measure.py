@@ -154,7 +154,8 @@ def test_the_recorded_step_computes_with_compiled_layers(monkeypatch: pytest.Mon
     monkeypatch.setattr(measuring, "StepRecorder", lambda *given, **options: nullcontext(memory))
     monkeypatch.setattr(measuring, "_take", lambda *given: layer(torch.ones(1) + 1))
     optimizer = SimpleNamespace(allocate=lambda: None, set_step_count=lambda count: None)
-    train_state = SimpleNamespace(optimizer=optimizer, root=SimpleNamespace(padding=None))
+    root = SimpleNamespace(parts=SimpleNamespace(padding=None))
+    train_state = SimpleNamespace(optimizer=optimizer, root=root)
     batches = SimpleNamespace(step=lambda index: None)
     assembly: Any = SimpleNamespace(train_state=train_state, batches=batches)
     assert measuring._recorded_step(assembly, 0, None) == "recorded"

@@ -233,7 +233,7 @@ def test_layers_are_compiled_with_the_term_and_without(weight: float, level: str
         recipe = recipe_for(model, model={"router_aux_loss_coef": weight}, train={**train, "compile": compiled})
         assembly = assembly_for(recipe, TRAINED, ONE)
         assert assembly.resolved.config.output_router_logits
-        assert (assembly.train_state.root.router_loss is None) == (weight == 0)
+        assert (assembly.train_state.root.parts.router_loss is None) == (weight == 0)
         steps.append(optimizer_step(assembly.train_state, 0, assembly.batches.step(0), 1.0).read())
     assert steps[0].loss == pytest.approx(steps[1].loss, rel=1e-6)
     assert steps[0].grad_norm == pytest.approx(steps[1].grad_norm, rel=1e-5)

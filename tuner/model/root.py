@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -40,8 +41,42 @@ if TYPE_CHECKING:
     from tuner.model.router_loss import RouterLoss, RouterObserver  # what most models go without
     from tuner.model.touched_rows import TouchedRows
 
+def _own(forwards: int) -> int:
+    return forwards
+
+
+def _nothing() -> None:
+    """Processes that compute whole layers have whole gradients."""
+
+
 Route = Literal["flat", "batch", "calls"]
 """How the documents of a microbatch go through the decoder: end to end in one row, as a padded batch, or one by one."""
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """What is made of a model for the training that it is in; most models go without most of it."""
+
+    loss_kernel: Kernel = softmax_into_gradient
+    """What turns logits into the loss of training and its gradient."""
+    router_loss: RouterLoss | None = None
+    """What balances the experts of a mixture, where that is part of the loss; it holds sums of the last forward."""
+    touched_rows: Mapping[str, TouchedRows] = field(default_factory=dict)
+    """Of embeddings whose gradients are added up by rows, by the parameter's name."""
+    padding: Padding | None = None
+    """What every microbatch of training is filled up with, where compiled layers want one size."""
+    same_part: DeviceMesh | None = None
+    """Where processes compute layers together: those that compute the same part of each as this one."""
+    vocabulary: Vocabulary | None = None
+    """Where several processes have the rows of the output layer between them: which ones, and how they compute."""
+    cut: RowCut | None = None
+    """What cuts rows over processes, each of which has a share of the positions; None: a row is on one process."""
+    gathered_head: Callable[..., Any] | None = None
+    """:meth:`CausalLM.at_head` between a gather of the output layer and its end, where that is sharded by itself."""
+    most_forwards: Callable[[int], int] = _own
+    """Of the forwards that a microbatch takes on this process, the most on any: shards are gathered together."""
+    sum_partial_gradients: Callable[[], None] = _nothing
+    """Adds up the gradients of which processes that compute a layer together have a part each, once a step."""
 
 
 class CausalLM(nn.Module):
@@ -50,26 +85,14 @@ class CausalLM(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.loss_kernel: Kernel = softmax_into_gradient
-        """What turns logits into the loss of training and its gradient."""
+        self.parts = ModelParts()
+        """What is made of the model: see :meth:`complete`."""
         self.gradient_scale: torch.Tensor | None = None
         """Under fp16: what a term of the loss is multiplied by in the backward pass, as the output layer takes it."""
         self.logit_transform = PLAIN if has_score(model) else LogitTransform.of(model.config)
         """What the model does to the output layer's products before they are logits."""
-        self.router_loss: RouterLoss | None = None
-        """What balances the experts of a mixture, where that is part of the loss; it holds sums of the last forward."""
         self.router_observer: RouterObserver | None = None
         """What takes note of the routers of a forward, in place of that loss, for as long as it is set."""
-        self.touched_rows: Mapping[str, TouchedRows] = {}
-        """Of embeddings whose gradients are added up by rows, by the parameter's name."""
-        self.same_part: DeviceMesh | None = None
-        """Where processes compute layers together: those that compute the same part of each as this one."""
-        self.gathered_head: Callable[..., Any] | None = None
-        """:meth:`at_head` between a gather of the output layer and its end, where that is sharded by itself."""
-        self.vocabulary: Vocabulary | None = None
-        """Where several processes have the rows of the output layer between them: which ones, and how they compute."""
-        self.padding: Padding | None = None
-        """What every microbatch of training is filled up with, where compiled layers want one size."""
         self.takes_documents = attention.is_ours(model.config)
         """Whether the model's layers attend by our functions. Others make masks from the positions, or none."""
         self.chunk = _count_by_document(model) if self.takes_documents else 0
@@ -88,14 +111,17 @@ class CausalLM(nn.Module):
         """Without them, tokens are numbered from the start of the row."""
         self.route: Route = "flat"
         """How the documents of a microbatch go through the decoder: see :meth:`go_by`."""
-        self.most_forwards: Callable[[int], int] = lambda own: own
-        """Of the forwards that a microbatch takes on this process, the most on any: shards are gathered together."""
-        self.sum_partial_gradients: Callable[[], None] = lambda: None
-        """Adds up the gradients of which processes that compute a layer together have a part each, once a step."""
         self.counted: torch.Tensor | None = None
         """bool ``[tokens]`` of a forward of the decoder: False where a document is filled up; None: all count."""
-        self.cut: RowCut | None = None
-        """What cuts rows over processes, each of which has a share of the positions; None: a row is on one process."""
+
+    def complete(self, **made: Any) -> None:
+        """Take what was made of the model, fields of :class:`ModelParts`, each of them once: the only way to them.
+
+        While a model is put together, and by whoever trains it before the first step; nothing of it changes after.
+        """
+        again = [name for name in made if getattr(self.parts, name) != getattr(ModelParts(), name)]
+        assert not again, f"{', '.join(again)}: made of this model already"
+        self.parts = replace(self.parts, **made)
 
     def go_by(self, route: Route) -> None:
         """Have documents go through the decoder by another route from now on, in place.
@@ -156,8 +182,8 @@ class CausalLM(nn.Module):
         Of a reward model, scores ``[N, 1]``.
         """
         hidden = self._taken(self._hidden(input_ids, position_ids, document_lengths), positions)
-        if self.cut is not None:
-            hidden = self.cut.whole(hidden, len(positions))
+        if self.parts.cut is not None:
+            hidden = self.parts.cut.whole(hidden, len(positions))
         logits: torch.Tensor = head_layer(self.model)(self._at_output(hidden))
         self.logit_transform.apply_(logits)
         return logits
@@ -184,7 +210,7 @@ class CausalLM(nn.Module):
         output = decoder_of(self.model)(input_ids=input_ids[None], use_cache=True, **carried.arguments, **where)
         carried.note(output, len(input_ids))
         hidden = output.last_hidden_state[0, lasts]
-        if self.vocabulary is not None:
+        if self.parts.vocabulary is not None:
             return self._at_head(_likeliest_of_parts, hidden, input_ids[:0])
         logits: torch.Tensor = self.model.get_output_embeddings()(self._at_output(hidden))
         self.logit_transform.apply_(logits)
@@ -194,16 +220,17 @@ class CausalLM(nn.Module):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, document_lengths: tuple[int, ...]
     ) -> torch.Tensor:
         """Hidden states ``[T, D]``, where rows are cut those of this process's share of the positions."""
-        if (routers := self.router_observer or self.router_loss) is not None:
+        if (routers := self.router_observer or self.parts.router_loss) is not None:
             routers.begin(input_ids.device)
         if self.route != "flat":
             return self._apart(input_ids, document_lengths)
         n_tokens, bound = input_ids.shape[0], None
-        if self.padding is not None and self.training:
-            input_ids, position_ids, document_lengths = self.padding.fill(input_ids, position_ids, document_lengths)
-            bound = self.padding.longest
-        if self.cut is not None:
-            input_ids, position_ids, document_lengths = self.cut.fill(input_ids, position_ids, document_lengths)
+        cut, padding = self.parts.cut, self.parts.padding
+        if padding is not None and self.training:
+            input_ids, position_ids, document_lengths = padding.fill(input_ids, position_ids, document_lengths)
+            bound = padding.longest
+        if cut is not None:
+            input_ids, position_ids, document_lengths = cut.fill(input_ids, position_ids, document_lengths)
         if self._rotation is not None:
             self._rotation.expect(document_lengths, document_lengths)
         if self.mixers is not None:
@@ -212,16 +239,16 @@ class CausalLM(nn.Module):
         if n_tokens < len(input_ids):
             counted = torch.arange(len(input_ids), device=input_ids.device) < n_tokens
         documents = Documents.of(document_lengths, input_ids.device, bound, self.chunk)
-        if self.cut is not None:
-            documents = self.cut.exchanging(documents, position_ids)
-            input_ids, position_ids = self.cut.own(input_ids), self.cut.own(position_ids)
-            counted = None if counted is None else self.cut.own(counted)
+        if cut is not None:
+            documents = cut.exchanging(documents, position_ids)
+            input_ids, position_ids = cut.own(input_ids), cut.own(position_ids)
+            counted = None if counted is None else cut.own(counted)
         hidden = self._decoder(input_ids[None], counted, self._where(position_ids, documents))[0]
-        return hidden[:n_tokens] if self.cut is None else hidden
+        return hidden[:n_tokens] if cut is None else hidden
 
     def _taken(self, hidden: torch.Tensor, positions: Positions) -> torch.Tensor:
         """The hidden states at N positions, where rows are cut this process's share of them."""
-        return hidden[positions] if self.cut is None else self.cut.taken(hidden, positions)
+        return hidden[positions] if self.parts.cut is None else self.parts.cut.taken(hidden, positions)
 
     def _at_output(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the output layer takes ``[N, E]``, of the decoder's hidden states ``[N, D]``."""
@@ -232,7 +259,8 @@ class CausalLM(nn.Module):
         from tuner.model.apart import forwards_of, hidden_states  # what most models go without
 
         forwards = forwards_of(document_lengths, self.route, () if self._rotation is None else self._rotation.bounds)
-        return hidden_states(self._decoded, input_ids, document_lengths, forwards, self.most_forwards(len(forwards)))
+        most = self.parts.most_forwards(len(forwards))
+        return hidden_states(self._decoded, input_ids, document_lengths, forwards, most)
 
     def _decoded(self, input_ids: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
         """Hidden states ``[documents, longest, D]``; nothing says where tokens stand, as where a document is alone."""
@@ -247,7 +275,7 @@ class CausalLM(nn.Module):
         self, input_ids: torch.Tensor, counted: torch.Tensor | None, where: Mapping[str, object]
     ) -> torch.Tensor:
         """Hidden states ``[rows, T, D]`` of ids ``[rows, T]``; what routers said of those that count is noted."""
-        routers = self.router_observer or self.router_loss
+        routers = self.router_observer or self.parts.router_loss
         noted = {"output_router_logits": routers is not None} if routers is not None or self._notes_routers else {}
         output = decoder_of(self.model)(input_ids=input_ids, use_cache=False, **noted, **where)
         if routers is not None:
@@ -257,8 +285,8 @@ class CausalLM(nn.Module):
 
     def _at_head(self, objective: Objective[Result], hidden: torch.Tensor, targets: torch.Tensor) -> Result:
         hidden = self._at_output(hidden)
-        if self.gathered_head is not None:
-            result: Result = self.gathered_head(objective, hidden, targets)
+        if self.parts.gathered_head is not None:
+            result: Result = self.parts.gathered_head(objective, hidden, targets)
             return result
         return self.at_head(objective, hidden, targets)
 
@@ -267,14 +295,14 @@ class CausalLM(nn.Module):
 
         Its weight is whole here, or all that this process has of it where the vocabulary is split.
         """
-        head, scale = head_layer(self.model), self.gradient_scale
-        if self.vocabulary is not None:
-            layer = self.vocabulary.layer(head, self.logit_transform, scale)
+        head, scale, parts = head_layer(self.model), self.gradient_scale, self.parts
+        if parts.vocabulary is not None:
+            layer = parts.vocabulary.layer(head, self.logit_transform, scale)
         else:
             hidden, weight = as_one_matrix(head, hidden)
-            layer = OutputLayer(weight, getattr(head, "bias", None), self.logit_transform, self.loss_kernel, scale)
-        if self.cut is not None:
-            layer = self.cut.head(layer, len(targets))
+            layer = OutputLayer(weight, getattr(head, "bias", None), self.logit_transform, parts.loss_kernel, scale)
+        if parts.cut is not None:
+            layer = parts.cut.head(layer, len(targets))
         return objective(hidden, layer, targets)
 
     def _where(self, position_ids: torch.Tensor, documents: Documents | GrowingDocuments | None) -> dict[str, object]:

@@ -131,7 +131,7 @@ def _divide(root: CausalLM, meshes: DeviceMeshes) -> None:
         from tuner.parallel.tensor.split import split_layers  # few launches have the axes
 
         split_layers(root, meshes.tensor)
-        root.same_part = meshes.same_part
+        root.complete(same_part=meshes.same_part)
     if meshes.sequence is not None:
         from tuner.parallel.sequence import cut_rows
 
@@ -180,7 +180,7 @@ def _add_up_by_rows(root: CausalLM, spec: AssemblySpec, meshes: DeviceMeshes) ->
             hint="write parallel.shard: none, or leave optimizer.rows out",
         )
     assert spec.step_tokens is not None, "whoever trains knows its global batch"
-    root.touched_rows = by_rows(root.model, spec.rows, spec.step_tokens)
+    root.complete(touched_rows=by_rows(root.model, spec.rows, spec.step_tokens))
 
 
 def _compile(root: CausalLM, padding: Padding, tiled: bool = False) -> None:

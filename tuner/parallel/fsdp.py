@@ -79,7 +79,7 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-    root.most_forwards = _most
+    root.complete(most_forwards=_most)
     for method in FORWARD_METHODS:
         register_fsdp_forward_method(root, method)
 
@@ -150,7 +150,7 @@ def _looked_up(embedding: nn.Module, root: CausalLM, mesh: DeviceMesh, tokens: i
     if any(isinstance(parameter, DTensor) for parameter in embedding.parameters()):
         return set()  # the processes of a tensor group look up rows of their own
     tables = [module for module in embedding.modules() if _is_apart(module, root)]
-    touched: dict[nn.Module, TouchedRows] = {one.embedding: one for one in root.touched_rows.values()}
+    touched: dict[nn.Module, TouchedRows] = {one.embedding: one for one in root.parts.touched_rows.values()}
     return {weight for table in tables for weight in spread(table, mesh, tokens, touched.get(table))}
 
 
@@ -181,7 +181,7 @@ def _gather_for_objective(root: CausalLM, head: Any) -> None:
         head.unshard()  # ends what was begun in the last block, and with it the buffer that was received into
         return head.at_head(*args)
 
-    root.gathered_head = gathered
+    root.complete(gathered_head=gathered)
 
 
 def _state_of(module: nn.Module) -> FSDPModule:

@@ -86,7 +86,7 @@ def cut_rows(root: CausalLM, mesh: DeviceMesh) -> None:
             hint=_ALONE,
         )
     check_cut(root.model, mesh.size())
-    root.cut = Cut(mesh.get_group())
+    root.complete(cut=Cut(mesh.get_group()))
 
 
 @dataclass(frozen=True, eq=False)

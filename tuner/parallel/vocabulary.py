@@ -60,7 +60,8 @@ def split_head(root: CausalLM, mesh: DeviceMesh) -> None:
         for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
             if parameter in rows:
                 setattr(module, name, rows[parameter])
-    root.vocabulary = parts = VocabularyParts(mesh, len(layer.weight), _least_memory(mesh))
+    parts = VocabularyParts(mesh, len(layer.weight), _least_memory(mesh))
+    root.complete(vocabulary=parts)
     wrap(head, Wrapper.SPLIT, lambda hidden: parts.products(parts.layer(head, PLAIN, None), hidden))
 
 

@@ -125,7 +125,7 @@ def _recorded_step(assembly: Assembly, longest: int, output: Path | None) -> Mem
     train_state.optimizer.allocate()
     train_state.optimizer.set_step_count(0)
     snapshot = None if output is None else output / f"memory-rank{assembly.rank_info.rank}.pickle"
-    if train_state.root.padding is not None:
+    if train_state.root.parts.padding is not None:
         _take(assembly, assembly.batches.step(longest), 0)  # what compiling takes is no part of a step
     with StepRecorder(train_state, modules=True, snapshot=snapshot) as recorder:
         _take(assembly, assembly.batches.step(longest), 0)

@@ -115,7 +115,7 @@ def _module_ranges(root: CausalLM) -> Iterator[None]:
         running.pop().__exit__(None, None, None)
 
     with ExitStack() as stack:
-        compiled = decoder_blocks(root.model) if root.padding is not None else []
+        compiled = decoder_blocks(root.model) if root.parts.padding is not None else []
         inside = {module for block in compiled for module in block.modules()} - set(compiled)
         for name, module in root.model.named_modules():
             if name and module not in inside:

@@ -6,7 +6,7 @@ import gc
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -122,7 +122,7 @@ def trace_step(
         deterministic = resolved.recipe.train.deterministic
         tracker = AllocationTracker(resolved.facts.kind, deterministic, blocks if compiled else ())
         for each in (root, teacher) if teacher is not None else (root,):
-            each.most_forwards = lambda own: own  # nobody is there to ask
+            each.parts = replace(each.parts, most_forwards=lambda own: own)  # nobody is there to ask
             give_storage(each, device)
             tracker.assign([*each.parameters(), *each.buffers()], "parameters")
         stack.enter_context(host.observed(tracker.on_host))

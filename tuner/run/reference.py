@@ -105,7 +105,7 @@ def key_facts(assembly: Assembly) -> dict[str, Any]:
         here |= {"threads": torch.get_num_threads(), "instructions": torch.backends.cpu.get_cpu_capability()}
     together = {"tensor": mesh.tensor, "sequence": mesh.sequence, "expert": mesh.expert}
     here |= {axis: size for axis, size in together.items() if size > 1}
-    padding = assembly.train_state.root.padding
+    padding = assembly.train_state.root.parts.padding
     if (quantizer := quantizer_facts(recipe)) is not None:
         here |= {"quantizer": quantizer}
     return {

@@ -176,17 +176,17 @@ def build_train_state(recipe: Recipe, root: CausalLM, step_config: StepConfig) -
     """What a step changes, around the model of a resolved recipe: the loss, the optimizer and the guard."""
     parameters = trained_parameters(root)
     outer, embeddings = outer_parameters(root), embedding_parameters(root)
-    touched = root.touched_rows
+    touched = root.parts.touched_rows
     optimizer = build_optimizer(recipe.optimizer, parameters, outer, embeddings, recipe.seed, touched)
     guard = Guard(step_config.device, recipe.train.nonfinite, recipe.train.skip_spikes)
     in_fp16 = recipe.train.precision == "fp16"
     # Liger's kernel rounds a gradient before it is weighed, and scaled: in fp16 small ones would be zeros by then.
-    root.loss_kernel = KERNELS["torch" if in_fp16 and recipe.model.kernels == "liger" else recipe.model.kernels]
+    root.complete(loss_kernel=KERNELS["torch" if in_fp16 and recipe.model.kernels == "liger" else recipe.model.kernels])
     require_known_losses(root.model.config)
     if recipe.model.router_aux_loss_coef or weighs_routers(root.model.config):
         from tuner.model.router_loss import router_loss
 
-        root.router_loss = router_loss(root.model, recipe.model.router_aux_loss_coef)
+        root.complete(router_loss=router_loss(root.model, recipe.model.router_aux_loss_coef))
     scaling = Unscaled()
     if in_fp16:
         from tuner.train.loss_scale import LossScale  # most runs have none
@@ -201,14 +201,14 @@ def _step_parts(
     recipe: Recipe, root: CausalLM, parameters: Mapping[str, nn.Parameter], step_config: StepConfig
 ) -> Iterator[StepPart]:
     """What a recipe's steps do besides, in the order in which it is asked; most recipes ask for none."""
-    if root.touched_rows:
+    if root.parts.touched_rows:
         from tuner.train.row_gradients import RowGradients
 
-        yield RowGradients(root.touched_rows, step_config.mesh, step_config.device)
-    if root.router_loss is not None:
+        yield RowGradients(root.parts.touched_rows, step_config.mesh, step_config.device)
+    if root.parts.router_loss is not None:
         from tuner.train.routing import Routing
 
-        yield Routing(root.router_loss, step_config.mesh)
+        yield Routing(root.parts.router_loss, step_config.mesh)
     if recipe.ema.is_on:
         from tuner.train.ema import Ema, decay_of
 
@@ -551,7 +551,7 @@ def _prove(resolved: Resolved, root: CausalLM, read: Read) -> str | None:
 
 def _tell_touched(root: CausalLM) -> None:
     """Warn of embeddings that are updated by rows where a step may touch all of them."""
-    for name, touched in root.touched_rows.items():
+    for name, touched in root.parts.touched_rows.items():
         if touched.most >= (rows := touched.embedding.num_embeddings):
             tokens = f"a global batch has up to {touched.most:,} tokens and {name} {rows:,} rows"
             pass_on(f"optimizer.rows saves little here: {tokens}; leave it out, or take smaller batches")

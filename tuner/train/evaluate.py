@@ -200,11 +200,11 @@ def evaluate(
 
 def _routing(root: CausalLM, step_config: StepConfig) -> "HeldOutRouting | None":
     """What counts how the routers choose, where that is part of the loss."""
-    if root.router_loss is None:
+    if root.parts.router_loss is None:
         return None
     from tuner.train.routing import HeldOutRouting
 
-    return HeldOutRouting(root.router_loss, step_config.mesh, step_config.device)
+    return HeldOutRouting(root.parts.router_loss, step_config.mesh, step_config.device)
 
 
 def _evaluate_terms(

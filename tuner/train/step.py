@@ -247,14 +247,14 @@ def _sum_over_processes(state: TrainState) -> None:
     root, mesh = state.root, state.step_config.mesh
     if mesh.weight_size > 1:
         own = (p for name, p in state.parameters.items() if not any(part.owns(name) for part in state.parts))
-        sum_whole_gradients(own, root.same_part)
+        sum_whole_gradients(own, root.parts.same_part)
     if mesh.is_sharded and mesh.copies > 1:
         from tuner.parallel.lookup import sum_over_copies
 
         sum_over_copies(root)
     for part in state.parts:
         part.after_backward()
-    root.sum_partial_gradients()
+    root.parts.sum_partial_gradients()
 
 
 def microbatch_terms(
@@ -309,7 +309,7 @@ def device_columns(root: CausalLM, method: Method, batch: Batch, step_config: St
     if method.reference == "adapter_off":
         from tuner.model.adapter import adapter_off
 
-        compiled = () if root.padding is None else decoder_blocks(root.model)
+        compiled = () if root.parts.padding is None else decoder_blocks(root.model)
         with torch.no_grad(), adapter_off(root.model, compiled):
             columns |= reference_values(root, method, batch, step_config)
     return columns

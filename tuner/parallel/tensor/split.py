@@ -47,7 +47,7 @@ def split_layers(root: CausalLM, mesh: DeviceMesh) -> None:
         splitter.split(part)
     splitter.split_embedding(root)
     splitter.place(root)
-    root.sum_partial_gradients = lambda: _sum_gradients(splitter.partial, splitter.group)
+    root.complete(sum_partial_gradients=lambda: _sum_gradients(splitter.partial, splitter.group))
 
 
 class _Splitter:
