@@ -54,9 +54,11 @@ class Worker:
     def __init__(self, directory: Path, way: str, options: argparse.Namespace) -> None:
         from tuner.config.load import load_recipe
         from tuner.runtime.dist import RankInfo
-        from tuner.setup.build import assemble_model, build_train_state, mesh_of
+        from tuner.setup.build import build_train_state
         from tuner.setup.mock import full_rows
+        from tuner.setup.model import assemble_model
         from tuner.setup.resolve import resolve
+        from tuner.setup.specs import mesh_of
 
         self.micro, self.skew, self.vocabulary = -(-options.tokens // LENGTH), options.skew, options.vocabulary
         tree: dict[str, Any] = {

@@ -29,7 +29,8 @@ from tuner.run.begin import write_model_config
 from tuner.rundir.layout import CHECKPOINTS, MODEL_CONFIG, TOKENIZER
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import file_entries
-from tuner.setup.build import assemble_model, build_train_state, run_tensors
+from tuner.setup.build import build_train_state, run_tensors
+from tuner.setup.model import assemble_model
 from tuner.setup.probes import record_probes
 from tuner.setup.resolve import Resolved, resolve
 from tuner.train.step import forward_backward, optimizer_step

@@ -52,7 +52,8 @@ from tuner.model.router_loss import has_term, router_loss  # noqa: E402
 from tuner.parallel.expert import check_spread  # noqa: E402
 from tuner.parallel.mesh import Mesh  # noqa: E402
 from tuner.runtime.dist import RankInfo  # noqa: E402
-from tuner.setup.build import assemble_model, build_train_state  # noqa: E402
+from tuner.setup.build import build_train_state  # noqa: E402
+from tuner.setup.model import assemble_model  # noqa: E402
 from tuner.setup.resolve import resolve  # noqa: E402
 from tuner.train.step import forward_backward  # noqa: E402
 

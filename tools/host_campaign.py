@@ -140,8 +140,8 @@ def counted(model: Path) -> Iterator[dict[str, Any]]:
     from tuner.profile.devices import find_device
     from tuner.profile.predict import Target, predict
     from tuner.runtime.dist import RankInfo
-    from tuner.setup.build import meta_model_of
     from tuner.setup.resolve import resolve
+    from tuner.setup.specs import meta_model_of
     from tuner.train.optimizer import build_optimizer
 
     card = find_device("h100-80g")

@@ -38,7 +38,9 @@ from tests.fixtures.predict_cases import Case, cases, combinations, draw, drawn_
 from tests.fixtures.predict_counted import Figures, count_spread, resolved_case  # noqa: E402
 from tests.fixtures.predict_traced import predicted  # noqa: E402
 from tuner.errors import TunerError  # noqa: E402
-from tuner.setup.build import assemble_model, build_train_state, mesh_of
+from tuner.setup.build import build_train_state
+from tuner.setup.model import assemble_model
+from tuner.setup.specs import mesh_of
 
 PEAK_ALLOWED = 0.02
 

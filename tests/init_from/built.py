@@ -17,9 +17,10 @@ from tuner.config.recipe import Recipe
 from tuner.init_from.plan import InitPlan
 from tuner.model.build import model_config
 from tuner.runtime.dist import RankInfo
-from tuner.setup.build import assembled, assembly_spec, mesh_of, trainable_of
 from tuner.setup.initial import planned
+from tuner.setup.model import assembled
 from tuner.setup.resolve import model_spec, resolve
+from tuner.setup.specs import assembly_spec, mesh_of, trainable_of
 from tuner.setup.weight_facts import Built
 
 LORA = {"kind": "lora", "r": 4, "alpha": 8}

@@ -30,8 +30,8 @@ from tuner.profile.trials import How
 from tuner.profile.workload import workload
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.torch_private import FakeStore
-from tuner.setup.build import weight_parts
 from tuner.setup.settled import changed
+from tuner.setup.specs import weight_parts
 
 LAYERS, WIDTH, HEADS, KEY_HEADS, CHANNELS, FULL = 2, 32, 4, 2, 8, 4
 TOKENS = 90

@@ -20,7 +20,7 @@ from tuner.profile.report import sentence
 from tuner.profile.tracing import trace_step
 from tuner.profile.traffic import Traffic, TrafficCounter
 from tuner.runtime.torch_private import FakeStore, TorchDispatchMode
-from tuner.setup.build import meta_model_of
+from tuner.setup.specs import meta_model_of
 
 WIDTH, FULL, HALF = 6, 4, 2
 

@@ -162,7 +162,7 @@ def test_a_process_that_sees_one_device_of_its_own_takes_it(
     visible: int, rank_info: RankInfo, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tuner.runtime.device import DeviceFacts
-    from tuner.setup.build import _device
+    from tuner.setup.model import _device
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     assert device_index(rank_info) == index

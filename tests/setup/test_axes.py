@@ -16,11 +16,11 @@ from tuner.errors import MachineError, RecipeError
 from tuner.model.build import meta_model
 from tuner.runtime.dist import RankInfo
 from tuner.setup.axes import check_axes, possible_sizes, problem
-from tuner.setup.build import require_groups
 from tuner.setup.check import _check_processes
 from tuner.setup.findings import Findings
 from tuner.setup.resolve import check_division, resolve
 from tuner.setup.settled import Settled, data_processes, ways_to_shard, whole_batches
+from tuner.setup.specs import require_groups
 
 
 def llama(**values: Any) -> PretrainedConfig:

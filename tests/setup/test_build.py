@@ -19,8 +19,9 @@ from tuner.model.trainable import TrainableSpec
 from tuner.parallel.assemble import AssemblySpec
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
-from tuner.setup.build import _handed_on, _type_to_hand_on, assembled, assembly_spec, mesh_of, step_config_of
+from tuner.setup.model import _handed_on, _type_to_hand_on, assembled
 from tuner.setup.resolve import resolve
+from tuner.setup.specs import assembly_spec, mesh_of, step_config_of
 
 values: Any = tuner.parallel.values  # whose names are replaced in forked processes
 

@@ -13,7 +13,7 @@ from tests.fixtures import trainings
 from tests.fixtures.trainings import launch
 from tuner.cli.main import main
 from tuner.runtime.files import read_json
-from tuner.setup import build, proven
+from tuner.setup import model, proven
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +27,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def proofs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A name for each proof that is made; none was made before by this process."""
     made: list[str] = []
-    real: Callable[..., Any] = build.prove_route
+    real: Callable[..., Any] = model.prove_route
 
     def noted(root: Any, *given: Any) -> Any:
         made.append(type(root.model).__name__)
         return real(root, *given)
 
-    monkeypatch.setattr(build, "prove_route", noted)
+    monkeypatch.setattr(model, "prove_route", noted)
     monkeypatch.setattr(proven, "_known", {})
     return made
 

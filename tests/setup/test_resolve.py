@@ -13,8 +13,8 @@ from tuner.errors import ExitCode, MachineError, RecipeError
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.device import DeviceFacts
 from tuner.runtime.dist import RankInfo
-from tuner.setup.build import step_config_of
 from tuner.setup.resolve import Resolved, resolve
+from tuner.setup.specs import step_config_of
 
 GIB = 2**30
 NO_CXX = "there is no C++ compiler (g++)"

@@ -17,7 +17,8 @@ from tuner.config.other_parts import experts
 from tuner.errors import RecipeError
 from tuner.model.build import ModelSpec, build_model
 from tuner.runtime.dist import RankInfo
-from tuner.setup.build import Assembly, run_tensors, trained_count
+from tuner.setup.build import Assembly, run_tensors
+from tuner.setup.specs import trained_count
 from tuner.train.step import optimizer_step
 
 ADAPTER = {"kind": "lora", "r": 3, "dropout": 0.1, "experts": True}

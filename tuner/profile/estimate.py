@@ -17,8 +17,8 @@ from tuner.profile.traffic import Traffic
 from tuner.profile.workload import Workload
 from tuner.runtime.device import measured_peak
 from tuner.runtime.dist import RankInfo
-from tuner.setup.build import weight_parts
 from tuner.setup.settled import data_processes, rows_at_once, sharing
+from tuner.setup.specs import weight_parts
 
 if TYPE_CHECKING:
     from tuner.profile.tracing import Trace

@@ -18,8 +18,8 @@ from tuner.profile.search import Choice
 from tuner.profile.sizes import Sizes
 from tuner.profile.workload import workload
 from tuner.setup.axes import check_axes, possible_sizes
-from tuner.setup.build import mesh_of, meta_model_of, trainable_of, weight_parts
 from tuner.setup.settled import MICRO, changed, rows_at_once
+from tuner.setup.specs import mesh_of, meta_model_of, trainable_of, weight_parts
 
 PAYS = 0.95
 """What the estimated time of a step must come down to for the memory, or the arithmetic, that it costs."""

@@ -41,17 +41,10 @@ from tuner.profile.sizes import Sizes
 from tuner.profile.traffic import Traffic, TrafficCounter
 from tuner.runtime import host, phase, torch_private
 from tuner.runtime.dist import RankInfo
-from tuner.setup.build import (
-    assembly_spec,
-    build_train_state,
-    mesh_of,
-    meta_model_of,
-    run_tensors,
-    step_config_of,
-    teacher_in_memory,
-    teacher_spec,
-)
+from tuner.setup.build import build_train_state, run_tensors
+from tuner.setup.model import teacher_in_memory
 from tuner.setup.resolve import Resolved
+from tuner.setup.specs import assembly_spec, mesh_of, meta_model_of, step_config_of, teacher_spec
 from tuner.train.evaluate import batch_losses
 from tuner.train.step import TrainState, microbatch_terms, optimizer_step
 

@@ -17,7 +17,7 @@ from tuner.prove.training import Setting, train_layout, train_plain
 from tuner.prove.twin import Twin, make_twin
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import scratch_dir
-from tuner.setup.build import mesh_of, meta_model_of
+from tuner.setup.specs import mesh_of, meta_model_of
 
 STEPS = 20
 

@@ -37,8 +37,10 @@ from tuner.prove.twin import Twin
 from tuner.rundir.layout import MODEL_PREFIX
 from tuner.runtime.files import read_json, write_json
 from tuner.runtime.process import Collective, gloo_group
-from tuner.setup.build import assembled, assembly_spec, build_train_state, mesh_of, run_tensors, step_config_of
+from tuner.setup.build import build_train_state, run_tensors
+from tuner.setup.model import assembled
 from tuner.setup.resolve import model_spec
+from tuner.setup.specs import assembly_spec, mesh_of, step_config_of
 from tuner.train.step import TrainState, forward_backward, optimizer_step
 
 SPREAD = 0.1

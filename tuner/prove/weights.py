@@ -7,9 +7,10 @@ from tuner.data.building.spec import prepare_spec
 from tuner.model.probe import IsolationReport, require_isolation
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
-from tuner.setup.build import assembled, assembly_spec
+from tuner.setup.model import assembled
 from tuner.setup.resolve import resolve, takes_several
 from tuner.setup.settled import without_prediction
+from tuner.setup.specs import assembly_spec
 
 
 def prove_weights(recipe: Recipe) -> tuple[IsolationReport, str]:

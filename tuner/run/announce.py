@@ -10,9 +10,9 @@ from tuner.model.vetting import ignored_code, untrained_indexer, weighs_routers
 from tuner.runtime.console import Console
 from tuner.runtime.device import TO_COMPILE, compiler_problem, triton_problem
 from tuner.runtime.dist import RankInfo
-from tuner.setup.build import mesh_of, trained_count
 from tuner.setup.resolve import Resolved
 from tuner.setup.settled import in_groups, rows_at_once
+from tuner.setup.specs import mesh_of, trained_count
 from tuner.setup.timetable import Rates, Timetable
 
 

@@ -25,9 +25,9 @@ from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.environment import command_line
 from tuner.runtime.stop import undone
-from tuner.setup.build import require_groups
 from tuner.setup.resolve import check_division
 from tuner.setup.settled import reopened, with_batch_of, with_whole_batches
+from tuner.setup.specs import require_groups
 
 if TYPE_CHECKING:
     from tuner.run.tasks.export import Exporter

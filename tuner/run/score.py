@@ -24,9 +24,11 @@ from tuner.runtime.deterministic import tf32_products
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import read_json
 from tuner.runtime.process import process_group
-from tuner.setup.build import assemble_model, check_fits, held_out_rows, mesh_of
+from tuner.setup.build import check_fits, held_out_rows
+from tuner.setup.model import assemble_model
 from tuner.setup.resolve import Resolved, quantizer_facts, resolve
 from tuner.setup.settled import AXES, rows_at_once
+from tuner.setup.specs import mesh_of
 from tuner.train.evaluate import ByTerms, Evaluation, HeldOut, evaluate
 from tuner.train.methods.method import build_method
 from tuner.train.step import StepConfig

@@ -30,7 +30,8 @@ from tuner.runtime.console import Console
 from tuner.runtime.device import to_device
 from tuner.runtime.files import sha256_file
 from tuner.runtime.process import Collective, gloo_group
-from tuner.setup.build import Assembly, assemble_teacher
+from tuner.setup.build import Assembly
+from tuner.setup.model import assemble_teacher
 from tuner.setup.teacher import teacher_model
 from tuner.train.methods.distill import Distill
 

@@ -17,7 +17,8 @@ from tuner.rundir.directory import RunDir
 from tuner.rundir.exports import version_dirs
 from tuner.rundir.teachers import TeacherEntry, Teachers, read_teachers
 from tuner.runtime.process import Collective, gloo_group
-from tuner.setup.build import Assembly, assemble_teacher
+from tuner.setup.build import Assembly
+from tuner.setup.model import assemble_teacher
 from tuner.setup.teacher import check_teacher, files_read, incomplete, newest_teacher
 from tuner.setup.weight_facts import WeightFacts
 

@@ -28,7 +28,7 @@ from tuner.model.vetting import holds_codes, require_known_losses
 from tuner.parallel.assemble import recomputed_count
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.safetensors_header import read_header
-from tuner.setup.build import check_fits, held_out_rows, mesh_of, meta_model_of, trainable_of
+from tuner.setup.build import check_fits, held_out_rows
 from tuner.setup.findings import Findings
 from tuner.setup.resolve import (
     ROUTES,
@@ -40,6 +40,7 @@ from tuner.setup.resolve import (
     require_axes,
     route_for,
 )
+from tuner.setup.specs import mesh_of, meta_model_of, trainable_of
 from tuner.train.evaluate import check_metric, require_metric, source_names
 from tuner.train.methods.method import check_logits
 from tuner.train.optimizer import chosen_groups, coded_matrices, hidden_matrices

@@ -7,9 +7,9 @@ from tuner.runtime.console import Console
 from tuner.runtime.device import host_memory
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
-from tuner.setup.build import trained_count, weight_parts
 from tuner.setup.less_memory import less_memory
 from tuner.setup.resolve import Resolved
+from tuner.setup.specs import trained_count, weight_parts
 from tuner.train.host_adamw import DOWN_BYTES, STATE_BYTES, UP_BYTES, buffer_bytes
 
 

@@ -114,7 +114,7 @@ def bytes_in_patches(place: Path) -> None:
 
 LAYERS = (
     train(
-        "setup/build.py:_prove",
+        "setup/model.py:_prove",
         {**RANDOM, "data.packing": True},
         {"data.packing": "auto"},
         change=bytes_in_patches,

@@ -7,8 +7,9 @@ from tuner.run.meta import GIVEN
 from tuner.run.parts.part import Before, Part, Preflight
 from tuner.runtime.console import Console
 from tuner.runtime.stop import StopSignals
-from tuner.setup.build import Assembly, trainable_of
+from tuner.setup.build import Assembly
 from tuner.setup.resolve import Resolved
+from tuner.setup.specs import trainable_of
 
 
 class InitialWeights(Part):

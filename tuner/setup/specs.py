@@ -1,0 +1,133 @@
+"""What a resolved recipe asks of the layers below, in their words: processes, what is made of the model, precision."""
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from tuner.config.methods import head_of
+from tuner.config.recipe import LowRankAdapter, Recipe
+from tuner.model.build import meta_model
+from tuner.model.documents import Padding
+from tuner.model.trainable import TrainableSpec
+from tuner.parallel.assemble import AssemblySpec, Kernels, Recompute
+from tuner.parallel.mesh import Mesh, MeshSpec
+from tuner.runtime.dist import RankInfo
+from tuner.setup.resolve import Resolved, quantize_of
+from tuner.setup.settled import changed, rows_at_once
+from tuner.train.step import StepConfig
+
+if TYPE_CHECKING:
+    from tuner.model.adapter import LoraSpec
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+"""The type of autocast by `train.precision`; under fp8, of all but the products that are made in it."""
+
+
+def require_groups(recipe: Recipe, rank_info: RankInfo) -> None:
+    """Raise MachineError where so many processes do not divide into a recipe's groups, whichever way is sharded."""
+    shard = "full" if recipe.parallel.shard == "auto" else recipe.parallel.shard
+    mesh_of(changed(recipe, {"parallel.shard": shard}), rank_info)
+
+
+def mesh_of(recipe: Recipe, rank_info: RankInfo) -> Mesh:
+    """The processes of a launch as a resolved recipe lays them out."""
+    parallel = recipe.parallel
+    return Mesh.of(rank_info, MeshSpec(parallel.shard, parallel.tensor, parallel.sequence, parallel.expert))
+
+
+def weight_parts(recipe: Recipe, rank_info: RankInfo) -> int:
+    """Over how many processes a resolved recipe splits the weights of one copy of its model, and their state."""
+    mesh = mesh_of(recipe, rank_info)
+    return mesh.axes.get("shard", 1) * mesh.tensor
+
+
+def step_config_of(recipe: Recipe, device: torch.device, mesh: Mesh) -> StepConfig:
+    """How a resolved recipe computes on a device."""
+    autocast = _autocast(device, recipe.train.precision)
+    whole = recipe.parallel.accumulate == "whole"
+    return StepConfig(device, autocast, recipe.train.max_grad_norm, recipe.seed, mesh, whole)
+
+
+def _autocast(device: torch.device, precision: str) -> Callable[[], AbstractContextManager[object]]:
+    if precision == "fp32":
+        return contextlib.nullcontext
+    # A pass uses each weight once: kept, the rounded copies of all layers would outlive what recomputing frees.
+    return lambda: torch.autocast(device.type, dtype=COMPUTED[precision], cache_enabled=False)
+
+
+def assembly_spec(resolved: Resolved) -> AssemblySpec:
+    """What a resolved recipe makes of the model."""
+    recipe = resolved.recipe
+    train = recipe.train
+    longest = int(recipe.data.max_length)
+    tokens = longest * rows_at_once(recipe)
+    return AssemblySpec(
+        trainable=trainable_of(recipe, resolved.new_ids),
+        seed=recipe.seed,
+        kernels=cast("Kernels", recipe.model.kernels),
+        recompute=cast("Recompute", train.gradient_checkpointing),
+        recomputed_layers=train.gradient_checkpointing_layers,
+        offload=train.offload_activations is True,
+        tiles=train.tiled_mlp is True,
+        padding=Padding(tokens, longest) if train.compile is True else None,
+        reshard_after_forward=recipe.parallel.reshard_after_forward,
+        rounded_to=COMPUTED.get(train.precision) if recipe.adapter.kind == "none" else None,
+        tokens=tokens,
+        rows=tuple(pattern for item in recipe.optimizer.rows for pattern in item.match),
+        step_tokens=longest * recipe.train.global_batch_size,
+        quantize=quantize_of(recipe),
+        float8=train.precision == "fp8",
+        route=resolved.route,
+    )
+
+
+def teacher_spec(taught: Resolved) -> AssemblySpec:
+    """What is made of a teacher: nothing of it is trained, computed again or compiled."""
+    spec = replace(assembly_spec(taught), trainable=TrainableSpec(nothing=True), rounded_to=None)
+    return replace(spec, recompute="none", offload=False, tiles=False, padding=None, float8=False, rows=())
+
+
+def trainable_of(recipe: Recipe, new_ids: range) -> TrainableSpec:
+    """Which parameters a recipe trains; ``new_ids`` are those of the tokens that it adds."""
+    lora = _lora_spec(recipe.adapter) if isinstance(recipe.adapter, LowRankAdapter) else None
+    return TrainableSpec(lora, recipe.model.freeze, new_ids, recipe.model.init == "random")
+
+
+def _lora_spec(adapter: LowRankAdapter) -> "LoraSpec":
+    from tuner.model.adapter import LoraSpec
+
+    return LoraSpec(
+        adapter.r,
+        adapter.alpha,
+        adapter.dropout,
+        adapter.target_modules,
+        adapter.use_rslora,
+        adapter.kind == "dora",
+        adapter.modules_to_save,
+        adapter.experts,
+    )
+
+
+def meta_model_of(resolved: Resolved, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The model that is trained, without storage; in another type where one is given."""
+    recipe = resolved.recipe
+    return meta_model(resolved.config, dtype or DTYPES[recipe.model.dtype], head_of(recipe.method))
+
+
+def trained_count(resolved: Resolved) -> int:
+    """How many of the parameters are trained, an adapter's included; counted on a model without storage.
+
+    Raises RecipeError for names of layers or parameters that the model does not have.
+    """
+    trainable = assembly_spec(resolved).trainable
+    if trainable.is_all:
+        return resolved.n_parameters
+    model = meta_model_of(resolved)
+    trainable.apply(model, resolved.recipe.seed)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
