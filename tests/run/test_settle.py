@@ -8,6 +8,7 @@ import socket
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,11 +109,13 @@ def test_a_choice_is_made_once_for_the_same_recipe_and_device(tmp_path: Path, mo
     monkeypatch.setattr(devices, "present_device", lambda kind: card)
     chosen: list[Path] = []
 
-    def choosing(recipe: Any, target: Any, prepared: Path) -> tuple[Settled, None]:
+    takes = SimpleNamespace(host_bytes=3 << 30)
+
+    def choosing(recipe: Any, target: Any, prepared: Path) -> tuple[Settled, Any]:
         assert target.limit_bytes % (128 << 20) == 0 and card.memory_bytes - target.limit_bytes < 128 << 20
         chosen.append(prepared)
         values = {MICRO: 2, LEVEL: "none", **MORE}
-        return Settled(values, dict.fromkeys(values, "room")), None
+        return Settled(values, dict.fromkeys(values, "room")), takes
 
     monkeypatch.setattr(choose, "choose", choosing)
     ranks = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
@@ -126,6 +129,13 @@ def test_a_choice_is_made_once_for_the_same_recipe_and_device(tmp_path: Path, mo
     answer_of({**job, "recipe": recipe_dict(wish(tmp_path, adapter={"kind": "lora"}))})
     answer_of({**job, "data": "/d/other"})
     assert len(chosen) == 3
+    before = [(card.host_bytes - (5 << 30), 0), (6 << 30, 0), (5 << 30, 1), (card.host_bytes, 1), (7 << 30, 0)]
+    for free, again in before:
+        monkeypatch.setattr(devices, "present_device", lambda kind, free=free: replace(card, host_bytes=free))
+        count = len(chosen)
+        assert answer_of(job) == answer
+        assert len(chosen) == count + again, f"{free >> 30} GiB of the host are free"
+    monkeypatch.setattr(devices, "present_device", lambda kind: card)
     for damage in ("{", '{"values": {"train.micro_batch_size": -1, "train.gradient_checkpointing": "none"}}', "[]"):
         for kept in (tmp_path / "c" / "choices").iterdir():
             kept.write_text(damage)

@@ -178,17 +178,25 @@ def answer_of(job: Mapping[str, Any]) -> dict[str, Any]:
     limit, host = (size // STEP_BYTES * STEP_BYTES for size in (device.memory_bytes, device.host_bytes))
     target = Target(device, rank_info, limit, host // rank_info.local_world_size)
     kept = Path(job["cache"]) / CHOICES / f"{_key(job, target)}.json"
-    with suppress(TunerError, OSError, KeyError, TypeError):
+    with suppress(TunerError, OSError, KeyError, TypeError, ValueError):
         known = read_json(kept)
         values, wanted = meaningful(known.get("values")), left_open(recipe, rank_info.world_size)
-        if set(values) == set(wanted):
+        if set(values) == set(wanted) and _is_alike(known, target):
             return {"values": values, "reasons": {key: str(known["reasons"][key]) for key in wanted}}
-    settled, _ = choose(recipe, target, Path(job["data"]))
+    settled, prediction = choose(recipe, target, Path(job["data"]))
     answer = {"values": dict(settled.values), "reasons": dict(settled.reasons)}
     with suppress(TunerError, OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)
-        write_json(kept, answer)
+        write_json(kept, {**answer, "host": [prediction.host_bytes, target.host_bytes]})
     return answer
+
+
+def _is_alike(known: Mapping[str, Any], target: Target) -> bool:
+    """Whether the host had as much free memory for a choice as it has now, or twice what the choice takes both times:
+    what is free of a host is never the same twice, and few choices ask for any."""
+    takes, had = (int(size) for size in known["host"])
+    has = target.host_bytes or 0
+    return had == has or 2 * takes <= min(had, has)
 
 
 def _key(job: Mapping[str, Any], target: Target) -> str:
@@ -201,7 +209,7 @@ def _key(job: Mapping[str, Any], target: Target) -> str:
         "config": hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else None,
         "data": Path(job["data"]).name,
         "ranks": {**job["ranks"], "rank": 0, "local_rank": 0},
-        "device": [target.device.shown, target.limit_bytes, target.host_bytes],
+        "device": [target.device.shown, target.limit_bytes],
         "versions": {name: _version(name) for name in LIBRARIES},
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
