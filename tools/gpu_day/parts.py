@@ -30,6 +30,7 @@ class Part:
 
 PARTS = (
     Part("machine", "parts.machine", 60, "device, driver and versions"),
+    Part("starts", "starts.starts", 300, "what is before the first step; methods with a reference"),
     Part("attention", "attention.correctness", 150, "values and gradients of packed attention, of every shape"),
     Part(
         "layers", "layers.correctness", 300, "gradients of layers recomputed, compiled, by liger's kernels, with LoRA"
