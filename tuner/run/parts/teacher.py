@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Teacher(Part):
-    """In memory beside the student, or as columns that were computed once (`method.top_k`)."""
+    """In memory next to the student, or as columns that were computed once (`method.top_k`)."""
 
     def __init__(self) -> None:
         self._versions: TeacherVersions | None = None

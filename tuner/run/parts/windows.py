@@ -1,4 +1,4 @@
-"""Data that arrive in windows (`data.windows`): the launch trains on the one at hand, and goes over to later ones."""
+"""Data that arrive in windows (`data.windows`): the launch trains on the current one, and goes over to later ones."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Windows(Part):
         check_reference(resolved.recipe)
 
     def derivation(self, resolved: Resolved, table: Timetable) -> str:
-        """The steps of the window at hand."""
+        """The steps of the current window."""
         from tuner.setup.window_course import window_words
 
         return window_words(resolved.recipe, table.plan, table.data_start)
@@ -109,10 +109,10 @@ class Windows(Part):
         return (WindowTask(context, self._opened, needs.log, needs.request, needs.time_left),)
 
     def source(self, prepared: Prefetcher) -> BatchSource:
-        """The rows of the window at hand, and then those of later ones."""
+        """The rows of the current window, and then those of later ones."""
         self._opened.rows = prepared
         return prepared
 
     def state(self, step: int) -> Mapping[str, Any]:
-        """The windows up to the one at hand."""
+        """The windows up to the current one."""
         return {"windows": self._opened.as_state()}
