@@ -33,6 +33,7 @@ from tuner.train.adamw_parts import (
 from tuner.train.adamw_update import update
 from tuner.train.moment_codes import BLOCK, CodeMap, code_map, placed, rows_of, scales_shape
 from tuner.train.stochastic import LANES, name_keys, step_keys
+from tuner.train.zeros import zeros_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -180,4 +181,4 @@ def _coded(parameter: torch.Tensor, maps: tuple[CodeMap, CodeMap]) -> dict[str, 
 
 
 def _numbers(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device) for name in MOMENTS}
+    return {name: zeros_like(parameter, torch.float32) for name in MOMENTS}

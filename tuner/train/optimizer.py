@@ -27,6 +27,7 @@ from tuner.model.freeze import select
 from tuner.parallel.fsdp import local
 from tuner.runtime.torch_private import divide_
 from tuner.runtime.warned import pass_on
+from tuner.train.zeros import zeros_like
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -332,8 +333,8 @@ def _adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float)
     for parameter in (parameter for group in groups for parameter in group["params"]):
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg": zeros_like(parameter),
+            "exp_avg_sq": zeros_like(parameter),
         }
     return optimizer
 
@@ -343,7 +344,7 @@ def _sgd(groups: list[dict[str, Any]], momentum: float, nesterov: bool) -> torch
     optimizer = torch.optim.SGD(groups, lr=0.0, momentum=momentum, nesterov=nesterov, fused=True)
     if momentum:
         for parameter in (parameter for group in groups for parameter in group["params"]):
-            optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
+            optimizer.state[parameter] = {"momentum_buffer": zeros_like(parameter)}
     return optimizer
 
 

@@ -20,6 +20,7 @@ from tuner.config.recipe import Optimizer
 from tuner.model.touched_rows import TouchedRows
 from tuner.runtime.device import target
 from tuner.train.adamw_update import CHUNK
+from tuner.train.zeros import zeros_like
 
 UPDATES = "row_updates"
 """The moment that counts the updates of each row, float32 ``[V]``."""
@@ -42,8 +43,8 @@ class RowAdamW(torch.optim.Optimizer):
         self._touched = dict(touched)
         for parameter in self._touched:
             self.state[parameter] = {
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
+                "exp_avg": zeros_like(parameter),
+                "exp_avg_sq": zeros_like(parameter),
                 UPDATES: torch.zeros(len(parameter), dtype=torch.float32, device=parameter.device),
             }
 

@@ -13,6 +13,7 @@ from torch import nn
 from tuner.config.optimizers import AdafactorOptimizer, MuonOptimizer
 from tuner.parallel.fsdp import sum_of_squares
 from tuner.parallel.layouts import Layout, added_up, map_whole_matrices
+from tuner.train.zeros import zeros_like
 
 SMALL_SQUARE = 1e-30
 """Added to squared gradients: the first epsilon of Adafactor's paper."""
@@ -196,7 +197,7 @@ class ShardedMuon(ShardedOptimizer):
         self._section, self._orthogonal = section, _Orthogonal(section.ns_steps)
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                self.state[parameter]["momentum_buffer"] = zeros_like(parameter)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
