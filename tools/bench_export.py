@@ -216,7 +216,7 @@ def dcp_rank(directory: Path, target: Path, rank: int, ranks: int) -> dict[str, 
     from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from tuner.checkpoint.load import open_checkpoint
+    from tuner.checkpoint.open import open_checkpoint
 
     index = open_checkpoint(directory / "run" / "checkpoints" / "step-1", verify=False).index()
     figures: dict[str, float] = {}

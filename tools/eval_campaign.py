@@ -156,7 +156,8 @@ def training(model: Path, tasks: list[Path], place: Path) -> dict[str, Any]:
 
 def weights_digest(checkpoint: Path) -> str:
     """The SHA-256 of a checkpoint's tensors."""
-    from tuner.checkpoint.load import content_sha256, open_checkpoint
+    from tuner.checkpoint.load import content_sha256
+    from tuner.checkpoint.open import open_checkpoint
 
     return content_sha256(open_checkpoint(checkpoint))
 

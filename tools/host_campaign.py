@@ -51,7 +51,8 @@ CARRIED = (1, 2, 4, -4, 1)
 def trained(directory: Path, offload: str, processes: int, words: list[str]) -> tuple[str, list[dict[str, Any]]]:
     """Train a run; the SHA-256 of its last checkpoint's tensors, and what the recipe determines in its log."""
     from tools.resume_campaign import launch
-    from tuner.checkpoint.load import content_sha256, newest
+    from tuner.checkpoint.load import content_sha256
+    from tuner.checkpoint.open import newest
 
     name = f"{offload}-{processes}"
     flags = ["--name", name, "--optimizer.offload", offload, *words]
@@ -87,7 +88,8 @@ def carried() -> Iterator[dict[str, Any]]:
     """States through every mesh."""
     from tests.train.synthetic import write_model
     from tools.resume_campaign import launch
-    from tuner.checkpoint.load import content_sha256, open_checkpoint
+    from tuner.checkpoint.load import content_sha256
+    from tuner.checkpoint.open import open_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="tuner-host-") as place:
         directory, first = Path(place), None
@@ -109,7 +111,8 @@ def carry(number: int, processes: int) -> None:
     import torch
 
     from tests.train.synthetic import assembly_for, recipe_for
-    from tuner.checkpoint.load import load_into, open_checkpoint
+    from tuner.checkpoint.load import load_into
+    from tuner.checkpoint.open import open_checkpoint
     from tuner.checkpoint.save import CheckpointDir, save
     from tuner.parallel.fsdp import local
     from tuner.runtime.dist import RankInfo

@@ -124,8 +124,8 @@ def training_trial(place: Place, point: str, number: int, rng: random.Random, re
 
 def _whole(run: Path) -> tuple[int | None, list[str]]:
     """The newest step that is saved, and what of the checkpoints is torn: each has its final name once it is whole."""
-    from tuner.checkpoint.load import open_checkpoint
     from tuner.checkpoint.manifest import step_dirs
+    from tuner.checkpoint.open import open_checkpoint
     from tuner.errors import DataError
 
     steps, problems = step_dirs(run / "checkpoints"), []

@@ -25,7 +25,8 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from tuner.checkpoint.load import content_sha256, newest
+from tuner.checkpoint.load import content_sha256
+from tuner.checkpoint.open import newest
 from tuner.config.load import load_recipe
 from tuner.run.main import train
 from tuner.run.options import LaunchOptions

@@ -24,7 +24,8 @@ from tests.multi import compact_worker, launcher  # noqa: E402
 
 def trained(directory: Path, way: str, worlds: list[int], steps: int) -> str:
     """The hash of what is left after so many steps at each of these numbers of processes."""
-    from tuner.checkpoint.load import content_sha256, open_checkpoint
+    from tuner.checkpoint.load import content_sha256
+    from tuner.checkpoint.open import open_checkpoint
 
     source, name = "-", "-".join(map(str, worlds))
     for number, world in enumerate(worlds):

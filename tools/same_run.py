@@ -135,7 +135,8 @@ print(digest.hexdigest())
 TENSORS = """
 import sys
 from pathlib import Path
-from tuner.checkpoint.load import content_sha256, open_checkpoint
+from tuner.checkpoint.load import content_sha256
+from tuner.checkpoint.open import open_checkpoint
 print(content_sha256(open_checkpoint(Path(sys.argv[1]))))
 """
 

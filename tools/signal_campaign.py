@@ -131,7 +131,7 @@ def is_running(pid: int) -> bool:
 
 def trial(directory: Path, number: int, way: str, rng: random.Random) -> dict[str, Any]:
     """One start and stop."""
-    from tuner.checkpoint.load import newest
+    from tuner.checkpoint.open import newest
 
     started = Started(directory, f"t{number}", beside=rng.random() < 0.5)
     wait_for_steps(started)

@@ -213,7 +213,7 @@ def _run_problems(run: Path, command: str, code: int, answer: str) -> list[str]:
 
     `resume` ends with 130 as long as it has not looked at its run.
     """
-    from tuner.checkpoint.load import newest
+    from tuner.checkpoint.open import newest
 
     warned: list[str] = []
     found = newest(run / "checkpoints", warned.append)

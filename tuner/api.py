@@ -103,7 +103,7 @@ def resume(
     `overrides` are keys that may change, such as ``{"train.stop_after": "100 steps"}``; `reset` allows more of them.
     """
     prepare_environment(os.environ)
-    from tuner.run.previous import resume_source
+    from tuner.run.status import resume_source
 
     return _launched(resume_source(_path(run), _overrides(overrides)), "must", None, dry_run, reset, quiet)
 
@@ -313,18 +313,19 @@ def _launched(
 ) -> RunResult:
     from tuner.run.changes import parse_reset
     from tuner.run.options import LaunchOptions
-    from tuner.run.previous import already_finished
+    from tuner.run.status import nothing_to_do, status_of
     from tuner.runtime.console import Console
     from tuner.runtime.dist import RankInfo
 
     level = _level(loaded.recipe.logging.level, quiet)
     options = LaunchOptions(start, prepared, dry_run=dry_run, reset=parse_reset(reset), level=level)
-    finished = already_finished(loaded, options, Console(RankInfo.from_environment().is_main, level))
-    if finished is not None:
+    main = RankInfo.from_environment().is_main
+    status = status_of(loaded, options, Console(main, level), hashes=main)
+    if (finished := nothing_to_do(status, loaded.recipe.export)) is not None:
         return finished
     from tuner.run.launch import launch
 
-    return launch(loaded, options)
+    return launch(loaded, options, status=status)
 
 
 def _target(loaded: LoadedRecipe, device: str | None, processes: str | None, memory: str | None) -> Target:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.states import full_state
 from tuner.checkpoint.index import read_index
-from tuner.checkpoint.load import newest, open_checkpoint
 from tuner.checkpoint.manifest import sealed
+from tuner.checkpoint.open import newest, open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError
 

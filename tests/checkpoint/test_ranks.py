@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.checkpoint.states import blank, equal, full_state
 from tests.fixtures.processes import run_ranks
-from tuner.checkpoint.load import content_sha256, load_into, newest, open_checkpoint, read_tensors
+from tuner.checkpoint.load import content_sha256, load_into, read_tensors
+from tuner.checkpoint.open import newest, open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.checkpoint.staging import Background, Staging
 from tuner.errors import DataError, MachineError, TunerError

@@ -14,14 +14,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from tests.checkpoint.states import blank, equal, full_state
-from tuner.checkpoint.load import (
-    content_sha256,
-    load_into,
-    newest,
-    open_checkpoint,
-    read_probe,
-    read_tensors,
-)
+from tuner.checkpoint.load import content_sha256, load_into, read_probe, read_tensors
+from tuner.checkpoint.open import newest, open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, prune, save
 from tuner.errors import DataError, MachineError
 from tuner.runtime import files

@@ -10,7 +10,8 @@ import torch
 
 from tests.checkpoint.states import equal, full_state
 from tests.fixtures.constructors import replace_constructor
-from tuner.checkpoint.load import content_sha256, open_checkpoint, read_tensors
+from tuner.checkpoint.load import content_sha256, read_tensors
+from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.checkpoint.staging import Staging
 from tuner.errors import MachineError

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.caches import new_cache
 from tests.fixtures import forked, trainings
-from tuner.checkpoint.load import newest
+from tuner.checkpoint.open import newest
 
 ROOT = Path(__file__).resolve().parents[2]
 # Several command lines in one process, each as a shell would give it: what counts here is not the start.

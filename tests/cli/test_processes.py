@@ -15,7 +15,7 @@ import pytest
 
 from tests.caches import new_cache
 from tests.fixtures import forked, trainings
-from tuner.checkpoint.load import newest
+from tuner.checkpoint.open import newest
 
 ROOT = Path(__file__).resolve().parents[2]
 # Imported by every Python of the test: a data error in the seventh step of rank 1.

@@ -111,7 +111,7 @@ def test_preparation_warns_of_rows_that_it_skips(place: Place) -> None:
 # Where a warning begins: what is called, as it is written. Each is the console's, or a parameter that is given it.
 CONSOLES = {"console", "self.console", "self._console"}
 PARAMETERS = {
-    "warn": {"checkpoint/load.py", "rundir/model_path.py", "rundir/origin.py", "export/source.py"},
+    "warn": {"checkpoint/open.py", "rundir/model_path.py", "rundir/origin.py", "export/source.py"},
     "warnings.warn": {"model/flash_versions.py"},  # Python's, which the console hears of while it trains
     "self.warn": {"run/tasks/export_process.py"},
     "self._warn": {"run/tasks/trackers/outbox.py", "profile/watch.py"},
@@ -144,7 +144,7 @@ def test_every_place_that_warns_does_so_through_the_console_or_the_outcome() -> 
             if keyword.arg in ("warn", "warned"):
                 assert ast.unparse(keyword.value) in GIVEN, f"{name}:{call.lineno} gives {ast.unparse(keyword.value)}"
     assert places.keys() >= {
-        "data/building/documents.py", "run/tasks/export.py", "profile/watch.py", "run/previous.py",
+        "data/building/documents.py", "run/tasks/export.py", "profile/watch.py", "run/status.py",
         "run/preflight.py", "run/tasks/save.py", "run/verify.py",
     }  # fmt: skip
     assert sum(places.values()) >= 15

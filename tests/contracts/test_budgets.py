@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.contracts.syntax import ROOT, modules, nodes, trees
 
-LINES = {"tuner": 59_520, "tests": 53_990, "tools": 20_920}
+LINES = {"tuner": 59_520, "tests": 54_020, "tools": 20_920}
 """Of code: without docstrings, comments and blank lines."""
 LAZY_IMPORTS, RECIPE_READS = 572, 117
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

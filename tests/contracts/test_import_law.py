@@ -44,9 +44,11 @@ HEAVY = {"torch", "transformers", "peft", "datasets", "liger_kernel", "accelerat
 NEVER_HEAVY = {"errors", "config", "data", "rundir"}
 # These may, but only inside a function.
 LAZILY_HEAVY = {"runtime", "cli", "api", ""}
+# These are loaded with torch only: they stand on its process groups, its private names and its CUDA runtime.
+HEAVY_MODULES = {f"tuner.runtime.{name}" for name in ("deterministic", "page_lock", "process", "torch_private")}
 # Who may see the whole recipe; everything else gets its own section or plain values.
 SEES_RECIPE = {"config", "setup", "profile", "prove", "ladder", "cli", "api"}
-RESOLVED_IN = ("run.preflight", "run.launch", "run.measure", "run.score", "run.tasks.export")
+RESOLVED_IN = ("run.preflight", "run.launch", "run.measure", "run.score", "run.tasks.export", "run.tasks.launch_tasks")
 ASKED_FOR = "tuner.run.parts."
 """Each says what in a recipe asks for it."""
 SEES_RECIPE_FILES = {f"tuner.{name}" for name in RESOLVED_IN}
@@ -152,8 +154,8 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def in_parts(parts: set[str]) -> dict[str, ast.Module]:
-    """The modules of some parts of the package."""
-    return {name: tree for name, tree in trees().items() if part(name) in parts}
+    """The modules of some parts of the package that are loaded without torch."""
+    return {name: tree for name, tree in trees().items() if part(name) in parts and name not in HEAVY_MODULES}
 
 
 def test_every_part_is_in_the_law() -> None:

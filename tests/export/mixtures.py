@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tests.export.runs import PROMPTS, write_run, write_tokenizer
 from tuner.api import export_hf
-from tuner.checkpoint.load import open_checkpoint, read_tensors
+from tuner.checkpoint.load import read_tensors
+from tuner.checkpoint.open import open_checkpoint
 from tuner.export.verify import last_logits
 from tuner.model.adapter import ADAPTER, LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model

@@ -24,7 +24,8 @@ from tests.export import runs
 from tests.export.runs import PROMPTS, write_base, write_run
 from tests.rundir import made
 from tuner.api import export_hf
-from tuner.checkpoint.load import open_checkpoint, read_probe, read_tensors
+from tuner.checkpoint.load import read_probe, read_tensors
+from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.cli.main import main
 from tuner.errors import DataError, MemoryLimitError, RecipeError, VerificationError

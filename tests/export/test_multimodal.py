@@ -26,7 +26,8 @@ from tests.export.runs import PROMPTS, write_run, write_tokenizer
 from tests.fixtures.trainings import launch
 from tests.model.tiny import FAMILIES, VOCAB
 from tuner.api import export_hf
-from tuner.checkpoint.load import open_checkpoint, read_probe
+from tuner.checkpoint.load import read_probe
+from tuner.checkpoint.open import open_checkpoint
 from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.export import multimodal, verify
 from tuner.generate import Prompt, Sampling, load_generator

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.export.runs import PROMPTS, write_base, write_run
 from tuner.api import export_hf
-from tuner.checkpoint.load import open_checkpoint, read_probe
+from tuner.checkpoint.load import read_probe
+from tuner.checkpoint.open import open_checkpoint
 from tuner.cli.main import main
 from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.export import quantized, verify

@@ -172,7 +172,8 @@ class Bench:
 
     def _note_steps(self, name: str, sound: Sound) -> None:
         """Hash every step in a run that keeps them all."""
-        from tuner.checkpoint.load import content_sha256, open_checkpoint
+        from tuner.checkpoint.load import content_sha256
+        from tuner.checkpoint.open import open_checkpoint
 
         self.restore(self.jobs[name].start)
         every = ("--checkpoint.every", "1 steps", "--checkpoint.keep", "99")
@@ -206,8 +207,9 @@ class Bench:
 
     def _half_made(self, sound: Sound) -> Iterator[str]:
         """Directories under a final name that are not whole."""
-        from tuner.checkpoint.load import content_sha256, open_checkpoint
+        from tuner.checkpoint.load import content_sha256
         from tuner.checkpoint.manifest import step_dirs
+        from tuner.checkpoint.open import open_checkpoint
         from tuner.data.building.cache import LEVELS, Entry, damages
         from tuner.errors import TunerError
 
@@ -231,7 +233,7 @@ class Bench:
                 yield f"half made: run.json ({error})"
 
     def _lost(self, committed: int | None) -> Iterator[str]:
-        from tuner.checkpoint.load import newest
+        from tuner.checkpoint.open import newest
 
         warnings: list[str] = []
         found = newest(self.root / RUN / "checkpoints", warnings.append)
@@ -241,7 +243,8 @@ class Bench:
             yield f"lost: step {committed} was committed, {step} is found"
 
     def _run_problems(self, sound: Sound) -> Iterator[str]:
-        from tuner.checkpoint.load import content_sha256, open_checkpoint
+        from tuner.checkpoint.load import content_sha256
+        from tuner.checkpoint.open import open_checkpoint
 
         log, samples = read_log(self.root / RUN)
         if log != sound.log:

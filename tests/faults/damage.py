@@ -55,7 +55,8 @@ def newest_dir(bench: Bench, start: str) -> list[Path]:
 
 def damage_trial(bench: Bench, point: DamagePoint) -> Verdict:
     """Damage one file, look for the newest checkpoint, and now and then let the run go on from the one before."""
-    from tuner.checkpoint.load import content_sha256, newest, open_checkpoint
+    from tuner.checkpoint.load import content_sha256
+    from tuner.checkpoint.open import newest, open_checkpoint
     from tuner.errors import DataError
 
     started = time.monotonic()

@@ -16,8 +16,9 @@ from tests.faults.calls import SPACE, Call
 from tests.faults.disk import MODES, Disk, lay_out
 from tests.faults.evidence import label
 from tests.faults.supervisor import Fault, Trace, supervise
-from tuner.checkpoint.load import content_sha256, newest, open_checkpoint
+from tuner.checkpoint.load import content_sha256
 from tuner.checkpoint.manifest import step_dirs
+from tuner.checkpoint.open import newest, open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, prune, save
 from tuner.errors import MachineError
 from tuner.runtime.files import sweep

@@ -23,7 +23,8 @@ from tests.init_from.built import (
 )
 from tests.train.synthetic import MAX_LENGTH
 from tuner.api import export_hf
-from tuner.checkpoint.load import newest, read_tensors
+from tuner.checkpoint.load import read_tensors
+from tuner.checkpoint.open import newest
 from tuner.model.adapter import LoraSpec
 from tuner.runtime.dist import RankInfo
 from tuner.setup.resolve import resolve

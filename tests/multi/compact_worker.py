@@ -8,7 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.train.synthetic import assembly_for, recipe_for
-from tuner.checkpoint.load import load_into, open_checkpoint
+from tuner.checkpoint.load import load_into
+from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group

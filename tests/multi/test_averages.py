@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 
 from tests.fixtures import trainings
 from tests.fixtures.trainings import lines
-from tuner.checkpoint.load import newest, read_tensors
+from tuner.checkpoint.load import read_tensors
+from tuner.checkpoint.open import newest
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.run.launch import launch

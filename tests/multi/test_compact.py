@@ -7,7 +7,8 @@ import pytest
 from tests.multi import compact_worker
 from tests.multi.launcher import run
 from tests.train.synthetic import write_model
-from tuner.checkpoint.load import content_sha256, open_checkpoint
+from tuner.checkpoint.load import content_sha256
+from tuner.checkpoint.open import open_checkpoint
 from tuner.runtime.dist import RankInfo
 
 WORKER = str(Path(compact_worker.__file__))

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fixtures import trainings
 from tests.multi.launcher import start
-from tuner.checkpoint.load import step_dirs
+from tuner.checkpoint.manifest import step_dirs
 
 # Layer 3 of 4 gives NaN on rank 1 from step 7 (index 6) on; the replay of the step meets it again.
 PLANTED = """

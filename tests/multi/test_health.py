@@ -10,7 +10,7 @@ import pytest
 
 from tests.fixtures import trainings
 from tests.multi.launcher import start
-from tuner.checkpoint.load import step_dirs
+from tuner.checkpoint.manifest import step_dirs
 
 PLANTED = """
 import sys, time

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fixtures import trainings
 from tests.multi.launcher import start
-from tuner.checkpoint.load import newest
+from tuner.checkpoint.open import newest
 
 CODE = """\
 def count(report, out, fail_at):

@@ -13,7 +13,8 @@ from tests.fixtures import processes
 from tests.fixtures.processes import run_ranks
 from tests.parallel.cut_rows import Case, write
 from tests.parallel.test_replicas import flip
-from tuner.checkpoint.load import content_sha256, load_into, open_checkpoint, read_tensors
+from tuner.checkpoint.load import content_sha256, load_into, read_tensors
+from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.parallel.fsdp import local
 from tuner.parallel.replicas import Copy, first_difference, sums_of

@@ -8,7 +8,8 @@ import torch
 from tests.multi import rows_worker
 from tests.multi.launcher import run
 from tests.train.synthetic import write_model
-from tuner.checkpoint.load import CheckpointInfo, open_checkpoint, read_tensors
+from tuner.checkpoint.load import read_tensors
+from tuner.checkpoint.open import CheckpointInfo, open_checkpoint
 from tuner.runtime.dist import RankInfo
 
 WORKER = str(Path(rows_worker.__file__))

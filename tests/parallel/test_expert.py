@@ -17,7 +17,8 @@ from tests.fixtures.processes import run_ranks
 from tests.model.tiny import SHAPE, family_config
 from tests.parallel.experts import both, differences
 from tests.train.synthetic import assembly_for, recipe_for
-from tuner.checkpoint.load import content_sha256, load_into, open_checkpoint
+from tuner.checkpoint.load import content_sha256, load_into
+from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from tests.fixtures.processes import run_ranks
 from tests.fixtures.spread import Spread, both, differences, whole_model
 from tests.model.tiny import VOCAB
-from tuner.checkpoint.load import load_into, open_checkpoint
+from tuner.checkpoint.load import load_into
+from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.model.root import CausalLM, trained_parameters
 from tuner.parallel.fsdp import local

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
 from tuner.api import export_hf
-from tuner.checkpoint.load import newest, open_checkpoint, read_tensors
+from tuner.checkpoint.load import read_tensors
+from tuner.checkpoint.open import newest, open_checkpoint
 from tuner.errors import DataError, RecipeError
 from tuner.export.averages import Weights
 from tuner.run.options import LaunchOptions

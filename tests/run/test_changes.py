@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.fixtures.trainings import launch
-from tuner.checkpoint.load import CheckpointInfo
+from tuner.checkpoint.open import CheckpointInfo
 from tuner.config.dump import recipe_dict
 from tuner.config.fields import fields
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
 from tuner.run.changes import ON_RESUME, UNREPORTED, Changes, changes, effect, freed_keys, moments_of, parse_reset
 from tuner.run.options import LaunchOptions
-from tuner.run.previous import require_recipe_of
+from tuner.run.status import require_recipe_of
 from tuner.runtime.console import Console
 
 

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from tests.fixtures.trainings import launch, lines, outcome
-from tuner.checkpoint.load import newest, read_tensors
+from tuner.checkpoint.load import read_tensors
+from tuner.checkpoint.open import newest
 from tuner.run.options import LaunchOptions
 from tuner.train.loss_scale import LOSS_SCALE
 

@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.fixtures.trainings import launch, outcome
 from tuner.api import export_hf
-from tuner.checkpoint.load import newest, read_tensors
+from tuner.checkpoint.load import read_tensors
+from tuner.checkpoint.open import newest
 from tuner.cli.runs import verify
 from tuner.errors import DataError, RecipeError
 from tuner.run.main import train
 from tuner.run.options import LaunchOptions, RunResult
-from tuner.run.previous import resume_source
+from tuner.run.status import resume_source
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 

@@ -65,7 +65,7 @@ class Counting(Part):
         return True
 
     def check(self, before: Before) -> None:
-        type(self).found.append(None if before.found is None else before.found.state["counted"])
+        type(self).found.append(None if before.status.checkpoint is None else before.status.checkpoint.state["counted"])
 
     def state(self, step: int) -> dict[str, int]:
         return {"counted": 7 * step}
@@ -113,7 +113,8 @@ class Drawing(Part):
         return True
 
     def placed(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:
-        self._batches, self._state = assembly.batches, 1 if ready.found is None else ready.found.state["drawn"]
+        checkpoint = ready.status.checkpoint
+        self._batches, self._state = assembly.batches, 1 if checkpoint is None else checkpoint.state["drawn"]
 
     def source(self, prepared: Prefetcher) -> BatchSource:
         return self

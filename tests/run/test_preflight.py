@@ -16,9 +16,9 @@ from tests.checkpoint.states import full_state
 from tests.fixtures import trainings
 from tests.fixtures.processes import run_ranks
 from tests.fixtures.trainings import launch
-from tuner.checkpoint import load
-from tuner.checkpoint.load import open_checkpoint
+from tuner.checkpoint import open as opening
 from tuner.checkpoint.manifest import sealed
+from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
@@ -30,7 +30,8 @@ from tuner.run import preflight as preflight_module
 from tuner.run.announce import _trained
 from tuner.run.options import LaunchOptions
 from tuner.run.parts.part import Preflight
-from tuner.run.preflight import agreed, preflight
+from tuner.run.preflight import preflight
+from tuner.run.status import RunStatus, agreed_status
 from tuner.rundir.directory import RunDir
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
@@ -46,18 +47,17 @@ def test_every_rank_takes_the_checkpoint_of_rank_0_or_none_does(tmp_path: Path) 
 
     def work(rank: int) -> None:
         ranks = Collective(gloo_group())
-        nothing: Any = None
         found = open_checkpoint(second if rank else first)
-        ready = Preflight(RunDir(tmp_path), {}, found, (), nothing, nothing, tmp_path, ())
-        mine = agreed(ready, LaunchOptions(), ranks)
-        assert mine.found is not None
-        assert mine.found.path == first
-        assert agreed(replace(ready, found=None), LaunchOptions(), ranks).found is None
-        lone = replace(ready, found=None if rank else found)
-        assert agreed(lone, LaunchOptions(), ranks).found.path == first  # type: ignore[union-attr]
+        status = RunStatus(RunDir(tmp_path), {}, found, ())
+        mine = agreed_status(status, LaunchOptions(), ranks)
+        assert mine.checkpoint is not None
+        assert mine.checkpoint.path == first
+        assert agreed_status(replace(status, checkpoint=None), LaunchOptions(), ranks).checkpoint is None
+        lone = replace(status, checkpoint=None if rank else found)
+        assert agreed_status(lone, LaunchOptions(), ranks).checkpoint.path == first  # type: ignore[union-attr]
         changed = replace(found, path=first, manifest=sealed({**found.manifest, "schema": 9 + rank}))
         with pytest.raises(DataError, match="rank 1: .*another manifest than rank 0 reads there"):
-            agreed(replace(ready, found=changed), LaunchOptions(), ranks)
+            agreed_status(replace(status, checkpoint=changed), LaunchOptions(), ranks)
 
     assert run_ranks(2, tmp_path, work) == [0, 0]
 
@@ -66,23 +66,23 @@ def test_tensors_are_hashed_by_rank_0_alone(tmp_path: Path, monkeypatch: pytest.
     trainings.prepare(tmp_path, 1)
     stopped = launch(tmp_path, train__stop_after="1 step")
     hashed: list[Path] = []
-    real = load.verify_shard
+    real = opening.verify_shard
 
     def counting(path: Path, *rest: Any) -> None:
         hashed.append(path)
         real(path, *rest)
 
-    monkeypatch.setattr(load, "verify_shard", counting)
+    monkeypatch.setattr(opening, "verify_shard", counting)
     loaded = load_recipe(tmp_path / "r.yaml", cwd=tmp_path)
     for hashes, wanted in ((False, 0), (True, 1)):
         hashed.clear()
-        ready = preflight(loaded, LaunchOptions("auto"), Console(main=False), hashes)
+        ready = preflight(loaded, LaunchOptions("auto"), Console(main=False), hashes=hashes)
         assert isinstance(ready, Preflight)
-        assert ready.found is not None
-        assert ready.found.path == stopped.checkpoint
+        assert ready.status.checkpoint is not None
+        assert ready.status.checkpoint.path == stopped.checkpoint
         assert len(hashed) == wanted
     record = json.loads((stopped.run_dir / "run.json").read_text())
-    assert ready.record == record
+    assert ready.status.record == record
 
 
 def test_the_plan_counts_what_is_trained(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines, outcome
-from tuner.checkpoint.load import newest
+from tuner.checkpoint.open import newest
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import DataError, RecipeError

@@ -19,7 +19,7 @@ from tuner.data.prepared import Row
 from tuner.errors import RecipeError, VerificationError
 from tuner.run import columns, reference
 from tuner.run.options import LaunchOptions
-from tuner.run.previous import resume_source
+from tuner.run.status import resume_source
 from tuner.runtime.files import read_json
 
 RESUME = LaunchOptions(resume="must")

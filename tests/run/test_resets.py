@@ -9,14 +9,15 @@ import pytest
 
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
-from tuner.checkpoint.load import CheckpointInfo, newest, read_tensors
+from tuner.checkpoint.load import read_tensors
+from tuner.checkpoint.open import CheckpointInfo, newest
 from tuner.config.overrides import Override
 from tuner.data.batches import GlobalBatches
 from tuner.errors import DataError, RecipeError
 from tuner.run.changes import Reset, parse_reset, resets_for
 from tuner.run.main import train
 from tuner.run.options import LaunchOptions, RunResult
-from tuner.run.previous import resume_source
+from tuner.run.status import resume_source
 from tuner.run.verify import verify_resume
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.fixtures.trainings import launch, lines, outcome
 from tuner.api import export_hf
-from tuner.checkpoint.load import newest, read_tensors
+from tuner.checkpoint.load import read_tensors
+from tuner.checkpoint.open import newest
 from tuner.errors import RecipeError
 from tuner.run.options import LaunchOptions
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
-from tuner.checkpoint.load import newest
 from tuner.checkpoint.manifest import step_dirs
+from tuner.checkpoint.open import newest
 from tuner.cli.train import _evaluated, launch_training
 from tuner.config.load import load_recipe
 from tuner.data.batches import GlobalBatches
@@ -22,7 +22,7 @@ from tuner.errors import DataError, DivergedError, MachineError, MemoryLimitErro
 from tuner.run import preflight
 from tuner.run.main import train
 from tuner.run.options import LaunchOptions, RunResult
-from tuner.run.previous import resume_source
+from tuner.run.status import resume_source
 from tuner.run.tasks import evaluate as evaluate_task
 from tuner.run.tasks.save import SaveTask
 from tuner.runtime.console import Console

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tuner.errors import MachineError
-from tuner.runtime.dist import RankInfo
-from tuner.runtime.process import first_host, rendezvous, threads_per_rank
+from tuner.runtime.dist import RankInfo, first_host, rendezvous, threads_per_rank
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {

@@ -19,7 +19,7 @@ from tests.fixtures.processes import wait_until_gone
 from tests.runtime.spawn_worker import work
 from tuner.errors import DataError, LostRankError, MachineError, TunerError
 from tuner.runtime import spawn
-from tuner.runtime.process import cores
+from tuner.runtime.dist import cores
 from tuner.runtime.spawn import run_ranks
 from tuner.runtime.warned import Warned, collected
 

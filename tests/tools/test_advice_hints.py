@@ -61,7 +61,7 @@ NOT_FOLLOWED: dict[str, tuple[str, ...]] = {
     ),
     "the command line finds it earlier, in words of its own; callers in Python meet it": (
         "ladder/rungs.py:rungs_of: write ladder", "model/probe.py:require_same_reach:",
-        "run/previous.py:resume_source: give th", "train/plan.py:plan_steps:",
+        "run/status.py:resume_source: give th", "train/plan.py:plan_steps:",
     ),
     "it is about a file of data that was made to do harm: the same rows written otherwise are rows": (
         "data/reading/block.py:: where", "data/reading/ipc_sizes.py:refuse_bombs:",

@@ -12,7 +12,8 @@ from tests.fixtures import forked
 from tests.ladder.ladders import ladder_tree, write_ladder_files
 from tools import ladder_campaign
 from tools.ladder_campaign import campaign, documents_of, fell_with_size, kill_points, misjudged, missing
-from tuner.checkpoint.load import content_sha256, newest
+from tuner.checkpoint.load import content_sha256
+from tuner.checkpoint.open import newest
 from tuner.ladder.marks import Mark
 from tuner.ladder.record import Ladder, RungRecord, read_ladder
 from tuner.ladder.rules import PlannedMark

@@ -14,7 +14,8 @@ import pytest
 from tests.fixtures import commands, forked
 from tests.ladder.ladders import write_ladder_files
 from tools.ladder_campaign import campaign
-from tuner.checkpoint.load import content_sha256, newest
+from tuner.checkpoint.load import content_sha256
+from tuner.checkpoint.open import newest
 from tuner.ladder.record import LADDER
 
 MARKS = [(1.0, "pre-decay", 4), (1.0, "post-decay", 6), (2.0, "pre-decay", 10), (2.0, "post-decay", 12)]

@@ -10,7 +10,8 @@ import torch
 
 from tests.model.tiny import family_config
 from tests.train.synthetic import assembly_for, recipe_for
-from tuner.checkpoint.load import load_into, open_checkpoint
+from tuner.checkpoint.load import load_into
+from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.config.load import load_recipe
 from tuner.config.other_parts import experts

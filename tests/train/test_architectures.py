@@ -21,7 +21,7 @@ from transformers import (
 
 import tuner
 from tests.model.tiny import SHAPE
-from tuner.checkpoint.load import newest
+from tuner.checkpoint.open import newest
 from tuner.config.paths import recipes_dir
 from tuner.errors import DataError, RecipeError
 from tuner.run import meta

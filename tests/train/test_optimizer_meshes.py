@@ -13,7 +13,8 @@ from torch import nn
 
 from tests.fixtures.processes import run_ranks
 from tests.parallel.meshes import STRIDED, cut, mesh_of, placed
-from tuner.checkpoint.load import content_sha256, load_into, open_checkpoint, read_tensors
+from tuner.checkpoint.load import content_sha256, load_into, read_tensors
+from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.checkpoint.staging import Staging
 from tuner.config.recipe import Optimizer

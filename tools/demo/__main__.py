@@ -63,7 +63,8 @@ checkpoint:
 
 TRUTHS = """
 import sys, pathlib
-from tuner.checkpoint.load import content_sha256, open_checkpoint
+from tuner.checkpoint.load import content_sha256
+from tuner.checkpoint.open import open_checkpoint
 for path in sys.argv[1:]:
     info = open_checkpoint(pathlib.Path(path))
     print(info.step, content_sha256(info))

@@ -17,7 +17,6 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from tuner.checkpoint.load import is_held, open_checkpoint
 from tuner.checkpoint.manifest import (
     INDEX_NAME,
     MANIFEST_SCHEMA,
@@ -27,6 +26,7 @@ from tuner.checkpoint.manifest import (
     step_dirs,
     step_name,
 )
+from tuner.checkpoint.open import is_held, open_checkpoint
 from tuner.checkpoint.staging import Staged
 from tuner.checkpoint.storage import WrittenFile, write_shards
 from tuner.errors import DataError, MachineError, TunerError

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tuner.errors import DataError
+from tuner.runtime.dist import cores
 from tuner.runtime.files import HASH_BLOCK_BYTES, regular_size
-from tuner.runtime.process import cores
 
 HASHERS = min(4, cores())
 """Threads that hash a file's chunks: one does 1 to 2 GB/s, less than a good disk writes."""

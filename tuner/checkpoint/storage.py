@@ -8,10 +8,11 @@ failure is raised on every rank. Bytes are hashed while they are written.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from tuner.checkpoint.index import DTYPE_NAMES, Index, TensorEntry, index_bytes, safetensors_header
+from tuner.checkpoint.index import TYPES, Index, TensorEntry, index_bytes
 from tuner.checkpoint.manifest import INDEX_NAME, shard_name
 from tuner.checkpoint.shard_hash import HASHERS, Chunk, read_bytes, shard_sha256
 from tuner.checkpoint.staging import Staged
@@ -43,6 +44,12 @@ if TYPE_CHECKING:
 
 INLINE_BYTES = 1 << 16
 """Below this size, handing a chunk to a thread costs more than hashing it."""
+
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, (torch_name, _) in TYPES.items()}
+"""The safetensors name of every dtype that can be saved."""
+
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,26 @@ def write_shards(
     return written
 
 
+def safetensors_header(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[tuple[int, int]]]:
+    """The length-prefixed header of a file that holds these tensors without gaps, padded to 8 bytes.
+
+    With it each tensor's byte span after the header. Given wide types first, every tensor starts at a multiple of its
+    item size.
+    """
+    fields: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    spans: list[tuple[int, int]] = []
+    end = 0
+    for name, dtype, shape in tensors:
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        fields[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        spans.append((start, end))
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, spans
+
+
 def _write_shard(path: Path, planner: _SavePlanner, plan: SavePlan) -> WrittenFile:
     items = sorted(plan.items, key=_file_order)
     facts = [_facts(item) for item in items]
@@ -143,7 +170,7 @@ def _index_of(metadata: Metadata, written: Sequence[WrittenFile]) -> Index:
     for name, facts in metadata.state_dict_metadata.items():
         assert isinstance(facts, TensorStorageMetadata)  # plans hold nothing else
         ordered = tuple(sorted(chunks[name], key=lambda chunk: chunk.offsets))
-        index[name] = TensorEntry(facts.properties.dtype, tuple(facts.size), ordered)
+        index[name] = TensorEntry(DTYPE_NAMES[facts.properties.dtype], tuple(facts.size), ordered)
     return index
 
 

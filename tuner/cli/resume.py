@@ -31,7 +31,7 @@ def resume(
     with console.doing(LOADING, at_once=True):
         from tuner.run.changes import parse_reset
         from tuner.run.options import LaunchOptions
-        from tuner.run.previous import resume_source
+        from tuner.run.status import resume_source
         from tuner.rundir.origin import warn_of_changed_file
 
     options = LaunchOptions("must", dry_run=dry_run, reset=parse_reset(reset))

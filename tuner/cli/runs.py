@@ -133,7 +133,7 @@ def _ways_to_whole(runs: Sequence[Run]) -> list[str]:
 @command("runs verify")
 def verify(runs: RunsArgument) -> Outcome:
     """Compare every file of every checkpoint with the SHA-256 that its manifest noted; exit 6 names what differs."""
-    from tuner.checkpoint.load import open_checkpoint
+    from tuner.checkpoint.open import open_checkpoint
     from tuner.rundir.given import sources_of
 
     found, left_out = _open(runs)

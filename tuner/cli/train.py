@@ -22,6 +22,7 @@ from tuner.cli.command import (
 )
 from tuner.errors import RecipeError, counted
 from tuner.runtime import startup
+from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import MANIFEST_NAME, read_json
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool)
 
     console = _console(loaded, verbose)
     options = replace(options, level=_level(loaded, verbose))
-    from tuner.run.previous import already_finished, launches_of, left_before
+    from tuner.run.status import launches_of, left_before, nothing_to_do, status_of
 
     run_dir = Path(loaded.recipe.output_dir)
     before = launches_of(run_dir) if options.resume == "never" else -1
@@ -114,14 +115,15 @@ def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool)
         return None if found is None else stopped_outcome(found)
 
     with stopped_as(left):
-        finished = already_finished(loaded, options, console)
-        if finished is not None:
-            return outcome_of(finished, console)
         try:
+            with startup.phase("data"), console.doing("checking the run directory"):
+                status = status_of(loaded, options, console, hashes=RankInfo.from_environment().is_main)
+            if (finished := nothing_to_do(status, loaded.recipe.export)) is not None:
+                return outcome_of(finished, console)
             with startup.phase(startup.LIBRARIES), console.doing(LOADING):
                 from tuner.run.launch import launch
 
-            result = launch(loaded, options)
+            result = launch(loaded, options, status=status)
         except KeyboardInterrupt:  # raised in order: by ranks that were cut short, or by what looks for a signal
             found = left_before(run_dir, before)
             if found is None:

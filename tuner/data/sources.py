@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.errors import DataError
-from tuner.runtime.process import cores
+from tuner.runtime.dist import cores
 
 if TYPE_CHECKING:
     from tuner.config.recipe import DataSource

@@ -12,7 +12,7 @@ from tuner.checkpoint.manifest import step_dirs, step_name
 from tuner.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
-    from tuner.checkpoint.load import CheckpointInfo
+    from tuner.checkpoint.open import CheckpointInfo
 
 _MEAN = re.compile(r"mean:(\d{1,6})")
 
@@ -48,7 +48,7 @@ def averaged_over(last: CheckpointInfo, weights: Weights) -> tuple[CheckpointInf
 
     ``last`` alone unless a mean is asked for. Raises DataError where there are too few, or one is damaged.
     """
-    from tuner.checkpoint.load import open_checkpoint
+    from tuner.checkpoint.open import open_checkpoint
 
     if weights.kind != "mean":
         return (last,)

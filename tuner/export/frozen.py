@@ -13,9 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from transformers import PreTrainedModel
 
-from tuner.checkpoint.index import DTYPES
 from tuner.checkpoint.load import require_same_base
-from tuner.checkpoint.storage import tensor_bytes
+from tuner.checkpoint.storage import DTYPES, tensor_bytes
 from tuner.errors import DataError
 from tuner.export.quantized import QuantizedBase, quantized_base
 from tuner.export.source import Source

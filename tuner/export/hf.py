@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.load import CheckpointHold, is_held
+from tuner.checkpoint.open import CheckpointHold, is_held
 from tuner.errors import DataError, MachineError, TunerError
 from tuner.export import verify
 from tuner.export.answers import Kept

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import torch
 
-from tuner.checkpoint.index import safetensors_header
-from tuner.checkpoint.storage import tensor_bytes
+from tuner.checkpoint.storage import safetensors_header, tensor_bytes
 from tuner.errors import DataError, TunerError
 from tuner.export.tensors import TensorSource
 from tuner.runtime.files import HASH_BLOCK_BYTES, fsync_dir, json_bytes, machine_error, write_all, write_new

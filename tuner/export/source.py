@@ -18,7 +18,7 @@ from tuner.rundir.record import best_value, read_run
 from tuner.rundir.run_json import is_run
 
 if TYPE_CHECKING:
-    from tuner.checkpoint.load import CheckpointInfo
+    from tuner.checkpoint.open import CheckpointInfo
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 

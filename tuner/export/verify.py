@@ -15,10 +15,9 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from tuner.checkpoint.index import DTYPE_NAMES
 from tuner.checkpoint.load import read_probe
 from tuner.checkpoint.manifest import PROBE_NAME
-from tuner.checkpoint.storage import tensor_bytes
+from tuner.checkpoint.storage import DTYPE_NAMES, tensor_bytes
 from tuner.config.methods import Head
 from tuner.data.encoding.loaded_template import LoadedTemplates
 from tuner.data.encoding.template import unless_refused

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from tuner.checkpoint.load import CheckpointInfo, read_tensors
+from tuner.checkpoint.load import read_tensors
+from tuner.checkpoint.open import CheckpointInfo
 from tuner.config.methods import Head
 from tuner.config.recipe import ModelSection
 from tuner.errors import DataError

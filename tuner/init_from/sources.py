@@ -16,8 +16,9 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tuner.checkpoint.index import DTYPE_NAMES, DTYPES
-from tuner.checkpoint.load import CheckpointInfo, read_tensor
+from tuner.checkpoint.load import read_tensor
+from tuner.checkpoint.open import CheckpointInfo
+from tuner.checkpoint.storage import DTYPE_NAMES, DTYPES
 from tuner.errors import DataError, RecipeError
 from tuner.model.experts import LORA_A as OF_EXPERTS
 from tuner.model.stored import Stored, stored_in, stored_tensors

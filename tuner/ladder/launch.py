@@ -9,7 +9,7 @@ from tuner.errors import RecipeError
 from tuner.ladder.rungs import Rung
 from tuner.run.launch import launch
 from tuner.run.options import LaunchOptions, RunResult
-from tuner.run.previous import already_finished
+from tuner.run.status import nothing_to_do, status_of
 from tuner.runtime.console import Console, Level
 from tuner.runtime.dist import RankInfo
 
@@ -49,8 +49,8 @@ def run_rungs(rungs: Sequence[Rung], level: Level, begins: Callable[[Rung], None
 
 def _run(rung: Rung, level: Level, begins: Callable[[Rung], None]) -> RungResult:
     options = LaunchOptions(resume="auto", level=level)
-    finished = already_finished(rung.loaded, options, Console(False, level))
-    if finished is not None:
+    status = status_of(rung.loaded, options, Console(False, level), hashes=RankInfo.from_environment().is_main)
+    if (finished := nothing_to_do(status, rung.loaded.recipe.export)) is not None:
         return RungResult(rung, finished, was_done=True)
     begins(rung)
-    return RungResult(rung, launch(rung.loaded, options), was_done=False)
+    return RungResult(rung, launch(rung.loaded, options, status=status), was_done=False)

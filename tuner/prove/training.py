@@ -12,8 +12,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from tuner.checkpoint.load import content_sha256, load_into, open_checkpoint, read_tensors
+from tuner.checkpoint.load import content_sha256, load_into, read_tensors
 from tuner.checkpoint.manifest import step_name
+from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.config.methods import head_of
 from tuner.data.batches import StepBatches

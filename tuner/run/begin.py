@@ -28,7 +28,7 @@ def begin_launch(
     ready: Preflight, loaded: LoadedRecipe, assembly: Assembly, options: LaunchOptions
 ) -> dict[str, Any]:
     """Fill the run directory and note the launch in its record, which is returned. Rank 0, under the run's lock."""
-    run, record, found = ready.run, ready.record, ready.found
+    run, record, found = ready.status.run, ready.status.record, ready.status.checkpoint
     if run.read_record() != record:
         raise MachineError(f"{run.path}: another launch used it meanwhile", hint="run the same command again")
     run.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,8 @@ def begin_launch(
         write_atomic(run.path / INIT_REPORT, given["report"].encode())
     # Where the user works, before where the recipe is: a resumed run reads it from its own directory.
     work_dirs = [Path.cwd(), *([loaded.path.parent] if loaded.path is not None else [])]
-    changed: dict[str, Any] = {"resets": [reset.as_state() for reset in ready.resets]} if ready.resets else {}
+    resets = ready.status.resets
+    changed: dict[str, Any] = {"resets": [reset.as_state() for reset in resets]} if resets else {}
     if record is not None and (options.reset or _skips_others(run, record, kept.train)):
         changed["recipe"] = recipe_dict(kept)
     record = run.begin(record, _facts(ready, loaded, assembly, options), work_dirs, changed)
@@ -85,15 +86,15 @@ def _facts(
     ready: Preflight, loaded: LoadedRecipe, assembly: Assembly, options: LaunchOptions
 ) -> dict[str, Any]:
     """What the record notes of this launch besides its command and versions."""
-    found, given = ready.found, options.handed_over
+    found, given = ready.status.checkpoint, options.handed_over
     return {
         "world_size": assembly.rank_info.world_size,
         "threads": torch.get_num_threads(),
         "device": assembly.resolved.facts.name,
         "cuda": torch.version.cuda,
-        **noted(loaded, ready.run.path),
+        **noted(loaded, ready.status.run.path),
         "from_step": 0 if found is None else found.step,
-        "began_from": str(found.path) if found is not None and ready.record is None else None,
+        "began_from": str(found.path) if found is not None and ready.status.record is None else None,
         "total_steps": assembly.timetable.plan.total_steps,
         **({"settled": dict(assembly.resolved.settled)} if assembly.resolved.settled else {}),
         **({} if assembly.reference is None else {"reference": dict(assembly.reference)}),

@@ -16,7 +16,7 @@ from tuner.errors import DataError, MachineError, RecipeError
 from tuner.setup.timetable import Starts
 
 if TYPE_CHECKING:
-    from tuner.checkpoint.load import CheckpointInfo
+    from tuner.checkpoint.open import CheckpointInfo
     from tuner.config.recipe import DataSection, DataSource, Optimizer
 
 Effect = Literal["safe", "warn", "refuse"]

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tuner.checkpoint.open import CheckpointInfo
 from tuner.data.building.cache import ColumnLevel, cache_path
 from tuner.data.building.columns import PART_ROWS, Builder, Columns, building
 from tuner.data.prepared import PackedRows, Row
@@ -41,9 +42,9 @@ class ColumnsInfo:
         return asdict(self)
 
     @staticmethod
-    def of_meta(meta: Mapping[str, Any], level: ColumnLevel) -> "ColumnsInfo | None":
-        """What a manifest's facts say of the columns of a level; None where they name none."""
-        noted = meta.get(level)
+    def of(checkpoint: CheckpointInfo | None, level: ColumnLevel) -> "ColumnsInfo | None":
+        """What a checkpoint says of the columns of a level; None where it names none."""
+        noted = None if checkpoint is None else checkpoint.meta.get(level)
         return None if noted is None else ColumnsInfo(**noted)
 
 

@@ -19,6 +19,7 @@ from tuner.errors import MachineError
 from tuner.run.main import train
 from tuner.run.options import JOB, RESULT, HandedOver, Job, LaunchOptions, RunResult
 from tuner.run.preflight import preflight, settled_for
+from tuner.run.status import RunStatus
 from tuner.rundir.directory import RunDir
 from tuner.runtime import startup
 from tuner.runtime.console import Console
@@ -61,11 +62,14 @@ class Placement:
             check_division(recipe, self.local)
 
 
-def launch(loaded: LoadedRecipe, options: LaunchOptions, own_process: bool = False) -> RunResult:
+def launch(
+    loaded: LoadedRecipe, options: LaunchOptions, own_process: bool = False, status: RunStatus | None = None
+) -> RunResult:
     """Train the recipe, in as many processes as it asks for, with its exports during and after the run.
 
     Where ranks start here, this process checks the recipe and the run directory and prepares the data, and takes no
-    part in training. A single one is this process, or with ``own_process`` one of its own. Raises TunerError children,
+    part in training. A single one is this process, or with ``own_process`` one of its own. ``status`` is what the
+    command saw of the run directory, which is looked at here without it. Raises TunerError children,
     with the failing rank's message and exit code; once the run is complete, the error of an export that failed; and
     KeyboardInterrupt.
     """
@@ -78,12 +82,12 @@ def launch(loaded: LoadedRecipe, options: LaunchOptions, own_process: bool = Fal
     main = place.rank_info.is_main
     console = Console(main, options.level)
     if options.dry_run:
-        return train(loaded, options, place.planned, console)
+        return train(loaded, options, place.planned, console, status=status)
     with _webhook(loaded.recipe, console, main) as webhook, _exports(loaded.recipe, console) as exporter:
         if place.local == 1 and not own_process:
-            result = train(loaded, options, place.rank_info, console, exporter)
+            result = train(loaded, options, place.rank_info, console, exporter, status)
         else:
-            result = _train_in_ranks(loaded, options, place, console)
+            result = _train_in_ranks(loaded, options, place, console, status)
         if exporter is not None and main:
             exporter.finish(result)
         if webhook is not None:
@@ -97,20 +101,22 @@ def _as_resumed(loaded: LoadedRecipe, processes: int) -> LoadedRecipe:
     return reopened(record, with_batch_of(record, loaded), processes)
 
 
-def _train_in_ranks(loaded: LoadedRecipe, options: LaunchOptions, place: Placement, console: Console) -> RunResult:
+def _train_in_ranks(
+    loaded: LoadedRecipe, options: LaunchOptions, place: Placement, console: Console, status: RunStatus | None
+) -> RunResult:
     from tuner.runtime.spawn import run_ranks
 
     processes = place.local
     with console.doing("checking the run directory and the data"):
-        ready = preflight(loaded, options, console)
+        ready = preflight(loaded, options, console, status)
     if isinstance(ready, RunResult):
         return ready
-    logs = ready.run.logs
+    logs = ready.status.run.logs
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MachineError(f"{logs}: {error.strerror}", hint="choose an output_dir that can be written") from error
-    checkpoint = None if ready.found is None else ready.found.path
+    checkpoint = None if ready.status.checkpoint is None else ready.status.checkpoint.path
     settled = settled_for(ready, loaded, options, place.planned, console, starts=True)
     parts = {part.name: plain for part in ready.parts if (plain := part.handed_over()) is not None}
     given = HandedOver(ready.data_dir.absolute(), checkpoint, tuple(command_line()), settled, parts)

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from tuner.checkpoint.load import newest
 from tuner.checkpoint.manifest import step_name
+from tuner.checkpoint.open import CheckpointInfo, newest
 from tuner.config.load import LoadedRecipe
 from tuner.errors import DivergedError, MachineError, MemoryLimitError, is_out_of_memory, memory_line
 from tuner.run.announce import announce_packing
@@ -17,8 +17,8 @@ from tuner.run.meta import require_same_data
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.run.parts.part import LaunchContext, Preflight
 from tuner.run.preflight import agreed, plan_launch, preflight
-from tuner.run.previous import run_result
-from tuner.run.state import outcome, restore, run_state
+from tuner.run.state import restore, run_state
+from tuner.run.status import RunStatus, outcome, run_result
 from tuner.run.tasks.launch_tasks import LaunchTasks, launch_tasks
 from tuner.run.tasks.log import HaltedError
 from tuner.rundir.directory import RunDir
@@ -48,23 +48,25 @@ def train(
     rank_info: RankInfo,
     console: Console,
     exporter: Exporter | None = None,
+    status: RunStatus | None = None,
 ) -> RunResult:
     """Train the recipe into its run directory. Every process of the run calls it.
 
-    ``exporter`` exports checkpoints during the run, from rank 0. Raises TunerError children; nothing that was saved
-    before is ever lost. A finished run with the same recipe is returned as it is.
+    ``exporter`` exports checkpoints during the run, from rank 0; ``status`` is what the command saw of the run
+    directory, which is looked at here without it. Raises TunerError children; nothing that was saved before is ever
+    lost. A finished run with the same recipe is returned as it is.
     """
     with startup.phase("data"), console.doing("checking the run directory and the data"):
-        ready = preflight(loaded, options, console, hashes=rank_info.is_main)
+        ready = preflight(loaded, options, console, status, hashes=rank_info.is_main)
     if isinstance(ready, RunResult):
         return ready
     with startup.phase("plan"), console.doing("planning the run"):
         resolved, total_steps = plan_launch(ready, loaded, options, rank_info, console)
     if options.dry_run:
         _check_launch(loaded, resolved, ready, rank_info)
-        return RunResult(ready.run.path, "planned", 0, total_steps, None, {"total_steps": total_steps})
+        return RunResult(ready.status.run.path, "planned", 0, total_steps, None, {"total_steps": total_steps})
     with (
-        _main_holds(hold(ready.run.path), ready.run, rank_info),
+        _main_holds(hold(ready.status.run.path), ready.status.run, rank_info),
         StopSignals(
             lambda name: console.say("stopping", f"{name}: after this step; repeat to stop at once")
         ) as signals,
@@ -80,9 +82,10 @@ def train(
             assembly = _built(ready, resolved, rank_info, console)
         if assembly.resolved.route != resolved.route:
             announce_packing(console, assembly.resolved, ready.data, planned=False)
-        if ready.found is not None:
-            reset, moves_on = pending(ready.resets, ready.found.step), any(part.moves_on for part in ready.parts)
-            require_same_data(ready.found, assembly, reset, "data" in reset or moves_on)
+        status = ready.status
+        if status.checkpoint is not None:
+            reset, moves_on = pending(status.resets, status.checkpoint.step), any(part.moves_on for part in ready.parts)
+            require_same_data(status.checkpoint, assembly, reset, "data" in reset or moves_on)
         for part in ready.parts:
             assembly = part.built(ready, assembly, console, signals)
         table, recipe = assembly.timetable, resolved.recipe
@@ -91,9 +94,11 @@ def train(
         for part in ready.parts:
             part.placed(ready, assembly, progress)
         record = Collective(gloo_group()).on_rank0(lambda: begin_launch(ready, loaded, assembly, options))
-        console.keep(ready.run.logs / log_name(rank_info.rank))
-        context = LaunchContext(ready.run, record, assembly, progress, ready.resets, console, signals, ready.parts)
-        return _run(context, ready, launch_tasks(context, ready.found, exporter))
+        console.keep(status.run.logs / log_name(rank_info.rank))
+        context = LaunchContext(
+            status.run, record, assembly, progress, status.resets, console, signals, ready.parts
+        )
+        return _run(context, status.checkpoint, launch_tasks(context, status.checkpoint, exporter))
 
 
 def _built(ready: Preflight, resolved: Resolved, rank_info: RankInfo, console: Console) -> Assembly:
@@ -120,19 +125,19 @@ def _check_launch(loaded: LoadedRecipe, resolved: Resolved, ready: Preflight, ra
     found.raise_any()
 
 
-def _run(context: LaunchContext, ready: Preflight, launch: LaunchTasks) -> RunResult:
+def _run(context: LaunchContext, begins: CheckpointInfo | None, launch: LaunchTasks) -> RunResult:
     """Train from where the run is to where this launch ends, and write down how it ended."""
     run, record, progress, tasks = context.run, context.record, context.progress, launch.tasks
     main = context.assembly.rank_info.is_main
     status: Status = "failed"
     why: str | None = None
     try:
-        if ready.found is not None:
-            if ready.found.path.parent == run.checkpoints:
-                progress.saved_step = ready.found.step  # it is there, whether or not it can be restored
+        if begins is not None:
+            if begins.path.parent == run.checkpoints:
+                progress.saved_step = begins.step  # it is there, whether or not it can be restored
             with startup.phase("checkpoint"), context.console.doing("loading checkpoint"):
-                restore(context, ready.found)
-        launch.cut_back(progress.step if ready.found is not None else -1, progress.evaluation_owed)
+                restore(context, begins)
+        launch.cut_back(progress.step if begins is not None else -1, progress.evaluation_owed)
         for part in context.parts:
             part.before_steps(context, tasks)
         finished = _loop(context, tasks)

@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from tuner.checkpoint.load import CheckpointInfo, require_same_base, require_same_quantizer
+from tuner.checkpoint.load import require_same_base, require_same_quantizer
+from tuner.checkpoint.open import CheckpointInfo
 from tuner.config.dump import recipe_dict
 from tuner.data.id_probes import ID_PROBES, read_probes, text_probes, write_probes
 from tuner.errors import DataError

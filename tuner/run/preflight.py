@@ -3,8 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-from tuner.checkpoint.load import CheckpointInfo, open_checkpoint
-from tuner.checkpoint.manifest import SEAL
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import Recipe
@@ -14,13 +12,19 @@ from tuner.data.prepared import WAY_TO_NAME, open_prepared
 from tuner.errors import DataError, RecipeError
 from tuner.model.build import fetch_weights
 from tuner.run.announce import announce, announce_packing
-from tuner.run.changes import changes, freed_keys, moments_of, resets_for
+from tuner.run.changes import changes, freed_keys, moments_of
 from tuner.run.options import HandedOver, LaunchOptions, RunResult
 from tuner.run.parts.listed import parts_of
 from tuner.run.parts.part import Before, Preflight
-from tuner.run.previous import find_checkpoint, finished_result, require_recipe_of, warn_of_changes
 from tuner.run.settle import Place, on_cuda, run_before, settle
-from tuner.rundir.directory import RunDir
+from tuner.run.status import (
+    RunStatus,
+    agreed_status,
+    require_recipe_of,
+    status_from,
+    status_of,
+    warn_of_changes,
+)
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective
@@ -30,27 +34,25 @@ from tuner.setup.timetable import few_steps, rates, timetable
 
 
 def preflight(
-    loaded: LoadedRecipe, options: LaunchOptions, console: Console, hashes: bool = True
+    loaded: LoadedRecipe,
+    options: LaunchOptions,
+    console: Console,
+    status: RunStatus | None = None,
+    hashes: bool = True,
 ) -> Preflight | RunResult:
     """Look at the run directory, fetch the weights and prepare the data: what needs no device and no other process.
 
-    Without `hashes` the checkpoint's tensors are left to another rank to check. The result of a run that is finished
-    already. Raises TunerError children; only prepared data is written.
+    A run's ``status`` that is known already is not asked for again. Without `hashes` the checkpoint's tensors are left
+    to another rank to check. The result of a run that is finished already. Raises TunerError children; only prepared
+    data is written.
     """
     if options.handed_over is not None:
         return _handed_over(loaded, options, options.handed_over, console)
+    status = status or status_of(loaded, options, console, hashes)
+    if status.finished is not None:
+        return status.finished
     recipe = loaded.recipe
-    run = RunDir(Path(recipe.output_dir))
-    record = run.read_record()
-    if options.reset and options.resume == "never":
-        raise RecipeError("--reset needs a run to resume", hint="add --resume auto, must or a PATH")
-    found = find_checkpoint(run, record, loaded, options, console, hashes)
-    resets = resets_for(record, found, options.reset)
-    if record is not None and not options.reset:
-        result = finished_result(run, record, found, loaded, options, console)
-        if result is not None:
-            return result
-    before, parts = Before(loaded, options, run, record, found, console), parts_of(recipe)
+    before, parts = Before(loaded, options, status, console), parts_of(recipe)
     for part in parts:
         part.check(before)
     if not options.dry_run:
@@ -63,47 +65,25 @@ def preflight(
         return directory
     if directory is None:
         directory = _data_dir(before.spec, options, console)
-    return Preflight(run, record, found, resets, before.spec, open_prepared(directory), directory, parts)
+    return Preflight(status, before.spec, open_prepared(directory), directory, parts)
 
 
 def agreed(ready: Preflight, options: LaunchOptions, ranks: Collective) -> Preflight:
-    """What rank 0 found of the checkpoint, whose tensors it hashed, on every rank. Collective.
-
-    Each rank looked for itself. Raises DataError on all where one reads another manifest at the same path.
-    """
-    mine = ready.found
-    chosen = ranks.on_all_ranks(lambda: None if mine is None else (str(mine.path), mine.manifest[SEAL]))
-    found: list[CheckpointInfo | None] = [mine]
-
-    def adopt() -> None:
-        if chosen[0] == chosen[ranks.rank]:
-            return
-        found[0] = None if chosen[0] is None else open_checkpoint(Path(chosen[0][0]), verify=False)
-        if found[0] is not None and chosen[0] is not None and found[0].manifest[SEAL] != chosen[0][1]:
-            raise DataError(
-                f"{found[0].path}: another manifest than rank 0 reads there",
-                hint="all processes must see one file system",
-            )
-
-    ranks.on_all_ranks(adopt)
+    """What rank 0 saw before the launch, on every rank. Collective."""
+    ready = replace(ready, status=agreed_status(ready.status, options, ranks))
     for part in ready.parts:
         ready = part.agree(ready, ranks)
-    if found[0] is mine:
-        return ready
-    return replace(ready, found=found[0], resets=resets_for(ready.record, found[0], options.reset))
+    return ready
 
 
 def _handed_over(loaded: LoadedRecipe, options: LaunchOptions, given: HandedOver, console: Console) -> Preflight:
     """What the process that started this rank has looked at and prepared a moment ago."""
-    run = RunDir(Path(loaded.recipe.output_dir))
-    record = run.read_record()
-    found = None if given.checkpoint is None else open_checkpoint(given.checkpoint, verify=False)
-    resets, parts = resets_for(record, found, options.reset), parts_of(loaded.recipe)
+    status, parts = status_from(given.checkpoint, loaded, options), parts_of(loaded.recipe)
     for part in parts:
         if (plain := given.parts.get(part.name)) is not None:
             part.take_over(plain)
-    spec = Before(loaded, options, run, record, found, console).spec
-    return Preflight(run, record, found, resets, spec, open_prepared(given.prepared), given.prepared, parts)
+    spec = Before(loaded, options, status, console).spec
+    return Preflight(status, spec, open_prepared(given.prepared), given.prepared, parts)
 
 
 def _data_dir(spec: PrepareSpec, options: LaunchOptions, console: Console) -> Path:
@@ -131,7 +111,7 @@ def settled_for(
     """
     if options.handed_over is not None:
         return options.handed_over.settled
-    before = run_before(ready.run.recipe(ready.record), ready.record, rank_info.world_size)
+    before = run_before(ready.status.run.recipe(ready.status.record), ready.status.record, rank_info.world_size)
     place = Place.of(ready.data_dir, ready.spec.cache_dir, options.dry_run, starts)
     return settle(loaded, before, rank_info, place, console)
 
@@ -143,7 +123,7 @@ def plan_launch(
 
     Raises RecipeError where this machine resolves the recipe to another run than the one that is resumed.
     """
-    run, record, found = ready.run, ready.record, ready.found
+    run, record, found = ready.status.run, ready.status.record, ready.status.checkpoint
     if not options.dry_run and rank_info.local_rank == 0 and on_cuda(loaded.recipe.train.device):
         from tuner.model.read_ahead import begin_reading  # while memory is predicted; a CPU needs its cores
 

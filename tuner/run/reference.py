@@ -39,10 +39,10 @@ def referred(ready: Preflight, assembly: Assembly, console: Console, is_stopping
     Collective. Raises what :func:`with_reference` and :func:`require_start` do.
     """
     if assembly.train_state.method.reference == "columns":
-        before = None if ready.found is None else ColumnsInfo.of_meta(ready.found.manifest["meta"], "reference")
+        before = ColumnsInfo.of(ready.status.checkpoint, "reference")
         work = Work(values_of(assembly), assembly.mesh, console, is_stopping)
         assembly = with_reference(assembly, ready.spec.cache_dir, before, work)
-    if ready.found is None:
+    if ready.status.checkpoint is None:
         with console.doing("comparing the model with its reference"):
             require_start(assembly, console)
     return assembly

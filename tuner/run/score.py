@@ -158,8 +158,7 @@ def _measured(
     from tuner.run.reference import cached_columns, with_row_columns
     from tuner.train.methods.preference import AnswersAlone
 
-    noted = trained.checkpoint.manifest["meta"] if isinstance(trained, RunCheckpoint) else {}
-    info = ColumnsInfo.of_meta(noted, "reference")
+    info = ColumnsInfo.of(trained.checkpoint if isinstance(trained, RunCheckpoint) else None, "reference")
     if info is not None and info.prepared_key == data.key:
         columns = cached_columns(cache_dir, info)
         return kind, replace(held, rows=with_row_columns(held.rows, columns["eval"])), by_terms

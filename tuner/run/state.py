@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tuner.checkpoint.load import CheckpointInfo, load_into
+from tuner.checkpoint.load import load_into
+from tuner.checkpoint.open import CheckpointInfo
 from tuner.run.changes import STATE, pending, resets_of, starts_of, updates_of
 from tuner.run.parts.part import LaunchContext
 from tuner.rundir.layout import EMA_PREFIX, MODEL_PREFIX
 from tuner.setup.build import Assembly, run_tensors
-from tuner.train.progress import METRICS
 
 
 def run_state(context: LaunchContext, finished: bool) -> dict[str, Any]:
@@ -20,12 +20,6 @@ def run_state(context: LaunchContext, finished: bool) -> dict[str, Any]:
     for part in context.parts:
         state |= part.state(context.progress.step)
     return state | {"finished": finished}
-
-
-def outcome(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the record says of a whole run by its last state: the best evaluation and, once it is finished, metrics."""
-    metrics = {"metrics": {key: state[key] for key in METRICS}} if state["finished"] else {}
-    return {"best": state["best"]} | metrics
 
 
 def restore(context: LaunchContext, found: CheckpointInfo) -> None:

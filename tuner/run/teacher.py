@@ -38,7 +38,7 @@ from tuner.train.methods.distill import Distill
 
 def taught(ready: Preflight, assembly: Assembly, console: Console, is_stopping: Callable[[], bool]) -> Assembly:
     """What a launch trains with: the teacher's columns are at its rows. Collective. Raises as :func:`with_teacher`."""
-    before = None if ready.found is None else ColumnsInfo.of_meta(ready.found.manifest["meta"], "teacher")
+    before = ColumnsInfo.of(ready.status.checkpoint, "teacher")
     work = Work(values_of(assembly), assembly.mesh, console, is_stopping)
     return with_teacher(assembly, ready.spec.cache_dir, before, work)
 

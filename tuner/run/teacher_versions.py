@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.load import CheckpointInfo
 from tuner.config.methods import DistillMethod
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.errors import DataError, RecipeError
 from tuner.model.build import ModelSpec, model_config
-from tuner.rundir.directory import RunDir
+from tuner.run.status import RunStatus
 from tuner.rundir.exports import version_dirs
 from tuner.rundir.teachers import TeacherEntry, Teachers, read_teachers
 from tuner.runtime.process import Collective, gloo_group
@@ -113,21 +112,15 @@ class TeacherVersions:
         return self.known
 
 
-def begin_versions(
-    method: DistillMethod,
-    run: RunDir,
-    record: Mapping[str, Any] | None,
-    found: CheckpointInfo | None,
-    cache_dir: Path,
-) -> TeacherVersions:
+def begin_versions(method: DistillMethod, status: RunStatus, cache_dir: Path) -> TeacherVersions:
     """The versions as a launch begins with them: as rank 0 has them noted, or the newest one. Collective.
 
     Raises DataError where the one that the run had is gone, RecipeError where there is none.
     """
-    step, directory = 0 if found is None else found.step, Path(method.teacher)
+    step, directory = 0 if status.checkpoint is None else status.checkpoint.step, Path(method.teacher)
 
     def begun() -> Teachers:
-        noted = _noted(run.path, record, found)
+        noted = _noted(status)
         if noted is None:
             noted = Teachers((TeacherEntry(step, newest_teacher(directory)[1].name, ""),), step)
         require_version(directory, noted.at(step))
@@ -149,19 +142,20 @@ def require_version(directory: Path, entry: TeacherEntry) -> Path:
     return path
 
 
-def _noted(run_dir: Path, record: Mapping[str, Any] | None, found: CheckpointInfo | None) -> Teachers | None:
+def _noted(status: RunStatus) -> Teachers | None:
     """The versions that a run has learned from, or the one that its checkpoint comes from; None where it begins."""
-    own = None if record is None else read_teachers(run_dir)
-    plain = None if found is None else found.state.get("teachers")
+    run_dir, checkpoint = status.run.path, status.checkpoint
+    noted = None if status.record is None else read_teachers(run_dir)
+    plain = None if checkpoint is None else checkpoint.state.get("teachers")
     saved = None if plain is None else Teachers.of(plain)
-    if own is None or found is None or saved is None:
-        return own or saved
-    if own.until(found.step).entries != saved.entries:
+    if noted is None or checkpoint is None or saved is None:
+        return noted or saved
+    if noted.until(checkpoint.step).entries != saved.entries:
         raise DataError(
-            f"{run_dir}: teachers.json and {found.path} name other teachers",
+            f"{run_dir}: teachers.json and {checkpoint.path} name other teachers",
             hint="start another run: --name NEW-NAME",
         )
-    return own
+    return noted
 
 
 def _shape(directory: Path) -> dict[str, Any]:

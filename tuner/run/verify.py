@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from tuner.checkpoint.load import CheckpointInfo, content_sha256, newest, open_checkpoint, read_tensors
+from tuner.checkpoint.load import content_sha256, read_tensors
 from tuner.checkpoint.manifest import step_dirs
+from tuner.checkpoint.open import CheckpointInfo, newest, open_checkpoint
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.errors import DataError, RecipeError, VerificationError, counted
 from tuner.run.changes import resets_of
 from tuner.run.launch import launch
 from tuner.run.options import LaunchOptions, Resume
-from tuner.run.previous import began, resume_source
+from tuner.run.status import began, resume_source
 from tuner.rundir.directory import RunDir
 from tuner.rundir.layout import CHECKPOINTS, METRICS
 from tuner.rundir.run_json import hold

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tuner.checkpoint.manifest import STEP, step_dirs, step_name
+from tuner.checkpoint.open import CheckpointInfo, newest, open_checkpoint
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.last_checkpoint import gone, last_step, way_to_whole
 from tuner.rundir.layout import CHECKPOINTS
 from tuner.rundir.links import require_no_links
 from tuner.rundir.run_json import is_run, read_record
-
-if TYPE_CHECKING:
-    from tuner.checkpoint.load import CheckpointInfo
 
 Which = Literal["newest", "best"] | int
 """Of a run's checkpoints: the last one, the one with the lowest loss, or that of a step."""
@@ -122,8 +120,6 @@ def with_remedies(error: DataError, path: Path) -> DataError:
 
 
 def _open(path: Path, shards: bool) -> CheckpointInfo:
-    from tuner.checkpoint.load import open_checkpoint
-
     try:
         return open_checkpoint(path, shards=shards)
     except DataError as error:
@@ -132,8 +128,6 @@ def _open(path: Path, shards: bool) -> CheckpointInfo:
 
 def _last(run_dir: Path, warn: Warn, shards: bool) -> CheckpointInfo:
     """The last checkpoint of a run. Raises DataError where it is not whole, and where there never was one."""
-    from tuner.checkpoint.load import open_checkpoint
-
     checkpoints, record = run_dir / CHECKPOINTS, _record(run_dir, warn)
     last = last_step(checkpoints, record)
     if last is None:
@@ -208,8 +202,6 @@ def _best_step(last: CheckpointInfo) -> int:
 
 def _remedies(path: Path) -> str | None:
     """What to type where the checkpoint in directory `path` is damaged or gone; None where nothing helps."""
-    from tuner.checkpoint.load import newest
-
     checkpoints = path.parent
     run_dir = checkpoints.parent
     match = STEP.fullmatch(path.name)

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch.utils import deterministic as module
+
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -19,9 +22,6 @@ def deterministic(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    import torch
-    from torch.utils import deterministic as module
-
     settings: Any = module
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -52,8 +52,6 @@ def tf32_products(wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    import torch
-
     products = torch.backends.cuda.matmul
     before = products.allow_tf32
     products.allow_tf32 = True

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from tuner.errors import MachineError, counted
-from tuner.runtime.process import cores
+from tuner.runtime.dist import cores
 
 if TYPE_CHECKING:
     import torch

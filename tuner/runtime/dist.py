@@ -84,3 +84,43 @@ def _slurm_local_size(values: Mapping[str, str], local_rank: int) -> int:
         counts += [int(match[1])] * int(match[2] or 1)
     node = _number(values, "SLURM_NODEID", 0)
     return counts[node] if node < len(counts) else local_rank + 1
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_per_rank(rank_info: RankInfo) -> int:
+    """Each local rank's share of the cores, at least one."""
+    return max(1, cores() // rank_info.local_world_size)
+
+
+def rendezvous(env: Mapping[str, str]) -> str:
+    """Where the ranks meet: `env://` under torchrun, else `tcp://host:port` derived from the SLURM step.
+
+    Raises MachineError when neither says where.
+    """
+    if "MASTER_ADDR" in env and "MASTER_PORT" in env:
+        return "env://"
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    job = env.get("SLURM_JOB_ID", "")
+    if not nodes or not job.isdigit():
+        raise MachineError(
+            "several processes were asked for but MASTER_ADDR and MASTER_PORT are not set",
+            hint="start them with torchrun or srun",
+        )
+    one_node = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES")) == "1"
+    host = env.get("MASTER_ADDR") or ("127.0.0.1" if one_node else first_host(nodes))
+    step = env.get("SLURM_STEP_ID", "0")
+    port = env.get("MASTER_PORT") or str(20_000 + (int(job) * 7 + int(step if step.isdigit() else 0)) % 10_000)
+    return f"tcp://{host}:{port}"
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a SLURM host list: `gpu[03-07,9],login` -> `gpu03`. Raises MachineError."""
+    match = re.match(r"([\w.-]+)(?:\[([\w-]+)[^\]]*\]([\w.-]*))?", nodes, flags=re.ASCII)
+    if match is None:
+        raise MachineError(f"cannot read the SLURM host list {nodes!r}", hint="set MASTER_ADDR and MASTER_PORT")
+    number = (match[2] or "").partition("-")[0]
+    return match[1] + number + (match[3] or "")

@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from tuner import __version__
-from tuner.runtime.process import cores
+from tuner.runtime.dist import cores
 
 PACKAGES = (
     "torch", "transformers", "peft", "liger-kernel", "tokenizers", "safetensors", "pyarrow", "numpy",

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from tuner.runtime.device import forget_cuda_error
-
-if TYPE_CHECKING:
-    import torch
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device of the process
 
@@ -19,8 +16,6 @@ def page_lock(block: torch.Tensor, device: torch.device) -> int:
     copy is right too, but whoever asks for it waits. The calling thread must have made ``device`` its own: the call
     makes a context on whatever device is the thread's.
     """
-    import torch
-
     code = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, _PORTABLE))
     if code:
         forget_cuda_error(device)
@@ -29,6 +24,4 @@ def page_lock(block: torch.Tensor, device: torch.device) -> int:
 
 def page_unlock(block: torch.Tensor) -> None:
     """Give back the lock of a block that was page-locked."""
-    import torch
-
     torch.cuda.cudart().cudaHostUnregister(block.data_ptr())

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous as meetings
 
 from tuner.errors import LostRankError, MachineError, MemoryLimitError, TunerError, is_out_of_memory, memory_line
 from tuner.runtime import phase
-from tuner.runtime.dist import RankInfo
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
-    from torch.distributed.distributed_c10d import Store
+from tuner.runtime.dist import RankInfo, rendezvous, threads_per_rank
 
 T = TypeVar("T")
 _store: tuple[tuple[str, int, int], Store] | None = None
@@ -47,9 +47,6 @@ def process_group(rank_info: RankInfo, device: str, timeout_s: float) -> Iterato
         yield
         return
     global _groups  # noqa: PLW0603
-    import torch
-    import torch.distributed as dist
-
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_per_rank(rank_info))
     own = torch.device("cuda", device_index(rank_info)) if device == "cuda" else None
@@ -100,7 +97,6 @@ def device_index(rank_info: RankInfo) -> int:
     It is the local rank, but 0 where the launcher shows each process one device of its own, as SLURM does with
     ``--gpus-per-task`` and ``--gpu-bind``. That two processes share none is checked where they meet.
     """
-    import torch
 
     return 0 if torch.cuda.device_count() == 1 < rank_info.local_world_size else rank_info.local_rank
 
@@ -110,7 +106,6 @@ def _require_own_devices(own: torch.device, group: ProcessGroup | None) -> None:
 
     Raises MachineError on every rank.
     """
-    import torch
 
     mine = (socket.gethostname(), str(torch.cuda.get_device_properties(own).uuid))
     seen: dict[tuple[str, str], int] = {}
@@ -153,9 +148,6 @@ def _meet(rank_info: RankInfo, timeout_s: float) -> Store:
     Where nobody listens, torch tries twice to connect, each time for as long as it is given.
     """
     global _store, _groups, _asked  # noqa: PLW0603 - as process-wide as the group that is made with it
-    from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous as meetings
-
     address = rendezvous(os.environ)
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}" if address == "env://" else address
     place = (where, rank_info.rank, rank_info.world_size)
@@ -173,8 +165,6 @@ def gloo_group(timeout_s: float | None = None) -> ProcessGroup | None:
     The first call in a process group makes it and is collective: every rank must make it together.
     """
     global _gloo  # noqa: PLW0603 - mirrors torch's own process-wide default group
-    import torch.distributed as dist
-
     if not dist.is_available() or not dist.is_initialized():
         return None
     world = dist.group.WORLD
@@ -185,8 +175,6 @@ def gloo_group(timeout_s: float | None = None) -> ProcessGroup | None:
 
 def another_gloo_group(timeout_s: float | None) -> ProcessGroup | None:
     """A further CPU group over all ranks, for the collectives of one thread; None in a single process. Collective."""
-    import torch.distributed as dist
-
     if not dist.is_available() or not dist.is_initialized():
         return None
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
@@ -202,9 +190,6 @@ def any_of(flags: Sequence[bool], group: ProcessGroup | None) -> tuple[bool, ...
     """`any_rank` of several flags in one collective of the CPU's; the device is not waited for."""
     if group is None:
         return tuple(flags)
-    import torch
-    import torch.distributed as dist
-
     votes = torch.tensor([int(flag) for flag in flags], dtype=torch.int32)
     dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=group)
     return tuple(bool(vote) for vote in votes.tolist())
@@ -223,8 +208,6 @@ class Collective:
     """All ranks of a group, or the only process when `group` is None. Every method is collective."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        import torch.distributed as dist
-
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
@@ -233,8 +216,6 @@ class Collective:
         """Run `work` on every rank; returns all results in rank order. Raises the first rank's exception everywhere."""
         if self.group is None:
             return [work()]
-        import torch.distributed as dist
-
         error: Exception | None = None
         result: T | None = None
         try:
@@ -260,8 +241,6 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 
 def is_lost_rank(error: BaseException) -> bool:
     """Whether an exception says that another process is gone or silent, in torch's, gloo's or NCCL's words."""
-    import torch.distributed as dist
-
     if is_out_of_memory(error):
         return False
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError | dist.DistBackendError):
@@ -271,8 +250,6 @@ def is_lost_rank(error: BaseException) -> bool:
 
 def _nccl_words(error: BaseException) -> str:
     """What NCCL says of an error of its own, without where in its sources it says so; empty for other errors."""
-    import torch.distributed as dist
-
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not isinstance(error, dist.DistBackendError) or not lines:
         return ""
@@ -280,50 +257,8 @@ def _nccl_words(error: BaseException) -> str:
     return lines[last] if last < len(lines) else lines[-1]
 
 
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def threads_per_rank(rank_info: RankInfo) -> int:
-    """Each local rank's share of the cores, at least one."""
-    return max(1, cores() // rank_info.local_world_size)
-
-
-def rendezvous(env: Mapping[str, str]) -> str:
-    """Where the ranks meet: `env://` under torchrun, else `tcp://host:port` derived from the SLURM step.
-
-    Raises MachineError when neither says where.
-    """
-    if "MASTER_ADDR" in env and "MASTER_PORT" in env:
-        return "env://"
-    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    job = env.get("SLURM_JOB_ID", "")
-    if not nodes or not job.isdigit():
-        raise MachineError(
-            "several processes were asked for but MASTER_ADDR and MASTER_PORT are not set",
-            hint="start them with torchrun or srun",
-        )
-    one_node = env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES")) == "1"
-    host = env.get("MASTER_ADDR") or ("127.0.0.1" if one_node else first_host(nodes))
-    step = env.get("SLURM_STEP_ID", "0")
-    port = env.get("MASTER_PORT") or str(20_000 + (int(job) * 7 + int(step if step.isdigit() else 0)) % 10_000)
-    return f"tcp://{host}:{port}"
-
-
-def first_host(nodes: str) -> str:
-    """The first name of a SLURM host list: `gpu[03-07,9],login` -> `gpu03`. Raises MachineError."""
-    match = re.match(r"([\w.-]+)(?:\[([\w-]+)[^\]]*\]([\w.-]*))?", nodes, flags=re.ASCII)
-    if match is None:
-        raise MachineError(f"cannot read the SLURM host list {nodes!r}", hint="set MASTER_ADDR and MASTER_PORT")
-    number = (match[2] or "").partition("-")[0]
-    return match[1] + number + (match[3] or "")
-
-
 def _leave() -> None:
     global _gloo  # noqa: PLW0603
-    import torch.distributed as dist
-
     _gloo = None
     if dist.is_initialized():
         # A group still held, if only by a cycle, outlives its end: its threads then meet the end of Python, and abort.

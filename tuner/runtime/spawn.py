@@ -21,9 +21,8 @@ from typing import Any, Literal
 
 from tuner.errors import ExitCode, LostRankError, MachineError, TunerError, rebuilt
 from tuner.runtime import phase
-from tuner.runtime.dist import log_name
+from tuner.runtime.dist import cores, log_name
 from tuner.runtime.files import read_json, scratch_dir, write_json
-from tuner.runtime.process import cores
 from tuner.runtime.stop import COUNTED_ABOVE, StopSignals, held_back
 from tuner.runtime.warned import note_warning, read_warned
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from tuner.errors import MachineError
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -137,8 +136,6 @@ def custom_body(function: Any) -> Callable[..., Any] | None:
 
 def operation(name: str) -> Any:
     """The default overload of an ATen operation that torch does not document."""
-    import torch
-
     return private_attribute(torch.ops.aten, name, _PREDICTION).default
 
 
@@ -150,8 +147,6 @@ def scaled_product(
     What their rows and columns are multiplied by is float32 ``[M, 1]`` and ``[1, N]``. Torch's public function
     (``torch.nn.functional.scaled_mm``) has no kernel for CPUs up to 2.13.
     """
-    import torch
-
     found: torch.Tensor = private_attribute(torch, "_scaled_mm", _FLOAT8)(
         left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype
     )
@@ -160,7 +155,7 @@ def scaled_product(
 
 def varlen_backward() -> Callable[..., Any] | None:
     """The backward pass of torch's flash attention over documents; without the name its own autograd differentiates."""
-    import torch.nn.attention.varlen
+    import torch.nn.attention.varlen  # which registers the operation
 
     found: Callable[..., Any] | None = getattr(torch.ops.torch_attn, "_varlen_attn_backward", None)
     return found
@@ -186,16 +181,12 @@ def allow_notes_in_checkpoints() -> None:
 
 def each_norm(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The norm of each tensor: on CUDA one launch for all of them, where torch has its private one."""
-    import torch
-
     fused = getattr(torch, "_foreach_norm", None)
     return fused(list(tensors)) if fused else [torch.linalg.vector_norm(tensor) for tensor in tensors]
 
 
 def divide_(tensors: Sequence[torch.Tensor], divisor: torch.Tensor) -> None:
     """Divide each tensor in place: on CUDA one launch for all of them, where torch has its private one."""
-    import torch
-
     if fused := getattr(torch, "_foreach_div_", None):
         fused(tensors, divisor)
     else:
@@ -205,8 +196,6 @@ def divide_(tensors: Sequence[torch.Tensor], divisor: torch.Tensor) -> None:
 
 def softmax_backward(upstream: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """The gradient of the scores along the last dimension, given that of their softmax ``share``; of its type."""
-    import torch
-
     if fused := getattr(torch, "_softmax_backward_data", None):
         gradient: torch.Tensor = fused(upstream, share, -1, share.dtype)
         return gradient

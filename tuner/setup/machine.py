@@ -17,8 +17,8 @@ from pathlib import Path
 from tuner.data.encoding.tokenizer_files import cache_root
 from tuner.errors import TunerError, counted
 from tuner.runtime.device import TO_COMPILE, VOLTA, DeviceFacts, compiler_problem, device_facts, host_memory
+from tuner.runtime.dist import cores
 from tuner.runtime.files import fsync_dir, fsync_path, scratch_dir
-from tuner.runtime.process import cores
 from tuner.setup.machine_check import Check, Status
 
 GIB = 1 << 30

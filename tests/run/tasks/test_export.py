@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tuner.checkpoint.load import CheckpointHold
+from tuner.checkpoint.open import CheckpointHold
 from tuner.checkpoint.save import prune
 from tuner.config.load import load_recipe
 from tuner.errors import DataError, ExitCode, MachineError, VerificationError

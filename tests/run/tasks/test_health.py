@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.fixtures import trainings
-from tuner.checkpoint.load import step_dirs
+from tuner.checkpoint.manifest import step_dirs
 from tuner.errors import ExitCode, MachineError, VerificationError
 from tuner.parallel.known_work import KnownProducts
 from tuner.run.options import LaunchOptions

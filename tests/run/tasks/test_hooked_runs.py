@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from tests.fixtures import trainings
-from tuner.checkpoint.load import newest
+from tuner.checkpoint.open import newest
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import MachineError, PluginError, RecipeError
 from tuner.run.main import train
 from tuner.run.options import LaunchOptions, RunResult
-from tuner.run.previous import resume_source
+from tuner.run.status import resume_source
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 

@@ -14,8 +14,9 @@ import pytest
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
 from tuner.checkpoint import storage
-from tuner.checkpoint.load import content_sha256, newest, open_checkpoint
+from tuner.checkpoint.load import content_sha256
 from tuner.checkpoint.manifest import step_dirs
+from tuner.checkpoint.open import newest, open_checkpoint
 from tuner.errors import DivergedError, MachineError
 from tuner.run.options import LaunchOptions
 from tuner.run.tasks import evaluate as evaluate_task

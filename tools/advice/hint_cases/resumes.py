@@ -56,7 +56,7 @@ def other_teacher(place: Path) -> None:
 
 CASES = (
     again(
-        "run/previous.py:resume_source: name its",
+        "run/status.py:resume_source: name its",
         {},
         AGAIN,
         start="begun",
@@ -65,7 +65,7 @@ CASES = (
         instead=True,
     ),
     again(
-        "run/previous.py:_own_checkpoint: resume it with",
+        "run/status.py:_own_checkpoint: resume it with",
         {},
         {"--resume": "must"},
         OTHER,
@@ -117,7 +117,7 @@ CASES = (
         dear=True,
     ),
     again(
-        "run/previous.py:find_checkpoint: resume",
+        "run/status.py:_require_same_branch",
         {},
         RESUMED,
         OTHER,
@@ -126,10 +126,10 @@ CASES = (
         dear=True,
     ),
     again(
-        "run/previous.py:_own_checkpoint: \N{SECTION SIGN}", {}, BEGINNING, OTHER, change=without_manifest, instead=True
+        "run/status.py:_own_checkpoint: \N{SECTION SIGN}", {}, BEGINNING, OTHER, change=without_manifest, instead=True
     ),
     again(
-        "run/previous.py:_way_from",
+        "run/status.py:_way_from",
         {"optimizer.lr": 1e-3, "name": "other"},
         {"--reset": "optimizer.arguments"},
         {"optimizer.lr": "auto"},

@@ -39,14 +39,14 @@ def after(site: str, recipe: dict[str, Any], *meant: Way, **more: Any) -> Case:
 
 
 LAUNCHES = (
-    after("run/previous.py:_another_recipe", {"optimizer.lr": 1e-3}, {"--reset": "optimizer.arguments",
+    after("run/status.py:_another_recipe", {"optimizer.lr": 1e-3}, {"--reset": "optimizer.arguments",
         "--resume": "must"}, OTHER),
-    after("run/previous.py:find_checkpoint: leave out", {}, {"--resume": None}, start="model",
+    after("run/status.py:_branch_point: leave out", {}, {"--resume": None}, start="model",
         words=f"{TRAIN} --resume must"),
-    after("run/previous.py:_own_checkpoint: resume it:", {}, RESUMED, OTHER, start="stopped", instead=True),
-    after("run/previous.py:resume_source: start it", {}, {RUN: ["train r.yaml"]}, start="model", words="resume runs/r",
+    after("run/status.py:_own_checkpoint: resume it:", {}, RESUMED, OTHER, start="stopped", instead=True),
+    after("run/status.py:resume_source: start it", {}, {RUN: ["train r.yaml"]}, start="model", words="resume runs/r",
           change=lambda place: (place / "runs/r").mkdir(parents=True), reading={"tuner train": "tuner train r.yaml"}),
-    after("run/preflight.py:preflight", {}, {"--resume": "auto"}, {"--resume": "must"},
+    after("run/status.py:status_of", {}, {"--resume": "auto"}, {"--resume": "must"},
         words=f"{TRAIN} --reset optimizer --resume never",
           reading={"auto, must or a PATH": "auto or --resume must"}),
     after("run/preflight.py:_data_dir: run tuner", {}, {RUN: ["prepare-data r.yaml"]}, {"--no-prepare": None},

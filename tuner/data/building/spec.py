@@ -17,8 +17,8 @@ from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import cache_root, load_tokenizer, tokenizer_directory
 from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError, RecipeError
+from tuner.runtime.dist import cores
 from tuner.runtime.files import read_json
-from tuner.runtime.process import cores
 
 if TYPE_CHECKING:
     from tuner.config.methods import Examples, Method

@@ -22,7 +22,7 @@ class InitialWeights(Part):
 
     def check(self, before: Before) -> None:
         """Match the sources with the model. Raises RecipeError with every problem, DataError for a damaged file."""
-        if before.found is not None:
+        if before.status.checkpoint is not None:
             return
         from tuner.setup.findings import Findings
         from tuner.setup.initial import check_initial
@@ -34,7 +34,8 @@ class InitialWeights(Part):
 
     def before_build(self, ready: Preflight, resolved: Resolved) -> Resolved:
         """What the run was given, where it began before."""
-        return resolved if ready.found is None else replace(resolved, given=ready.found.meta[GIVEN])
+        begins = ready.status.checkpoint
+        return resolved if begins is None else replace(resolved, given=begins.meta[GIVEN])
 
     def built(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
         """Say what was given now."""

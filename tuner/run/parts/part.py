@@ -11,13 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tuner.checkpoint.load import CheckpointInfo
 from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import Recipe
 from tuner.data.building.spec import PrepareSpec, prepare_spec
 from tuner.data.prepared import PreparedData
 from tuner.run.changes import Reset, starts_of
 from tuner.run.options import LaunchOptions, RunResult
+from tuner.run.status import RunStatus
 from tuner.run.tasks.log import LogTask
 from tuner.run.tasks.time_left import TimeLeft
 from tuner.rundir.directory import RunDir
@@ -40,10 +40,7 @@ class Before:
 
     loaded: LoadedRecipe
     options: LaunchOptions
-    run: RunDir
-    record: dict[str, Any] | None
-    found: CheckpointInfo | None
-    """The checkpoint to resume from."""
+    status: RunStatus
     console: Console
 
     @cached_property
@@ -57,11 +54,7 @@ class Before:
 class Preflight:
     """What is known before a launch: the run's directory and past, and its data."""
 
-    run: RunDir
-    record: dict[str, Any] | None
-    found: CheckpointInfo | None
-    resets: tuple[Reset, ...]
-    """All of the run; those at the step of `found` are this launch's to do."""
+    status: RunStatus
     spec: PrepareSpec
     data: PreparedData
     data_dir: Path
@@ -71,7 +64,7 @@ class Preflight:
     @property
     def starts(self) -> Starts:
         """Where each part of the run began last."""
-        starts = starts_of(self.resets)
+        starts = starts_of(self.status.resets)
         for part in self.parts:
             starts = part.starts(starts)
         return starts

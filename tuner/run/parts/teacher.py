@@ -50,7 +50,7 @@ class Teacher(Part):
             return resolved
         from tuner.run.teacher_versions import begin_versions
 
-        self._versions = begin_versions(method, ready.run, ready.record, ready.found, ready.spec.cache_dir)
+        self._versions = begin_versions(method, ready.status, ready.spec.cache_dir)
         return replace(resolved, teacher=str(self._versions.path))
 
     def built(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:

@@ -48,7 +48,7 @@ class Windows(Part):
         from tuner.run.windows.preparation import prepared_window
         from tuner.run.windows.start import begin_windows
 
-        begun = begin_windows(before.spec, before.run, before.record, before.found, before.options, before.console)
+        begun = begin_windows(before)
         if isinstance(begun, RunResult):
             return begun
         self._position = begun

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
+from tuner.config.recipe import EvalSection
 from tuner.data.prepared import Sample
 from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.log import LogTask
@@ -17,7 +18,6 @@ from tuner.runtime.console import LABEL_WIDTH, Updates, one_line
 from tuner.runtime.device import room_on
 from tuner.runtime.files import gib
 from tuner.runtime.process import any_rank, gloo_group
-from tuner.setup.settled import rows_at_once
 from tuner.train.evaluate import ByTerms, Evaluation, EvaluationCutError, HeldOut, answer_samples, evaluate
 from tuner.train.progress import best_after, finite
 from tuner.train.tasks import Event, Request, Task
@@ -57,12 +57,17 @@ class EvaluateTask(Task):
     """Evaluates when it is due, where there are held-out rows or tasks; a stop signal cuts it short, and it is owed."""
 
     def __init__(
-        self, context: LaunchContext, log: LogTask, samples: Records, tasks: "TaskScores | None" = None
+        self,
+        context: LaunchContext,
+        section: EvalSection,
+        log: LogTask,
+        samples: Records,
+        tasks: "TaskScores | None" = None,
     ) -> None:
         self._assembly, self._progress = context.assembly, context.progress
         self._console, self._signals = context.console, context.signals
         self._log, self._samples, self._tasks = log, samples, tasks
-        self._settings = self._assembly.resolved.recipe.eval
+        self._settings = section
         self._directory = context.run.path
         self._has_warned = False
 
@@ -137,7 +142,7 @@ class EvaluateTask(Task):
 
     def _measure(self, held: HeldOut) -> Evaluation:
         """The losses of the held-out rows. Raises EvaluationCutError on every rank where a signal came."""
-        state, at_once = self._assembly.train_state, rows_at_once(self._assembly.resolved.recipe)
+        state, at_once = self._assembly.train_state, self._assembly.batches.micro_batch_size
         rows = len(held.rows) if self._settings.max_rows is None else min(self._settings.max_rows, len(held.rows))
         at_a_time = at_once * state.step_config.mesh.data_size
 
@@ -146,7 +151,7 @@ class EvaluateTask(Task):
 
         with self._console.doing(between(0)) as doing:
             heed = self._heeding(doing, between)
-            own = ByTerms.of(state.method, self._assembly.resolved.recipe.train.global_batch_size)
+            own = ByTerms.of(state.method, self._assembly.batches.global_batch_size)
             return evaluate(state.root, state.step_config, held, at_once, self._settings.max_rows, heed, own)
 
     def _measure_averages(self, held: HeldOut) -> dict[str, float]:

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tuner.checkpoint.load import CheckpointHold
 from tuner.checkpoint.manifest import step_dirs, step_name
+from tuner.checkpoint.open import CheckpointHold
 from tuner.config.recipe import Recipe
 from tuner.errors import ExitCode, RecipeError, TunerError
 from tuner.export.hf import sweep_unfinished

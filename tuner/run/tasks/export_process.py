@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.load import CheckpointHold
+from tuner.checkpoint.open import CheckpointHold
 from tuner.config.numbers import byte_text
 from tuner.config.recipe import ExportSection
 from tuner.errors import ExitCode, MachineError, TunerError, rebuilt

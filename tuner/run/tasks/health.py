@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tuner.checkpoint.manifest import step_name
+from tuner.config.recipe import HealthSection
 from tuner.errors import MachineError, TunerError, VerificationError, counted
 from tuner.parallel.known_work import KnownProducts, odd_one_out, wrong_collective
 from tuner.parallel.replicas import Copy, first_difference, sums_of
@@ -34,13 +35,12 @@ class HealthTask(Task):
     What is not trained is also compared with what it was when the launch began, on each process by itself.
     """
 
-    def __init__(self, context: LaunchContext, log: LogTask) -> None:
+    def __init__(self, context: LaunchContext, section: HealthSection, log: LogTask) -> None:
         self._assembly, self._progress, self._console = context.assembly, context.progress, context.console
         self._log, self._run_dir = log, context.run.path
         self._checkpoints = context.run.checkpoints
-        recipe, table = self._assembly.resolved.recipe, self._assembly.timetable
-        self._before_saves = recipe.health.before_saves
-        self._due = cadence(recipe.health.every, table.plan, self._assembly.prepared.train.tokens_per_row)
+        self._before_saves, prepared = section.before_saves, self._assembly.prepared
+        self._due = cadence(section.every, self._assembly.timetable.plan, prepared.train.tokens_per_row)
         # Kept from before the first forward: a unit that is gathered shows other tensors.
         self._frozen = {
             name: parameter

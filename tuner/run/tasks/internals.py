@@ -2,12 +2,13 @@
 
 import json
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 
+from tuner.config.duration import Duration
 from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.log import LogTask
 from tuner.rundir.layout import METRICS
@@ -28,10 +29,9 @@ class InternalsTask(Task):
     update.
     """
 
-    def __init__(self, context: LaunchContext, log: LogTask) -> None:
+    def __init__(self, context: LaunchContext, every: Sequence[Duration], log: LogTask) -> None:
         assembly = context.assembly
         self._state, self._console, self._log = assembly.train_state, context.console, log
-        every = assembly.resolved.recipe.logging.internals
         self._due = cadence(every, assembly.timetable.plan, assembly.prepared.train.tokens_per_row)
         self._metrics = context.run.path / METRICS
         self._watch = StepWatch(self._state)

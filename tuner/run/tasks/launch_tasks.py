@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tuner.checkpoint.load import CheckpointInfo
+from tuner.checkpoint.open import CheckpointInfo
 from tuner.checkpoint.save import CheckpointDir
 from tuner.config.dump import recipe_dict
+from tuner.config.recipe import HealthSection, Recipe
 from tuner.run.meta import frozen_meta, run_meta, tokenizer_meta
 from tuner.run.parts.part import LaunchContext, TaskNeeds
 from tuner.run.tasks.console import ConsoleTask
@@ -60,16 +61,20 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     metrics, samples = (Records(run.path / name if main else None) for name in (METRICS, SAMPLES))
     from_step = 0 if found is None else found.step
     facts = RunFacts(run.path, context.run_id, progress.plan.total_steps, recipe_dict(recipe), from_step)
-    hooks = Hooks(_registrations(context), facts, progress)
+    hooks = Hooks(_registrations(context, recipe), facts, progress)
     meta = run_meta(assembly) | (tokenizer_meta(run) if main else {"tokenizer_files": {}})
     log = LogTask(progress, metrics, assembly.mfu, assembly.train_state.step_config.device)
-    health = _health(context, log)
+    health = _health(context, recipe.health, log)
     verify = (lambda: None) if health is None else health.before_save
     checkpoints = CheckpointDir(run.checkpoints, context.run_id)
-    saver = Saver(assembly, checkpoints, lambda: meta | frozen_meta(assembly), (metrics, samples), verify)
+    timeout_s = recipe.parallel.timeout.seconds
+    saver = Saver(
+        assembly, recipe.checkpoint, checkpoints, lambda: meta | frozen_meta(assembly), (metrics, samples), timeout_s,
+        verify,
+    )  # fmt: skip
     is_own = found is not None and found.path.parent == run.checkpoints
     resumed_from = found.path if found is not None and is_own else None
-    stop = StopTask(context)
+    stop = StopTask(context, recipe.train.stop_after)
     refresh_s = recipe.logging.console_every.seconds
     has_held_out, at_end = assembly.held_out is not None, recipe.checkpoint.at_end
     time_left = TimeLeft(Due.of(assembly.timetable, recipe.eval, has_held_out, at_end))
@@ -78,16 +83,16 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
         *([StartupTask(run, context.record, console, recipe.train.compile is True)] if main else []),
         hooks,
         *_exports(context, exporter, saver),
-        RecordTask(assembly, run.path, console),
-        *_prober(context),
+        RecordTask(assembly, recipe.profile.steps, run.path, console),
+        *_prober(context, recipe),
         saver,
         log,
         *_memory(assembly),
         stop,
-        *_measures(context, log),
+        *_measures(context, recipe, log),
         *([] if health is None else [health]),
         *_of_parts(context, needs, after_saves=False),
-        EvaluateTask(context, log, samples, _task_scores(context)),
+        EvaluateTask(context, recipe.eval, log, samples, _task_scores(context, recipe)),
         SaveTask(context, saver, log, samples, time_left, resumed_from),
         ConsoleTask(
             console, metrics, refresh_s, progress, time_left, recipe.train.compile is True, recipe.method.figures
@@ -105,10 +110,10 @@ def _memory(assembly: Assembly) -> list[Task]:
     return [MemoryTask(FreedMemory(facts.free_bytes // assembly.rank_info.local_world_size))]
 
 
-def _registrations(context: LaunchContext) -> list[Registration]:
+def _registrations(context: LaunchContext, recipe: Recipe) -> list[Registration]:
     """Trackers first, then the user's hooks in their order; none on ranks other than 0. Collective."""
     assembly, console = context.assembly, context.console
-    recipe, tokens = assembly.resolved.recipe, assembly.prepared.train.tokens_per_row
+    tokens = assembly.prepared.train.tokens_per_row
     built: list[Registration] = []
 
     def build() -> None:
@@ -123,13 +128,14 @@ def _registrations(context: LaunchContext) -> list[Registration]:
     return built
 
 
-def _prober(context: LaunchContext) -> list[Task]:
+def _prober(context: LaunchContext, recipe: Recipe) -> list[Task]:
     """The task that looks into modules, where the recipe asks for it. Raises RecipeError, on every rank alike."""
-    if not context.assembly.resolved.recipe.prober.steps:
+    if not recipe.prober.steps:
         return []
     from tuner.run.tasks.prober import ProberTask
 
-    return [ProberTask(context.assembly, context.run.path, context.console)]
+    skipped = recipe.train.steps_to_skip
+    return [ProberTask(context.assembly, recipe.prober, skipped, context.run.path, context.console)]
 
 
 def _of_parts(context: LaunchContext, needs: TaskNeeds, after_saves: bool) -> list[Task]:
@@ -137,13 +143,13 @@ def _of_parts(context: LaunchContext, needs: TaskNeeds, after_saves: bool) -> li
     return [task for part in context.parts if part.after_saves is after_saves for task in part.tasks(context, needs)]
 
 
-def _task_scores(context: LaunchContext) -> TaskScores | None:
+def _task_scores(context: LaunchContext, recipe: Recipe) -> TaskScores | None:
     """The tasks that evaluations score, where the recipe names any: others load nothing of them. Collective."""
-    if not context.assembly.resolved.recipe.eval.tasks:
+    if not recipe.eval.tasks:
         return None
     from tuner.run.tasks.task_scores import TaskScores
 
-    return TaskScores(context)
+    return TaskScores(context, recipe.eval.tasks, int(recipe.data.max_length), recipe.checkpoint.keep_best)
 
 
 def _exports(context: LaunchContext, exporter: Exporter | None, saver: Saver) -> list[Task]:
@@ -155,25 +161,24 @@ def _exports(context: LaunchContext, exporter: Exporter | None, saver: Saver) ->
     return [ExportTask(exporter, context, saver.prune)]
 
 
-def _health(context: LaunchContext, log: LogTask) -> HealthTask | None:
+def _health(context: LaunchContext, section: HealthSection, log: LogTask) -> HealthTask | None:
     """The task that checks devices and copies, where the recipe asks for it."""
-    health = context.assembly.resolved.recipe.health
-    if health.every is None and not health.before_saves:
+    if section.every is None and not section.before_saves:
         return None
     from tuner.run.tasks.health import HealthTask
 
-    return HealthTask(context, log)
+    return HealthTask(context, section, log)
 
 
-def _measures(context: LaunchContext, log: LogTask) -> list[Task]:
+def _measures(context: LaunchContext, recipe: Recipe, log: LogTask) -> list[Task]:
     """The tasks that measure ranks and layers in the steps of a cadence, where the recipe asks for it."""
-    recipe, found = context.assembly.resolved.recipe, list[Task]()
+    found = list[Task]()
     if recipe.health.times_every is not None:
         from tuner.run.tasks.rank_times import RankTimesTask
 
-        found.append(RankTimesTask(context, log))
+        found.append(RankTimesTask(context, recipe.health, log))
     if recipe.logging.internals is not None:
         from tuner.run.tasks.internals import InternalsTask
 
-        found.append(InternalsTask(context, log))
+        found.append(InternalsTask(context, recipe.logging.internals, log))
     return found

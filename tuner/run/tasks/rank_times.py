@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 
+from tuner.config.recipe import HealthSection
 from tuner.model.build import decoder_blocks
 from tuner.parallel.layer_clock import LayerClock
 from tuner.run.parts.part import LaunchContext
@@ -37,12 +38,11 @@ class RankTimesTask(Task):
     measurements in a row: it is named once, until it is as fast as they are.
     """
 
-    def __init__(self, context: LaunchContext, log: LogTask) -> None:
-        assembly = context.assembly
-        health, state = assembly.resolved.recipe.health, assembly.train_state
+    def __init__(self, context: LaunchContext, section: HealthSection, log: LogTask) -> None:
+        assembly, state = context.assembly, context.assembly.train_state
         self._console, self._log = context.console, log
-        self._due = cadence(health.times_every, assembly.timetable.plan, assembly.prepared.train.tokens_per_row)
-        self._factor = health.slow_rank
+        self._due = cadence(section.times_every, assembly.timetable.plan, assembly.prepared.train.tokens_per_row)
+        self._factor = section.slow_rank
         self._clock = LayerClock(decoder_blocks(state.root.model), state.step_config.device)
         self._taken: TakenStep | None = None
         self._was_slow: frozenset[int] = frozenset()

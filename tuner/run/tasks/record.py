@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class RecordTask(Task):
     """Its instruments are imported when they are needed: a training that records nothing does not depend on them."""
 
-    def __init__(self, assembly: Assembly, run_dir: Path, console: Console) -> None:
+    def __init__(self, assembly: Assembly, steps: Sequence[int], run_dir: Path, console: Console) -> None:
         self._assembly, self._directory, self._console = assembly, run_dir / PROFILE, console
-        self._steps = assembly.resolved.recipe.profile.steps
+        self._steps = steps
         last = assembly.timetable.plan.total_steps
         beyond = [str(step) for step in self._steps if step > last]
         if beyond:

@@ -11,6 +11,7 @@ import torch
 from tuner.checkpoint.manifest import step_name
 from tuner.checkpoint.save import CheckpointDir, prune, require_room, save
 from tuner.checkpoint.staging import Background, Staged, Staging
+from tuner.config.recipe import CheckpointSection
 from tuner.errors import MachineError
 from tuner.run.parts.part import LaunchContext
 from tuner.run.state import run_state
@@ -48,28 +49,28 @@ class Saver(Task):
     def __init__(
         self,
         assembly: Assembly,
+        section: CheckpointSection,
         checkpoints: CheckpointDir,
         meta: Callable[[], Mapping[str, Any]],
         records: Sequence[Records],
+        timeout_s: float,
         verify: Callable[[], None] = lambda: None,
     ) -> None:
-        recipe = assembly.resolved.recipe
-        self.checkpoints, self.verify = checkpoints, verify
+        self.section, self.checkpoints, self.verify = section, checkpoints, verify
         self._assembly, self._meta, self._records = assembly, meta, records
-        self._keep = recipe.checkpoint.keep
         self._protected: tuple[Path, ...] = ()
         """Of the last snapshot."""
         device = assembly.train_state.step_config.device
         self._on_cuda = device.type == "cuda"
         self._staging = Staging()
         self._thread = Background[Snapshot | None]("save", device if self._on_cuda else None)
-        self._in_background = all(Collective(gloo_group()).on_all_ranks(lambda: recipe.checkpoint.async_save is True))
+        self._in_background = all(Collective(gloo_group()).on_all_ranks(lambda: section.async_save is True))
         self._is_auto = "checkpoint.async_save" in assembly.resolved.reasons
         self._no_room: str | None = None
         """Why there is no memory for copies, on any rank; found by the thread, heeded when it was waited for."""
         self._to_say: list[str] = []
         if self._in_background:
-            self._thread_ranks = Collective(another_gloo_group(recipe.parallel.timeout.seconds))
+            self._thread_ranks = Collective(another_gloo_group(timeout_s))
 
     @property
     def ended(self) -> bool:
@@ -173,7 +174,7 @@ class Saver(Task):
 
     def prune(self) -> int:
         """Remove older checkpoints, as the last save did; how many. On one rank, while nothing is saved."""
-        return len(prune(self.checkpoints.path, self._keep, self._protected))
+        return len(prune(self.checkpoints.path, self.section.keep, self._protected))
 
 
 class SaveTask(Task):
@@ -196,7 +197,7 @@ class SaveTask(Task):
         self._console = context.console
         self._saver, self._log, self._samples, self._time_left = saver, log, samples, time_left
         self._protected = () if resumed_from is None else (resumed_from,)
-        self._saved_at = time.monotonic()
+        self._saved_at, self._moves_on = time.monotonic(), any(part.moves_on for part in context.parts)
 
     def start(self) -> Iterator[Event]:
         """Check that the best checkpoint so far is still there. Collective."""
@@ -227,10 +228,10 @@ class SaveTask(Task):
     def finish(self, finished: bool) -> Iterator[Event]:
         """Save what no checkpoint holds yet, unless a finished run is to have none at its end."""
         yield from self._settle()
-        recipe, is_saved = self._assembly.resolved.recipe, self._progress.saved_step == self._progress.step
-        if is_saved and recipe.data.windows.is_on:  # the last window's end was not known to be the run's
+        is_saved = self._progress.saved_step == self._progress.step
+        if is_saved and self._moves_on:  # the last window's end was not known to be the run's
             return
-        if (recipe.checkpoint.at_end or self._is_kept()) if finished else not is_saved:
+        if (self._saver.section.at_end or self._is_kept()) if finished else not is_saved:
             yield from self._save(finished, last=True)
 
     def close(self) -> Iterator[Event]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable
 
+from tuner.config.duration import Duration
 from tuner.config.recipe import TIMES
 from tuner.run.parts.part import LaunchContext
 from tuner.rundir.layout import STOP
@@ -14,10 +15,10 @@ from tuner.train.tasks import Event, Request, Task
 class StopTask(Task):
     """Asks for a stop on a signal, for a file named STOP in the run directory, and after `train.stop_after`."""
 
-    def __init__(self, context: LaunchContext) -> None:
+    def __init__(self, context: LaunchContext, stop_after: Duration | None) -> None:
         self._progress, self._signals = context.progress, context.signals
         self._file = context.run.path / STOP
-        self._steps, self._seconds = _limits(context.assembly)
+        self._steps, self._seconds = _limits(context.assembly, stop_after)
         self._first_step, self._started = self._progress.step, time.monotonic()
 
     def start(self) -> Iterable[Event]:
@@ -41,9 +42,8 @@ class StopTask(Task):
         return self._signals.signal_name or (STOP if asked else "stop_after")
 
 
-def _limits(assembly: Assembly) -> tuple[int | None, float | None]:
+def _limits(assembly: Assembly, limit: Duration | None) -> tuple[int | None, float | None]:
     """`train.stop_after` as steps of this launch, or as seconds; None for what does not limit it."""
-    limit = assembly.resolved.recipe.train.stop_after
     if limit is None:
         return None, None
     if limit.unit in TIMES:

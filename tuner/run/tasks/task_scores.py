@@ -5,6 +5,7 @@ from pathlib import Path
 from shutil import rmtree
 
 from tuner.checkpoint.manifest import step_dirs, step_name
+from tuner.config.eval_tasks import EvalTask
 from tuner.errors import counted
 from tuner.evals.figures import write_results
 from tuner.evals.load import load_tasks, require_figure
@@ -15,25 +16,27 @@ from tuner.rundir.layout import EVALUATIONS
 from tuner.runtime.console import Console
 from tuner.runtime.files import machine_error
 from tuner.runtime.process import Collective, gloo_group
-from tuner.setup.build import Assembly
-from tuner.setup.settled import rows_at_once
 
 SHOWN = 2
 """Figures of a task on the console; metrics.jsonl has all of them."""
 
 
 class TaskScores:
-    """The tasks of a launch with their items. Raises what :func:`~tuner.evals.load.load_tasks` raises. Collective."""
+    """The tasks of a launch with their items, cut at so many tokens; ``metric`` is what the best checkpoint is kept by.
 
-    def __init__(self, context: LaunchContext) -> None:
+    Raises what :func:`~tuner.evals.load.load_tasks` raises. Collective.
+    """
+
+    def __init__(
+        self, context: LaunchContext, sections: Sequence[EvalTask], max_length: int, metric: str | None
+    ) -> None:
         assembly = context.assembly
-        recipe = assembly.resolved.recipe
+        self._row_tokens = assembly.batches.micro_batch_size * max_length
         self._assembly, self._console = assembly, context.console
         self._directory = context.run.path / EVALUATIONS
         with context.console.doing("reading the tasks"):
-            self._tasks = load_tasks(recipe.eval.tasks, assembly.tokenizer, int(recipe.data.max_length))
-        metric = recipe.checkpoint.keep_best
-        for section, task in zip(recipe.eval.tasks, self._tasks, strict=True):
+            self._tasks = load_tasks(sections, assembly.tokenizer, max_length)
+        for section, task in zip(sections, self._tasks, strict=True):
             if metric is not None and metric.startswith(f"eval/{section.label}/"):
                 require_figure(metric, section, task)
 
@@ -49,7 +52,11 @@ class TaskScores:
 
     def score(self, tasks: Sequence[ScoredTask], is_whole: bool, between: Callable[[], None]) -> list[TaskScore]:
         """Score these tasks; ``between`` is called before each forward, and what it raises ends it. Collective."""
-        scorer = scorer_of(self._assembly, is_whole, between)
+        # In forwards no larger than those of training.
+        state = self._assembly.train_state
+        scorer = Scorer(
+            state.root, state.step_config, self._assembly.tokenizer, self._row_tokens, is_whole, between
+        )
         return [task.score(scorer) for task in tasks]
 
     def keep(self, step: int, scores: Sequence[TaskScore]) -> None:
@@ -76,14 +83,6 @@ def write_scores(directory: Path, scores: Sequence[TaskScore]) -> None:
             write_results(directory / f"{score.name}.jsonl", score.results)
     except OSError as error:
         raise machine_error(directory, error) from error
-
-
-def scorer_of(assembly: Assembly, is_whole: bool, between: Callable[[], None]) -> Scorer:
-    """The model of a launch as tasks ask it, in forwards no larger than those of training."""
-    recipe = assembly.resolved.recipe
-    state = assembly.train_state
-    row_tokens = rows_at_once(recipe) * int(recipe.data.max_length)
-    return Scorer(state.root, state.step_config, assembly.tokenizer, row_tokens, is_whole, between)
 
 
 def say_scores(console: Console, scores: Sequence[TaskScore], seconds: float) -> None:

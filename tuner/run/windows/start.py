@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-from tuner.checkpoint.load import CheckpointInfo
 from tuner.data.building.spec import PrepareSpec
 from tuner.errors import DataError, RecipeError
 from tuner.run.options import LaunchOptions, RunResult
-from tuner.run.previous import run_result
+from tuner.run.parts.part import Before
+from tuner.run.status import RunStatus, run_result
 from tuner.run.windows.finder import Finder, Found
 from tuner.run.windows.preparation import PreparedHere
-from tuner.rundir.directory import RunDir
 from tuner.rundir.windows import WindowEntry, WindowPosition, entries_of, read_windows
 from tuner.runtime.console import Console
 
@@ -27,47 +24,37 @@ class WindowIsLateError(DataError):
     """The window that a launch is to begin with is not there, and was waited for long enough."""
 
 
-def begin_windows(
-    spec: PrepareSpec,
-    run: RunDir,
-    record: Mapping[str, Any] | None,
-    found: CheckpointInfo | None,
-    options: LaunchOptions,
-    console: Console,
-) -> WindowPosition | RunResult:
+def begin_windows(before: Before) -> WindowPosition | RunResult:
     """The window at which a launch begins, prepared, or the result of one that waited for it in vain.
 
     Raises RecipeError for options that windows do not have, and what `first_position` raises.
     """
+    status, options = before.status, before.options
     if options.prepared is not None:
         raise RecipeError("--prepared is one directory, and data.windows has many", hint="leave it out")
     if "data" in options.reset:
         raise RecipeError(
             "--reset data: the windows of a run are its data, in their order",
-            hint=f"train on from its weights: --name NEW-NAME --model.name_or_path {run.path}",
+            hint=f"train on from its weights: --name NEW-NAME --model.name_or_path {status.run.path}",
         )
     try:
-        return first_position(spec, run.path, record, found, options, console)
+        return first_position(before.spec, status, options, before.console)
     except WindowIsLateError as error:
-        if record is None or found is None or options.dry_run:
+        saved = status.checkpoint
+        if status.record is None or saved is None or options.dry_run:
             raise
-        console.say("waiting", f"{error.message}; {error.hint}")
-        return run_result(run, "stopped", found, found.step, found.state)
+        before.console.say("waiting", f"{error.message}; {error.hint}")
+        return run_result(status.run, "stopped", saved, saved.step, saved.state)
 
 
 def first_position(
-    spec: PrepareSpec,
-    run_dir: Path,
-    record: Mapping[str, Any] | None,
-    found: CheckpointInfo | None,
-    options: LaunchOptions,
-    console: Console,
+    spec: PrepareSpec, status: RunStatus, options: LaunchOptions, console: Console
 ) -> WindowPosition:
-    """The window at which a launch that resumes from `found` begins, prepared; it is waited for.
+    """The window at which a launch that resumes from a run's checkpoint begins, prepared; it is waited for.
 
     Raises WindowIsLateError where it does not come, DataError where it cannot be prepared or none is left to train on.
     """
-    entries, step = _noted(run_dir, record, found), 0 if found is None else found.step
+    entries, step = _noted(status), 0 if status.checkpoint is None else status.checkpoint.step
     done = _done(entries, step)
     preparation = PreparedHere(spec, console, only_found=options.no_prepare)
     finder = Finder(spec, preparation, entries[:done], entries[done:])
@@ -99,18 +86,17 @@ def _wait(finder: Finder, spec: PrepareSpec, options: LaunchOptions, console: Co
             time.sleep(POLL_S)
 
 
-def _noted(
-    run_dir: Path, record: Mapping[str, Any] | None, found: CheckpointInfo | None
-) -> tuple[WindowEntry, ...]:
+def _noted(status: RunStatus) -> tuple[WindowEntry, ...]:
     """The windows that a run has opened or left out, or the one that its checkpoint comes from."""
+    run_dir, record, checkpoint = status.run.path, status.record, status.checkpoint
     noted = () if record is None else read_windows(run_dir)
-    saved = () if found is None else entries_of(found.state.get("windows", ()))
+    saved = () if checkpoint is None else entries_of(checkpoint.state.get("windows", ()))
     if noted[: len(saved)] == saved:
         return noted
     if record is None or not noted:
         return saved
     raise DataError(
-        f"{run_dir}: windows.json and {found.path if found else 'its checkpoint'} name other windows",
+        f"{run_dir}: windows.json and {checkpoint.path if checkpoint else 'its checkpoint'} name other windows",
         hint="start another run: --name NEW-NAME",
     )
 

@@ -1,56 +1,150 @@
-"""What earlier launches of a run left: the checkpoint to resume from, or the result of a run that is finished.
+"""What a run directory is to a launch: new, with steps left, or finished; another run's is refused.
 
-Importing it needs no torch: a run with nothing left to train is reported before that is loaded.
+Asked once by each process of a launch, before torch is loaded: a run with nothing left to train is reported without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from tuner.checkpoint.manifest import INDEX_NAME, STATE_NAME, rank_files, read_manifest, step_dirs, step_name
-from tuner.checkpoint.shard_hash import Chunk, verify_shard
+from tuner.checkpoint.manifest import SEAL, step_dirs, step_name
+from tuner.checkpoint.open import CheckpointInfo, newest, open_checkpoint
 from tuner.config.dump import recipe_dict
+from tuner.config.ladder import require_one_run
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.overrides import Override
+from tuner.config.recipe import ExportSection
 from tuner.errors import DataError, MachineError, RecipeError, TunerError, counted
-from tuner.run.changes import Changes, changes, freed_keys, modified_since, moments_of, pending, resets_of
+from tuner.run.changes import (
+    Changes,
+    Reset,
+    changes,
+    freed_keys,
+    modified_since,
+    moments_of,
+    pending,
+    resets_for,
+    resets_of,
+)
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.rundir.directory import RunDir
 from tuner.rundir.last_checkpoint import last_step, way_to_whole
 from tuner.rundir.origin import another, origin
 from tuner.rundir.run_json import hold
 from tuner.runtime.console import Console
-from tuner.runtime.dist import RankInfo
-from tuner.runtime.files import read_json
 from tuner.setup.settled import with_batch_of
 from tuner.train.progress import METRICS
 
 if TYPE_CHECKING:
-    from tuner.checkpoint.load import CheckpointInfo
+    from tuner.runtime.process import Collective
 
 
-def find_checkpoint(
-    run: RunDir,
-    record: dict[str, Any] | None,
-    loaded: LoadedRecipe,
-    options: LaunchOptions,
-    console: Console,
-    hashes: bool,
-) -> CheckpointInfo | None:
-    """The checkpoint to resume from, after checking that the directory, the recipe and the options agree.
+@dataclass(frozen=True)
+class RunStatus:
+    """A run directory as a launch finds it: without a record of no run yet, with a result of one that is finished."""
 
-    Without `hashes` its tensors are not read. Raises RecipeError and DataError.
+    run: RunDir
+    record: dict[str, Any] | None
+    checkpoint: CheckpointInfo | None
+    """The newest valid one, to continue from; of a new run that of another that it branches off from."""
+    resets: tuple[Reset, ...]
+    """All of the run; those at the step of the checkpoint are this launch's to do."""
+    finished: RunResult | None = None
+    """The result, where no step is left."""
+
+
+def status_of(loaded: LoadedRecipe, options: LaunchOptions, console: Console, hashes: bool = True) -> RunStatus:
+    """What the recipe's run directory is to a launch with these options, and what changed since, on the console.
+
+    Every byte of the checkpoint is checked; without ``hashes``, where another process does that, tensors are not read,
+    unless no step is left. Raises RecipeError for another recipe's run and where the options ask for another, DataError
+    where no checkpoint is valid.
     """
+    require_one_run(loaded.recipe.ladder)
+    run = RunDir(Path(loaded.recipe.output_dir))
+    record = run.read_record()
+    if options.reset and options.resume == "never":
+        raise RecipeError("--reset needs a run to resume", hint="add --resume auto, must or a PATH")
     if record is None:
-        if options.resume == "must":
-            raise RecipeError(f"{run.path} holds no run to resume", hint="leave out --resume must")
-        if isinstance(options.resume, Path):
-            return _given_checkpoint(options.resume, loaded, options, console, hashes)
+        checkpoint = _branch_point(run, loaded, options, console, hashes)
+        return RunStatus(run, None, checkpoint, resets_for(None, checkpoint, options.reset))
+    _require_same_branch(run, record, options)
+    _require_same_recipe(run, record, loaded, options, console)
+    checkpoint = _own_checkpoint(run, record, loaded, options, console, hashes)
+    resets = resets_for(record, checkpoint, options.reset)
+    if options.reset or not _is_finished(record, checkpoint, loaded.recipe.checkpoint.at_end):
+        return RunStatus(run, record, checkpoint, resets)
+    steps = int(record["launches"][-1].get("step") or (checkpoint.step if checkpoint is not None else 0))
+    _say_finished(run, record, loaded, steps, console)
+    state = record.get("metrics") or ({"step": steps} if checkpoint is None else checkpoint.state)
+    if not options.dry_run:
+        _close(run, record, checkpoint)
+    return RunStatus(run, record, checkpoint, resets, run_result(run, "finished", checkpoint, steps, state))
+
+
+def status_from(checkpoint: Path | None, loaded: LoadedRecipe, options: LaunchOptions) -> RunStatus:
+    """The status as the process that started this rank found it, whose checkpoint it hashed a moment ago."""
+    run = RunDir(Path(loaded.recipe.output_dir))
+    record, opened = run.read_record(), None if checkpoint is None else open_checkpoint(checkpoint, verify=False)
+    return RunStatus(run, record, opened, resets_for(record, opened, options.reset))
+
+
+def agreed_status(status: RunStatus, options: LaunchOptions, ranks: Collective) -> RunStatus:
+    """What rank 0 found, which alone hashed the tensors, on every rank. Collective.
+
+    Each rank looked for itself. Raises DataError on all where one reads another manifest at the same path.
+    """
+    checkpoint = status.checkpoint
+    seals = ranks.on_all_ranks(
+        lambda: None if checkpoint is None else (str(checkpoint.path), str(checkpoint.manifest[SEAL]))
+    )
+
+    def of_rank0() -> RunStatus:
+        if seals[0] == seals[ranks.rank]:
+            return status
+        opened = None if seals[0] is None else open_checkpoint(Path(seals[0][0]), verify=False)
+        if opened is not None and seals[0] is not None and opened.manifest[SEAL] != seals[0][1]:
+            raise DataError(
+                f"{opened.path}: another manifest than rank 0 reads there",
+                hint="all processes must see one file system",
+            )
+        return replace(status, checkpoint=opened, resets=resets_for(status.record, opened, options.reset))
+
+    agreed: list[RunStatus] = []
+    ranks.on_all_ranks(lambda: agreed.append(of_rank0()))  # an error of one rank is raised on all
+    return agreed[0]
+
+
+def nothing_to_do(status: RunStatus, section: ExportSection) -> RunResult | None:
+    """The result of a run of which nothing is left to train and nothing is to be exported; None of any other."""
+    return None if section.every is not None or section.at_end else status.finished
+
+
+def _branch_point(
+    run: RunDir, loaded: LoadedRecipe, options: LaunchOptions, console: Console, hashes: bool
+) -> CheckpointInfo | None:
+    """The checkpoint that a new run begins from, at the path that the user gave: a damaged one is fatal."""
+    if options.resume == "must":
+        raise RecipeError(f"{run.path} holds no run to resume", hint="leave out --resume must")
+    path = options.resume
+    if not isinstance(path, Path):
         return None
+    if not path.is_dir():
+        raise RecipeError(f"--resume {path}: no such directory", hint="give a checkpoint, auto, must or never")
+    from tuner.rundir.model_path import find_checkpoint
+
+    chosen = find_checkpoint(path, console.warn, shards=hashes)
+    checkpoint = open_checkpoint(path, shards=hashes) if chosen is None else chosen.checkpoint
+    _say_changed(require_recipe_of(checkpoint, recipe_dict(loaded.recipe), options.reset), console)
+    return checkpoint
+
+
+def _require_same_branch(run: RunDir, record: Mapping[str, Any], options: LaunchOptions) -> None:
+    """Raise RecipeError where a launch from a given checkpoint meets a run that did not begin there."""
     branched = began(record)
     if isinstance(options.resume, Path) and (
         branched is None or options.resume not in (branched, branched.parent.parent)
@@ -59,55 +153,6 @@ def find_checkpoint(
             f"{run.path} holds a run that did not begin from {options.resume}",
             hint=f"resume it: tuner resume {run.path}      start another run: --name NEW-NAME",
         )
-    _require_same_recipe(run, record, loaded, options, console)
-    return _own_checkpoint(run, record, loaded, options, console, hashes)
-
-
-def already_finished(loaded: LoadedRecipe, options: LaunchOptions, console: Console) -> RunResult | None:
-    """The result of a run of which nothing is left to train, found without torch; None where more is to be looked at.
-
-    Every byte of its last checkpoint is checked. Raises RecipeError for a run with another recipe.
-    """
-    recipe, run = loaded.recipe, RunDir(Path(loaded.recipe.output_dir))
-    exports = recipe.export.every is not None or recipe.export.at_end
-    if RankInfo.is_given() or isinstance(options.resume, Path) or exports or not run.record.is_file():
-        return None
-    record = run.read_record()
-    if record is None:
-        return None
-    _require_same_recipe(run, record, loaded, options, Console(main=False))  # whoever resumes reports what may change
-    state = record.get("metrics")
-    if options.reset or record["status"] != "finished" or state is None or run.leftovers():
-        return None
-    step = last_step(run.checkpoints, record)
-    path = None if step is None else run.checkpoints / step_name(step)
-    if path is None or not _is_whole(path) or not _is_end(record, path, recipe.checkpoint.at_end):
-        return None
-    _require_same_recipe(run, record, loaded, options, console)
-    steps = int(record["launches"][-1]["step"])
-    _say_finished(run, record, loaded, steps, console)
-    return RunResult(run.path, "finished", int(state["step"]), steps, path, {key: state.get(key) for key in METRICS})
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether every file of a checkpoint has its SHA-256, those of the tensors too."""
-    try:
-        manifest = read_manifest(path, verify=True)
-        tensors = read_json(path / INDEX_NAME)["tensors"]
-        chunks = [Chunk(**chunk) for entry in tensors.values() for chunk in entry["chunks"]]
-        for name, entry in rank_files(manifest).items():
-            verify_shard(path / name, entry["sha256"], [chunk for chunk in chunks if chunk.file == name])
-    except (DataError, KeyError, TypeError, AttributeError):
-        return False
-    return True
-
-
-def _is_end(record: Mapping[str, Any], path: Path, at_end: bool) -> bool:
-    """Whether a finished run's last checkpoint is the one that it should have left."""
-    last, state = record["launches"][-1], read_json(path / STATE_NAME)
-    wanted = last.get("step") if at_end else last.get("saved_step")
-    is_known = type(wanted) is int and type(last.get("step")) is int
-    return is_known and state["step"] >= wanted and not pending(resets_of(record), state["step"])
 
 
 def _require_same_recipe(
@@ -171,8 +216,6 @@ def _own_checkpoint(
     hashes: bool,
 ) -> CheckpointInfo | None:
     """The newest valid checkpoint of a run, or the one that it began from."""
-    from tuner.checkpoint.load import newest, open_checkpoint
-
     at_end = loaded.recipe.checkpoint.at_end
     found = newest(run.checkpoints, console.warn, shards=hashes)
     if found is not None and not hashes and _is_finished(record, found, at_end):
@@ -193,25 +236,6 @@ def _own_checkpoint(
         raise RecipeError(f"{run.path} holds an unfinished run, {at}", hint=way)
     _warn_of_losses(run, record, found, console)
     return found
-
-
-def finished_result(
-    run: RunDir,
-    record: dict[str, Any],
-    found: CheckpointInfo | None,
-    loaded: LoadedRecipe,
-    options: LaunchOptions,
-    console: Console,
-) -> RunResult | None:
-    """The result of a run of which nothing is left to train; None of any other."""
-    if not _is_finished(record, found, loaded.recipe.checkpoint.at_end):
-        return None
-    step = int(record["launches"][-1].get("step") or (found.step if found is not None else 0))
-    _say_finished(run, record, loaded, step, console)
-    state = record.get("metrics") or ({"step": step} if found is None else found.state)
-    if not options.dry_run:
-        _close(run, record, found)
-    return run_result(run, "finished", found, step, state)
 
 
 def resume_source(run_dir: Path, overrides: Sequence[Override] = ()) -> LoadedRecipe:
@@ -248,13 +272,8 @@ def left_before(run_dir: Path, launches: int = -1) -> RunResult | None:
     if record is None or len(record["launches"]) <= launches:
         return None
     total = record["launches"][-1].get("total_steps")
-    for _, path in [] if total is None else step_dirs(run.checkpoints):
-        with suppress(DataError):
-            read_manifest(path, verify=False)
-            state = read_json(path / STATE_NAME)
-            metrics = {key: state.get(key) for key in METRICS}
-            return RunResult(run.path, "stopped", int(state["step"]), int(total), path, metrics)
-    return None
+    saved = None if total is None else newest(run.checkpoints, verify=False)
+    return None if saved is None else run_result(run, "stopped", saved, int(total), saved.state)
 
 
 def run_result(
@@ -267,6 +286,12 @@ def run_result(
     """How a launch ended, from the state of its progress: its own, or what an earlier one left."""
     metrics = {key: state.get(key) for key in METRICS}
     return RunResult(run.path, status, int(state["step"]), total_steps, saved.path if saved else None, metrics)
+
+
+def outcome(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the record says of a whole run by its last state: the best evaluation and, once it is finished, metrics."""
+    metrics = {"metrics": {key: state[key] for key in METRICS}} if state["finished"] else {}
+    return {"best": state["best"]} | metrics
 
 
 def began(record: Mapping[str, Any]) -> Path | None:
@@ -317,21 +342,6 @@ def _warn_of_losses(run: RunDir, record: Mapping[str, Any], found: CheckpointInf
         console.warn(f"{run.checkpoints / step_name(last)}, the last checkpoint, is gone: trained again from step {at}")
 
 
-def _given_checkpoint(
-    path: Path, loaded: LoadedRecipe, options: LaunchOptions, console: Console, hashes: bool
-) -> CheckpointInfo:
-    """The checkpoint at a path that the user gave, of a run its last one: a damaged one is fatal."""
-    if not path.is_dir():
-        raise RecipeError(f"--resume {path}: no such directory", hint="give a checkpoint, auto, must or never")
-    from tuner.checkpoint.load import open_checkpoint
-    from tuner.rundir.model_path import find_checkpoint as find_run_checkpoint
-
-    chosen = find_run_checkpoint(path, console.warn, shards=hashes)
-    found = open_checkpoint(path, shards=hashes) if chosen is None else chosen.checkpoint
-    _say_changed(require_recipe_of(found, recipe_dict(loaded.recipe), options.reset), console)
-    return found
-
-
 def _is_finished(record: Mapping[str, Any], found: CheckpointInfo | None, at_end: bool) -> bool:
     """Whether nothing is left to train: by a final checkpoint, or by the record where what it kept is there.
 
@@ -352,8 +362,6 @@ def _close(run: RunDir, record: dict[str, Any], found: CheckpointInfo | None) ->
     """Do what a launch that was killed after its last save left undone, unless another process holds the run."""
     if record["status"] == "finished" and not run.leftovers():
         return
-    from tuner.run.state import outcome
-
     with suppress(MachineError), hold(run.path):
         run.sweep()
         if record["status"] != "finished" and found is not None and run.read_record() == record:

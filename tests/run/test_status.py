@@ -16,7 +16,7 @@ from tuner.config.overrides import Override
 from tuner.errors import DataError, RecipeError
 from tuner.run.changes import parse_reset
 from tuner.run.options import LaunchOptions
-from tuner.run.previous import already_finished, resume_source
+from tuner.run.status import resume_source, status_of
 from tuner.runtime.console import Console
 
 QUIET = Console(main=False)
@@ -24,33 +24,34 @@ CODE = """
 import sys
 from pathlib import Path
 from tuner.run.options import LaunchOptions
-from tuner.run.previous import already_finished, resume_source
+from tuner.run.status import resume_source, status_of
 from tuner.runtime.console import Console
-found = already_finished(resume_source(Path(sys.argv[1])), LaunchOptions("must"), Console())
+found = status_of(resume_source(Path(sys.argv[1])), LaunchOptions("must"), Console()).finished
 print(found.step, "torch" in sys.modules)
 """
 
 
 def warned_of(loaded: LoadedRecipe, options: LaunchOptions, capsys: pytest.CaptureFixture[str]) -> str:
     capsys.readouterr()
-    assert already_finished(loaded, options, Console()) is not None
+    assert status_of(loaded, options, Console()).finished is not None
     return capsys.readouterr().err
 
 
 def test_a_finished_run_is_told_without_torch(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = workplace / "runs" / "r"
     launch(workplace, train__duration="2 steps", train__stop_after="1 step")
-    assert already_finished(resume_source(run), LaunchOptions("must"), QUIET) is None
+    assert status_of(resume_source(run), LaunchOptions("must"), QUIET).finished is None
     with pytest.raises(RecipeError, match="another recipe"):
-        already_finished(resume_source(run, [Override("optimizer.lr", "1e-9")]), LaunchOptions("must"), QUIET)
+        status_of(resume_source(run, [Override("optimizer.lr", "1e-9")]), LaunchOptions("must"), QUIET)
     ended = launch(workplace, LaunchOptions("must"), train__duration="2 steps")
     loaded, must = resume_source(run), LaunchOptions("must")
-    assert already_finished(loaded, must, QUIET) == ended == launch(workplace, train__duration="2 steps")
-    assert already_finished(loaded, LaunchOptions("must", reset=("schedule",)), QUIET) is None
-    assert already_finished(loaded, LaunchOptions(run), QUIET) is None
+    assert status_of(loaded, must, QUIET).finished == ended == launch(workplace, train__duration="2 steps")
+    assert status_of(loaded, LaunchOptions("must", reset=("schedule",)), QUIET).finished is None
+    with pytest.raises(RecipeError, match="did not begin from"):
+        status_of(loaded, LaunchOptions(run), QUIET)
     longer = resume_source(run, [Override("train.duration", "3 steps")])
     with pytest.raises(RecipeError, match="train.duration 2 steps -> 3 steps") as refused:
-        already_finished(longer, must, QUIET)
+        status_of(longer, must, QUIET)
     hint = f"change it in this run: add --reset schedule      start another run: tuner train {workplace / 'r.yaml'} "
     assert (refused.value.hint or "").startswith(hint)
     with pytest.raises(RecipeError) as refused:
@@ -84,7 +85,7 @@ def test_a_finished_run_is_told_without_torch(workplace: Path, capsys: pytest.Ca
     data = bytearray(whole)
     data[-1] ^= 1
     shard.write_bytes(data)
-    assert already_finished(loaded, must, QUIET) is None, "a flipped bit: trained again"
+    assert status_of(loaded, must, QUIET).finished is None, "a flipped bit: trained again"
     shard.write_bytes(whole)
     again = LaunchOptions("must", reset=parse_reset("schedule"))
     assert launch(workplace, again, train__duration="3 steps").step == 3, "what the hint says does it"

@@ -1,0 +1,103 @@
+"""Finding and checking checkpoints. What is newest is derived from what is valid, never stored. Needs no torch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tuner.checkpoint.index import Index, read_index
+from tuner.checkpoint.manifest import STATE_NAME, rank_files, read_manifest, step_dirs
+from tuner.checkpoint.shard_hash import verify_shard
+from tuner.errors import DataError
+from tuner.runtime.files import read_json
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint whose manifest and sizes were checked: its directory, step, manifest and `state.json`."""
+
+    path: Path
+    step: int
+    manifest: dict[str, Any]
+    state: dict[str, Any]
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What the run noted about itself: recipe, model, tokenizer and data."""
+        meta: dict[str, Any] = self.manifest["meta"]
+        return meta
+
+    def index(self) -> Index:
+        """Where each tensor lies. Raises DataError."""
+        return read_index(self.path, {name: entry["size"] for name, entry in self.manifest["files"].items()})
+
+
+class CheckpointHold(ExitStack):
+    """A shared `flock` on a checkpoint's directory, which keeps it from being pruned while its run continues.
+
+    It ends with its context, when it is closed, or with its process. Raises DataError where the directory is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror or error}") from error
+        self.callback(os.close, descriptor)
+        with suppress(OSError):  # a file system without locks: pruning finds no lock, either
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def is_held(path: Path) -> bool:
+    """Whether somebody on this machine, this process included, has a lock on a directory: reads it, or writes it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def newest(
+    checkpoints_dir: Path, warn: Callable[[str], None] | None = None, verify: bool = True, shards: bool = True
+) -> CheckpointInfo | None:
+    """The valid checkpoint with the highest step; None when there is none.
+
+    `warn` gets a line for each invalid one that is passed over. Only those tried are hashed, and none without
+    `verify`; their tensors' files only with `shards`.
+    """
+    for _, path in step_dirs(checkpoints_dir):
+        try:
+            return open_checkpoint(path, verify, shards)
+        except DataError as error:
+            if warn is not None:
+                warn(f"{path} is not used: {error.message}")
+    return None
+
+
+def open_checkpoint(path: Path, verify: bool = True, shards: bool = True) -> CheckpointInfo:
+    """Check manifest, file set and sizes, and with `verify` every SHA-256, of tensors' files only with `shards`.
+
+    Without `shards`, who reads a tensor holds it against the SHA-256 of its chunks. Raises DataError naming the file.
+    """
+    manifest = read_manifest(path, verify)
+    info = CheckpointInfo(path, int(manifest["step"]), manifest, read_json(path / STATE_NAME))
+    if verify and shards:
+        chunks = [chunk for entry in info.index().values() for chunk in entry.chunks]
+        for name, entry in sorted(rank_files(manifest).items()):
+            verify_shard(path / name, entry["sha256"], [chunk for chunk in chunks if chunk.file == name])
+    return info
