@@ -16,8 +16,9 @@ from tests.fixtures import trainings
 from tests.fixtures.constructors import replace_constructor
 from tests.fixtures.cuda_stub import DEVICE, CudaStub, cuda_stub
 from tests.run.tasks.test_save import BESIDE, saved
-from tuner.checkpoint.staging import Background, Staging
+from tuner.checkpoint.staging import Staging
 from tuner.errors import MachineError
+from tuner.run.background import Background
 from tuner.runtime.console import Console
 from tuner.train.optimizer import OptimizerSet
 

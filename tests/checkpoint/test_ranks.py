@@ -21,8 +21,9 @@ from tests.fixtures.processes import run_ranks
 from tuner.checkpoint.load import content_sha256, load_into, read_tensors
 from tuner.checkpoint.open import newest, open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
-from tuner.checkpoint.staging import Background, Staging
+from tuner.checkpoint.staging import Staging
 from tuner.errors import DataError, MachineError, TunerError
+from tuner.run.background import Background
 from tuner.runtime.process import Collective, another_gloo_group
 
 pytestmark = pytest.mark.multi

@@ -16,8 +16,9 @@ from safetensors import safe_open
 from tests.checkpoint.states import blank, equal, full_state
 from tuner.checkpoint.load import content_sha256, load_into, read_probe, read_tensors
 from tuner.checkpoint.open import newest, open_checkpoint
-from tuner.checkpoint.save import CheckpointDir, prune, save
+from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, MachineError
+from tuner.rundir.keep import prune
 from tuner.runtime import files
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tuner.checkpoint.index import TensorEntry
 from tuner.checkpoint.shard_hash import Chunk
+from tuner.checkpoint.storage import DTYPE_NAMES
 from tuner.errors import DataError
 from tuner.export.frozen import Frozen
 from tuner.export.shards import Output, plan_shards
@@ -48,7 +49,7 @@ def write_chunks(directory: Path, tensor: torch.Tensor, rows: list[int], columns
             held[name] += data
     for name, data in held.items():
         (directory / name).write_bytes(data)
-    return TensorEntry(tensor.dtype, tuple(tensor.shape), tuple(chunks))
+    return TensorEntry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tuple(chunks))
 
 
 CUTS = st.lists(st.integers(0, 100), max_size=4)

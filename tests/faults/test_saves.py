@@ -19,8 +19,9 @@ from tests.faults.supervisor import Fault, Trace, supervise
 from tuner.checkpoint.load import content_sha256
 from tuner.checkpoint.manifest import step_dirs
 from tuner.checkpoint.open import newest, open_checkpoint
-from tuner.checkpoint.save import CheckpointDir, prune, save
+from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import MachineError
+from tuner.rundir.keep import prune
 from tuner.runtime.files import sweep
 
 

@@ -41,7 +41,7 @@ NOT_FOLLOWED: dict[str, tuple[str, ...]] = {
         "export/hub.py:plan_push:",
     ),
     "it is about what a signal, a crash or a damaged file leaves, which campaigns provoke": (
-        "checkpoint/load.py:require_same_quantizer:", "data/building/documents.py:_worker_died:",
+        "rundir/same_base.py:require_same_quantizer:", "data/building/documents.py:_worker_died:",
         "export/hf.py:_require_space:", "run/reference.py:cached_columns:", "run/reference_start.py:_is_another:",
         "run/reference.py:values_of.values:", "run/reference.py:with_reference:", "run/reference.py:with_row_columns:",
         "run/score.py:score: look at", "run/tasks/export_process.py:ExportProcess._cut_short:",

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -21,26 +20,6 @@ from tuner.runtime.process import Collective, gloo_group
 from tuner.runtime.safetensors_header import read_header
 
 SHOWN_KEYS = 3
-
-
-def require_same_base(info: CheckpointInfo, frozen_hash: str | None) -> None:
-    """Check that the weights that were not trained are still those of the checkpoint's run. Raises DataError."""
-    noted = info.meta.get("frozen_hash")
-    if noted != frozen_hash:
-        raise DataError(
-            f"{info.path}: the base model changed since this checkpoint was saved ({noted} -> {frozen_hash})",
-            hint="restore it, or name its commit: model.revision",
-        )
-
-
-def require_same_quantizer(info: CheckpointInfo, quantizer: Mapping[str, Any] | None) -> None:
-    """Check that what made codes of the base is what did so in the checkpoint's run. Raises DataError."""
-    noted = info.meta.get("quantizer")
-    if noted != quantizer:
-        raise DataError(
-            f"{info.path}: the base was quantised otherwise when this checkpoint was saved ({noted} -> {quantizer})",
-            hint="take the version of tuner that saved it, or start a new run with --name",
-        )
 
 
 def load_into(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,41 +32,6 @@ class CheckpointInfo:
     def index(self) -> Index:
         """Where each tensor lies. Raises DataError."""
         return read_index(self.path, {name: entry["size"] for name, entry in self.manifest["files"].items()})
-
-
-class CheckpointHold(ExitStack):
-    """A shared `flock` on a checkpoint's directory, which keeps it from being pruned while its run continues.
-
-    It ends with its context, when it is closed, or with its process. Raises DataError where the directory is not there.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror or error}") from error
-        self.callback(os.close, descriptor)
-        with suppress(OSError):  # a file system without locks: pruning finds no lock, either
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-
-
-def is_held(path: Path) -> bool:
-    """Whether somebody on this machine, this process included, has a lock on a directory: reads it, or writes it."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def newest(

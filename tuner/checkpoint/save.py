@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,9 @@ from tuner.checkpoint.manifest import (
     PROBE_NAME,
     STATE_NAME,
     sealed,
-    step_dirs,
     step_name,
 )
-from tuner.checkpoint.open import is_held, open_checkpoint
+from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.staging import Staged
 from tuner.checkpoint.storage import WrittenFile, write_shards
 from tuner.errors import DataError, MachineError, TunerError
@@ -168,35 +167,6 @@ def _commit(
         replace_dir(tmp, final)
     else:
         publish_dir(tmp, final)
-
-
-def prune(checkpoints_dir: Path, keep: int, protect: Collection[Path] = ()) -> list[Path]:
-    """Keep the newest `keep` valid ones and those in `protect`; returns what was removed, newest first.
-
-    Call it after a newer one is durable, on one rank. Each is renamed to a trash name before it is deleted; one that is
-    being read waits for a later call. One that is invalid counts for nothing: it stays while it is newer than the
-    oldest kept one, for people to look at. Raises MachineError.
-    """
-    if keep < 1:
-        raise ValueError("at least one checkpoint must be kept")
-    untouchable = {path.resolve() for path in protect}
-    removed: list[Path] = []
-    kept = 0
-    for _, path in step_dirs(checkpoints_dir):
-        if kept < keep:
-            kept += _is_valid(path)
-        elif path.resolve() not in untouchable and not is_held(path):
-            discard_dir(path)
-            removed.append(path)
-    return removed
-
-
-def _is_valid(path: Path) -> bool:
-    try:
-        open_checkpoint(path, verify=False)
-    except DataError:
-        return False
-    return True
 
 
 def _total_bytes(tensors: Mapping[str, torch.Tensor]) -> int:

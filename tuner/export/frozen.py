@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from transformers import PreTrainedModel
 
-from tuner.checkpoint.load import require_same_base
 from tuner.checkpoint.storage import DTYPES, tensor_bytes
 from tuner.errors import DataError
 from tuner.export.quantized import QuantizedBase, quantized_base
@@ -32,6 +31,7 @@ from tuner.model.build import is_part
 from tuner.model.freeze import Content, hash_of_frozen
 from tuner.model.published import Published, assembled, published, state_names
 from tuner.model.stored import Stored, stored_tensors, weights_directory
+from tuner.rundir.same_base import require_same_base
 
 
 class Frozen:

@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.open import CheckpointHold, is_held
 from tuner.errors import DataError, MachineError, TunerError
 from tuner.export import verify
 from tuner.export.answers import Kept
@@ -39,6 +38,7 @@ from tuner.export.write import (
 from tuner.model.build import is_part
 from tuner.model.freeze import frozen_names
 from tuner.rundir.exports import LINEAGE, link_latest, version_dirs
+from tuner.rundir.keep import CheckpointHold, is_held
 from tuner.rundir.layout import EXPORTS
 from tuner.rundir.model_path import with_remedies
 from tuner.runtime.files import (

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tuner.checkpoint.load import require_same_quantizer
 from tuner.errors import DataError
 from tuner.export.source import Source
 from tuner.export.tensors import TensorSource, made_tensor
@@ -20,6 +19,7 @@ from tuner.model.quantize.layers import QuantizeSpec, quantizable, quantized_lay
 from tuner.model.quantize.published import dequantized_as_stored, read
 from tuner.model.quantize.reading import PublishedCodes, ReadingQuantizer
 from tuner.model.vetting import holds_codes
+from tuner.rundir.same_base import require_same_quantizer
 
 
 @dataclass(frozen=True)

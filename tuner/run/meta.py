@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from tuner.checkpoint.load import require_same_base, require_same_quantizer
 from tuner.checkpoint.open import CheckpointInfo
 from tuner.config.dump import recipe_dict
 from tuner.data.id_probes import ID_PROBES, read_probes, text_probes, write_probes
@@ -17,6 +16,7 @@ from tuner.run.changes import sources_of_eval
 from tuner.rundir.directory import RunDir
 from tuner.rundir.exports import APART
 from tuner.rundir.layout import TOKENIZER
+from tuner.rundir.same_base import require_same_base, require_same_quantizer
 from tuner.runtime.files import file_entries, fsync_path, json_bytes, machine_error, regular_size, sha256_file
 from tuner.setup.build import Assembly
 from tuner.setup.resolve import quantizer_facts

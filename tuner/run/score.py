@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.load import load_into, require_same_base, require_same_quantizer
+from tuner.checkpoint.load import load_into
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.methods import Head, head_of
 from tuner.config.recipe import ModelSection, NoAdapter, Recipe
@@ -19,6 +19,7 @@ from tuner.errors import DataError, DivergedError, RecipeError, counted
 from tuner.model.root import CausalLM, trained_parameters
 from tuner.rundir.layout import MODEL_PREFIX, RESOLVED_RECIPE
 from tuner.rundir.model_path import HfDirectory, HubModel, RunCheckpoint, resolve_model_path
+from tuner.rundir.same_base import require_same_base, require_same_quantizer
 from tuner.runtime.console import Console
 from tuner.runtime.deterministic import tf32_products
 from tuner.runtime.dist import RankInfo

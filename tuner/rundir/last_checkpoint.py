@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.manifest import STATE_NAME, read_manifest, step_dirs, step_name
+from tuner.checkpoint.manifest import STATE_NAME, step_dirs, step_name
+from tuner.checkpoint.open import open_checkpoint
 from tuner.errors import DataError
 from tuner.rundir.layout import DAMAGED_CHECKPOINTS
 from tuner.runtime.files import read_json
@@ -67,7 +68,7 @@ def last_state(checkpoints: Path, record: Mapping[str, Any] | None) -> dict[str,
 def problem_of(path: Path) -> str | None:
     """What is wrong with a checkpoint by its manifest, its files and their sizes; None where nothing is."""
     try:
-        read_manifest(path, verify=False)
+        open_checkpoint(path, verify=False)
     except DataError as error:
         return error.message
     return None

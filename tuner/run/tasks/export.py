@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any
 
 from tuner.checkpoint.manifest import step_dirs, step_name
-from tuner.checkpoint.open import CheckpointHold
 from tuner.config.recipe import Recipe
 from tuner.errors import ExitCode, RecipeError, TunerError
 from tuner.export.hf import sweep_unfinished
@@ -21,6 +20,7 @@ from tuner.run.options import RunResult
 from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.export_process import ExportProcess
 from tuner.rundir.exports import is_export, link_latest, newest_export, prune_exports
+from tuner.rundir.keep import CheckpointHold
 from tuner.rundir.layout import EXPORT_LOG, EXPORTS, LOGS
 from tuner.runtime.console import Console
 from tuner.runtime.files import gib, machine_error

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.open import CheckpointHold
 from tuner.config.numbers import byte_text
 from tuner.config.recipe import ExportSection
 from tuner.errors import ExitCode, MachineError, TunerError, rebuilt
+from tuner.rundir.keep import CheckpointHold
 
 NICENESS = 10
 """Of an export beside training, above this process's own: training goes first."""

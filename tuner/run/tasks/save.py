@@ -9,14 +9,16 @@ from typing import Any
 import torch
 
 from tuner.checkpoint.manifest import step_name
-from tuner.checkpoint.save import CheckpointDir, prune, require_room, save
-from tuner.checkpoint.staging import Background, Staged, Staging
+from tuner.checkpoint.save import CheckpointDir, require_room, save
+from tuner.checkpoint.staging import Staged, Staging
 from tuner.config.recipe import CheckpointSection
 from tuner.errors import MachineError
+from tuner.run.background import Background
 from tuner.run.parts.part import LaunchContext
 from tuner.run.state import run_state
 from tuner.run.tasks.log import LogTask
 from tuner.run.tasks.time_left import TimeLeft
+from tuner.rundir.keep import prune
 from tuner.rundir.records import Records
 from tuner.runtime import phase
 from tuner.runtime.process import Collective, another_gloo_group, gloo_group
