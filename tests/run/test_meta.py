@@ -12,7 +12,7 @@ from tests.data import tiny
 from tuner.config.recipe import TokenizerSection
 from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.errors import RecipeError
-from tuner.setup.build import check_fits
+from tuner.setup.resolve import check_fits
 
 
 def test_tokens_beyond_the_embeddings_are_named(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ NOT_FOLLOWED: dict[str, tuple[str, ...]] = {
         "parallel/expert.py:check_spread:", "parallel/fsdp.py:_shard_experts.placement:", "parallel/mesh.py:Mesh.of:",
         "parallel/mesh.py:_require_inside:", "parallel/sequence.py:: write p", "parallel/sequence.py:require_divided:",
         "parallel/tensor/plan.py:_instead:", "parallel/tensor/plan.py:_way_of_heads:", "parallel/tensor/plan.py:_ways:",
-        "run/preflight.py:_require_same_choices:", "run/tasks/evaluate.py:EvaluateTask._has_room:",
+        "run/status.py:require_same_choices:", "run/tasks/evaluate.py:EvaluateTask._has_room:",
         "train/compact_adamw.py:_pieces:", "train/custom_optimizer.py:OwnOptimizer._require_saveable:",
         "train/custom_optimizer.py:build_own_optimizer:",
     ),

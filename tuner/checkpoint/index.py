@@ -12,18 +12,12 @@ from tuner.checkpoint.manifest import INDEX_NAME
 from tuner.checkpoint.shard_hash import Chunk
 from tuner.errors import DataError
 from tuner.runtime.files import inside, json_bytes, read_json
+from tuner.runtime.safetensors_header import TYPES
 
 if TYPE_CHECKING:
     import torch
 
 SCHEMA = 2
-
-TYPES = {
-    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2), "I64": ("int64", 8),
-    "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U8": ("uint8", 1), "BOOL": ("bool", 1),
-}  # fmt: skip
-"""Every type that can be saved, by its safetensors name: what torch calls it, and bytes."""
-
 
 @dataclass(frozen=True)
 class TensorEntry:

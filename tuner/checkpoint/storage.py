@@ -8,11 +8,10 @@ failure is raised on every rank. Bytes are hashed while they are written.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,13 +30,14 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from tuner.checkpoint.index import TYPES, Index, TensorEntry, index_bytes
+from tuner.checkpoint.index import Index, TensorEntry, index_bytes
 from tuner.checkpoint.manifest import INDEX_NAME, shard_name
 from tuner.checkpoint.shard_hash import HASHERS, Chunk, read_bytes, shard_sha256
 from tuner.checkpoint.staging import Staged
 from tuner.errors import TunerError
 from tuner.runtime.files import fsync_dir, machine_error, write_all, write_new
 from tuner.runtime.process import Collective
+from tuner.runtime.safetensors_header import TYPES, safetensors_header
 
 if TYPE_CHECKING:
     from tuner.runtime.parts import Box
@@ -120,32 +120,12 @@ def write_shards(
     return written
 
 
-def safetensors_header(
-    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, list[tuple[int, int]]]:
-    """The length-prefixed header of a file that holds these tensors without gaps, padded to 8 bytes.
-
-    With it each tensor's byte span after the header. Given wide types first, every tensor starts at a multiple of its
-    item size.
-    """
-    fields: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
-    spans: list[tuple[int, int]] = []
-    end = 0
-    for name, dtype, shape in tensors:
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        fields[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        spans.append((start, end))
-    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, spans
-
-
 def _write_shard(path: Path, planner: _SavePlanner, plan: SavePlan) -> WrittenFile:
     items = sorted(plan.items, key=_file_order)
     facts = [_facts(item) for item in items]
     names = map(_name_in_file, items)
     header, spans = safetensors_header(
-        (name, one.properties.dtype, one.chunk.sizes) for name, one in zip(names, facts, strict=True)
+        (name, DTYPE_NAMES[one.properties.dtype], one.chunk.sizes) for name, one in zip(names, facts, strict=True)
     )
     size = len(header) + (spans[-1][1] if spans else 0)
     try:

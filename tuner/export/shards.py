@@ -19,10 +19,11 @@ from pathlib import Path
 
 import torch
 
-from tuner.checkpoint.storage import safetensors_header, tensor_bytes
+from tuner.checkpoint.storage import DTYPE_NAMES, tensor_bytes
 from tuner.errors import DataError, TunerError
 from tuner.export.tensors import TensorSource
 from tuner.runtime.files import HASH_BLOCK_BYTES, fsync_dir, json_bytes, machine_error, write_all, write_new
+from tuner.runtime.safetensors_header import safetensors_header
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -95,7 +96,7 @@ def write_shards(directory: Path, shards: Sequence[Shard]) -> dict[str, Written]
 
 def _write_shard(path: Path, outputs: Sequence[Output]) -> Written:
     outputs = sorted(outputs, key=lambda output: -output.dtype.itemsize)
-    tensors = ((output.name, output.dtype, output.source.shape) for output in outputs)
+    tensors = ((output.name, DTYPE_NAMES[output.dtype], output.source.shape) for output in outputs)
     header, _ = safetensors_header(tensors, {"format": "pt"})
     planned = len(header) + sum(output.nbytes for output in outputs)
     try:

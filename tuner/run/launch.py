@@ -18,7 +18,8 @@ from tuner.config.recipe import WEBHOOK_VARIABLE, ParallelSection, Recipe
 from tuner.errors import MachineError
 from tuner.run.main import train
 from tuner.run.options import JOB, RESULT, HandedOver, Job, LaunchOptions, RunResult
-from tuner.run.preflight import preflight, settled_for
+from tuner.run.preflight import preflight
+from tuner.run.settle import settled_for
 from tuner.run.status import RunStatus
 from tuner.rundir.directory import RunDir
 from tuner.runtime import startup

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from tuner.checkpoint.manifest import step_name
 from tuner.checkpoint.open import CheckpointInfo, newest
 from tuner.config.load import LoadedRecipe
-from tuner.errors import DivergedError, MachineError, MemoryLimitError, is_out_of_memory, memory_line
+from tuner.errors import DivergedError, MachineError
 from tuner.run.announce import announce_packing
 from tuner.run.begin import begin_launch
 from tuner.run.changes import pending
@@ -32,6 +32,7 @@ from tuner.runtime.memory import calm_collector
 from tuner.runtime.process import Collective, gloo_group, process_group
 from tuner.runtime.stop import StopSignals
 from tuner.setup.build import Assembly, build
+from tuner.setup.less_memory import memory_errors
 from tuner.setup.resolve import Resolved
 from tuner.train.loop import train_loop
 from tuner.train.prefetcher import Prefetcher
@@ -63,7 +64,9 @@ def train(
     with startup.phase("plan"), console.doing("planning the run"):
         resolved, total_steps = plan_launch(ready, loaded, options, rank_info, console)
     if options.dry_run:
-        _check_launch(loaded, resolved, ready, rank_info)
+        from tuner.setup.check_model import check_setup  # what else is found when the model is built
+
+        check_setup(loaded, resolved, ready.data, ready.spec.tokenizer, rank_info)
         return RunResult(ready.status.run.path, "planned", 0, total_steps, None, {"total_steps": total_steps})
     with (
         _main_holds(hold(ready.status.run.path), ready.status.run, rank_info),
@@ -72,7 +75,7 @@ def train(
         ) as signals,
         process_group(rank_info, resolved.facts.kind, loaded.recipe.parallel.timeout.seconds),
         _around(ready, resolved, rank_info, console),
-        _memory_errors(resolved, rank_info),
+        memory_errors(resolved.recipe, rank_info.world_size),
     ):
         ready = agreed(ready, options, Collective(gloo_group()))
         phase.enter("set-up of the model")
@@ -113,16 +116,6 @@ def _built(ready: Preflight, resolved: Resolved, rank_info: RankInfo, console: C
     from tuner.setup.first_kernels import build_runnable
 
     return build_runnable(resolved, make, console)
-
-
-def _check_launch(loaded: LoadedRecipe, resolved: Resolved, ready: Preflight, rank_info: RankInfo) -> None:
-    """Check what the launch would build. Raises RecipeError with every problem."""
-    from tuner.setup.check_model import check_setup
-    from tuner.setup.findings import Findings
-
-    found = Findings(loaded)
-    check_setup(resolved, ready.data, ready.spec.tokenizer, rank_info, found)
-    found.raise_any()
 
 
 def _run(context: LaunchContext, begins: CheckpointInfo | None, launch: LaunchTasks) -> RunResult:
@@ -204,16 +197,3 @@ def _around(ready: Preflight, resolved: Resolved, rank_info: RankInfo, console: 
         for part in ready.parts:
             stack.enter_context(part.around(resolved, rank_info, console))
         yield
-
-
-@contextlib.contextmanager
-def _memory_errors(resolved: Resolved, rank_info: RankInfo) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        from tuner.setup.less_memory import less_memory
-
-        said = f"out of memory: {memory_line(error)}"
-        raise MemoryLimitError(said, hint=less_memory(resolved.recipe, rank_info.world_size)) from error

@@ -3,33 +3,28 @@
 from dataclasses import replace
 from pathlib import Path
 
-from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe
-from tuner.config.recipe import Recipe
 from tuner.data.building.prepare import check_to_use, find_prepared, prepare_to_use, prepared_path
 from tuner.data.building.spec import PrepareSpec
 from tuner.data.prepared import WAY_TO_NAME, open_prepared
 from tuner.errors import DataError, RecipeError
 from tuner.model.build import fetch_weights
 from tuner.run.announce import announce, announce_packing
-from tuner.run.changes import changes, freed_keys, moments_of
 from tuner.run.options import HandedOver, LaunchOptions, RunResult
 from tuner.run.parts.listed import parts_of
 from tuner.run.parts.part import Before, Preflight
-from tuner.run.settle import Place, on_cuda, run_before, settle
+from tuner.run.settle import on_cuda, settled_for
 from tuner.run.status import (
     RunStatus,
     agreed_status,
-    require_recipe_of,
+    require_same_choices,
     status_from,
     status_of,
-    warn_of_changes,
 )
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective
 from tuner.setup.resolve import Resolved, model_spec, resolve
-from tuner.setup.settled import Settled
 from tuner.setup.timetable import few_steps, rates, timetable
 
 
@@ -102,20 +97,6 @@ def _data_dir(spec: PrepareSpec, options: LaunchOptions, console: Console) -> Pa
     return prepare_to_use(spec, console)
 
 
-def settled_for(
-    ready: Preflight, loaded: LoadedRecipe, options: LaunchOptions, rank_info: RankInfo, console: Console, starts: bool
-) -> Settled:
-    """What is settled once for all ranks of a launch: handed over, as the run had it, or predicted.
-
-    Where torchrun or srun started them, rank 0 settles it, and the others wait for it; or this process ``starts`` them.
-    """
-    if options.handed_over is not None:
-        return options.handed_over.settled
-    before = run_before(ready.status.run.recipe(ready.status.record), ready.status.record, rank_info.world_size)
-    place = Place.of(ready.data_dir, ready.spec.cache_dir, options.dry_run, starts)
-    return settle(loaded, before, rank_info, place, console)
-
-
 def plan_launch(
     ready: Preflight, loaded: LoadedRecipe, options: LaunchOptions, rank_info: RankInfo, console: Console
 ) -> tuple[Resolved, int]:
@@ -123,7 +104,7 @@ def plan_launch(
 
     Raises RecipeError where this machine resolves the recipe to another run than the one that is resumed.
     """
-    run, record, found = ready.status.run, ready.status.record, ready.status.checkpoint
+    checkpoint = ready.status.checkpoint
     if not options.dry_run and rank_info.local_rank == 0 and on_cuda(loaded.recipe.train.device):
         from tuner.model.read_ahead import begin_reading  # while memory is predicted; a CPU needs its cores
 
@@ -133,41 +114,21 @@ def plan_launch(
     resolved = resolve(recipe, ready.spec.max_length, rank_info, ready.spec.tokenizer.new_ids)
     reasons = {**resolved.reasons, **settled.reasons}
     resolved = replace(resolved, reasons=reasons, settled=dict(settled.values))
-    before = run.recipe(record)
-    if record is not None and before is not None:
-        _require_same_choices(run.path, before.recipe, loaded.recipe, resolved.recipe, options, console)
-    elif found is not None:
-        require_recipe_of(found, recipe_dict(resolved.recipe), options.reset)
+    require_same_choices(ready.status, loaded.recipe, resolved.recipe, options, console)
     table = timetable(resolved.recipe, ready.data, ready.starts)
     total_steps = table.plan.total_steps
-    if record is None and found is not None and found.step >= total_steps:
-        raise RecipeError(f"{found.path}: no steps are left to train", hint="give an earlier checkpoint of its run")
+    if ready.status.record is None and checkpoint is not None and checkpoint.step >= total_steps:
+        raise RecipeError(
+            f"{checkpoint.path}: no steps are left to train", hint="give an earlier checkpoint of its run"
+        )
     rate = rates(resolved.recipe, ready.data, table, ready.starts)
     derivations = (part.derivation(resolved, table) for part in ready.parts)
     announce(console, resolved, table, rate, rank_info, next(filter(None, derivations), None))
     for part in ready.parts:
         part.planned(resolved, rank_info, console)
     announce_packing(console, resolved, ready.data)
-    if found is None and (few := few_steps(loaded.recipe, table.plan)) is not None:
+    if checkpoint is None and (few := few_steps(loaded.recipe, table.plan)) is not None:
         console.warn(few)
     for flaw in rate.flaws:
         console.warn(flaw)
     return resolved, total_steps
-
-
-def _require_same_choices(
-    run_dir: Path, before: Recipe, written: Recipe, resolved: Recipe, options: LaunchOptions, console: Console
-) -> None:
-    """A launch on another machine must not settle an `auto` into another run; warn where only bits differ.
-
-    Takes the recipes of the launches before, as it is written now, and as it is resolved now.
-    """
-    resolved = resolved.model_copy(update={"parallel": written.parallel})  # of which a run keeps what was written, too
-    freed = freed_keys(options.reset, moments_of(before.optimizer), moments_of(resolved.optimizer))
-    changed, known = (changes(recipe_dict(before), recipe_dict(recipe), freed) for recipe in (resolved, written))
-    if changed.refuse:
-        raise RecipeError(
-            f"{run_dir}: this machine resolves the recipe differently ({changed.shown()})",
-            hint=f"keep the run's choices: tuner resume {run_dir}",
-        )
-    warn_of_changes([line for line in changed.warn if line not in known.warn], console)

@@ -25,9 +25,9 @@ from tuner.runtime.deterministic import tf32_products
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import read_json
 from tuner.runtime.process import process_group
-from tuner.setup.build import check_fits, held_out_rows
+from tuner.setup.build import held_out_rows
 from tuner.setup.model import assemble_model
-from tuner.setup.resolve import Resolved, quantizer_facts, resolve
+from tuner.setup.resolve import Resolved, check_fits, quantizer_facts, resolve
 from tuner.setup.settled import AXES, rows_at_once
 from tuner.setup.specs import mesh_of
 from tuner.train.evaluate import ByTerms, Evaluation, HeldOut, evaluate

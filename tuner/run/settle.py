@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.errors import TunerError
+from tuner.run.options import LaunchOptions
+from tuner.run.parts.part import Preflight
 from tuner.runtime import startup
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
@@ -229,3 +231,17 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def settled_for(
+    ready: Preflight, loaded: LoadedRecipe, options: LaunchOptions, rank_info: RankInfo, console: Console, starts: bool
+) -> Settled:
+    """What is settled once for all ranks of a launch: handed over, as the run had it, or predicted.
+
+    Where torchrun or srun started them, rank 0 settles it, and the others wait for it; or this process ``starts`` them.
+    """
+    if options.handed_over is not None:
+        return options.handed_over.settled
+    before = run_before(ready.status.run.recipe(ready.status.record), ready.status.record, rank_info.world_size)
+    place = Place.of(ready.data_dir, ready.spec.cache_dir, options.dry_run, starts)
+    return settle(loaded, before, rank_info, place, console)

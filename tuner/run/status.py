@@ -17,7 +17,7 @@ from tuner.config.dump import recipe_dict
 from tuner.config.ladder import require_one_run
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.overrides import Override
-from tuner.config.recipe import ExportSection
+from tuner.config.recipe import ExportSection, Recipe
 from tuner.errors import DataError, MachineError, RecipeError, TunerError, counted
 from tuner.run.changes import (
     Changes,
@@ -310,6 +310,29 @@ def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any], reset: C
             hint=_way_from(changed),
         )
     return changed
+
+
+def require_same_choices(
+    status: RunStatus, written: Recipe, resolved: Recipe, options: LaunchOptions, console: Console
+) -> None:
+    """A launch on another machine must not settle an `auto` into another run; warn where only bits differ.
+
+    Takes the recipe as it is written, and as this machine resolves it. Raises RecipeError.
+    """
+    before = None if status.record is None else status.run.recipe(status.record)
+    if before is None:
+        if status.checkpoint is not None:
+            require_recipe_of(status.checkpoint, recipe_dict(resolved), options.reset)
+        return
+    resolved = resolved.model_copy(update={"parallel": written.parallel})  # of which a run keeps what was written, too
+    freed = freed_keys(options.reset, moments_of(before.recipe.optimizer), moments_of(resolved.optimizer))
+    changed, known = (changes(recipe_dict(before.recipe), recipe_dict(recipe), freed) for recipe in (resolved, written))
+    if changed.refuse:
+        raise RecipeError(
+            f"{status.run.path}: this machine resolves the recipe differently ({changed.shown()})",
+            hint=f"keep the run's choices: tuner resume {status.run.path}",
+        )
+    warn_of_changes([line for line in changed.warn if line not in known.warn], console)
 
 
 def _way_from(changed: Changes) -> str:

@@ -1,6 +1,8 @@
-"""The header of a safetensors file, read within bounds: before a library opens a file that may be something else."""
+"""The header of a safetensors file: written, and read within bounds before a library opens what may be another."""
 
 import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,33 @@ _LIMIT, _ALWAYS, _SHARE = 1 << 24, 1 << 20, 16
 """Bytes: of 100,000 tensors it has eleven million. One above the second takes no more than such a share of its file."""
 _SIGNS, _MOST_SIGNS = (b",", b":", b"[", b"{"), 3
 """What makes an object of a header: one of so many bytes, or it is made to take memory."""
+
+
+TYPES = {
+    "F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2), "I64": ("int64", 8),
+    "I32": ("int32", 4), "I16": ("int16", 2), "I8": ("int8", 1), "U8": ("uint8", 1), "BOOL": ("bool", 1),
+}  # fmt: skip
+"""Every type that can be saved, by its safetensors name: what torch calls it, and bytes."""
+
+
+def safetensors_header(
+    tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[tuple[int, int]]]:
+    """The length-prefixed header of a file of these names, types and shapes without gaps, padded to 8 bytes.
+
+    With it each tensor's byte span after the header. Given wide types first, every tensor starts at a multiple of its
+    item size.
+    """
+    fields: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    spans: list[tuple[int, int]] = []
+    end = 0
+    for name, dtype_name, shape in tensors:
+        start, end = end, end + math.prod(shape) * TYPES[dtype_name][1]
+        fields[name] = {"dtype": dtype_name, "shape": list(shape), "data_offsets": [start, end]}
+        spans.append((start, end))
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, spans
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:

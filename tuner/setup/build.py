@@ -2,20 +2,16 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from tuner.config.eval_tasks import LOWER_IS_BETTER, task_of
-from tuner.config.methods import head_of
 from tuner.config.recipe import Recipe
 from tuner.data.batches import GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.prepared import PackedRows, PreparedData
-from tuner.errors import RecipeError
-from tuner.model.build import position_limit
+from tuner.data.prepared import PreparedData
 from tuner.model.flops import training_flops
 from tuner.model.freeze import select_modules
 from tuner.model.kernels import KERNELS
@@ -28,9 +24,11 @@ from tuner.runtime.device import measured_peak
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import device_index
 from tuner.runtime.warned import pass_on
-from tuner.setup.probes import probe_inputs
-from tuner.setup.resolve import Resolved, check_division, rerouted
+from tuner.setup.model import assemble_model, assemble_teacher, teacher_in_memory
+from tuner.setup.probes import probed_rows, probes_of
+from tuner.setup.resolve import Resolved, check_division, check_fits, rerouted
 from tuner.setup.settled import rows_at_once
+from tuner.setup.specs import mesh_of
 from tuner.setup.timetable import Starts, Timetable, timetable
 from tuner.setup.weight_facts import WeightFacts
 from tuner.train.evaluate import HeldOut, check_metric, held_out
@@ -40,11 +38,6 @@ from tuner.train.optimizer import build_optimizer
 from tuner.train.progress import Criterion, MfuMeter
 from tuner.train.step import StepConfig, TrainState
 from tuner.train.step_parts import StepPart, Unscaled
-
-if TYPE_CHECKING:
-    pass
-from tuner.setup.model import assemble_model, assemble_teacher, teacher_in_memory
-from tuner.setup.specs import mesh_of
 
 
 @dataclass(frozen=True)
@@ -136,21 +129,10 @@ def build(
         mesh=mesh,
         facts=facts,
         teacher_facts=teacher_facts,
-        probes=probes_of(recipe, _probed(recipe, prepared)),
+        probes=probes_of(recipe, probed_rows(recipe, prepared)),
         held_out=held,
         mfu=MfuMeter(training_flops(train_state.root.model), peak, train_state.method.extra_forwards, mesh.row_holders),
     )
-
-
-def probes_of(recipe: Recipe, rows: PackedRows) -> list[torch.Tensor]:
-    """The beginnings of rows, int64 each, whose logits checkpoints record: of a score, the ends."""
-    return probe_inputs(rows, from_end=head_of(recipe.method) == "score")
-
-
-def _probed(recipe: Recipe, prepared: PreparedData) -> PackedRows:
-    """Rows whose beginnings a checkpoint records logits of. Bases to merge into are compared on held-out ones."""
-    is_compared = recipe.model.quantize != "none"
-    return prepared.eval if is_compared and prepared.eval is not None else prepared.train
 
 
 def build_train_state(recipe: Recipe, root: CausalLM, step_config: StepConfig) -> TrainState:
@@ -208,25 +190,6 @@ def run_tensors(state: TrainState) -> dict[str, Any]:
     """The tensors of a checkpoint by name: trained parameters, the optimizer's state, the fp16 scale, averages."""
     model = {f"{MODEL_PREFIX}{name}": parameter.data for name, parameter in state.parameters.items()}
     return model | state.optimizer.state_tensors() | state.tensors()
-
-
-def check_fits(tokenizer: TextTokenizer, config: PretrainedConfig, prepared: PreparedData) -> None:
-    """Check that the model has an embedding for every id and a position for every token. Raises RecipeError."""
-    text = config.get_text_config()
-    if tokenizer.vocab_size > text.vocab_size:
-        beyond = tokenizer.added_tokens_from(text.vocab_size)
-        named = f" ({', '.join(beyond[:3])}{', ...' if len(beyond) > 3 else ''})" if beyond else ""
-        hint = f"take the model's own tokenizer, or init: random with config: {{vocab_size: {tokenizer.vocab_size}}}"
-        if [tokenizer.special_tokens.get("pad_token")] == beyond and tokenizer.vocab_size - text.vocab_size == 1:
-            hint = "name a pad_token in tokenizer_config.json that the model has, such as its eos_token"
-        raise RecipeError(
-            f"tokenizer: its {tokenizer.vocab_size:,} ids are more than the model's {text.vocab_size:,} "
-            f"embeddings{named}",
-            hint=hint,
-        )
-    longest = position_limit(config)
-    if longest is not None and prepared.train.max_length > longest:
-        raise RecipeError(f"data.max_length: {prepared.train.max_length} is above the model's {longest:,} positions")
 
 
 def _tell_touched(root: CausalLM) -> None:

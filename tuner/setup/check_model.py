@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from tuner.config.duration import Duration
+from tuner.config.load import LoadedRecipe
 from tuner.config.methods import head_of
 from tuner.config.optimizers import AdamwOptimizer, MuonOptimizer
 from tuner.config.recipe import LowRankAdapter, Recipe
@@ -28,12 +29,13 @@ from tuner.model.vetting import holds_codes, require_known_losses
 from tuner.parallel.assemble import recomputed_count
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.safetensors_header import read_header
-from tuner.setup.build import check_fits, held_out_rows
+from tuner.setup.build import held_out_rows
 from tuner.setup.findings import Findings
 from tuner.setup.resolve import (
     ROUTES,
     Resolved,
     check_division,
+    check_fits,
     model_spec,
     quantize_of,
     require_apart,
@@ -75,10 +77,13 @@ def check_model(recipe: Recipe, directory: Path, found: Findings) -> str | None:
 
 
 def check_setup(
-    resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenizer, rank_info: RankInfo, found: Findings
+    loaded: LoadedRecipe, resolved: Resolved, prepared: PreparedData, tokenizer: TextTokenizer, rank_info: RankInfo
 ) -> None:
-    """Check what a launch would find when it builds model and optimizer, without building them."""
-    recipe = resolved.recipe
+    """Check what a launch would find when it builds model and optimizer, without building them.
+
+    Raises RecipeError with every problem.
+    """
+    recipe, found = resolved.recipe, Findings(loaded)
     with found.of("tokenizer.name_or_path"):
         check_fits(tokenizer, resolved.config, prepared)
     with found.of("method.use"):
@@ -89,6 +94,7 @@ def check_setup(
         check_metric(recipe.checkpoint.keep_best, held_out_rows(recipe, prepared), recipe.method.figures)
     if not found.problems:
         check_parts(recipe, meta_model_of(resolved, torch.float32), found, resolved.new_ids)
+    found.raise_any()
 
 
 def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids: range = range(0)) -> None:

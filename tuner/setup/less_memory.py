@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from tuner.config.recipe import Recipe
+from tuner.errors import MemoryLimitError, is_out_of_memory, memory_line
 from tuner.setup.settled import rows_at_once
 
 SHORTEST_ROW = 256
@@ -35,3 +39,14 @@ def less_memory(recipe: Recipe, processes: int = 1) -> str:
     lines = ways(recipe, processes)
     more = "take a device with more memory, or more processes"
     return f"write {', or '.join(lines)}; or {more}" if lines else more
+
+
+@contextmanager
+def memory_errors(recipe: Recipe, processes: int) -> Iterator[None]:
+    """Turn a failed allocation of the block into a MemoryLimitError that says what to write."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryLimitError(f"out of memory: {memory_line(error)}", hint=less_memory(recipe, processes)) from error

@@ -7,7 +7,9 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from tuner.data.prepared import PackedRows
+from tuner.config.methods import head_of
+from tuner.config.recipe import Recipe
+from tuner.data.prepared import PackedRows, PreparedData
 from tuner.model.root import CausalLM
 
 MAX_PROBES = 20
@@ -104,3 +106,14 @@ def _of_row(root: CausalLM, documents: list[torch.Tensor], device: torch.device)
     places = torch.cat([torch.arange(length) for length in lengths])
     ends = torch.tensor(lengths).cumsum(0) - 1
     return root.logits(torch.cat(documents).to(device), places.to(device), lengths, ends.to(device))
+
+
+def probes_of(recipe: Recipe, rows: PackedRows) -> list[torch.Tensor]:
+    """The beginnings of rows, int64 each, whose logits checkpoints record: of a score, the ends."""
+    return probe_inputs(rows, from_end=head_of(recipe.method) == "score")
+
+
+def probed_rows(recipe: Recipe, prepared: PreparedData) -> PackedRows:
+    """Rows whose beginnings a checkpoint records logits of. Bases to merge into are compared on held-out ones."""
+    is_compared = recipe.model.quantize != "none"
+    return prepared.eval if is_compared and prepared.eval is not None else prepared.train

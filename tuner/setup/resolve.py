@@ -10,8 +10,18 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from tuner.config.methods import Method, head_of
 from tuner.config.optimizers import MuonOptimizer, keeps_states_on_host, rounds_by_chance
 from tuner.config.recipe import LowRankAdapter, ParallelSection, Recipe
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.prepared import PreparedData
 from tuner.errors import MachineError, RecipeError
-from tuner.model.build import ModelSpec, dropouts_of, generation_config, is_part, meta_model, model_config
+from tuner.model.build import (
+    ModelSpec,
+    dropouts_of,
+    generation_config,
+    is_part,
+    meta_model,
+    model_config,
+    position_limit,
+)
 from tuner.model.kernels import has_liger
 from tuner.model.native.library import native_problem
 from tuner.model.root import Route, route_of
@@ -407,3 +417,22 @@ def check_division(recipe: Recipe, processes: int) -> None:
             f"train.global_batch_size: {rows} rows do not divide into {groups} of {micro} rows",
             hint=f"numbers of processes (parallel.processes) that divide it: {allowed}",
         )
+
+
+def check_fits(tokenizer: TextTokenizer, config: PretrainedConfig, prepared: PreparedData) -> None:
+    """Check that the model has an embedding for every id and a position for every token. Raises RecipeError."""
+    text = config.get_text_config()
+    if tokenizer.vocab_size > text.vocab_size:
+        beyond = tokenizer.added_tokens_from(text.vocab_size)
+        named = f" ({', '.join(beyond[:3])}{', ...' if len(beyond) > 3 else ''})" if beyond else ""
+        hint = f"take the model's own tokenizer, or init: random with config: {{vocab_size: {tokenizer.vocab_size}}}"
+        if [tokenizer.special_tokens.get("pad_token")] == beyond and tokenizer.vocab_size - text.vocab_size == 1:
+            hint = "name a pad_token in tokenizer_config.json that the model has, such as its eos_token"
+        raise RecipeError(
+            f"tokenizer: its {tokenizer.vocab_size:,} ids are more than the model's {text.vocab_size:,} "
+            f"embeddings{named}",
+            hint=hint,
+        )
+    longest = position_limit(config)
+    if longest is not None and prepared.train.max_length > longest:
+        raise RecipeError(f"data.max_length: {prepared.train.max_length} is above the model's {longest:,} positions")

@@ -85,7 +85,7 @@ MODELS = (
     check("train/optimizer.py:coded_matrices", {"optimizer.state": "8bit"}, {"optimizer.state": "fp32"}),
     check("model/quantize/layers.py:quantizable", {"model.quantize": "nf4", **RANDOM, **LORA},
         {"model.quantize": "none"}, change=family("gpt2")),
-    dry("setup/build.py:check_fits", RANDOM, {**RANDOM, "model.config": {"vocab_size": 259}},
+    dry("setup/resolve.py:check_fits", RANDOM, {**RANDOM, "model.config": {"vocab_size": 259}},
         change=config(vocab_size=100)),
     check("setup/check.py:_check_weights: write model.init", {}, RANDOM,
         change=lambda place: (place / "model/model.safetensors").unlink()),

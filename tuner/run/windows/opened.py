@@ -11,7 +11,8 @@ from tuner.data.prepared import open_prepared
 from tuner.errors import DataError
 from tuner.run.windows.preparation import prepared_window
 from tuner.rundir.windows import WindowEntry, WindowPosition, write_windows
-from tuner.setup.build import Assembly, probes_of
+from tuner.setup.build import Assembly
+from tuner.setup.probes import probes_of
 from tuner.setup.window_course import total_steps, window_plan
 from tuner.train.prefetcher import Prefetcher
 from tuner.train.progress import Progress
