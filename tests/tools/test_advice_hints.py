@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from tools.advice.hint_place import Case, Place, judged
+from tools.advice.hint_cases import Case, cases
+from tools.advice.hint_place import Place, judged
 from tools.advice.hint_sites import Site, sites
 from tools.advice.hint_starts import STARTS
-from tools.advice.hints import WHAT_TO_DO, cases, needless, without_case
+from tools.advice.hints import WHAT_TO_DO, needless, without_case
 
 CASES = cases()
 NOT_FOLLOWED: dict[str, tuple[str, ...]] = {

@@ -13,17 +13,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from tools.advice.hint_sites import Site, sites
+from tools.advice.hint_cases import Case
 from tools.advice.hint_words import AND, RUN, Line, Way, placed, ways, with_lines, with_words
+from tools.changes import apply
 from tuner.config.dump import flatten, recipe_dict
 from tuner.config.load import load_recipe
 
-Change = Callable[[Path], object]
 Starts = Mapping[str, Callable[["Place"], object]]
 BASE: Mapping[str, Any] = {
     "tokenizer.name_or_path": "byte",
@@ -41,44 +41,6 @@ OWN_CODE = "tuner_plugin_"
 PLACEHOLDERS = {"RECIPE": "r.yaml", "RUN": "runs/r", "NEW-NAME": "other"}
 ELSEWHERE, HERE = {"model.name_or_path": "owner/name"}, {"model.name_or_path": "./model"}
 """A model that is not on this machine, of which nothing is checked, and a tiny one that is."""
-
-CHEAP = ("rows", "prepared", "teacher")
-"""What a case may start from in every run of the tests."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """How an advice comes about, and what it means.
-
-    `recipe` is written over the base, `start` names what is there (`Place.starts`), `change` does something to it, and
-    `words` is the command line. `meant` are the ways that the advice is to propose, one by one, as they follow from the
-    documents. `reading` has what a reader puts for a placeholder, or takes a phrase for. A command that is proposed is
-    run before the command line, or `instead` of it; with `onward`, in what that has left. What is followed `ends` with
-    this exit code.
-    """
-
-    site: str
-    recipe: Mapping[str, Any] = field(default_factory=dict)
-    meant: tuple[Way, ...] = ()
-    words: str = "config check r.yaml"
-    start: str = "rows"
-    change: Change | None = None
-    reading: Mapping[str, str] = field(default_factory=dict)
-    instead: bool = False
-    onward: bool = False
-    ends: int = 0
-    dear: bool = False
-
-    @property
-    def is_dear(self) -> bool:
-        """Whether it costs much: it trains or builds a model, or what it starts from has."""
-        return self.dear or self.start not in CHEAP
-
-    @property
-    def sites(self) -> list[Site]:
-        """The places in the sources that it is about."""
-        exact = [site for site in sites() if site.name == self.site]
-        return exact or [site for site in sites() if site.name.startswith(self.site)]
 
 
 @dataclass(frozen=True)
@@ -108,8 +70,7 @@ class Place:
             shutil.copytree(self.work, kept, symlinks=True)
         else:
             shutil.copytree(kept, self.work, symlinks=True)
-        if case.change is not None:
-            case.change(self.work)
+        apply(case.change, self.work)
 
     def write(self, recipe: Mapping[str, Any]) -> None:
         """Write the recipe, sections of keys."""

@@ -6,26 +6,11 @@ import json
 import shutil
 
 from tests.fixtures import trainings
+from tools.advice.hint_cases import read
 from tools.advice.hint_place import BASE, HERE, Place
 from tools.advice.hint_words import with_lines
 from tuner.errors import ExitCode
 
-SIZES = [
-    {"name": name, "config": {"num_hidden_layers": layers, "hidden_size": 32}}
-    for name, layers in (("small", 1), ("large", 2))
-]
-LADDER = {
-    "model.init": "random",
-    "train.duration": None,
-    "train.global_batch_size": None,
-    "data.eval": "rows.jsonl",
-    "ladder.sizes": SIZES,
-    "ladder.tokens": 1536,
-    "ladder.multiples": [1, 2],
-    "ladder.decay": "30%",
-    "ladder.batch_tokens": 256,
-    "ladder.warmup_tokens": 512,
-}
 HOOK = """
 import os
 
@@ -97,7 +82,7 @@ def taught(place: Place) -> None:
 def laddered(place: Place) -> None:
     """A ladder of two sizes."""
     model(place)
-    place.write(with_lines({**BASE, **HERE, **LADDER}, {}))
+    place.write(with_lines({**BASE, **HERE, **read("ladder")["recipe"]}, {}))
     assert place.run("ladder run r.yaml").code == 0
 
 

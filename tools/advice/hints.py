@@ -10,15 +10,13 @@ succeed, and what was said is not said again. Exits with 1 where one is wrong.
 from __future__ import annotations
 
 import argparse
-import importlib
-import pkgutil
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tools.advice import hint_cases
-from tools.advice.hint_place import Case, Place, judged
+from tools.advice.hint_cases import Case, cases
+from tools.advice.hint_place import Place, judged
 from tools.advice.hint_sites import Site, sites
 from tools.advice.hint_starts import STARTS
 
@@ -26,12 +24,6 @@ WHAT_TO_DO = (
     "these texts propose a line, a flag or a command, and nobody has followed them: add cases to "
     "tools/advice/hint_cases, of how each comes about and what it means"
 )
-
-
-def cases() -> list[Case]:
-    """All of them, of one file after the other."""
-    names = sorted(module.name for module in pkgutil.iter_modules(hint_cases.__path__))
-    return [case for name in names for case in importlib.import_module(f"tools.advice.hint_cases.{name}").CASES]
 
 
 def without_case(found: Iterable[Site], covered: Iterable[Case], allowed: Iterable[str]) -> list[str]:
