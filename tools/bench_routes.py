@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.causal_checks import quiet  # noqa: E402
 from tools.causal_training import Mode, Training  # noqa: E402
+from tools.tables import beside  # noqa: E402
 from tuner.data.batches import Batch, StepBatches, collate  # noqa: E402
 from tuner.data.prepared import Row  # noqa: E402
 from tuner.errors import RecipeError  # noqa: E402
@@ -37,48 +38,7 @@ from tuner.train.step import optimizer_step  # noqa: E402
 
 ROW, ROWS, WARM_UP = 1024, 2, 2
 VOCAB = 8192
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 2048, "bos_token_id": None, "eos_token_id": 2,
-    "pad_token_id": 0, "tie_word_embeddings": True,
-}  # fmt: skip
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-_LINEAR = {
-    "linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
-}  # fmt: skip
-_MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_chunk_size": 64}
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama": COMMON,
-    "gpt_oss": COMMON | {"intermediate_size": 128, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "llama4_text": COMMON | {"intermediate_size_mlp": 512, "num_local_experts": 4, "attention_chunk_size": 256},
-    "qwen3_next": COMMON | _EXPERTS | _LINEAR | {"shared_expert_intermediate_size": 128, "num_hidden_layers": 8},
-    "qwen3_5_text": COMMON | _LINEAR | {"num_hidden_layers": 8},
-    "falcon_h1": COMMON | _MAMBA | {"mamba_d_ssm": 512},
-    "granitemoehybrid": COMMON | _MAMBA | {
-        "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 256,
-        "layer_types": ["mamba", "mamba", "attention"] * 2,
-    },
-    "bamba": COMMON | _MAMBA | {"attn_layer_indices": [2, 5]},
-    "lfm2": COMMON | {"layer_types": ["conv", "conv", "full_attention"] * 2},
-    "mamba": {
-        "vocab_size": VOCAB, "hidden_size": 256, "num_hidden_layers": 6, "state_size": 16, "bos_token_id": None,
-        "eos_token_id": 2, "pad_token_id": 0,
-    },
-    "mamba2": {
-        "vocab_size": VOCAB, "hidden_size": 256, "num_hidden_layers": 6, "state_size": 32, "num_heads": 16,
-        "head_dim": 32, "n_groups": 2, "chunk_size": 64, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0,
-    },
-    "bloom": {"vocab_size": VOCAB, "hidden_size": 256, "n_layer": 6, "n_head": 8},
-    "falcon": {
-        "vocab_size": VOCAB, "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "num_kv_heads": 1,
-        "bias": False, "alibi": True, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0,
-    },
-    "bart": {
-        "vocab_size": VOCAB, "d_model": 256, "decoder_layers": 6, "decoder_attention_heads": 8, "decoder_ffn_dim": 512,
-        "encoder_layers": 1, "encoder_attention_heads": 8, "encoder_ffn_dim": 64, "max_position_embeddings": 2048,
-        "dropout": 0.0,
-    },
-}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = beside(__file__)["shapes"]
 KEYS = {
     "model.init": "random", "data.max_length": ROW, "train.precision": "auto", "optimizer.lr": 1e-5,
     "train.global_batch_size": 2,

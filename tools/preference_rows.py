@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tools.demo.task import CITIES, FIRST_NAMES, ITEMS, LAST_NAMES, UNSEEN_FIRST_NAMES, UNSEEN_LAST_NAMES
+from tools.tables import beside
 
 SEED = 19
 TRAIN_ROWS = 240
@@ -24,44 +25,7 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday")
 TOPICS = ("budget", "hiring", "release", "travel", "safety", "training", "design", "audit")
 STATES = ("lost", "late", "delivered", "damaged", "returned")
 
-KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
-    "order": (
-        ("name", "item", "quantity"),
-        (
-            "{name} orders {quantity} pieces of {item}.",
-            "Please send {quantity} x {item} to {name}.",
-            "New sale: {item}, {quantity} of them, buyer {name}.",
-        ),
-        ("Could you pack {item} for {name}? It is {quantity} this time.",),
-    ),
-    "meeting": (
-        ("topic", "day", "hour"),
-        (
-            "We meet on {day} at {hour} about {topic}.",
-            "{topic}: {day}, {hour} o'clock.",
-            "Please book {day} {hour}:00 for the {topic} round.",
-        ),
-        ("Let us talk about {topic}, {hour} o'clock on {day} suits everybody.",),
-    ),
-    "contact": (
-        ("name", "city", "phone"),
-        (
-            "{name} lives in {city} and has the number {phone}.",
-            "Call {name} ({city}) on {phone}.",
-            "Number {phone} is {name}, {city}.",
-        ),
-        ("If you are in {city}, reach {name} under {phone}.",),
-    ),
-    "parcel": (
-        ("number", "city", "state"),
-        (
-            "Parcel {number} to {city} is {state}.",
-            "{city} reports parcel {number} as {state}.",
-            "State of {number}, going to {city}: {state}.",
-        ),
-        ("The one for {city}, number {number}, came up as {state}.",),
-    ),
-}
+KINDS: dict[str, dict[str, list[str]]] = beside(__file__)
 """Of each kind the keys, the wordings to train on, and those that are held out."""
 OPENINGS = (
     "Sure! I'd be happy to help with that. Here is the information you asked for:",
@@ -83,7 +47,7 @@ Row = dict[str, Any]
 
 def instruction(kind: str) -> str:
     """What the system says of a kind of note."""
-    return f"Write the note as JSON with the keys {', '.join(KINDS[kind][0])}."
+    return f"Write the note as JSON with the keys {', '.join(KINDS[kind]['keys'])}."
 
 
 def values(rng: random.Random, kind: str, firsts: Sequence[str], lasts: Sequence[str]) -> dict[str, Any]:
@@ -100,7 +64,7 @@ def values(rng: random.Random, kind: str, firsts: Sequence[str], lasts: Sequence
         "number": rng.randint(100, 999),
         "state": rng.choice(STATES),
     }
-    return {key: drawn[key] for key in KINDS[kind][0]}
+    return {key: drawn[key] for key in KINDS[kind]["keys"]}
 
 
 def chatty(rng: random.Random, facts: dict[str, Any]) -> str:
@@ -121,7 +85,7 @@ def rows(part: str, count: int) -> list[Row]:
     while len(made) < count:
         kind = tuple(KINDS)[len(made) % len(KINDS)]
         facts = values(rng, kind, firsts, lasts)
-        note = rng.choice(KINDS[kind][2 if held_out else 1]).format(**facts)
+        note = rng.choice(KINDS[kind]["held_out" if held_out else "wordings"]).format(**facts)
         prompt = [{"role": "system", "content": instruction(kind)}, {"role": "user", "content": note}]
         answers = {
             "chosen": [{"role": "assistant", "content": json.dumps(facts)}],

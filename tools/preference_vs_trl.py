@@ -22,7 +22,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tools import real_preferences as real  # noqa: E402
+from tools.tables import beside  # noqa: E402
 
 if TYPE_CHECKING:
     from tuner.data.prepared import Row
@@ -60,66 +61,9 @@ class Case:
     """Whether TRL takes the mismatched answers of KTO's baseline from us."""
 
 
-def _dpo(name: str, theirs: str, **more: Any) -> Case:
-    options = {"label_smoothing": more["label_smoothing"]} if more else {}
-    return Case(name, {"kind": "dpo", "loss": name} | options, "dpo", {"loss_type": [theirs]} | options)
 
 
-_SFT = "TRL's sft term is a mean over the micro-batch's tokens, averaged over micro-batches; ours is over the step's"
-_ORPO = "TRL's cross-entropy is over prompt and answer, ours (as the paper's) over the answer"
-_PARTNERS = "TRL takes the mismatched pairs of its KL from the micro-batch, ours a partner of each answer from the data"
-_SPACING = "sums of over a thousand nats have a spacing of 1e-4 in float32, and its slope, tens of nats here, raises it"
-_KL = "TRL's KL is of the micro-batch, ours of the step's whole global batch"
-CASES = (
-    _dpo("sigmoid", "sigmoid"),
-    _dpo("hinge", "hinge"),
-    _dpo("ipo", "ipo"),
-    _dpo("sigmoid_norm", "sigmoid_norm"),
-    _dpo("robust", "robust", label_smoothing=0.1),
-    _dpo("nca", "nca_pair"),
-    _dpo("bco", "bco_pair"),
-    replace(_dpo("sppo", "sppo_hard"), apart=_SPACING),
-    replace(_dpo("sppo", "sppo_hard"), name="sppo, small steps", lr=LR / 100),
-    _dpo("apo_zero", "apo_zero"),
-    _dpo("apo_down", "apo_down"),
-    Case(
-        "several",
-        {"kind": "dpo", "loss": {"sigmoid": 0.8, "bco": 0.2}, "sft_weight": 0.5},
-        "dpo",
-        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 0.5]},
-    ),
-    Case(
-        "several, accumulated",
-        {"kind": "dpo", "loss": {"sigmoid": 0.8, "bco": 0.2}, "sft_weight": 0.5},
-        "dpo",
-        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 0.5]},
-        accumulated=4,
-        apart=_SFT,
-    ),
-    Case("sigmoid, accumulated", {"kind": "dpo"}, "dpo", accumulated=4),
-    Case("orpo", {"kind": "orpo"}, "orpo", apart=_ORPO),
-    Case("orpo, answers alone", {"kind": "orpo"}, "orpo", answers_only=True),
-    Case(
-        "simpo", {"kind": "simpo", "beta": 2.0, "gamma": 1.0}, "cpo",
-        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 0.0},
-    ),
-    Case(
-        "simpo with a supervised term", {"kind": "simpo", "beta": 2.0, "gamma": 1.0, "sft_weight": 1.0}, "cpo",
-        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 1.0},
-    ),
-    Case("kto", {"kind": "kto", "desirable_weight": 1.2}, "kto", {"desirable_weight": 1.2}, apart=_PARTNERS),
-    Case(
-        "kto, our partners",
-        {"kind": "kto", "desirable_weight": 1.2},
-        "kto",
-        {"desirable_weight": 1.2},
-        partners=True,
-    ),
-    Case("kto, accumulated", {"kind": "kto"}, "kto", accumulated=2, apart=_KL),
-    Case("kto, baseline zero", {"kind": "kto", "baseline": "zero"}, "kto", {"loss_type": "apo_zero_unpaired"}),
-    Case("reward", {"kind": "reward"}, "reward"),
-    Case("reward, centred", {"kind": "reward", "center": 0.01}, "reward", {"center_rewards_coefficient": 0.01}),
-)  # fmt: skip
+CASES = tuple(Case(**one) for one in beside(__file__))
 
 
 @dataclass

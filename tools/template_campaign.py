@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tools.import_campaign import PACKAGES, fetch  # noqa: E402
+from tools.tables import beside  # noqa: E402
 from tuner.data.encoding.named_templates import named_template  # noqa: E402
 from tuner.data.encoding.template import ChatTemplate  # noqa: E402
 
@@ -106,36 +107,7 @@ class Published:
     why: str = ""
 
 
-TABLE = (
-    Published("chatml", "axolotl/chatml"),
-    Published("chatml", "fastchat/OpenHermes-2.5-Mistral-7B", "system", why="it has a default system message"),
-    Published("command-r", "trl/cohere"),
-    Published("command-r", "axolotl/cohere"),
-    Published("deepseek", "axolotl/deepseek_v3", eos="<｜end▁of▁sentence｜>"),
-    Published("gemma", "trl/gemma3"),
-    Published("gemma", "trl/gemma", "plain", why="Gemma 2's refuses system messages"),
-    Published("gemma4", "trl/gemma4_v5", tools=True),
-    Published("gemma4", "trl/gemma4", why="the first one, which writes tools in another way"),
-    Published("granite4", "llama.cpp/ibm-granite-granite-4.0", tools=True),
-    Published("lfm2", "trl/lfm2_v2", tools=True),
-    Published("lfm2", "trl/lfm2", why="it writes no tool calls"),
-    Published("llama2", "fastchat/llama-2", trailing="<s>", why="the next turn's beginning"),
-    Published("llama3", "trl/llama3"),
-    Published("llama3", "axolotl/llama3"),
-    Published("mistral", "axolotl/mistral_v2v3", "plain", why="it moves a system message to the last question"),
-    Published("mistral-nemo", "axolotl/mistral_v3_tekken", "plain", why="as mistral"),
-    Published("phi3", "trl/phi3", trailing="</s>", why="eos after the last turn"),
-    Published("phi3", "trl/phi3_5", trailing="</s>", why="eos after the last turn"),
-    Published("phi4", "axolotl/phi_4", "system", why="of the reasoning model, which has a default system message"),
-    Published("qwen", "trl/qwen2_5", tools=True),
-    Published("qwen", "axolotl/qwen_25"),
-    Published("qwen3", "trl/qwen3", tools=True),
-    Published("qwen3.5", "trl/qwen3_5_think", tools=True),
-    Published("qwen3.5", "llama.cpp/Qwen3.5-4B", tools=True),
-    Published("qwen3.5", "trl/qwen3_6", why="it writes true and null in calls as JSON does"),
-    Published("vicuna", "fastchat/vicuna_v1.1"),
-    Published("zephyr", "fastchat/zephyr", "system", why="it writes an empty system turn where there is none"),
-)
+TABLE = tuple(Published(**one) for one in beside(__file__))
 
 
 def theirs(published: Published, directory: Path) -> Render:

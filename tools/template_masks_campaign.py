@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tools.import_campaign import fetch  # noqa: E402
+from tools.tables import beside  # noqa: E402
 from tools.template_campaign import FOLDERS, SYSTEM, THOUGHTS, TOOLS, TURNS, WANTED  # noqa: E402
 from tuner.config.recipe import AddedToken  # noqa: E402
 from tuner.data.encoding import turns  # noqa: E402
@@ -62,39 +63,7 @@ class Published:
     """Control tokens that its source puts together of parts."""
 
 
-_DEEPSEEK, _COHERE = ("<\uff5cend\u2581of\u2581sentence\uff5c>",), ("<|END_OF_TURN_TOKEN|>",)
-_GLM, _GEMMA = ("<|user|>", "<|observation|>", "<|endoftext|>"), ("<turn|>", "<|tool_response>")
-_LLAMA3 = ("<|eot_id|>", "<|eom_id|>")
-TABLE = (
-    Published("trl/gptoss", ("<|return|>", "<|call|>")),
-    Published("trl/qwen3_5_think"),
-    Published("trl/qwen3_5_nothink"),
-    Published("trl/qwen3_6"),
-    Published("trl/qwen3_8"),
-    Published("trl/qwen3_instruct_2507"),
-    Published("trl/gemma4", _GEMMA),
-    Published("trl/gemma4_v5", _GEMMA),
-    Published("axolotl/gemma4_unified", _GEMMA),
-    Published("trl/deepseekv3", _DEEPSEEK),
-    Published("axolotl/deepseek_v3", _DEEPSEEK),
-    Published("llama.cpp/deepseek-ai-DeepSeek-V3.1", _DEEPSEEK),
-    Published("llama.cpp/Kimi-K2-Instruct"),
-    Published("llama.cpp/Kimi-K2-Thinking"),
-    Published("trl/glm4moe", _GLM),
-    Published("llama.cpp/GLM-4.6", _GLM),
-    Published("llama.cpp/MiniMax-M2", ("[e~[",), ("]~!b[", "]~b]", "[e~[")),
-    Published("llama.cpp/ibm-granite-granite-4.0", ("<|end_of_text|>",)),
-    Published("axolotl/command_a", _COHERE),
-    Published("trl/cohere2", _COHERE),
-    Published("trl/lfm2"),
-    Published("trl/lfm2_v2"),
-    Published("trl/lfm2_2_5"),
-    Published("axolotl/llama4", ("<|eot|>", "<|eom|>")),
-    Published("trl/llama3_1", _LLAMA3),
-    Published("trl/nemotron_3_nano"),
-    Published("axolotl/falcon_h1"),
-    Published("axolotl/exaone4", ("[|endofturn|]",), ("[|endofturn|]", "[|assistant|]", "[|user|]", "[|system|]")),
-)
+TABLE = tuple(Published(**one) for one in beside(__file__))
 
 
 def chats() -> dict[str, dict[str, Any]]:

@@ -13,14 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tools.tables import beside
+
 TEMPLATES = Path(__file__).parent / "chat_templates"
-_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-_CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-_GEMMA_TOKENS = ("<start_of_turn>", "<end_of_turn>")
-_PHI3_TOKENS = (
-    *("<|endoftext|>", "<|assistant|>", "<|placeholder1|>", "<|placeholder2|>", "<|placeholder3|>", "<|placeholder4|>"),
-    *("<|system|>", "<|end|>", "<|placeholder5|>", "<|placeholder6|>", "<|user|>"),
-)
 
 
 @dataclass(frozen=True)
@@ -66,80 +61,10 @@ class Family:
         return self.end or _ENDS.get(self.template or "")
 
 
-def _llama(**config: Any) -> dict[str, Any]:
-    return {"tokenizer_class": "LlamaTokenizer", **_NAMES, **config}
 
 
-_BPE, _UNIGRAM, _BYTES = "SentencePiece BPE", "SentencePiece Unigram", "byte-level BPE"
-_XGLM, _T5 = {"tokenizer_class": "XGLMTokenizer"}, {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}
-_LEGACY = _llama(legacy=True)
-_NO_CODE: dict[str, Any] = {"auto_map": None}
-_WORDS, _TIKTOKEN = "WordPiece", "byte-level BPE (tiktoken)"
-_BERT = {"tokenizer_class": "BertTokenizer", "bos_token": "[CLS]", "eos_token": "[SEP]"}
-_CASED = {**_BERT, "do_lower_case": False}
-_GPT = {
-    "tokenizer_class": "TokenizersBackend", **dict.fromkeys(("bos_token", "eos_token"), "<|endoftext|>"),
-    "extra_special_tokens": ["<|endoftext|>", *_CHATML_TOKENS],
-}  # fmt: skip
-_KIMI = {"tokenizer_class": "TikTokenTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikToken", None]}}
 _ENDS = {"chatml": "<|im_end|>", "gemma": "<end_of_turn>", "phi3": "<|end|>"}
-FAMILIES = (
-    Family("Llama 2", "llama2", _BPE, "llama", "llama2"),
-    Family("Llama 2, two BOS", "llama2", _BPE, "llama", "spaced"),
-    Family("Llama 2, legacy false", "llama2", _BPE, "llama", "llama2", {"legacy": False}),
-    Family("Llama 2, rewritten", "llama2", _BPE, "llama", "llama2", rewritten=True),
-    Family("Llama 2, pad beside", "llama2", _BPE, "llama", "llama2", {"pad_token": "<pad>"}),
-    Family("Vicuna", "llama2", _BPE, "llama", "vicuna", {"tokenizer_class": "LlamaTokenizerFast"}),
-    Family("TinyLlama", "llama2", _BPE, "llama", "zephyr", {"legacy": False, "pad_token": "</s>"}),
-    Family("TinyLlama, rewritten", "llama2", _BPE, "llama", "zephyr", {"legacy": False}, rewritten=True),
-    Family("Phi-3", "llama2", _BPE, "phi3", "phi3", {"eos_token": "<|endoftext|>"}, tokens=_PHI3_TOKENS, rstrip=True),
-    Family("Mistral 7B v0.1", "mistral", _BPE, "mistral", "mistral", _LEGACY, "v1.model"),
-    Family("Mistral 7B v0.1, rewritten", "mistral", _BPE, "mistral", "mistral", _LEGACY, "v1.model", rewritten=True),
-    Family("Mistral 7B v0.3", "mistral", _BPE, "mistral", "mistral", _llama(legacy=False), "v3.model"),
-    Family("Zephyr", "mistral", _BPE, "mistral", "zephyr", _LEGACY, "v1.model"),
-    Family("SOLAR", "mistral", _BPE, "llama", "solar", _LEGACY, "v1.model"),
-    Family("SOLAR, legacy false", "mistral", _BPE, "llama", "solar", _llama(legacy=False), "v1.model"),
-    Family("SOLAR, rewritten", "mistral", _BPE, "llama", "solar", _LEGACY, "v1.model", rewritten=True),
-    Family("Yi", "yi", _BPE, "llama", "chatml", tokens=_CHATML_TOKENS),
-    Family("Yi, rewritten", "yi", _BPE, "llama", "chatml", tokens=_CHATML_TOKENS, rewritten=True),
-    Family("Gemma", "gemma", _BPE, "gemma", "gemma", tokens=_GEMMA_TOKENS),
-    Family("Gemma, rewritten", "gemma", _BPE, "gemma", "gemma", tokens=_GEMMA_TOKENS, rewritten=True),
-    Family("Gemma 3", "gemma3", _BPE, "gemma3_text", end="<end_of_turn>"),
-    Family("Baichuan 2", "baichuan2", _BPE, "llama", "plain", _NO_CODE),
-    Family("InternLM 2", "internlm2", _BPE, "llama", "chatml", _NO_CODE),
-    Family("ChatGLM 3", "chatglm3", _BPE, "llama", "plain", {"tokenizer_class": "PreTrainedTokenizerFast", **_NO_CODE}),
-    Family("small BPE", "bpe", _BPE, "llama", "llama2", _llama(legacy=False), "spm.model"),
-    Family("small BPE, rewritten", "bpe", _BPE, "llama", "llama2", _llama(legacy=False), "spm.model", rewritten=True),
-    Family("small BPE, no space", "bpe-bare", _BPE, "llama", "llama2", _LEGACY, "spm.model"),
-    Family("small BPE, no space, rewritten", "bpe-bare", _BPE, "llama", "zephyr", _LEGACY, "spm.model", rewritten=True),
-    Family("small Unigram", "unigram", _UNIGRAM, "llama", "zephyr", _NAMES, "spm.model"),
-    Family("small Unigram, rewritten", "unigram", _UNIGRAM, "llama", "zephyr", _NAMES, "spm.model", rewritten=True),
-    Family("small Unigram, no space", "unigram-bare", _UNIGRAM, "llama", "llama2", _NAMES, "spm.model"),
-    Family("Unigram, no space, rewritten", "unigram-bare", _UNIGRAM, "llama", "zephyr", _NAMES, "spm.model", rewritten=True),  # noqa: E501
-    Family("XGLM", "unigram", _UNIGRAM, "llama", "plain", _XGLM, "spm.model", "sentencepiece.bpe.model"),
-    Family("T5", "unigram", _UNIGRAM, "llama", "plain", _T5, "spm.model", "spiece.model"),
-    Family("T5, rewritten", "unigram", _UNIGRAM, "llama", "plain", _T5, "spm.model", "spiece.model", rewritten=True),
-    Family("BERT", "wordpiece", _WORDS, "llama", "plain", _BERT, "vocab.txt", "vocab.txt"),
-    Family("BERT, rewritten", "wordpiece", _WORDS, "llama", "plain", _BERT, "vocab.txt", "vocab.txt", rewritten=True),
-    Family("BERT, cased", "wordpiece", _WORDS, "llama", "plain", _CASED, "vocab.txt", "vocab.txt"),
-    Family("Qwen3", "qwen3", _BYTES, "qwen3"),
-    Family("Llama 3", "llama3", _BYTES, "llama", end="<|eot_id|>"),
-    Family("GPT-2", "gpt2", _BYTES, "gpt2", "plain"),
-    Family("GPT-4o, GPT2Tokenizer", "gpt4o", _BYTES, "llama", "plain"),
-    Family("gpt-oss", "gptoss", _BYTES, "llama", "plain"),
-    Family("DeepSeek V3", "deepseek_v3", _BYTES, "llama"),
-    Family("Mistral Nemo", "mistral_nemo", _BYTES, "mistral"),
-    Family("Command R+", "command_r_plus", _BYTES, "cohere", "plain"),
-    Family("tiktoken", "tiktoken", _TIKTOKEN, "llama", "chatml", _GPT, "gpt.model", needs="tiktoken"),
-    Family(
-        "tiktoken, rewritten", "tiktoken", _TIKTOKEN, "llama", "chatml", _GPT, "gpt.model", rewritten=True,
-        needs="tiktoken",
-    ),
-    Family(
-        "Kimi K2", "tiktoken", _TIKTOKEN, "deepseek_v3", "chatml", _KIMI, "gpt.model", "tiktoken.model",
-        refused="tokenization_kimi.TikToken, which is never run",
-    ),
-)  # fmt: skip
+FAMILIES = tuple(Family(**one) for one in beside(__file__))
 
 
 def write_family(family: Family, assets: Path, directory: Path, corpus: Callable[[], list[str]]) -> None:

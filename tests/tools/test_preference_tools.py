@@ -33,8 +33,8 @@ def test_names_and_wordings_of_held_out_notes_never_occur_in_training() -> None:
     for row in preference_rows.rows("held-out", 80):
         values = json.loads(row["chosen"][0]["content"])
         assert not set(str(values.get("name", "")).split()) & set(train.split())
-    for _, seen, unseen in preference_rows.KINDS.values():
-        assert not set(seen) & set(unseen)
+    for kind in preference_rows.KINDS.values():
+        assert not set(kind["wordings"]) & set(kind["held_out"])
 
 
 @pytest.mark.parametrize(
