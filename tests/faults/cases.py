@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 RUN = Path("runs/a")
 COMMON = """\
 model: {name_or_path: %s, kernels: torch}
@@ -36,7 +38,7 @@ class Case:
     recipe: str
     broken: tuple[str, str]
     """Where the run that `resume` goes on with was killed: in a call's path, and the kind of the call."""
-    row: Callable[[int, random.Random], dict[str, Any]] = _answers
+    row: Callable[[int, random.Random], dict[str, Any]]
     export: tuple[str, ...] = ()
     reset: tuple[str, ...] = ()
     """What `resume` begins anew, as long as the run's record does not say that it did."""
@@ -50,126 +52,14 @@ class Case:
     """Whether its model has experts."""
 
 
-CASES: dict[str, Case] = {
-    "lora": Case(
-        """\
-adapter: {kind: lora, r: 2, dropout: 0.2}
-data: {packing: false}
-train: {precision: fp32}
-checkpoint: {keep: 2, keep_best: eval/loss}
-eval: {every: 2 steps, at_start: false, samples: 1, samples_at: all}
-logging: {level: info}
-""",
-        broken=("/.trash-", "unlink"),
-    ),
-    "full": Case(
-        """\
-data: {packing: false}
-train: {precision: fp32}
-checkpoint: {keep: 1, marks: [2 steps]}
-eval: {every: never, at_start: false, at_end: false, samples: 0}
-optimizer: {kind: muon}
-logging: {level: warning}
-""",
-        broken=("/.tmp-step-3", "flush"),
-    ),
-    "packed": Case(
-        """\
-model: {freeze: ["*.mlp.*"]}
-method: {kind: pretrain}
-data: {packing: true}
-train: {precision: bf16}
-checkpoint: {keep: 2}
-eval: {every: 3 steps, at_start: true, at_end: false, samples: 0}
-optimizer: {kind: adafactor}
-logging: {level: warning}
-""",
-        broken=("/.tmp-step-4", "rename"),
-        row=_text,
-        export=("--dtype", "fp32"),
-    ),
-    "dora": Case(
-        """\
-tokenizer: {add_tokens: ["<one>", {token: "<two>", special: true}]}
-adapter: {kind: dora, r: 2, dropout: 0.1, modules_to_save: ["*layernorm"]}
-data: {packing: false}
-train: {precision: fp32}
-checkpoint: {keep: 1}
-eval: {every: never, at_start: false, at_end: true, samples: 0}
-logging: {level: warning}
-""",
-        broken=("/.tmp-step-3", "flush"),
-        export=("--adapter", "keep"),
-        reset=("--reset", "optimizer,schedule,rng", "--train.duration", "5 steps", "--optimizer.lr", "5e-3"),
-    ),
-}
-"""By name: an adapter with dropout, evaluations and a best one, merged; all weights under Muon with a marked step;
-packed text, frozen weights, Adafactor; new tokens, an adapter kept as it is, and a run that begins anew in part."""
+def _case(fields: dict[str, Any]) -> Case:
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    return Case(**{**values, "row": _ROWS[values.get("row", "answers")]})
 
-MESHES: dict[str, Case] = {
-    "tensor": Case(
-        """\
-adapter: {kind: lora, r: 2, dropout: 0.2}
-data: {packing: false}
-train: {precision: fp32}
-parallel: {tensor: 2}
-checkpoint: {keep: 1, keep_best: eval/loss}
-eval: {every: 2 steps, at_start: false, samples: 1, samples_at: all}
-logging: {level: warning}
-""",
-        broken=("/.trash-", "unlink"),
-        processes=2,
-    ),
-    "sequence": Case(
-        """\
-method: {kind: pretrain}
-data: {packing: true}
-train: {precision: bf16}
-parallel: {sequence: 2}
-checkpoint: {keep: 2}
-eval: {every: 3 steps, at_start: true, at_end: false, samples: 0}
-optimizer: {kind: adafactor}
-logging: {level: warning}
-""",
-        broken=("/.tmp-step-4", "rename"),
-        row=_text,
-        processes=2,
-    ),
-    "shards": Case(
-        """\
-data: {packing: false}
-train: {precision: fp32}
-parallel: {tensor: 2, shard: full}
-checkpoint: {keep: 1, marks: [2 steps]}
-eval: {every: never, at_start: false, at_end: false, samples: 0}
-optimizer: {kind: muon}
-logging: {level: warning}
-""",
-        broken=("/.tmp-step-3", "flush"),
-        mesh=("--parallel.tensor", "1", "--parallel.sequence", "2"),
-        processes=4,
-    ),
-    "experts": Case(
-        """\
-method: {kind: pretrain}
-data: {packing: true}
-model: {router_aux_loss_coef: 0.001}
-train: {precision: fp32}
-parallel: {expert: 2}
-checkpoint: {keep: 2}
-eval: {every: never, at_start: false, at_end: true, samples: 0}
-logging: {level: warning}
-""",
-        broken=("/.tmp-step-3", "rename"),
-        row=_text,
-        mesh=("--parallel.expert", "1"),
-        processes=4,
-        rows=8,
-        mixture=True,
-    ),
-}
-"""By name: split layers under an adapter; cut rows; both axes' shards, which go on with cut rows; experts that are
-spread, and go on with shards alone."""
+
+_ROWS = {"answers": _answers, "text": _text}
+_TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+CASES, MESHES = ({name: _case(fields) for name, fields in _TABLE[kind].items()} for kind in ("alone", "meshes"))
 
 
 @dataclass(frozen=True)
