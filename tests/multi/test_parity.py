@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from tests.fixtures import trainings
@@ -15,66 +16,12 @@ from tests.train.synthetic import SyntheticRows, write_model
 from tuner.data.batches import GlobalBatches
 
 UNITS = 3  # two blocks and the root
+ADAPTERS: dict[str, dict[str, Any]] = {"full": {"kind": "none"}, "lora": {"kind": "lora", "r": 4}}
+TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+ONE, CASES, LAUNCHES = TABLE["one"], TABLE["cases"], TABLE["launches"]
 # Trained tokens of each row. Of the second global batch of 8 rows, the first two of four processes have none; the
 # third batch is partial.
-TRAINED = [1, 29, 3, 15, 30, 7, 5, 2, 0, 0, 0, 0, 20, 7, 25, 2, 9, 24]
-ADAPTERS: dict[str, dict[str, Any]] = {"full": {"kind": "none"}, "lora": {"kind": "lora", "r": 4}}
-ONE: dict[str, Any] = {
-    "adapter": "full", "world": 1, "local": 1, "shard": "auto", "reshard": True, "accumulate": "auto",
-    "packed": True, "precision": "fp32", "model": "",
-    "recompute": "none", "long": False, "global": 8, "micro": 8, "steps": 3, "factor": 0.0, "trained": TRAINED,
-    "method": {},
-}  # fmt: skip
-# Each case beside the one that it must equal. With factor 0 the weights stay, so that every step's gradient counts.
-CASES: dict[str, dict[str, Any]] = {
-    "one": {},
-    "one, 2 micro-batches": {"micro": 4},
-    "one, 8 micro-batches": {"micro": 1},
-    "one, a document to a row": {"packed": False, "global": 16, "micro": 4},
-    "two": {"world": 2, "local": 2, "micro": 4},
-    "two, 4 micro-batches, gathered once": {"world": 2, "local": 2, "micro": 1, "reshard": False},
-    "two, a document to a row": {"world": 2, "local": 2, "packed": False, "global": 16, "micro": 2},
-    "two, 4 micro-batches, whole": {"world": 2, "local": 2, "micro": 1, "accumulate": "whole"},
-    "two, 4 micro-batches": {"world": 2, "local": 2, "micro": 1},
-    "four": {"world": 4, "local": 4, "micro": 2},
-    "four, 2 micro-batches": {"world": 4, "local": 4, "micro": 1},
-    "2 x 2": {"world": 4, "local": 2, "micro": 2},  # two machines: auto is hybrid
-    "2 x 2, 2 micro-batches": {"world": 4, "local": 2, "micro": 1, "shard": "hybrid"},
-    "2 x 2, 2 micro-batches, whole": {"world": 4, "local": 2, "micro": 1, "shard": "hybrid", "accumulate": "whole"},
-    "four replicas": {"world": 4, "local": 4, "micro": 1, "shard": "none"},
-    "one, selective": {"recompute": "selective"},
-    "one, full": {"recompute": "full"},
-    "two, full, 2 micro-batches": {"world": 2, "local": 2, "micro": 2, "recompute": "full"},
-    "two, full, 2 micro-batches, long": {"world": 2, "local": 2, "micro": 2, "recompute": "full", "long": True},
-    "four, selective, gathered once": {
-        "world": 4, "local": 4, "micro": 1, "reshard": False, "recompute": "selective",
-    },
-    "2 x 2, full": {"world": 4, "local": 2, "micro": 2, "recompute": "full"},
-    "lora: one": {"adapter": "lora"},
-    "lora: two": {"adapter": "lora", "world": 2, "local": 2, "micro": 2},
-    "lora: four": {"adapter": "lora", "world": 4, "local": 4, "micro": 1},
-    "lora: four, full": {"adapter": "lora", "world": 4, "local": 4, "micro": 2, "recompute": "full"},
-    "lora: 2 x 2": {"adapter": "lora", "world": 4, "local": 2, "micro": 1},
-    "lora: two replicas": {"adapter": "lora", "world": 2, "local": 2, "micro": 2, "shard": "none"},
-    "bf16: one": {"precision": "bf16"},
-    "bf16: two": {"precision": "bf16", "world": 2, "local": 2, "micro": 4},
-    "bf16: 2 x 2": {"precision": "bf16", "world": 4, "local": 2, "micro": 2},
-    "fp16: one": {"precision": "fp16"},
-    "fp16: two, 2 micro-batches": {"precision": "fp16", "world": 2, "local": 2, "micro": 2},
-    "fp16: 2 x 2, 2 micro-batches": {"precision": "fp16", "world": 4, "local": 2, "micro": 1},
-    "fp16: two, an overflow on one": {"precision": "fp16", "world": 2, "local": 2, "micro": 4, "overflow": 1},
-    "fp8: one": {"precision": "fp8"},
-    "fp8: two": {"precision": "fp8", "world": 2, "local": 2, "micro": 4},
-    "rows: one": {"model": "large"},
-    "rows: 2 x 2, 2 micro-batches": {"model": "large", "world": 4, "local": 2, "micro": 1, "shard": "hybrid"},
-    "hybrid: one": {"model": "hybrid"},
-    "hybrid: two, full": {"model": "hybrid", "world": 2, "local": 2, "micro": 2, "recompute": "full"},
-    "hybrid: 2 x 2, a document to a row": {
-        "model": "hybrid", "world": 4, "local": 2, "packed": False, "global": 16, "micro": 2,
-    },
-    "trained: one": {"factor": 1.0, "steps": 5},
-    "trained: 2 x 2": {"factor": 1.0, "steps": 5, "world": 4, "local": 2, "micro": 2},
-}  # fmt: skip
+TRAINED: list[int] = ONE["trained"]
 SHORT = {"train.duration": "4 steps"}
 # Whole runs, of which the collectives are counted; of 8 rows a step.
 WHOLE: dict[str, dict[str, Any]] = {
@@ -92,32 +39,10 @@ FLAGS = {
     "train.duration": "5 steps", "checkpoint.at_end": "false", "checkpoint.every": "never",
     "parallel.processes": "auto",
 }  # fmt: skip
-# One run in three launches, of other processes and other shards each, and the same run unbroken.
-TO_STEP = "2 steps"
-HALF = {"train.micro_batch_size": "2"}
-LAUNCHES: dict[str, dict[str, Any]] = {
-    "launch: 2 x 2": {"world": 4, "local": 2, "flags": {"name": "parts", "train.stop_after": TO_STEP, **HALF}},
-    "launch: two replicas": {
-        "world": 2, "local": 2, "flags": {"name": "parts", "train.stop_after": TO_STEP, "parallel.shard": "none"},
-    },
-    "launch: one": {"world": 1, "local": 1, "flags": {"name": "parts"}},
-    "launch: unbroken": {"world": 1, "local": 1, "flags": {"name": "unbroken"}},
-    "launch: signalled": {
-        "world": 2, "local": 2, "signalled": 1, "flags": {"name": "signalled", "data.eval": "4 documents"},
-    },
-}  # fmt: skip
-# Other mixtures of what the cases above have one by one: `make campaign` takes them too.
-MIXED = (
-    "two", "two, a document to a row", "two, 4 micro-batches, whole", "four", "four, 2 micro-batches", "2 x 2",
-    "lora: two replicas", "one, selective",
-    "four, selective, gathered once", "2 x 2, full", "lora: four", "lora: four, full", "lora: 2 x 2", "bf16: 2 x 2",
-    "fp16: two, 2 micro-batches", "fp16: 2 x 2, 2 micro-batches",
-    "hybrid: one", "hybrid: two, full", "hybrid: 2 x 2, a document to a row",
-    "one, 8 micro-batches", "one, full", "two, 4 micro-batches", "trained: one", "trained: 2 x 2",
-    "run: two", "run: two, 4 micro-batches", "run: four", "run: four, 2 micro-batches", "run: 2 x 2",
-)  # fmt: skip
 if "TUNER_TEST_EVERY_ROW" not in os.environ:
-    CASES, WHOLE = ({name: case for name, case in all_of.items() if name not in MIXED} for all_of in (CASES, WHOLE))
+    CASES, WHOLE = (
+        {name: case for name, case in all_of.items() if name not in TABLE["mixed"]} for all_of in (CASES, WHOLE)
+    )
 OVERFLOW = "fp16: two, an overflow on one"
 ALIKE = [(name, name.partition(": ")[0] + ": one" if ": " in name else "one") for name in CASES]
 

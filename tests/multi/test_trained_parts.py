@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from tests.model.tiny import VOCAB
 from tests.multi.launcher import run
 from tests.multi.parity_worker import take_steps
 from tests.train.synthetic import write_model
@@ -15,34 +15,8 @@ from tuner.model.build import ModelSpec, build_model
 from tuner.runtime.dist import RankInfo
 
 WORKER = str(Path(__file__).with_name("parity_worker.py"))
-NONE = {"kind": "none"}
 BLOCK = "model.layers.{}.{}.weight"
-# In the first three every unit that FSDP2 shards mixes frozen and trained parameters, of two types in `saved`.
-WISHES: dict[str, dict[str, Any]] = {
-    "freeze": {"adapter": NONE, "model_keys": {"freeze": ["embed_tokens", "layers.0", "*.mlp"]}},
-    "dora": {
-        "adapter": {"kind": "dora", "r": 4, "dropout": 0.0, "target_modules": ["*layers.1.self_attn.*_proj"]},
-        "train": {"compile": True},
-    },
-    "saved": {
-        "adapter": {"kind": "lora", "r": 4, "use_rslora": True, "modules_to_save": ["embed_tokens", "layers.0.mlp"]},
-        "precision": "bf16",
-        "train": {"gradient_checkpointing": "selective"},
-    },
-    # Of these ids the first three have rows that were there, which the data holds; the weights grow by the others.
-    "tokens": {"adapter": {"kind": "lora", "r": 4}, "new_ids": [VOCAB - 3, VOCAB + 2]},
-    "tokens_rounded": {"adapter": {"kind": "lora", "r": 4}, "new_ids": [VOCAB - 3, VOCAB - 2], "precision": "bf16"},
-    "nf4": {"adapter": {"kind": "lora", "r": 4}, "model_keys": {"quantize": "nf4"}},
-    "int8": {
-        "adapter": {"kind": "dora", "r": 4, "modules_to_save": ["layers.0.mlp"]},
-        "model_keys": {"quantize": "int8"},
-        "train": {"gradient_checkpointing": "selective", "compile": True},
-    },
-    "tokens_full": {"adapter": NONE, "new_ids": [VOCAB - 3, VOCAB + 2]},
-    "full": {"adapter": NONE, "train": {"gradient_checkpointing": "full", "gradient_checkpointing_layers": "1 layer"}},
-    "half_files": {"adapter": NONE, "model": "half"},  # each process reads bf16, and casts it
-    "compiled": {"adapter": NONE, "train": {"gradient_checkpointing": "selective", "compile": True}},
-}
+WISHES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.slow
