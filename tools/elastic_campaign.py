@@ -24,6 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools.commands import STOPPED, launch, read_lines, write_lines  # noqa: E402
+
 BOUNDS = {10: 1e-6, 100: 1e-5}
 FALL = 1.0
 WORDS = ("garden", "hose", "pump", "valve", "meter", "tap", "pipe", "seal")
@@ -64,19 +66,17 @@ def prepare(directory: Path, total: int, lr: float, seed: int) -> None:
     for number in range(97):
         word = rng.choice(WORDS)
         rows.append({"prompt": f"{number} ", "completion": " ".join([word] * rng.randint(2, 6))})
-    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(directory / "rows.jsonl", rows)
     (directory / "r.yaml").write_text(RECIPE.format(total=total, lr=lr, seed=seed))
 
 
 def train(directory: Path, name: str, worlds: list[int], steps: int) -> None:
     """Train a run in as many launches as there are numbers of processes."""
-    from tools.resume_campaign import launch
-
     for number, world in enumerate(worlds):
         words = ["-c", NOTED, name, "train", "r.yaml", "--name", name, "--resume", "auto"]
         is_last = number == len(worlds) - 1
         codes = launch(directory, world, words if is_last else [*words, "--train.stop_after", f"{steps} steps"])
-        if set(codes) != {0 if is_last else 75}:
+        if set(codes) != {0 if is_last else STOPPED}:
             raise RuntimeError(f"{name} on {world}: {codes}\n{(directory / 'rank0.log').read_text()[-2000:]}")
 
 
@@ -92,8 +92,7 @@ def orders(directory: Path, name: str) -> dict[int, set[str]]:
 
 def losses(directory: Path, name: str) -> list[float]:
     """The loss of every step."""
-    lines = (directory / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return [line["loss"] for line in read_lines(directory / "runs" / name / "metrics.jsonl")]
 
 
 def compare(directory: Path, name: str, steps: int, whole: list[float]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import hashlib
 import importlib.util
 import json
 import os
-import subprocess
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tools import eval_tasks  # noqa: E402 - a tool is run by its path
+from tools.commands import done, environment, read_lines, run, write_lines  # noqa: E402
 
 PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 HARNESS_FIGURES = ("acc", "acc_norm")
@@ -64,18 +65,14 @@ def scored(model: Path, tasks: list[Path], output: Path, processes: int) -> dict
     words = ["eval", str(model), *(word for task in tasks for word in ("--tasks", str(task)))]
     flags = ["--output", str(output), "--train.precision", "fp32", "--json"]
     started = time.monotonic()
-    done = tuner([*start, "-m", "tuner", *words, *flags])
-    metrics: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["metrics"]
+    metrics: dict[str, Any] = json.loads(python([*start, "-m", "tuner", *words, *flags]).splitlines()[-1])["metrics"]
     return metrics | {"whole_s": round(time.monotonic() - started, 1)}
 
 
 def plain(model: Path, tasks: list[Path], ours: Path) -> dict[str, Any]:
     """Each item by transformers alone."""
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "eval_plain.py"), str(model), *map(str, tasks), "--against", str(ours)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run([str(ROOT / "tools" / "eval_plain.py"), str(model), *map(str, tasks), "--against", str(ours)], None)
     said = done.stdout.splitlines()
     found = [line for line in said if line.startswith("item")] or [done.stderr[-500:]]
     problems = found if done.returncode else []
@@ -110,12 +107,12 @@ def harness(model: Path, task: Path, place: Path) -> dict[str, Any]:
     theirs = simple_evaluate(
         model="hf", model_args=arguments, tasks=[str(written)], bootstrap_iters=0, batch_size=8, device="cpu"
     )
-    done = tuner([
+    said = python([
         "-m", "tuner", "eval", str(model), "--tasks", f"lm_eval:{written}", "--output", str(place / "harness"),
         "--train.precision", "fp32", "--json",
     ])  # fmt: skip
-    ours = json.loads(done.stdout.splitlines()[-1])["metrics"]
-    items = [json.loads(line) for line in (place / "harness" / "harness_functions.jsonl").read_text().splitlines()]
+    ours = json.loads(said.splitlines()[-1])["metrics"]
+    items = read_lines(place / "harness" / "harness_functions.jsonl")
     samples = theirs["samples"]["harness_functions"]
     problems = [
         f"item {number}: {name} {sample[name]} by lm_eval, {item['figures'][name]} by tuner"
@@ -131,7 +128,7 @@ def harness(model: Path, task: Path, place: Path) -> dict[str, Any]:
 def training(model: Path, tasks: list[Path], place: Path) -> dict[str, Any]:
     """A few steps with evaluations of the tasks and without: the same weights; what the evaluations cost."""
     rows = [{"text": f"{number} " * 40} for number in range(64)]
-    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(place / "rows.jsonl", rows)
     base = {
         "model": {"name_or_path": str(model)}, "method": {"kind": "pretrain"},
         "data": {"train": str(place / "rows.jsonl"), "max_length": 512},
@@ -144,10 +141,10 @@ def training(model: Path, tasks: list[Path], place: Path) -> dict[str, Any]:
         recipe = place / f"{name}.yaml"
         run = place / "runs" / name
         recipe.write_text(json.dumps(base | section | {"output_dir": str(run)}))
-        tuner(["-m", "tuner", "runs", "rm", str(run)], check=False)
-        tuner(["-m", "tuner", "train", str(recipe)])
+        shutil.rmtree(run, ignore_errors=True)
+        python(["-m", "tuner", "train", str(recipe)])
         found[name] = weights_digest(run / "checkpoints" / "step-4")
-    lines = [json.loads(line) for line in (place / "runs" / "with" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(place / "runs" / "with" / "metrics.jsonl")
     costs = [line["tasks_s"] for line in lines if line["kind"] == "eval"]
     problems = [] if found["with"] == found["without"] else [f"weights differ: {found}"]
     steps = [line["step_s"] for line in lines if line["kind"] == "train"]
@@ -162,13 +159,10 @@ def weights_digest(checkpoint: Path) -> str:
     return content_sha256(open_checkpoint(checkpoint))
 
 
-def tuner(words: list[str], check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run Python with these words."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=False)
-    if check and done.returncode:
-        raise SystemExit(f"{' '.join(words)}: exit code {done.returncode}\n{done.stderr[-3000:]}")
-    return done
+def python(words: list[str]) -> str:
+    """The output of Python with these words. Raises RuntimeError where it fails."""
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return done(words, None, environment(threads=None, PYTHONPATH=paths))
 
 
 def digest(path: Path) -> str:

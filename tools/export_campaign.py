@@ -13,13 +13,12 @@ is not done again. Prints tables; exits with 1 where one is not as it must be.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from tools import commands  # noqa: E402
+from tools.commands import Results, environment, read_lines, write_lines  # noqa: E402
 
 MAX_LENGTH, HELD_OUT = 64, 16
 FIGURES = ("dtype", "kept", "bf16_kept", "kl", "gain")
@@ -110,33 +112,13 @@ def main() -> int:
     out = options.out.absolute()
     models = prepare(out, options.model.absolute())
     results = Results(out / "results.jsonl")
-    for run in RUNS:
-        results.once(run.name, partial(published, out, run, models[run.model]))
-    for run, fault in planted():
-        results.once(f"{run.name}: {fault.name}", partial(held_back, out, run, fault))
+    done = {row["name"] for row in results.rows}
+    jobs = [(run.name, partial(published, out, run, models[run.model])) for run in RUNS]
+    jobs += [(f"{run.name}: {fault.name}", partial(held_back, out, run, fault)) for run, fault in planted()]
+    for name, job in jobs:
+        if name not in done:
+            results.add({"name": name, **job()})
     return summary(results.rows)
-
-
-def say(text: str) -> None:
-    """Tell who watches."""
-    print(text, file=sys.stderr, flush=True)
-
-
-class Results:
-    """A file of what is done, a line for each."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        self.rows: dict[str, dict[str, Any]] = {row["name"]: row for row in map(json.loads, lines)}
-
-    def once(self, name: str, make: Callable[[], dict[str, Any]]) -> None:
-        """Do it unless it is done."""
-        if name not in self.rows:
-            self.rows[name] = {"name": name, **make()}
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(self.rows[name]) + "\n")
-        say(json.dumps(self.rows[name]))
 
 
 def planted() -> Iterator[tuple[Run, Any]]:
@@ -173,8 +155,8 @@ def losses(out: Path, models: dict[str, Path]) -> dict[str, float]:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(models["base"])
     texts = []
-    for line in (out / "eval.jsonl").read_text(encoding="utf-8").splitlines():
-        chat = json.loads(line)["messages"]
+    for row in read_lines(out / "eval.jsonl"):
+        chat = row["messages"]
         prompt, whole = (
             tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=len(part) == 1)
             for part in (chat[:1], chat)
@@ -212,9 +194,9 @@ def held_back(out: Path, run: Run, fault: Any) -> dict[str, Any]:
     return {"fault": fault.name, "wrong": wrong}
 
 
-def summary(rows: dict[str, dict[str, Any]]) -> int:
+def summary(rows: list[dict[str, Any]]) -> int:
     """Print the tables; 1 where an export was not published, or a planted fault was."""
-    exports, faults = ([row for row in rows.values() if ("fault" in row) == is_fault] for is_fault in (False, True))
+    exports, faults = ([row for row in rows if ("fault" in row) == is_fault] for is_fault in (False, True))
     print("| run | type | gain in loss | kept by bf16 | as the export says |\n|---|---|---|---|---|")
     for row in exports:
         loss = row.get("loss")
@@ -239,8 +221,7 @@ def prepare(out: Path, smollm2: Path) -> dict[str, Path]:
     out.mkdir(parents=True, exist_ok=True)
     for name, seed, count in (("train", 1, 900), ("eval", 2, HELD_OUT)):
         source = chats(seed)
-        lines = [json.dumps(next(source)) for _ in range(count)]
-        (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_lines(out / f"{name}.jsonl", itertools.islice(source, count))
     tiny = out / "tiny"
     if not (tiny / "config.json").is_file():
         import torch
@@ -280,14 +261,11 @@ checkpoint: {{every: never, keep: 1}}
 
 def command(words: list[str], out: Path) -> dict[str, Any]:
     """The document that a command of tuner answers with. Raises RuntimeError where it gives none."""
-    env = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT), "TUNER_CACHE": str(out / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-m", "tuner", *words, "--json"], cwd=out, env=env, capture_output=True, text=True, check=False
-    )
+    ended = commands.run(["-m", "tuner", *words, "--json"], out, environment(out / "cache"))
     try:
-        document: dict[str, Any] = json.loads(done.stdout)
+        document: dict[str, Any] = json.loads(ended.stdout)
     except ValueError:
-        raise RuntimeError(f"{words[0]} ended with {done.returncode}: {done.stderr[-2000:]}") from None
+        raise RuntimeError(f"{words[0]} ended with {ended.returncode}: {ended.stderr[-2000:]}") from None
     return document
 
 

@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools.commands import read_lines, trained  # noqa: E402
+
 if TYPE_CHECKING:
     from tuner.profile.prediction import Part
 
@@ -48,20 +50,17 @@ CARRIED = (1, 2, 4, -4, 1)
 """Processes that the states pass through; -4 are two copies of two shards."""
 
 
-def trained(directory: Path, offload: str, processes: int, words: list[str]) -> tuple[str, list[dict[str, Any]]]:
+def trained_run(directory: Path, offload: str, processes: int, words: list[str]) -> tuple[str, list[dict[str, Any]]]:
     """Train a run; the SHA-256 of its last checkpoint's tensors, and what the recipe determines in its log."""
-    from tools.resume_campaign import launch
     from tuner.checkpoint.load import content_sha256
     from tuner.checkpoint.open import newest
 
     name = f"{offload}-{processes}"
     flags = ["--name", name, "--optimizer.offload", offload, *words]
-    codes = launch(directory, processes, ["-m", "tuner", "train", "r.yaml", *flags])
-    if any(codes):
-        raise RuntimeError(f"{name}: {codes}\n{(directory / 'rank0.log').read_text()[-2000:]}")
+    trained(directory, processes, ["-m", "tuner", "train", "r.yaml", *flags])
     found = newest(directory / "runs" / name / "checkpoints")
     assert found is not None
-    lines = map(json.loads, (directory / "runs" / name / "metrics.jsonl").read_text().splitlines())
+    lines = read_lines(directory / "runs" / name / "metrics.jsonl")
     return content_sha256(found), [{key: line.get(key) for key in DETERMINED} for line in lines]
 
 
@@ -77,7 +76,8 @@ def bits(processes_of_tiny: list[int], model: Path | None, steps: int) -> Iterat
             (directory / "r.yaml").write_text(RECIPE)
             if of != "tiny" and model is not None:
                 words = ["--model.name_or_path", str(model.resolve()), "--train.duration", f"{steps} steps"]
-            (one, log), (other, other_log) = (trained(directory, side, processes, words) for side in ("none", "host"))
+            runs = [trained_run(directory, side, processes, words) for side in ("none", "host")]
+        (one, log), (other, other_log) = runs
         yield {
             "part": "bits", "model": of, "processes": processes, "steps": len(log), "device": one, "host": other,
             "good": one == other and log == other_log and len(log) > 1,
@@ -87,7 +87,6 @@ def bits(processes_of_tiny: list[int], model: Path | None, steps: int) -> Iterat
 def carried() -> Iterator[dict[str, Any]]:
     """States through every mesh."""
     from tests.train.synthetic import write_model
-    from tools.resume_campaign import launch
     from tuner.checkpoint.load import content_sha256
     from tuner.checkpoint.open import open_checkpoint
 
@@ -97,8 +96,7 @@ def carried() -> Iterator[dict[str, Any]]:
         (directory / "model" / "rows.jsonl").touch()
         for number, processes in enumerate(CARRIED):
             words = [str(Path(__file__).resolve()), "--carry", str(number), str(processes)]
-            if any(codes := launch(directory, abs(processes), words)):
-                raise RuntimeError(f"{processes}: {codes}\n{(directory / 'rank0.log').read_text()[-2000:]}")
+            trained(directory, abs(processes), words)
             info = open_checkpoint(directory / "checkpoints" / f"step-{number}")
             found = content_sha256(info)
             first = first or found

@@ -37,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 from tests.fixtures import forked  # noqa: E402
 from tests.fixtures.fake_hub import Hub, serving  # noqa: E402
 from tests.fixtures.trainings import outcome, prepare  # noqa: E402
+from tools.commands import Results, environment  # noqa: E402
 from tools.struck import VARIABLE  # noqa: E402
 
 TRAINING = ("evaluation", "save", "signal", "clock")
@@ -201,7 +202,7 @@ def _pushed(place: Place, export: Path, at: int) -> tuple[Hub, int]:
 def _push(place: Place, export: Path, hub: Hub, pids: list[int] | None = None) -> tuple[int, str]:
     with serving(hub), tempfile.TemporaryFile("w+") as log:
         env = {
-            **os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_secret",
+            **environment(threads=None), "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_secret",
             "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(place.path / "hf"),
             "PYTHONWARNINGS": "ignore",
         }  # fmt: skip
@@ -279,18 +280,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a file with a line for each trial, with which a campaign goes on")
     options = parser.parse_args()
 
-    known = []
-    if options.out is not None and options.out.is_file():
-        known = [json.loads(line) for line in options.out.read_text().splitlines()]
-    results = [*known]
+    told = Results(options.out)
     with tempfile.TemporaryDirectory(prefix="tuner-kills-", ignore_cleanup_errors=True) as place:
-        given = (Path(place), options.points, options.processes, options.count, options.seed, known)
+        given = (Path(place), options.points, options.processes, options.count, options.seed, [*told.rows])
         for result in campaign(*given):
-            results.append(result)
-            print(json.dumps(result), flush=True)
-            if options.out is not None:
-                with options.out.open("a") as file:
-                    file.write(json.dumps(result) + "\n")
+            told.add(result)
+    results = told.rows
     good, problems = sum(result["good"] for result in results), [text for r in results for text in r["problems"]]
     struck = sum(result.get("hit", True) for result in results)
     counts = {word: sum(text.startswith(word) for text in problems) for word in ("torn", "lost")}

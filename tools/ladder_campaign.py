@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
 import random
 import shutil
 import signal
@@ -23,20 +22,20 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools.commands import Start, environment, run, write_lines  # noqa: E402
 from tuner.config.load import load_recipe  # noqa: E402
 from tuner.config.paths import recipes_dir  # noqa: E402
 from tuner.ladder.marks import Mark, marks_csv, read_marks  # noqa: E402
 from tuner.ladder.record import Ladder, read_ladder  # noqa: E402
 from tuner.ladder.rungs import rungs_of  # noqa: E402
 
-Start = Callable[..., "subprocess.Popen[Any]"]
 POLL_S = 0.05
 LIMIT_S = 20 * 60
 """What the whole campaign may take, its kills included."""
@@ -149,15 +148,14 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[str]:
 def write_files(directory: Path, recipe: dict[str, Any], documents: Iterator[str]) -> None:
     """The recipe `ladder.yaml`, its model's config and its rows."""
     shutil.copytree(recipes_dir() / "models" / "tiny-llama", directory / "model")
-    with (directory / "docs.jsonl").open("w") as file:
-        file.writelines(json.dumps({"text": text}) + "\n" for text in documents)
+    write_lines(directory / "docs.jsonl", ({"text": text} for text in documents))
     (directory / "ladder.yaml").write_text(json.dumps(recipe))
 
 
 def campaign(directory: Path, kills: int, seed: int, start: Start = subprocess.Popen, threads: int = 1) -> list[str]:
     """Train the ladder of `ladder.yaml`, killed at so many random steps; what is wrong with what it left."""
     words = [sys.executable, "-m", "tuner", "ladder", "run", "ladder.yaml"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
+    env = environment(threads=threads)
     log = directory / "run.log"
     runs = directory / "runs" / "ladder"
 
@@ -231,9 +229,8 @@ def missing(ladder: Ladder, name: str) -> list[str]:
 
 def misjudged(directory: Path, largest: str) -> list[str]:
     """What is wrong with the prediction of the largest rung from the others."""
-    words = [sys.executable, "-m", "tuner", "ladder", "fit", "runs/ladder", "--target", largest, "--json"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=directory, env=env, capture_output=True, text=True, check=False)
+    words = ["-m", "tuner", "ladder", "fit", "runs/ladder", "--target", largest, "--json"]
+    done = run(words, directory, environment(threads=None))
     if done.returncode != 0:
         return [f"the fit ended with {done.returncode}: {done.stderr[-500:]}"]
     checked = json.loads(done.stdout)["artifacts"]["fit"]["target"]["checked"]

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import resource
 import subprocess
 import sys
@@ -38,6 +37,7 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig  # noqa: E
 
 from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids, relative  # noqa: E402
 from tests.model.tiny import FAMILIES, family_config  # noqa: E402
+from tools.commands import done, environment, read_lines, write_lines  # noqa: E402
 from tuner.config.load import load_recipe  # noqa: E402
 from tuner.model import tiles  # noqa: E402
 from tuner.model.blocks import apply_offload, apply_recompute  # noqa: E402
@@ -230,7 +230,7 @@ def _train(way: str, tokens: int, limit: int, directory: Path) -> tuple[int, flo
     """Peak resident bytes, seconds a step, and whether two steps of such rows end well with so much memory."""
     base = directory / f"{way.replace(' ', '')}-{tokens}"
     _config(SMALL).save_pretrained(base)
-    (base / "rows.jsonl").write_text("".join(json.dumps({"text": "ab" * (tokens // 2 - 2)}) + "\n" for _ in range(2)))
+    write_lines(base / "rows.jsonl", [{"text": "ab" * (tokens // 2 - 2)}] * 2)
     keys = {**WAYS[way], "compile": False, "precision": "bf16", "global_batch_size": 1, "micro_batch_size": 1}
     tree = {
         "output_dir": str(base / "run"), "model": {"name_or_path": str(base), "init": "random", "kernels": "native"},
@@ -241,33 +241,20 @@ def _train(way: str, tokens: int, limit: int, directory: Path) -> tuple[int, flo
     }  # fmt: skip
     recipe = base / "r.yaml"
     recipe.write_text(json.dumps(tree))
-    start = [sys.executable, "-m", "tuner"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([*start, "prepare-data", str(recipe)], check=True, capture_output=True, env=env, cwd=base)
+    env = environment(threads=None)
+    done(["-m", "tuner", "prepare-data", str(recipe)], base, env)
     # Private memory that can be written to: what is mapped, as libraries are, does not count.
     limited = partial(resource.setrlimit, resource.RLIMIT_DATA, (limit, limit))
-    done = subprocess.run(
-        [*start, "train", str(recipe)],
+    ended = subprocess.run(
+        [sys.executable, "-m", "tuner", "train", str(recipe)],
         env=env, cwd=base, preexec_fn=limited, capture_output=True, text=True, check=False,  # noqa: PLW1509 - one thread
     )  # fmt: skip
-    if done.returncode not in {0, 5}:
-        raise SystemExit(f"{way}, {tokens:,} tokens: exit code {done.returncode}\n{done.stderr[-2000:]}")
+    if ended.returncode not in {0, 5}:
+        raise SystemExit(f"{way}, {tokens:,} tokens: exit code {ended.returncode}\n{ended.stderr[-2000:]}")
     log = base / "run" / "metrics.jsonl"
-    return _peak_rss(log), _last_step_s(log), done.returncode == 0
-
-
-def _steps(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return [line for line in map(json.loads, lines) if "mem_gib" in line]
-
-
-def _peak_rss(path: Path) -> int:
-    return int(max((line["mem_gib"] for line in _steps(path)), default=0.0) * (1 << 30))
-
-
-def _last_step_s(path: Path) -> float:
-    steps = _steps(path)
-    return float(steps[-1].get("step_s", 0.0)) if steps else 0.0
+    steps = [line for line in read_lines(log) if "mem_gib" in line]
+    peak = int(max((line["mem_gib"] for line in steps), default=0.0) * (1 << 30))
+    return peak, float(steps[-1].get("step_s", 0.0)) if steps else 0.0, ended.returncode == 0
 
 
 def main() -> int:

@@ -20,7 +20,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.fixtures.trainings import STEPS_PER_EPOCH, TOTAL, outcome, prepare  # noqa: E402
+from tools.commands import environment, free_port  # noqa: E402
 
 EACH = 2
 """Processes of a machine."""
@@ -64,18 +64,10 @@ class Machine:
             "--rdzv-conf", f"is_host={int(self.number == 0)}", "--local-addr", self.address,
             "-m", "tuner", "train", "r.yaml", *words,
         ]  # fmt: skip
-        env = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",
-            "TUNER_CACHE": str(directory / "cache"),
-            "GLOO_SOCKET_IFNAME": self.interface,
-            **FRESH_STORE,
-        }
+        env = environment(directory / "cache", PYTHONWARNINGS="ignore", GLOO_SOCKET_IFNAME=self.interface)
         with (directory / f"machine{self.number}.log").open("ab") as log:
             self.launcher = subprocess.Popen(
-                command, cwd=directory, env=env, stdout=log, stderr=log, start_new_session=True
+                command, cwd=directory, env=env | FRESH_STORE, stdout=log, stderr=log, start_new_session=True
             )
 
     def kill(self) -> int:
@@ -143,13 +135,6 @@ def _remove(names: Sequence[str]) -> None:
     for name in names:
         with suppress(OSError):
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens at."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def await_step(run: Path, step: int) -> None:

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tools.commands import environment, run  # noqa: E402
 from tools.row_mutations import lines  # noqa: E402
 from tools.row_oracle import BLANK, GOOD, judge, parse  # noqa: E402
 
@@ -88,12 +87,8 @@ def by_command(path: Path, rows: int) -> Verdicts:
     data = {"train": path.name, "on_bad_row": "skip", "max_length": 1 << 16}
     recipe = {"model": {"name_or_path": "./model"}, "tokenizer": tokenizer, "data": data}
     (work / "recipe.yaml").write_text(json.dumps(recipe))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TUNER_CACHE": str(work / "cache")}
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "tuner", "prepare-data", "--json"],
-        cwd=work, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run(["-m", "tuner", "prepare-data", "--json"], work, environment(work / "cache", threads=None))
     verdicts = Verdicts(seconds=time.monotonic() - started)
     if done.returncode != 0:
         verdicts.exceptions.append(done.stderr[-2000:])

@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.commands import done, environment, read_lines, write_lines  # noqa: E402
+
 STOCHASTIC = {"model.dtype": "bf16", "optimizer.rounding": "stochastic"}
 VARIANTS: dict[str, dict[str, str]] = {
     "fp32-0": {},
@@ -59,7 +61,7 @@ def prepare(place: Path, options: argparse.Namespace) -> None:
     parts = {"train": [p for i, p in enumerate(pages) if i % HELD_OUT], "held": pages[::HELD_OUT]}
     for name, texts in parts.items():
         if not (file := place / f"{name}.jsonl").exists():
-            file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+            write_lines(file, [{"text": text} for text in texts])
     (place / "r.yaml").write_text(
         RECIPE.format(model=options.model.absolute(), length=options.length, steps=options.steps, rows=options.rows)
     )
@@ -68,13 +70,9 @@ def prepare(place: Path, options: argparse.Namespace) -> None:
 def train(place: Path, name: str) -> dict[str, Any]:
     """Train a variant; what its log says of the end."""
     flags = [word for key, value in VARIANTS[name].items() for word in (f"--{key}", value)]
-    command = [sys.executable, "-m", "tuner", "train", "r.yaml", "--name", name, "--resume", "auto", *flags]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{name}: exit code {done.returncode}\n{done.stderr[-3000:]}")
-    lines = [json.loads(line) for line in (place / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    steps, held = ([line for line in lines if line.get("kind") == kind] for kind in ("train", "eval"))
+    words = ["-m", "tuner", "train", "r.yaml", "--name", name, "--resume", "auto", *flags]
+    done(words, place, environment(threads=None))
+    steps, held = (read_lines(place / "runs" / name / "metrics.jsonl", kind) for kind in ("train", "eval"))
     last = steps[-max(1, len(steps) // 10) :]
     return {
         "variant": name,

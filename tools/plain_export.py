@@ -23,6 +23,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools.commands import done, environment, write_lines  # noqa: E402
+
 PROMPTS = ["Order note: five garden hoses to Oslo, please.", "What is the capital of France?"]
 NEW_TOKENS = 24
 SAME = 1e-5
@@ -34,18 +36,16 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def tuner(work: Path, *words: str) -> str:
-    """Run one command of this checkout; what it printed."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TUNER_CACHE": str(work / "cache")}
-    command = [sys.executable, "-m", "tuner", *words]
-    return subprocess.run(command, cwd=work, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+def command(work: Path, *words: str) -> str:
+    """What a command of this checkout printed."""
+    return done(["-m", "tuner", *words], work, environment(work / "cache", threads=None)).strip()
 
 
 def trained(model: Path, work: Path, kind: str) -> Path:
     """Train two steps; returns the run directory."""
     turns = [("user", "Say {}, please."), ("assistant", "{} it is.")]
     rows = [{"messages": [{"role": role, "content": text.format(n)} for role, text in turns]} for n in range(32)]
-    (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(work / "rows.jsonl", rows)
     recipe = {
         "name": kind,
         "model": {"name_or_path": str(model), "dtype": "fp32"},
@@ -57,7 +57,7 @@ def trained(model: Path, work: Path, kind: str) -> Path:
         **KINDS[kind],
     }
     (work / f"{kind}.yaml").write_text(json.dumps(recipe), encoding="utf-8")
-    return Path(tuner(work, "train", f"{kind}.yaml"))
+    return Path(command(work, "train", f"{kind}.yaml"))
 
 
 def answers_here(run: Path) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ def check(model: Path, python: str, work: Path) -> dict[str, Any]:
     for kind in KINDS:
         run = trained(model, work, kind)
         adapter = "merge" if kind == "full" else "keep"
-        exported = Path(tuner(work, "export-hf", str(run), "--dtype", "fp32", "--adapter", adapter))
+        exported = Path(command(work, "export-hf", str(run), "--dtype", "fp32", "--adapter", adapter))
         ours, theirs = answers_here(run), answers_there(python, exported, None if kind == "full" else model)
         relative, moved = difference(ours, theirs), difference(ours, before)
         sizes = {len(answer["logits"]) for answer in (*ours, *theirs)}

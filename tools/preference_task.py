@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tools.commands import environment, read_lines, say, tuner, write_lines  # noqa: E402
 from tools.demo.score import answer, parse  # noqa: E402
 from tools.preference_rows import HELD_OUT_ROWS, Row, rows  # noqa: E402
 
@@ -70,15 +69,12 @@ def train(name: str, smollm2: Path, work: Path) -> dict[str, Any]:
     run = work / name
     held_out = work / "held-out.jsonl"
     recipe, *changes = METHODS[name]
-    command = [sys.executable, "-m", "tuner", "train", recipe, *changes, "--json"]
-    command += ["--model.name_or_path", str(smollm2), "--data.eval", str(held_out), "--output_dir", str(run)]
-    command += ["--eval.every", "never", "--eval.at_start", "false", "--eval.samples", "0"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TUNER_CACHE": str(work / "cache")}
+    words = ["train", recipe, *changes]
+    words += ["--model.name_or_path", str(smollm2), "--data.eval", str(held_out), "--output_dir", str(run)]
+    words += ["--eval.every", "never", "--eval.at_start", "false", "--eval.samples", "0"]
     start = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=work)
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(command)}\n{done.stderr[-4000:]}")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    tuner(work, *words, env=environment(work / "cache", threads=None))
+    lines = read_lines(run / "metrics.jsonl")
     last = [line for line in lines if line["kind"] == "eval"][-1]
     return {
         "run": str(run),
@@ -101,18 +97,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         work = (given.work or Path(directory)).absolute()
         work.mkdir(parents=True, exist_ok=True)
-        (work / "held-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out), encoding="utf-8")
+        write_lines(work / "held-out.jsonl", held_out)
         smollm2 = given.smollm2.absolute()
         if set(given.only) - {"reward"}:
             report["valid_before"] = share_valid(answers_of(str(smollm2), held_out), held_out)
-            _say(f"before         {report['valid_before']:6.1%} valid answers")
+            say(f"before         {report['valid_before']:6.1%} valid answers")
         for name in given.only:
             found = train(name, smollm2, work)
             if name != "reward":
                 found["valid"] = share_valid(answers_of(found["run"], held_out), held_out)
             report[name] = found
             valid = "" if name == "reward" else f", {found['valid']:6.1%} valid answers"
-            _say(
+            say(
                 f"{name:14} {found['accuracy']:6.1%} ranked right{valid}; {found['steps']} steps, {found['seconds']} s"
             )
             if found["accuracy"] <= ACCURACY_GOAL:
@@ -121,10 +117,6 @@ def main() -> int:
                 report["missed"].append(f"{name}: {found['valid']:.1%} valid answers")
     print(json.dumps(report))
     return 1 if report["missed"] else 0
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

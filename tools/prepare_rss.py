@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -25,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tools import bench_rows  # noqa: E402
+from tools.commands import environment, say  # noqa: E402
 
 LIMIT_MB = 400.0
 INTERVAL_S = 0.02
@@ -40,7 +40,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="tuner-rss-") as scratch:
         work = Path(scratch)
         rows, written = bench_rows.write(bench_rows.endless(), work / "rows.jsonl", int(options.size * 1e6))
-        print(f"{rows:,} rows, {written / 1e6:,.0f} MB", file=sys.stderr, flush=True)
+        say(f"{rows:,} rows, {written / 1e6:,.0f} MB")
         report: dict[str, Any] = {"rows": rows, "mb": round(written / 1e6, 1), "limit_mb": LIMIT_MB}
         for count in options.workers.split(","):
             report[f"workers_{count}"] = measure(work, options.model.resolve(), int(count))
@@ -53,17 +53,14 @@ def measure(work: Path, model: Path, workers: int) -> dict[str, Any]:
     """Prepare `rows.jsonl` of the work directory; return the peaks of all processes, the largest first."""
     data = {"train": str(work / "rows.jsonl"), "workers": workers, "max_length": 2048}
     (work / "recipe.yaml").write_text(json.dumps({"model": {"name_or_path": str(model)}, "data": data}))
-    environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TUNER_CACHE": str(work / "cache"),
-        "TMPDIR": str(work),
-    }  # fmt: skip
+    env = environment(work / "cache", TMPDIR=str(work))
     command = [sys.executable, "-m", "tuner", "prepare-data", str(work / "recipe.yaml"), "--json"]
     # What transformers makes of the tokenizer is asked once for each version of it, not with every data set.
-    subprocess.run([*command, "--explain", "1"], env=environment, check=True, capture_output=True)
+    subprocess.run([*command, "--explain", "1"], env=env, check=True, capture_output=True)
     started = time.perf_counter()
     peaks: dict[int, float] = {}
     with (work / "stderr").open("w") as errors:
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
         while process.poll() is None:
             for pid in tree(process.pid):
                 peaks[pid] = max(peaks.get(pid, 0.0), peak_mb(pid))

@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-Start = Callable[..., "subprocess.Popen[Any]"]
+from tools.commands import Start, done, environment, read_lines, say, trained, tuner  # noqa: E402
+
 APART = 1e-6
 READING_SHARE = 0.5
 """Of the bf16 base's bytes, what reading it in 4 bits may take at most: codes, scales, embeddings, one weight."""
@@ -72,11 +71,6 @@ print(json.dumps({"most": most - before, "held": held}))
 """
 
 
-def say(line: str) -> None:
-    """A line of the table."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def ranks(directory: Path, start: Start = subprocess.Popen) -> dict[str, Any]:
     """The largest relative difference of any step's loss to that of one process, by base and adapter.
 
@@ -104,15 +98,11 @@ def ranks(directory: Path, start: Start = subprocess.Popen) -> dict[str, Any]:
 
 
 def _losses(place: Path, name: str, start: Start) -> list[float]:
-    from tools.resume_campaign import launch
-
     world, shard = LAYOUTS[name]
     run = f"run-{world}-{shard}"
     words = ["-m", "tuner", "train", "r.yaml", "--name", run, "--parallel.shard", shard]
-    if any(codes := launch(place, world, words, start)):
-        raise RuntimeError(f"{name}: {codes}\n{(place / 'rank0.log').read_text()[-2000:]}")
-    lines = (place / "runs" / run / "metrics.jsonl").read_text().splitlines()
-    return [line["loss"] for line in map(json.loads, lines) if line.get("kind") == "train"]
+    trained(place, world, words, start)
+    return [line["loss"] for line in read_lines(place / "runs" / run / "metrics.jsonl", "train")]
 
 
 def reading(directory: Path) -> dict[str, Any]:
@@ -131,8 +121,8 @@ def reading(directory: Path) -> dict[str, Any]:
     del model
     found: dict[str, Any] = {"base": size}
     for kind in ("none", *KINDS):
-        words = [sys.executable, "-c", READ, str(directory / "drawn"), kind]
-        found[kind] = json.loads(_run(words).splitlines()[-1])
+        words = ["-c", READ, str(directory / "drawn"), kind]
+        found[kind] = json.loads(done(words, None, environment(threads=None)).splitlines()[-1])
         say(f"reading {kind:4}: {found[kind]['most'] / size:5.1%} of the bf16 base at the peak, {found[kind]}")
     return found
 
@@ -144,26 +134,13 @@ def task(directory: Path, smollm2: Path, steps: int, rows: int) -> dict[str, Any
         common = ["smollm2_lora_cpu", "--model.name_or_path", str(smollm2), "--model.quantize", kind]
         common += ["--train.precision", "bf16", "--train.duration", f"{steps} steps", "--eval.samples", "0"]
         common += ["--train.global_batch_size", str(rows), "--output_dir"]
-        measured = _tuner("profile", *common, str(directory / f"p-{kind}"), "--measure", "1")
-        trained = _tuner("train", *common, str(directory / kind), "--eval.every", "never")
-        lines = [json.loads(line) for line in (directory / kind / "metrics.jsonl").read_text().splitlines()]
-        evals = [line["loss"] for line in lines if line["kind"] == "eval"]
-        found[kind] = {"measured": measured["metrics"], "loss": evals, "train": trained["metrics"]}
+        env = environment(threads=None)
+        measured = tuner(None, "profile", *common, str(directory / f"p-{kind}"), "--measure", "1", env=env)
+        ended = tuner(None, "train", *common, str(directory / kind), "--eval.every", "never", env=env)
+        evals = [line["loss"] for line in read_lines(directory / kind / "metrics.jsonl", "eval")]
+        found[kind] = {"measured": measured["metrics"], "loss": evals, "train": ended["metrics"]}
         say(f"{kind:4}: held-out {evals[0]:.4f} -> {evals[-1]:.4f}; {json.dumps(measured['metrics'])[:400]}")
     return found
-
-
-def _tuner(*words: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(_run([sys.executable, "-m", "tuner", *words, "--json"]))
-    return found
-
-
-def _run(words: Sequence[str]) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(words)}\n{done.stderr[-4000:]}")
-    return done.stdout
 
 
 def missed(report: dict[str, Any]) -> list[str]:

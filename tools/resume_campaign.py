@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.fixtures.trainings import STEPS_PER_EPOCH, outcome, prepare  # noqa: E402
+from tools.commands import Start, launch, trained  # noqa: E402
 
-Start = Callable[..., "subprocess.Popen[Any]"]
 # Dies in place of the given optimizer step on the given rank (-1: every rank), by the signal that nothing can catch.
 KILLED = """
 import os, signal, sys
@@ -46,35 +43,6 @@ loop.optimizer_step = dying
 from tuner.cli.main import main
 main(sys.argv[3:])
 """
-
-
-def launch(directory: Path, world_size: int, words: list[str], start: Start = subprocess.Popen) -> list[int]:
-    """Run one process a rank; when one fails or dies of a signal the others are killed too. Returns the exit codes."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "TUNER_CACHE": str(directory / "cache"),
-    }
-    processes = []
-    for rank in range(world_size):
-        ranks = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        own = {k: str(v) for k, v in (ranks | place).items()} if world_size > 1 else {}
-        with (directory / f"rank{rank}.log").open("w") as log:
-            started = start([sys.executable, *words], cwd=directory, env=env | own, stdout=log, stderr=log)
-        processes.append(started)
-    while any(p.poll() is None for p in processes):
-        if any(p.poll() not in (None, 0, 75) for p in processes):
-            time.sleep(0.2)
-            for process in processes:
-                process.kill()
-        time.sleep(0.02)
-    return [process.wait() for process in processes]
 
 
 def trial(  # noqa: PLR0913 - a kill, and what it is held against
@@ -115,9 +83,7 @@ def campaign(
 ) -> list[dict[str, Any]]:
     """All trials at one world size, in `directory`, which is empty; `start` starts each process."""
     prepare(directory, world_size)
-    codes = launch(directory, world_size, ["-m", "tuner", "train", "r.yaml", "--name", "unbroken", *flags], start)
-    if any(codes):
-        raise RuntimeError(f"the unbroken run failed: {codes}\n{(directory / 'rank0.log').read_text()[-2000:]}")
+    trained(directory, world_size, ["-m", "tuner", "train", "r.yaml", "--name", "unbroken", *flags], start)
     unbroken = outcome(directory / "runs" / "unbroken")
     rng = random.Random(seed * 1000 + world_size)
     results = []

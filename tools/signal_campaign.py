@@ -35,6 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools.commands import environment  # noqa: E402
 from tools.signal_moments import COMMANDS, moments  # noqa: E402
 
 WAYS = ("ctrl-c", "scheduler", "step", "hangup")
@@ -58,18 +59,11 @@ class Started:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
 
-        env = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",
-            "TUNER_CACHE": str(directory / "cache"),
-        }
         with self.answer.open("w") as stdout:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tuner", *words],
                 cwd=directory,
-                env=env,
+                env=environment(directory / "cache", PYTHONWARNINGS="ignore"),
                 stdin=inner,
                 stdout=stdout,
                 stderr=inner,

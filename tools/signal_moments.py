@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tools.commands import Results
+
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_S, LOADING_S, LONGEST_S = 10.0, 2.0, 60.0
 FOR_EVER = "1000000 steps"
@@ -230,8 +232,8 @@ def moments(
     place: Path, trials: int, seed: int, out: Path | None, commands: tuple[str, ...] = COMMANDS
 ) -> list[dict[str, Any]]:
     """All trials, the commands in turns; those that `out` holds already are not done again."""
-    done = [json.loads(line) for line in out.read_text().splitlines()] if out is not None and out.is_file() else []
-    known = {result["trial"] for result in done}
+    results = Results(out)
+    known = {result["trial"] for result in results.rows}
     at = Place(place)
     at.set_up()
     for command in [name for name in commands if name not in TRAINS]:
@@ -244,9 +246,5 @@ def moments(
             continue
         command = commands[number % len(commands)]
         sent = (signal.SIGINT, signal.SIGTERM)[number // len(commands) % 2]
-        done.append(trial(at, number, command, sent, random.Random(seed * 100_003 + number)))
-        print(json.dumps(done[-1]), flush=True)
-        if out is not None:
-            with out.open("a") as file:
-                file.write(json.dumps(done[-1]) + "\n")
-    return done
+        results.add(trial(at, number, command, sent, random.Random(seed * 100_003 + number)))
+    return results.rows

@@ -4,7 +4,7 @@
 
 Each must end with exit code 3 and its name, within the processor time and the memory of the whole process, children
 included. A harmless template comes first, for what transformers makes of the tokenizer is asked once. Prints a line of
-JSON for each that is not so and the figures at the end; a campaign goes on from what is in its file. Exits with 1 where
+JSON for each and the figures at the end; a campaign goes on from what is in its file. Exits with 1 where
 one is not so.
 """
 
@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.data import tiny  # noqa: E402
+from tools.commands import Results, environment  # noqa: E402
 from tools.hostile_templates import HOSTILE  # noqa: E402
 
 HARMLESS = ("harmless", tiny.CHATML)
@@ -41,9 +42,8 @@ def met(place: Path, way: str, source: str) -> dict[str, Any]:
     }
     (place / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
     command = [sys.executable, "-m", "tuner", "prepare-data", str(place / "recipe.yaml")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TUNER_CACHE": str(place / "cache"), "PYTHONPATH": str(ROOT)}
     with (place / "said").open("w+") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, env=environment)
+        process = subprocess.Popen(command, stdout=said, stderr=said, env=environment(place / "cache"))
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         said.seek(0)
@@ -61,29 +61,24 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3.0, help="of processor time")
     parser.add_argument("--megabytes", type=float, default=400.0)
     options = parser.parse_args()
-    lines = options.out.read_text(encoding="utf-8").splitlines() if options.out.is_file() else []
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    results = {(one["way"], one["name"]): one for one in map(json.loads, lines)}
+    results = Results(options.out)
+    known = {(one["way"], one["name"]) for one in results.rows}
     with tempfile.TemporaryDirectory(prefix="tuner-limits-") as place:
         tiny.write_rows(Path(place) / "rows.jsonl", [tiny.chat("the question", "the answer")])
         for way in WAYS:
             met(Path(place), way, HARMLESS[1])
             for name, source in [HARMLESS, *((one.name, one.source) for one in HOSTILE)]:
-                if (way, name) in results or (options.only and name not in options.only):
+                if (way, name) in known or (options.only and name not in options.only):
                     continue
                 found = met(Path(place), way, source)
                 within = found["cpu_s"] <= options.seconds and found["mb"] <= options.megabytes
                 wanted = (0, False) if name == HARMLESS[0] else (3, True)
                 good = within and (found["code"], found["named"]) == wanted
-                results[way, name] = one = {"way": way, "name": name, **found, "good": good}
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(one) + "\n")
-    for one in results.values():
-        if not one["good"]:
-            print(json.dumps(one))
-    most = {key: max((one[key] for one in results.values()), default=0) for key in ("cpu_s", "mb")}
-    print(json.dumps({"met": len(results), "good": sum(one["good"] for one in results.values()), **most}))
-    return int(not all(one["good"] for one in results.values()))
+                results.add({"way": way, "name": name, **found, "good": good})
+    most = {key: max((one[key] for one in results.rows), default=0) for key in ("cpu_s", "mb")}
+    good = [one["good"] for one in results.rows]
+    print(json.dumps({"met": len(good), "good": sum(good), **most}))
+    return int(not all(good))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import signal
 import subprocess
@@ -35,8 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.fixtures import trainings  # noqa: E402
+from tools.commands import Start, environment, read_lines, write_lines  # noqa: E402
 
-Start = Callable[..., "subprocess.Popen[Any]"]
 RECIPE = """\
 model: {name_or_path: ./model}
 tokenizer: {name_or_path: byte}
@@ -134,7 +133,7 @@ def prepare(directory: Path) -> None:
     for name, count in ROWS.items():
         rng = random.Random(name)
         rows = [{"prompt": f"{name}-{i} ", "completion": "ab" * rng.randint(1, 20)} for i in range(count)]
-        (directory / "logs" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(directory / "logs" / f"{name}.jsonl", rows)
     (directory / "held.jsonl").write_text((directory / "logs" / "w2.jsonl").read_text().replace("w2", "held"))
 
 
@@ -148,8 +147,7 @@ class Work:
 
     def run(self, words: Sequence[str], phase: Phase = Phase(), beside: Callable[[], None] | None = None) -> int:  # noqa: B008 - frozen
         """Run a command to its end, with a thread that does something meanwhile; returns its exit code."""
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        env["TUNER_CACHE"] = str(self.directory / "cache")
+        env = environment(self.directory / "cache", PYTHONWARNINGS="ignore")
         line = [sys.executable, "-c", PROGRAM, str(self.directory / "trained.jsonl"), *phase.words, *words]
         with (self.directory / "said.log").open("ab") as log:
             process = self.start(line, cwd=self.directory, env=env, stdout=log, stderr=log)
@@ -171,9 +169,7 @@ class Work:
 
     def trained(self) -> dict[int, list[Any]]:
         """The documents of each step, as it was taken last."""
-        path = self.directory / "trained.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-        return {line["step"]: line["documents"] for line in lines}
+        return {line["step"]: line["documents"] for line in read_lines(self.directory / "trained.jsonl")}
 
     def outcome(self, name: str) -> dict[str, Any]:
         """The hash of the last tensors, and the log without what the clock says."""
