@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.tables import beside
+
 
 @dataclass(frozen=True)
 class Case:
@@ -28,49 +30,11 @@ class Case:
     for they carry the state of one document into the next."""
 
 
-def _qwen3(
-    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, head_dim: int, vocab: int
-) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab, "tie_word_embeddings": True,
-        "max_position_embeddings": 32768, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 2,
-    }  # fmt: skip
 
-
-NINE_MILLION = _qwen3(256, 768, 8, 8, 4, 32, 8192)
-QWEN3_06B = _qwen3(1024, 3072, 28, 16, 8, 128, 151936)
-QWEN3_17B = _qwen3(2048, 6144, 28, 16, 8, 128, 151936)
-SMALLEST = _qwen3(32, 64, 2, 4, 2, 8, 64)
-GPT_OSS = {
-    "model_type": "gpt_oss", "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 6,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "num_local_experts": 8,
-    "num_experts_per_tok": 2, "vocab_size": 8192, "tie_word_embeddings": True, "max_position_embeddings": 131072,
-    "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 2,
-}  # fmt: skip
-"""15 million parameters, attention sinks, a window of 128 tokens in every other layer."""
-QWEN35 = {
-    "model_type": "qwen3_5_text", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "linear_num_value_heads": 8,
-    "linear_num_key_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "vocab_size": 8192,
-    "tie_word_embeddings": True, "max_position_embeddings": 32768, "bos_token_id": None, "eos_token_id": 2,
-    "pad_token_id": 2,
-}  # fmt: skip
-"""10 million parameters, three layers of linear attention to one of attention."""
+_TABLE: dict[str, Any] = beside(__file__)
 CASES = {
-    case.name: case
-    for case in (
-        Case("smollm2-full", None, False, 1, 1024, 16, (3.4, 2.1)),
-        Case("smollm2-lora", None, True, 1, 1024, 16, (2.8, 1.8)),
-        Case("qwen3-9m", NINE_MILLION, False, 2, 1024, 24, (5.5, 5.0)),
-        Case("gpt-oss-15m", GPT_OSS, False, 2, 1024, 16, (1.0, 1.0), padded=True),
-        Case("qwen3.5-10m", QWEN35, False, 2, 1024, 16, (1.0, 1.0), padded=True),
-        Case("qwen3-0.6b-4k", QWEN3_06B, False, 4, 4096, 30, (5.0, 1.5)),
-        Case("qwen3-0.6b-8k", QWEN3_06B, False, 2, 8192, 30, (5.0, 1.5)),
-        Case("qwen3-1.7b-4k", QWEN3_17B, False, 4, 4096, 20, (5.0, 1.5)),
-        Case("qwen3-1.7b-8k", QWEN3_17B, False, 2, 8192, 20, (5.0, 1.5)),
-        Case("smallest", SMALLEST, False, 2, 64, 4, (0.0, 0.0)),
-    )
+    name: Case(name, **{**fields, "shape": _TABLE["shapes"].get(fields.get("shape"))})
+    for name, fields in _TABLE["cases"].items()
 }
 
 

@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from tools import commands  # noqa: E402
 from tools.commands import Results, environment, read_lines, write_lines  # noqa: E402
+from tools.tables import beside  # noqa: E402
 
 MAX_LENGTH, HELD_OUT = 64, 16
 FIGURES = ("dtype", "kept", "bf16_kept", "kl", "gain")
@@ -53,32 +54,7 @@ class Run:
 
 SMALLEST, LARGEST = Run("smollm2", "lora", 4, "5e-5", 10), Run("smollm2", "lora", 64, "5e-4", 60)
 SMALLEST_DORA, LARGEST_DORA = Run("smollm2", "dora", 4, "5e-5", 10), Run("smollm2", "dora", 64, "5e-4", 10)
-RUNS = (
-    SMALLEST,
-    LARGEST,
-    Run("tiny", "lora", 4, "5e-5", 10),
-    Run("tiny", "lora", 8, "2e-4", 50),
-    Run("tiny", "lora", 64, "5e-4", 200),
-    Run("tiny", "lora", 16, "1e-4", 100),
-    Run("tiny", "dora", 4, "5e-5", 20),
-    Run("tiny", "dora", 16, "3e-4", 100),
-    Run("tiny", "dora", 64, "5e-4", 200),
-    Run("tiny", "full", 0, "5e-5", 10),
-    Run("tiny", "full", 0, "2e-4", 100),
-    Run("tiny", "full", 0, "5e-4", 200),
-    SMALLEST_DORA,
-    LARGEST_DORA,
-    Run("smollm2", "lora", 8, "2e-4", 12),
-    Run("smollm2", "full", 0, "5e-5", 10),
-    Run("smollm2", "lora", 16, "1e-4", 10),
-    Run("smollm2", "lora", 4, "5e-4", 10),
-    Run("smollm2", "lora", 64, "5e-5", 10),
-    Run("smollm2", "full", 0, "2e-4", 12),
-    Run("smollm2", "dora", 16, "2e-4", 12),
-    Run("smollm2", "lora", 8, "1e-4", 20),
-    Run("smollm2", "lora", 32, "2e-4", 20),
-    Run("smollm2", "lora", 16, "3e-4", 30),
-)
+RUNS = tuple(Run(**one) for one in beside(__file__))
 
 _CITIES = {"France": "Paris", "Norway": "Oslo", "Peru": "Lima", "Egypt": "Cairo", "Japan": "Tokyo", "Italy": "Rome"}
 _CITIES |= {"Kenya": "Nairobi", "Spain": "Madrid", "Greece": "Athens", "Austria": "Vienna", "Cuba": "Havana"}

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -35,15 +36,7 @@ from tools.commands import read_lines, trained  # noqa: E402
 if TYPE_CHECKING:
     from tuner.profile.prediction import Part
 
-RECIPE = """\
-model: {name_or_path: ./model}
-data: {train: rows.jsonl, max_length: 64, packing: false}
-train: {duration: 6 steps, global_batch_size: 8, micro_batch_size: 1, precision: fp32, device: cpu, max_grad_norm: 0.5}
-optimizer: {lr: 1e-3, weight_decay: 0.1, groups: [{match: "*.norm.*", lr: 1e-4}, {match: "*.mlp.*", weight_decay: 0.3}]}
-checkpoint: {every: never}
-eval: {samples: 0}
-logging: {level: warning}
-"""
+RECIPE = Path(__file__).with_suffix(".yaml")
 DETERMINED = ("step", "loss", "grad_norm", "lr", "tokens")
 PARTS: tuple[Part, ...] = ("parameters", "gradients", "optimizer")
 CARRIED = (1, 2, 4, -4, 1)
@@ -73,7 +66,7 @@ def bits(processes_of_tiny: list[int], model: Path | None, steps: int) -> Iterat
         with tempfile.TemporaryDirectory(prefix="tuner-host-") as place:
             directory, words = Path(place), ["--tokenizer.name_or_path", "byte"]
             trainings.prepare(directory, 1)
-            (directory / "r.yaml").write_text(RECIPE)
+            shutil.copy(RECIPE, directory / "r.yaml")
             if of != "tiny" and model is not None:
                 words = ["--model.name_or_path", str(model.resolve()), "--train.duration", f"{steps} steps"]
             runs = [trained_run(directory, side, processes, words) for side in ("none", "host")]

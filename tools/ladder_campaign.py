@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tools.commands import Start, environment, run, write_lines  # noqa: E402
+from tools.tables import beside  # noqa: E402
 from tuner.config.load import load_recipe  # noqa: E402
 from tuner.config.paths import recipes_dir  # noqa: E402
 from tuner.ladder.marks import Mark, marks_csv, read_marks  # noqa: E402
@@ -42,45 +43,7 @@ LIMIT_S = 20 * 60
 ERROR = 0.02
 """How far the prediction of the largest rung may be off."""
 NO_TESTS = {"test", "tests", "site-packages", "idle_test", "lib2to3", "__pycache__"}
-MODEL = {"name_or_path": "model", "init": "random"}
-WIDTHS = {"99K": 64, "220K": 96, "620K": 160, "1.2M": 224, "3M": 352}
-"""Channels of each size, of which all have three layers: with so few tokens, deep ones learn later than wide ones."""
-HEADS, HEAD = 32, 16
-"""Channels to a head, and how wide it is: attention is half as wide as the model."""
-RECIPE: dict[str, Any] = {
-    "model": MODEL,
-    "tokenizer": {"name_or_path": "byte"},
-    "method": {"kind": "pretrain"},
-    "data": {"train": "docs.jsonl", "eval": "3%", "max_length": 256, "cache_dir": "cache"},
-    "train": {"micro_batch_size": 8, "device": "cpu"},
-    "optimizer": {"weight_decay": 0.1},
-    "eval": {"every": "never", "at_start": False, "max_rows": 128},
-    "checkpoint": {"every": ["20 s"], "keep": 1},
-    "ladder": {
-        "sizes": [
-            {
-                "name": name,
-                "config": {
-                    "hidden_size": width,
-                    "intermediate_size": 2 * width,
-                    "num_hidden_layers": 3,
-                    "num_attention_heads": width // HEADS,
-                    "num_key_value_heads": width // HEADS,
-                    "head_dim": HEAD,
-                },
-            }
-            for name, width in WIDTHS.items()
-        ],
-        "tokens": "350K",
-        "multiples": [0.5, 1, 2],
-        "decay": "20%",
-        "lr": "0.00025 * (N / 108M)^(-1/3)",
-        "batch_tokens": 1024,
-        "warmup_tokens": "20K",
-    },
-}
-"""Every size has the same tokens, far fewer than Chinchilla's 20 a parameter: two cores have twenty minutes. The rule
-of learning rates is OLMo-core's for steps of 300 times as many tokens; here it is a tenth of that."""
+RECIPE: dict[str, Any] = beside(__file__)
 
 
 def main() -> int:

@@ -15,34 +15,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tools.demo.task import CITIES, FIRST_NAMES, ITEMS, LAST_NAMES
+from tools.tables import beside
 
 SEED = 23
 ROWS = 112
 ASKED = "Write as JSON: "
-MORE_CITIES = (
-    "Accra", "Basel", "Bogota", "Bristol", "Bruges", "Calgary", "Cardiff", "Cork", "Dakar", "Dallas", "Fargo",
-    "Florence", "Genoa", "Graz", "Havana", "Leeds", "Malmo", "Manila", "Mumbai", "Naples", "Odense", "Perth", "Phoenix",
-    "Quebec", "Riga", "Salzburg", "Tallinn", "Tampa", "Tokyo", "Utrecht", "Valencia", "York",
-)  # fmt: skip
-COLOURS = ("black", "blue", "brown", "green", "grey", "white", "yellow")
-WORDINGS = (
-    "please send {quantity} {items} to {name} in {city}; the total is {total} dollars.",
-    "Send {quantity} {items} to {city} for {name}, {total} dollars in all.",
-    "{name} from {city} orders {quantity} {items} and pays {total} dollars.",
-    "{city}: {name} bought {quantity} {items} for {total} dollars.",
-    "Order note - customer {name}, {city}: {quantity} x {item}, {total} dollars in all.",
-    "Hi, I am {name} and live in {city}. I need {quantity} {items}, {total} dollars.",
-    "To {city}, please: {quantity} {items}. The bill of {total} dollars goes to {name}.",
-    "{quantity} {items} for {name} in {city}, ${total}.",
-    "{quantity} {items} to {city}, ${total}, paid by {name}.",
-    "{name} would like {quantity} {items}, sent to {city}. That is {total} dollars.",
-    "Our customer in {city}, {name}, asks for {quantity} {items}; we agreed on ${total}.",
-    "For {total} dollars {name} gets {quantity} {items}; the parcel goes to {city}.",
-    "We received {total} dollars from {name} in {city}, who wants {quantity} {items}.",
-    "Invoice of ${total} to {name} ({city}): {quantity} {items}.",
-    "wanted by {name}: {quantity} {items}. Deliver to {city}; the price is {total} dollars.",
-    "Is {city} on your way? {name} waits there for {quantity} {items} and pays ${total}.",
-)
+_TABLE: dict[str, list[str]] = beside(__file__)
+MORE_CITIES, COLOURS, WORDINGS = _TABLE["more_cities"], _TABLE["colours"], _TABLE["wordings"]
 
 Row = dict[str, Any]
 

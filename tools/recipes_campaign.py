@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tools.tables import beside  # noqa: E402
 from tuner.config.load import LoadedRecipe, load_recipe  # noqa: E402
 from tuner.config.methods import DistillMethod  # noqa: E402
 from tuner.config.overrides import Override  # noqa: E402
@@ -32,47 +33,9 @@ from tuner.config.shipped import shipped_recipes  # noqa: E402
 CARDS = {"24g": "a10-24g", "80g": "h100-80g"}
 """The card with the least memory of each size that a recipe's name may have."""
 
-_LLAMA_31: dict[str, Any] = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
-    "rope_parameters": {
-        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-    },
-}  # fmt: skip
-_LLAMA_32: dict[str, Any] = {
-    **_LLAMA_31, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
-    "tie_word_embeddings": True,
-}  # fmt: skip
-_SMOLLM2: dict[str, Any] = {
-    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-    "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
-}  # fmt: skip
-_MISTRAL: dict[str, Any] = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 32768, "max_position_embeddings": 32768, "sliding_window": None,
-}  # fmt: skip
-
-
-def _qwen3(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
-        "tie_word_embeddings": hidden < 4096,
-    }  # fmt: skip
-
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "HuggingFaceTB/SmolLM2-135M": ("llama", _SMOLLM2),
-    "HuggingFaceTB/SmolLM2-135M-Instruct": ("llama", _SMOLLM2),
-    "meta-llama/Llama-3.1-8B": ("llama", _LLAMA_31),
-    "meta-llama/Llama-3.1-8B-Instruct": ("llama", _LLAMA_31),
-    "meta-llama/Llama-3.2-1B": ("llama", _LLAMA_32),
-    "mistralai/Mistral-7B-Instruct-v0.3": ("mistral", _MISTRAL),
-    "Qwen/Qwen3-0.6B": ("qwen3", _qwen3(1024, 3072, 28, 16)),
-    "Qwen/Qwen3-4B": ("qwen3", _qwen3(2560, 9728, 36, 32)),
-    "Qwen/Qwen3-8B": ("qwen3", _qwen3(4096, 12288, 36, 32)),
-    "Qwen/Qwen3-32B": ("qwen3", _qwen3(5120, 25600, 64, 64)),
+    name: (model["architecture"], model["config"]) for name, model in beside(__file__).items()
 }
 """The architecture and the published config of each model that a recipe names, as far as memory depends on it."""
 

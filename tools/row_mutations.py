@@ -9,54 +9,12 @@ from copy import deepcopy
 from typing import Any
 
 from tools.row_oracle import LONGEST_LINE
+from tools.tables import beside
 
-WORDS = [
-    "the",
-    "model",
-    "says:",
-    "yes,",
-    "no",
-    "3.5",
-    "C:\\dir",
-    "{x}",
-    "[y]",
-    '"quoted"',
-    "don't",
-    "é",
-    "中文",
-    "🙂",
-    "\u2028",
-    "\n\t",
-    "<b>",
-    "100%",
-]
+_TABLE: dict[str, list[Any]] = beside(__file__)
+WORDS, ODD = _TABLE["words"], _TABLE["odd"]
 CALL = {"name": "look_up", "arguments": {"query": "x", "n": 3}}
 TOOLS = [{"name": "look_up", "description": "Looks up.", "parameters": {"type": "object", "properties": {}}}]
-ODD = [
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    2,
-    0.0,
-    1.0,
-    0.5,
-    1e300,
-    2**64,
-    "",
-    "x",
-    "[",
-    "[]",
-    "[1]",
-    "null",
-    [],
-    {},
-    [[]],
-    [{}],
-    ["x"],
-]
 Random = random.Random
 Mutation = Callable[[Random, bytes], bytes]
 

@@ -25,88 +25,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.tables import beside  # noqa: E402
+
 Tree = Mapping[str, Any]
-CHATS = {"train": "chats.jsonl", "eval": "8 documents", "max_length": 192}
-PAIRS = {"train": "pairs.jsonl", "eval": "8 documents", "max_length": 192}
-SMALL = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}  # fmt: skip
-REAL, TINY = {"name_or_path": "./model"}, "./tiny"
-DRAWN = {**REAL, "init": "random", "config": SMALL}
-LORA = {"kind": "lora", "r": 8, "dropout": 0.1}
 STOPPED = 75
 """The exit code of a launch that was asked to stop, and saved."""
-
-
-def steps(count: int, **more: Any) -> dict[str, Any]:
-    """The section of training: so many steps of four micro-batches."""
-    batch = {"global_batch_size": 8, "micro_batch_size": 2, "device": "cpu", "precision": "fp32"}
-    return {"duration": f"{count} steps", **batch, **more}
-
-
-def part(**sections: Any) -> dict[str, Any]:
-    """A recipe for eight steps of the model of two layers."""
-    usual = {"model": {"name_or_path": TINY}, "data": CHATS, "train": steps(8), "optimizer": {"lr": 1e-3}}
-    return {**usual, **sections}
-
-
-def split(axis: str, model: str = TINY, **more: Any) -> dict[str, Any]:
-    """The same on two processes that share each row, or its experts."""
-    return part(model={"name_or_path": model}, parallel={"processes": 2, axis: 2}, **more)
-
-
-WINDOWS = {
-    "train": "w/{window}.jsonl", "eval": "chats.jsonl", "max_length": 192, "windows": {"names": ["one", "two", "three"]}
-}  # fmt: skip
-RECIPES: dict[str, Tree] = {
-    "sft": {"model": REAL, "data": CHATS, "train": steps(8, precision="auto")},
-    "lora": {"model": REAL, "adapter": LORA, "data": CHATS, "train": steps(8), "optimizer": {"lr": 1e-3}},
-    "pretrain": {
-        "model": DRAWN, "method": {"kind": "pretrain"},
-        "data": {"train": "texts.jsonl", "eval": "5%", "max_length": 128},
-        "train": steps(8, precision="auto") | {"duration": "2 epochs"},
-    },
-    "muon": {
-        "model": DRAWN, "data": CHATS, "optimizer": {"kind": "muon", "lr": 1e-2}, "train": steps(12),
-        "parallel": {"processes": 2},
-    },
-    "custom": {
-        "model": REAL, "method": {"kind": "custom", "use": "my_loss.py:with_z_loss", "rows": "sft"}, "data": CHATS,
-        "train": steps(6),
-    },
-    "dpo": part(method={"kind": "dpo"}, data=PAIRS),
-    "dpo with lora": part(method={"kind": "dpo"}, data=PAIRS, adapter=LORA),
-    "kto": part(method={"kind": "kto"}, data={**PAIRS, "train": "labelled.jsonl"}),
-    "distillation": part(method={"kind": "distill", "teacher": "./other", "rows": "sft"}),
-    "distillation by columns": part(method={"kind": "distill", "teacher": "./other", "rows": "sft", "top_k": 8}),
-    "nf4": part(model={"name_or_path": TINY, "quantize": "nf4"}, adapter=LORA),
-    "int8": part(model={"name_or_path": TINY, "quantize": "int8"}, adapter=LORA),
-    "8-bit states": part(optimizer={"lr": 1e-3, "state": "8bit"}),
-    "states on the host": part(optimizer={"lr": 1e-3, "offload": "host"}),
-    "windows": part(data=WINDOWS, schedule={"kind": "constant"}),
-    "init_from": part(model={"name_or_path": TINY, "init_from": [{"path": "./other", "load": ["layers.*.mlp"]}]}),
-    "averages": part(ema={"decay": 0.9, "evaluate": True}),
-    "tensor": split("tensor"),
-    "sequence": split("sequence"),
-    "expert": split("expert", "./mixture"),
-    "resumed sft": part(),
-    "resumed dpo": part(method={"kind": "dpo"}, data=PAIRS, adapter=LORA),
-    "resumed 8-bit states": part(optimizer={"lr": 1e-3, "state": "8bit"}),
-    "resumed windows": part(data=WINDOWS, schedule={"kind": "constant"}),
-    "resumed averages": part(ema={"decay": 0.9, "evaluate": True}),
-    "resumed expert": split("expert", "./mixture"),
-    "ladder": {
-        "model": {**DRAWN, "name_or_path": TINY}, "method": {"kind": "pretrain"},
-        "data": {"train": "texts.jsonl", "eval": "5%", "max_length": 128},
-        "train": {"device": "cpu", "precision": "fp32", "stop_after": "8 steps"},
-        "ladder": {"sizes": [{"name": "rung", "config": SMALL}], "multiples": [1], "batch_tokens": 1024},
-    },
-}  # fmt: skip
-COMMON: Tree = {
-    "checkpoint": {"every": "4 steps"}, "eval": {"every": "4 steps", "samples": 2}, "logging": {"level": "warning"},
-    "seed": 7,
-}  # fmt: skip
+_TABLE = beside(__file__)
+RECIPES: dict[str, Tree] = _TABLE["recipes"]
+COMMON: Tree = _TABLE["common"]
 LOSS = """
 def with_z_loss(weight=1e-4):
     def objective(hidden, head, bias, targets):

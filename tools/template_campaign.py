@@ -42,49 +42,8 @@ FOLDERS = {
     "llama.cpp": "llama_cpp_python-*/vendor/llama.cpp/models/templates",
 }
 """Where the unpacked packages have their templates."""
-TURNS = [
-    {"role": "user", "content": "What is it?"},
-    {"role": "assistant", "content": "An answer."},
-    {"role": "user", "content": "And\n\nnow?"},
-    {"role": "assistant", "content": "Two."},
-]
-SYSTEM = {"role": "system", "content": "Be brief."}
-_WEATHER = {"city": "Oslo", "days": 2, "hours": [6, 12], "detail": {"wind": True}, "note": None, "say": "it's\nso"}
-_CALLS = [
-    {"type": "function", "id": "c1", "function": {"name": "weather", "arguments": _WEATHER}},
-    {"type": "function", "id": "c2", "function": {"name": "clock", "arguments": {}}},
-]
-THOUGHTS = [
-    {"role": "user", "content": "Two and two?"},
-    {"role": "assistant", "content": "Four.", "reasoning_content": "I add."},
-    {"role": "user", "content": "Rain in Oslo?"},
-    {"role": "assistant", "content": "", "reasoning_content": "I look.", "tool_calls": _CALLS},
-    {"role": "tool", "content": "no rain", "tool_call_id": "c1"},
-    {"role": "tool", "content": "6:00", "tool_call_id": "c2"},
-    {"role": "assistant", "content": "No rain at six.", "reasoning_content": "Both say so."},
-    {"role": "user", "content": "And Bergen?"},
-    {"role": "assistant", "content": "I look.", "tool_calls": _CALLS[:1]},
-    {"role": "tool", "content": "rain", "tool_call_id": "c1"},
-    {"role": "assistant", "content": "Rain."},
-]
-_CITY = {"type": "string", "description": "where", "enum": ["Oslo", "Bergen"]}
-_PROPERTIES = {
-    "city": _CITY,
-    "days": {"type": "integer", "nullable": True},
-    "hours": {"type": "array", "items": {"type": "integer"}},
-    "detail": {"type": "object", "properties": {"wind": {"type": "boolean"}}, "required": ["wind"]},
-}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "Weather of a city",
-            "parameters": {"type": "object", "properties": _PROPERTIES, "required": ["city"]},
-        },
-    },
-    {"type": "function", "function": {"name": "clock", "description": "The time", "parameters": {}}},
-]
+_TABLE: dict[str, Any] = beside(__file__)
+TURNS, SYSTEM, THOUGHTS, TOOLS = (_TABLE[name] for name in ("turns", "system", "thoughts", "tools"))
 Messages = Sequence[dict[str, Any]]
 Render = Callable[..., str]
 """Of messages, whether an answer is asked for, and tools."""
@@ -107,7 +66,7 @@ class Published:
     why: str = ""
 
 
-TABLE = tuple(Published(**one) for one in beside(__file__))
+TABLE = tuple(Published(**one) for one in _TABLE["published"])
 
 
 def theirs(published: Published, directory: Path) -> Render:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,23 +37,7 @@ sys.path.insert(0, str(ROOT))
 from tests.fixtures import trainings  # noqa: E402
 from tools.commands import Start, environment, read_lines, write_lines  # noqa: E402
 
-RECIPE = """\
-model: {name_or_path: ./model}
-tokenizer: {name_or_path: byte}
-adapter: {kind: lora, r: 4, dropout: 0.2}
-data:
-  train: 'logs/{window}.jsonl'
-  eval: held.jsonl
-  max_length: 64
-  packing: false
-  windows: {names: [w1, w2, w3, w4, w5, w6], wait: 2 min}
-train: {global_batch_size: 4, micro_batch_size: 2, precision: fp32, device: cpu}
-optimizer: {lr: 1e-3}
-schedule: {kind: constant, warmup: 3 steps}
-eval: {samples: 0}
-checkpoint: {every: 2 steps, keep: 3}
-logging: {console_every: 0.1 s}
-"""
+RECIPE = Path(__file__).with_suffix(".yaml")
 ROWS = {"w1": 12, "w2": 8, "w3": 0, "w4": 16, "w5": 8, "w6": 12}
 """Rows of each window; whole global batches, so that a plain run has the same steps."""
 LATE, DAMAGED = "w4", "w5"
@@ -128,7 +113,7 @@ PHASES = {
 def prepare(directory: Path) -> None:
     """Write the model, the rows of each window and the recipe."""
     trainings.prepare(directory, 1)
-    (directory / "r.yaml").write_text(RECIPE)
+    shutil.copy(RECIPE, directory / "r.yaml")
     (directory / "logs").mkdir()
     for name, count in ROWS.items():
         rng = random.Random(name)

@@ -7,6 +7,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from tests.faults.notify import Notice, Rule
 
 AT_FDCWD = -100
@@ -30,42 +32,8 @@ class Shape:
 
 
 SHAPES: dict[int, Shape] = {
-    1: Shape("write", "write", descriptor=0, size=2),
-    18: Shape("pwrite64", "write", descriptor=0, size=2),
-    20: Shape("writev", "write", descriptor=0),
-    296: Shape("pwritev", "write", descriptor=0),
-    328: Shape("pwritev2", "write", descriptor=0),
-    40: Shape("sendfile", "copy", descriptor=0, size=3),
-    326: Shape("copy_file_range", "copy", descriptor=2, size=4),
-    275: Shape("splice", "copy", descriptor=2, size=4),
-    9: Shape("mmap", "map", descriptor=4, size=1),
-    76: Shape("truncate", "truncate", ((None, 0),), size=1),
-    77: Shape("ftruncate", "truncate", descriptor=0, size=1),
-    285: Shape("fallocate", "allocate", descriptor=0, size=3),
-    74: Shape("fsync", "flush", descriptor=0),
-    75: Shape("fdatasync", "flush", descriptor=0),
-    277: Shape("sync_file_range", "none", descriptor=0),
-    3: Shape("close", "close", descriptor=0),
-    2: Shape("open", "open", ((None, 0),), flags=1),
-    85: Shape("creat", "open", ((None, 0),)),
-    257: Shape("openat", "open", ((0, 1),), flags=2),
-    437: Shape("openat2", "open", ((0, 1),)),
-    82: Shape("rename", "rename", ((None, 0), (None, 1))),
-    264: Shape("renameat", "rename", ((0, 1), (2, 3))),
-    316: Shape("renameat2", "rename", ((0, 1), (2, 3)), flags=4),
-    86: Shape("link", "link", ((None, 0), (None, 1))),
-    265: Shape("linkat", "link", ((0, 1), (2, 3))),
-    88: Shape("symlink", "symlink", ((None, 1),)),
-    266: Shape("symlinkat", "symlink", ((1, 2),)),
-    83: Shape("mkdir", "mkdir", ((None, 0),)),
-    258: Shape("mkdirat", "mkdir", ((0, 1),)),
-    84: Shape("rmdir", "rmdir", ((None, 0),)),
-    87: Shape("unlink", "unlink", ((None, 0),)),
-    263: Shape("unlinkat", "unlink", ((0, 1),), flags=2),
-    425: Shape("io_uring_setup", "none"),
-    41: Shape("socket", "socket", flags=0),
-    59: Shape("execve", "program", ((None, 0),)),
-    322: Shape("execveat", "program", ((0, 1),)),
+    number: Shape(**{**fields, "at": tuple(map(tuple, fields.get("at", ())))})
+    for number, fields in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items()
 }
 """By number, on x86-64."""
 
