@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -30,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from tools.bench_train import Bench  # noqa: E402
 from tools.bench_train_cases import CASES  # noqa: E402
+from tools.commands import done, environment, read_lines, say  # noqa: E402
 
 FIRST = 3
 
@@ -50,14 +50,10 @@ def train(tree: Path, work: Path) -> dict[str, float]:
     """Run the command of `tree` on the prepared recipe in `work`: seconds of its first steps and of the others."""
     run = work / "run"
     shutil.rmtree(run, ignore_errors=True)
-    environment = {**os.environ, "TUNER_CACHE": str(work / "cache"), "PYTHONPATH": str(tree)}
+    env = environment(work / "cache", threads=None, PYTHONPATH=str(tree))
     flags = ["--eval.every", "never", "--eval.at_start", "false", "--eval.at_end", "false"]
-    command = [sys.executable, "-m", "tuner", "train", str(work / "recipe.yaml"), "--checkpoint.at_end", "false"]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False, env=environment, cwd=work)
-    if done.returncode != 0:
-        raise SystemExit(f"{tree}: exit code {done.returncode}\n{done.stderr[-4000:]}")
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    steps = [line["step_s"] for line in lines if line["kind"] == "train"]
+    done(["-m", "tuner", "train", str(work / "recipe.yaml"), "--checkpoint.at_end", "false", *flags], work, env)
+    steps = [line["step_s"] for line in read_lines(run / "metrics.jsonl", "train")]
     return {"first": max(steps[:FIRST]), "step": statistics.median(steps[FIRST:])}
 
 
@@ -74,7 +70,7 @@ def measure(model: Path, trees: dict[str, Path], rounds: int, steps: int) -> dic
                         seconds = train(tree, work)
                     took.setdefault(f"{name}, {'busy' if cores else 'idle'}", []).append(seconds)
                     told = f"first {seconds['first']:7.2f} s, then {seconds['step']:6.2f} s"
-                    print(f"round {number}  {name:8} {'busy' if cores else 'idle'}  {told}", file=sys.stderr)
+                    say(f"round {number}  {name:8} {'busy' if cores else 'idle'}  {told}")
     return {
         side: {key: round(statistics.median(run[key] for run in runs), 3) for key in ("first", "step")}
         for side, runs in took.items()

@@ -36,7 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tools import real_preferences as real  # noqa: E402
-from tools.bench_train import machine  # noqa: E402
+from tools.commands import read_lines, say, write_lines  # noqa: E402
+from tools.measures import alternated, machine  # noqa: E402
 from tools.preference_vs_trl import run_json, token_rows  # noqa: E402
 
 ALL, LONGEST, PER_STEP, ROW, LR = 400, 1024, 8, 2048, 1e-6
@@ -73,8 +74,7 @@ class Bench:
         count = self.steps * PER_STEP
         chosen = sorted(by_length[(2 * i + 1) * len(kept) // (2 * count)] for i in range(count))
         self.of = len(kept)
-        lines = [json.dumps(kept[index][1]) for index in chosen]
-        (self.work / "pairs.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        write_lines(self.work / "pairs.jsonl", [kept[index][1] for index in chosen])
         rows = token_rows(self._prepare(packing=False), "dpo")
         if len(rows) != count:
             raise SystemExit(f"{len(rows)} of {count} pairs were prepared")
@@ -94,8 +94,7 @@ class Bench:
         start = time.perf_counter()
         self._tuner("train", str(recipe))
         whole = time.perf_counter() - start
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        steps = [line for line in lines if line["kind"] == "train"]
+        steps = read_lines(run / "metrics.jsonl", "train")
         size = self.rows_per_step
         pairs = [sum(self.pairs_of_rows[i : i + size]) for i in range(0, len(self.pairs_of_rows), size)]
         return {
@@ -188,15 +187,14 @@ def measure(bench: Bench, rounds: int) -> dict[str, Any]:
         "trl, defaults": lambda: bench.theirs("rows.json", {}),
         "trl, best": lambda: bench.theirs("sorted.json", BEST),
     }
-    took: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-    for number in range(1, rounds + 1):
-        for side, go in sides.items():
-            took[side].append(go())
-            last = took[side][-1]
-            _say(
-                f"round {number}  {side:14} {last['step_s']:7.2f} s a step, {last['whole_s']:7.2f} s with all else, "
-                f"{last['peak_gib']:.2f} GiB"
-            )
+
+    def told(number: int, side: str, last: dict[str, Any]) -> None:
+        say(
+            f"round {number}  {side:14} {last['step_s']:7.2f} s a step, {last['whole_s']:7.2f} s with all else, "
+            f"{last['peak_gib']:.2f} GiB"
+        )
+
+    took = alternated(sides, rounds, told)
     figures = {side: _figures(found) for side, found in took.items()}
     report = {
         "machine": machine("cpu"),
@@ -241,21 +239,17 @@ def _mean(values: Sequence[int]) -> float:
 
 
 def _table(report: dict[str, Any]) -> None:
-    _say(f"\n{'':14} {'s a step':>9} {'spread':>17} {'with all':>9} {'GiB':>6} {'loss':>7}")
+    say(f"\n{'':14} {'s a step':>9} {'spread':>17} {'with all':>9} {'GiB':>6} {'loss':>7}")
     for side, one in report["sides"].items():
         spread = f"{one['least']:.2f} - {one['most']:.2f}"
         times = f"{one['step_s']:9.2f} {spread:>17} {one['whole_s']:9.2f}"
-        _say(f"{side:14} {times} {one['peak_gib']:6.2f} {one['loss']:7.4f}")
+        say(f"{side:14} {times} {one['peak_gib']:6.2f} {one['loss']:7.4f}")
     for side, one in report["against"].items():
-        _say(
+        say(
             f"against {side:14} steps {one['ratio_step']:.2f}x, with all else {one['ratio_whole']:.2f}x, "
             f"{one['of_its_peak']:.2f} of its peak"
         )
-    _say("; ".join(report["missed"]) or "every goal reached")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say("; ".join(report["missed"]) or "every goal reached")
 
 
 def main() -> int:

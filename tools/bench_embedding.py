@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from tools.measures import memory  # noqa: E402
 
 WAYS: dict[str, list[str]] = {"dense": [], "rows": ["embed_tokens"]}
 LENGTH = 512
@@ -110,12 +111,6 @@ class Worker:
         return {"gradients": gradients, "states": sum(one.numel() * one.element_size() for one in states)}
 
 
-def peak_bytes() -> int:
-    """The most that this process had resident."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) * 1024 if found else 0
-
-
 def work(directory: Path, way: str, options: argparse.Namespace) -> None:
     """Take a step for each line that comes in, and say what it took."""
     import torch
@@ -124,7 +119,7 @@ def work(directory: Path, way: str, options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
     worker = Worker(directory, way, options)
     for line in sys.stdin:
-        found = worker.step() if line.strip() == "step" else {"peak": peak_bytes(), **worker.bytes_held()}
+        found = worker.step() if line.strip() == "step" else {"peak": memory("VmHWM"), **worker.bytes_held()}
         print(json.dumps(found), flush=True)
 
 

@@ -35,6 +35,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools.measures import memory  # noqa: E402
+
 BLOCK_BYTES = 16 << 20
 PROMPTS = ((5, 6, 7, 8), tuple(range(20, 60)))
 CASES = ("raw", "copy", "ours", "dcp", "merge")
@@ -108,12 +110,6 @@ def save_rank(rank: int, ranks: int, directory: Path, model: Any, probe: Any) ->
             for name, parameter in model.named_parameters()
         }
         save(CheckpointDir(directory / "run" / "checkpoints", "r"), 1, tensors, {"step": 1}, facts, probe)
-
-
-def memory(field: str) -> int:
-    """`VmRSS` or `VmHWM` of this process in bytes."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 @contextlib.contextmanager

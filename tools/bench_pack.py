@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ import pyarrow as pa
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools.measures import alternated  # noqa: E402
+from tools.measures import memory as peak  # noqa: E402
 from tuner.data.batches import balance_rows, row_costs  # noqa: E402
 from tuner.data.building.bins import lower_bound, pack  # noqa: E402
 from tuner.data.building.pack import cut, row_batches  # noqa: E402
@@ -102,10 +105,7 @@ def packing(items: int, rounds: int, peer: Packer | None) -> list[dict[str, Any]
             lengths = make(items, capacity)
             bound = lower_bound(np.bincount(lengths, minlength=capacity + 1))
             packers = {"tuner": ours} | ({"trl": peer} if peer else {})
-            found: dict[str, list[tuple[int, float]]] = {name: [] for name in packers}
-            for _ in range(rounds):
-                for name, packer in packers.items():
-                    found[name].append(packer(lengths, capacity))
+            found = alternated({name: partial(packer, lengths, capacity) for name, packer in packers.items()}, rounds)
             record: dict[str, Any] = {"set": make.__name__, "capacity": capacity, "items": items, "bound": bound}
             record["sum_bound"] = -(-int(lengths.sum()) // capacity)
             for name, runs in found.items():
@@ -179,12 +179,7 @@ def documents(count: int) -> Iterator[pa.RecordBatch]:
 
 def measure_memory(count: int, capacity: int) -> dict[str, Any]:
     """What this process takes to cut and pack `count` documents, in MiB, and the seconds of both."""
-    resident = Path("/proc/self/status")
-
-    def mib(key: str) -> int:
-        return int(next(line for line in resident.read_text().splitlines() if line.startswith(key)).split()[1]) >> 10
-
-    at_start = mib("VmHWM")
+    at_start = peak("VmHWM") >> 20
     started = time.process_time()
     segments = cut(documents(count), capacity, "split")
     cut_seconds = time.process_time() - started
@@ -192,7 +187,7 @@ def measure_memory(count: int, capacity: int) -> dict[str, Any]:
     rows = sum(batch.num_rows for batch in row_batches(segments, capacity, packing=True))
     return {
         "documents": count, "capacity": capacity, "tokens": int(segments.tokens.sum()), "rows": rows,
-        "at_start_mib": at_start, "peak_mib": mib("VmHWM"),
+        "at_start_mib": at_start, "peak_mib": peak("VmHWM") >> 20,
         "cut_seconds": round(cut_seconds, 3), "pack_seconds": round(time.process_time() - started, 3),
     }  # fmt: skip
 

@@ -44,6 +44,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tools.bench_train_cases import CASES, Case, flops_per_step, packed_rows, write_model, write_rows  # noqa: E402
+from tools.commands import read_lines, say  # noqa: E402
+from tools.measures import alternated, machine  # noqa: E402
 
 WARM_UP = 3
 SPEED_LR, PARITY_LR = 1e-5, 1e-4
@@ -121,8 +123,7 @@ class Bench:
         self._run(["rm", "-rf", str(run)], [], parse=False)
         self._run([sys.executable, "-m", "tuner", "train", str(self.work / "recipe.yaml"), "--json"], self.prefix)
         done = time.time()
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        steps = [line for line in lines if line["kind"] == "train"]
+        steps = read_lines(run / "metrics.jsonl", "train")
         began = (run / "recipe.resolved.yaml").stat().st_mtime  # written when all is built, before the first step
         return {
             "step_s": [line["step_s"] for line in steps],
@@ -189,14 +190,13 @@ def measure(bench: Bench, rounds: int) -> dict[str, Any]:
         "trl, defaults": lambda: bench.peer({}),
         "trl, best": lambda: bench.peer(bench.best()),
     }
-    took: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-    peaks = []
-    for number in range(1, rounds + 1):
-        peaks.append(bench.peak())
-        for side, go in sides.items():
-            took[side].append(go())
-            last = took[side][-1]
-            _say(f"round {number}  {side:16} {median_step(last):8.3f} s a step, {last['loop_s']:7.1f} s in all")
+
+    def told(number: int, side: str, last: Any) -> None:
+        if side != "peak":
+            say(f"round {number}  {side:16} {median_step(last):8.3f} s a step, {last['loop_s']:7.1f} s in all")
+
+    took: dict[str, list[Any]] = alternated({"peak": bench.peak, **sides}, rounds, told)
+    peaks = took.pop("peak")
     flops = flops_per_step(bench.model, bench.case.lora, rows) / bench.case.steps
     report: dict[str, Any] = {
         "case": bench.case.name,
@@ -262,7 +262,7 @@ def parity(bench: Bench) -> dict[str, Any]:
     exact.prepare()
     plain = {"bf16": False, "gradient_checkpointing": False}
     difference = largest_difference(exact.ours()["loss"], exact.peer(plain)["loss"])
-    _say(f"fp32, {short.steps} steps: largest difference {difference:.2e}")
+    say(f"fp32, {short.steps} steps: largest difference {difference:.2e}")
     bf16 = replace(bench, case=long, precision="bf16")
     bf16.prepare()
     ours = windows(bf16.ours()["loss"])
@@ -286,37 +286,21 @@ def windows(losses: list[float]) -> list[float]:
     return [statistics.fmean(losses[i : i + WINDOW]) for i in range(0, len(losses), WINDOW)]
 
 
-def machine(device: str) -> dict[str, Any]:
-    """What the figures were made on."""
-    if device == "cuda":
-        import torch
-
-        return {"device": torch.cuda.get_device_name(), "python": sys.version.split()[0]}
-    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    model = next((line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), "?")
-    threads = os.environ.get("OMP_NUM_THREADS", "all")
-    return {"cpu": model, "cores": os.cpu_count(), "threads": threads, "avx512_bf16": "avx512_bf16" in text}
-
-
 def _table(report: dict[str, Any]) -> None:
-    _say(f"\n{report['case']}: {report['tokens_per_step']:,.0f} tokens a step, {report['steps']} steps")
-    _say(f"{'':16} {'s a step':>9} {'spread':>17} {'whole':>8} {'of peak':>8} {'GiB':>6}")
+    say(f"\n{report['case']}: {report['tokens_per_step']:,.0f} tokens a step, {report['steps']} steps")
+    say(f"{'':16} {'s a step':>9} {'spread':>17} {'whole':>8} {'of peak':>8} {'GiB':>6}")
     for side, one in report["sides"].items():
         low, high = one["spread"]
-        _say(
+        say(
             f"{side:16} {one['step_s']:9.3f} {f'{low:.3f} - {high:.3f}':>17} {one['whole_s']:8.3f} "
             f"{one['of_peak']:8.1%} {one['peak_gib']:6.2f}"
         )
     for side, one in report["against"].items():
-        _say(
+        say(
             f"against {side:16} step {one['ratio_step']:.2f}x, whole {one['ratio_whole']:.2f}x; "
             f"losses differ by at most {one['loss_difference']:.1e}"
         )
-    _say("; ".join(report["missed"]) or "every goal reached")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    say("; ".join(report["missed"]) or "every goal reached")
 
 
 def main() -> int:
