@@ -34,19 +34,7 @@ PACKAGE, SHA256 = "reasoning-gym==0.1.25", "7f17a3eddb13c015d7d4a755ed576a061df8
 LETTERS = (60, 240)
 """The fewest and the most letters of a docstring that is a text."""
 EXAMPLES = 1
-MODULES = """
-abc argparse array ast asyncio base64 bisect bz2 calendar cmath cmd code codecs collections concurrent.futures
-configparser contextlib copy csv ctypes curses dataclasses datetime dbm decimal difflib dis email.message enum
-filecmp fileinput fnmatch fractions ftplib functools gc getpass gettext glob gzip hashlib heapq hmac html
-html.parser http.client http.cookiejar http.server imaplib importlib.resources inspect io ipaddress itertools json
-keyword linecache locale logging logging.handlers lzma mailbox math mimetypes mmap multiprocessing.pool netrc
-numbers operator optparse os pathlib pdb pickle pickletools pkgutil platform plistlib poplib pprint profile pstats
-queue quopri random re reprlib sched secrets select selectors shelve shlex shutil signal smtplib socket socketserver
-sqlite3 ssl stat statistics string struct subprocess symtable sys sysconfig tarfile tempfile textwrap threading
-timeit token tokenize trace traceback tracemalloc types typing unicodedata unittest.case unittest.mock urllib.parse
-urllib.request urllib.robotparser uuid warnings wave weakref xml.dom.minidom xml.etree.ElementTree xmlrpc.client
-zipfile zlib zoneinfo
-""".split()  # noqa: SIM905 - word lists read better as words
+MODULES = Path(__file__).with_name("eval_modules.txt").read_text(encoding="utf-8").split()
 
 
 def main() -> int:

@@ -25,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tools.tables import beside  # noqa: E402
 from tuner.config.dump import recipe_dict  # noqa: E402
 from tuner.config.load import load_recipe  # noqa: E402
 from tuner.config.recipe import Recipe  # noqa: E402
@@ -40,49 +41,15 @@ from tuner.setup.settled import changed  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES, PAGE = ROOT / "tools" / "fits.json", ROOT / "docs" / "fits.md"
-LLAMA: dict[str, Any] = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128_256}
-QWEN: dict[str, Any] = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}
-SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
-def _model(family: dict[str, Any], *shape: int, **more: Any) -> dict[str, Any]:
-    lengths = {"max_position_embeddings": 32_768, "tie_word_embeddings": False}
-    return {**family, **lengths, **dict(zip(SHAPE, shape, strict=True)), **more}
-
-
-MODELS = {
-    "1B (Llama 3.2)": _model(LLAMA, 2048, 8192, 16, 32, head_dim=64, tie_word_embeddings=True),
-    "3B (Llama 3.2)": _model(LLAMA, 3072, 8192, 28, 24, head_dim=128, tie_word_embeddings=True),
-    "8B (Qwen3)": _model(QWEN, 4096, 12_288, 36, 32),
-    "14B (Qwen3)": _model(QWEN, 5120, 17_408, 40, 40),
-    "32B (Qwen3)": _model(QWEN, 5120, 25_600, 64, 64),
-    "70B (Llama 3)": _model(LLAMA, 8192, 28_672, 80, 64, head_dim=128),
-}
-METHODS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "LoRA": {"adapter": {"kind": "lora"}},
-    "4-bit LoRA": {"adapter": {"kind": "lora"}, "model": {"quantize": "nf4"}},
-}
-DEVICES = {
-    "16 GB": "rtx4080-16g",
-    "24 GB": "rtx4090-24g",
-    "48 GB": "l40s-48g",
-    "80 GB": "h100-80g",
-    "141 GB": "h200-141g",
-}
+_TABLE: dict[str, Any] = beside(__file__)
+MODELS, METHODS, DEVICES, SHORT = (_TABLE[name] for name in ("models", "methods", "devices", "short"))
 COUNTS, LENGTHS = (1, 8), (4096,)
 SHORT_ROWS = (512, 1024)
 """Of one device, from the smallest one up to the first that they fit."""
 MOST_OFF = 0.02
 PLAIN = {"gradient_checkpointing": "none", "micro_batch_size": 1, "offload_activations": False, "tiled_mlp": False}
-SHORT = {
-    "train.micro_batch_size": "{} rows",
-    "optimizer.offload": "states on the host",
-    "train.offload_activations": "activations on the host",
-    "train.tiled_mlp": "tiled MLP",
-    "optimizer.state": "8-bit states*",
-    "optimizer.rounding": "bf16 weights*",
-}
 LEVEL, SHARD = "train.gradient_checkpointing", "parallel.shard"
 
 

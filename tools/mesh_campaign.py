@@ -30,6 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tools.tables import beside  # noqa: E402
 from tuner.config.load import load_recipe  # noqa: E402
 from tuner.config.recipe import TokenizerSection  # noqa: E402
 from tuner.data.encoding.tokenizer_files import load_tokenizer  # noqa: E402
@@ -53,39 +54,11 @@ class Layout:
     machines: int = 1
 
 
-LAYOUTS = {
-    "full x2": Layout(2, {"shard": "full"}),
-    "none x2": Layout(2, {"shard": "none"}),
-    "tensor 2": Layout(2, {"tensor": 2}),
-    "sequence 2": Layout(2, {"sequence": 2}),
-    "hybrid x4": Layout(4, {"shard": "hybrid"}, machines=2),
-    "full x2, tensor 2": Layout(4, {"shard": "full", "tensor": 2}),
-    "none x2, tensor 2": Layout(4, {"shard": "none", "tensor": 2}),
-    "hybrid x4, sequence 2": Layout(4, {"shard": "hybrid", "sequence": 2}, machines=2),
-    "tensor 2, sequence 2": Layout(4, {"shard": "full", "tensor": 2, "sequence": 2}),
-    "expert 2": Layout(2, {"expert": 2}),
-    "full x4, expert 2": Layout(4, {"shard": "full", "expert": 2}),
-    "tensor 2, expert 2": Layout(4, {"shard": "full", "tensor": 2, "expert": 2}),
-}
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "none": {"kind": "none"},
-    "lora": {"kind": "lora", "r": 4},
-    "rslora": {"kind": "lora", "r": 4, "use_rslora": True},
-    "dora": {"kind": "dora", "r": 4},
-    "experts": {"kind": "lora", "r": 4, "experts": True},
-}
+_TABLE: dict[str, Any] = beside(__file__)
+LAYOUTS = {name: Layout(**fields) for name, fields in _TABLE["layouts"].items()}
+ADAPTERS: dict[str, dict[str, Any]] = _TABLE["adapters"]
 OF_METHODS = ("full x2", "tensor 2", "sequence 2", "hybrid x4", "full x2, tensor 2", "tensor 2, sequence 2")
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "sft": ("answers", {}),
-    "pretrain": ("texts", {}),
-    "dpo": ("pairs", {}),
-    "orpo": ("pairs", {}),
-    "simpo": ("pairs", {}),
-    "cpo": ("pairs", {}),
-    "kto": ("labelled", {}),
-    "reward": ("pairs", {}),
-    "distill": ("answers", {"teacher": "teacher"}),
-}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = _TABLE["methods"]
 """Each with its rows and its keys."""
 
 

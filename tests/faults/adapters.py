@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.faults.artifacts import Artifact, Place, bomb, byte_tokenizer, overwrite, torch_bomb
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -44,43 +46,13 @@ def _begin(place: Place) -> tuple[str, ...]:
     return place.train
 
 
-_REGEX = "(((.*)*)*)*" * 6 + "[^a]$"
 CONFIGS: dict[str, tuple[dict[str, Any], bool | None]] = {
-    "nothing wrong": ({}, None),
-    "an auto_mapping to a module": (
-        {"auto_mapping": {"base_model_class": "system", "parent_library": "os"}, "task_type": None},
-        None,
-    ),
-    "a parent_library": ({"parent_library": "evil", "base_model_class": "Evil"}, None),
-    "custom modules": ({"runtime_config": {"_custom_modules": {"torch.nn.Linear": "os.system"}}}, None),
-    "a base that is not there": ({"base_model_name_or_path": "/nowhere/evil"}, True),
-    "a base outside": ({"base_model_name_or_path": "../../../../etc"}, True),
-    "a base by URL": ({"base_model_name_or_path": "http://127.0.0.1:9/evil"}, True),
-    "a base that is no text": ({"base_model_name_or_path": {"a": ["b"]}}, True),
-    "a base that is itself": ({"base_model_name_or_path": "."}, True),
-    "a huge rank": ({"r": 1 << 40}, True),
-    "a rank below zero": ({"r": -4}, True),
-    "a rank of zero": ({"r": 0}, True),
-    "a rank that is true": ({"r": True}, True),
-    "an alpha of NaN": ({"lora_alpha": float("nan")}, True),
-    "an infinite alpha": ({"lora_alpha": float("inf")}, True),
-    "an alpha that is a text": ({"lora_alpha": "__import__('os')"}, True),
-    "a huge rank_pattern": ({"rank_pattern": {"q_proj": 1 << 40}}, True),
-    "a rank_pattern that backtracks": ({"rank_pattern": {_REGEX: 2}}, None),
-    "an alpha_pattern that backtracks": ({"alpha_pattern": {_REGEX: 2}}, None),
-    "target_modules that backtrack": ({"target_modules": _REGEX}, True),
-    "target_modules that end by themselves": ({"target_modules": ["(a+)+$"]}, True),
-    "exclude_modules that backtrack": ({"exclude_modules": _REGEX}, True),
-    "target_modules of all": ({"target_modules": ".*"}, None),
-    "no regular expression": ({"target_modules": "((("}, True),
-    "layers_pattern that backtracks": ({"layers_pattern": _REGEX, "layers_to_transform": [0]}, True),
+    name: (row["config"], row.get("refused"))
+    for name, row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items()
+} | {
     "layers without end": ({"layer_replication": [[0, 1]] * 10**5}, True),
-    "a cache of corda's": ({"corda_config": {"cache_file": "/etc/passwd"}, "init_lora_weights": "corda"}, None),
-    "eva's config": ({"eva_config": {"rho": 1e9}, "init_lora_weights": "eva"}, None),
-    "a revision outside": ({"revision": "../../../evil"}, None),
     "tokens to train without end": ({"trainable_token_indices": list(range(10**6))}, None),
     "modules to save of all": ({"modules_to_save": ["", "a" * 10**6]}, None),
-    "a LoftQ config": ({"loftq_config": {"loftq_bits": 4, "loftq_iter": 10**9}, "init_lora_weights": "loftq"}, None),
 }
 """What an adapter's config says, and whether it must be refused."""
 

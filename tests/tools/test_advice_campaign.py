@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.advice.planted_rows import PLANTED
-from tools.advice.rows import Place, all_of, layouts, lost, planted
+from tools.advice.rows import PLANTED, Place, all_of, layouts, lost, planted
 from tools.advice_campaign import main
 
 LAYOUTS = {layout["id"]: layout for layout in layouts()}

@@ -18,6 +18,7 @@ from jinja2.tests import TESTS as DEFAULT_TESTS
 
 from tests.data import tiny
 from tools.hostile_templates import HOSTILE, HostileTemplate
+from tools.tables import beside
 from tools.template_campaign import SYSTEM, THOUGHTS, TOOLS, TURNS
 from tuner.config.recipe import TokenizerSection
 from tuner.data.encoding import template_filters, template_limits, template_methods
@@ -31,16 +32,8 @@ from tuner.errors import DataError
 ROOT = Path(__file__).parents[2]
 CHAT = [{"role": "user", "content": "the question"}, {"role": "assistant", "content": "the answer"}]
 PUBLISHED = sorted([*(ROOT / "tools/chat_templates").glob("*.jinja"), *(ROOT / "tuner/data/templates").glob("*.jinja")])
-SLOW = {
-    *("a chain of attributes", "a chain of filters", "a chain of sums", "a long body", "encode", "in a long text"),
-    *("in a list of long texts", "count", "truncate", "changed", "cycle", "many statements", "ranges in lists"),
-    *("nested loops", "nested loops without text", "a loop that leaves all out", "loop controls", "generation block"),
-    *("fromkeys", "map of a big text", "sum of lists", "macro that doubles", "caller that doubles", "a giant name"),
-    *("macro without a loop", "recursive loop, doubling", "plus, kept", "set block", "a literal written in a loop"),
-    *("nest in a namespace", "string filter", "pprint", "text of a nest", "equal nests", "a nest as a key"),
-    *("nest by join", "an error of a nest", "sums of products in a loop"),
-    *("a deep key", "a deep list as text", "tojson, indented", "dict growth", "cycler"),
-}
+TABLE: dict[str, list[str]] = beside(__file__)
+SLOW = set(TABLE["slow"])
 """Those that use up their time, or take a while to be refused."""
 
 
@@ -198,31 +191,7 @@ def test_others_render_as_plain_jinja2_does(path: Path) -> None:
                 assert rendered == theirs(messages, prompt, tools)
 
 
-EXPRESSIONS = (
-    "'a' + 'b' ~ 1 ~ none ~ [1, 'a'] ~ {'a': (1,)}",
-    "'%s-%05.2f-%d' % ('a', 1.5, 3) ~ '{:>4}|{a}'.format(1, a=[2])",
-    "2 ** 10 - 3 * 4 // 5 % 7 + 1.5 / 2",
-    "[1, 2] + [3] == [1, 2, 3] and 'b' in 'abc' and 2 in {2: 1} and (1, 2) < (1, 3) and 1 < 2 < 3",
-    "'a,b,,c'.split(',') ~ 'a b'.split() ~ 'abcb'.rsplit('b', 1) ~ 'a-b'.partition('-') ~ 'x'.center(5, '.')",
-    "' a '.strip() ~ 'aab'.lstrip('a') ~ 'ab'.replace('a', 'cc') ~ '-'.join(['a', 'b']) ~ 'ab'.upper() ~ '7'.zfill(3)",
-    "'a\\tb'.expandtabs(4) ~ 'ab'.find('b') ~ 'abab'.count('ab') ~ 'ab'.startswith(('a', 'c')) ~ 'é'.encode('utf-8')",
-    "[3, 1, 2] | sort | join('-') ~ ([1, 1, 2] | unique | list) ~ ([1, 2, 3] | sum) ~ ([[1], [2]] | sum(start=[]))",
-    "[{'a': 1}, {'a': 2}] | map(attribute='a') | map('string') | select('equalto', '2') | list",
-    "{'b': 1, 'a': [1, {'c': none}]} | tojson(indent=2) ~ ({'a': 1} | items | list) ~ ({'b': 1, 'a': 2} | dictsort)",
-    "range(7) | batch(3, 'x') | list ~ (range(7) | slice(3) | list) ~ ([1, 2, 3][1:])",
-    "('abc' | reverse) ~ 'abc'[::-1] ~ ('abc' | list) ~ ([1, 2] | reverse | list) ~ ('a b' | wordcount)",
-    "'a b' | title ~ ('<a>' | escape) ~ ('  a ' | trim) ~ ('a b c' | truncate(4, true, '..', 0))",
-    "('a\nb' | indent(2)) ~ ('a' | center(5)) ~ ('%s' | format('b')) ~ ('a b' | wordwrap(1))",
-    "namespace(a=1).a ~ dict(a=1, **{'b': 2}) ~ dict([(1, 2)]) ~ {}.fromkeys('ab', 1)",
-    "(5).bit_length() ~ (5).to_bytes(2, 'big')",
-    "'ß' | upper ~ ('aB' | lower) ~ ('ab' | capitalize) ~ ('5' | int + 1) ~ (1.55 | round(1)) ~ ('1.5' | float)",
-    "(1, 2) is sequence and {} is mapping and x is undefined and 6 is divisibleby 3 and 2 is in [1, 2] and 4 is even",
-    "messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | list",
-    "messages | groupby('role') | map('first') | join",
-)
-
-
-@pytest.mark.parametrize("expression", EXPRESSIONS)
+@pytest.mark.parametrize("expression", TABLE["expressions"])
 def test_an_expression_within_limits_is_what_plain_jinja2_makes_of_it(expression: str) -> None:
     source = f"{{{{ {expression} }}}}{{% for m in messages if {expression} %}}{{{{ loop.index }}}}{{% endfor %}}"
     expected = plain(source, {})(CHAT, False, None)

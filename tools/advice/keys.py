@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tools.advice.proposals import differences, merged, proposed, resolved, without, written
+from tools.tables import beside
 from tuner.config.check import check
 from tuner.config.dump import flow
 from tuner.config.imported import import_text
@@ -50,23 +51,8 @@ BASE: dict[str, Any] = {
 Way = Literal["error", "import"]
 Verdict = Literal["right", "silent", "wrong", "elsewhere"]
 _TOOLS: dict[str, tuple[Tool, dict[str, Any]]] = {
-    "axolotl": ("axolotl", {"base_model": "owner/name", "datasets": [{"path": "rows.jsonl"}],
-                    "test_datasets": [{"path": "held.jsonl"}]}),
-    "LLaMA-Factory": (
-        "llama-factory",
-        {"model_name_or_path": "owner/name", "dataset": "rows.jsonl", "eval_dataset": "held.jsonl"},
-    ),
-    "TRL": ("trl", {"model_name_or_path": "owner/name", "dataset_name": "rows.jsonl", "eval_dataset": "held.jsonl"}),
-    "torchtune": (
-        "torchtune",
-        {"checkpointer": {"checkpoint_dir": "owner/name"},
-         "dataset": {"_component_": "torchtune.datasets.chat_dataset", "source": "rows.jsonl"}},
-    ),
-    "ms-swift": ("ms-swift", {"model": "owner/name", "dataset": ["rows.jsonl"], "val_dataset": ["held.jsonl"]}),
-    "Unsloth": ("unsloth", {"model_name": "owner/name", "dataset": "rows.jsonl", "eval_dataset": "held.jsonl"}),
-}  # fmt: skip
-_TOOLS["transformers"] = _TOOLS["TRL"]
-
+    name: (tool["called"], tool["base"]) for name, tool in beside(__file__).items()
+}
 _NEEDED: tuple[dict[str, Any], ...] = ({"adapter.kind": "lora"}, {"train.gradient_checkpointing": "full"})
 """Of keys that are nothing without another one, what that is."""
 

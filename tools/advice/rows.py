@@ -24,8 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.tables import read_table
+
 HERE = Path(__file__).resolve().parent
 LAYOUTS, BEFORE = HERE / "layouts.jsonl", HERE / "rows_before.jsonl"
+PLANTED: list[dict[str, Any]] = read_table(HERE / "planted_rows.yaml")
+"""Wrong proposals."""
 ANSWERS = ("read", "advice", "init")
 PLAIN_TOO = ("by column", "none")
 """Layouts whose roles are those of columns: as plain text, prompt and answer are the same."""
@@ -385,13 +389,12 @@ def lost(now: Mapping[str, dict[str, list[Verdict]]]) -> list[str]:
 
 def planted(place: Place, chosen: Sequence[Mapping[str, Any]]) -> list[str]:
     """Wrong proposals that were followed and not found; each layout has one of the other kind of mistake."""
-    from tools.advice.planted_rows import PLANTED
-
     by_name = {layout["id"]: layout for layout in chosen}
     missed = []
-    for name, method, template, line in PLANTED:
+    for wrong in PLANTED:
+        name, line = wrong["layout"], wrong["line"]
         place.rows(by_name[name]["rows"])
-        if followed(place, by_name[name], place.recipe(method, template), line).right:
+        if followed(place, by_name[name], place.recipe(wrong["method"], wrong["template"]), line).right:
             missed.append(f"{name}: {line}")
     return missed
 
@@ -437,8 +440,6 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         place = Place(Path(name))
         if given.plant:
-            from tools.advice.planted_rows import PLANTED
-
             missed = planted(place, chosen)
             print(
                 *[f"not found: {one}" for one in missed],
