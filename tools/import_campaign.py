@@ -29,8 +29,8 @@ sys.path.insert(0, str(ROOT))
 from tools.flawed_recipes import prepare  # noqa: E402
 from tuner.config.imported import Imported, import_text  # noqa: E402
 from tuner.config.load import Override, RecipeText, load_recipe  # noqa: E402
-from tuner.config.other_commands import is_script  # noqa: E402
 from tuner.config.other_configs import Tool  # noqa: E402
+from tuner.config.other_input import is_script  # noqa: E402
 from tuner.config.other_methods import PREFERENCES  # noqa: E402
 from tuner.errors import TunerError  # noqa: E402
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))
 
 from tuner.config.fields import Field, fields, item_fields  # noqa: E402
 from tuner.config.not_supported import Absent, absent_features  # noqa: E402
-from tuner.config.other_tools import FOREIGN  # noqa: E402
+from tuner.config.other_tools import foreign  # noqa: E402
 
 INTRODUCTION = """\
 # The recipe
@@ -73,7 +73,7 @@ def recipe_page() -> str:
 def foreign_page() -> str:
     """The page of other tools' names, by the sections of the recipe."""
     sections: dict[str, list[str]] = {}
-    for here, names in FOREIGN.items():
+    for here, names in foreign().items():
         row = f"| `{here}` | {', '.join(f'`{name}`' for name in names)} |"
         sections.setdefault(here.split(".")[0] if "." in here else "", []).append(row)
     parts = [FOREIGN_INTRODUCTION.read_text(encoding="utf-8")]

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from tuner.config.advice import of_unknown
-from tuner.config.conversion import RULES, convert, known_names
+from tuner.config.conversion import convert, known_names, rules
 from tuner.config.duration import Span
 from tuner.config.fields import Field, fields, find
 from tuner.config.load import load_recipe
 from tuner.config.not_supported import Absent, absent_features
-from tuner.config.other_tools import THEIRS
-from tuner.config.other_values import OTHER_VALUES
+from tuner.config.other_tools import other_values, theirs
 from tuner.errors import RecipeError
 
 MINIMAL: dict[str, Any] = {"model": {"name_or_path": "owner/name"}, "data": {"train": "rows.jsonl"}}
@@ -45,12 +44,12 @@ SECTIONS = {key.split(".")[0] for key in fields() if "." in key}
 def test_no_key_is_in_two_tables() -> None:
     names = [name for feature in absent_features() for name in feature.names.split()]
     assert len(names) == len(set(names))
-    assert not set(names) & (set(THEIRS) | set(RULES))
+    assert not set(names) & (set(theirs()) | set(rules()))
     assert not set(names) & {key for key in fields() if "." not in key}
 
 
 def test_every_value_of_another_tool_is_of_a_key_that_is_there() -> None:
-    for key, values in OTHER_VALUES.items():
+    for key, values in other_values().items():
         assert find(key.replace("data.train.", "data.train.0.")) is not None, key
         for value, text in values.items():
             assert text.startswith(("write ", "not supported: ")), (key, value)

@@ -11,7 +11,7 @@ import pytest
 from tuner.config.dump import flatten, recipe_dict
 from tuner.config.imported import Imported, import_text
 from tuner.config.load import RecipeText, load_recipe
-from tuner.config.other_configs import DIALECTS
+from tuner.config.other_configs import dialects
 from tuner.errors import RecipeError
 
 AXOLOTL = """\
@@ -197,7 +197,7 @@ def test_its_text_is_the_same_recipe_and_names_what_each_line_comes_from(tool: s
     again = load_recipe(tmp_path / "import.yaml", cwd=Path.cwd()).recipe
     assert again.train == found.recipe.train
     assert again.adapter == found.recipe.adapter
-    assert found.text.startswith(f"# From {DIALECTS[found.tool].title}'s config.yaml, by tuner import.\n")
+    assert found.text.startswith(f"# From {dialects()[found.tool].title}'s config.yaml, by tuner import.\n")
     assert "learning_rate\n" in found.text or tool in {"trl", "torchtune"}
 
 
@@ -457,7 +457,7 @@ def test_a_configuration_that_is_taken_for_a_recipe_is_answered_with_import(tmp_
         (tmp_path / "c.yaml").write_text(EXPECTED[tool][0])
         with pytest.raises(RecipeError) as caught:
             load_recipe(tmp_path / "c.yaml", cwd=tmp_path)
-        hint = f"a configuration of {DIALECTS[imported(tool, tmp_path).tool].title}? convert it: tuner import c.yaml"
+        hint = f"a configuration of {dialects()[imported(tool, tmp_path).tool].title}? convert it: tuner import c.yaml"
         assert caught.value.hint == f"{hint} > recipe.yaml"
     (tmp_path / "c.yaml").write_text("model: {name_or_path: a/b}\ndata: {train: x}\nlearning_rate: 1e-4\n")
     with pytest.raises(RecipeError) as caught:

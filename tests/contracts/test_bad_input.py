@@ -15,7 +15,7 @@ from tuner.config.duration import Cadence, Span
 from tuner.config.fields import Field, fields, item_fields
 from tuner.config.load import Override, load_recipe
 from tuner.config.numbers import Real, Whole
-from tuner.config.other_tools import FOREIGN
+from tuner.config.other_tools import foreign
 from tuner.config.value_types import Choice, Several, Switch, Table, Text, WebAddress
 from tuner.errors import RecipeError
 
@@ -262,22 +262,22 @@ def test_a_duplicate_is_refused(field: Field, tmp_path: Path) -> None:
 
 
 def test_every_field_has_another_tools_name() -> None:
-    named = set(FOREIGN) - {f"data.train.{name}" for name in item_fields("data.train")}
+    named = set(foreign()) - {f"data.train.{name}" for name in item_fields("data.train")}
     assert named == {key for key in fields() if not key.startswith(ALONE)}
     ours = {key.rpartition(".")[2] for key in fields()}
-    for key, names in FOREIGN.items():
+    for key, names in foreign().items():
         section = key.rpartition(".")[0]
         assert names, key
         taken = {name for name in names if f"{section}.{name}" in fields() or name in fields()}
         assert not taken, (taken, ours & taken)
 
 
-@pytest.mark.parametrize("key", FOREIGN)
+@pytest.mark.parametrize("key", foreign())
 def test_another_tools_name_is_answered_with_ours(key: str, tmp_path: Path) -> None:
     section, name = key.rpartition(".")[0].split(".")[0], key.rpartition(".")[2]
-    written = problems(write(base(), [(theirs, "1") for theirs in FOREIGN[key]]), tmp_path)
-    flags = flag_problems([(f"train.{theirs}", "1") for theirs in FOREIGN[key]])
-    for theirs, line, flag in zip(FOREIGN[key], written, flags, strict=True):
+    written = problems(write(base(), [(theirs, "1") for theirs in foreign()[key]]), tmp_path)
+    flags = flag_problems([(f"train.{theirs}", "1") for theirs in foreign()[key]])
+    for theirs, line, flag in zip(foreign()[key], written, flags, strict=True):
         assert re.match(rf"r\.yaml:\d+:1  {theirs}  (unknown; |not supported: )", line)
         assert "a recipe has" not in line
         assert name in line

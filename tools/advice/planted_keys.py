@@ -31,15 +31,15 @@ _RULES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 @contextmanager
 def planted(key: str, rule: Callable[[Any, Any], Any]) -> Iterator[None]:
     """Replace the rule of one key, also where the key has none."""
-    before, feature = conversion.RULES.get(key), not_supported.absent_names().pop(key, None)
-    conversion.RULES[key] = rule
+    before, feature = conversion.rules().get(key), not_supported.absent_names().pop(key, None)
+    conversion.rules()[key] = rule
     conversion.known_names.cache_clear()
     try:
         yield
     finally:
-        conversion.RULES.pop(key)
+        conversion.rules().pop(key)
         if before is not None:
-            conversion.RULES[key] = before
+            conversion.rules()[key] = before
         if feature is not None:
             not_supported.absent_names()[key] = feature
         conversion.known_names.cache_clear()

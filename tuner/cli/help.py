@@ -85,14 +85,14 @@ def flags_of(section: str | None) -> str:
 
 def _one(field: Any) -> str:
     """Everything that is known of a key, a line for each thing."""
-    from tuner.config.other_tools import FOREIGN
+    from tuner.config.other_tools import foreign
 
     default = field.default_text + "".join(f"; {text} for {kind}" for kind, text in field.others)
     rows = [("allowed", field.allowed), ("default", default)]
     if field.kinds:
         rows.append(("only for", f"{field.section}.kind {' or '.join(field.kinds)}"))
     rows += [("in a recipe", _in_yaml(field)), ("as a flag", f"--{field.key} VALUE")]
-    if others := FOREIGN.get(field.key):
+    if others := foreign().get(field.key):
         rows.append(("elsewhere", ", ".join(others)))
     lines = [field.key, *textwrap.wrap(field.sentence, _width() - 2, initial_indent="  ", subsequent_indent="  ")]
     for label, text in rows:

@@ -31,7 +31,7 @@ def import_config(
     """Convert a configuration of axolotl, LLaMA-Factory, TRL, torchtune, ms-swift or Unsloth to a commented recipe."""
     from tuner.config.dump import recipe_dict
     from tuner.config.imported import import_text
-    from tuner.config.other_configs import DIALECTS, TOOLS
+    from tuner.config.other_configs import TOOLS, dialects
 
     known = next((name for name in TOOLS if name == tool), None)
     if tool is not None and known is None:
@@ -39,7 +39,7 @@ def import_config(
     path = Path(file).expanduser()
     found = import_text(_text(file, path), "stdin" if file == "-" else path.name, known, processes,
                         Path.cwd() if file == "-" else path.absolute().parent)  # fmt: skip
-    print(f"read      {file}: {DIALECTS[found.tool].title}", file=sys.stderr)
+    print(f"read      {file}: {dialects()[found.tool].title}", file=sys.stderr)
     return Outcome(
         found.text,
         artifacts={"tool": found.tool, "recipe": recipe_dict(found.recipe), "not_carried_over": list(found.left)},

@@ -113,7 +113,7 @@ def _sentence(tree: Node, path: KeyPath) -> str:
 
 def _meant(key: str, value: Any) -> str | None:
     """What another tool's value of a key is here."""
-    from tuner.config.other_values import of_value
+    from tuner.config.other_tools import of_value
 
     return of_value(key, value)
 

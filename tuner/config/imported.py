@@ -16,13 +16,13 @@ from tuner.config.fields import fields
 from tuner.config.load import RecipeText, load_recipe
 from tuner.config.not_supported import absent
 from tuner.config.numbers import write_number
-from tuner.config.other_configs import DIALECTS, Dialect, Tool, detect
+from tuner.config.other_configs import Dialect, Tool, detect, dialects
 from tuner.config.other_data import guessed, is_text, unread
 from tuner.config.other_input import dataset_info, read_given
-from tuner.config.other_methods import PAIRS, PREFERENCES, defaults_of, kind_of, template_of
+from tuner.config.other_methods import PAIRS, PREFERENCES, kind_of, template_of
 from tuner.config.other_refused import refuse_program, require_known_method, require_training
 from tuner.config.other_rules import PER_DEVICE, number, with_own_rows
-from tuner.config.other_tools import THEIRS
+from tuner.config.other_tools import theirs
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError
 
@@ -67,7 +67,7 @@ class _Draft:
         """Note a key that is not carried over; the default in its place is then not what its user chose."""
         self.left.append(f"{key}: {_shown(value)}: {why}")
         name = key.rpartition(".")[2].lower().replace("-", "_")
-        stand_in = THEIRS.get(name, "")
+        stand_in = theirs().get(name, "")
         if self.sources.get(stand_in, "").endswith("default") and "eval" not in name:
             self.sources[stand_in] = f"in place of {key}: {_shown(value)}"
 
@@ -93,8 +93,8 @@ def import_text(
     keys = frozenset(part for key in given for part in (key, key.rpartition(".")[2]))
     found = tool or named or detect(keys)
     if found is None:
-        raise RecipeError(f"{name}: of no tool that is known", hint=f"say which: --from {' | '.join(DIALECTS)}")
-    dialect = DIALECTS[found]
+        raise RecipeError(f"{name}: of no tool that is known", hint=f"say which: --from {' | '.join(dialects())}")
+    dialect = dialects()[found]
     require_known_method(given, f"{dialect.title}'s {name}")
     require_training(given, name, found, tool is not None or named is not None)
     own = str(given.get("dataset_dir") or "data")
@@ -105,7 +105,7 @@ def import_text(
     context = {key.rpartition(".")[2]: value for key, value in given.items()} | given
     method = kind_of(context)
     draft = _Draft({}, {}, left)
-    draft.put(dialect.defaults | defaults_of(found, method, context), f"{dialect.title}'s default")
+    draft.put(dialect.defaults_with(method, context), f"{dialect.title}'s default")
     if method is not None:
         draft.put({"method.kind": method}, f"its keys are of {method}")
     for key in sorted(given, key=lambda item: item.rpartition(".")[2] in _FIRST):

@@ -124,13 +124,13 @@ def read_recipe(source: Source = None, overrides: Sequence[Override] = (), cwd: 
 
 def _of_other_tool(tree: Node, path: Path | None, cwd: Path) -> str | None:
     """The hint for a file that is a whole configuration of another tool."""
-    from tuner.config.other_configs import DIALECTS, detect
+    from tuner.config.other_configs import detect, dialects
 
     keys = frozenset(tree.value) - Recipe.model_fields.keys()
     tool = detect(keys)
-    if tool is None or path is None or len(keys & DIALECTS[tool].marks) < MARKS:
+    if tool is None or path is None or len(keys & dialects()[tool].marks) < MARKS:
         return None
-    return f"a configuration of {DIALECTS[tool].title}? convert it: tuner import {_display(path, cwd)} > recipe.yaml"
+    return f"a configuration of {dialects()[tool].title}? convert it: tuner import {_display(path, cwd)} > recipe.yaml"
 
 
 def _from_mapping(source: Mapping[str, Any], cwd: Path, problems: Problems) -> Node:

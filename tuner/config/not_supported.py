@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-_TABLE = Path(__file__).with_suffix(".yaml")
+from tuner.config.yaml import package_table
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,8 @@ class Absent:
 
 @cache
 def absent_features() -> tuple[Absent, ...]:
-    """Every feature, by topic. Read when it is first asked for: most recipes have no unknown key."""
-    from ruamel.yaml import YAML
-
-    topics = YAML(typ="safe").load(_TABLE)
-    return tuple(Absent(topic, **row) for topic, rows in topics.items() for row in rows)
+    """Every feature, by topic."""
+    return tuple(Absent(topic, **row) for topic, rows in package_table("not_supported").items() for row in rows)
 
 
 @cache
@@ -48,3 +44,8 @@ def absent_names() -> dict[str, Absent]:
 def absent(name: str) -> Absent | None:
     """The feature that a key of another tool asks for and that is not here; None where it is no such key."""
     return absent_names().get(name.lower().replace("-", "_"))
+
+
+def sentence(name: str) -> str:
+    """What is said of a key that is among them. Raises KeyError for another one."""
+    return absent_names()[name].sentence

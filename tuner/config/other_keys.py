@@ -6,10 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tuner.config.not_supported import absent
+from tuner.config.eval_tasks import HARNESS
+from tuner.config.not_supported import sentence
 from tuner.config.numbers import write_number
-from tuner.config.other_rules import PER_DEVICE, Given, Lines, Rule, count_of, number, number_of, share_of, switch
+from tuner.config.other_rules import PER_DEVICE, Given, Lines, Rule, count_of, number, number_of, share_of
 from tuner.config.other_rules import micro_batch as rows_of_a_process
+from tuner.config.other_tools import by_name
 
 _EPOCHS, _STEPS = count_of("train.duration", "epochs"), count_of("train.duration", "steps")
 _ALL_LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -104,22 +106,6 @@ def rank(value: Any, given: Given) -> Lines | str | None:
     if isinstance(found, dict) and "finetuning_type" in given and "lora_alpha" not in given:
         found |= {"adapter.alpha": 2 * found["adapter.r"]}
     return found
-
-
-def cadence_rules() -> dict[str, Rule]:
-    """Rules of evaluations and saves by steps."""
-    saves = _unless("checkpoint.every", ("save_strategy", "save_epoch"), ("epoch", "no", "best", "true"))
-    evaluations = _unless("eval.every", ("eval_strategy", "evaluation_strategy"), ("epoch", "no"))
-    return {
-        **dict.fromkeys(
-            ("save_steps", "save_interval", "checkpoint_interval", "save_freq", "save_every_n_steps"), saves
-        ),
-        **dict.fromkeys(("eval_steps", "eval_interval", "eval_freq", "eval_frequency"), evaluations),
-        "save_every_n_epochs": count_of("checkpoint.every", "epochs", "never"),
-        "save_epoch": switch("checkpoint.every", "1 epoch"),
-        "save_end_of_training": switch("checkpoint.at_end", True, False),
-        "exit_iteration": count_of("train.stop_after", "steps", "never"),
-    }
 
 
 _TRACKED = {"wandb": ("wandb_project", "use_wandb", "enable_wandb"), "mlflow": ("mlflow_experiment_name", "use_mlflow"),
@@ -218,9 +204,7 @@ def deepspeed(value: Any, given: Given) -> Lines | str | None:
     named = re.search(r"(?:zero|z|stage)[_-]?([0-3])(?!\d)", word) if isinstance(value, str) else None
     found = _SHARDED.get(str(stage) if stage is not None else named[1] if named else "")
     if found is None or "offload" in word:
-        feature = absent("deepspeed_config")
-        assert feature is not None
-        return feature.sentence
+        return sentence("deepspeed_config")
     return {**found}
 
 
@@ -232,9 +216,7 @@ def fsdp(value: Any, given: Given) -> Lines | str | None:
         return {"parallel.shard": "hybrid"}
     found = next((_SHARDED[stage] for word, stage in known.items() if word in words.lower().split()), None)
     if found is None or "offload" in words:
-        feature = absent("fsdp_config")
-        assert feature is not None
-        return feature.sentence
+        return sentence("fsdp_config")
     return {**found}
 
 
@@ -277,6 +259,43 @@ def torchtune_loss(value: Any, given: Given) -> Lines | str | None:
 
 def lambda_of_gkd(value: Any, given: Given) -> Lines | str | None:
     """The share of answers that the student generates itself; none of them is what is here."""
-    feature = absent("gkd")
-    assert feature is not None
-    return {} if number(value) == 0 else feature.sentence
+    return {} if number(value) == 0 else sentence("gkd")
+
+
+def harness_tasks(value: Any, given: Given) -> Lines | str | None:
+    """Tasks of lm-evaluation-harness, by their names there."""
+    names = [str(name) for name in (value if isinstance(value, list) else [value])]
+    return {"eval.tasks": [f"{HARNESS}{name}" for name in names]}
+
+
+RULES: dict[str, Rule] = by_name({
+    "num_epochs num_train_epochs epochs max_epochs": epochs,
+    "max_steps_per_epoch": steps_per_epoch,
+    " ".join(PER_DEVICE): micro_batch,
+    "batch_size": batch,
+    "warmup_ratio": warmup_share,
+    "warmup_steps": warmup_steps,
+    "save_steps save_interval checkpoint_interval save_freq save_every_n_steps": _unless(
+        "checkpoint.every", ("save_strategy", "save_epoch"), ("epoch", "no", "best", "true")
+    ),
+    "eval_steps eval_interval eval_freq eval_frequency": _unless(
+        "eval.every", ("eval_strategy", "evaluation_strategy"), ("epoch", "no")
+    ),
+    "lm_eval_tasks": harness_tasks,
+    "dataset_text_field": text_column,
+    "deepspeed": deepspeed,
+    "fsdp": fsdp,
+    "max_samples num_samples max_train_samples n_samples sample_size": record_count,
+    "model_revision revision_of_model base_model_revision": revision,
+    "lora_query lora_key lora_value lora_projection lora_mlp lora_head": layers_of_litgpt,
+    "truncation truncation_mode truncation_side truncation_strategy excess_length_strategy": truncation,
+    "use_wandb use_tensorboard use_mlflow enable_wandb enable_tensorboard": use_tracker,
+    "wandb_project mlflow_experiment_name": tracker_project,
+    "lora_r lora_rank rank r": rank,
+    "metric_logger": metric_logger,
+    "loss": torchtune_loss,
+    "type": trainer,
+    "lmbda": lambda_of_gkd,
+    "lora_attn_modules": attention_modules,
+    "apply_lora_to_mlp": lambda value, given: {},  # attention_modules reads it
+})

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-from tuner.config.not_supported import absent
+from tuner.config.not_supported import sentence
 from tuner.config.other_rules import Given, Lines, Rule, number, switch, words
-from tuner.config.other_values import EIGHT_BIT_ADAMW, PAGED_ADAMW
+from tuner.config.other_tools import by_name, values_written
 
-_ADAMW8: Lines = {"optimizer.kind": "adamw", "optimizer.state": "8bit"}
-_ON_HOST: Lines = {"optimizer.kind": "adamw", "optimizer.offload": "host"}
-ADAMW_VALUES: dict[str, Lines] = {name: _ADAMW8 for name in EIGHT_BIT_ADAMW.split()} | {
-    name: _ON_HOST for name in PAGED_ADAMW.split()
-}
 _HOSTS = {"cpu", "host", "true", "pin_memory"}
 
 
-def sentence(name: str) -> str:
-    """What is said of a key that is not here."""
-    feature = absent(name)
-    assert feature is not None
-    return feature.sentence
+@cache
+def adamw_values() -> dict[str, Lines]:
+    """Names of AdamW whose states have 8 bits, or lie in the host's memory."""
+    kinds = {"optimizer.state": "8bit", "optimizer.offload": "host"}
+    return {
+        name: {"optimizer.kind": "adamw", key: value}
+        for key, value in kinds.items()
+        for name in values_written("optimizer.kind", f"adamw, with {key}: {value}")
+    }
+
+
+def optimizer(value: Any, given: Given) -> Lines | str | None:
+    """The optimizer by transformers' names."""
+    adamw = ["adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "torch.optim.adamw", "adam"]
+    others = {"adafactor": "adafactor", "muon": "muon", "sgd": {"optimizer.kind": "sgd", "optimizer.momentum": 0}}
+    return words("optimizer.kind", dict.fromkeys(adamw, "adamw") | others | adamw_values())(value, given)
 
 
 def adapter(value: Any) -> Lines | None:
@@ -112,41 +119,31 @@ def _whole(value: Any, given: Given) -> Lines | str | None:
     if not isinstance(value, Mapping):
         return None
     found: Lines = {}
-    for key in ("load_in_4bit", "load_in_8bit", "bits", "bnb_4bit_compute_dtype"):
-        lines = RULES_OF_MEMORY[key](value[key], value) if key in value else None
+    for key, rule in _BITS.items():
+        lines = rule(value[key], value) if key in value else None
         if isinstance(lines, str) and lines.startswith("not supported"):
             return lines
         found |= lines if isinstance(lines, dict) else {}
     return found or sentence("gptq")
 
 
-RULES_OF_MEMORY: dict[str, Rule] = {
-    name: rule
-    for names, rule in {
-        "load_in_4bit qlora quantize_base": _four_bits,
-        "q_lora": _qlora,
-        "load_in_8bit": switch("model.quantize", "int8"),
-        "quantization_bit quant_bits bits": bits,
-        "quantization_config bnb_config_kwargs": _whole,
-        "quantization_method quant_method": _way("bnb", "bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"),
-        "bnb_4bit_quant_type quantization_type": _way("nf4"),
-        "bnb_4bit_compute_dtype": _compute_type,
-        "optim_8bit use_8bit_optimizer": switch("optimizer.state", "8bit", "fp32"),
-        "bf16_stochastic_round bf16_stochastic_rounding stochastic_rounding use_stochastic_rounding": (
-            switch("optimizer.rounding", "stochastic", "nearest")
-        ),
-        "cpu_offload offload_params fsdp_offload_params offload_optimizer zero_offload fsdp_cpu_offload "
-        "optimizer_cpu_offload optim_cpu_offload offload_optimizer_device": _host("optimizer.offload"),
-        "activation_offloading enable_activation_offloading offload_activations gradient_checkpointing_offload "
-        "activation_cpu_offload cpu_offloading activation_checkpointing_offload "
-        "activation_checkpoint_cpu_offload": _activations,
-        "tiled_mlp use_tiled_mlp tiled_mlp_compute": switch("train.tiled_mlp", True, False),
-        "fp8 use_fp8 float8 use_float8 enable_fp8": switch("train.precision", "fp8"),
-        "fp16": switch("train.precision", "fp16"),
-        "mixed_precision mixed_precision_dtype": words(
-            "train.precision", {"bf16": "bf16", "no": "fp32", "fp16": "fp16", "fp8": "fp8"}
-        ),
-    }.items()
-    for name in names.split()
-}
-"""Of the keys of memory and precision that become ours with a value of their own."""
+_BITS: dict[str, Rule] = {
+    "load_in_4bit": _four_bits, "load_in_8bit": switch("model.quantize", "int8"), "bits": bits,
+    "bnb_4bit_compute_dtype": _compute_type,
+}  # fmt: skip
+"""Keys of transformers' section on how a model is quantised."""
+RULES: dict[str, Rule] = by_name({
+    "optim": optimizer,
+    "load_in_4bit qlora quantize_base": _four_bits,
+    "q_lora": _qlora,
+    "quantization_bit quant_bits bits": bits,
+    "quantization_config bnb_config_kwargs": _whole,
+    "quantization_method quant_method": _way("bnb", "bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"),
+    "bnb_4bit_quant_type quantization_type": _way("nf4"),
+    "bnb_4bit_compute_dtype": _compute_type,
+    "cpu_offload offload_params fsdp_offload_params offload_optimizer zero_offload fsdp_cpu_offload "
+    "optimizer_cpu_offload optim_cpu_offload offload_optimizer_device": _host("optimizer.offload"),
+    "activation_offloading enable_activation_offloading offload_activations gradient_checkpointing_offload "
+    "activation_cpu_offload cpu_offloading activation_checkpointing_offload "
+    "activation_checkpoint_cpu_offload": _activations,
+})

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tuner.config.numbers import write_number
-from tuner.config.other_rules import Given, Lines, Rule, number, number_of
-from tuner.config.other_tools import FOREIGN
-from tuner.config.other_values import of_value
+from tuner.config.other_rules import Given, Lines, Rule, number, number_of, words
+from tuner.config.other_tools import by_name, foreign, of_value
 
 PAIRS = frozenset(("dpo", "orpo", "simpo", "cpo", "reward"))
 """Kinds whose examples are two answers to one prompt."""
@@ -24,10 +23,6 @@ _LOSSES = {
 """Losses of dpo by TRL's names, and ours."""
 _ABSENT_LOSSES = frozenset(("exo_pair", "aot", "aot_pair", "aot_unpaired", "discopop", "kto_pair"))
 _ALIKE = ", ".join(dict.fromkeys(_LOSSES.values()))
-_OWN_WEIGHT = {
-    "desirable_weight": ("kto_desirable_weight", "kto_chosen_weight"),
-    "undesirable_weight": ("kto_undesirable_weight", "kto_rejected_weight"),
-}
 _SUPERVISED = "a loss of supervised fine-tuning is method.reduction here, or method.kind: custom"
 
 
@@ -106,24 +101,14 @@ def losses(value: Any, given: Given) -> Lines | str | None:
     return found
 
 
-def beta(value: Any, given: Given) -> Lines | str | None:
-    """The weight of the reference, or that of ORPO's odds ratio."""
-    return number_of("method.beta")(value, given)
-
-
 def gamma(value: Any, given: Given) -> Lines | str | None:
     """SimPO's margin, which counts for no other loss."""
     return {"method.gamma": value} if kind_of(given) in {"simpo", None} else {}
 
 
-def sft_weight(value: Any, given: Given) -> Lines | str | None:
-    """A supervised term on the chosen answers."""
-    return number_of("method.sft_weight")(value, given)
-
-
 def cpo_alpha(value: Any, given: Given) -> Lines | str | None:
     """The supervised term of CPO, which TRL adds to SimPO too unless it is set to 0."""
-    return {} if number(value) == 0 and kind_of(given) == "simpo" else sft_weight(value, given)
+    return {} if number(value) == 0 and kind_of(given) == "simpo" else number_of("method.sft_weight")(value, given)
 
 
 def smoothing(value: Any, given: Given) -> Lines | str | None:
@@ -158,7 +143,7 @@ def reference_model(value: Any, given: Given) -> Lines | str | None:
 
 def is_taught(given: Given) -> bool:
     """Whether a key names a teacher, whole or as a section."""
-    return any(str(key).partition(".")[0] in FOREIGN["method.teacher"] for key in given)
+    return any(str(key).partition(".")[0] in foreign()["method.teacher"] for key in given)
 
 
 def teacher(value: Any, given: Given) -> Lines | str | None:
@@ -185,49 +170,30 @@ def kd_loss(value: Any, given: Given) -> Lines | str | None:
     return {"method.beta": 1.0} if name.startswith("ReverseKL") else {} if name.startswith("ForwardKL") else None
 
 
-def _weight(name: str) -> Rule:
-    return number_of(f"method.{name}")
+_STAGES = {"sft": "sft", "pt": "pretrain", "pretrain": "pretrain"}
 
 
-RULES_OF_METHODS: dict[str, Rule] = {
-    "rl": kind,
-    "rlhf_type": kind,
+def stage(value: Any, given: Given) -> Lines | str | None:
+    """A kind of training, of pre-training and supervised fine-tuning as of preferences."""
+    return words("method.kind", _STAGES)(value, given) if str(value).lower() in _STAGES else kind(value, given)
+
+
+RULES: dict[str, Rule] = by_name({
+    "rl rlhf_type": kind,
+    "stage task trainer_type training_type": stage,
     "reward_model": reward_switch,
-    **dict.fromkeys(("loss_type", "pref_loss", "dpo_loss_type"), losses),
-    **dict.fromkeys(("loss_weights", "dpo_loss_weights"), lambda value, given: {}),  # losses reads them
-    **dict.fromkeys(("beta", "pref_beta", "rl_beta", "dpo_beta", "orpo_alpha", "orpo_beta", "simpo_beta"), beta),
+    "loss_type pref_loss dpo_loss_type": losses,
+    "loss_weights dpo_loss_weights": lambda value, given: {},  # losses reads them
     "simpo_gamma": gamma,
     "cpo_alpha": cpo_alpha,
-    **dict.fromkeys(("pref_ftx", "rpo_alpha"), sft_weight),
-    **dict.fromkeys(("label_smoothing", "dpo_label_smoothing", "label_smoothing_dpo"), smoothing),
-    **{theirs: _weight(ours) for ours, names in _OWN_WEIGHT.items() for theirs in (ours, *names)},
-    "center_rewards_coefficient": _weight("center"),
-    "precompute_ref_log_probs": precomputed,
-    "precompute_ref_logprobs": precomputed,
-    **dict.fromkeys(("ref_model", "reference_model"), reference_model),
+    "label_smoothing dpo_label_smoothing label_smoothing_dpo": smoothing,
+    "precompute_ref_log_probs precompute_ref_logprobs": precomputed,
+    "ref_model reference_model": reference_model,
     "teacher_checkpointer": teacher,
     "kd_ratio": kd_ratio,
     "kd_loss": kd_loss,
-}
-"""How keys of preference and reward trainings become ours."""
-
-_DEFAULTS: dict[str, dict[str, Lines]] = {
-    "trl": {
-        "dpo": {"optimizer.lr": 1e-6},
-        "kto": {"optimizer.lr": 1e-6},
-        "orpo": {"optimizer.lr": 1e-6},
-        "cpo": {"optimizer.lr": 1e-6},
-        "simpo": {"optimizer.lr": 1e-6, "method.beta": 0.1, "method.gamma": 0.5, "method.sft_weight": 1.0},
-        "reward": {"optimizer.lr": 1e-4},
-    },
-    "axolotl": {"simpo": {"method.beta": 0.1, "method.gamma": 0.5, "method.sft_weight": 1.0}},
-    "llama-factory": {"simpo": {"method.beta": 0.1, "method.gamma": 0.5}},
-    "ms-swift": {"simpo": {"method.beta": 2.0, "method.gamma": 1.0, "method.sft_weight": 1.0}},
-}
-"""What a tool takes where nothing is written and we take something else: its CPO trainer adds a supervised term to
-SimPO with weight 1."""
-
-
+})
+"""How keys of preference, reward and distillation trainings become ours."""
 _TEMPLATES = ("chatml", "llama3", "zephyr")
 
 
@@ -236,14 +202,6 @@ def template_of(sets: Any) -> str | None:
     items = sets if isinstance(sets, list) else [sets]
     types = {str(item.get("type")).partition(".")[0] for item in items if isinstance(item, Mapping)}
     return next((name for name in _TEMPLATES if types == {name}), None)
-
-
-def defaults_of(tool: str, method: str | None, given: Mapping[str, Any]) -> Lines:
-    """A tool's own defaults of a kind, in our words; what is written in its configuration comes on top."""
-    found = dict(_DEFAULTS.get(tool, {}).get(method or "", {}))
-    if number(given.get("cpo_alpha")) == 0:
-        found.pop("method.sft_weight", None)
-    return found
 
 
 def _names(value: Any) -> list[str]:

@@ -8,10 +8,10 @@ from typing import Any
 from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.config.numbers import write_number
 from tuner.config.other_data import component_settings, is_file, is_text, located, plain_sources
-from tuner.config.other_memory import ADAMW_VALUES, adapter
+from tuner.config.other_memory import adamw_values, adapter
 from tuner.config.other_methods import is_taught
-from tuner.config.other_rules import Given, Lines, Rule, number, percent, switch
-from tuner.config.other_values import of_value
+from tuner.config.other_rules import Given, Lines, Rule, number, percent
+from tuner.config.other_tools import by_name, of_value
 
 
 def held_out(value: Any, given: Given) -> Lines | str | None:
@@ -58,16 +58,6 @@ def experts(value: Any, given: Given) -> Lines | str | None:
     if "down_proj" not in ends or len(ends) == 1 or any(part.isdigit() for name in names for part in name.split(".")):
         return "adapter.experts: true adapts both weights of the routed experts of all layers"
     return {"adapter.experts": True}
-
-
-def names_in(key: str) -> Rule:
-    """Names in a list or separated by commas."""
-
-    def rule(value: Any, given: Given) -> Lines | str | None:
-        items = value.split(",") if isinstance(value, str) else value
-        return {key: [str(item).strip() for item in items]} if isinstance(items, list) and items else None
-
-    return rule
 
 
 def trackers(value: Any, given: Given) -> Lines | str | None:
@@ -148,11 +138,6 @@ def loraplus(value: Any, given: Given) -> Lines | str | None:
     return {"optimizer.groups": [{"match": "*lora_B*", "lr": float(f"{float(ratio * lr):g}")}]}
 
 
-def kernels(value: Any, given: Given) -> Lines | str | None:
-    """Liger's kernels, or torch's."""
-    return switch("model.kernels", "liger", "torch")(value, given)
-
-
 def roles(value: Any, given: Given) -> Lines | str | None:
     """Axolotl's list of roles that are trained."""
     if isinstance(value, list) and value and all(role in ("assistant", "gpt") for role in value):
@@ -197,7 +182,7 @@ def builder(value: Any, given: Given) -> Lines | str | None:
     name = str(value).rpartition(".")[2].lower()
     if found := _BUILDERS.get(name):
         return {**found}
-    if found := ADAMW_VALUES.get(name):
+    if found := adamw_values().get(name):
         return {**found}
     if "8bit" in name or "4bit" in name:
         return of_value("optimizer.kind", "lion_8bit")
@@ -206,6 +191,21 @@ def builder(value: Any, given: Given) -> Lines | str | None:
     return "components are chosen by kind here; tuner import FILE converts a file of torchtune"
 
 
-def text_of(key: str) -> Rule:
-    """A text that stays as it is."""
-    return lambda value, given: {key: value} if isinstance(value, str) else None
+RULES: dict[str, Rule] = by_name({
+    "loraplus_lr_ratio": loraplus,
+    "val_set_size val_size validation_split split_dataset_ratio": held_out,
+    "dataset_name hf_hub_url": data_set,
+    "datasets dataset": data_sets,
+    "test_datasets val_dataset": held_out_sets,
+    "roles_to_train": roles,
+    "lora_target_modules lora_target lora_modules target_modules": targets,
+    "target_parameters lora_target_parameters": experts,
+    "lora_model_dir adapter_name_or_path adapter_folder adapters resume_adapter lora_weights lora_checkpoint "
+    "peft_model_id": adapters,
+    "add_special_tokens additional_special_tokens special_tokens tokens extra_special_tokens new_special_tokens "
+    "add_tokens added_tokens": new_tokens,
+    "report_to loggers log_with tracking": trackers,
+    "plugins": plugins,
+    "chat_template template": chat_template,
+    "_component_": builder,
+})

@@ -7,9 +7,9 @@ from typing import Any
 
 from tuner.config.conversion import known_names
 from tuner.config.fields import fields
-from tuner.config.other_configs import DIALECTS, Tool
+from tuner.config.other_configs import Tool, dialects
 from tuner.config.other_methods import kind_of
-from tuner.config.other_values import of_value
+from tuner.config.other_tools import of_value
 from tuner.errors import RecipeError
 
 
@@ -39,7 +39,7 @@ _METHOD_KEYS = ("rl", "stage", "rlhf_type", "task_type", "training_type", "train
 
 def require_training(given: Mapping[str, Any], name: str, tool: Tool, is_said: bool) -> None:
     """Raise RecipeError for a file that a recipe would be made up for: not the tool's own, or of no training."""
-    title = DIALECTS[tool].title
+    title = dialects()[tool].title
     tops = {key.partition(".")[0] for key in given} - {"processes", "dataset_info"}
     unknown = sorted(top for top in tops if not _is_known(top, given, tool))
     sections = [top for top in unknown if top not in given or isinstance(given[top], Mapping)]
@@ -63,7 +63,7 @@ def _is_known(top: str, given: Mapping[str, Any], tool: Tool) -> bool:
     """Whether a key at the top of a file may be one of the tool's, which has sections of its own or none."""
     if top not in given:
         return top in _SECTIONS.get(tool, ())
-    name, dialect = top.lower().replace("-", "_"), DIALECTS[tool]
+    name, dialect = top.lower().replace("-", "_"), dialects()[tool]
     return name in known_names() or top in fields() or name in dialect.marks | dialect.rules.keys() | dialect.silent
 
 

@@ -1,15 +1,14 @@
-"""How values of other tools become ours: counts and their units, shares, truth values, words, and several together."""
+"""Rules by which values of other tools become ours: counts with units, shares, truth values, words, and their names."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from tuner.config.numbers import parse_number, write_number
-from tuner.config.other_tools import FOREIGN
-from tuner.config.other_values import of_value
+from tuner.config.other_tools import by_name, foreign, of_value
 
 Lines = dict[str, Any]
 """What to write: our keys with their values."""
@@ -193,7 +192,7 @@ def with_own_rows(given: Given) -> Fraction:
     """Processes that compute rows of their own: those of a tensor or sequence group share theirs."""
     found = number(given.get("processes")) or Fraction(1)
     for key in ("parallel.tensor", "parallel.sequence"):
-        sizes = (number(given.get(name)) for name in FOREIGN[key])
+        sizes = (number(given.get(name)) for name in foreign()[key])
         found /= next((size for size in sizes if size and size > 1), 1)
     return max(Fraction(1), found)
 
@@ -290,3 +289,60 @@ def seconds(value: Any, given: Given) -> Lines | str | None:
     return {
         "parallel.timeout": f"{write_number(minutes)} min" if minutes.denominator == 1 else f"{math.ceil(seconds)} s"
     }
+
+
+def names_in(key: str) -> Rule:
+    """Names in a list or separated by commas."""
+
+    def rule(value: Any, given: Given) -> Lines | str | None:
+        items = value.split(",") if isinstance(value, str) else value
+        return {key: [str(item).strip() for item in items]} if isinstance(items, list) and items else None
+
+    return rule
+
+
+def text_of(key: str) -> Rule:
+    """A text that stays as it is."""
+    return lambda value, given: {key: value} if isinstance(value, str) else None
+
+
+def same(key: str) -> Rule:
+    """Any value, as it is."""
+    return lambda value, given: {key: value}
+
+
+MAKERS: dict[str, Callable[..., Rule]] = {
+    "all_unless": all_unless, "count": count_of, "names": names_in, "note": note, "number": number_of,
+    "per_epoch": per_epoch, "same": same, "share": share_of, "strategy": strategy, "switch": switch, "text": text_of,
+    "words": words,
+}  # fmt: skip
+"""What makes a rule of its arguments, by its name in other_rules.yaml and other_configs.yaml."""
+
+
+def made(rows: Sequence[Mapping[str, Any]]) -> dict[str, Rule]:
+    """The rules of a table, by the other tool's key."""
+    rules: dict[str, Rule] = {}
+    for row in rows:
+        names = foreign()[row["of"]] if "of" in row else row["keys"].split()
+        rule = next(MAKERS[kind](*arguments) for kind, arguments in row.items() if kind in MAKERS)
+        rules |= dict.fromkeys(names, rule)
+    return rules
+
+
+_SCHEDULES: dict[str, Any] = {
+    "cosine": "cosine", "linear": "linear", "inverse_sqrt": "inverse_sqrt", "constant_with_warmup": "constant",
+    "constant": {"schedule.kind": "constant", "schedule.warmup": "never"}, "warmup_stable_decay": "wsd",
+    "cosine_with_min_lr": "cosine", "polynomial": "linear", "wsd": "wsd",
+}  # fmt: skip
+RULES: dict[str, Rule] = by_name({
+    "gradient_accumulation_steps": accumulated,
+    "bf16 amp": bf16,
+    "dtype torch_dtype model_dtype weights_dtype": dtype,
+    "adam_beta1 adam_beta2 beta1 beta2": betas,
+    "lr_scheduler_type lr_scheduler scheduler": cycles(words("schedule.kind", _SCHEDULES)),
+    "min_lr lr_end eta_min": min_lr,
+    "lr_scheduler_kwargs scheduler_kwargs lr_scheduler_config": scheduler_options,
+    "packing neat_packing": packing,
+    "ddp_timeout dist_timeout nccl_timeout timeout_seconds": seconds,
+})
+"""Such rules by the keys that have them."""

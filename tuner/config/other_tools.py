@@ -1,237 +1,76 @@
-"""Names that other tools use, and ours: one table, printed in docs/coming-from.md."""
+"""What other tools call our keys and the values of these: other_tools.yaml, printed in docs/coming-from.md."""
 
 from __future__ import annotations
 
-_NAMES: dict[str, str] = {
-    "version": "recipe_version config_version schema_version",
-    "name": "run_name experiment_name wandb_name wandb_run_id",
-    "output_dir": "output_directory out_dir save_dir output_path",
-    "seed": "random_seed manual_seed",
-    "model.name_or_path": "base_model model_name_or_path pretrained_model_name_or_path model_name model_path model_id "
-    "base_model_config",
-    "model.revision": "model_revision revision_of_model base_model_revision",
-    "model.init": "from_scratch train_from_scratch random_init reinit_weights init_weights",
-    "model.config": "config_overrides overrides_of_model_config model_config model_kwargs model_init_kwargs",
-    "model.dtype": "torch_dtype model_dtype weights_dtype pure_bf16",
-    "model.quantize": "load_in_4bit load_in_8bit quantization_bit quant_bits bits qlora q_lora quantize_base "
-    "bnb_4bit_quant_type quantization_type quantization_method quant_method",
-    "model.kernels": "use_liger_kernel use_liger liger_kernel enable_liger_kernel liger_rope "
-    "liger_rms_norm liger_layer_norm liger_glu_activation liger_cross_entropy liger_fused_linear_cross_entropy",
-    "model.router_aux_loss_coef": "moe_aux_loss_coef aux_loss_coef moe_aux_loss_coeff",
-    "tokenizer.name_or_path": "tokenizer_config tokenizer_name tokenizer_name_or_path tokenizer_path",
-    "tokenizer.chat_template": "chat_template_path template custom_template",
-    "tokenizer.add_tokens": "add_special_tokens additional_special_tokens new_special_tokens special_tokens tokens "
-    "extra_special_tokens added_tokens",
-    "tokenizer.special_tokens_in_text": "split_special_tokens parse_special_tokens encode_special_tokens "
-    "allowed_special",
-    "model.freeze": "freeze_layers freeze_parameters frozen_parameters freeze_modules freeze_backbone",
-    "eval.marks": "eval_fixed_steps",
-    "health.every": "check_health_interval health_check_interval",
-    "logging.internals": "internal_metrics_interval log_internal_metrics",
-    "model.init_from": "lora_model_dir adapter_name_or_path adapter_folder adapters resume_adapter lora_weights "
-    "lora_checkpoint create_new_adapter peft_model_id",
-    "adapter.kind": "finetuning_type peft_type use_peft adapter_type peft use_dora peft_use_dora lora_dora",
-    "adapter.r": "lora_r lora_rank rank",
-    "adapter.alpha": "lora_alpha",
-    "adapter.dropout": "lora_dropout",
-    "adapter.use_rslora": "peft_use_rslora rslora use_rank_stabilized",
-    "adapter.experts": "target_parameters lora_target_parameters",
-    "adapter.modules_to_save": "lora_modules_to_save additional_target trainable_modules",
-    "adapter.target_modules": "lora_target_modules lora_target lora_target_linear lora_modules",
-    "method.kind": "stage task trainer_type training_type rl rlhf_type",
-    "method.use": "loss_fn custom_loss loss_function compute_loss_func trainer_cls",
-    "method.options": "loss_kwargs loss_args method_kwargs",
-    "method.rows": "dataset_type row_kind data_kind",
-    "method.reduction": "loss_reduction loss_agg_mode loss_aggregation",
-    "method.train_on": "train_on_inputs assistant_only_loss completion_only_loss train_on_prompt mask_history "
-    "roles_to_train train_on_last_turn_only train_on_input",
-    "method.loss": "loss_type pref_loss dpo_loss_type",
-    "method.beta": "pref_beta dpo_beta rl_beta orpo_alpha orpo_beta simpo_beta",
-    "method.gamma": "simpo_gamma",
-    "method.label_smoothing": "dpo_label_smoothing label_smoothing_dpo",
-    "method.sft_weight": "cpo_alpha pref_ftx rpo_alpha",
-    "method.desirable_weight": "kto_desirable_weight kto_chosen_weight",
-    "method.undesirable_weight": "kto_undesirable_weight kto_rejected_weight",
-    "method.baseline": "calculate_kl kto_baseline",
-    "method.teacher": "teacher_model teacher_model_name_or_path teacher_name_or_path teacher_checkpointer",
-    "method.teacher_revision": "teacher_model_revision",
-    "method.teacher_every": "teacher_sync_steps",
-    "method.temperature": "kd_temperature distillation_temperature",
-    "method.ce_weight": "ce_loss_ratio ce_loss_weight kd_ratio",
-    "method.top_k": "kd_top_k kd_online_topk top_logprobs",
-    "method.tail": "missing_probability_handling kd_normalize_topk",
-    "method.reference": "precompute_ref_log_probs precompute_ref_logprobs",
-    "method.center": "center_rewards_coefficient",
-    "method.margin": "margin_loss",
-    "data.train": "datasets dataset dataset_name train_file train_files dataset_path train_dataset",
-    "data.eval": "val_set_size test_datasets eval_dataset eval_file validation_file val_size val_dataset "
-    "validation_split",
-    "data.train.format": "type formatting data_format dataset_format",
-    "data.train.path": "data_files file_name file_path filename hf_hub_url",
-    "data.train.columns": "field_messages column_map rename_columns dataset_text_field field_instruction",
-    "data.train.count": "max_samples num_samples max_train_samples n_samples sample_size",
-    "data.max_length": "sequence_len max_seq_length max_seq_len seq_len seq_length cutoff_len block_size "
-    "model_max_length context_length sequence_length",
-    "data.too_long": "excess_length_strategy truncation truncation_mode truncation_side long_rows",
-    "data.packing": "sample_packing packed pack_sequences neat_packing packing_strategy "
-    "multipack_real_batches padding_free pack_to_max_length",
-    "data.shuffle": "shuffle_merged_datasets shuffle_dataset disable_shuffling shuffle_data data_shuffle",
-    "data.on_bad_row": "skip_invalid_rows ignore_errors on_error skip_bad_rows bad_row_policy",
-    "data.workers": "dataset_num_proc preprocessing_num_workers dataset_processes num_proc num_workers "
-    "preprocessing_workers",
-    "data.cache_dir": "dataset_prepared_path tokenized_path preprocessed_path cache_path dataset_cache_dir",
-    "train.duration": "num_epochs num_train_epochs max_steps epochs max_epochs total_steps train_iters min_iterations",
-    "train.stop_after": "max_time max_train_time time_limit exit_duration_in_mins exit_iteration",
-    "train.min_steps": "min_iters min_train_steps",
-    "train.global_batch_size": "gradient_accumulation_steps train_batch_size batch_size total_batch_size "
-    "effective_batch_size",
-    "train.micro_batch_size": "local_batch_size per_device_train_batch_size per_device_eval_batch_size "
-    "train_micro_batch_size_per_gpu eval_batch_size batch_size_per_device device_batch_size",
-    "train.precision": "bf16 fp16 mixed_precision mixed_precision_dtype amp fp8 float8 use_float8 use_fp8 "
-    "bnb_4bit_compute_dtype",
-    "train.tf32": "allow_tf32 float32_matmul_precision",
-    "train.device": "use_cpu no_cuda device_map accelerator",
-    "train.gradient_checkpointing": "enable_gradient_checkpointing activation_checkpointing "
-    "enable_activation_checkpointing use_gradient_checkpointing recompute_granularity "
-    "activation_checkpointing_mode gradient_checkpointing_kwargs",
-    "train.gradient_checkpointing_layers": "recompute_num_layers selective_ac_option activation_checkpoint_interval "
-    "checkpoint_num_layers",
-    "train.offload_activations": "activation_offloading enable_activation_offloading activation_cpu_offload "
-    "gradient_checkpointing_offload activation_checkpointing_offload activation_checkpoint_cpu_offload cpu_offloading",
-    "train.tiled_mlp": "use_tiled_mlp tiled_mlp_compute mlp_tiling",
-    "train.compile": "torch_compile torch_compile_backend torch_compile_mode use_compile compile_model",
-    "train.max_grad_norm": "max_norm gradient_clipping clip_grad_norm grad_clip gradient_clip_val grad_norm_clip",
-    "train.nonfinite": "skip_nan_grad check_for_nan_in_loss detect_anomaly nan_policy terminate_on_nan",
-    "train.steps_to_skip": "skip_steps skip_train_iteration_range iterations_to_skip",
-    "train.skip_spikes": "loss_watchdog_threshold skip_step_sigma_factor spike_threshold loss_spike_sigma",
-    "train.deterministic": "full_determinism use_deterministic use_deterministic_algorithms deterministic_algorithms",
-    "train.overfit_first_batch": "overfit_batches overfit_batch overfit_one_batch",
-    "train.mock_batch": "dry_run_batch warmup_batch memory_check dummy_batch",
-    "optimizer.kind": "optim optimizer_type optimizer_name",
-    "optimizer.lr": "learning_rate max_lr peak_lr base_lr learning_rate_peak",
-    "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2 adam_betas",
-    "optimizer.eps": "adam_epsilon epsilon adam_eps optimizer_eps",
-    "optimizer.weight_decay": "wd l2 adam_weight_decay",
-    "optimizer.state": "optim_8bit use_8bit_optimizer",
-    "optimizer.offload": "offload_optimizer optimizer_cpu_offload optim_cpu_offload offload_params cpu_offload "
-    "fsdp_offload_params fsdp_cpu_offload zero_offload offload_optimizer_device",
-    "optimizer.rounding": "bf16_stochastic_round bf16_stochastic_rounding stochastic_rounding use_stochastic_rounding",
-    "optimizer.groups": "param_groups lr_groups optimizer_param_groups loraplus_lr_ratio embedding_lr",
-    "optimizer.rows": "sparse_optimizer sparse_embeddings sparse_grad lazy_adam rowwise_adam",
-    "optimizer.momentum": "sgd_momentum muon_momentum",
-    "optimizer.nesterov": "use_nesterov sgd_nesterov",
-    "optimizer.adamw_lr": "muon_adam_lr adam_lr embed_lr",
-    "optimizer.adjust_lr": "adjust_lr_fn muon_scale",
-    "optimizer.ns_steps": "newton_schulz_steps muon_ns_steps",
-    "optimizer.decay_rate": "beta2_decay adafactor_decay_rate",
-    "optimizer.clip_threshold": "adafactor_clip_threshold",
-    "optimizer.scale_parameter": "multiply_by_parameter_scale",
-    "optimizer.use": "optimizer_cls optimizer_class optimizer_cls_and_kwargs custom_optimizer",
-    "optimizer.options": "optim_args optimizer_kwargs optim_params",
-    "optimizer.elementwise": "zero_allow_untested_optimizer",
-    "schedule.kind": "lr_scheduler_type lr_scheduler scheduler lr_schedule lr_decay_style",
-    "schedule.warmup": "warmup_ratio warmup_steps num_warmup_steps lr_warmup_steps lr_warmup_iters",
-    "schedule.use": "lr_scheduler_class custom_scheduler scheduler_fn",
-    "schedule.options": "scheduler_kwargs lr_scheduler_args",
-    "schedule.min_lr_ratio": "cosine_min_lr_ratio min_lr_factor min_lr lr_end lr_scheduler_kwargs min_lr_rate eta_min",
-    "schedule.decay": "num_decay_steps lr_wsd_decay_iters wsd_decay_steps decay_ratio cooldown",
-    "schedule.decay_shape": "decay_type lr_wsd_decay_style lr_decay_type cooldown_type",
-    "schedule.periods": "num_cycles cycle_length t_mult period_lengths",
-    "ema.decay": "use_ema ema_decay ema_rate model_ema_decay",
-    "ema.half_life": "ema_half_life",
-    "ema.evaluate": "evaluate_ema_weights validate_original_weights",
-    "eval.every": "eval_steps evals_per_epoch eval_strategy evaluation_strategy eval_interval eval_freq eval_frequency",
-    "eval.at_start": "eval_on_start val_before_train eval_first_step",
-    "eval.at_end": "do_eval eval_on_end final_eval",
-    "eval.tasks": "lm_eval_tasks",
-    "eval.max_rows": "max_eval_samples eval_iters eval_max_batches max_eval_batches limit_val_batches",
-    "eval.samples": "do_causal_lm_eval eval_table_size num_sample_generations log_completions generate_samples",
-    "eval.samples_at": "sample_every sample_every_n_steps sample_interval",
-    "checkpoint.every": "save_steps saves_per_epoch save_strategy save_interval checkpoint_interval save_freq "
-    "save_every_n_steps save_every_n_epochs",
-    "checkpoint.at_end": "save_on_end save_last save_final save_at_end save_end_of_training",
-    "checkpoint.keep": "save_total_limit keep_last max_checkpoints num_to_keep keep_latest_k",
-    "checkpoint.keep_best": "metric_for_best_model load_best_model_at_end save_best_only monitor",
-    "checkpoint.marks": "fixed_steps keep_every_n_steps",
-    "checkpoint.async_save": "async_mode dist_ckpt_async async_checkpoint use_async_save save_async",
-    "export.every": "hf_interval hf_save_interval export_interval hf_save_steps save_hf_every export_steps",
-    "eval.patience": "early_stopping_patience early_stopping early_stop_patience early_stopping_rounds",
-    "eval.min_delta": "early_stopping_threshold early_stopping_min_delta early_stopping_delta",
-    "export.at_end": "last_save_in_hf save_hf hf_save_at_end export_at_end save_hf_at_end",
-    "export.keep": "hf_max_keep max_hf_exports export_total_limit keep_hf num_exports_to_keep",
-    "export.dtype": "export_dtype save_dtype hf_dtype output_dtype hf_export_dtype",
-    "export.shard_size": "max_shard_size export_size shard_size_limit hf_shard_size max_file_size",
-    "export.adapter": "merge_lora merge_and_unload save_merged merge_weights merge_adapter",
-    "export.base": "merge_base dequantize_on_merge export_quantization_base",
-    "parallel.processes": "nproc_per_node num_processes num_gpus n_gpus gpus num_devices",
-    "parallel.shard": "fsdp_sharding_strategy sharding_strategy data_parallel_shard_degree "
-    "dp_shard hsdp_shard_dim",
-    "parallel.tensor": "tensor_parallel_size tensor_parallel_degree tensor_parallel_dim tensor_model_parallel_size "
-    "tp_size tp_degree",
-    "parallel.sequence": "sequence_parallel_size sequence_parallel_degree ulysses_size ulysses_degree "
-    "ulysses_sequence_parallel_size ulysses_parallel_size sp_size",
-    "parallel.expert": "expert_parallel_size expert_parallel_degree expert_model_parallel_size ep_size ep_degree",
-    "parallel.accumulate": "sync_each_batch no_sync",
-    "parallel.reshard_after_forward": "fsdp_reshard_after_forward",
-    "parallel.numa_binding": "numa_affinity bind_cpu numa_affinity_mode",
-    "parallel.timeout": "ddp_timeout dist_timeout nccl_timeout timeout_seconds nccl_default_timeout_minutes",
-    "profile.steps": "profiler_steps profile_step profile_steps profile_start_step profiling_steps",
-    "profile.memory": "enable_memory_snapshot profile_memory memory_snapshot profiler_memory",
-    "profile.time": "enable_profiling profile_time torch_profiler use_profiler profiler",
-    "prober.steps": "probe_steps debug_steps dump_steps",
-    "prober.modules": "probe_modules probe_layers",
-    "notify.webhook": "webhook_url slack_webhook slack_webhook_url notify_url",
-    "logging.level": "log_level logging_level verbosity verbose",
-    "logging.trackers": "report_to loggers use_wandb log_with use_tensorboard use_mlflow tracking",
-    "logging.project": "wandb_project project_name mlflow_experiment_name comet_project",
-    "logging.tags": "wandb_tags run_tags tracker_tags mlflow_tags",
-    "hooks": "callbacks trainer_callbacks custom_callbacks",
-    "logging.console_every": "logging_steps log_interval logging_interval log_every log_freq report_interval",
-}  # fmt: skip
-FOREIGN: dict[str, tuple[str, ...]] = {ours: tuple(names.split()) for ours, names in _NAMES.items()}
-"""Ours -> theirs. Names are compared in lower case with `-` as `_`, and only where a key is not ours."""
+from collections.abc import Mapping
+from functools import cache
+from typing import TypeVar
 
-NOTES: dict[str, str] = {
-    "num_epochs": "train.duration: N epochs",
-    "num_train_epochs": "train.duration: N epochs",
-    "epochs": "train.duration: N epochs",
-    "max_epochs": "train.duration: N epochs",
-    "max_steps": "train.duration: N steps",
-    "total_steps": "train.duration: N steps",
-    "train_iters": "train.duration: N steps",
-    "warmup_ratio": "schedule.warmup: N%",
-    "warmup_steps": "schedule.warmup: N steps",
-    "num_warmup_steps": "schedule.warmup: N steps",
-    "lr_warmup_steps": "schedule.warmup: N steps",
-    "eval_steps": "eval.every: N steps",
-    "save_steps": "checkpoint.every: N steps",
-    "val_set_size": "data.eval: N%",
-    "bf16": "train.precision: bf16",
-    "fp16": "train.precision: fp16",
-    "fp8": "train.precision: fp8",
-    "load_in_4bit": "model.quantize: nf4",
-    "load_in_8bit": "model.quantize: int8",
-    "quantization_bit": "model.quantize: nf4 or int8",
-    "activation_offloading": "train.offload_activations: true",
-    "enable_activation_offloading": "train.offload_activations: true",
-    "train_on_inputs": "method.train_on: all",
-    "loss_reduction": "method.reduction: token, document (sample) or sqrt (square)",
-    "use_liger_kernel": "model.kernels: liger",
-    "use_cpu": "train.device: cpu",
-    "lora_target_linear": "adapter.target_modules: all-linear",
-    "target_parameters": "adapter.experts: true",
-    "lora_target_parameters": "adapter.experts: true",
-    "from_scratch": "model.init: random",
-    "create_new_adapter": "model.init_from: [{path: DIRECTORY, adapter: merge}]",
-    "finetuning_type": "adapter.kind: lora, dora or none",
-    "use_dora": "adapter.kind: dora",
-    "peft_use_dora": "adapter.kind: dora",
-}
+from tuner.config.not_supported import sentence
+from tuner.config.yaml import package_table
 
-THEIRS: dict[str, str] = {theirs: ours for ours, names in FOREIGN.items() for theirs in names}
+T = TypeVar("T")
+
+
+def by_name(rows: Mapping[str, T]) -> dict[str, T]:
+    """A table of which a key holds several names, separated by spaces, by each of its names."""
+    return {name: row for names, row in rows.items() for name in names.split()}
+
+
+def _inverted(rows: Mapping[str, str]) -> dict[str, str]:
+    return {name: key for key, names in rows.items() for name in names.split()}
+
+
+@cache
+def foreign() -> dict[str, tuple[str, ...]]:
+    """Our keys with the names that other tools have for them."""
+    return {ours: tuple(names.split()) for ours, names in package_table("other_tools")["names"].items()}
+
+
+@cache
+def theirs() -> dict[str, str]:
+    """Names of other tools with our keys: in lower case, `-` as `_`."""
+    return _inverted(package_table("other_tools")["names"])
+
+
+@cache
+def _notes() -> dict[str, str]:
+    return _inverted(package_table("other_tools")["notes"])
 
 
 def ours(name: str) -> str | None:
     """Return our name, or the whole thing to write, for a key of another tool; None when it is not in the table."""
     key = name.lower().replace("-", "_")
-    return NOTES.get(key) or THEIRS.get(key)
+    return _notes().get(key) or theirs().get(key)
+
+
+def values_written(key: str, text: str) -> list[str]:
+    """The values of other tools in whose place `text` is written for our key."""
+    return str(package_table("other_tools")["write"][key][text]).split()
+
+
+@cache
+def other_values() -> dict[str, dict[str, str]]:
+    """Our key -> another tool's value in lower case -> what an error says of it."""
+    tables = package_table("other_tools")
+    found = {
+        key: {value: f"write {text}" for value, text in _inverted(rows).items()}
+        for key, rows in tables["write"].items()
+    }
+    found["optimizer.kind"] |= {
+        name: f"not supported: {name}; instead write adamw, adafactor or muon, or custom for one of your own"
+        for name in tables["no_optimizer"].split()
+    }
+    for key, rows in tables["refused"].items():
+        found[key] |= {value: sentence(feature) for value, feature in _inverted(rows).items()}
+    return found
+
+
+def of_value(key: str, value: object) -> str | None:
+    """What to say of a value of one of our keys, items of lists included; None where it is no other tool's."""
+    plain = ".".join(part for part in key.split(".") if not part.isdecimal()).replace("data.eval.", "data.train.")
+    if not isinstance(value, (str, bool, int, float, type(None))):
+        return None
+    text = "none" if value is None else str(value).strip().lower()
+    known = other_values().get(plain, {})
+    return known.get(text.replace(" ", "_").replace("-", "_")) or known.get(text)

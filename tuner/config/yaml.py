@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -63,6 +63,17 @@ def _read(text: str, name: str, base: Path, aliases: bool) -> tuple[Node | None,
     problems = Problems()
     tree = _Builder(name, base, problems, aliases).build(text)
     return tree, tuple(problems.found)
+
+
+@cache
+def package_table(name: str) -> Any:
+    """The plain values of a YAML file of this package, such as `not_supported`, read when they are first asked for.
+
+    They answer what is wrong and what is imported: a recipe that is right needs none of them.
+    """
+    from ruamel.yaml import YAML
+
+    return YAML(typ="safe").load(Path(__file__).with_name(f"{name}.yaml"))
 
 
 class _Stop(Exception):
