@@ -14,7 +14,7 @@ from tests.caches import new_cache
 from tests.export.runs import write_base, write_run
 from tests.fixtures import forked
 from tuner.api import export_hf
-from tuner.cli.generate import _prompts
+from tuner.cli.work.generate import prompts_of
 from tuner.errors import DataError, RecipeError
 from tuner.generate import Generator, Prompt, Sampling, base_of, base_record, load_generator
 from tuner.model.adapter import LoraSpec
@@ -237,9 +237,9 @@ def test_prompt_files(tmp_path: Path) -> None:
         '"w1"\n{"prompt": "w2"}\n'
         '{"messages": [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w4"}]}\n'
     )
-    prompts = _prompts([], str(path), "be short", raw=False)
+    prompts = prompts_of([], str(path), "be short", raw=False)
     assert [p.shown for p in prompts] == ["w1", "w2", "w3"]
     assert prompts[2].messages == ({"role": "system", "content": "be short"}, {"role": "user", "content": "w3"})
     path.write_text('"w1"\n{"other": 1}\n')
     with pytest.raises(DataError, match=r"p.jsonl:2: expected text"):
-        _prompts([], str(path), None, raw=False)
+        prompts_of([], str(path), None, raw=False)

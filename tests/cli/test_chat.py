@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from tuner.cli.talk import Talk, _ctrl_c_stops_an_answer
+from tuner.cli.work.talk import Talk, _ctrl_c_stops_an_answer
 from tuner.errors import RecipeError
 from tuner.generate import Answer, Generator, Prompt, Sampling
 

@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 
 from tests.fixtures import forked
-from tuner.cli.document import SCHEMA_PATH, Outcome, failure_document, outcome_document, read_document, write_document
+from tuner.cli.output import SCHEMA_PATH, Outcome, failure_document, outcome_document, read_document, write_document
 from tuner.errors import TunerError
 
 ROOT = Path(__file__).parents[2]

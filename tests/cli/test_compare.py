@@ -16,7 +16,7 @@ from tests.fixtures import quiz, trainings
 from tests.fixtures.commands import tuner
 from tests.fixtures.trainings import launch
 from tuner.api import export_hf, score_tasks
-from tuner.cli.document import SCHEMA_PATH
+from tuner.cli.output import SCHEMA_PATH
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads(SCHEMA_PATH.read_text())

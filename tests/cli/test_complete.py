@@ -14,7 +14,7 @@ from tests.rundir import made
 from tuner.cli import main
 from tuner.cli.app import COMMANDS
 from tuner.cli.complete import offers
-from tuner.cli.shells import SCRIPTS, install, shell_of
+from tuner.cli.shells import SHELLS, install, script_of, shell_of
 from tuner.config.fields import fields
 from tuner.config.shipped import shipped_recipes
 from tuner.errors import RecipeError
@@ -94,7 +94,7 @@ def test_bash_asks_and_offers(place: Path) -> None:
     program.write_text(f"#!/bin/sh\nPYTHONPATH={forked.ROOT} exec {sys.executable} -m tuner \"$@\"\n")
     program.chmod(0o755)
     lines = [
-        SCRIPTS["bash"], f"PATH={place / 'bin'}:$PATH", "COMP_WORDS=(tuner train --optimizer.wei)", "COMP_CWORD=2",
+        script_of("bash"), f"PATH={place / 'bin'}:$PATH", "COMP_WORDS=(tuner train --optimizer.wei)", "COMP_CWORD=2",
         "_tuner_completion tuner", 'printf "%s\\n" "${COMPREPLY[@]}"',
         "COMP_WORDS=(tuner resume '')", "_tuner_completion tuner", 'printf "%s\\n" "${COMPREPLY[@]:0:2}" | sort',
     ]  # fmt: skip
@@ -105,15 +105,15 @@ def test_bash_asks_and_offers(place: Path) -> None:
     assert done.stdout.splitlines() == ["--optimizer.weight_decay", "first", "second"]
 
 
-@pytest.mark.parametrize("shell", list(SCRIPTS))
+@pytest.mark.parametrize("shell", SHELLS)
 def test_scripts_are_shown_and_installed_once(shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["--show-completion", "--shell", shell]) == 0
-    assert capsys.readouterr().out == SCRIPTS[shell]
+    assert capsys.readouterr().out == script_of(shell)
     if program := shutil.which(shell):
-        assert subprocess.run([program, "-n"], input=SCRIPTS[shell], text=True, check=False).returncode == 0
+        assert subprocess.run([program, "-n"], input=script_of(shell), text=True, check=False).returncode == 0
     (tmp_path / f".{shell}rc").write_text("alias a=b")
     written = install(shell, tmp_path)
-    assert written[0].read_text() == SCRIPTS[shell]
+    assert written[0].read_text() == script_of(shell)
     if shell != "fish":
         begins = (tmp_path / f".{shell}rc").read_text()
         assert begins.startswith("alias a=b\n") and begins.count("\n") == 2

@@ -14,7 +14,7 @@ import pytest
 
 from tests.data import tiny
 from tests.fixtures import forked
-from tuner.cli.document import SCHEMA_PATH
+from tuner.cli.output import SCHEMA_PATH
 from tuner.data.building.prepare import PreparedInfo, prepare
 
 ROOT = Path(__file__).parents[2]

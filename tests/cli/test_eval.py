@@ -16,8 +16,8 @@ from tests.caches import new_cache
 from tests.fixtures import forked, trainings
 from tests.multi import launcher
 from tuner.api import export_hf
-from tuner.cli.document import SCHEMA_PATH
-from tuner.cli.eval import _load
+from tuner.cli.output import SCHEMA_PATH
+from tuner.cli.work.eval import _load
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import DataError, DivergedError, RecipeError

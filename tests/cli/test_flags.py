@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tuner.cli.argv import split
+from tuner.cli.app import split
 from tuner.cli.flags import flags_app, print_flags
 from tuner.config.fields import fields
 

@@ -10,10 +10,9 @@ import pytest
 
 from tests.contracts.test_surface import commands
 from tuner.cli import main
-from tuner.cli.app import COMMANDS, GROUPS, TAKES_RECIPE, help_text
-from tuner.cli.argv import split
-from tuner.cli.examples import EXAMPLES, GROUPED, MEANT, WITH_FLAGS
+from tuner.cli.app import COMMANDS, GROUPS, TAKES_RECIPE, help_text, split
 from tuner.cli.help import EXIT_CODES, explained
+from tuner.cli.layout import GROUPED, WITH_FLAGS, examples, meant
 from tuner.cli.recipes import listed
 from tuner.config.fields import fields, find
 from tuner.config.shipped import shipped_recipes, summary
@@ -38,8 +37,8 @@ def test_help_is_at_most_60_lines_of_80_columns(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_examples_are_command_lines_that_the_command_takes(name: str) -> None:
-    assert EXAMPLES[name], name
-    for line in EXAMPLES[name]:
+    assert examples()[name], name
+    for line in examples()[name]:
         words = shlex.split(line.split("  #")[0].split(" > ")[0].split(" < ")[0])
         assert words[0] == "tuner"
         command = words[1]
@@ -86,8 +85,8 @@ def test_an_unknown_command_is_answered(word: str, meant: str, capsys: pytest.Ca
 
 
 def test_what_is_meant_is_there() -> None:
-    for meant in MEANT.values():
-        assert meant in KNOWN or meant in COMMANDS or meant in ("chat", "push", "doctor"), meant
+    for command in dict.fromkeys(meant().values()):
+        assert command in KNOWN or command in COMMANDS or command in ("chat", "push", "doctor"), command
 
 
 @pytest.mark.parametrize(

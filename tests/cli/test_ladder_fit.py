@@ -16,7 +16,7 @@ import pytest
 from tests.fixtures import forked
 from tests.ladder import made
 from tests.rundir import made as run_made
-from tuner.cli.document import SCHEMA_PATH
+from tuner.cli.output import SCHEMA_PATH
 from tuner.ladder.record import Ladder, RungRecord, write_ladder
 from tuner.ladder.rules import PlannedMark
 

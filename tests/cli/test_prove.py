@@ -9,7 +9,7 @@ import pytest
 
 from tests.fixtures.commands import tuner
 from tests.model.tiny import family_config
-from tuner.cli.prove import _outcome, table
+from tuner.cli.work.prove import _outcome, table
 from tuner.prove.compare import Proof
 from tuner.prove.prove import Proven
 

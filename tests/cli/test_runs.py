@@ -17,9 +17,8 @@ import torch
 from tests.fixtures import forked
 from tests.rundir import made
 from tuner.checkpoint.save import CheckpointDir, save
-from tuner.cli.document import SCHEMA_PATH
+from tuner.cli.output import SCHEMA_PATH, between_words, columns, fitted
 from tuner.cli.runs import _local
-from tuner.cli.table import between_words, columns, fitted
 from tuner.rundir.run_json import hold
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ import pytest
 
 from tests.fixtures.commands import tuner
 from tuner.api import prepare_data
-from tuner.cli.document import SCHEMA_PATH
-from tuner.cli.schedule_view import drawing, figures, planned_schedule
+from tuner.cli.output import SCHEMA_PATH
+from tuner.cli.work.schedule import drawing, figures, planned_schedule
 from tuner.config.dump import recipe_dict
 from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe

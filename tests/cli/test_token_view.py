@@ -14,7 +14,7 @@ import pytest
 from tests.caches import new_cache
 from tests.data import pairs, tiny
 from tests.fixtures import forked
-from tuner.cli.token_view import row_texts, token_lines
+from tuner.cli.work.tokens import row_texts, token_lines
 from tuner.data.building.explain import explain
 from tuner.data.building.prepare import prepare
 from tuner.errors import DataError

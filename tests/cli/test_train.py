@@ -18,8 +18,8 @@ import pytest
 from tests.caches import new_cache
 from tests.fixtures import forked, trainings
 from tuner.checkpoint.open import newest
-from tuner.cli.document import SCHEMA_PATH
-from tuner.cli.train import outcome_of
+from tuner.cli.output import SCHEMA_PATH
+from tuner.cli.work.train import outcome_of
 from tuner.config.load import load_recipe
 from tuner.run.changes import Changes, changes
 from tuner.run.options import RunResult

@@ -152,8 +152,7 @@ def test_every_command_that_a_text_names_is_there() -> None:
 
 
 OF_OTHERS = {
-    ("cli/eval.py", "nproc-per-node"), ("cli/flags.py", "section.key"), ("ladder/launch.py", "array"),
-    ("cli/shells.py", "no-files"), ("cli/shells.py", "arguments"),
+    ("cli/work/eval.py", "nproc-per-node"), ("cli/flags.py", "section.key"), ("ladder/launch.py", "array"),
 }  # fmt: skip
 """Flags of torchrun, sbatch and fish, and the form of all of ours, with the file that names them."""
 WORDS_AFTER_TUNER = {"that", "commands", "is", "does", "refuses", "needs"}

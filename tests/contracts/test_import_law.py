@@ -46,6 +46,8 @@ NEVER_HEAVY = {"errors", "config", "data", "rundir"}
 LAZILY_HEAVY = {"runtime", "cli", "api", ""}
 # These are loaded with torch only: they stand on its process groups, its private names and its CUDA runtime.
 HEAVY_MODULES = {f"tuner.runtime.{name}" for name in ("deterministic", "page_lock", "process", "torch_private")}
+# What commands do once their arguments are read: it may load torch, and is itself imported only inside functions.
+WORK = "tuner.cli.work."
 # Who may see the whole recipe; everything else gets its own section or plain values.
 SEES_RECIPE = {"config", "setup", "profile", "prove", "ladder", "cli", "api"}
 RESOLVED_IN = (
@@ -187,11 +189,20 @@ def test_lazy_parts_import_torch_only_inside_functions() -> None:
 
 
 def test_light_modules_leave_torch_unloaded() -> None:
-    light = sorted(in_parts(NEVER_HEAVY | LAZILY_HEAVY))
+    light = sorted(name for name in in_parts(NEVER_HEAVY | LAZILY_HEAVY) if not f"{name}.".startswith(WORK))
     code = f"import sys, importlib\nfor name in {light!r}: importlib.import_module(name)\n"
     code += f"print(sorted(set(sys.modules) & {HEAVY!r}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_what_commands_do_is_imported_only_inside_functions() -> None:
+    at_top = {
+        name: {f"{node.module}." for node in at_import(tree) if isinstance(node, ast.ImportFrom)}
+        for name, tree in trees().items()
+        if not f"{name}.".startswith(WORK)
+    }
+    assert {name for name, found in at_top.items() if any(each.startswith(WORK) for each in found)} == set()
 
 
 def test_the_law_catches_what_it_forbids() -> None:

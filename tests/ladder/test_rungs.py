@@ -175,6 +175,6 @@ def test_two_rungs_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_reads_a_ladder_needs_no_torch() -> None:
-    code = "import sys, tuner.cli.ladder, tuner.ladder.marks, tuner.ladder.status; print('torch' in sys.modules)"
+    code = "import sys, tuner.cli.ladder, tuner.cli.work.ladder_marks; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "False\n", done.stderr

@@ -15,7 +15,7 @@ from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
 from tuner.checkpoint.manifest import step_dirs
 from tuner.checkpoint.open import newest
-from tuner.cli.train import _evaluated, launch_training
+from tuner.cli.work.train import _evaluated, launch_training
 from tuner.config.load import load_recipe
 from tuner.data.batches import GlobalBatches
 from tuner.errors import DataError, DivergedError, MachineError, MemoryLimitError, RecipeError

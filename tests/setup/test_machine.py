@@ -14,7 +14,7 @@ import pytest
 
 from tests.fixtures import commands
 from tuner.cli.doctor import table
-from tuner.cli.document import SCHEMA_PATH
+from tuner.cli.output import SCHEMA_PATH
 from tuner.errors import MachineError
 from tuner.setup import machine
 from tuner.setup.machine import examine

@@ -8,7 +8,7 @@ import pytest
 
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
-from tuner.cli.schedule_view import drawing, planned_schedule
+from tuner.cli.work.schedule import drawing, planned_schedule
 from tuner.config.duration import Duration
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from torch import nn
 
 from tests.train.synthetic import assembly_for, recipe_for, write_model
-from tuner.cli.schedule_view import peaks
+from tuner.cli.work.schedule import peaks
 from tuner.config.dump import recipe_dict
 from tuner.config.load import load_recipe
 from tuner.config.recipe import Optimizer

@@ -1,7 +1,8 @@
-"""The Typer app: every command by name, of which the one that was asked for is imported."""
+"""The command line: split before Typer reads it, and the app, of which the command that was asked for is imported."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -42,6 +43,43 @@ MODULES = {"import": "import_config"}
 GROUPS = frozenset({"config", "data", "ladder", "recipes", "runs"})
 TAKES_RECIPE = frozenset({"prepare-data", "train", "ladder", "resume", "eval", "profile", "prove", "config"})
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+
+
+_OVERRIDE = re.compile(r"--([A-Za-z][\w-]*(?:\.[\w-]+)+)(?:=(.*))?", re.DOTALL)
+_ALONE = "--fit"
+"""Takes a value or none, which Typer does not know."""
+_NO_SIZE = re.compile(r"-.*|.*\.ya?ml")
+_TOP = re.compile(r"--(version|name|seed|output_dir|output-dir|hooks)(?:=(.*))?", re.DOTALL)
+
+
+def split(args: Sequence[str], takes_recipe: bool) -> tuple[list[str], list[tuple[str, str | None]]]:
+    """Return what is left for Typer, and the `--section.key value` flags, which it would take for the argument.
+
+    A flag takes the text after `=`, or the next argument unless that is a flag (then its value is None).
+    With `takes_recipe` the keys at the recipe's top (`--name`, `--seed`, `--output_dir`, `--hooks`, ...) are taken too.
+    Nothing is taken after `--`. A `--fit` without a size gets an empty one.
+    """
+    rest: list[str] = []
+    flags: list[tuple[str, str | None]] = []
+    position = 0
+    while position < len(args):
+        token = args[position]
+        position += 1
+        if token == "--":
+            return [*rest, token, *args[position:]], flags
+        if token == _ALONE and (position == len(args) or _NO_SIZE.fullmatch(args[position])):
+            rest += [token, ""]
+            continue
+        match = _OVERRIDE.fullmatch(token) or (_TOP.fullmatch(token) if takes_recipe else None)
+        if match is None:
+            rest.append(token)
+            continue
+        value = match[2]
+        if value is None and position < len(args) and not args[position].startswith("--"):
+            value = args[position]
+            position += 1
+        flags.append((match[1], value))
+    return rest, flags
 
 
 def build(command: str) -> Callable[..., Any]:
@@ -115,11 +153,11 @@ def _elsewhere() -> None:
 
 
 def _completion(shell: str | None, is_installed: bool) -> None:
-    from tuner.cli.shells import SCRIPTS, install, shell_of
+    from tuner.cli.shells import install, script_of, shell_of
 
     name = shell_of(shell)
     if not is_installed:
-        print(SCRIPTS[name], end="")
+        print(script_of(name), end="")
         return
     for path in install(name, Path.home()):
         print(f"written   {path}")

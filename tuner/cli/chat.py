@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tuner.cli.command import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, run_command
+from tuner.cli.command import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, console_of, run_command
 from tuner.cli.generate import (
     BaseOption,
     NewTokensOption,
@@ -15,7 +15,6 @@ from tuner.cli.generate import (
     TopPOption,
 )
 from tuner.cli.named import ModelArgument, model_name
-from tuner.cli.talk import talk
 
 
 def chat(
@@ -35,17 +34,13 @@ def chat(
     stdout = os.dup(1)
 
     def body() -> Outcome:
-        from tuner.runtime.console import Console
-
         name = model_name(model)
-        console = Console(level="debug" if verbose else "info")
+        console = console_of("debug" if verbose else "info")
         with console.doing("loading torch", at_once=True):
-            from tuner.generate import Sampling, load_generator
+            from tuner.cli.work.talk import talk_to
+            from tuner.generate import Sampling
 
         sampling = Sampling(max_new_tokens, temperature, seed, top_p, top_k)
-        sampling.check()
-        with console.doing(f"loading {name}"):
-            generator = load_generator(name, base=base, warn=console.warn)
-        return talk(generator, sampling, system, None if json else stdout)
+        return talk_to(name, base, sampling, system, None if json else stdout, console)
 
     run_command("chat", OutputOptions(json, verbose, debug), body)

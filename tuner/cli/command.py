@@ -14,9 +14,11 @@ before it runs calls `run_command` itself.
 
 from __future__ import annotations
 
+import faulthandler
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,20 +28,31 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
-from tuner.cli.document import Outcome, failure_document, outcome_document, read_document, write_document
-from tuner.cli.table import between_words, note_stdout, terminal_columns
+from tuner.cli.output import (
+    Outcome,
+    between_words,
+    failure_document,
+    note_stdout,
+    outcome_document,
+    read_document,
+    terminal_columns,
+    write_document,
+)
 from tuner.errors import ExitCode, MachineError, RecipeError, TunerError, as_tuner_error
 from tuner.runtime import stop
 from tuner.runtime.activity import LABEL_WIDTH
+from tuner.runtime.dist import RankInfo
 from tuner.runtime.warned import Warned, collected
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe, ReadRecipe, RecipeText, Source
     from tuner.config.overrides import Override
+    from tuner.runtime.console import Console, Level
 
 __all__ = [
     "DebugOption", "Invocation", "JsonOption", "Outcome", "OutputOptions", "RecipeArgument", "VerboseOption", "command",
-    "given_overrides", "input_path", "load_for_command", "overrides_of", "run_command", "stopped_as",
+    "console_of", "given_overrides", "input_path", "level_of", "load_for_command", "load_one_run", "overrides_of",
+    "run_command", "stopped_as",
 ]  # fmt: skip
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the result.")]
@@ -81,6 +94,18 @@ def overrides_of(ctx: typer.Context) -> list[Override]:
     return invocation.overrides if isinstance(invocation, Invocation) else []
 
 
+def console_of(level: Level) -> Console:
+    """What speaks for a command on stderr: rank 0 alone."""
+    from tuner.runtime.console import Console  # which loads rich: help and completion do without
+
+    return Console(RankInfo.from_environment().is_main, level)
+
+
+def level_of(loaded: LoadedRecipe | None, verbose: bool) -> Level:
+    """How much is said: as the recipe has it, or everything."""
+    return "debug" if verbose else "info" if loaded is None else loaded.recipe.logging.level
+
+
 def input_path(argument: str | Path) -> Path:
     """Return a path argument as an absolute path; `-` reads it from stdin (call it inside a command's body).
 
@@ -103,6 +128,15 @@ def load_for_command(argument: str | None, overrides: Sequence[Override] = (), c
 
     loaded = read_for_command(argument, overrides, cwd).whole()
     require_base_model(loaded.recipe.model.name_or_path, loaded.origins.get("model.name_or_path", "recipe"))
+    return loaded
+
+
+def load_one_run(argument: str | None, overrides: Sequence[Override] = ()) -> LoadedRecipe:
+    """The same of one run. Raises RecipeError for a ladder of several."""
+    loaded = load_for_command(argument, overrides)
+    from tuner.config.ladder import require_one_run
+
+    require_one_run(loaded.recipe.ladder)
     return loaded
 
 
@@ -198,7 +232,6 @@ def run_command(name: str, options: OutputOptions, body: Callable[[], Outcome]) 
     (`tuner.runtime.stop`), with 130 or as `stopped_as` says, but for the stretch in which training listens itself.
     """
     stdout, warned = _take_stdout(), Warned()
-    _rank()  # what the answer to a signal needs is loaded before one comes
 
     def answer() -> int:
         return _answer_signal(name, options, stdout, warned)
@@ -243,8 +276,6 @@ _stopped: list[Callable[[], tuple[str, Outcome] | None]] = []
 def _answer_signal(name: str, options: OutputOptions, stdout: int, warned: Warned) -> int:
     """Say that a signal ended the process, from within its handler; returns the exit code."""
     if options.debug:
-        import faulthandler  # a part of the interpreter
-
         faulthandler.dump_traceback(2, all_threads=False)
     left = None
     with suppress(Exception):  # whatever a run's files are like
@@ -266,8 +297,6 @@ def _answer_signal(name: str, options: OutputOptions, stdout: int, warned: Warne
 
 def _fail(name: str, options: OutputOptions, error: BaseException, stdout: int, warned: Warned) -> NoReturn:
     if options.debug:
-        import traceback
-
         traceback.print_exception(error, file=sys.stderr)
     known = as_tuner_error(error)
     code = int(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else known.exit_code)
@@ -371,8 +400,6 @@ def _take_stdout() -> int:
 
 
 def _rank() -> int:
-    from tuner.runtime.dist import RankInfo
-
     try:
         return RankInfo.from_environment().rank
     except TunerError:

@@ -11,7 +11,7 @@ import typer
 from tuner.checkpoint.manifest import step_dirs
 from tuner.cli.command import Outcome, command
 from tuner.cli.named import run_path
-from tuner.cli.table import columns
+from tuner.cli.output import columns
 from tuner.errors import RecipeError
 from tuner.rundir.layout import EVALUATIONS
 from tuner.rundir.run_json import is_run
@@ -31,11 +31,10 @@ def compare(
     """Compare what two models made of the same items, with paired intervals; B better than A is above zero for acc."""
     if not 0 < level < 1:
         raise RecipeError(f"--level {level:g}: is not between 0 and 1", hint="write --level 0.95")
-    from tuner.evals.compare import compare as differences
-    from tuner.evals.compare import read_task_results
+    from tuner.evals import compare as pairs  # which loads numpy
 
     places = [results_of(run_path(path, others=True)) for path in (first, second)]
-    found = differences(read_task_results(places[0]), read_task_results(places[1]), level)
+    found = pairs.compare(pairs.read_task_results(places[0]), pairs.read_task_results(places[1]), level)
     return Outcome(
         _table(found, level),
         artifacts={"first": str(places[0]), "second": str(places[1])},

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tuner.cli.argv import split
-from tuner.cli.examples import WITH_FLAGS
+import typer
+
+from tuner.cli.app import COMMANDS, GROUPS, build, split
+from tuner.cli.layout import WITH_FLAGS
 
 ASKED = "__complete"
 """The word with which a shell asks."""
@@ -29,8 +31,6 @@ def answer(words: Sequence[str]) -> str:
 
 def offers(words: Sequence[str], incomplete: str) -> list[Offer]:
     """What may follow the words of a command line, and begins as `incomplete` does."""
-    from tuner.cli.app import COMMANDS, GROUPS
-
     name = next((word for word in words if not word.startswith("-")), "")
     if name not in COMMANDS:
         return _starting([*COMMANDS.items(), *ROOT] if not name else [], incomplete)
@@ -80,10 +80,6 @@ def _of_parameter(parameter: Any, incomplete: str) -> list[Offer]:
 
 
 def _command(name: str) -> Any:
-    import typer
-
-    from tuner.cli.app import build
-
     root: Any = typer.main.get_command(build(name))  # type: ignore[arg-type]
     return root.commands[name]
 
@@ -99,7 +95,6 @@ def runs(incomplete: str) -> list[Offer]:
 
 def topics(incomplete: str) -> list[Offer]:
     """What `tuner help` explains."""
-    from tuner.cli.app import COMMANDS
     from tuner.cli.help import TOPICS
     from tuner.config.fields import fields
 
@@ -163,7 +158,7 @@ def values(key: str, incomplete: str) -> list[Offer]:
 
 
 def _runs(incomplete: str) -> list[Offer]:
-    from tuner.rundir.run_json import is_run
+    from tuner.rundir.run_json import is_run  # which commands and options do without
 
     try:
         found = sorted((entry for entry in Path("runs").iterdir() if is_run(entry)), key=_modified, reverse=True)

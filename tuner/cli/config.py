@@ -58,7 +58,7 @@ def show(
 
 
 def _schedule(recipe: Recipe) -> Outcome:
-    from tuner.cli.schedule_view import drawing, figures, planned_schedule
+    from tuner.cli.work.schedule import drawing, figures, planned_schedule
 
     found, warnings = planned_schedule(recipe)
     width = min(MOST_COLUMNS, shutil.get_terminal_size().columns)

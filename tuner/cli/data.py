@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tuner.cli.command import Outcome, command, input_path
-from tuner.cli.table import columns
+from tuner.cli.output import columns
 from tuner.errors import DataError, VerificationError, counted
 
 if TYPE_CHECKING:

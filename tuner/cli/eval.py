@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from tuner.cli.command import Outcome, VerboseOption, command, is_recipe_here, load_for_command, overrides_of
+from tuner.cli.command import Outcome, VerboseOption, command, console_of, overrides_of
 from tuner.cli.named import ModelArgument, run_or_hub
-from tuner.cli.table import columns
-from tuner.errors import RecipeError, counted
-from tuner.rundir.model_path import RunCheckpoint
-from tuner.runtime.dist import RankInfo
-
-if TYPE_CHECKING:
-    from tuner.config.load import LoadedRecipe
-    from tuner.config.overrides import Override
-    from tuner.run.score import Score, Trained
-    from tuner.runtime.console import Console
-    from tuner.train.evaluate import Evaluation
-
-OF_THE_MODEL = ("model.", "adapter.", "tokenizer.")
+from tuner.errors import RecipeError
 
 
 @command("eval")
@@ -51,122 +36,8 @@ def eval(  # noqa: A001 - the command's name
     if model == recipe == "-":
         raise RecipeError("only one of the two can be read from stdin")
     path = run_or_hub(model)
-    from tuner.run.score import find_trained, score
-    from tuner.runtime.console import Console
-
-    rank_info = RankInfo.from_environment()
-    console = Console(rank_info.is_main, "debug" if verbose else "info")
+    console = console_of("debug" if verbose else "info")
     with console.doing("loading torch", at_once=True):
-        from tuner.run.score import find_trained, score
+        from tuner.cli.work.eval import evaluate
 
-    trained = find_trained(path, console)
-    if tasks:
-        return _task_scores(trained, recipe, overrides_of(ctx), tasks, output, rank_info, console)
-    loaded = _load(trained, recipe, overrides_of(ctx))
-    result = score(trained, loaded, rank_info, console)
-    _show(result, console)
-    return _outcome(result)
-
-
-def _task_scores(
-    trained: Trained,
-    recipe: str | None,
-    flags: list[Override],
-    tasks: list[str],
-    output: str | None,
-    rank_info: RankInfo,
-    console: Console,
-) -> Outcome:
-    """Score tasks, and show their figures. Raises RecipeError for a flag that would change the model, or do nothing."""
-    from tuner.run.score_tasks import own_recipe, score_tasks, with_tasks
-
-    _check_flags(trained, flags)
-    overrides = with_tasks(flags, tasks)
-    loaded = own_recipe(trained, overrides) if recipe is None else load_for_command(recipe, overrides)
-    place = None if output is None else Path(os.path.abspath(Path(output).expanduser()))
-    found = score_tasks(trained, loaded, rank_info, console, place)
-    figures = found.figures()
-    for score in found.scores:
-        if score.cut:
-            cut = counted(score.cut, "prompt")
-            console.warn(f"{score.name}: {cut} without the beginning; raise the task's max_length")
-        console.say("scored", f"{score.name}: {counted(len(score.results), 'item')} in {score.seconds:.1f} s")
-    width = max(map(len, figures))
-    return Outcome(
-        "\n".join(f"{name:<{width}}  {value:.6g}" for name, value in figures.items()),
-        artifacts={"path": str(found.path), **({} if place is None else {"results": str(place)})},
-        metrics={**figures, "step": found.step, "seconds": round(found.seconds, 3)},
-        is_text=True,
-        next=None if place is None else f"tuner compare {place} OTHER",
-    )
-
-
-def _load(trained: Trained, recipe: str | None, flags: list[Override]) -> LoadedRecipe:
-    """The recipe given, or the run's own. Raises RecipeError for a flag that would change the model, or do nothing."""
-    from tuner.config.load import load_recipe
-    from tuner.run.score import run_recipe
-
-    _check_flags(trained, flags)
-    if recipe is None and (isinstance(trained, RunCheckpoint) or not is_recipe_here(Path.cwd())):
-        return load_recipe(run_recipe(trained), flags)
-    return load_for_command(recipe, flags)
-
-
-def _check_flags(trained: Trained, flags: list[Override]) -> None:
-    """Raise RecipeError for a flag that would change the model, or do nothing."""
-    wrong = next((flag.key for flag in flags if flag.key.startswith(OF_THE_MODEL)), None)
-    if wrong is not None:
-        raise RecipeError(f"flag --{wrong}: the model is {trained.path}'s own", hint="leave it out")
-    if any(flag.key == "parallel.processes" for flag in flags):
-        raise RecipeError(
-            "flag --parallel.processes: eval runs in one process",
-            hint="leave it out, or start several: torchrun --nproc-per-node 2 -m tuner eval ...",
-        )
-
-
-def _outcome(score: Score) -> Outcome:
-    whole = score.evaluation
-    sources = {name: _figures(part) for name, part in whole.sources.items()}
-    figures = _figures(whole)
-    return Outcome(
-        repr(whole.loss),
-        artifacts={"path": str(score.path), "measure": score.measure, "sources": sources},
-        metrics={**figures, "step": score.step, "rows": score.rows, "seconds": round(score.seconds, 3)},
-        is_text=True,
-    )
-
-
-def _figures(part: Evaluation) -> dict[str, Any]:
-    """A loss per token has a perplexity; one of the method's own has the method's figures."""
-    own = part.figures or {"perplexity": perplexity(part.loss)}
-    return {"loss": part.loss, **own, "tokens": part.tokens}
-
-
-def perplexity(loss: float) -> float:
-    """e to the power of the loss; infinite where that overflows."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
-
-
-def _show(score: Score, console: Console) -> None:
-    whole = score.evaluation
-    parts = [*whole.sources.items(), ("all" if whole.sources else "data.eval", whole)]
-    figures = tuple(whole.figures)
-    if not figures:
-        lines = [["", "loss", "perplexity", "tokens"]]
-        lines += [[name, f"{p.loss:.4f}", f"{perplexity(p.loss):,.2f}", f"{p.tokens:,}"] for name, p in parts]
-        shown = columns(lines, right=(1, 2, 3))
-    else:  # there may be more of them than a line has room for: one below the other
-        values = [(name, {"loss": p.loss, **p.figures}, p.tokens) for name, p in parts]
-        lines = [["", *(name for name, _, _ in values)]]
-        lines += [[one, *(_shown(of.get(one)) for _, of, _ in values)] for one in ("loss", *figures)]
-        lines += [["tokens", *(f"{tokens:,}" for _, _, tokens in values)]]
-        shown = columns(lines, right=range(1, len(lines[0])))
-    for line in shown.split("\n"):
-        console.line(line)
-
-
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+    return evaluate(path, recipe, overrides_of(ctx), tasks, output, console)

@@ -7,11 +7,14 @@ import os
 import shutil
 import sys
 import textwrap
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from tuner.cli.app import COMMANDS, help_text
 from tuner.cli.command import Outcome, command
+from tuner.config.fields import Field, fields, find, item_fields
+from tuner.config.other_tools import foreign
 from tuner.errors import ExitCode, RecipeError
 
 TOPICS = ("recipe", "exit-codes")
@@ -48,10 +51,6 @@ def help(  # noqa: A001 - the command's name
 
 def explained(words: list[str]) -> str:
     """The text about a topic. Raises RecipeError for one that is not there."""
-    from tuner.cli.app import COMMANDS, help_text
-    from tuner.config.advice import of_unknown
-    from tuner.config.fields import fields, find, item_fields
-
     if words and len(words) == 1 and words[0] in COMMANDS and any(key.startswith(f"{words[0]}.") for key in fields()):
         return f"{help_text(words).rstrip()}\n\nKeys of the recipe's section: tuner help {words[0]}."
     if not words or words[0] in COMMANDS:
@@ -67,6 +66,8 @@ def explained(words: list[str]) -> str:
         return _items(name)
     field = find(name)
     if field is None:
+        from tuner.config.advice import of_unknown  # with the tables of other tools' keys
+
         raise RecipeError(f"no help on {' '.join(words)}", hint=of_unknown(name).removeprefix("unknown; "))
     return _one(field)
 
@@ -75,7 +76,7 @@ def flags_of(section: str | None) -> str:
     """The recipe's flags of one section, or of all, as they are printed for this terminal."""
     from rich.console import Console
 
-    from tuner.cli.flags import print_flags
+    from tuner.cli.flags import print_flags  # which loads cyclopts: help of a command does without
 
     stream = io.StringIO()
     colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
@@ -83,10 +84,8 @@ def flags_of(section: str | None) -> str:
     return stream.getvalue().rstrip("\n")
 
 
-def _one(field: Any) -> str:
+def _one(field: Field) -> str:
     """Everything that is known of a key, a line for each thing."""
-    from tuner.config.other_tools import foreign
-
     default = field.default_text + "".join(f"; {text} for {kind}" for kind, text in field.others)
     rows = [("allowed", field.allowed), ("default", default)]
     if field.kinds:
@@ -101,15 +100,13 @@ def _one(field: Any) -> str:
     return "\n".join(lines)
 
 
-def _in_yaml(field: Any) -> str:
+def _in_yaml(field: Field) -> str:
     section, _, name = field.key.rpartition(".")
     return f"{section}: {{{name}: VALUE}}" if section else f"{name}: VALUE"
 
 
 def _items(name: str) -> str:
     """The keys of each item of a list, such as those of data.train."""
-    from tuner.config.fields import fields, item_fields
-
     lines = [name, f"  {fields()[name].sentence}", "", f"  Keys of each item, as --{name}.0.KEY VALUE:"]
     for key, field in item_fields(name).items():
         text = f"{field.sentence} ({field.allowed}; default {field.default_text})"

@@ -29,20 +29,18 @@ def import_config(
     ] = None,
 ) -> Outcome:
     """Convert a configuration of axolotl, LLaMA-Factory, TRL, torchtune, ms-swift or Unsloth to a commented recipe."""
-    from tuner.config.dump import recipe_dict
-    from tuner.config.imported import import_text
-    from tuner.config.other_configs import TOOLS, dialects
+    from tuner.config import dump, imported, other_configs
 
-    known = next((name for name in TOOLS if name == tool), None)
+    known = next((name for name in other_configs.TOOLS if name == tool), None)
     if tool is not None and known is None:
-        raise RecipeError(f"--from {tool}: not one of {', '.join(TOOLS)}")
+        raise RecipeError(f"--from {tool}: not one of {', '.join(other_configs.TOOLS)}")
     path = Path(file).expanduser()
-    found = import_text(_text(file, path), "stdin" if file == "-" else path.name, known, processes,
-                        Path.cwd() if file == "-" else path.absolute().parent)  # fmt: skip
-    print(f"read      {file}: {dialects()[found.tool].title}", file=sys.stderr)
+    found = imported.import_text(_text(file, path), "stdin" if file == "-" else path.name, known, processes,
+                                 Path.cwd() if file == "-" else path.absolute().parent)  # fmt: skip
+    print(f"read      {file}: {other_configs.dialects()[found.tool].title}", file=sys.stderr)
     return Outcome(
         found.text,
-        artifacts={"tool": found.tool, "recipe": recipe_dict(found.recipe), "not_carried_over": list(found.left)},
+        artifacts={"tool": found.tool, "recipe": dump.recipe_dict(found.recipe), "not_carried_over": list(found.left)},
         warnings=[f"not carried over: {item}" for item in found.left],
         next="tuner config check recipe.yaml",
         is_text=True,

@@ -1,25 +1,26 @@
-"""`tuner ladder`: one recipe at several sizes - planned, trained, and compared at its marks."""
+"""`tuner ladder`: one recipe at several sizes - planned, trained, compared at its marks, and continued by a law."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.cli.command import Outcome, RecipeArgument, VerboseOption, command, load_for_command, overrides_of
-from tuner.cli.ladder_fit import fit
-from tuner.cli.ladder_view import drawn, ladder_path, marks_document, plan_table, rung_names, status_table
-from tuner.errors import RecipeError, counted
+from tuner.cli.command import (
+    Outcome,
+    RecipeArgument,
+    VerboseOption,
+    command,
+    console_of,
+    level_of,
+    load_for_command,
+    overrides_of,
+)
+from tuner.errors import RecipeError
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
-    from tuner.ladder.rungs import Rung
-    from tuner.runtime.console import Console
 
-MOST_COLUMNS = 100
 LADDER = "Recipe of the ladder, or the directory that holds its rungs; default ./recipe.yaml."
 LadderArgument = Annotated[str | None, typer.Argument(metavar="[LADDER]", help=LADDER)]
 RungOption = Annotated[
@@ -43,28 +44,10 @@ def plan(
 ) -> Outcome:
     """Print sizes, batches, processes, steps, tokens, FLOPs, memory and time of every rung; nothing is trained."""
     loaded = _ladder_recipe(ctx, recipe)
-    console = _console(loaded, verbose)
+    console = console_of(level_of(loaded, verbose))
     with console.doing("loading torch", at_once=True):
-        from tuner.ladder.plan import PlannedRung, predicted
-        from tuner.ladder.rungs import rungs_of
-    with console.doing("building models without storage"):
-        every = rungs_of(loaded)
-    chosen = _chosen(every, rung)
-    planned = []
-    for one in chosen:
-        with console.doing(f"predicting {one.name}"):
-            planned.append(PlannedRung(one) if quick else predicted(one, device))
-    width = min(MOST_COLUMNS, shutil.get_terminal_size().columns)
-    last = chosen[-1]
-    table, curve = plan_table([one.plain() for one in planned]), drawn(last.name, last.loaded.recipe, width)
-    return Outcome(
-        f"{table}\n\n{curve}",
-        artifacts={"rungs": [one.plain() for one in planned], "directory": loaded.recipe.output_dir},
-        metrics={"rungs": len(planned), "flops": sum(one.flops for one in planned)},
-        warnings=[warning for one in planned for warning in one.warnings],
-        next=f"tuner ladder run {_shown(loaded)}",
-        is_text=True,
-    )
+        from tuner.cli.work import ladder
+    return ladder.plan(loaded, rung, device, quick, console)
 
 
 @app.command()
@@ -74,62 +57,67 @@ def run(
 ) -> Outcome:
     """Train every rung that is not done, or one, and resume what was stopped or killed; rungs that are done stay."""
     loaded = _ladder_recipe(ctx, recipe)
-    console = _console(loaded, verbose)
+    level = level_of(loaded, verbose)
+    console = console_of(level)
     with console.doing("loading libraries", at_once=True):
-        from tuner.ladder.launch import run_rungs
-        from tuner.ladder.plan import ladder_of
-        from tuner.ladder.record import as_started, write_ladder
-        from tuner.ladder.rungs import rungs_of
-        from tuner.runtime.dist import RankInfo
-    with console.doing("planning the rungs"):
-        every = rungs_of(loaded)
-    chosen = _chosen(every, rung)
-    directory = Path(loaded.recipe.output_dir)
-    ladder = as_started(ladder_of(directory, str(loaded.recipe.name), every))
-    if RankInfo.from_environment().is_main:
-        write_ladder(ladder)
-    for one in chosen:
-        if one.batch.warning is not None:
-            console.warn(f"{one.name}: {one.batch.warning}")
-    level = "debug" if verbose else loaded.recipe.logging.level
-    results = run_rungs(chosen, level, lambda one: _announce(console, one, every))
-    for each in results:
-        if each.was_done:
-            console.say("skipped", f"{each.rung.name}: done, {counted(each.result.total_steps, 'step')}")
-    artifacts = {"rungs": {each.rung.name: str(each.result.run_dir) for each in results}}
-    metrics = {each.rung.name: each.result.metrics | {"step": each.result.step} for each in results}
-    if results[-1].stopped:
-        console.say("stopped", f"{results[-1].rung.name}: resume with: tuner ladder run {_shown(loaded)}")
-        return Outcome(str(directory), "stopped", 75, artifacts, metrics, next=f"tuner ladder run {_shown(loaded)}")
-    return Outcome(str(directory), artifacts=artifacts, metrics=metrics, next=f"tuner ladder metrics {directory}")
+        from tuner.cli.work import ladder
+    return ladder.run(loaded, rung, console, level)
 
 
 @app.command()
 @command("ladder status")
 def status(ctx: typer.Context, ladder: LadderArgument = None) -> Outcome:
     """List the rungs: how far each is, which of its marks are reached, and the loss at the newest of them."""
-    from tuner.ladder.record import read_ladder
-    from tuner.ladder.status import statuses
+    from tuner.cli.work import ladder_marks
 
-    found = statuses(read_ladder(ladder_path(ladder, overrides_of(ctx))))
-    done = sum(one["status"] == "finished" for one in found)
-    metrics = {"rungs": len(found), "finished": done}
-    return Outcome(status_table(found), artifacts={"rungs": found}, metrics=metrics, is_table=True)
+    return ladder_marks.status(ladder, overrides_of(ctx))
 
 
 @app.command()
 @command("ladder metrics")
 def metrics(ctx: typer.Context, ladder: LadderArgument = None) -> Outcome:
     """Print what was measured at each mark, before and after each decay, as CSV; with --json as JSON."""
-    from tuner.ladder.marks import marks_csv, read_marks
-    from tuner.ladder.record import read_ladder
+    from tuner.cli.work import ladder_marks
 
-    marks = read_marks(read_ladder(ladder_path(ladder, overrides_of(ctx))))
-    text = marks_csv(marks).removesuffix("\n")
-    return Outcome(text, artifacts={"marks": marks_document(marks)}, metrics={"marks": len(marks)}, is_table=True)
+    return ladder_marks.metrics(ladder, overrides_of(ctx))
 
 
-app.command()(fit)
+@app.command()
+@command("ladder fit")
+def fit(
+    ctx: typer.Context,
+    ladder: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[LADDER]",
+            help="Recipe or directory of a ladder, or a CSV of points; - reads its path; default ./recipe.yaml.",
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="Rung, which is left out of the fit and predicted, or parameters such as 1B, with --tokens."),
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens that the target is trained on, such as 20B.")] = None,
+    loss: Annotated[str, typer.Option(help="Figure that the law is fitted to.")] = "loss",
+    score: Annotated[
+        list[str] | None,
+        typer.Option(help="Figure between 0 and 1 that is predicted from the loss by a sigmoid; may be repeated."),
+    ] = None,
+    chance: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Score of guessing, which fixes the sigmoid's floor.")
+    ] = None,
+    level: Annotated[float, typer.Option(min=0.5, max=0.99, help="Share of cases that intervals hold.")] = 0.9,
+    samples: Annotated[int, typer.Option(min=100, max=20000, help="Samples of the bootstrap.")] = 1000,
+    output: Annotated[
+        str | None, typer.Option(help="The page to write; default fit.html in the ladder, or here for a CSV.")
+    ] = None,
+) -> Outcome:
+    """Fit L = E + A/N^a + B/D^b to a ladder's rungs and predict a size that was not trained, with its interval."""
+    from tuner.cli.work import ladder_marks
+
+    options = ladder_marks.FitOptions(target, tokens, loss, tuple(score or ()), chance, level, samples, output)
+    return ladder_marks.fit(ladder, overrides_of(ctx), options)
+
 
 def _ladder_recipe(ctx: typer.Context, recipe: str | None) -> LoadedRecipe:
     loaded = load_for_command(recipe, overrides_of(ctx))
@@ -139,32 +127,3 @@ def _ladder_recipe(ctx: typer.Context, recipe: str | None) -> LoadedRecipe:
             hint="write ladder: {sizes: [60M, 190M]}, or train it alone: tuner train RECIPE",
         )
     return loaded
-
-
-def _chosen(rungs: Sequence[Rung], wanted: str | None) -> Sequence[Rung]:
-    if wanted is None:
-        return rungs
-    from tuner.ladder.record import find_rung
-
-    return [rungs[find_rung(rung_names(rungs), wanted)]]
-
-
-def _announce(console: Console, rung: Rung, every: Sequence[Rung]) -> None:
-    place = rung_names(every).index(rung.name) + 1
-    console.say("rung", f"{rung.name}, {place} of {len(every)}: {rung.parameters:,} parameters without embeddings")
-
-
-def _console(loaded: LoadedRecipe, verbose: bool) -> Console:
-    from tuner.runtime.console import Console
-    from tuner.runtime.dist import RankInfo
-
-    level: Any = "debug" if verbose else loaded.recipe.logging.level
-    return Console(RankInfo.from_environment().is_main, level)
-
-
-def _shown(loaded: LoadedRecipe) -> str:
-    """The recipe as it was given, for a command to type."""
-    path = loaded.path
-    if path is None:
-        return "RECIPE"
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

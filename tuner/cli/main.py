@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -12,9 +13,9 @@ import typer
 from typer.exceptions import TyperException
 
 from tuner import IS_PROGRAM
-from tuner.cli.app import COMMANDS, GROUPS, TAKES_RECIPE, build
-from tuner.cli.argv import split
-from tuner.errors import ExitCode, RecipeError, as_tuner_error
+from tuner.cli.app import COMMANDS, GROUPS, TAKES_RECIPE, build, split
+from tuner.cli.layout import meant, not_here
+from tuner.errors import ExitCode, RecipeError, TunerError, as_tuner_error
 from tuner.runtime.before_torch import prepare_environment
 from tuner.runtime.stop import heed, over
 
@@ -100,15 +101,13 @@ def _invocation(flags: list[tuple[str, str | None]]) -> Any:
 
 def _meant(word: str) -> str:
     """The way on from a command that there is not: another tool's name for one, a misspelt one, or a recipe."""
-    from tuner.cli.examples import MEANT, NOT_HERE
-
     name = word.lower().replace("_", "-")
-    if name in NOT_HERE:
-        return NOT_HERE[name]
+    if name in not_here():
+        return not_here()[name]
     if word.endswith((".yaml", ".yml")):
         return f"did you mean tuner train {word}?"
-    near = MEANT.get(name) or next(iter(get_close_matches(name, [*COMMANDS, *MEANT], 1, 0.6)), None)
-    near = MEANT.get(near, near) if near is not None else None
+    near = meant().get(name) or next(iter(get_close_matches(name, [*COMMANDS, *meant()], 1, 0.6)), None)
+    near = meant().get(near, near) if near is not None else None
     return f"did you mean tuner {near}?" if near is not None else "see: tuner --help"
 
 
@@ -138,13 +137,9 @@ def _value_of(flag: str, args: Sequence[str]) -> str | None:
 
 
 def _broken(command: str, args: list[str], error: Exception) -> int:
-    from tuner.cli.command import print_failure
-
     if "--debug" in args:
-        import traceback
-
         traceback.print_exception(error, file=sys.stderr)
-    return print_failure(command or "tuner", as_tuner_error(error), "--json" in args)
+    return _failed(command, args, as_tuner_error(error))
 
 
 def _help_of(error: TyperException) -> str:
@@ -153,12 +148,13 @@ def _help_of(error: TyperException) -> str:
 
 
 def _usage(command: str, args: list[str], message: str, hint: str | None = None) -> int:
+    return _failed(command, args, RecipeError(" ".join(line.strip() for line in message.split("\n")), hint))
+
+
+def _failed(command: str, args: list[str], error: TunerError) -> int:
     from tuner.cli.command import print_failure
 
-    lines = message.split("\n")
-    return print_failure(
-        command or "tuner", RecipeError(" ".join(line.strip() for line in lines), hint), "--json" in args
-    )
+    return print_failure(command or "tuner", error, "--json" in args)
 
 
 def _close_stdout() -> None:

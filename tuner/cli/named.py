@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tuner.cli.command import input_path
+from tuner.cli.command import console_of, input_path
 from tuner.errors import MachineError, RecipeError, TunerError
 from tuner.rundir.model_path import HubModel, is_run_path
 from tuner.rundir.run_json import is_run
@@ -137,23 +137,24 @@ def _named(name: str) -> Path | None:
 
 def _has_begun(recipe: Path) -> bool:
     """Whether a file is a recipe whose run is there."""
-    from tuner.config.load import load_recipe
-
     try:
-        return is_run(Path(load_recipe(recipe).recipe.output_dir))
+        return is_run(_directory_of(recipe))
     except TunerError:
         return False
 
 
+def _directory_of(recipe: Path) -> Path:
+    from tuner.config.load import load_recipe
+
+    return Path(load_recipe(recipe).recipe.output_dir)
+
+
 def _run_of(recipe: Path) -> Path:
     """The directory of a recipe's run. Raises RecipeError where the recipe is wrong, or its run never began."""
-    from tuner.config.load import load_recipe
-    from tuner.runtime.console import Console
-
-    directory = Path(load_recipe(recipe).recipe.output_dir)
+    directory = _directory_of(recipe)
     if not is_run(directory):
         raise RecipeError(
             f"{recipe} is a recipe, and its run has not begun ({directory})", hint=f"begin it: tuner train {recipe}"
         )
-    Console().say("run", f"{directory}, which {recipe.name} trains")
+    console_of("info").say("run", f"{directory}, which {recipe.name} trains")
     return directory

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tuner.cli.command import Outcome, VerboseOption, command
+from tuner.cli.command import Outcome, VerboseOption, command, console_of
 from tuner.cli.named import run_path
 from tuner.errors import counted
 from tuner.runtime.files import gib
@@ -32,17 +32,15 @@ def push(
     """
     source = run_path(path, others=True)
 
-    from tuner.export.hub import find_export, plan_push
-    from tuner.export.hub import push as upload
-    from tuner.runtime.console import Console
+    from tuner.export import hub
 
-    console = Console(level="debug" if verbose else "info")
-    plan = plan_push(find_export(source), repo)
+    console = console_of("debug" if verbose else "info")
+    plan = hub.plan_push(hub.find_export(source), repo)
     console.say("checked", f"{plan.directory}: {counted(len(plan.files), 'file')}, {gib(plan.bytes)}, as written")
     if dry_run:
         metrics = {"files": len(plan.files), "bytes": plan.bytes, "dry_run": True}
         return Outcome(str(plan.directory), artifacts={"files": sorted(plan.files), "repo": repo}, metrics=metrics)
-    report = upload(plan, private, say=console.warn)
+    report = hub.push(plan, private, say=console.warn)
     console.say("pushed", f"{report.url}, commit {report.commit[:12]}: every file compared ({report.seconds:.1f} s)")
     metrics = {key: value for key, value in asdict(report).items() if key not in ("url", "repo")}
     return Outcome(report.url, artifacts={"repo": repo}, metrics=metrics, is_text=True)

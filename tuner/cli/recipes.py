@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from tuner.cli.command import Outcome, command
-from tuner.cli.table import stdout_columns
+from tuner.cli.output import stdout_columns
 from tuner.errors import RecipeError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

@@ -6,10 +6,9 @@ from typing import Annotated
 
 import typer
 
-from tuner.cli.command import Outcome, VerboseOption, command, overrides_of
+from tuner.cli.command import Outcome, VerboseOption, command, console_of, overrides_of
 from tuner.cli.named import RunArgument, run_path
-from tuner.cli.train import LOADING, ResetOption, launch_training
-from tuner.runtime.dist import RankInfo
+from tuner.cli.train import LOADING, ResetOption
 
 
 @command("resume")
@@ -25,16 +24,9 @@ def resume(
     It resumes with the recipe that the run keeps, whatever became of the file; keys that may change are flags.
     """
     path = run_path(run)
-    from tuner.runtime.console import Console
-
-    console = Console(RankInfo.from_environment().is_main)
+    console = console_of("info")
     with console.doing(LOADING, at_once=True):
-        from tuner.run.changes import parse_reset
-        from tuner.run.options import LaunchOptions
-        from tuner.run.status import resume_source
-        from tuner.rundir.origin import warn_of_changed_file
+        from tuner.cli.work import train as work
 
-    options = LaunchOptions("must", dry_run=dry_run, reset=parse_reset(reset))
-    loaded = resume_source(path, overrides_of(ctx))
-    warn_of_changed_file(path, console.warn)
-    return launch_training(loaded, options, verbose)
+    options = work.options_of("must", None, False, dry_run, reset)
+    return work.resume_training(path, overrides_of(ctx), options, console, verbose)

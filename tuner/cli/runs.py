@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console as RichConsole
+from rich.text import Text
 
 from tuner.cli.command import Outcome, command, input_path
 from tuner.cli.named import RunArgument, RunsArgument, run_path
-from tuner.cli.table import fitted, stdout_columns
+from tuner.cli.output import fitted, stdout_columns
 from tuner.config.dump import flow
 from tuner.errors import DataError, VerificationError, counted
 from tuner.rundir.curves import Chart, charts
+from tuner.rundir.given import sources_of
 from tuner.rundir.last_checkpoint import any_valid, problem_of, way_to_whole
 from tuner.rundir.layout import CHECKPOINTS, CURVES
 from tuner.rundir.record import Run, best_value, differing, find_runs, read_run, read_runs, source_losses, summary
@@ -134,7 +137,6 @@ def _ways_to_whole(runs: Sequence[Run]) -> list[str]:
 def verify(runs: RunsArgument) -> Outcome:
     """Compare every file of every checkpoint with the SHA-256 that its manifest noted; exit 6 names what differs."""
     from tuner.checkpoint.open import open_checkpoint
-    from tuner.rundir.given import sources_of
 
     found, left_out = _open(runs)
     checkpoints, damaged = [path for run in found for path in run.every_checkpoint], []
@@ -294,11 +296,8 @@ def _launch(launch: dict[str, Any]) -> str:
 
 def _draw(charts: Sequence[Chart], names: Sequence[str]) -> None:
     """Draw the charts on stderr, two side by side where there is room; NO_COLOR gives letters to several runs."""
-    from rich.console import Console
-    from rich.text import Text
-
     colours = ("blue", "yellow", "green", "magenta", "cyan", "red")
-    console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = RichConsole(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     letters = len(names) > 1 and (console.color_system is None or console.no_color)
     width = min(console.width, MOST_COLUMNS)
     across = 2 if width >= TWO_CHARTS else 1

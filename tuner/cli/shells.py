@@ -7,45 +7,21 @@ from pathlib import Path
 
 from tuner.errors import MachineError, RecipeError
 
-BASH = r"""_tuner_completion() {
-    local line
-    COMPREPLY=()
-    while IFS= read -r line; do
-        COMPREPLY+=("${line%%$'\t'*}")
-    done < <("$1" __complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)
-    if [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == */ ]]; then compopt -o nospace 2>/dev/null; fi
-}
-complete -F _tuner_completion tuner
-"""
-ZSH = r"""#compdef tuner
-_tuner() {
-    local -a offers directories
-    local line word
-    while IFS= read -r line; do
-        word="${line%%$'\t'*}"
-        if [[ "$word" == */ ]]; then directories+=("$word"); else offers+=("${word//:/\\:}:${line#*$'\t'}"); fi
-    done < <("${words[1]}" __complete "${(@)words[2,CURRENT]}" 2>/dev/null)
-    (( ${#offers} )) && _describe 'tuner' offers
-    (( ${#directories} )) && compadd -S '' -- "${directories[@]}"
-}
-compdef _tuner tuner
-"""
-FISH = r"""function __tuner_complete
-    set -l words (commandline -opc)
-    tuner __complete $words[2..-1] (commandline -ct) 2>/dev/null
-end
-complete --command tuner --no-files --arguments '(__tuner_complete)'
-"""
-SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+SHELLS = ("bash", "zsh", "fish")
+
+
+def script_of(shell: str) -> str:
+    """The script that completes in a shell: it asks `tuner __complete`."""
+    return (Path(__file__).parent / "completion" / f"tuner.{shell}").read_text(encoding="utf-8")
 
 
 def shell_of(name: str | None) -> str:
     """The shell that is meant: the one named, else that of $SHELL. Raises RecipeError for one that is not known."""
     shell = name or os.path.basename(os.environ.get("SHELL", ""))
-    if shell not in SCRIPTS:
+    if shell not in SHELLS:
         raise RecipeError(
             f"no completion for the shell {shell!r}" if shell else "which shell? the environment has no SHELL",
-            hint=f"name one: --shell {' or '.join(SCRIPTS)}",
+            hint=f"name one: --shell {' or '.join(SHELLS)}",
         )
     return shell
 
@@ -66,7 +42,7 @@ def install(shell: str, home: Path) -> list[Path]:
     written = []
     try:
         script.parent.mkdir(parents=True, exist_ok=True)
-        script.write_text(SCRIPTS[shell], encoding="utf-8")
+        script.write_text(script_of(shell), encoding="utf-8")
         written.append(script)
         if begins is not None:
             text = begins.read_text(encoding="utf-8", errors="surrogateescape") if begins.is_file() else ""

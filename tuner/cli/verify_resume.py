@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tuner.cli.command import Outcome, VerboseOption, command
+from tuner.cli.command import Outcome, VerboseOption, command, console_of
 from tuner.cli.named import RunArgument, run_path
 from tuner.errors import counted
 
@@ -20,10 +20,7 @@ def verify_resume(
 ) -> Outcome:
     """Prove on this machine that a run resumes exactly: train some steps with and without a stop, and compare."""
     path = run_path(run)
-
-    from tuner.runtime.console import Console
-
-    console = Console(level="debug" if verbose else "info")
+    console = console_of("debug" if verbose else "info")
     with console.doing("loading torch", at_once=True):
         from tuner.run.verify import verify_resume as prove
 

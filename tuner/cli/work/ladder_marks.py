@@ -1,72 +1,107 @@
-"""`tuner ladder fit`: the law through a ladder's points, what it predicts, and one HTML page."""
+"""What a ladder measured at its marks: how far rungs are, the marks as a table, and the law through them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Any
 
-import typer
-
-from tuner.cli.command import Outcome, command, input_path, overrides_of
-from tuner.cli.ladder_view import ladder_path
-from tuner.cli.table import columns
+from tuner.cli.command import Outcome, input_path, load_for_command
+from tuner.cli.output import columns, fitted, stdout_columns
+from tuner.config.ladder import short_count
 from tuner.config.numbers import parse_number
+from tuner.config.overrides import Override
 from tuner.errors import RecipeError
-
-if TYPE_CHECKING:
-    from tuner.ladder.fit import Estimate, Parameter
-    from tuner.ladder.forecast import Forecast
-    from tuner.ladder.held_out import HeldOut
-    from tuner.ladder.law import Size
-    from tuner.ladder.points import Point
-    from tuner.runtime.console import Console
+from tuner.ladder import score
+from tuner.ladder.fit import Estimate, Parameter, Settings, parameters_of
+from tuner.ladder.fit_page import PAGE, check_output, figures_of, is_covered, shown_parameter, write_fit_page
+from tuner.ladder.forecast import Forecast, Question, forecast
+from tuner.ladder.held_out import HeldOut
+from tuner.ladder.law import Size
+from tuner.ladder.marks import marks_csv, read_marks
+from tuner.ladder.points import Point, by_rung, point_of, read_points, short
+from tuner.ladder.record import read_ladder
+from tuner.ladder.status import statuses
+from tuner.runtime.console import Console, clock
 
 CSV = ".csv"
+STATUS = ("rung", "status", "step", "tokens", "marks", "newest mark", "loss", "time")
 
 
-@command("ladder fit")
-def fit(
-    ctx: typer.Context,
-    ladder: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[LADDER]",
-            help="Recipe or directory of a ladder, or a CSV of points; - reads its path; default ./recipe.yaml.",
-        ),
-    ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(help="Rung, which is left out of the fit and predicted, or parameters such as 1B, with --tokens."),
-    ] = None,
-    tokens: Annotated[str | None, typer.Option(help="Tokens that the target is trained on, such as 20B.")] = None,
-    loss: Annotated[str, typer.Option(help="Figure that the law is fitted to.")] = "loss",
-    score: Annotated[
-        list[str] | None,
-        typer.Option(help="Figure between 0 and 1 that is predicted from the loss by a sigmoid; may be repeated."),
-    ] = None,
-    chance: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Score of guessing, which fixes the sigmoid's floor.")
-    ] = None,
-    level: Annotated[float, typer.Option(min=0.5, max=0.99, help="Share of cases that intervals hold.")] = 0.9,
-    samples: Annotated[int, typer.Option(min=100, max=20000, help="Samples of the bootstrap.")] = 1000,
-    output: Annotated[
-        str | None, typer.Option(help="The page to write; default fit.html in the ladder, or here for a CSV.")
-    ] = None,
-) -> Outcome:
-    """Fit L = E + A/N^a + B/D^b to a ladder's rungs and predict a size that was not trained, with its interval."""
-    from tuner.ladder.fit import Settings
-    from tuner.ladder.fit_page import PAGE, check_output, figures_of, write_fit_page
-    from tuner.ladder.forecast import Question, forecast
-    from tuner.runtime.console import Console
+def ladder_path(argument: str | None, overrides: Sequence[Override] = ()) -> Path:
+    """The directory of a ladder: the argument, or the `output_dir` of the recipe that it is. Raises RecipeError."""
+    if argument is not None and argument != "-":
+        path = input_path(argument)
+        if path.is_dir():
+            if overrides:
+                raise RecipeError(f"{argument} is a directory, not a recipe: --{overrides[0].key} has no meaning here")
+            return path
+    return Path(load_for_command(argument, overrides).recipe.output_dir)
 
-    read = _read(ladder, ctx)
-    page = input_path(output) if output is not None else read.directory / PAGE
+
+def status_table(found: Sequence[Mapping[str, Any]]) -> str:
+    """How far each rung is."""
+    def newest(rung: Mapping[str, Any]) -> tuple[str, str]:
+        mark = rung["newest_mark"]
+        if mark is None:
+            return "-", "-"
+        loss = mark["loss"]
+        return f"{mark['multiple']:g} {mark['phase']}", "-" if loss is None else f"{loss:.4f}"
+
+    lines = [
+        [
+            rung["name"],
+            rung["status"],
+            f"{rung['step']:,}/{rung['total_steps']:,}",
+            "-" if rung["tokens"] is None else short_count(rung["tokens"]),
+            f"{rung['marks_reached']}/{rung['marks']}",
+            *newest(rung),
+            clock(rung["seconds"]),
+        ]
+        for rung in found
+    ]
+    return fitted([STATUS, *lines], stdout_columns(), right=(2, 3, 4, 6, 7))
+
+
+def status(ladder: str | None, overrides: Sequence[Override]) -> Outcome:
+    """How far each rung is."""
+    found = statuses(read_ladder(ladder_path(ladder, overrides)))
+    done = sum(one["status"] == "finished" for one in found)
+    metrics = {"rungs": len(found), "finished": done}
+    return Outcome(status_table(found), artifacts={"rungs": found}, metrics=metrics, is_table=True)
+
+
+def metrics(ladder: str | None, overrides: Sequence[Override]) -> Outcome:
+    """What was measured at each mark."""
+    marks = read_marks(read_ladder(ladder_path(ladder, overrides)))
+    text, rows = marks_csv(marks).removesuffix("\n"), [mark.row() for mark in marks]
+    return Outcome(text, artifacts={"marks": rows}, metrics={"marks": len(marks)}, is_table=True)
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What `tuner ladder fit` was asked, as typed."""
+
+    target: str | None
+    tokens: str | None
+    loss: str
+    scores: tuple[str, ...]
+    chance: float | None
+    level: float
+    samples: int
+    output: str | None
+
+
+def fit(ladder: str | None, overrides: Sequence[Override], options: FitOptions) -> Outcome:
+    """Fit the law, say what it predicts, and write its page."""
+    read = _read(ladder, overrides)
+    page = input_path(options.output) if options.output is not None else read.directory / PAGE
     check_output(page)
-    asked = _asked(read, target, tokens)
-    settings = Settings(level, samples)
-    found = forecast(read.points, Question(settings, loss, tuple(score or ()), chance, asked.rung, asked.size))
+    rung, size = _asked(read, options.target, options.tokens)
+    settings = Settings(options.level, options.samples)
+    question = Question(settings, options.loss, options.scores, options.chance, rung, size)
+    found = forecast(read.points, question)
     write_fit_page(page, read.name, found)
     _show(found, Console())
     figures = figures_of(found)
@@ -84,44 +119,29 @@ class _Read:
     planned: dict[str, Size] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """The target: a rung that was trained, or a size."""
-
-    rung: str | None = None
-    size: Size | None = None
-
-
-def _read(argument: str | None, ctx: typer.Context) -> _Read:
+def _read(argument: str | None, overrides: Sequence[Override]) -> _Read:
     """The points of a CSV, or of a ladder. Raises RecipeError and DataError."""
-    from tuner.ladder.law import Size
-    from tuner.ladder.marks import read_marks
-    from tuner.ladder.points import point_of, read_points
-    from tuner.ladder.record import read_ladder
-
     source = None if argument is None else input_path(argument)
     if source is not None and source.suffix == CSV:
         return _Read(source.stem, read_points(source), Path.cwd())
-    found = read_ladder(ladder_path(None if source is None else str(source), overrides_of(ctx)))
+    found = read_ladder(ladder_path(None if source is None else str(source), overrides))
     planned = {rung.name: Size(rung.parameters, rung.marks[-1].tokens) for rung in found.rungs}
     return _Read(found.name, [point_of(mark) for mark in read_marks(found)], found.directory, planned)
 
 
-def _asked(read: _Read, target: str | None, tokens: str | None) -> _Asked:
-    """What `--target` and `--tokens` name. Raises RecipeError."""
-    from tuner.ladder.law import Size
-
+def _asked(read: _Read, target: str | None, tokens: str | None) -> tuple[str | None, Size | None]:
+    """The target that `--target` and `--tokens` name: a rung that was trained, or a size. Raises RecipeError."""
     if target is None:
         if tokens is not None:
             raise RecipeError(
                 f"--tokens {tokens}: of which model?", hint=f"add its size: --target 1B --tokens {tokens}"
             )
-        return _Asked()
+        return None, None
     trained = {point.rung: point.parameters for point in read.points}
     if tokens is None and target in trained:
-        return _Asked(rung=target)
+        return target, None
     if tokens is None and target in read.planned:
-        return _Asked(size=read.planned[target])
+        return None, read.planned[target]
     if tokens is None:
         rungs = ", ".join(dict.fromkeys([*trained, *read.planned]))
         size = target if _is_count(target) else "1B"
@@ -131,7 +151,7 @@ def _asked(read: _Read, target: str | None, tokens: str | None) -> _Asked:
         )
     planned = read.planned.get(target)
     parameters = trained.get(target) or (planned.parameters if planned else _count("--target", target))
-    return _Asked(size=Size(parameters, _count("--tokens", tokens)))
+    return None, Size(parameters, _count("--tokens", tokens))
 
 
 def _is_count(text: str) -> bool:
@@ -153,10 +173,6 @@ def _count(flag: str, text: str) -> float:
 
 def _show(found: Forecast, console: Console) -> None:
     """The law, its error on rungs that were left out, and the target, for people."""
-    from tuner.ladder import score
-    from tuner.ladder.fit import parameters_of
-    from tuner.ladder.points import by_rung
-
     fit = found.fit
     console.say("law", f"{fit.form.text} · {len(fit.points)} points of {len(by_rung(fit.points))} rungs")
     for line in _parameter_lines(parameters_of(fit)):
@@ -173,9 +189,6 @@ def _show(found: Forecast, console: Console) -> None:
 
 
 def _show_target(found: Forecast, console: Console) -> None:
-    from tuner.ladder.fit_page import is_covered
-    from tuner.ladder.points import short
-
     if found.target is None or found.loss is None:
         return
     size, level = found.target, f"{found.fit.settings.level:.0%}"
@@ -191,8 +204,6 @@ def _show_target(found: Forecast, console: Console) -> None:
 
 
 def _parameter_lines(parameters: Sequence[Parameter]) -> list[str]:
-    from tuner.ladder.fit_page import shown_parameter
-
     lines = []
     for one in parameters:
         if one.why:
@@ -204,9 +215,6 @@ def _parameter_lines(parameters: Sequence[Parameter]) -> list[str]:
 
 
 def _left_out_lines(left: Sequence[HeldOut]) -> list[str]:
-    from tuner.ladder.fit_page import is_covered
-    from tuner.ladder.points import short
-
     lines = [["rung", "parameters", "tokens", "measured", "predicted", "interval", "error", ""]]
     lines += [
         [

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from tuner.cli.command import Outcome
 from tuner.errors import RecipeError
+from tuner.generate import Answer, Generator, Prompt, Sampling, load_generator
+from tuner.runtime.console import Console, escape
 from tuner.runtime.stop import is_loading, undone
-
-if TYPE_CHECKING:
-    from tuner.generate import Answer, Generator, Sampling
 
 COMMANDS = {"/reset": "forget what was said", "/quit": "end (Ctrl-D too)", "/help": "show this"}
 QUIT = frozenset({"/quit", "/exit", "/bye"})
@@ -71,8 +71,6 @@ class Talk:
         self.note(known if line == "/help" else f"no command {line}: {known}")
 
     def _answer(self, line: str) -> None:
-        from tuner.generate import Prompt
-
         said = [*self.messages, {"role": "user", "content": line}]
         try:
             answer = self.generator.generate(
@@ -90,6 +88,16 @@ class Talk:
 
     def _piece(self, text: str) -> None:
         self.show(visible(text))
+
+
+def talk_to(
+    name: str, base: str | None, sampling: Sampling, system: str | None, stdout: int | None, console: Console
+) -> Outcome:
+    """Load a model and talk with it, as :func:`talk` does."""
+    sampling.check()
+    with console.doing(f"loading {name}"):
+        generator = load_generator(name, base=base, warn=console.warn)
+    return talk(generator, sampling, system, stdout)
 
 
 def talk(generator: Generator, sampling: Sampling, system: str | None, stdout: int | None) -> Outcome:
@@ -120,15 +128,11 @@ def cut_at(answer: Answer, sampling: Sampling) -> str:
 
 def visible(text: str) -> str:
     """The text without control characters that a terminal would obey; newlines and tabs stay."""
-    from tuner.runtime.console import escape
-
     return "\n".join(escape(line.replace("\t", "    ")) for line in text.split("\n"))
 
 
 def _typed() -> Iterator[str]:
     """Lines that are typed, with editing and history where Python has readline; Ctrl-C gives up a line."""
-    import importlib.util
-
     if importlib.util.find_spec("readline") is not None:
         import readline  # noqa: F401 - input() uses it once it is loaded
     while True:
@@ -169,7 +173,5 @@ def _terminal_as_it_is() -> Callable[[], None]:
     """What puts the terminal back, which `input` has otherwise while a line is typed."""
     if not sys.stdin.isatty():
         return lambda: None
-    import termios
-
     found = termios.tcgetattr(sys.stdin)
     return lambda: termios.tcsetattr(sys.stdin, termios.TCSANOW, found)

@@ -1,0 +1,83 @@
+"""What `tuner export-hf` does and shows."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+from tuner.cli.command import Outcome
+from tuner.errors import DataError, MachineError
+from tuner.export.hf import run_export
+from tuner.export.plan import ExportOptions, ExportPlan, plan_export
+from tuner.export.report import ExportReport
+from tuner.generate import base_record
+from tuner.rundir.exports import LINEAGE
+from tuner.rundir.layout import RESOLVED_RECIPE
+from tuner.runtime.console import Console
+from tuner.runtime.files import TMP_PREFIX, gib, sha256_file, write_json
+
+
+def export(
+    source: Path,
+    output: Path | None,
+    step: int | Literal["newest", "best"],
+    options: ExportOptions,
+    dry_run: bool,
+    console: Console,
+) -> Outcome:
+    """Export a run or checkpoint, or say what would be written."""
+    plan = plan_export(source, output, options, console.warn, step)
+    if dry_run:
+        return _planned(plan, console)
+    with console.doing(f"exporting step {plan.source.step}"):
+        report = run_export(plan)
+    _remember_base(plan)
+    return _reported(report, plan, console)
+
+
+def _planned(plan: ExportPlan, console: Console) -> Outcome:
+    there = "exists already" if plan.done else "would be written"
+    how = "" if plan.adapter == "none" else f", adapter {plan.adapter}"
+    console.say("export", f"{plan.source.checkpoint.path} -> {plan.output} ({plan.dtype}{how}): {there}")
+    metrics = {"step": plan.source.step, "already_exported": plan.done, "dry_run": True, **plan.options}
+    return Outcome(str(plan.output), metrics=metrics, next=f"tuner export-hf {plan.source.checkpoint.path}")
+
+
+def _reported(report: ExportReport, plan: ExportPlan, console: Console) -> Outcome:
+    if choice := report.choice():
+        console.say("base", choice)
+    if report.already_exported:
+        console.say("exported", f"{report.path} holds this export already")
+    else:
+        console.say(
+            "verified",
+            f"{report.proof()}\n"
+            f"token ids equal those of training for {report.id_probes} texts\n"
+            f"{report.weight_files} weight file{'s' if report.weight_files > 1 else ''}, {gib(report.bytes)} "
+            f"in {report.seconds:.1f} s",
+        )
+    if remedy := report.remedy():
+        console.warn(f"{report.rounding()}; this keeps it: tuner export-hf {plan.source.checkpoint.path} {remedy}")
+    elif rounding := report.rounding():
+        console.say("rounding", rounding)
+    metrics = {key: value for key, value in asdict(report).items() if key != "path"}
+    then = f"tuner generate {report.path}"
+    if plan.source.head == "score":
+        then = f"tuner eval {report.path} {plan.source.run_dir / RESOLVED_RECIPE}"
+    return Outcome(str(report.path), metrics=metrics, next=then)
+
+
+def _remember_base(plan: ExportPlan) -> None:
+    """Note on this machine which model an export outside its run came from: the export itself holds no local path."""
+    facts = plan.source.model
+    if plan.source.hub_name is not None or facts.get("init") == "random":
+        return
+    # A cache that cannot be written, or has a link there, costs `--compare base` its default, nothing else.
+    with suppress(OSError, MachineError, DataError):
+        record = base_record(sha256_file(plan.output / LINEAGE))
+        record.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in record.parent.glob(f"{TMP_PREFIX}{record.name}-*"):
+            leftover.unlink(missing_ok=True)
+        write_json(record, {"base": facts["name_or_path"], "revision": facts.get("revision")})

@@ -1,0 +1,126 @@
+"""What `tuner ladder` does and shows: rungs planned, trained, and compared at their marks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tuner.cli.command import Outcome
+from tuner.cli.output import fitted, stdout_columns
+from tuner.cli.work.schedule import drawing, planned_schedule
+from tuner.config.ladder import short_count
+from tuner.config.load import LoadedRecipe
+from tuner.config.recipe import Recipe
+from tuner.errors import counted
+from tuner.ladder.launch import run_rungs
+from tuner.ladder.plan import PlannedRung, ladder_of, predicted
+from tuner.ladder.record import as_started, find_rung, write_ladder
+from tuner.ladder.rungs import Rung, rungs_of
+from tuner.runtime.console import Console, Level, clock
+from tuner.runtime.dist import RankInfo
+from tuner.runtime.files import gib
+
+MOST_COLUMNS = 100
+PLAN = ("rung", "N", "all", "tokens/step", "off", "processes", "accumulation", "micro", "steps", "tokens", "lr",
+        "warm-up", "FLOPs", "memory", "time")  # fmt: skip
+
+
+def plan_table(planned: Sequence[Mapping[str, Any]]) -> str:
+    """The plans of rungs one below the other."""
+    def memory(rung: Mapping[str, Any]) -> str:
+        size = rung["memory_bytes"]
+        return "-" if size is None else gib(size) if rung["fits"] == "fits" else f"{gib(size)} ({rung['fits']})"
+
+    lines = [
+        [
+            rung["name"],
+            f"{rung['parameters']:,}",
+            f"{rung['total_parameters']:,}",
+            f"{rung['batch_tokens']:,}",
+            f"{100 * rung['off']:.1f}%",
+            str(rung["processes"]),
+            str(rung["accumulation"]),
+            f"{rung['micro_tokens']:,}",
+            f"{rung['total_steps']:,}",
+            short_count(rung["tokens"]),
+            "auto" if rung["lr"] is None else f"{rung['lr']:.3g}",
+            f"{rung['warmup_steps']:,}",
+            f"{rung['flops']:.2e}" if rung["flops"] else "-",
+            memory(rung),
+            "-" if rung["seconds"] is None else clock(rung["seconds"]),
+        ]
+        for rung in planned
+    ]
+    return fitted([PLAN, *lines], stdout_columns(), right=range(1, len(PLAN)))
+
+
+def drawn(name: str, recipe: Recipe, width: int) -> str:
+    """The learning rate of a rung, with its marks, drawn over its steps."""
+    found, _ = planned_schedule(recipe)
+    return f"{name}\n{drawing(recipe, found, width)}"
+
+
+
+def plan(loaded: LoadedRecipe, rung: str | None, device: str | None, quick: bool, console: Console) -> Outcome:
+    """Plan every rung, or one, and predict what it takes unless that is to be `quick`."""
+    with console.doing("building models without storage"):
+        every = rungs_of(loaded)
+    chosen = _chosen(every, rung)
+    planned = []
+    for one in chosen:
+        with console.doing(f"predicting {one.name}"):
+            planned.append(PlannedRung(one) if quick else predicted(one, device))
+    width = min(MOST_COLUMNS, shutil.get_terminal_size().columns)
+    last = chosen[-1]
+    table, curve = plan_table([one.plain() for one in planned]), drawn(last.name, last.loaded.recipe, width)
+    return Outcome(
+        f"{table}\n\n{curve}",
+        artifacts={"rungs": [one.plain() for one in planned], "directory": loaded.recipe.output_dir},
+        metrics={"rungs": len(planned), "flops": sum(one.flops for one in planned)},
+        warnings=[warning for one in planned for warning in one.warnings],
+        next=f"tuner ladder run {_shown(loaded)}",
+        is_text=True,
+    )
+
+
+def run(loaded: LoadedRecipe, rung: str | None, console: Console, level: Level) -> Outcome:
+    """Train every rung that is not done, or one."""
+    with console.doing("planning the rungs"):
+        every = rungs_of(loaded)
+    chosen = _chosen(every, rung)
+    directory = Path(loaded.recipe.output_dir)
+    ladder = as_started(ladder_of(directory, str(loaded.recipe.name), every))
+    if RankInfo.from_environment().is_main:
+        write_ladder(ladder)
+    for one in chosen:
+        if one.batch.warning is not None:
+            console.warn(f"{one.name}: {one.batch.warning}")
+    results = run_rungs(chosen, level, lambda one: _announce(console, one, every))
+    for each in results:
+        if each.was_done:
+            console.say("skipped", f"{each.rung.name}: done, {counted(each.result.total_steps, 'step')}")
+    artifacts = {"rungs": {each.rung.name: str(each.result.run_dir) for each in results}}
+    metrics = {each.rung.name: each.result.metrics | {"step": each.result.step} for each in results}
+    if results[-1].stopped:
+        console.say("stopped", f"{results[-1].rung.name}: resume with: tuner ladder run {_shown(loaded)}")
+        return Outcome(str(directory), "stopped", 75, artifacts, metrics, next=f"tuner ladder run {_shown(loaded)}")
+    return Outcome(str(directory), artifacts=artifacts, metrics=metrics, next=f"tuner ladder metrics {directory}")
+
+
+def _chosen(rungs: Sequence[Rung], wanted: str | None) -> Sequence[Rung]:
+    return rungs if wanted is None else [rungs[find_rung([rung.name for rung in rungs], wanted)]]
+
+
+def _announce(console: Console, rung: Rung, every: Sequence[Rung]) -> None:
+    place = [one.name for one in every].index(rung.name) + 1
+    console.say("rung", f"{rung.name}, {place} of {len(every)}: {rung.parameters:,} parameters without embeddings")
+
+
+def _shown(loaded: LoadedRecipe) -> str:
+    """The recipe as it was given, for a command to type."""
+    path = loaded.path
+    if path is None:
+        return "RECIPE"
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

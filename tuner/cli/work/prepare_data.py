@@ -1,0 +1,129 @@
+"""What `tuner prepare-data` does and shows."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from tuner.cli.command import Outcome
+from tuner.cli.work.tokens import row_texts, token_lines
+from tuner.config.load import LoadedRecipe
+from tuner.data.building.cache import cache_path, valid
+from tuner.data.building.explain import explain
+from tuner.data.building.prepare import PreparedInfo, check_prepared, prepare
+from tuner.data.building.report import done_line, report_lines
+from tuner.data.building.spec import PrepareSpec, keys_of, prepare_spec
+from tuner.data.building.windows import prepare_windows
+from tuner.errors import counted
+from tuner.runtime.console import Console
+
+
+def spec_of(loaded: LoadedRecipe) -> PrepareSpec:
+    """What a recipe has prepared. Raises RecipeError and DataError."""
+    given = loaded.recipe
+    return prepare_spec(given.model, given.tokenizer, given.data, given.method, given.seed)
+
+
+def prepared(loaded: LoadedRecipe, spec: PrepareSpec, reference: bool, console: Console, verbose: bool) -> Outcome:
+    """Prepare the data, or what is there of its windows; with `reference` its columns too."""
+    recipe = str(loaded.path) if loaded.path else None
+    if spec.data.windows.is_on and not reference:
+        return _prepared_windows(spec, console, recipe)
+    outcome = _prepared(spec, console, recipe)
+    return _with_reference(loaded, outcome, console, verbose) if reference else outcome
+
+
+def _prepared(spec: PrepareSpec, console: Console, recipe: str | None) -> Outcome:
+    with console.doing("reading the sources"):
+        info = prepare(spec, console)
+    say_report(info, spec, console)
+    metrics = {**info.report, "max_length": spec.max_length, "seconds": round(info.seconds, 3)}
+    if not info.cached:
+        metrics["megabytes_per_s"] = round(info.megabytes_per_s, 3)
+    return Outcome(
+        str(info.path),
+        artifacts={"key": info.key, "cached": info.cached},
+        metrics=metrics,
+        warnings=list(info.warnings),
+        next=f"tuner train {recipe}" if recipe else None,
+    )
+
+
+def _prepared_windows(spec: PrepareSpec, console: Console, recipe: str | None) -> Outcome:
+    """Prepare every window that is there, each on a line of its own; the result is their directories, in order."""
+    windows, warnings = [], []
+    with console.doing("reading the sources"):
+        for window, info in prepare_windows(spec, console):
+            there = {} if info is None else {"path": str(info.path), "key": info.key, "cached": info.cached}
+            windows.append({"name": window.name, "files": list(window.files), **there})
+            if info is None:
+                console.say("window", f"{window.name}: no rows")
+                continue
+            documents = info.report["train"]["documents"]
+            how = "already prepared" if info.cached else f"prepared in {info.seconds:.1f} s"
+            console.say("window", f"{window.name}: {counted(documents, 'document')}, {how}")
+            warnings += [f"window {window.name}: {text}" for text in info.warnings]
+    return Outcome(
+        "\n".join(str(window["path"]) for window in windows if "path" in window),
+        artifacts={"windows": windows},
+        metrics={"windows": len(windows), "max_length": spec.max_length},
+        warnings=warnings,
+        next=f"tuner train {recipe}" if recipe else None,
+        is_text=True,
+    )
+
+
+def _with_reference(loaded: LoadedRecipe, outcome: Outcome, console: Console, verbose: bool) -> Outcome:
+    """The outcome with the directory of the reference, computed on the processes that training would have."""
+    with console.doing("loading libraries"):
+        from tuner.run.options import LaunchOptions
+        from tuner.run.prepare_reference import prepare_reference
+
+    options = LaunchOptions(level="debug" if verbose else "info")
+    found = prepare_reference(loaded, Path(outcome.result), console, options)
+    return replace(outcome, artifacts={**outcome.artifacts, "reference": str(found)})
+
+
+def say_report(info: PreparedInfo, spec: PrepareSpec, console: Console) -> None:
+    """Say what was prepared, as a table."""
+    if info.cached:
+        console.say("prepared", f"already prepared ({info.seconds:.1f} s)")
+    for label, text in report_lines(info.report, spec.examples.kind, spec.max_length, spec.data.packs_rows):
+        console.say(label, text)
+    if not info.cached:
+        console.say("done", done_line(info.report["bytes"], info.seconds))
+
+
+def checked(spec: PrepareSpec) -> Outcome:
+    """The directory of what is prepared. Raises DataError where it is not."""
+    path = check_prepared(spec)
+    return Outcome(str(path), artifacts={"key": path.name, "cached": True})
+
+
+def planned(spec: PrepareSpec, console: Console) -> Outcome:
+    """What would be read and built."""
+    keys = keys_of(spec)
+    path = cache_path(spec.cache_dir, "prepared", keys.prepared)
+    there = valid(path, "prepared") is not None
+    files = [file for source in [*keys.train, *(keys.eval or [])] for file in source.files]
+    size = sum(file.size() for file in files)
+    console.say("read", f"{counted(len(files), 'file')}, {size:,} bytes")
+    console.say("plan", f"rows of {spec.max_length:,} tokens, longer documents: {spec.too_long}")
+    console.say("prepared", "already prepared" if there else "not yet prepared")
+    return Outcome(
+        str(path),
+        artifacts={"cached": there},
+        metrics={"files": len(files), "bytes": size, "max_length": spec.max_length},
+        is_text=True,
+    )
+
+
+def explained(spec: PrepareSpec, count: int, terminal: bool, every_token: bool) -> Outcome:
+    """The first records, with what is trained in brackets."""
+    rows = list(explain(spec, count))
+    artifacts = {"rows": [[asdict(token) for token in row.tokens] for row in rows]}
+    if not terminal:
+        return Outcome(token_lines(rows), artifacts=artifacts, is_text=True)
+    text = row_texts(rows, spec.tokenizer, not os.environ.get("NO_COLOR"), every_token)
+    return Outcome(text, artifacts=artifacts, is_text=True)

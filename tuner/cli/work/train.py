@@ -1,0 +1,137 @@
+"""What `tuner train` and `tuner resume` do, and what they say of how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tuner.cli.command import Outcome, console_of, level_of, stopped_as
+from tuner.config.load import LoadedRecipe
+from tuner.config.overrides import Override
+from tuner.errors import counted
+from tuner.run.changes import parse_reset
+from tuner.run.options import LaunchOptions, Resume, RunResult
+from tuner.run.status import launches_of, left_before, nothing_to_do, resume_source, status_of
+from tuner.rundir.exports import APART
+from tuner.rundir.layout import export_dir
+from tuner.runtime import startup
+from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
+from tuner.runtime.files import MANIFEST_NAME, read_json
+
+LOADING = "loading libraries"
+
+
+def options_of(mode: Resume, data: Path | None, no_prepare: bool, dry_run: bool, reset: str | None) -> LaunchOptions:
+    """How a launch goes about it. Raises RecipeError for a part that cannot be reset."""
+    return LaunchOptions(mode, data, no_prepare, dry_run, parse_reset(reset))
+
+
+def resume_training(
+    run: Path, overrides: Sequence[Override], options: LaunchOptions, console: Console, verbose: bool
+) -> Outcome:
+    """Train on with the recipe that a run keeps; it is said where its file is another one by now."""
+    from tuner.rundir.origin import warn_of_changed_file  # which a new run does without
+
+    loaded = resume_source(run, overrides)
+    warn_of_changed_file(run, console.warn)
+    return launch_training(loaded, options, verbose)
+
+
+def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool) -> Outcome:
+    """Train in this process, as one of those that torchrun or srun started, or in local ones; say how it ended.
+
+    A signal before the first step stops a run that has a checkpoint as one after it does: with 75, to be resumed there.
+    """
+    level = level_of(loaded, verbose)
+    console, options = console_of(level), replace(options, level=level)
+    run_dir = Path(loaded.recipe.output_dir)
+    before = launches_of(run_dir) if options.resume == "never" else -1
+
+    def left() -> tuple[str, Outcome] | None:
+        found = left_before(run_dir, before)
+        return None if found is None else stopped_outcome(found)
+
+    with stopped_as(left):
+        try:
+            with startup.phase("data"), console.doing("checking the run directory"):
+                status = status_of(loaded, options, console, hashes=RankInfo.from_environment().is_main)
+            if (finished := nothing_to_do(status, loaded.recipe.export)) is not None:
+                return outcome_of(finished, console)
+            with startup.phase(startup.LIBRARIES), console.doing(LOADING):
+                from tuner.run.launch import launch
+
+            result = launch(loaded, options, status=status)
+        except KeyboardInterrupt:  # raised in order: by ranks that were cut short, or by what looks for a signal
+            found = left_before(run_dir, before)
+            if found is None:
+                raise
+            result = found
+    export = export_dir(result.run_dir, result.step) if loaded.recipe.export.at_end else None
+    return outcome_of(result, console, export)
+
+
+def outcome_of(result: RunResult, console: Console, export: Path | None = None) -> Outcome:
+    """The command's outcome for a launch that ended in order; ``export`` is what a finished run was exported to."""
+    run_dir = _shown(result.run_dir)
+    artifacts = {"checkpoint": str(result.checkpoint)} if result.checkpoint else {}
+    metrics = {**result.metrics, "total_steps": result.total_steps}
+    if result.status == "planned":
+        return Outcome(str(result.run_dir), artifacts=artifacts, metrics=metrics, next=f"tuner train, into {run_dir}")
+    if result.status == "stopped":
+        said, outcome = stopped_outcome(result)
+        console.say("stopped", said)
+        return outcome
+    better = _better(result)
+    following = f"tuner export-hf {run_dir}{' --step best' if better else ''}{_kept_apart(result)}"
+    if result.checkpoint is None:
+        following = f"tuner runs show {run_dir}"
+    if export is not None:
+        artifacts["export"], following = str(export), f"tuner generate {_shown(export)}"
+    console.say("done", f"{counted(result.step, 'step')}{_evaluated(result.metrics)}{better} · next: {following}")
+    return Outcome(str(result.run_dir), artifacts=artifacts, metrics=metrics, next=following)
+
+
+def stopped_outcome(result: RunResult) -> tuple[str, Outcome]:
+    """What to say of a run that stopped and can be resumed, and the command's outcome. It imports nothing."""
+    resume = f"tuner resume {_shown(result.run_dir)}"
+    artifacts = {"checkpoint": str(result.checkpoint)} if result.checkpoint else {}
+    metrics = {**result.metrics, "total_steps": result.total_steps}
+    outcome = Outcome(str(result.run_dir), "stopped", 75, artifacts=artifacts, metrics=metrics, next=resume)
+    return f"step {result.step} of {result.total_steps} · resume with: {resume}", outcome
+
+
+def _evaluated(metrics: Mapping[str, Any]) -> str:
+    """The newest evaluation's loss, after that of the first one where there was an earlier one."""
+    before, after = metrics.get("first_eval_loss"), metrics.get("eval_loss")
+    first, last = metrics.get("first_eval_step"), metrics.get("eval_step")
+    if after is None:
+        return ""
+    earlier = before is not None and first is not None and last is not None and first < last
+    return f" · eval loss {before:.3f} -> {after:.3f}" if earlier else f" · eval loss {after:.3f}"
+
+
+def _kept_apart(result: RunResult) -> str:
+    """The option that an export needs where the adapter cannot be merged; else nothing."""
+    manifest = None if result.checkpoint is None else result.checkpoint / MANIFEST_NAME
+    if manifest is None or not manifest.is_file():
+        return ""
+    return " --adapter keep" if read_json(manifest).get("meta", {}).get(APART) else ""
+
+
+def _better(result: RunResult) -> str:
+    """The best evaluation where it is an earlier step's, whose checkpoint the recipe kept; else nothing."""
+    best = result.metrics.get("best")
+    if not best or best["step"] == result.step:
+        return ""
+    from tuner.rundir.record import best_value  # which every other end of a run does without
+
+    name = str(best["metric"]).removeprefix("eval/")
+    named = "" if name == "loss" else f"{name} "
+    return f" · best {named}{best_value(best):.3f} at step {best['step']}"
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
