@@ -15,6 +15,7 @@ import jsonschema
 import pytest
 
 from tests.fixtures import forked
+from tests.fixtures.tables import cases
 from tuner.cli.output import SCHEMA_PATH, Outcome, failure_document, outcome_document, read_document, write_document
 from tuner.errors import TunerError
 
@@ -78,23 +79,7 @@ def test_a_document_says_it_all() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "status"),
-    [
-        ("errors.RecipeError('m', 'h')", 2, "failed"),
-        ("errors.DataError('m', 'h')", 3, "failed"),
-        ("errors.MachineError('m', 'h')", 4, "failed"),
-        ("errors.MemoryLimitError('m', 'h')", 5, "failed"),
-        ("errors.VerificationError('m', 'h')", 6, "failed"),
-        ("errors.DivergedError('m', 'h')", 7, "failed"),
-        ("KeyboardInterrupt()", 130, "failed"),
-        ("MemoryError()", 5, "failed"),
-        ("OSError(28, 'No space left on device', '/x')", 4, "failed"),
-        ("ModuleNotFoundError('no', name='gguf')", 4, "failed"),
-        ("ZeroDivisionError('oops')", 1, "failed"),
-        ("RuntimeError()", 1, "failed"),
-    ],
-)
+@pytest.mark.parametrize(("error", "code", "status"), cases(__file__, "errors_have_their_exit_codes"))
 def test_errors_have_their_exit_codes(error: str, code: int, status: str) -> None:
     done = run(f"raise {error}", "--json")
     value = document(done)

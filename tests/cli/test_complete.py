@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures import forked
+from tests.fixtures.tables import cases
 from tests.rundir import made
 from tuner.cli import main
 from tuner.cli.app import COMMANDS
@@ -38,33 +39,7 @@ def offered(line: str) -> list[str]:
     return [text for text, _ in offers(words, incomplete)]
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("re", ["resume", "recipes"]),
-        ("runs s", ["show"]),
-        ("resume f", ["first"]),
-        ("runs compare first s", ["second"]),
-        ("export-hf --adapter ", ["merge", "keep"]),
-        ("export-hf --step best fir", ["first"]),
-        ("train mi", ["mine.yaml", "mistral-7b_lora_24g"]),
-        ("train --optimizer.kind ad", ["adamw", "adafactor"]),
-        ("train mine.yaml --optimizer.weight", ["--optimizer.weight_decay"]),
-        ("train --dry", ["--dry-run"]),
-        ("train --dry-run --dry", []),
-        ("train --model.name_or_path mo", ["models/"]),
-        ("train --data.train ro", ["rows.jsonl"]),
-        ("train --train.compile t", ["true"]),
-        ("train --resume mu", ["must"]),
-        ("train --reset optimizer.state,sch", ["optimizer.state,schedule"]),
-        ("train mine.yaml ", []),
-        ("generate --optimizer.l", []),
-        ("help opt", ["optimizer"]),
-        ("help optimizer.l", ["optimizer.lr"]),
-        ("data list --cache-dir mo", ["models/"]),
-        ("nonsense ", []),
-    ],
-)
+@pytest.mark.parametrize(("line", "expected"), cases(__file__, "offers"))
 def test_offers(line: str, expected: list[str], place: Path) -> None:
     assert sorted(offered(line)) == sorted(expected)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.contracts.test_surface import commands
+from tests.fixtures.tables import cases
 from tuner.cli import main
 from tuner.cli.app import COMMANDS, GROUPS, TAKES_RECIPE, help_text, split
 from tuner.cli.help import EXIT_CODES, explained
@@ -62,21 +63,7 @@ def test_help_is_short_for_all(words: list[str], capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.startswith("Usage: tuner")
 
 
-@pytest.mark.parametrize(
-    ("word", "meant"),
-    [
-        ("sft", "did you mean tuner train?"),
-        ("finetune", "did you mean tuner train?"),
-        ("merge", "did you mean tuner export-hf?"),
-        ("convert", "did you mean tuner export-hf?"),
-        ("trian", "did you mean tuner train?"),
-        ("finetunes", "did you mean tuner train?"),
-        ("dpo", "did you mean tuner train?"),
-        ("grpo", "not supported: there is no reinforcement learning"),
-        ("recipe.yaml", "did you mean tuner train recipe.yaml?"),
-        ("xyzzy", "see: tuner --help"),
-    ],
-)
+@pytest.mark.parametrize(("word", "meant"), cases(__file__, "an_unknown_command_is_answered"))
 def test_an_unknown_command_is_answered(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run([word, "--json"]) == 2
     shown = capsys.readouterr().err

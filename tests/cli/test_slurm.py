@@ -14,6 +14,7 @@ import pytest
 
 from tests.caches import new_cache
 from tests.fixtures import forked, trainings
+from tests.fixtures.tables import cases
 from tuner.config.shipped import shipped_scripts
 
 SCRIPT = shipped_scripts()["train.sbatch"]
@@ -78,18 +79,7 @@ def surroundings(directory: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(
-    ("codes", "ends"),
-    [
-        ("0 0", 0),
-        ("75 75", 75),
-        ("5 0", 5),  # the others are ended, and srun says 143
-        ("137 75", 137),
-        ("3", 3),
-        ("75 7", 7),
-        ("0 75", 75),  # rank 0 of a run that is complete knows no more of a signal
-    ],
-)
+@pytest.mark.parametrize(("codes", "ends"), cases(__file__, "requeued"))
 def test_only_a_run_that_saved_is_requeued_and_a_failed_task_ends_the_others(
     tmp_path: Path, codes: str, ends: int
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.tables import cases
 from tuner.config.advice import of_unknown
 from tuner.config.conversion import convert, known_names, rules
 from tuner.config.duration import Span
@@ -55,79 +56,7 @@ def test_every_value_of_another_tool_is_of_a_key_that_is_there() -> None:
             assert text.startswith(("write ", "not supported: ")), (key, value)
 
 
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ({"pref_beta": 0.2}, "unknown; write method.kind: dpo and method.beta: 0.2"),
-        ({"rl": "simpo"}, "unknown; write method.kind: simpo"),
-        ({"ld_alpha": 0.5}, "not supported: preference losses other than those of method.kind: dpo, orpo, simpo"),
-        ({"hub_model_id": "a/b"}, "not supported: pushing to the hub from a recipe; instead tuner push"),
-        (
-            {"resume_from_checkpoint": "x"},
-            "not supported: resuming from a key of the recipe; instead tuner train RECIPE --resume auto",
-        ),
-        ({"bogus": 1}, "unknown; a recipe has version, name"),
-        ({"train": {"bogus": 1}}, "unknown; train has duration, "),
-        ({"data": {"train": "x", "format": "text"}}, "write data.train: [{path: ..., format: text}]"),
-        ({"gradient_accumulation_steps": 4}, "unknown; accumulation follows from train.global_batch_size"),
-        ({"tensor_parallel_size": 2}, "unknown; write parallel.tensor: 2"),
-        ({"ulysses_size": 4}, "unknown; write parallel.sequence: 4"),
-        ({"expert_parallel_size": 0}, "unknown; write parallel.expert: 1"),
-        (
-            {"ring_attn_func": "varlen_llama3"},
-            "attention in a ring of processes; instead parallel.sequence",
-        ),
-        ({"pp_size": 2}, "not supported: pipelines of layers; instead parallel.shard: full"),
-        ({"learing_rate": 1e-4}, "unknown; write optimizer.lr: 0.0001"),
-        ({"method": {"kind": "grpo"}}, "got 'grpo'; not supported: reinforcement learning"),
-        ({"adapter": {"kind": "qlora"}}, "got 'qlora'; write lora, with model.quantize: nf4"),
-        ({"optimizer": {"kind": "lion"}}, "got 'lion'; not supported: lion; instead write adamw"),
-        ({"train": {"precision": 16}}, "got 16; write fp16"),
-        ({"load_in_4bit": True}, "unknown; write adapter.kind: lora and model.quantize: nf4"),
-        ({"adapter": {"kind": "lora"}, "load_in_4bit": True}, "unknown; write model.quantize: nf4"),
-        ({"adapter": None, "lora_r": 32}, "unknown; all weights are trained, so it changes nothing; leave it out"),
-        ({"adapter": {"kind": "none"}, "lora_r": 32}, "unknown; all weights are trained, so it changes nothing"),
-        (
-            {"dataset": {"_component_": "torchtune.datasets.text_completion_dataset", "source": "o/n", "packed": True}},
-            'unknown; write data.train: [{path: "o/n:train", format: text}] and data.packing: auto and '
-            "method.kind: pretrain",
-        ),
-        (
-            {"teacher_checkpointer": {"checkpoint_dir": "o/t"}},
-            "unknown; write method.kind: distill and method.teacher: o/t and method.ce_weight: 0.5",
-        ),
-        ({"kd_ratio": 0.3}, "here it is method.kind: distill and method.ce_weight: 0.7, but: teacher is missing"),
-        (
-            {"checkpoint": [{"type": "deepspeed", "save_every_n_steps": 3}]},
-            "got a list; write checkpoint.every: 3 steps",
-        ),
-        ({"adapter": "llama-adapter"}, "got 'llama-adapter'; not supported: adapter types and initialisations other"),
-        ({"nccl_default_timeout_minutes": 30}, "unknown; write parallel.timeout: 30 min"),
-        ({"datasets": [{"path": "a.jsonl", "type": "completion"}]}, "format: text}] and method.kind: pretrain"),
-        ({"quantization_config": {"load_in_8bit": True}}, "unknown; write adapter.kind: lora and model.quantize: int8"),
-        ({"quantization_bit": 3}, "not supported: bases quantised otherwise"),
-        ({"model": {"name_or_path": "a/b", "quantize": "4bit"}}, "got '4bit'; write nf4"),
-        ({"model": {"name_or_path": "a/b", "quantize": "awq"}}, "not supported: bases quantised otherwise (GPTQ, AWQ"),
-        ({"optimizer": {"kind": "paged_adamw_8bit"}}, "write adamw, with optimizer.state: 8bit"),
-        ({"optimizer": {"kind": "paged_lion_8bit"}}, "not supported: GaLore, APOLLO, BAdam, LOMO, and states of few"),
-        ({"optimizer": {"offload": "cpu"}}, "got 'cpu'; write host"),
-        ({"offload_optimizer": {"device": "nvme"}}, "not supported: weights in the host's memory, and anything on a"),
-        ({"train": {"gradient_checkpointing": "offload"}}, "write full, with train.offload_activations: true"),
-        ({"schedule": {"warmup": 0.03}}, "0.03 what? did you mean 3%?"),
-        ({"schedule": {"kind": "wsd", "decay": 0.1}}, "0.1 what? did you mean 10%?"),
-        ({"schedule": {"min_lr_ratio": 10}}, "did you mean 10%?"),
-        ({"adapter": {"kind": "lora", "dropout": 5}}, "did you mean 5%?"),
-        ({"checkpoint": {"every": 0.1}}, "0.1 what? did you mean 10%?"),
-        ({"checkpoint": {"marks": [0.5]}}, "0.5 what? did you mean 50%?"),
-        ({"export": {"every": 0.25}}, "0.25 what? did you mean 25%?"),
-        ({"train": {"duration": 0.5}}, "0.5 what? did you mean 0.5 epochs?"),
-        ({"train": {"stop_after": 0.5}}, "0.5 what? did you mean 50%?"),
-        ({"data": {"train": "x", "eval": 0.05}}, "0.05 what? did you mean 5%?"),
-        ({"data": {"train": "x", "eval": 200}}, "200 what? did you mean 200 documents?"),
-        ({"adapter": {"kind": "lora", "target_modules": "all"}}, "got 'all'; write all-linear"),
-        ({"adapter": {"kind": "lora", "target_modules": "q_proj,v_proj"}}, "write a list: [q_proj, v_proj]"),
-    ],
-)
+@pytest.mark.parametrize(("more", "expected"), cases(__file__, "the_answer_is_what_to_write"))
 def test_the_answer_is_what_to_write(more: dict[str, Any], expected: str) -> None:
     assert expected in problem(more)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.tables import cases
 from tuner.config.imported import import_text
 from tuner.config.methods import DistillMethod
 from tuner.config.other_methods import kind_of
@@ -31,39 +32,7 @@ def method_of(text: str) -> dict[str, Any]:
     return found | {"kind": method.kind}
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (AXOLOTL + "rl: dpo\nrl_beta: 0.2", {"kind": "dpo", "beta": 0.2}),
-        (AXOLOTL + "rl: ipo", {"kind": "dpo", "loss": {"ipo": 1.0}}),
-        (AXOLOTL + "rl: orpo\norpo_alpha: 0.2", {"kind": "orpo", "beta": 0.2}),
-        (AXOLOTL + "rl: kto\nkto_desirable_weight: 0.2", {"kind": "kto", "desirable_weight": 0.2}),
-        (AXOLOTL + "reward_model: true\ncenter_rewards_coefficient: 0.01", {"kind": "reward", "center": 0.01}),
-        (AXOLOTL + "rl: simpo", {"kind": "simpo", "beta": 0.1, "gamma": 0.5, "sft_weight": 1.0}),
-        (AXOLOTL + "rl: simpo\ncpo_alpha: 0.0\nrl_beta: 2.0", {"kind": "simpo", "gamma": 0.5}),
-        (FACTORY + "stage: dpo\npref_loss: hinge\npref_ftx: 0.3",
-         {"kind": "dpo", "loss": {"hinge": 1.0}, "sft_weight": 0.3}),
-        (FACTORY + "stage: dpo\ndpo_label_smoothing: 0.1", {"kind": "dpo", "label_smoothing": 0.1}),
-        (FACTORY + "stage: dpo\npref_loss: orpo\npref_beta: 0.3", {"kind": "orpo", "beta": 0.3}),
-        (FACTORY + "stage: dpo\npref_loss: simpo", {"kind": "simpo", "beta": 0.1, "gamma": 0.5}),
-        (FACTORY + "stage: kto\nkto_rejected_weight: 2.0", {"kind": "kto", "undesirable_weight": 2.0}),
-        (FACTORY + "stage: rm", {"kind": "reward"}),
-        (TRL + "loss_type: [sigmoid, bco_pair, sft]\nloss_weights: [0.8, 0.2, 1.0]",
-         {"kind": "dpo", "loss": {"sigmoid": 0.8, "bco": 0.2}, "sft_weight": 1.0}),
-        (TRL + "loss_type: sppo_hard\nbeta: 0.01", {"kind": "dpo", "loss": {"sppo": 1.0}, "beta": 0.01}),
-        (TRL + "loss_type: robust\nlabel_smoothing: 0.1",
-         {"kind": "dpo", "loss": {"robust": 1.0}, "label_smoothing": 0.1}),
-        (TRL + "precompute_ref_log_probs: true", {"kind": "dpo", "reference": "columns"}),
-        (TRL + "loss_type: simpo\nbeta: 2.0\nsimpo_gamma: 1.0", {"kind": "simpo", "sft_weight": 1.0}),
-        (TRL + "desirable_weight: 1.2\nloss_type: apo_zero_unpaired",
-         {"kind": "kto", "desirable_weight": 1.2, "baseline": "zero"}),
-        (TORCHTUNE, {"kind": "dpo", "beta": 0.2}),
-        (SWIFT % "dpo" + "rpo_alpha: 0.1", {"kind": "dpo", "sft_weight": 0.1}),
-        (SWIFT % "simpo", {"kind": "simpo", "sft_weight": 1.0}),
-        (SWIFT % "rm", {"kind": "reward"}),
-        (SWIFT % "cpo" + "cpo_alpha: 0.0", {"kind": "cpo", "sft_weight": 0.0}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "expected"), cases(__file__, "a_method_comes_with_its_losses_and_weights"))
 def test_a_method_comes_with_its_losses_and_weights(text: str, expected: dict[str, Any]) -> None:
     assert method_of(text) == expected
 
@@ -88,22 +57,7 @@ def test_a_teacher_of_torchtune_comes_with_the_share_of_its_loss(text: str, expe
     assert (method.ce_weight, method.beta, method.rows, left) == expected
 
 
-@pytest.mark.parametrize(
-    ("command", "kind"),
-    [
-        ("trl dpo --model_name_or_path a/b --dataset_name c/d", "dpo"),
-        ("trl kto --model_name_or_path a/b --dataset_name c/d", "kto"),
-        ("trl reward --model_name_or_path a/b --dataset_name c/d", "reward"),
-        ("accelerate launch trl/scripts/dpo.py --model_name_or_path a/b --dataset_name c/d", "dpo"),
-        ("python examples/scripts/orpo.py --model_name_or_path a/b --dataset_name c/d", "orpo"),
-        ("python examples/scripts/cpo.py --model_name_or_path a/b --dataset_name c/d --loss_type simpo", "simpo"),
-        ("python examples/scripts/cpo.py --model_name_or_path a/b --dataset_name c/d", "cpo"),
-        ("swift rlhf --rlhf_type cpo --model a/b --dataset c/d", "cpo"),
-        ("python examples/scripts/reward_modeling.py --model_name_or_path a/b --dataset_name c/d", "reward"),
-        ("swift rlhf --rlhf_type orpo --model a/b --dataset c/d", "orpo"),
-        ("swift rlhf --model a/b --dataset c/d", "dpo"),
-    ],
-)
+@pytest.mark.parametrize(("command", "kind"), cases(__file__, "a_command_says_what_it_trains"))
 def test_a_command_says_what_it_trains(command: str, kind: str) -> None:
     assert import_text(command, "run.sh").recipe.method.kind == kind
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.fixtures.tables import cases
 from tuner import load_recipe as public_load
 from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import LoadedRecipe, Override, load_recipe
@@ -74,19 +75,7 @@ def test_relative_paths_start_where_they_were_written(tmp_path: Path, monkeypatc
     assert recipe.output_dir == str(tmp_path / "out" / "my-recipe")
 
 
-@pytest.mark.parametrize(
-    ("row", "kept"),
-    [
-        ("-", True),
-        ("owner/name:train", True),
-        ("owner/name:train[:5%]", True),
-        ("name:validation[10%:]", True),
-        ("owner/name", False),
-        ("./owner/name:train", False),
-        ("here:train[:5]", False),
-        ("odd:train", False),
-    ],
-)
+@pytest.mark.parametrize(("row", "kept"), cases(__file__, "stdin_and_hub_data_sets_are_no_paths"))
 def test_stdin_and_hub_data_sets_are_no_paths(row: str, kept: bool, tmp_path: Path) -> None:
     home = tmp_path / "home"
     (home / "here").mkdir(parents=True)
@@ -349,19 +338,7 @@ def test_python_takes_a_mapping_and_reports_like_a_file() -> None:
         public_load(MINIMAL | {"optimizer": {"learning_rate": 1}})
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "expected"),
-    [
-        (None, "lr", "write optimizer.lr: 1"),
-        (None, "optimiser", "did you mean optimizer?"),
-        (None, "batch_size", "write train.global_batch_size: 1"),
-        ("train", "epochs", "write train.duration: 1 epoch"),
-        ("train", "lr", "write optimizer.lr: 1"),
-        ("adapter", "lora_r", "write adapter.kind: lora and adapter.r: 1"),
-        ("train", "zzz", "train has duration, stop_after,"),
-        (None, "zzz", "a recipe has version, name,"),
-    ],
-)
+@pytest.mark.parametrize(("section", "key", "expected"), cases(__file__, "unknown_keys"))
 def test_an_unknown_key_is_answered_with_what_was_meant_or_what_there_is(
     section: str | None, key: str, expected: str
 ) -> None:

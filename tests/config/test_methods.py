@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.fixtures.tables import cases
 from tuner.config.dump import recipe_yaml
 from tuner.config.load import load_recipe
 from tuner.config.methods import DpoMethod, Method
@@ -39,22 +40,7 @@ def test_a_loss_is_a_name_or_several_with_weights_in_files_and_on_the_command_li
     assert load_recipe(BASE, flags).recipe.method == found
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"loss": "sigmod"}, "did you mean sigmoid?"),
-        ({"loss": {"sigmoid": 0}}, "got 0 for sigmoid; allowed: a number, above 0"),
-        ({"loss": {"sft": 1}}, "got 'sft'; allowed: sigmoid or"),
-        ({"loss": {}}, "allowed: sigmoid or"),
-        ({"loss": "robust"}, "loss robust is sigmoid at label_smoothing 0"),
-        ({"loss": "ipo", "label_smoothing": 0.1}, "loss ipo has no label_smoothing"),
-        ({"loss": {"ipo": 1, "nca": 2}, "margin": "rows"}, "loss ipo and nca has no margin"),
-        ({"label_smoothing": 0.5}, "below 0.5"),
-        ({"kind": "simpo", "gamma": -1}, "at least 0"),
-        ({"kind": "orpo", "reference": "columns"}, "not with kind orpo"),
-        ({"kind": "kto", "baseline": "none"}, "allowed: kl or zero"),
-    ],
-)
+@pytest.mark.parametrize(("values", "said"), cases(__file__, "what_a_loss_cannot_take_is_a_problem_of_the_recipe"))
 def test_what_a_loss_cannot_take_is_a_problem_of_the_recipe(values: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         section(**values)

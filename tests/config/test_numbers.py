@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fixtures.tables import cases
 from tuner.config.duration import WORDS, Duration
 from tuner.config.numbers import BINARY_SUFFIXES, DECIMAL_SUFFIXES, parse_bytes, parse_number, write_number
 
@@ -52,18 +53,7 @@ def test_floats_read_as_they_print(number: float) -> None:
     assert float(parse_number(repr(number))) == number
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("5GB", 5 * 10**9),
-        ("64GiB", 64 << 30),
-        ("16Ki", 16384),
-        (4096, 4096),
-        ("1B", 1),
-        ("0.2GiB", 214748364),
-        ("23.7 GiB", 25447681228),
-    ],
-)
+@pytest.mark.parametrize(("text", "size"), cases(__file__, "sizes"))
 def test_sizes(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.tables import cases
 from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
@@ -61,25 +62,7 @@ def test_these_are_whole(tmp_path: Path, text: str) -> None:
     loaded(tmp_path, text)
 
 
-@pytest.mark.parametrize(
-    ("text", "flags", "said"),
-    [
-        (NAMED, {"data__windows__files": "2"}, "exclude each other"),
-        (BASE.replace("files: 1", "names: [a]"), {}, "write the source as logs/{window}.jsonl"),
-        (NAMED, {"data__windows__grow": "true"}, "write data.windows.files: 1"),
-        (BASE, {"data__windows__late": "skip"}, "write data.windows.names"),
-        (NAMED.replace("[a, b]", "[a, a]"), {}, "got 'a' twice"),
-        (BASE.replace("{files: 1}", "{wait: 1 min}"), {}, "there are no windows; write data.windows.files: 1"),
-        (BASE, {"data__eval": "2%"}, "name sources of their own"),
-        (BASE, {"data__train": "-"}, "standard input has no windows"),
-        (OPEN, {}, "write train.duration: 1000 steps, or schedule: {kind: constant, warmup: 100 steps}"),
-        (OPEN, {"schedule__kind": "wsd"}, "wsd needs the length of the run"),
-        (CONSTANT.replace("2 steps", "3%"), {}, "write schedule.warmup: 100 steps"),
-        (CONSTANT, {"checkpoint__every": "10%"}, "checkpoint.every: got 10% of a run"),
-        (BASE, {"checkpoint__marks": "[1 epoch]"}, "windows are no epochs"),
-        (BASE, {"train__overfit_first_batch": "true"}, "remove data.windows"),
-    ],
-)
+@pytest.mark.parametrize(("text", "flags", "said"), cases(__file__, "what_cannot_be_is_refused_with_the_line_to_write"))
 def test_what_cannot_be_is_refused_with_the_line_to_write(
     tmp_path: Path, text: str, flags: dict[str, str], said: str
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from tuner.config import conversion, not_supported
 from tuner.config.other_rules import count_of, note, number_of, share_of, switch, words
@@ -31,18 +32,11 @@ _RULES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 @contextmanager
 def planted(key: str, rule: Callable[[Any, Any], Any]) -> Iterator[None]:
     """Replace the rule of one key, also where the key has none."""
-    before, feature = conversion.rules().get(key), not_supported.absent_names().pop(key, None)
-    conversion.rules()[key] = rule
-    conversion.known_names.cache_clear()
-    try:
-        yield
-    finally:
-        conversion.rules().pop(key)
-        if before is not None:
-            conversion.rules()[key] = before
-        if feature is not None:
-            not_supported.absent_names()[key] = feature
+    with patch.dict(conversion.rules(), {key: rule}), patch.dict(not_supported.absent_names()):
+        not_supported.absent_names().pop(key, None)
         conversion.known_names.cache_clear()
+        yield
+    conversion.known_names.cache_clear()
 
 
 def missed() -> list[str]:
