@@ -29,15 +29,14 @@ def doctor(
 
     Exit code 4 where something that is needed is broken; what is merely missing is named with how to get it.
     """
-    from tuner.setup.machine import examine
-    from tuner.setup.machine_check import as_json
+    from tuner.setup import machine, machine_check
 
-    found = list(examine(directory.expanduser()))
+    found = list(machine.examine(directory.expanduser()))
     broken = [check for check in found if check.status == "broken"]
     counts = {status: sum(check.status == status for check in found) for status in MARKS}
     outcome = Outcome(
         table(found),
-        artifacts={"checks": [as_json(check) for check in found]},
+        artifacts={"checks": [machine_check.as_json(check) for check in found]},
         metrics=dict(counts),
         warnings=[f"{check.name}: {check.found}: {check.means}" for check in found if check.status == "warning"],
         is_table=True,

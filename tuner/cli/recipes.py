@@ -7,6 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
@@ -35,8 +36,6 @@ PLACEHOLDER_ROWS = [
 
 
 def _find(name: str) -> Path:
-    from difflib import get_close_matches
-
     from tuner.config.shipped import shipped_recipes, shipped_scripts
 
     shipped = shipped_recipes() | shipped_scripts()

@@ -17,7 +17,7 @@ from tuner.config.other_data import unread
 from tuner.config.other_keys import kind_of_adapter, no_adapter
 from tuner.config.other_methods import is_taught, kind_of
 from tuner.config.other_parts import builder
-from tuner.config.other_tools import foreign, of_value, ours, theirs
+from tuner.config.other_tools import foreign, of_value, ours, section_of, theirs
 from tuner.config.recipe import ITEMS, UNIONS, Recipe
 from tuner.config.rules import rules_of
 from tuner.config.section import Section
@@ -36,15 +36,6 @@ _NAMED_BY = {"optimizer": "optim", "schedule": "lr_scheduler_type", "method": "s
 """Sections of ours, and a key of another tool by which their kind is named."""
 RULES_OF_SIZES = "ladder."
 """Keys that nobody means who writes `lr` or `decay` alone: those of one run have such names."""
-_SECTIONS = {
-    "training": "train", "trainer": "train", "training_args": "train", "training_arguments": "train",
-    "evaluation": "eval", "validation": "eval", "checkpointing": "checkpoint", "checkpointer": "checkpoint",
-    "lora": "adapter", "lora_config": "adapter", "peft_config": "adapter", "logger": "logging",
-    "metric_logger": "logging", "log": "logging", "optim_config": "optimizer", "lr_scheduler_config": "schedule",
-    "distributed": "parallel", "parallelism": "parallel", "profiling": "profile",
-    "export_hf": "export", "sft": "method", "loss": "method", "scheduler_config": "schedule",
-}  # fmt: skip
-"""Whole sections of other tools, and ours."""
 
 
 def of_unknown(key: str, value: Any = None, given: Mapping[str, Any] | None = None, as_flags: bool = False) -> str:
@@ -154,7 +145,7 @@ def _of_other_tool(name: str, value: Any, given: Mapping[str, Any], as_flags: bo
         return f"unknown; did you mean --{ours(name)}?" if ours(name) else f"unknown; {choices(name)}"
     converted = convert(name, value, given)
     if converted is None and isinstance(value, Mapping):
-        return _of_whole(_SECTIONS.get(name, ""), value, given, as_flags) or _counterpart(name)
+        return _of_whole(section_of(name), value, given, as_flags) or _counterpart(name)
     if isinstance(converted, str):
         return converted if converted.startswith("not supported") else f"unknown; {converted}"
     if converted is None:
@@ -236,7 +227,7 @@ def _of_inner(section: str, name: str, value: Any, given: Mapping[str, Any]) -> 
         return feature.sentence
     converted = convert(name, value, given)
     if converted is None and isinstance(value, Mapping):
-        return _of_section(_SECTIONS.get(name, ""), value, given)[0] or None
+        return _of_section(section_of(name), value, given)[0] or None
     return converted if not isinstance(converted, dict) or fits(converted) else None
 
 
@@ -269,10 +260,10 @@ def _elsewhere(section: str, name: str) -> list[str]:
     """Keys of that very name in other places; of a misspelt section; of another tool's section; misspelt elsewhere."""
     table = {key: field for key, field in fields().items() if not key.startswith(RULES_OF_SIZES)}
     tops = list(dict.fromkeys(item.split(".")[0] for item in table if "." in item))
-    if not section and name in _SECTIONS:
-        return [_SECTIONS[name]]
+    if not section and section_of(name):
+        return [section_of(name)]
     if section and section not in tops:
-        meant = _SECTIONS.get(section) or _nearest(section, tops)
+        meant = section_of(section) or _nearest(section, tops)
         if meant is not None and (near := _nearest(name, _names_in(meant))) is not None:
             return [f"{meant}.{near}"]
     same = [item for item in table if item.rpartition(".")[2] == name and (not section or name != "name")]

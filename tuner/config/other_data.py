@@ -5,44 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
-_FORMATS = {
-    "alpaca": "alpaca", "alpaca_chat": "alpaca", "chat_template": "messages", "sharegpt": "sharegpt",
-    "completion": "text", "pretrain": "text", "openai": "messages",
-}  # fmt: skip
-_COMPONENTS: dict[str, tuple[str, str, dict[str, str]]] = {
-    "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca", {}),
-    "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", "alpaca", {}),
-    "chat_dataset": ("", "messages", {}),
-    "instruct_dataset": ("", "alpaca", {"instruction": "input"}),
-    "text_completion_dataset": ("", "text", {}),
-    "samsum_dataset": ("Samsung/samsum", "alpaca", {"instruction": "dialogue", "output": "summary"}),
-    "wikitext_dataset": ("EleutherAI/wikitext_document_level", "text", {"text": "page"}),
-    "cnn_dailymail_articles_dataset": ("ccdv/cnn_dailymail", "text", {"text": "article"}),
-    "grammar_dataset": ("liweili/c4_200m", "alpaca", {"instruction": "input"}),
-    "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", "sharegpt", {}),
-    "stack_exchange_paired_dataset": (
-        "lvwerra/stack-exchange-paired",
-        "auto",
-        {"prompt": "question", "chosen": "response_j", "rejected": "response_k"},
-    ),
-    "hh_rlhf_helpful_dataset": ("RLHFlow/HH-RLHF-Helpful-standard", "auto", {}),
-    "preference_dataset": ("", "auto", {}),
-}
-"""Builders of torchtune, each with the hub data set, the form of its records, and their columns by our names.
+from tuner.config.yaml import package_table
 
-A question and its answer are turns there, with the model's own tokens around them: an instruction and its output here,
-not a prompt and a completion, which are trained as they are.
-"""
+SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 _COLUMN_OF = {"sharegpt": "conversations", "messages": "messages", "text": "text"}
 
 
-_PAIRS: dict[str, dict[str, str]] = {
-    "intel": {"prompt": "question"}, "icr": {"prompt": "input"}, "ultra": {}, "prompt_pairs": {}, "default": {},
-    "argilla": {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"},
-    "argilla_chat": {},
-}  # fmt: skip
-"""axolotl's types of preference data sets after `chatml.`, `llama3.` and their like: columns by our names."""
+def _table(name: str) -> dict[str, Any]:
+    return dict(package_table("other_data")[name])
 
 
 def is_text(sources: Any) -> bool:
@@ -79,7 +49,7 @@ def entry(found: Mapping[str, Any]) -> dict[str, Any]:
     elif (form := _form_of(kind)) is not None:
         source["format"] = "sharegpt" if form == "messages" and _is_sharegpt(found) else form
     if isinstance(kind, str) and kind.partition(".")[0] in {"chatml", "llama3", "zephyr"}:
-        columns |= _PAIRS.get(kind.partition(".")[2], {})
+        columns |= _table("pairs").get(kind.partition(".")[2], {})
     columns |= {name: str(found[f"field_{name}"]) for name in ("chosen", "rejected") if found.get(f"field_{name}")}
     columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
     if columns and source.get("format") != "sharegpt":
@@ -141,7 +111,8 @@ def _form_of(kind: Any) -> str | None:
     """The form of the records of one of axolotl's types; None where it follows from the records."""
     if not isinstance(kind, str) or kind == "chat_template.argilla":  # whose prompt is in the answers
         return None
-    return _FORMATS.get(kind.split(".")[0].split(":")[0])
+    form: str | None = _table("formats").get(kind.split(".")[0].split(":")[0])
+    return form
 
 
 def _is_sharegpt(found: Mapping[str, Any]) -> bool:
@@ -159,8 +130,10 @@ def _columns(found: Mapping[str, Any]) -> dict[str, str]:
 def component(found: Mapping[str, Any]) -> dict[str, Any]:
     """The `dataset` of a torchtune file, as one of our sources."""
     builder = str(found.get("_component_", "")).rpartition(".")[2]
-    name, form, columns = _COMPONENTS.get(builder, ("", "auto", {}))
-    path = found.get("data_files") or found.get("source") or name or "rows.jsonl"
+    known = _table("components").get(builder)
+    form, columns = (known["form"], known.get("columns", {})) if known else ("auto", {})
+    hub = known.get("hub") if known else None
+    path = found.get("data_files") or found.get("source") or hub or "rows.jsonl"
     source: dict[str, Any] = {"path": located(str(path), found.get("split"))}
     form = "sharegpt" if found.get("conversation_style") == "sharegpt" else form
     if form != "auto":
@@ -168,7 +141,7 @@ def component(found: Mapping[str, Any]) -> dict[str, Any]:
     column, renamed = found.get("conversation_column", found.get("column")), found.get("column_map")
     if isinstance(column, str) and form in _COLUMN_OF:
         columns = {_COLUMN_OF[form]: column}
-    elif isinstance(renamed, Mapping) and (builder in _COMPONENTS or {"chosen", "rejected"} & set(renamed)):
+    elif isinstance(renamed, Mapping) and (known or {"chosen", "rejected"} & set(renamed)):
         ours = {"input": "instruction"} if "instruction" in columns else {}
         columns = columns | {ours.get(str(key), str(key)): str(theirs) for key, theirs in renamed.items() if theirs}
     columns = {key: theirs for key, theirs in columns.items() if key != theirs}
@@ -208,16 +181,7 @@ def registered(name: str, info: Mapping[str, Any], directory: str) -> str | dict
         source["format"] = "messages"
     columns = listed.get("columns") or {}
     if isinstance(columns, Mapping):
-        ours = {
-            "prompt": "instruction",
-            "query": "input",
-            "response": "output",
-            "messages": "messages",
-            "system": "system",
-            "chosen": "chosen",
-            "rejected": "rejected",
-            "kto_tag": "label",
-        }
+        ours = _table("factory_columns")
         renamed = {ours[key]: str(value) for key, value in columns.items() if key in ours}
         if source["format"] == "sharegpt":
             renamed = {"conversations" if key == "messages" else key: value for key, value in renamed.items()}

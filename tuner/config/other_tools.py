@@ -34,6 +34,16 @@ def theirs() -> dict[str, str]:
 
 
 @cache
+def _sections() -> dict[str, str]:
+    return _inverted(package_table("other_tools")["sections"])
+
+
+def section_of(name: str) -> str:
+    """Our section for another tool's; empty where it is none."""
+    return _sections().get(name, "")
+
+
+@cache
 def _notes() -> dict[str, str]:
     return _inverted(package_table("other_tools")["notes"])
 
