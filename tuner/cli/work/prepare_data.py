@@ -7,10 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from tuner.cli.command import Outcome
-from tuner.cli.work.tokens import row_texts, token_lines
 from tuner.config.load import LoadedRecipe
 from tuner.data.building.cache import cache_path, valid
-from tuner.data.building.explain import explain
 from tuner.data.building.prepare import PreparedInfo, check_prepared, prepare
 from tuner.data.building.report import done_line, report_lines
 from tuner.data.building.spec import PrepareSpec, keys_of, prepare_spec
@@ -121,6 +119,9 @@ def planned(spec: PrepareSpec, console: Console) -> Outcome:
 
 def explained(spec: PrepareSpec, count: int, terminal: bool, every_token: bool) -> Outcome:
     """The first records, with what is trained in brackets."""
+    from tuner.cli.work.tokens import row_texts, token_lines
+    from tuner.data.building.explain import explain  # which loads the encoder: what is prepared already does without
+
     rows = list(explain(spec, count))
     artifacts = {"rows": [[asdict(token) for token in row.tokens] for row in rows]}
     if not terminal:
