@@ -279,9 +279,9 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     RecipeError for a target that holds something else, DataError for a corrupt checkpoint, MachineError for a full
     disk and VerificationError, with nothing published, where the export is not the trained model.
     """
-    from tuner.export.averages import Weights
     from tuner.export.hf import run_export
     from tuner.export.plan import ExportOptions, plan_export
+    from tuner.export.source import Weights
 
     target = None if output is None else _path(output)
     shard_bytes, which = parse_bytes(shard_size), Weights.parse(weights)

@@ -197,7 +197,7 @@ def load_generator(
     if path.is_dir() or path.is_absolute() or name_or_path.startswith(("./", "../", "~")):
         found = resolve_model_path(path, warn)
         if isinstance(found, RunCheckpoint):
-            source = Source(found.run_dir, found.checkpoint)
+            source = Source.of(found)
             _require_text(name_or_path, source.head == "tokens")
             return _from_run(source)
     device, dtype = _device()
@@ -346,10 +346,10 @@ def base_of(name_or_path: str) -> tuple[str, str | None]:
     path = Path(name_or_path).absolute()
     run = next((each for each in (path, path.parent.parent) if is_run_path(each)), None)
     if run is not None:
-        facts = resolve(run).model
-        if facts.get("init") == "random":
+        source = resolve(run)
+        if source.is_random:
             raise RecipeError(f"{name_or_path}: was trained from random weights and has no base")
-        return str(facts["name_or_path"]), facts.get("revision")
+        return source.name_or_path, source.revision
     hint = "name it: --base MODEL"
     if not (path / LINEAGE).is_file():
         raise RecipeError(f"{name_or_path}: does not say from which model it was trained", hint=hint)

@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.model.tiny import VOCAB, tiny_config
+from tuner.checkpoint.load import read_probe
+from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.config.methods import Head
 from tuner.export.verify import last_logits
@@ -168,3 +170,8 @@ def recorded_probe(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS) -
             parameter.data = parameter.data.float()
     logits = last_logits(model, prompts)
     return {"input_ids": ids, "lengths": torch.tensor(lengths), "logits": logits}
+
+
+def recorded(run: Path) -> torch.Tensor:
+    """The logits that a run's checkpoint has of its probes."""
+    return read_probe(open_checkpoint(run / "checkpoints" / "step-7"))["logits"]

@@ -76,7 +76,7 @@ def test_merged_and_kept_they_are_the_trained_model(run: tuple[Path, Path], tmp_
 def test_the_model_of_a_run_is_loaded_with_them_and_others_do_not_begin_with_it(run: tuple[Path, Path]) -> None:
     directory, base = run
     found: Any = resolve_model_path(directory, lambda line: None)
-    loaded = load_trained(Source(found.run_dir, found.checkpoint))
+    loaded = load_trained(Source.of(found))
     wanted = last_logits(trained_model(directory, base, SPEC), PROMPTS)
     assert torch.allclose(last_logits(loaded, PROMPTS), wanted, atol=1e-6)
     with pytest.raises(RecipeError, match="its adapter is one of routed experts, too") as caught:

@@ -22,14 +22,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tests.export.runs import PROMPTS, write_run, write_tokenizer
+from tests.export.runs import PROMPTS, recorded, write_run, write_tokenizer
 from tests.fixtures.trainings import launch
 from tests.model.tiny import FAMILIES, VOCAB
 from tuner.api import export_hf
-from tuner.checkpoint.load import read_probe
-from tuner.checkpoint.open import open_checkpoint
 from tuner.errors import DataError, RecipeError, VerificationError
-from tuner.export import multimodal, verify
+from tuner.export import form, verify
 from tuner.generate import Prompt, Sampling, load_generator
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model, is_part, meta_model, model_config
@@ -126,10 +124,6 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 def is_language(name: str) -> bool:
     return "language_model" in name or "lm_head" in name
-
-
-def recorded(run: Path) -> torch.Tensor:
-    return read_probe(open_checkpoint(run / "checkpoints" / "step-7"))["logits"]
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:
@@ -236,9 +230,9 @@ def test_source_that_changed_or_is_gone(own_gemma: Path, tmp_path: Path) -> None
 
 def test_damaged_copy_is_not_published(gemma: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(gemma, tmp_path / "run")
-    real = multimodal.Whole.outputs
+    real = form.Whole.outputs
 
-    def other(self: multimodal.Whole, *given: Any) -> list[Any]:
+    def other(self: form.Whole, *given: Any) -> list[Any]:
         made = real(self, *given)
         at, to = (
             (
@@ -250,10 +244,10 @@ def test_damaged_copy_is_not_published(gemma: Path, tmp_path: Path, monkeypatch:
         )
         first, second = next(at), next(at)
         to = made[first]
-        made[first] = multimodal.Output(to.name, to.dtype, made[second].source)
+        made[first] = form.Output(to.name, to.dtype, made[second].source)
         return made
 
-    monkeypatch.setattr(multimodal.Whole, "outputs", other)
+    monkeypatch.setattr(form.Whole, "outputs", other)
     with pytest.raises(VerificationError, match="was not trained, and differs"):
         export_hf(run)
     assert not (run / "exports" / "step-7").exists()

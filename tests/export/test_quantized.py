@@ -13,10 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.export.runs import PROMPTS, write_base, write_run
+from tests.export.runs import PROMPTS, recorded, write_base, write_run
 from tuner.api import export_hf
-from tuner.checkpoint.load import read_probe
-from tuner.checkpoint.open import open_checkpoint
 from tuner.cli.main import main
 from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.export import quantized, verify
@@ -87,10 +85,6 @@ def make_run(made: MakeRun, tmp_path: Path) -> MakeRun:
 
 def written(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "model.safetensors")
-
-
-def recorded(run: Path) -> torch.Tensor:
-    return read_probe(open_checkpoint(run / "checkpoints" / "step-7"))["logits"]
 
 
 def test_where_codes_lose_much_the_quantised_base_is_taken(make_run: MakeRun) -> None:

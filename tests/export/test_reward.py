@@ -14,7 +14,7 @@ from peft import AutoPeftModelForSequenceClassification
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from tests.export.runs import PROMPTS, write_base, write_run
+from tests.export.runs import PROMPTS, recorded, write_base, write_run
 from tests.fixtures import forked
 from tuner.api import export_hf
 from tuner.errors import RecipeError, VerificationError
@@ -37,10 +37,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Pat
         base = write_base(place / "base", kind)
         found[kind, lora is not None] = write_run(place / "run", base, lora, head="score", amount=0.2)
     return found
-
-
-def recorded(run: Path) -> torch.Tensor:
-    return load_file(run / "checkpoints" / "step-7" / "probe.safetensors")["logits"]
 
 
 def padded(model: Any, directory: Path) -> torch.Tensor:

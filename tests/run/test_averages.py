@@ -15,7 +15,7 @@ from tuner.api import export_hf
 from tuner.checkpoint.load import read_tensors
 from tuner.checkpoint.open import newest, open_checkpoint
 from tuner.errors import DataError, RecipeError
-from tuner.export.averages import Weights
+from tuner.export.source import Weights
 from tuner.run.options import LaunchOptions
 
 SHORT = {"train__duration": "4 steps", "checkpoint__every": "2 steps", "checkpoint__keep": "3"}

@@ -62,7 +62,7 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     console = console_of("debug" if verbose else "info")
     with console.doing("loading torch", at_once=True):
         from tuner.cli.work.export_hf import export
-        from tuner.export.averages import Weights
+        from tuner.export.source import Weights
         from tuner.export.plan import ExportOptions
 
     average = Weights.parse(weights)

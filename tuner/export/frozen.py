@@ -29,6 +29,7 @@ from tuner.export.tensors import (
 from tuner.export.weights import base_model, frozen_dtype, some
 from tuner.model.build import is_part
 from tuner.model.freeze import Content, hash_of_frozen
+from tuner.model.multimodal import names_in_files
 from tuner.model.published import Published, assembled, published, state_names
 from tuner.model.stored import Stored, stored_tensors, weights_directory
 from tuner.rundir.same_base import require_same_base
@@ -59,9 +60,8 @@ class Frozen:
         self._held: Mapping[str, torch.Tensor] = {}
         if not entries:
             return
-        facts = source.model
-        if facts.get("init") != "random" and not source.given_frozen:
-            found = published_tensors(files, str(facts["name_or_path"]), facts.get("revision"))
+        if not source.is_random and not source.given_frozen:
+            found = published_tensors(files, source.name_or_path, source.revision)
             wanted = [target for entry in entries for target in entry.targets]
             names = _names_in_files(plain, wanted, found)
             if all(names.values()):
@@ -157,8 +157,6 @@ def _names_in_files(
 ) -> dict[str, str | None]:
     """What the files call each published tensor; None of one that they do not hold."""
     if is_part(plain):
-        from tuner.model.multimodal import names_in_files
-
         return names_in_files(plain, targets, found)
     prefix = f"{plain.base_model_prefix}."
     return {target: _known(target, prefix, found) for target in targets}

@@ -14,9 +14,8 @@ from typing import Any
 
 from tuner.errors import DataError, MachineError, TunerError
 from tuner.export import verify
-from tuner.export.answers import Kept
 from tuner.export.card import CARD, base_facts, card, lineage
-from tuner.export.form import Form, Itself
+from tuner.export.form import Alone, Form, Whole
 from tuner.export.frozen import require_same_frozen
 from tuner.export.merges import Merge, measured
 from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
@@ -86,30 +85,19 @@ def _lead_to(plan: ExportPlan) -> None:
         link_latest(exports, plan.output.name)
 
 
-class _RoundedAway(Exception):
-    """What was written keeps too little of what training changed."""
-
-    def __init__(self, kept: Kept | None) -> None:
-        super().__init__(kept)
-        self.kept = kept
-
-
 def _written_and_proven(plan: ExportPlan, started: float) -> ExportReport:
     """With `auto` in bf16, or in fp32 where rounding to bf16 would cost more than a fifth of the training."""
     if plan.dtype != "auto":
         return _attempt(plan, started)
-    try:
-        return _attempt(replace(plan, dtype="bf16"), started, may_lose=False)
-    except _RoundedAway as lost:
-        return _attempt(replace(plan, dtype="fp32"), started, lost=lost)
+    return _attempt(replace(plan, dtype="bf16"), started, otherwise=replace(plan, dtype="fp32"))
 
 
 def _attempt(
-    plan: ExportPlan, started: float, may_lose: bool = True, lost: _RoundedAway | None = None
+    plan: ExportPlan, started: float, otherwise: ExportPlan | None = None, lost: Proof | None = None
 ) -> ExportReport:
-    """Write, prove and publish, unless it loses too much where it may not: then _RoundedAway is raised.
+    """Write, prove and publish; what loses too much is not published where there is another plan for it.
 
-    ``lost`` is why it is not bf16.
+    ``lost`` is what bf16 loses, where that is why it is not bf16.
     """
     with quiet():
         trained = trained_skeleton(plan.source)
@@ -132,22 +120,22 @@ def _attempt(
             if plan.adapter != "keep":
                 form.require_written(directory)
             proof = prove(plan, directory, trained, probes, form, padding, merge)
-        if proof.is_rounded_away and not may_lose:
-            raise _RoundedAway(proof.kept)
-        _write_identity(plan, directory, digests, padding, _measures(plan, merge, proof, lost))
-        if is_done(plan):  # by another process meanwhile: its bytes are the same
-            return _report(replace(plan, done=True), None, None, started)
-        publish_dir(directory, plan.output)
+        again = otherwise if proof.is_rounded_away else None
+        if again is None:
+            _write_identity(plan, directory, digests, padding, _measures(plan, merge, proof, lost))
+            if is_done(plan):  # by another process meanwhile: its bytes are the same
+                return _report(replace(plan, done=True), None, None, started)
+            publish_dir(directory, plan.output)
+    if again is not None:
+        return _attempt(again, started, lost=proof)
     return replace(_report(plan, proof, probes, started), id_probes=id_probes)
 
 
 def form_of(plan: ExportPlan, trained: Trained) -> Form:
     """What the directory will hold of the trained model. Raises DataError and RecipeError where it cannot."""
     if not is_part(trained.plain):
-        return Itself(trained, read_config(plan.source))
-    from tuner.export.multimodal import Alone, Whole
-
-    return Alone(plan.source, trained.plain) if plan.text_only else Whole(plan.source, trained.plain)
+        return Form(trained, read_config(plan.source))
+    return (Alone if plan.text_only else Whole)(plan.source, trained)
 
 
 def write_files(
@@ -185,12 +173,11 @@ def base_named(source: Source, name: str | None) -> tuple[str | None, str | None
 
     Both are None where there is no base model: it was trained from random weights.
     """
-    revision = source.model.get("revision")
     if name is not None:
-        return name, revision if name == source.hub_name else None
-    if source.model.get("init") == "random":
+        return name, source.revision if name == source.hub_name else None
+    if source.is_random:
         return None, None
-    return source.hub_name or str(Path(str(source.model["name_or_path"])).absolute()), revision
+    return source.hub_name or str(Path(source.name_or_path).absolute()), source.revision
 
 
 def read_probes(source: Source) -> verify.Probes:
@@ -207,7 +194,7 @@ def read_probes(source: Source) -> verify.Probes:
     return replace(recorded, logits=verify.last_logits(model, recorded.prompts), recorded=False)
 
 
-def _measures(plan: ExportPlan, merge: Merge | None, proof: Proof, lost: _RoundedAway | None) -> dict[str, Any]:
+def _measures(plan: ExportPlan, merge: Merge | None, proof: Proof, lost: Proof | None) -> dict[str, Any]:
     """What the export says of what was measured, and which type `auto` takes where that was found."""
     facts: dict[str, Any] = {}
     if merge is not None:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tuner.errors import DataError, RecipeError
-from tuner.export.averages import TRAINED, Weights, in_words, path_of
 from tuner.export.quantized import published_codes
-from tuner.export.source import Source, resolve, warn_of_better
+from tuner.export.source import TRAINED, Source, Weights, in_words, path_of, resolve, warn_of_better
 from tuner.rundir.exports import LINEAGE, has_options
 from tuner.rundir.layout import export_dir
 from tuner.rundir.model_path import Warn, Which, ignore_warning
@@ -125,7 +124,7 @@ def plan_export(
         raise RecipeError(f"--base {options.base}: the run's base was not quantised", hint="leave it out")
     if options.base == "original" and published_codes(source) is not None:
         raise RecipeError(
-            f"--base original: {source.model['name_or_path']} holds {source.quantize} codes, and no other weights",
+            f"--base original: {source.name_or_path} holds {source.quantize} codes, and no other weights",
             hint="leave it out",
         )
     kind: Literal["", "adapter", "text"] = "adapter" if is_kept else "text" if options.text_only else ""

@@ -137,10 +137,9 @@ def base_of_kind(
 
 def published_codes(source: Source) -> PublishedCodes | None:
     """The codes that the base's files hold in place of weights; None where they hold weights."""
-    facts = source.model
-    if facts.get("init") == "random" or not holds_codes(str(facts["name_or_path"]), facts.get("revision")):
+    if source.is_random or not holds_codes(source.name_or_path, source.revision):
         return None
-    return PublishedCodes(str(facts["name_or_path"]), facts.get("revision"))
+    return PublishedCodes(source.name_or_path, source.revision)
 
 
 @torch.no_grad()

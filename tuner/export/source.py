@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from tuner.checkpoint.manifest import step_dirs
+from tuner.checkpoint.manifest import step_dirs, step_name
 from tuner.config.methods import Head
 from tuner.errors import DataError, RecipeError
-from tuner.export.averages import TRAINED, Weights, averaged_over
 from tuner.rundir.layout import EMA_PREFIX, MODEL_PREFIX
 from tuner.rundir.model_path import HfDirectory, RunCheckpoint, Warn, Which, ignore_warning, resolve_model_path
 from tuner.rundir.record import best_value, read_run
@@ -22,14 +21,95 @@ if TYPE_CHECKING:
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
+_MEAN = re.compile(r"mean:(\d{1,6})")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The trained weights, their exponential average (``ema``), or the mean of the last ``count`` checkpoints."""
+
+    kind: Literal["trained", "ema", "mean"] = "trained"
+    count: int = 1
+
+    @staticmethod
+    def parse(text: str) -> Weights:
+        """Read `trained`, `ema` or `mean:N`. Raises RecipeError."""
+        if text in ("trained", "ema"):
+            return Weights("ema" if text == "ema" else "trained")
+        match = _MEAN.fullmatch(text)
+        if match is None or int(match[1]) < 2:
+            raise RecipeError(f"--weights {text}: not one of trained, ema, mean:N", hint="write ema, or mean:5")
+        return Weights("mean", int(match[1]))
+
+    @property
+    def suffix(self) -> str:
+        """Its part of the name of an export's directory; empty for the trained weights."""
+        return {"trained": "", "ema": "ema", "mean": f"mean-{self.count}"}[self.kind]
+
+
+TRAINED = Weights()
+
 
 @dataclass(frozen=True)
 class Source(RunCheckpoint):
-    """A checkpoint of a run, with the facts that its manifest holds, and which of its weights are meant."""
+    """A checkpoint of a run, which of its weights are meant, and what its manifest says of the trained model."""
 
+    meta: Mapping[str, Any]
+    """All facts of the manifest."""
+    recipe: Mapping[str, Any]
+    model_section: Mapping[str, Any]
+    """The recipe's section of the model."""
+    model: Mapping[str, Any]
+    """Facts of the model that was trained: config, licence, what was left untouched."""
+    name_or_path: str
+    """Of the base model."""
+    revision: str | None
+    is_random: bool
+    """Whether the base's weights were drawn."""
+    hub_name: str | None
+    """The base model's hub name; None where it was a local directory or nothing."""
+    new_ids: range
+    """Ids of the tokens that the run added to the base model's."""
+    adapter: Mapping[str, Any] | None
+    """None where all parameters were trained."""
+    quantize: str
+    """How the frozen base was quantised while the adapter was trained: none, nf4 or int8."""
+    given_frozen: bool
+    """Whether weights that the run did not train came from elsewhere than the base model (`model.init_from`)."""
+    head: Head
+    """What was trained on the decoder: an output layer, or a reward model's score."""
     weights: Weights = TRAINED
     averaged: tuple[CheckpointInfo, ...] = ()
     """The checkpoints whose mean is meant, this one first; empty where no mean is."""
+
+    @staticmethod
+    def of(found: RunCheckpoint, weights: Weights = TRAINED, averaged: tuple[CheckpointInfo, ...] = ()) -> Source:
+        """Read the facts of a checkpoint's manifest. Raises DataError where it does not say what was trained."""
+        meta = found.checkpoint.meta
+        model, recipe, adapter = meta.get("model"), _facts(meta.get("recipe")), _facts(meta.get("adapter"))
+        if not isinstance(model, Mapping):
+            raise DataError(f"{found.path}: its manifest does not say which model was trained")
+        section, is_random = _facts(recipe.get("model")), model.get("init") == "random"
+        name = str(model.get("name_or_path", ""))
+        return Source(
+            found.run_dir,
+            found.checkpoint,
+            meta=meta,
+            recipe=recipe,
+            model_section=section,
+            model=model,
+            name_or_path=name,
+            revision=model.get("revision"),
+            is_random=is_random,
+            hub_name=None if is_random else hub_name(name),
+            new_ids=range(*(model.get("new_ids") or (0, 0))),
+            adapter=adapter if adapter and adapter.get("kind", "lora") != "none" else None,
+            quantize=str(section.get("quantize", "none")),
+            given_frozen=bool(_facts(meta.get("init_from")).get("frozen")),
+            head="score" if _facts(recipe.get("method")).get("kind") == "reward" else "tokens",
+            weights=weights,
+            averaged=averaged,
+        )
 
     @property
     def prefix(self) -> str:
@@ -46,64 +126,10 @@ class Source(RunCheckpoint):
         """Optimizer steps that the checkpoint has seen."""
         return self.checkpoint.step
 
-    @property
-    def meta(self) -> Mapping[str, Any]:
-        """The run's facts in the checkpoint's manifest: recipe, model, adapter, tokenizer hash."""
-        facts = self.checkpoint.meta
-        if not isinstance(facts.get("model"), Mapping):
-            raise DataError(f"{self.checkpoint.path}: its manifest does not say which model was trained")
-        return facts
 
-    @property
-    def model(self) -> Mapping[str, Any]:
-        """Name, revision, initialisation and config of the model that was trained."""
-        facts: Mapping[str, Any] = self.meta["model"]
-        return facts
-
-    @property
-    def recipe(self) -> Mapping[str, Any]:
-        """The recipe of the run as its checkpoint recorded it."""
-        recipe = self.meta.get("recipe")
-        return recipe if isinstance(recipe, Mapping) else {}
-
-    @property
-    def adapter(self) -> Mapping[str, Any] | None:
-        """The adapter's facts, or None where all parameters were trained."""
-        adapter = self.meta.get("adapter")
-        if not isinstance(adapter, Mapping) or adapter.get("kind", "lora") == "none":
-            return None
-        return adapter
-
-    @property
-    def quantize(self) -> str:
-        """How the frozen base was quantised while the adapter was trained: none, nf4 or int8."""
-        model = self.recipe.get("model")
-        return str(model.get("quantize", "none")) if isinstance(model, Mapping) else "none"
-
-    @property
-    def given_frozen(self) -> bool:
-        """Whether weights that the run did not train came from elsewhere than the base model (`model.init_from`)."""
-        given = self.meta.get("init_from")
-        return isinstance(given, Mapping) and bool(given.get("frozen"))
-
-    @property
-    def head(self) -> Head:
-        """What was trained on the decoder: an output layer, or a reward model's score."""
-        method = self.recipe.get("method")
-        return "score" if isinstance(method, Mapping) and method.get("kind") == "reward" else "tokens"
-
-    @property
-    def new_ids(self) -> range:
-        """Ids of the tokens that the run added to the base model's."""
-        start, stop = self.model.get("new_ids") or (0, 0)
-        return range(start, stop)
-
-    @property
-    def hub_name(self) -> str | None:
-        """The base model's hub name, or None where it was a local directory or nothing."""
-        if self.model.get("init") == "random":
-            return None
-        return hub_name(str(self.model.get("name_or_path", "")))
+def _facts(value: object) -> Mapping[str, Any]:
+    """Facts of a manifest; none where it has something else there."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def resolve(
@@ -125,7 +151,7 @@ def resolve(
     if isinstance(found, HfDirectory):
         raise RecipeError(f"{found.path}: neither a run nor a checkpoint, but a Hugging Face directory already")
     averaged = averaged_over(found.checkpoint, weights) if weights.kind == "mean" else ()
-    source = Source(found.run_dir, found.checkpoint, weights, averaged)
+    source = Source.of(found, weights, averaged)
     if weights.kind == "ema" and not any(name.startswith(EMA_PREFIX) for name in found.checkpoint.index()):
         before = [step for step, _ in step_dirs(found.checkpoint.path.parent) if step < source.step]
         hint = "train with ema.decay: 0.999" + (", or average the last ones: --weights mean:2" if before else "")
@@ -176,3 +202,40 @@ def hub_name(name: str) -> str | None:
     """The name if it can be a hub name (`model` or `owner/model`), None for a local path."""
     local = not _HUB_NAME.fullmatch(name) or name.startswith(".") or Path(name).exists()
     return None if local else name
+
+
+def averaged_over(last: CheckpointInfo, weights: Weights) -> tuple[CheckpointInfo, ...]:
+    """The checkpoints whose mean is meant, the newest first: ``last`` and those of the same run before it.
+
+    ``last`` alone unless a mean is asked for. Raises DataError where there are too few, or one is damaged.
+    """
+    from tuner.checkpoint.open import open_checkpoint
+
+    if weights.kind != "mean":
+        return (last,)
+    before = [(step, path) for step, path in step_dirs(last.path.parent) if step < last.step]
+    if len(before) < weights.count - 1:
+        there = ", ".join(step_name(step) for step in (last.step, *(step for step, _ in before)))
+        every = last.step // weights.count
+        hints = (
+            f"write --weights mean:{len(before) + 1}" if before else "",
+            f"train with checkpoint.every: {every} steps and checkpoint.keep: {weights.count}" if every else "",
+        )
+        raise DataError(
+            f"{last.path.parent}: the mean of {weights.count} checkpoints up to {step_name(last.step)} needs more than "
+            f"the {len(before) + 1} that are there: {there}",
+            hint=", or ".join(filter(None, hints)) or None,
+        )
+    return (last, *(open_checkpoint(path, shards=False) for _, path in before[: weights.count - 1]))
+
+
+def in_words(weights: Weights, steps: Sequence[int]) -> str:
+    """What an export says of its weights, by the steps of their checkpoints."""
+    if weights.kind == "ema":
+        return "exponential moving average"
+    return f"mean of the checkpoints of steps {', '.join(map(str, sorted(steps)))}"
+
+
+def path_of(directory: Path, weights: Weights) -> Path:
+    """Where an export of these weights goes, next to that of the trained ones in ``directory``."""
+    return directory.with_name("-".join(filter(None, (directory.name, weights.suffix))))

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from tuner.checkpoint.load import read_tensors
-from tuner.checkpoint.open import CheckpointInfo
 from tuner.config.methods import Head
 from tuner.config.recipe import ModelSection
 from tuner.errors import DataError
@@ -63,24 +62,21 @@ def load_trained(source: Source) -> PreTrainedModel:
 def require_tensors(source: Source, wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Raise DataError unless each checkpoint's model tensors are these, by their names in the model, of these shapes.
     """
+    prefix = source.prefix
     for info in source.checkpoints:
-        _require_tensors(info, source.prefix, wanted)
-
-
-def _require_tensors(info: CheckpointInfo, prefix: str, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    held = {key.removeprefix(prefix): entry for key, entry in info.index().items() if key.startswith(prefix)}
-    for problem, names in (("missing", wanted.keys() - held.keys()), ("unexpected", held.keys() - wanted.keys())):
-        if names:
-            raise DataError(f"{info.path}: model tensors are {problem}: {some(sorted(names))}")
-    for name, shape in wanted.items():
-        if held[name].shape != shape:
-            raise DataError(f"{info.path}: {name} has shape {list(held[name].shape)}, the model has {list(shape)}")
+        held = {key.removeprefix(prefix): entry for key, entry in info.index().items() if key.startswith(prefix)}
+        for problem, names in (("missing", wanted.keys() - held.keys()), ("unexpected", held.keys() - wanted.keys())):
+            if names:
+                raise DataError(f"{info.path}: model tensors are {problem}: {some(sorted(names))}")
+        for name, shape in wanted.items():
+            if held[name].shape != shape:
+                raise DataError(f"{info.path}: {name} has shape {list(held[name].shape)}, the model has {list(shape)}")
 
 
 def trainable_spec_of(source: Source) -> TrainableSpec:
     """Which parameters the run trained."""
     lora = None if source.adapter is None else lora_spec(source.adapter)
-    return TrainableSpec(lora, source.recipe.get("model", {}).get("freeze") or (), source.new_ids)
+    return TrainableSpec(lora, source.model_section.get("freeze") or (), source.new_ids)
 
 
 def read_config(source: Source) -> PretrainedConfig:
@@ -107,7 +103,7 @@ def plain_model(config: PretrainedConfig, head: Head) -> PreTrainedModel:
 
 def frozen_dtype(source: Source) -> torch.dtype:
     """Type in which frozen base weights were held in training, as the checkpoint recorded it."""
-    return DTYPES.get(str(source.recipe.get("model", {}).get("dtype")), torch.float32)
+    return DTYPES.get(str(source.model_section.get("dtype")), torch.float32)
 
 
 def lora_spec(adapter: Mapping[str, Any]) -> LoraSpec:
@@ -135,11 +131,9 @@ def plain_base(source: Source) -> PreTrainedModel:
     What training quantised is quantised and turned back. Where no directory holds the base as it was trained (random
     weights, changed config, codes alone) it is built as the run did.
     """
-    facts = source.model
-    is_as_published = facts.get("init") != "random" and not source.recipe.get("model", {}).get("config")
-    is_as_published = is_as_published and not source.given_frozen
+    is_as_published = not (source.is_random or source.model_section.get("config") or source.given_frozen)
     if is_as_published and (source.quantize == "none" or published_codes(source) is None):
-        name, revision = facts["name_or_path"], facts.get("revision")
+        name, revision = source.name_or_path, source.revision
         vet_config(name, revision)
         vet_weights(name, revision)
         labels = {"num_labels": 1} if source.head == "score" else {}
@@ -171,13 +165,12 @@ def base_model(source: Source) -> PreTrainedModel:
 
     Of files that hold codes alone, what these stand for, in float32.
     """
-    facts = source.model
     is_coded = source.quantize != "none" and published_codes(source) is not None
     spec = ModelSpec(
-        name_or_path=str(facts["name_or_path"]),
-        revision=facts.get("revision"),
-        random_init=facts.get("init") == "random",
-        config_overrides=source.recipe.get("model", {}).get("config", {}),
+        name_or_path=source.name_or_path,
+        revision=source.revision,
+        random_init=source.is_random,
+        config_overrides=source.model_section.get("config", {}),
         new_ids=source.new_ids,
         head=source.head,
         quantize=reading_quantizer(source) if is_coded else None,
@@ -193,7 +186,7 @@ def _give_frozen(source: Source, model: PreTrainedModel) -> None:
     from tuner.init_from.give import give_frozen
     from tuner.init_from.target import target_of
 
-    section, trainable, config = ModelSection(**source.recipe["model"]), trainable_spec_of(source), read_config(source)
+    section, trainable, config = ModelSection(**source.model_section), trainable_spec_of(source), read_config(source)
     plain, adapted = (meta_model(config, torch.float32, source.head) for _ in range(2))
     trainable.apply(adapted, seed=0)
     give_frozen(section.init_from, target_of(plain, adapted, trainable), model)

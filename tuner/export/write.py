@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from tuner.data.encoding.loaded_template import LoadedTemplates
 from tuner.data.encoding.template import unless_refused
@@ -207,10 +208,7 @@ def write_generation_config(directory: Path, source: Source, config: PretrainedC
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """No progress bars and no remarks of transformers and peft inside the block."""
-    from transformers.utils import logging as transformers_logging
-
     logging: Any = transformers_logging
-
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()

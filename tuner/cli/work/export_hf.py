@@ -71,8 +71,8 @@ def _reported(report: ExportReport, plan: ExportPlan, console: Console) -> Outco
 
 def _remember_base(plan: ExportPlan) -> None:
     """Note on this machine which model an export outside its run came from: the export itself holds no local path."""
-    facts = plan.source.model
-    if plan.source.hub_name is not None or facts.get("init") == "random":
+    source = plan.source
+    if source.hub_name is not None or source.is_random:
         return
     # A cache that cannot be written, or has a link there, costs `--compare base` its default, nothing else.
     with suppress(OSError, MachineError, DataError):
@@ -80,4 +80,4 @@ def _remember_base(plan: ExportPlan) -> None:
         record.parent.mkdir(parents=True, exist_ok=True)
         for leftover in record.parent.glob(f"{TMP_PREFIX}{record.name}-*"):
             leftover.unlink(missing_ok=True)
-        write_json(record, {"base": facts["name_or_path"], "revision": facts.get("revision")})
+        write_json(record, {"base": source.name_or_path, "revision": source.revision})
