@@ -155,7 +155,7 @@ def campaign(directory: Path, kills: int, seed: int, start: Start = subprocess.P
 
 def kill_points(directory: Path, kills: int, seed: int) -> list[int]:
     """Numbers of steps of the whole ladder after which it is killed."""
-    total = sum(rung.course.total_steps for rung in rungs_of(load_recipe(directory / "ladder.yaml", cwd=directory)))
+    total = sum(rung.plan.total_steps for rung in rungs_of(load_recipe(directory / "ladder.yaml", cwd=directory)))
     return sorted(random.Random(seed).sample(range(1, total), kills))
 
 

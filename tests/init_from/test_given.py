@@ -31,19 +31,9 @@ from tuner.setup.resolve import resolve
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_family(tmp_path_factory.mktemp("models") / "base")
-
-
-@pytest.fixture(scope="module")
 def lora(base: Path) -> tuple[Path, TENSORS]:
     """An adapter as peft saves it, and what it makes of the base."""
     return write_peft(base, base.parent / "lora")
-
-
-@pytest.fixture(scope="module")
-def other(base: Path) -> Path:
-    return write_family(base.parent / "other", seed=2)
 
 
 def test_a_model_directory_replaces_every_weight(base: Path, other: Path) -> None:

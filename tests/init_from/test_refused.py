@@ -19,16 +19,6 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_family(tmp_path_factory.mktemp("models") / "base")
-
-
-@pytest.fixture(scope="module")
-def other(base: Path) -> Path:
-    return write_family(base.parent / "other", seed=2)
-
-
-@pytest.fixture(scope="module")
 def adapter(base: Path) -> Path:
     return write_peft(base, base.parent / "adapter")[0]
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tuner.config.ladder import LadderSection
 from tuner.errors import RecipeError
-from tuner.ladder.batch import micro_tokens_of, solve
 from tuner.ladder.rules import target_batch_tokens
+from tuner.ladder.rungs import micro_tokens_of, solve
 
 ROW = 8192
 # Sizes of OLMo-core's ladder on at most 64 GPUs: parameters, at least so many processes; target and tokens of a

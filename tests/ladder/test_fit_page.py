@@ -12,8 +12,7 @@ from tests.browser import Browser, chromium
 from tests.ladder import made
 from tuner.errors import RecipeError
 from tuner.ladder.fit import Settings
-from tuner.ladder.fit_charts import optimum
-from tuner.ladder.fit_page import MARK, check_output, figures_of, fit_page, write_fit_page
+from tuner.ladder.fit_page import MARK, check_output, figures_of, fit_page, optimum, write_fit_page
 from tuner.ladder.forecast import Forecast, Question, forecast
 from tuner.ladder.law import Size
 from tuner.ladder.points import read_points

@@ -6,7 +6,7 @@ import pytest
 
 from tuner.config.ladder import LadderSection, PowerLaw, short_count
 from tuner.errors import RecipeError
-from tuner.ladder.rules import beta2, course, peak_lr, target_batch_tokens
+from tuner.ladder.rules import beta2, peak_lr, step_plan, target_batch_tokens
 
 RATES = {60: 0.002859, 100: 0.002411, 190: 0.001947, 370: 0.001559, 1000: 0.001119, 7000: 0.000585, 13000: 0.000476}
 
@@ -18,7 +18,7 @@ def test_rates_are_those_of_olmo_core(millions: int, rate: float) -> None:
 
 def test_marks_of_190m_are_those_of_olmo_core() -> None:
     """Ends of the periods, and before their decays; half a multiple first, then doubled."""
-    found = course(LadderSection(), 190_000_000, 524288)
+    found = step_plan(LadderSection(), 190_000_000, 524288)
     assert found.ends == (3624, 7248, 14496, 28992)
     assert found.decays == (3261, 6885, 13771, 27542)
     assert found.periods == (3624, 3624, 7248, 14496) and found.total_steps == 28992
@@ -39,7 +39,7 @@ def test_the_rate_falls_between_the_marks() -> None:
     from tuner.train.plan import plan_steps
     from tuner.train.schedule import build_schedule
 
-    found = course(LadderSection(), 190_000_000, 524288)
+    found = step_plan(LadderSection(), 190_000_000, 524288)
     section = WsdPeriodsSchedule(
         periods=tuple(Duration.parse(f"{steps} steps") for steps in found.periods), decay=Duration.parse("10%")
     )
@@ -62,13 +62,13 @@ def test_rules_are_keys() -> None:
     section = LadderSection.model_validate(
         {"sizes": ["3M"], "tokens": "2 * N", "multiples": [1, 3], "decay": "20%", "warmup_tokens": "600K"}
     )
-    found = course(section, 3_000_000, 30_000)
+    found = step_plan(section, 3_000_000, 30_000)
     assert (found.ends, found.decays, found.warmup_steps) == ((200, 600), (160, 520), 20)
 
 
 def test_a_period_without_steps_is_refused() -> None:
     with pytest.raises(RecipeError, match="100,000 parameters have no steps for the period that ends at 0.5"):
-        course(LadderSection(), 100_000, 2_000_000)
+        step_plan(LadderSection(), 100_000, 2_000_000)
 
 
 @pytest.mark.parametrize(

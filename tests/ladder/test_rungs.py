@@ -15,8 +15,7 @@ from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import RecipeText, load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import RecipeError
-from tuner.ladder.rungs import rungs_of
-from tuner.ladder.shapes import Proportions, shape_of
+from tuner.ladder.rungs import Proportions, rungs_of, shape_of
 
 
 def test_a_rung_is_an_ordinary_recipe(tmp_path: Path) -> None:
@@ -50,7 +49,7 @@ def test_the_recipes_own_values_stay_where_a_rule_says_recipe(tmp_path: Path) ->
     small, _ = rungs_of(load_recipe(tree, cwd=tmp_path))
     recipe = small.loaded.recipe
     assert (recipe.optimizer.lr, recipe.optimizer.model_dump()["betas"]) == (1e-3, [0.8, 0.9])
-    assert recipe.train.global_batch_size == 8 and small.course.total_steps == 6
+    assert recipe.train.global_batch_size == 8 and small.plan.total_steps == 6
 
 
 def test_processes_grow_with_the_batch(tmp_path: Path) -> None:

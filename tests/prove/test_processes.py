@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tuner.errors import MachineError
-from tuner.prove.processes import Failure, in_processes
+from tuner.prove.prove import Failure, in_processes
 
 
 def children() -> set[str]:

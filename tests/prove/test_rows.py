@@ -8,7 +8,7 @@ import pytest
 from tuner.config.methods import DpoMethod, KtoMethod, PretrainMethod, SftMethod
 from tuner.config.methods import Method as MethodSection
 from tuner.parallel.mesh import Mesh
-from tuner.prove.rows import STEPS_APART, Rows
+from tuner.prove.training import STEPS_APART, Rows
 from tuner.prove.twin import LONGEST, ROWS
 from tuner.train.methods.method import build_method
 

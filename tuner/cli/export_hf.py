@@ -62,8 +62,8 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     console = console_of("debug" if verbose else "info")
     with console.doing("loading torch", at_once=True):
         from tuner.cli.work.export_hf import export
-        from tuner.export.source import Weights
         from tuner.export.plan import ExportOptions
+        from tuner.export.source import Weights
 
     average = Weights.parse(weights)
     options = ExportOptions(dtype, adapter, shard_bytes, _named(base_model), text_only, base, average)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tuner.errors import DataError
+from tuner.runtime.files import write_atomic
 
 Result = Mapping[str, Any]
 
@@ -77,7 +78,5 @@ def read_results(path: Path) -> list[Result]:
 
 def write_results(path: Path, results: Sequence[Result]) -> None:
     """Write results, one a line, whole or not at all. Raises OSError."""
-    from tuner.runtime.files import write_atomic
-
     text = "".join(json.dumps(result, ensure_ascii=False) + "\n" for result in results)
     write_atomic(path, text.encode("utf-8", "replace"))

@@ -20,7 +20,7 @@ from lm_eval.api.model import LM
 from tuner.config.eval_tasks import HARNESS, EvalTask
 from tuner.errors import RecipeError, TunerError
 from tuner.evals.figures import Result
-from tuner.evals.requests import Asker, Request
+from tuner.evals.requests import Asker
 from tuner.evals.scorer import Scorer
 from tuner.evals.task import ScoredTask, TaskScore
 from tuner.runtime.plugins import naming
@@ -86,7 +86,9 @@ class AskedModel(LM):  # type: ignore[misc]
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Log-likelihood in nats of each continuation after its context, and whether it is the greedy one."""
         asked = [self._asker.pair(request.args[0], request.args[1]) for request in requests]
-        return [(one.log_likelihood, one.is_greedy) for one in self._scorer.likelihoods(self._fitted(asked))]
+        requests_that_fit, cut = self._asker.fitted(asked)
+        self.cut += cut
+        return [(one.log_likelihood, one.is_greedy) for one in self._scorer.likelihoods(requests_that_fit)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Log-likelihood in nats of each text."""
@@ -110,11 +112,6 @@ class AskedModel(LM):  # type: ignore[misc]
             limits.append(limit)
             stops.append([until] if isinstance(until, str) else [stop for stop in until if stop])
         return self._scorer.answers(prompts, limits, stops)
-
-    def _fitted(self, requests: Sequence[Request]) -> list[Request]:
-        fitted = [request.cut(self._asker.longest) for request in requests]
-        self.cut += sum(before.context != after.context for before, after in zip(requests, fitted, strict=True))
-        return fitted
 
 
 @contextmanager

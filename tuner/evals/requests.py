@@ -74,6 +74,11 @@ class Asker:
                 return found[0]
         return self.tokenizer.eos_ids[0] if self.tokenizer.eos_ids else 0
 
+    def fitted(self, requests: Sequence[Request]) -> tuple[list[Request], int]:
+        """Requests whose contexts leave room in a forward, and how many of them lost their beginning."""
+        fitted = [request.cut(self.longest) for request in requests]
+        return fitted, sum(before.context != after.context for before, after in zip(requests, fitted, strict=True))
+
     def _rendered(self, prompt: str) -> str:
         return self.tokenizer.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
 

@@ -18,6 +18,7 @@ from tuner.model.decode import greedy
 from tuner.model.output_layer import Head, OutputLayer, block_logits, product_dtype, spans
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import sync_gradients
+from tuner.parallel.gathered import gathered
 from tuner.runtime.device import to_device
 from tuner.runtime.process import Collective, gloo_group
 from tuner.train.step import StepConfig, positions_of
@@ -125,8 +126,6 @@ class Scorer:
     def _gathered(self) -> AbstractContextManager[None]:
         if not self.is_whole or not self.step_config.mesh.is_sharded:
             return nullcontext()
-        from tuner.parallel.gathered import gathered
-
         return gathered(self.root)
 
     def _judged(self, row: Sequence[_Document], requests: Sequence[Request]) -> torch.Tensor:

@@ -88,8 +88,7 @@ class ItemsTask(ScoredTask):
     def _choices(self, scorer: Scorer) -> tuple[list[dict[str, Any]], int]:
         items = [item for item in self.items.items if isinstance(item, Choice)]
         asked = [self.asker.answer(item.prompt, choice) for item in items for choice in item.choices]
-        requests = [request.cut(self.asker.longest) for request in asked]
-        cut = sum(before.context != after.context for before, after in zip(asked, requests, strict=True))
+        requests, cut = self.asker.fitted(asked)
         said = iter(scorer.likelihoods(requests))
         return [_chosen(item, [next(said) for _ in item.choices]) for item in items], cut
 

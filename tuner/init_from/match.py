@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from tuner.config.recipe import InitFrom
 from tuner.errors import RecipeError, TunerError
-from tuner.init_from.adapters import give_adapter
-from tuner.init_from.fit import fit, takes
 from tuner.init_from.names import brief, fits, is_renamed, nearest, renamed
-from tuner.init_from.plan import KEY, SHOWN, Gift, InitPlan, Matched, Unclear, listed
-from tuner.init_from.sources import LORA_A, LORA_B, MAGNITUDE, open_source
-from tuner.init_from.target import Target
+from tuner.init_from.plan import KEY, SHOWN, Gift, How, InitPlan, Matched, Unclear, listed
+from tuner.init_from.sources import LORA_A, LORA_B, MAGNITUDE, AdapterFacts, SourceTensor, open_source
+from tuner.init_from.target import Place, Target
 
 MOST = 8
 """Problems that are shown at once."""
@@ -210,3 +210,113 @@ def _require_all(one: Matched, target: Target) -> None:
             (f"the nearest there are {', '.join(near)}: rename it" if near else "rename its tensors")
             + ", say which to take with load, or write strict: false",
         )
+
+
+def give_adapter(
+    one: Matched, target: Target, layers: Mapping[str, Mapping[str, str]], homeless: list[tuple[str, str]]
+) -> None:
+    """An adapter's tensors: into this run's own adapter, or into the weights that it was made for."""
+    facts = one.source.adapter
+    assert facts is not None
+    keeps = one.entry.adapter == "keep" or (one.entry.adapter == "auto" and bool(target.scales))
+    if keeps and not target.scales:
+        one.refuse("keeps an adapter, and the recipe has none", "set adapter.kind, or write adapter: merge", "adapter")
+        return
+    if keeps and facts.use_dora != target.use_dora:
+        kind = "dora" if facts.use_dora else "lora"
+        one.refuse(f"the adapter of {one.source.path} is another kind than this run's", f"write adapter.kind: {kind}")
+        return
+    for layer, parts in layers.items():
+        ends = [LORA_A, LORA_B, *([MAGNITUDE] if facts.use_dora else [])]
+        if set(parts) != set(ends):
+            have, lack = sorted(parts.values())[0], [layer + end for end in ends if end not in parts]
+            one.refuse(f"{one.source.path} has {have} and no {listed(lack)}", f"leave it out: exclude: [{layer}]")
+        elif keeps:
+            _keep(one, target, layer, parts, facts, homeless)
+        elif (place := target.place_of(f"{layer}.weight")) is None:
+            homeless += [(parts[LORA_A], f"{layer}.weight")]
+        else:
+            _merge(one, target, place, layer, [parts[end] for end in ends])
+
+
+def _merge(one: Matched, target: Target, place: Place, layer: str, names: Sequence[str]) -> None:
+    a, b = (one.source.tensors[name] for name in names[:2])
+    wanted = place.shape[::-1] if layer in target.transposed else place.shape
+    made = (*b.shape[:1], *a.shape[1:])
+    if not all(takes(one, target, place, name, one.source.tensors[name]) for name in names):
+        return
+    if len(a.shape) != 2 or len(b.shape) != 2 or made != wanted or a.shape[0] != b.shape[1]:  # noqa: PLR2004
+        one.refuse(
+            f"{names[0]} {list(a.shape)} and {names[1]} {list(b.shape)} of {one.source.path} are no adapter of "
+            f"{place.name} {list(place.shape)}",
+            f"leave it out: exclude: [{layer}]",
+        )
+        return
+    one.gifts.append(Gift(one.number, place, "merged", tuple(names)))
+
+
+def _keep(
+    one: Matched,
+    target: Target,
+    layer: str,
+    parts: Mapping[str, str],
+    facts: AdapterFacts,
+    homeless: list[tuple[str, str]],
+) -> None:
+    if layer not in target.scales:
+        homeless += [(name, layer + end) for end, name in parts.items()]
+        return
+    rank = one.source.tensors[parts[LORA_A]].shape[0]
+    scale, own = facts.scale(rank), target.scales[layer]
+    if abs(scale - own) > 1e-6 * max(scale, own):
+        if any(problem.key.endswith(".adapter") for problem in one.problems):  # of another layer: said once
+            return
+        one.refuse(
+            f"{one.source.path} adds B·A times {scale:g} to {layer}, this run's adapter times {own:g}",
+            f"write adapter.r: {rank}, adapter.alpha: {facts.alpha:g} and "
+            f"adapter.use_rslora: {str(facts.use_rslora).lower()}",
+            "adapter",
+        )
+        return
+    for end, name in parts.items():
+        place = target.places[layer + end]
+        if (how := fit(one, target, place, name)) is not None:
+            one.gifts.append(Gift(one.number, place, how, (name,)))
+
+
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+
+
+def fit(one: Matched, target: Target, place: Place, name: str) -> How | None:
+    """How a tensor goes into a place; None where it does not, which is noted."""
+    tensor = one.source.tensors[name]
+    if not takes(one, target, place, name, tensor):
+        return None
+    if tensor.shape == place.shape:
+        return "whole"
+    fewer = place.grows and tensor.shape[1:] == place.shape[1:] and tensor.shape[0] < place.shape[0]
+    if fewer and one.entry.grow:
+        return "rows"
+    hint = f"leave it out: exclude: [{name}]"
+    if fewer:
+        hint = f"write grow: true to fill the first {tensor.shape[0]:,} rows; or {hint}"
+    one.refuse(f"{name} of {one.source.path} is {list(tensor.shape)}, {place.name} here is {list(place.shape)}", hint)
+    return None
+
+
+def takes(one: Matched, target: Target, place: Place, name: str, tensor: SourceTensor) -> bool:
+    """Whether a place can be given a tensor of this type; what speaks against it is noted."""
+    if place.name in target.quantized:
+        one.refuse(
+            f"{place.name} is quantised as it is read (model.quantize), and cannot be given other weights after that",
+            "write model.quantize: none, or export the given weights as a model first and name that",
+        )
+        return False
+    if tensor.dtype is None or (tensor.dtype not in _FLOATS and not _is_buffer(target, place)):
+        one.refuse(f"{name} of {one.source.path} has the type {tensor.said}, which weights do not have")
+        return False
+    return True
+
+
+def _is_buffer(target: Target, place: Place) -> bool:
+    return place.name in dict(target.skeleton.named_buffers())

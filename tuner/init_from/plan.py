@@ -71,12 +71,6 @@ class InitPlan:
     """Those that count, in order: none that a later one replaces whole."""
 
     @property
-    def replaced(self) -> list[Gift]:
-        """Those that a later entry replaces."""
-        kept = set(self.gifts)
-        return [gift for matched in self.entries for gift in matched.gifts if gift not in kept]
-
-    @property
     def kept(self) -> list[Place]:
         """The places that stay as they were."""
         given = {gift.place.name for gift in self.gifts}

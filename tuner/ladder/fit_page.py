@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tuner.errors import RecipeError
 from tuner.ladder import score
-from tuner.ladder.fit import Estimate, Parameter, parameters_of
-from tuner.ladder.fit_charts import charts_of
+from tuner.ladder.fit import Estimate, Fit, Parameter, parameters_of
 from tuner.ladder.forecast import Forecast
 from tuner.ladder.held_out import HeldOut
-from tuner.ladder.law import Size
-from tuner.ladder.points import by_rung, short
+from tuner.ladder.law import Axis, Form, Size, sizes_of
+from tuner.ladder.points import Point, by_rung, short
+from tuner.ladder.score import ScoreFit
 from tuner.rundir.page import filled
 from tuner.runtime.files import write_atomic
 
@@ -124,3 +127,176 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}
     return [_without_nan(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+PLACES = 60
+"""Values of a drawn curve."""
+MOST_RUNGS = 12
+"""Rungs that have a curve each; of more, as of others' sweeps, only the points are drawn."""
+TARGET = "target"
+Series = dict[str, Any]
+Chart = dict[str, Any]
+
+
+def charts_of(found: Forecast) -> list[Chart]:
+    """The charts of a forecast, in the order in which they are read."""
+    fit = found.fit
+    axis: Axis = "tokens" if "tokens" in fit.form.axes else "parameters"
+    drawn = [_losses(found, axis), _flops(found)] if fit.form.line is None else [_along_line(found)]
+    drawn.append(_residuals(fit))
+    if found.left_out:
+        drawn.append(_left_out(found))
+    return [*drawn, *(_score(found, score) for score in found.scores)]
+
+
+def _chart(label: str, x: str, y: str, series: list[Series], **options: Any) -> Chart:
+    return {"label": label, "x": x, "y": y, "series": series, "xLog": True, "unit": ""} | options
+
+
+def _losses(found: Forecast, axis: Axis) -> Chart:
+    """The loss over tokens, a curve for each size."""
+    fit, rungs = found.fit, by_rung(found.fit.points)
+    series = []
+    for number, (name, points) in enumerate(rungs.items()):
+        if len(rungs) <= MOST_RUNGS:
+            sizes = [Size(points[-1].parameters, tokens) for tokens in _spread([point.tokens for point in points])]
+            series.append(_curve(name, number, sizes, fit, axis, is_bare=True))
+        series.append(_dots(name, number, points, fit.figure, axis))
+    if found.target is not None:
+        most = max(point.tokens for point in fit.points)
+        reach = [min(found.target.tokens, most) / 4, found.target.tokens]
+        sizes = [Size(found.target.parameters, tokens) for tokens in _spread(reach)]
+        series += [_curve(TARGET, -1, sizes, fit, axis), *_target_series(found, axis)]
+    return _chart("Loss over tokens", axis, fit.figure, series)
+
+
+def _flops(found: Forecast) -> Chart:
+    """The loss over training FLOPs, with the lowest that the law expects of each."""
+    fit = found.fit
+    places = [size.flops for size in sizes_of(fit.points)] + ([found.target.flops] if found.target else [])
+    best = [optimum(fit, flops) for flops in _spread(places)]
+    frontier = _curve("compute-optimal", -2, best, fit, "flops")
+    rungs = by_rung(fit.points)
+    dots = [_dots(name, number, points, fit.figure, "flops") for number, (name, points) in enumerate(rungs.items())]
+    series = [frontier, *dots, *_target_series(found, "flops")]
+    return _chart("Loss over training FLOPs, and the law's optimum", "FLOPs (6 N D)", fit.figure, series)
+
+
+def _along_line(found: Forecast) -> Chart:
+    """The loss over the one axis that the points have."""
+    fit = found.fit
+    axis = fit.form.axes[0]
+    counts = [size.along(axis) for size in sizes_of(fit.points)] + ([found.target.along(axis)] if found.target else [])
+    sizes = [on_line(fit.form, count) for count in _spread(counts)]
+    rungs = by_rung(fit.points)
+    dots = [_dots(name, number, points, fit.figure, axis) for number, (name, points) in enumerate(rungs.items())]
+    assert fit.form.line is not None
+    series = [_curve("law", -2, sizes, fit, axis), *dots, *_target_series(found, axis)]
+    return _chart(f"Loss over {axis}, {fit.form.line.words()}", axis, fit.figure, series)
+
+
+def _residuals(fit: Fit) -> Chart:
+    """Measured over fitted, less one."""
+    over: dict[str, list[list[float]]] = {name: [] for name in by_rung(fit.points)}
+    for point, residual in zip(fit.points, np.expm1(fit.residuals), strict=True):
+        over[point.rung].append([point.tokens, float(residual)])
+    series = [{"name": name, "color": number, "dots": dots} for number, (name, dots) in enumerate(over.items())]
+    return _chart("Residuals: measured over fitted, less one", "tokens", "residual", series, unit="%", zero=True)
+
+
+def _left_out(found: Forecast) -> Chart:
+    """The errors on rungs that were left out, with their intervals."""
+    rungs = list(by_rung(found.fit.points))
+    series = [_error(one, rungs.index(one.rung)) for one in found.left_out]
+    if found.checked is not None:
+        series.append({**_error(found.checked, -1), "name": f"{found.checked.rung}, {TARGET}"})
+    return _chart(
+        "Each rung predicted from the others: predicted over measured, less one", "parameters", "error", series,
+        unit="%", zero=True,
+    )  # fmt: skip
+
+
+def _error(one: HeldOut, number: int) -> Series:
+    ends = [value / one.measured - 1 for value in (one.predicted.value, one.predicted.low, one.predicted.high)]
+    return {"name": one.rung, "color": number, "dots": [[one.size.parameters, *ends]]}
+
+
+def _score(found: Forecast, score: ScoreFit) -> Chart:
+    """A score over the loss."""
+    loss = found.fit.figure
+    losses = [point.figures[loss] for point in score.points]
+    ends = [*losses, *([found.loss.value] if found.loss else [])]
+    places = np.linspace(min(ends) - 0.05 * np.ptp(ends), max(ends) + 0.05 * np.ptp(ends), PLACES)
+    band = [[float(x), *_values(y)] for x, y in zip(places, score.band(places), strict=True)]
+    series: list[Series] = [{"name": "sigmoid", "color": -2, "curve": band}]
+    for number, (name, points) in enumerate(by_rung(score.points).items()):
+        dots = [[point.figures[loss], point.figures[score.figure]] for point in points]
+        series.append({"name": name, "color": number, "dots": dots})
+    predicted = found.predicted_scores.get(score.figure)
+    if predicted is not None and found.loss is not None:
+        series.append({"name": TARGET, "color": -1, "dots": [[found.loss.value, *_values(predicted)]]})
+    if score.figure in found.measured_scores and found.checked is not None:
+        dot = [found.checked.measured, found.measured_scores[score.figure]]
+        series.append({"name": f"{TARGET}, measured", "color": -1, "hollow": True, "dots": [dot]})
+    return _chart(f"{score.figure} over the loss", loss, score.figure, series, xLog=False)
+
+
+def _target_series(found: Forecast, axis: str) -> list[Series]:
+    """The target's prediction with its interval, and what was measured there."""
+    if found.target is None or found.loss is None:
+        return []
+    place = _along(found.target, axis)
+    series: list[Series] = [{"name": TARGET, "color": -1, "dots": [[place, *_values(found.loss)]]}]
+    if found.checked is not None:
+        dot = [place, found.checked.measured]
+        series.append({"name": f"{TARGET}, measured", "color": -1, "hollow": True, "dots": [dot]})
+    return series
+
+
+def _curve(name: str, number: int, sizes: Sequence[Size], fit: Fit, axis: str, is_bare: bool = False) -> Series:
+    """The law at some sizes; a bare curve has no band."""
+    estimates = fit.band(sizes)
+    values = [[value.value] if is_bare else _values(value) for value in estimates]
+    return {
+        "name": name,
+        "color": number,
+        "curve": [[_along(size, axis), *v] for size, v in zip(sizes, values, strict=True)],
+    }
+
+
+def _dots(name: str, number: int, points: Sequence[Point], figure: str, axis: str) -> Series:
+    places = [_along(Size(point.parameters, point.tokens), axis) for point in points]
+    dots = [[place, point.figures[figure]] for place, point in zip(places, points, strict=True)]
+    return {"name": name, "color": number, "dots": dots}
+
+
+def _along(size: Size, axis: str) -> float:
+    return size.flops if axis == "flops" else size.parameters if axis == "parameters" else size.tokens
+
+
+def _values(value: Estimate) -> list[float]:
+    return [value.value, value.low, value.high]
+
+
+def _spread(counts: Sequence[float]) -> list[float]:
+    """Places for a curve, evenly on a logarithmic axis, a little beyond the counts."""
+    low, high = math.log(min(counts)) - 0.1, math.log(max(counts)) + 0.1
+    return [math.exp(low + (high - low) * i / (PLACES - 1)) for i in range(PLACES)]
+
+
+def on_line(form: Form, count: float) -> Size:
+    """The size with so many of the law's one axis on its line."""
+    assert form.line is not None
+    other = math.exp(form.line.offset + form.line.slope * math.log(count))
+    return Size(count, other) if form.axes[0] == "parameters" else Size(other, count)
+
+
+def optimum(fit: Fit, flops: float) -> Size:
+    """The size with the lowest loss for so many training FLOPs, 6 N D.
+
+    Where E + A/N^a + B/D^b is least: a A/N^a = b B/D^b, so N = ((a A)/(b B))^(1/(a+b)) (C/6)^(b/(a+b)).
+    """
+    _, *rest = (float(value) for value in fit.form.natural(fit.parameters[None])[0])
+    first, second, a, b = rest
+    parameters = math.exp((math.log(a * first) - math.log(b * second) + b * math.log(flops / 6)) / (a + b))
+    return Size(parameters, flops / 6 / parameters)

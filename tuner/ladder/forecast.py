@@ -63,8 +63,8 @@ def forecast(points: Sequence[Point], question: Question) -> Forecast:
         notes += _far(decayed, target)
     for figure in question.scores:
         require_figure(rest, figure)  # a misspelt one is said before the fit, which takes seconds
-    widened = fit_widened(decayed, question.loss, question.settings, NEEDED_SIZES)
-    loss = None if target is None else widened.fit.predict([target])[0]
+    law, left_out = fit_widened(decayed, question.loss, question.settings, NEEDED_SIZES)
+    loss = None if target is None else law.predict([target])[0]
     scores, predicted = [], {}
     for figure in question.scores:
         try:
@@ -74,16 +74,16 @@ def forecast(points: Sequence[Point], question: Question) -> Forecast:
             continue
         scores.append(fit)
         if target is not None and loss is not None:
-            predicted[figure] = fit.predict(widened.fit.draws([target])[:, 0], loss.value)
+            predicted[figure] = fit.predict(law.draws([target])[:, 0], loss.value)
     return Forecast(
-        fit=widened.fit,
-        left_out=widened.left_out,
+        fit=law,
+        left_out=left_out,
         scores=scores,
         target=target,
         loss=loss,
         predicted_scores=predicted,
         measured_scores={name: own[-1].figures[name] for name in predicted if own and name in own[-1].figures},
-        checked=compared(widened.fit, own) if own else None,
+        checked=compared(law, own) if own else None,
         notes=notes,
     )
 

@@ -84,16 +84,8 @@ def widening(left: Sequence[HeldOut]) -> float:
     return max(1.0, math.sqrt(sum(one.deviations**2 for one in left) / len(left)))
 
 
-def fit_widened(points: Sequence[Point], figure: str, settings: Settings, needed: int) -> WidenedFit:
-    """Fit the law with intervals as wide as the errors on left-out rungs ask. Raises DataError for too few points."""
+def fit_widened(points: Sequence[Point], figure: str, settings: Settings, needed: int) -> tuple[Fit, list[HeldOut]]:
+    """The law with intervals as wide as the errors on left-out rungs ask, and these. Raises DataError for too few."""
     form = form_of(points, needed)
     left = held_out(points, figure, settings, form)
-    return WidenedFit(fit_law(points, figure, settings, needed, widening(left)), left)
-
-
-@dataclass(frozen=True)
-class WidenedFit:
-    """A fit, and each rung predicted without itself."""
-
-    fit: Fit
-    left_out: list[HeldOut]
+    return fit_law(points, figure, settings, needed, widening(left)), left

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from tuner.errors import DataError
+from tuner.errors import DataError, counted
 from tuner.ladder.points import Point, short
 from tuner.ladder.robust import Floats, Values
 
@@ -166,7 +166,7 @@ def form_of(points: Sequence[Point], needed: int = NEEDED_SIZES) -> Form:
         return _enough(Form(("tokens",), (float(logs[:, 1].mean()),), line), points)
     if sizes < needed:
         raise DataError(
-            f"{_count(sizes, 'size')} of model, and a fit of L = E + A/N^a + B/D^b needs at least {needed}: "
+            f"{counted(sizes, 'size')} of model, and a fit of L = E + A/N^a + B/D^b needs at least {needed}: "
             "three determine E, A and a whatever the losses are",
             hint="train more rungs of the ladder",
         )
@@ -197,7 +197,7 @@ def _enough(form: Form, points: Sequence[Point]) -> Form:
     needed = len(form.names) + 1
     if len(points) < needed:
         raise DataError(
-            f"{_count(len(points), 'point')}, and {form.text} has {len(form.names)} parameters: "
+            f"{counted(len(points), 'point')}, and {form.text} has {len(form.names)} parameters: "
             f"a fit needs at least {needed}",
             hint="train more rungs, or give each more marks",
         )
@@ -208,7 +208,3 @@ def _different(logs: Floats) -> int:
     """How many different values there are among logarithms."""
     ordered = np.sort(logs)
     return 1 + int((np.diff(ordered) > SAME_SIZE).sum())
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -8,10 +8,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tuner.ladder.record import Ladder, RungRecord
 from tuner.ladder.rules import Phase
-from tuner.rundir.record import NOT_FIGURES, read_run
+from tuner.rundir.record import NOT_FIGURES, read_run, summary
 from tuner.rundir.run_json import is_run
 
 FIRST = ("rung", "parameters", "total_parameters", "multiple", "phase", "step", "tokens", "loss")
@@ -102,3 +103,30 @@ def marks_csv(marks: Sequence[Mark]) -> str:
     for mark in marks:
         writer.writerow({name: "" if value is None else value for name, value in mark.row().items()})
     return text.getvalue()
+
+
+_NOT_STARTED: Mapping[str, Any] = {"status": "not started", "step": 0, "tokens": None, "seconds": 0}
+
+
+def statuses(ladder: Ladder) -> list[dict[str, Any]]:
+    """Each rung as JSON values: the figures of `tuner runs show`, and its marks.
+
+    A rung of which no run is there yet is `not started`. Raises DataError for a run that cannot be read.
+    """
+    return [_status(ladder, rung) for rung in ladder.rungs]
+
+
+def _status(ladder: Ladder, rung: RungRecord) -> dict[str, Any]:
+    path = ladder.run_dir(rung)
+    run = summary(read_run(path)) if is_run(path) else _NOT_STARTED
+    marks = marks_of(rung, path)
+    return {
+        **run,
+        "name": rung.name,
+        "path": str(path),
+        "parameters": rung.parameters,
+        "total_steps": rung.total_steps,
+        "marks": len(rung.marks),
+        "marks_reached": len(marks),
+        "newest_mark": marks[-1].row() if marks else None,
+    }

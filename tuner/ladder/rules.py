@@ -27,7 +27,7 @@ class PlannedMark:
 
 
 @dataclass(frozen=True)
-class Course:
+class StepPlan:
     """The steps of a rung: its warm-up, the ends of its periods, and where their decays begin."""
 
     warmup_steps: int
@@ -71,7 +71,7 @@ def beta2(section: LadderSection, batch_tokens: int) -> float | None:
     return section.beta2 if batch_tokens >= section.small_batch_tokens else section.beta2_small_batch
 
 
-def course(section: LadderSection, parameters: int, batch_tokens: int) -> Course:
+def step_plan(section: LadderSection, parameters: int, batch_tokens: int) -> StepPlan:
     """The steps of a run with steps of so many tokens: each period ends at the step nearest to its multiple.
 
     Raises RecipeError where a period would have no step, or none before its decay.
@@ -86,7 +86,7 @@ def course(section: LadderSection, parameters: int, batch_tokens: int) -> Course
                 f"{round(tokens * multiple):,} tokens are {end:,} steps of {batch_tokens:,}",
                 hint="write larger ladder.multiples, or a smaller ladder.batch_tokens",
             )
-    return Course(max(1, round(section.warmup_tokens.of(parameters) / batch_tokens)), ends, decays)
+    return StepPlan(max(1, round(section.warmup_tokens.of(parameters) / batch_tokens)), ends, decays)
 
 
 def _decay_steps(section: LadderSection, steps: int) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,7 @@ from tuner.config.recipe import Recipe
 from tuner.data.building.spec import resolve_max_length
 from tuner.errors import RecipeError
 from tuner.ladder import rules
-from tuner.ladder.batch import Batch, micro_tokens_of, solve
-from tuner.ladder.rules import Course, PlannedMark
-from tuner.ladder.shapes import shape_of
+from tuner.ladder.rules import PlannedMark, StepPlan
 from tuner.model.build import meta_model, model_config
 from tuner.model.flops import training_flops
 from tuner.profile.workload import added_ids
@@ -39,7 +38,7 @@ class Rung:
     total_parameters: int
     row_tokens: int
     batch: Batch
-    course: Course
+    plan: StepPlan
     marks: tuple[PlannedMark, ...]
     step_flops: float
     """Operations of a step of full rows, each of them one document; 0 where the model's config does not tell."""
@@ -59,7 +58,7 @@ class Rung:
     @property
     def tokens(self) -> int:
         """Tokens of the whole run, where all rows are full."""
-        return self.course.total_steps * self.batch.tokens
+        return self.plan.total_steps * self.batch.tokens
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,8 @@ def _rung(loaded: LoadedRecipe, size: LadderSize, most: int) -> Rung:
     target = rules.target_batch_tokens(ladder, model.parameters, recipe.train.global_batch_size * row_tokens)
     least = size.min_processes or ladder.min_processes
     batch = solve(target, _micro_tokens(recipe, size, model.parameters, row_tokens), row_tokens, least, most)
-    course = rules.course(ladder, model.parameters, batch.tokens)
-    marks = course.marks(ladder.multiples, batch.tokens)
+    plan = rules.step_plan(ladder, model.parameters, batch.tokens)
+    marks = plan.marks(ladder.multiples, batch.tokens)
     name = size.name or short_count(size.parameters or model.parameters)
     return Rung(
         name,
@@ -121,10 +120,10 @@ def _rung(loaded: LoadedRecipe, size: LadderSize, most: int) -> Rung:
         model.total_parameters,
         row_tokens,
         batch,
-        course,
+        plan,
         marks,
         model.step_flops * (batch.tokens // row_tokens),
-        _recipe_of(loaded, name, model, batch, course, row_tokens),
+        _recipe_of(loaded, name, model, batch, plan, row_tokens),
     )
 
 
@@ -178,12 +177,12 @@ def _micro_tokens(recipe: Recipe, size: LadderSize, parameters: int, row_tokens:
 
 
 def _recipe_of(
-    loaded: LoadedRecipe, name: str, model: Model, batch: Batch, course: Course, row_tokens: int
+    loaded: LoadedRecipe, name: str, model: Model, batch: Batch, plan: StepPlan, row_tokens: int
 ) -> LoadedRecipe:
     """The recipe of one rung, as a recipe of its own that `tuner train` takes."""
     recipe, ladder = loaded.recipe, loaded.recipe.ladder
     tree = {key: value for key, value in recipe_dict(recipe).items() if key != "ladder"}
-    marks = [f"{mark.step} steps" for mark in course.marks(ladder.multiples, batch.tokens)]
+    marks = [f"{mark.step} steps" for mark in plan.marks(ladder.multiples, batch.tokens)]
     lr, second = rules.peak_lr(ladder, model.parameters), rules.beta2(ladder, batch.tokens)
     optimizer = dict(tree["optimizer"])
     if lr is not None:
@@ -198,14 +197,14 @@ def _recipe_of(
         "optimizer": optimizer,
         "train": {
             **tree["train"],
-            "duration": f"{course.total_steps} steps",
+            "duration": f"{plan.total_steps} steps",
             "global_batch_size": batch.tokens // row_tokens,
             "micro_batch_size": batch.micro_tokens // row_tokens,
         },
         "schedule": {
             "kind": "wsd_s",
-            "warmup": f"{course.warmup_steps} steps",
-            "periods": [f"{steps} steps" for steps in course.periods],
+            "warmup": f"{plan.warmup_steps} steps",
+            "periods": [f"{steps} steps" for steps in plan.periods],
             "decay": str(ladder.decay),
             "decay_shape": ladder.decay_shape,
         },
@@ -216,3 +215,161 @@ def _recipe_of(
         tree["parallel"] = {**tree["parallel"], "processes": batch.processes}
     rung = load_recipe(tree)
     return replace(rung, directory=loaded.directory)
+
+
+FAR = 0.1
+"""Share of the target from which on a batch that is off by more is warned of."""
+SIZES: tuple[tuple[int, int], ...] = (
+    (100_000_000, 16384), (190_000_000, 65536), (370_000_000, 49152), (760_000_000, 40960), (1_000_000_000, 32768),
+    (3_000_000_000, 16384),
+)  # fmt: skip
+"""Tokens of a forward on a GPU of 80 GB, for models of up to so many parameters (OLMo-core, sequences of 8,192)."""
+LARGEST = 8192
+"""The same for models above all of these."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A solved batch: a step is `accumulation` forwards of `micro_tokens` tokens on each of `processes`."""
+
+    target_tokens: int
+    micro_tokens: int
+    processes: int
+    accumulation: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step, over all processes."""
+        return self.micro_tokens * self.processes * self.accumulation
+
+    @property
+    def off(self) -> float:
+        """How far a step is from the target, as a share of that."""
+        return abs(self.tokens - self.target_tokens) / self.target_tokens
+
+    @property
+    def warning(self) -> str | None:
+        """What is to be said where the target is missed by more than a tenth."""
+        if self.off <= FAR:
+            return None
+        return (
+            f"a step of {self.tokens:,} tokens is {100 * self.off:.1f} % off its target of {self.target_tokens:,}: "
+            f"{self.micro_tokens:,} tokens a forward on at least so many processes come no nearer"
+        )
+
+
+def micro_tokens_of(parameters: int, row_tokens: int) -> int:
+    """Tokens of a forward on a GPU of 80 GB for a size, in whole rows, at least one."""
+    tokens = next((tokens for most, tokens in SIZES if parameters <= most), LARGEST)
+    return max(1, tokens // row_tokens) * row_tokens
+
+
+def solve(target_tokens: int, micro_tokens: int, row_tokens: int, least: int, most: int) -> Batch:
+    """The batch nearest to a target on `least` to `most` processes, in multiples of `least`.
+
+    A forward has `micro_tokens`, a multiple of the row's tokens, or as many rows as the target has. First it is the
+    multiple of what the fewest processes take in one forward each that is nearest to the target; then as many
+    processes as that can keep busy; and the nearest multiple of what those take. Raises RecipeError where a forward is
+    not whole rows, or `most` is below `least`.
+    """
+    if micro_tokens <= 0 or micro_tokens % row_tokens:
+        raise RecipeError(
+            f"ladder: a forward of {micro_tokens:,} tokens is not whole rows of {row_tokens:,}",
+            hint=f"write ladder.micro_batch_tokens: {max(1, micro_tokens // row_tokens) * row_tokens}",
+        )
+    if most < least:
+        raise RecipeError(
+            f"ladder: at most {most:,} processes, and at least {least:,} are needed",
+            hint=f"write ladder.max_processes: {least}, or smaller ladder.min_processes",
+        )
+    micro_tokens = min(micro_tokens, max(1, target_tokens // row_tokens) * row_tokens)
+    unit = micro_tokens * least
+    multiples = max(1, round(target_tokens / unit))
+    processes = least * min(most // least, multiples)
+    accumulation = max(1, round(multiples * unit / (micro_tokens * processes)))
+    return Batch(target_tokens, micro_tokens, processes, accumulation)
+
+
+WEIGHT = 5.0
+"""Of a count that is off by a share, against proportions that are off by a logarithm: 20 % are as bad as a factor e.
+
+A fit reads what a size really counts; one that is much deeper or shallower than the others is off their curve.
+"""
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+EIGHTH = 8
+"""Widths of the MLP are multiples of so many, which products are fast with."""
+
+
+@dataclass(frozen=True)
+class Proportions:
+    """What stays as it is when a model grows: width of a head, heads that share keys, MLP and depth to width."""
+
+    hidden_per_head: int
+    heads_per_group: int
+    names_groups: bool
+    """Whether the config has a key for the heads of keys and values."""
+    mlp_ratio: float
+    aspect: float
+    """Hidden size for each layer."""
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> Proportions:
+        """Those of a model's config. Raises RecipeError for one that does not name its shape."""
+        missing = [key for key in NEEDED if not isinstance(config.get(key), int)]
+        if missing:
+            raise RecipeError(
+                f"ladder.sizes: the config of {config.get('model_type')} names no {missing[0]} to scale",
+                hint="write sizes as configs: {name: small, config: {...}}",
+            )
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        groups = config.get("num_key_value_heads")
+        return Proportions(
+            hidden // heads,
+            heads // (groups or heads),
+            groups is not None,
+            config["intermediate_size"] / hidden,
+            hidden / config["num_hidden_layers"],
+        )
+
+    def shape(self, heads: int, layers: int) -> dict[str, int]:
+        """Keys of the config for so many heads and layers."""
+        hidden = heads * self.hidden_per_head
+        return {
+            "hidden_size": hidden,
+            "intermediate_size": max(1, round(hidden * self.mlp_ratio / EIGHTH)) * EIGHTH,
+            "num_attention_heads": heads,
+            **({"num_key_value_heads": heads // self.heads_per_group} if self.names_groups else {}),
+            "num_hidden_layers": layers,
+        }
+
+
+def shape_of(parameters: int, config: Mapping[str, Any], count: Callable[[dict[str, int]], int]) -> dict[str, int]:
+    """Keys of the config of a model with so many parameters without embeddings, as `count` counts those of a shape.
+
+    It is near both to the count and to the proportions of `config`, of which depth to width gives way. Raises
+    RecipeError.
+    """
+    keep = Proportions.of(config)
+    return min(_candidates(parameters, keep, count), key=lambda found: found[0])[1]
+
+
+def _candidates(
+    parameters: int, keep: Proportions, count: Callable[[dict[str, int]], int]
+) -> Iterator[tuple[float, dict[str, int]]]:
+    """Shapes of several widths, each with how far it is off.
+
+    Counts grow linearly with layers, so that two of a width give all of it.
+    """
+    group = keep.heads_per_group
+    one = count(keep.shape(group, 1))
+    per_square = max(1.0, (count(keep.shape(group, 2)) - one) / (group * keep.hidden_per_head) ** 2)
+    width = (parameters * keep.aspect / per_square) ** (1 / 3)
+    middle = max(1, round(width / (group * keep.hidden_per_head)))
+    for groups in range(max(1, middle // 2), middle * 2 + 2):
+        heads = groups * group
+        first = count(keep.shape(heads, 1))
+        layer = count(keep.shape(heads, 2)) - first
+        layers = max(1, round((parameters - first) / layer) + 1)
+        off = abs(first + (layers - 1) * layer - parameters) / parameters
+        aspect = heads * keep.hidden_per_head / layers
+        yield WEIGHT * off + abs(math.log(aspect / keep.aspect)), keep.shape(heads, layers)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import prod
 from typing import Any
 
@@ -108,7 +109,7 @@ def own_layout(section: ParallelSection) -> Layout | None:
     sizes = {"rows": rows, **axes}
     while prod(sizes.values()) > MOST:
         largest = max(sizes, key=lambda key: sizes[key])
-        sizes[largest] //= _smallest_factor(sizes[largest])
+        sizes[largest] //= next(factor for factor in count(2) if sizes[largest] % factor == 0)
     rows = sizes.pop("rows")
     if prod((rows, *sizes.values())) == 1:
         return None
@@ -131,13 +132,3 @@ def laid_out(recipe: Recipe, layout: Layout) -> Recipe:
 
 ALONE = Layout()
 """One process."""
-
-
-def _smallest_factor(number: int) -> int:
-    return next(factor for factor in _counted(2) if number % factor == 0)
-
-
-def _counted(first: int) -> Iterator[int]:
-    while True:
-        yield first
-        first += 1

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
@@ -16,9 +17,14 @@ from tuner.checkpoint.load import content_sha256, load_into, read_tensors
 from tuner.checkpoint.manifest import step_name
 from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
-from tuner.config.methods import head_of
-from tuner.data.batches import StepBatches
+from tuner.config.methods import Examples, head_of
+from tuner.config.recipe import Recipe
+from tuner.data.batches import Batch, StepBatches, collate, step_of
+from tuner.data.building.spec import prepare_spec
+from tuner.data.prepared import Row
 from tuner.model.build import model_config
+from tuner.model.probe import IsolationReport, require_isolation
+from tuner.parallel.mesh import Mesh
 from tuner.parallel.replicas import Copy, first_difference, sums_of
 from tuner.prove.compare import (
     GRADIENT_FLOOR,
@@ -32,16 +38,18 @@ from tuner.prove.compare import (
     without_rounding,
 )
 from tuner.prove.layouts import ALONE, Layout
-from tuner.prove.rows import Rows
 from tuner.prove.trace import first_place, traced, write_trace
-from tuner.prove.twin import Twin
+from tuner.prove.twin import LONGEST, ROWS, Twin
 from tuner.rundir.layout import MODEL_PREFIX
+from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import read_json, write_json
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import build_train_state, run_tensors
 from tuner.setup.model import assembled
-from tuner.setup.resolve import model_spec
+from tuner.setup.resolve import model_spec, resolve, takes_several
+from tuner.setup.settled import without_prediction
 from tuner.setup.specs import assembly_spec, mesh_of, step_config_of
+from tuner.train.methods.method import Method
 from tuner.train.step import TrainState, forward_backward, optimizer_step
 
 SPREAD = 0.1
@@ -119,9 +127,10 @@ def build(setting: Setting, layout: Layout, rank: int) -> Training:
     """Model, optimizer and rows, as a training builds them. Collective where there are several processes."""
     rank_info = layout.rank_info(rank)
     resolved = setting.twin.resolved(layout)
-    device, mesh = torch.device("cpu"), mesh_of(resolved.recipe, rank_info)
+    trained, device = resolved.recipe, torch.device("cpu")
+    mesh = mesh_of(trained, rank_info)
     root = assembled(resolved, assembly_spec(resolved), mesh, device).root
-    state = build_train_state(resolved.recipe, root, step_config_of(resolved.recipe, device, mesh))
+    state = build_train_state(trained, root, step_config_of(trained, device, mesh))
     vocabulary = resolved.config.get_text_config().vocab_size
     recipe = setting.twin.recipe
     return Training(state, Rows(recipe.method.examples, vocabulary, setting.twin.accumulate, recipe.seed))
@@ -304,3 +313,85 @@ def _read_gradients(directory: Path) -> tuple[dict[str, torch.Tensor], float]:
     """The gradients of one process by name, and the norm of all."""
     found = dict(read_tensors(open_checkpoint(directory / step_name(1))))
     return found, math.sqrt(sum(float(one.double().square().sum()) for one in found.values()))
+
+
+def prove_weights(recipe: Recipe) -> tuple[IsolationReport, str]:
+    """How far documents of a row move each other, and are from the model as transformers loads it; and their route.
+
+    The whole model, in float32 on the CPU, a module at a time; what a launch finds in the cache is not asked. Raises
+    RecipeError where the model cannot be trained.
+    """
+    spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
+    here = recipe.model_copy(update={"train": recipe.train.model_copy(update={"device": "cpu"})})
+    resolved = resolve(without_prediction(here), spec.max_length, RankInfo(), spec.tokenizer.new_ids)
+    root = assembled(resolved, assembly_spec(resolved).for_values(), mesh=Mesh(), device=torch.device("cpu")).root
+    vocab_size, longest = resolved.config.get_text_config().vocab_size, int(resolved.recipe.data.max_length)
+    return require_isolation(root, vocab_size, takes_several(recipe), longest, every_layer=True), root.route
+
+
+STEPS_APART = 4
+"""Steps after which rows come again, so that a loss falls."""
+_FIRST_ID = 3
+"""Below it are special tokens."""
+_UNTRAINED = 4
+"""Tokens at the beginning of a document that are not trained, as those of a prompt."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows of a proof come from: ids below ``vocabulary``, documents as the method has them."""
+
+    examples: Examples
+    vocabulary: int
+    accumulate: int
+    seed: int
+
+    def step(self, index: int, method: Method, mesh: Mesh) -> StepBatches:
+        """What one process of a mesh computes in a step: its part of the rows, with the counts of all of them."""
+        return self.of(index, method, self.micro(mesh))
+
+    def micro(self, mesh: Mesh) -> list[range]:
+        """The numbers of the rows in each micro-batch of one process."""
+        per_process = ROWS // mesh.data_size
+        first, count = mesh.data_rank * per_process, min(self.accumulate, per_process)
+        size = per_process // count
+        return [range(start, start + size) for start in range(first, first + per_process, size)]
+
+    def each(self, index: int, method: Method) -> StepBatches:
+        """A step in one process with a micro-batch for each row."""
+        return self.of(index, method, [range(number, number + 1) for number in range(ROWS)])
+
+    def of(self, index: int, method: Method, micro: list[range]) -> StepBatches:
+        """A step with these micro-batches, by the numbers of their rows, and the counts of all rows."""
+        rows = [self._row(index % STEPS_APART, number) for number in range(ROWS)]
+        whole = step_of([method.made_up(collate([row])) for row in rows], method.mismatched)
+        own: list[Batch] = [method.made_up(collate([rows[number] for number in some])) for some in micro]
+        return replace(whole, micro=own, mismatched=own if method.mismatched else [])
+
+    def _row(self, step: int, number: int) -> Row:
+        """One row: the first of a step is a single document or pair, others hold several of them."""
+        draw = np.random.default_rng((self.seed, step, number))
+        length = LONGEST - number % 5
+        lengths = self._lengths(draw, length, alone=number == 0)
+        ids = draw.integers(_FIRST_ID, self.vocabulary, sum(lengths), dtype=np.int64)
+        trained = np.ones(len(ids), dtype=np.bool_)
+        if self.examples.kind != "pretrain":
+            starts = np.cumsum([0, *lengths[:-1]])
+            for start in starts:
+                trained[start : start + _UNTRAINED] = False
+        documents = np.arange(len(lengths), dtype=np.int64)
+        columns: dict[str, Any] = {}
+        if self.examples.kind == "unpaired":
+            columns["label"] = (documents + number) % 2 == 0
+        sizes = np.array(lengths, dtype=np.int32)
+        return Row(ids, trained, sizes, documents + number * LONGEST, columns)
+
+    def _lengths(self, draw: np.random.Generator, length: int, alone: bool) -> list[int]:
+        """Lengths of documents that fill a row; of pairs, two of each."""
+        per_example = self.examples.documents
+        shortest = 2 * _UNTRAINED
+        count = per_example if alone else per_example * (2 if per_example > 1 else int(draw.integers(2, 5)))
+        cuts = draw.dirichlet(np.full(count, 2.0)) * (length - shortest * count)
+        lengths = [shortest + int(cut) for cut in cuts]
+        lengths[-1] += length - sum(lengths)
+        return lengths

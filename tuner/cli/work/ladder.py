@@ -14,8 +14,7 @@ from tuner.config.ladder import short_count
 from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import Recipe
 from tuner.errors import counted
-from tuner.ladder.launch import run_rungs
-from tuner.ladder.plan import PlannedRung, ladder_of, predicted
+from tuner.ladder.launch import PlannedRung, ladder_of, predicted, run_rungs
 from tuner.ladder.record import as_started, find_rung, write_ladder
 from tuner.ladder.rungs import Rung, rungs_of
 from tuner.runtime.console import Console, Level, clock

@@ -19,10 +19,9 @@ from tuner.ladder.fit_page import PAGE, check_output, figures_of, is_covered, sh
 from tuner.ladder.forecast import Forecast, Question, forecast
 from tuner.ladder.held_out import HeldOut
 from tuner.ladder.law import Size
-from tuner.ladder.marks import marks_csv, read_marks
+from tuner.ladder.marks import marks_csv, read_marks, statuses
 from tuner.ladder.points import Point, by_rung, point_of, read_points, short
 from tuner.ladder.record import read_ladder
-from tuner.ladder.status import statuses
 from tuner.runtime.console import Console, clock
 
 CSV = ".csv"

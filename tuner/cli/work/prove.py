@@ -10,7 +10,7 @@ from tuner.config.load import LoadedRecipe
 from tuner.errors import ExitCode
 from tuner.prove.compare import EXACT, Proof, unequal
 from tuner.prove.prove import Proven, prove
-from tuner.prove.weights import prove_weights
+from tuner.prove.training import prove_weights
 from tuner.runtime.console import LABEL_WIDTH, Console
 
 COLUMNS = {
