@@ -87,19 +87,19 @@ def settle(case: Case, place: Path) -> bool:
     machines, each = parse_processes(case.processes)
     device, ranks = find_device(case.device), RankInfo(0, machines * each, 0, each)
     predicted = [0]
-    predict = search.predict
+    predict = search.predict_by_layers
 
     def counted(*given: Any) -> Any:
         predicted[0] += 1
         return predict(*given)
 
-    search.predict = counted  # type: ignore[attr-defined]
+    search.predict_by_layers = counted  # type: ignore[attr-defined]
     started = time.monotonic()
     try:
         recipe = with_whole_batches(loaded(case, place), ranks.world_size).recipe
         settled, found = choose(recipe, Target(device, ranks, device.memory_bytes))
     finally:
-        search.predict = predict  # type: ignore[attr-defined]
+        search.predict_by_layers = predict  # type: ignore[attr-defined]
     seconds, good = time.monotonic() - started, found.verdict == "fits" and case.holds(settled.values)
     values = ", ".join(f"{key} {value}" for key, value in settled.values.items())
     ended = "ok" if good else "FAILED"

@@ -17,7 +17,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,10 +31,9 @@ from tuner.config.load import load_recipe  # noqa: E402
 from tuner.config.recipe import Recipe  # noqa: E402
 from tuner.profile.devices import find_device  # noqa: E402
 from tuner.profile.fit import fit, ways_of  # noqa: E402
-from tuner.profile.predict import Target, predict  # noqa: E402
+from tuner.profile.predict import Target, predict, predict_by_layers  # noqa: E402
 from tuner.profile.prediction import Prediction  # noqa: E402
-from tuner.profile.shortened import predict_by_layers  # noqa: E402
-from tuner.profile.trials import How, Predict, predict_whole  # noqa: E402
+from tuner.profile.search import How  # noqa: E402
 from tuner.runtime.dist import RankInfo  # noqa: E402
 from tuner.runtime.files import gib  # noqa: E402
 from tuner.setup.settled import changed  # noqa: E402
@@ -92,14 +91,14 @@ class Cell:
 class Remembered:
     """Predictions by recipe and machine, for cells that differ in the size of the memory alone."""
 
-    def __init__(self, made: Predict) -> None:
+    def __init__(self, made: Callable[..., Prediction]) -> None:
         self._made, self._known = made, dict[str, Prediction]()
 
-    def __call__(self, recipe: Recipe, target: Target, layers: int, prepared: Path | None = None) -> Prediction:
+    def __call__(self, recipe: Recipe, target: Target, *options: Any) -> Prediction:
         machine = [target.device.kind, target.device.generation, asdict(target.rank_info)]
         key = json.dumps([recipe_dict(recipe), machine], sort_keys=True)
         if key not in self._known:
-            self._known[key] = self._made(recipe, target, layers, prepared)
+            self._known[key] = self._made(recipe, target, *options)
         return replace(
             self._known[key], device=target.device.shown, limit_bytes=target.limit_bytes,
             host_limit_bytes=target.host_limit_bytes,
@@ -143,7 +142,7 @@ def figures_of(cell: Cell, directory: Path, how: How) -> dict[str, Any]:
 
 def run_group(group: list[Cell]) -> list[dict[str, Any]]:
     """The figures of cells that share predictions."""
-    how = How(Remembered(predict_by_layers), Remembered(predict_whole))
+    how = How(Remembered(predict_by_layers), Remembered(predict))
     with tempfile.TemporaryDirectory() as name:
         lines = []
         for cell in group:

@@ -43,7 +43,7 @@ from tuner.model import tiles  # noqa: E402
 from tuner.model.blocks import apply_offload, apply_recompute  # noqa: E402
 from tuner.model.build import ModelSpec, build_model  # noqa: E402
 from tuner.model.root import CausalLM  # noqa: E402
-from tuner.profile.devices import DEVICES, Device, find_device, parse_memory  # noqa: E402
+from tuner.profile.devices import Device, find_device, parse_memory  # noqa: E402
 from tuner.profile.predict import ERRORS, Target, predict  # noqa: E402
 from tuner.profile.prediction import Prediction  # noqa: E402
 from tuner.runtime.dist import RankInfo  # noqa: E402
@@ -151,7 +151,7 @@ def _config(shape: Mapping[str, int]) -> PretrainedConfig:
 
 def peaks(tokens: int) -> int:
     """The peaks of four large layers at a long row."""
-    device = DEVICES["h200-141g"]
+    device = find_device("h200-141g")
     print(f"{tokens:,} tokens, 4 layers of the shape of Llama 3.1 8B, bf16, {device.shown}\n")
     print("| adapter | | tensors on the device | of them activations | on the host |\n| --- | --- | --- | --- | --- |")
     for adapter in ("lora", "none"):
@@ -168,7 +168,7 @@ def peaks(tokens: int) -> int:
 
 def longest(limit: int, where: str, run: bool, out: Path | None) -> int:
     """The longest row of each way, on a card and on this CPU; exit code 1 where a run says otherwise."""
-    card = replace(DEVICES["rtx4080-16g"], memory_bytes=limit, shown=f"a card of {gib(limit)}", host_bytes=1 << 40)
+    card = replace(find_device("rtx4080-16g"), memory_bytes=limit, shown=f"a card of {gib(limit)}", host_bytes=1 << 40)
     cpu = replace(find_device("cpu"), memory_bytes=limit)
     found: dict[str, list[Figure]] = {card.shown: [], "this CPU": []}
     with tempfile.TemporaryDirectory() as name:

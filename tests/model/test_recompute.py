@@ -14,7 +14,7 @@ from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.blocks import _policy, apply_recompute, spread
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.root import CausalLM
-from tuner.profile.events import memory_record
+from tuner.profile.blocks import memory_record
 
 LEVELS: tuple[Literal["selective", "full"], ...] = ("selective", "full")
 

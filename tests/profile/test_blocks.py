@@ -8,8 +8,7 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 
-from tuner.profile.blocks import Block, Change, Holding, MemoryRecord, alike
-from tuner.profile.events import Owned, memory_record
+from tuner.profile.blocks import Block, Change, Holding, MemoryRecord, Owned, alike, memory_record
 
 RECORD = MemoryRecord(
     [

@@ -16,9 +16,9 @@ from tuner.profile import choose as choosing
 from tuner.profile import search
 from tuner.profile.choose import choose
 from tuner.profile.devices import find_device
-from tuner.profile.oom import OomReport, with_fix
 from tuner.profile.predict import Target
 from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Prediction, TimeEstimate
+from tuner.profile.watch import OomReport, with_fix
 from tuner.runtime.device import DeviceFacts
 from tuner.runtime.dist import RankInfo
 from tuner.setup.settled import LEVEL, MICRO, SHARD, Settled, rows_at_once, value_of

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tuner.profile.cuda_allocator import Allocator, CachingAllocator, ExpandableAllocator, expands_segments
+from tuner.profile.timeline import Allocator, CachingAllocator, ExpandableAllocator, expands_segments
 
 MIB = 1 << 20
 

@@ -18,4 +18,4 @@ def test_the_present_processor_computes_in_what_it_has_instructions_for(
 
 
 def test_cards_before_ampere_have_no_bf16_units() -> None:
-    assert {name for name, card in devices.DEVICES.items() if not card.facts().bf16_fast} == {"t4-16g"}
+    assert {name for name, card in devices.devices().items() if not card.facts().bf16_fast} == {"t4-16g"}

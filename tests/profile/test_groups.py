@@ -18,15 +18,13 @@ from tests.profile.test_tree import Counted
 from tuner.config.recipe import Recipe
 from tuner.profile import fit as fitting
 from tuner.profile.devices import find_device
-from tuner.profile.estimate import LINKS, Place, seconds_of
-from tuner.profile.exchange import least_exchanged
+from tuner.profile.estimate import LINKS, Place, least_exchanged, seconds_of
 from tuner.profile.fit import fit
 from tuner.profile.predict import Target
 from tuner.profile.prediction import Prediction
-from tuner.profile.speed import Speed
+from tuner.profile.search import How, Speed
 from tuner.profile.tracing import trace_step
 from tuner.profile.traffic import Traffic, TrafficCounter
-from tuner.profile.trials import How
 from tuner.profile.workload import workload
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.torch_private import FakeStore
@@ -137,7 +135,7 @@ def test_groups_that_the_model_can_have_are_searched(tmp_path: Path) -> None:
 class Spread(Counted):
     """Stands in for predictions of eight processes: each group divides the activations of a row."""
 
-    def __call__(self, recipe: Recipe, target: Target, layers: int, prepared: Path | None) -> Prediction:
+    def __call__(self, recipe: Recipe, target: Target, layers: int = 0, prepared: Path | None = None) -> Prediction:
         found = super().__call__(recipe, target, layers, prepared)
         parts: Any = found.memory.moments[0].parts
         parts["activations"] //= recipe.parallel.tensor * recipe.parallel.sequence

@@ -24,8 +24,7 @@ from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import open_prepared
 from tuner.errors import MemoryLimitError, RecipeError
 from tuner.profile import measure as measuring
-from tuner.profile.measure import MeasureOptions, measure
-from tuner.profile.measurement import TIMES, Measurement, duration_text
+from tuner.profile.measure import TIMES, Measurement, MeasureOptions, duration_text, measure
 from tuner.run.measure import MEASURED, Measured, measure_recipe
 from tuner.runtime.dist import RankInfo
 from tuner.setup.resolve import resolve

@@ -17,7 +17,7 @@ from tuner.config.recipe import Recipe
 from tuner.data.building.prepare import prepare
 from tuner.data.building.spec import prepare_spec
 from tuner.errors import RecipeError
-from tuner.profile.devices import DEVICES, find_device, parse_memory, parse_processes
+from tuner.profile.devices import devices, find_device, parse_memory, parse_processes
 from tuner.profile.predict import Target, predict
 from tuner.profile.prediction import Prediction
 from tuner.profile.workload import added_ids
@@ -220,4 +220,4 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
             parse_memory("--fit", text)
     with pytest.raises(RecipeError, match="do not divide"):
         predicted(wish(tmp_path), processes="3")
-    assert all(device.memory_bytes > 14 << 30 and (device.flops or 0) > 5e13 for device in DEVICES.values())
+    assert all(device.memory_bytes > 14 << 30 and (device.flops or 0) > 5e13 for device in devices().values())

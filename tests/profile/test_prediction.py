@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tuner.profile.devices import MEASURED
-from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Phase, Prediction, TimeEstimate
+from tuner.profile.prediction import NAMES, PARTS, MemoryTimeline, Moment, Part, Phase, Prediction, TimeEstimate
 from tuner.profile.report import plain, sentence, table
-from tuner.profile.words import NAMES
 
 
 def moment(phase: Phase, module: str, **parts: int) -> Moment:

@@ -12,8 +12,8 @@ import pytest
 from tests.browser import Browser, chromium
 from tuner.errors import RecipeError
 from tuner.profile import report
+from tuner.profile.prediction import NAMES
 from tuner.profile.report import check_output
-from tuner.profile.words import NAMES
 from tuner.rundir.page import filled
 
 PARTS = {"parameters": 100 << 20, "optimizer": 200 << 20, "gradients": 100 << 20, "activations": 60 << 20}

@@ -15,10 +15,8 @@ from tests.model.tiny import tiny_config
 from tests.profile.test_predict import foreseen, wish
 from tuner.model.build import meta_model
 from tuner.profile.devices import find_device
-from tuner.profile.layers import layers_alike, with_layers
-from tuner.profile.predict import Target, predict
+from tuner.profile.predict import Target, layers_alike, predict, predict_by_layers, with_layers
 from tuner.profile.prediction import Prediction
-from tuner.profile.shortened import predict_by_layers
 from tuner.runtime.dist import RankInfo
 
 LAYERS = 14

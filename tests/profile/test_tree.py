@@ -14,16 +14,14 @@ import pytest
 from tests.profile.test_predict import wish
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError
-from tuner.profile import trials as trying
 from tuner.profile.devices import find_device
 from tuner.profile.fit import Fit, fit
-from tuner.profile.means import lines_to_write, tiers_of
+from tuner.profile.options import lines_to_write, tradeoffs_of
 from tuner.profile.predict import Target
 from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Prediction, TimeEstimate
 from tuner.profile.report import choices_table, flags
+from tuner.profile.search import Dimension, How, Tree, Trials
 from tuner.profile.traffic import Traffic
-from tuner.profile.tree import Dimension, Tree
-from tuner.profile.trials import How
 from tuner.runtime.dist import RankInfo
 from tuner.setup.settled import rows_at_once
 
@@ -91,7 +89,7 @@ class Counted:
         self.asked: list[Recipe] = []
         self.refused = ""
 
-    def __call__(self, recipe: Recipe, target: Target, layers: int, prepared: Path | None) -> Prediction:
+    def __call__(self, recipe: Recipe, target: Target, layers: int = 0, prepared: Path | None = None) -> Prediction:
         self.asked.append(recipe)
         train, optimizer = recipe.train, recipe.optimizer
         if self.refused and getattr(train, self.refused) is True:
@@ -134,6 +132,8 @@ def test_what_changes_nothing_is_tried_before_what_does(tmp_path: Path) -> None:
     assert flags(roomy.choices[0]) == "--train.micro_batch_size 8"
     assert choices_table(roomy.choices)[1][0] == "choice"
     assert roomy.predictions == len(counted.asked) < 10
+    times = [choice.step_s for choice in roomy.choices]
+    assert times == sorted(times)
     tight = found(tmp_path, 7, Counted())  # weights 4, a row at least 1 with all that goes to the host
     overrides = tight.choices[0].overrides
     assert overrides["optimizer.offload"] == "host" and overrides["train.gradient_checkpointing"] in {
@@ -163,7 +163,7 @@ def test_a_frozen_base_is_quantized_before_rows_are_cut(tmp_path: Path) -> None:
     lora = {"adapter": {"kind": "lora"}}
     assert found(tmp_path, 3, Counted(), **lora).changes == {}
     assert found(tmp_path, 2, Counted(), **lora).choices[0].overrides["model.quantize"] == "int8"
-    assert [dict(tier.values) for tier in tiers_of(wish(tmp_path, **lora))] == [
+    assert [dict(tradeoff.values) for tradeoff in tradeoffs_of(wish(tmp_path, **lora))] == [
         {}, {"model.quantize": "int8"}, {"model.quantize": "nf4"}
     ]  # fmt: skip
 
@@ -191,7 +191,7 @@ def test_the_copy_of_saves_is_given_up_where_the_host_has_no_room_for_it(
 ) -> None:
     plain = Counted()
 
-    def counted(recipe: Recipe, target: Target, layers: int, prepared: Path | None) -> Prediction:
+    def counted(recipe: Recipe, target: Target, layers: int = 0, prepared: Path | None = None) -> Prediction:
         said = plain(recipe, target, layers, prepared)
         if recipe.checkpoint.async_save is not False:
             said.memory.host["staging"] = 60 * GIB  # type: ignore[index]
@@ -207,4 +207,4 @@ def test_lines_to_write_name_what_they_change(tmp_path: Path) -> None:
     assert lines[0] == "optimizer.state: 8bit (AdamW's moments are kept in 8 bits)"
     assert lines[-1].startswith("adapter.kind: lora, model.quantize: nf4 (")
     assert lines_to_write(wish(tmp_path, adapter={"kind": "lora"}, model={"quantize": "nf4"})) == []
-    assert trying.Trials(wish(tmp_path), Target(find_device("rtx4090-24g"), RankInfo(), GIB), {}).count == 0
+    assert Trials(wish(tmp_path), Target(find_device("rtx4090-24g"), RankInfo(), GIB)).count == 0

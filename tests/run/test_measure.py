@@ -10,8 +10,7 @@ import pytest
 from tests.profile.test_measure import recipe  # noqa: F401 - a fixture
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
-from tuner.profile.measure import MeasureOptions
-from tuner.profile.measurement import Measurement, of_all
+from tuner.profile.measure import Measurement, MeasureOptions, of_all
 from tuner.run.measure import measure_recipe
 
 

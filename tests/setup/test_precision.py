@@ -9,9 +9,8 @@ import pytest
 from tests.model.tiny import tiny_config
 from tests.train.synthetic import MAX_LENGTH, recipe_for
 from tuner.errors import ExitCode, MachineError
-from tuner.profile.devices import DEVICES
-from tuner.profile.estimate import HALF_REACHED, REACHED, Place, computing
-from tuner.profile.sizes import Sizes
+from tuner.profile.devices import find_device
+from tuner.profile.estimate import HALF_REACHED, REACHED, Place, Sizes, computing
 from tuner.runtime.device import DeviceFacts
 from tuner.runtime.dist import RankInfo
 from tuner.setup.machine import _computes
@@ -20,7 +19,7 @@ from tuner.setup.resolve import Resolved, resolve
 GIB = 1 << 30
 T4 = DeviceFacts("cuda", "Tesla T4", 15 * GIB, 15 * GIB, False, 1, 7)
 P100 = DeviceFacts("cuda", "Tesla P100", 16 * GIB, 16 * GIB, False, 1, 6)
-A100, H100, L4 = (DEVICES[name].facts() for name in ("a100-80g", "h100-80g", "l4-24g"))
+A100, H100, L4 = (find_device(name).facts() for name in ("a100-80g", "h100-80g", "l4-24g"))
 OLD_CPU = DeviceFacts("cpu", "a processor", 8 * GIB, 8 * GIB, False, 1)
 LORA: dict[str, Any] = {"kind": "lora"}
 
@@ -90,7 +89,7 @@ def test_the_estimated_time_goes_by_precision(model: Path, precision: str, times
     work: Any = SimpleNamespace(batches=SimpleNamespace(micro=[batch]), tokens_per_row=8192, extra_forwards=0)
     flops: Any = SimpleNamespace(parts=lambda lengths, trained: dict(parts))
     train = {"precision": precision, "gradient_checkpointing": "none", "micro_batch_size": 1, "global_batch_size": 1}
-    place = Place(DEVICES["h100-80g"], RankInfo(), work)
+    place = Place(find_device("h100-80g"), RankInfo(), work)
     found = computing(recipe_for(model, train=train), flops, Sizes(1, 64, 0), place)
     reached = 989.4e12 * REACHED * 8192 / (8192 + HALF_REACHED)
     assert found.seconds == pytest.approx(times * 1e16 / reached, rel=5e-3)

@@ -17,11 +17,10 @@ from typing import Any
 from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError
-from tuner.profile.means import lines_to_write, refusal
+from tuner.profile.options import lines_to_write, refusal
 from tuner.profile.predict import Target, predict
 from tuner.profile.prediction import Prediction
-from tuner.profile.search import LEVELS, Choice, Search, row_counts
-from tuner.profile.speed import Speed
+from tuner.profile.search import LEVELS, Choice, Trials, row_counts
 from tuner.runtime.files import gib
 from tuner.setup.settled import (
     LEVEL,
@@ -48,30 +47,30 @@ def choose(recipe: Recipe, target: Target, prepared: Path | None = None) -> tupl
     ``prepared`` is the directory of its data, where that is known. Where nothing fits, what needs least is taken, and
     the reasons say so. Raises what predicting raises where not even the plainest variant can be predicted.
     """
-    open_keys = left_open(recipe, target.rank_info.world_size)
-    speed = Speed(recipe, target, prepared)
-    search = Search(recipe, target, prepared, speed.layers)
+    open_keys, trials = left_open(recipe, target.rank_info.world_size), Trials(recipe, target, prepared)
     refused = list[Exception]()
-    best = next(
-        (found for others in _ways(recipe, target, speed) if (found := _fastest(search, speed, others, refused))), None
-    )
-    if not search.tried:
+    best = next((found for others in _ways(trials) if (found := _fastest(trials, others, refused))), None)
+    if not trials.predicted:
         raise refused[0]
-    found = best or min(search.tried, key=lambda choice: choice.prediction.peak_bytes)
+    found = best or min(trials.predicted, key=lambda choice: choice.prediction.peak_bytes)
     settled = changed(recipe, found.overrides)
-    reasons = _reasons(recipe, target, search.tried, found)
+    reasons = _reasons(trials, found)
     if MICRO in reasons and found.fits:
-        reasons[MICRO] = f"{speed.rows(settled)}: {reasons[MICRO]}"
+        reasons[MICRO] = f"{trials.speed.rows(settled)}: {reasons[MICRO]}"
     return Settled({key: value_of(settled, key) for key in open_keys}, reasons), found.prediction
 
 
-def _ways(recipe: Recipe, target: Target, speed: Speed) -> Iterator[dict[str, Any]]:
+def _ways(trials: Trials) -> Iterator[dict[str, Any]]:
     """Ways of sharding, then the leanest of them with what is left open of tiles and offload, the cheaper first."""
+    recipe, rank_info = trials.recipe, trials.target.rank_info
     open_keys = [key for key in (TILED, OFFLOAD) if value_of(recipe, key) == "auto"]
     without = dict.fromkeys(open_keys, False)
     sharding: dict[str, Any] = {}
-    for kind in _possible(ways_to_shard(recipe, target.rank_info), speed, target):
-        sharding = {} if target.rank_info.world_size == 1 else {SHARD: kind}
+    kinds = ways_to_shard(recipe, rank_info)
+    for kind in kinds:
+        if kind != kinds[-1] and trials.too_large({SHARD: kind}):  # the weights and their state alone
+            continue
+        sharding = {} if rank_info.world_size == 1 else {SHARD: kind}
         yield {**sharding, **without}
     for key in open_keys:
         yield {**sharding, **without, key: True}
@@ -79,33 +78,25 @@ def _ways(recipe: Recipe, target: Target, speed: Speed) -> Iterator[dict[str, An
         yield {**sharding, **dict.fromkeys(open_keys, True)}
 
 
-def _fastest(search: Search, speed: Speed, others: Mapping[str, Any], refused: list[Exception]) -> Choice | None:
+def _fastest(trials: Trials, others: Mapping[str, Any], refused: list[Exception]) -> Choice | None:
     """The fastest of levels and rows that fit with these other values; None where none does.
 
     With tiles or offload only the leanest level is looked at: without them not even that has fitted.
     """
-    sizes, best, levels = _sizes(search.recipe, search.target), None, _levels(search.recipe)
+    recipe, speed, best = trials.recipe, trials.speed, None
+    levels = LEVELS if recipe.train.gradient_checkpointing == "auto" else (recipe.train.gradient_checkpointing,)
+    sizes = _sizes(recipe, trials.target)
     for level in levels[-1:] if True in others.values() else levels:
         values = {LEVEL: level, **others}
-        if refusal(changed(search.recipe, values)) is not None:
+        if refusal(changed(recipe, values)) is not None:
             continue
         worth = speed.worth(values, sizes, best)
         try:
-            roomy = 2 * speed.state_bytes(others) <= search.target.limit_bytes
-            best = search.largest(values, worth, roomy) or best
+            roomy = 2 * speed.state_bytes(others) <= trials.target.limit_bytes
+            best = trials.largest(values, worth, roomy) or best
         except Exception as error:  # noqa: BLE001 - of one level: another one may do
             refused.append(error)
     return best
-
-
-def _possible(kinds: Sequence[str], speed: Speed, target: Target) -> list[str]:
-    """Ways of sharding without those whose weights and their state alone are too much; the last one stays."""
-    return [kind for kind in kinds if kind == kinds[-1] or speed.state_bytes({SHARD: kind}) <= target.limit_bytes]
-
-
-def _levels(recipe: Recipe) -> tuple[str, ...]:
-    level = recipe.train.gradient_checkpointing
-    return LEVELS if level == "auto" else (level,)
 
 
 def _sizes(recipe: Recipe, target: Target) -> list[int]:
@@ -116,8 +107,9 @@ def _sizes(recipe: Recipe, target: Target) -> list[int]:
     return row_counts(recipe, target) if recipe.data.packs_rows else [1]
 
 
-def _reasons(recipe: Recipe, target: Target, tried: list[Choice], found: Choice) -> dict[str, str]:
+def _reasons(trials: Trials, found: Choice) -> dict[str, str]:
     """Why each key that was left open has its value, in words."""
+    recipe, target, tried = trials.recipe, trials.target, trials.predicted
     open_keys, prediction = left_open(recipe, target.rank_info.world_size), found.prediction
     peak, limit = gib(prediction.peak_bytes), gib(prediction.limit_bytes)
     if not found.fits:
@@ -198,26 +190,20 @@ def choose_less(recipe: Recipe, target: Target, prepared: Path) -> tuple[dict[st
     """
     now = predict(recipe, target, prepared)
     limit = min(target.limit_bytes, int(LESS * now.peak_bytes))
-    search = Search(recipe, replace(target, limit_bytes=limit), prepared, Speed(recipe, target, prepared).layers)
-    rows = rows_at_once(recipe)
+    trials = Trials(recipe, replace(target, limit_bytes=limit), prepared)
+    rows, level = rows_at_once(recipe), recipe.train.gradient_checkpointing
     fewer = [size for size in range(1, rows) if rows % size == 0]
-    for level in LEVELS[LEVELS.index(recipe.train.gradient_checkpointing) :]:
-        sizes = fewer if level == recipe.train.gradient_checkpointing else [*fewer, rows]
-        if (found := search.largest({LEVEL: level}, sizes)) is not None:
-            return found.overrides, found.prediction
-    for more in _more(target):
-        values = {LEVEL: LEVELS[-1], **more}
+    options: list[dict[str, Any]] = [{LEVEL: each} for each in LEVELS[LEVELS.index(level) :]]
+    options.append({LEVEL: LEVELS[-1], TILED: True})
+    if target.device.kind == "cuda":  # a CPU has no memory but the host's
+        options += [{LEVEL: LEVELS[-1], OFFLOAD: True}, {LEVEL: LEVELS[-1], TILED: True, OFFLOAD: True}]
+    for values in options:
         if refusal(changed(recipe, values)) is not None:
             continue
         try:
-            found = search.largest(values, [*fewer, rows])
+            found = trials.largest(values, fewer if values == {LEVEL: level} else [*fewer, rows])
         except RecipeError:  # the model cannot be tiled
             continue
         if found is not None:
             return found.overrides, found.prediction
     return None
-
-
-def _more(target: Target) -> list[dict[str, bool]]:
-    """Tiles and offload, the cheaper first; a CPU has no memory but the host's."""
-    return [{TILED: True}, *([{OFFLOAD: True}, {TILED: True, OFFLOAD: True}] if target.device.kind == "cuda" else [])]

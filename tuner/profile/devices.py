@@ -12,8 +12,11 @@ machines of any kind.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 from tuner.config.numbers import parse_bytes
@@ -23,7 +26,7 @@ from tuner.runtime.device import ADA, AMPERE, DeviceFacts, device_facts, host_me
 MIB, GIB = 1 << 20, 1 << 30
 PCIE = {3: 12e9, 4: 25e9, 5: 50e9}
 """Bytes a second each way that copies reach over 16 lanes, by the generation of PCIe."""
-EIGHTH_OF_DGX, OTHER_HOST = 2 * 10**12 // 8, 64 * GIB
+OTHER_HOST = 64 * GIB
 
 
 @dataclass(frozen=True)
@@ -54,38 +57,19 @@ class Device:
         )
 
 
-def _card(name: str, mebibytes: int, teraflops: float, shown: str, capability: tuple[int, int]) -> Device:
-    size, rate = mebibytes * MIB, teraflops * 1e12
-    generation, has_fp8 = capability[0], capability >= ADA
-    return Device(name, "cuda", size, rate, f"NVIDIA {shown}", generation, has_fp8, generation >= AMPERE)
+@cache
+def devices() -> dict[str, Device]:
+    """The cards of data sheets (`devices.json`) by the name that ``--device`` takes."""
+    cards = json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))
+    return {card["name"]: _card(**card) for card in cards}
 
 
-def _in(pcie: int, card: Device, host_bytes: int = OTHER_HOST) -> Device:
-    """A card in the slot of a host."""
-    return replace(card, host_link=PCIE[pcie], host_bytes=host_bytes)
-
-
-DEVICES = {
-    device.name: device
-    for device in (
-        _in(5, _card("b200-180g", 183_359, 2250.0, "B200", (10, 0)), EIGHTH_OF_DGX),
-        _in(5, _card("h200-141g", 143_771, 989.4, "H200", (9, 0)), EIGHTH_OF_DGX),
-        _in(5, _card("h100-80g", 81_559, 989.4, "H100 SXM", (9, 0)), EIGHTH_OF_DGX),
-        _in(5, _card("h100-pcie-80g", 81_559, 756.0, "H100 PCIe", (9, 0))),
-        _in(4, _card("a100-80g", 81_920, 312.0, "A100 80GB", (8, 0)), EIGHTH_OF_DGX),
-        _in(4, _card("a100-40g", 40_960, 312.0, "A100 40GB", (8, 0)), EIGHTH_OF_DGX // 2),
-        _in(4, _card("l40s-48g", 46_068, 362.0, "L40S", (8, 9))),
-        _in(4, _card("a10-24g", 23_028, 125.0, "A10", (8, 6))),
-        _in(4, _card("l4-24g", 23_034, 121.0, "L4", (8, 9))),
-        _in(5, _card("rtx5090-32g", 32_607, 209.5, "GeForce RTX 5090", (12, 0))),
-        _in(4, _card("rtx4090-24g", 24_564, 165.2, "GeForce RTX 4090", (8, 9))),
-        _in(4, _card("rtx3090-24g", 24_576, 71.0, "GeForce RTX 3090", (8, 6))),
-        _in(5, _card("rtx5080-16g", 16_303, 112.6, "GeForce RTX 5080", (12, 0))),
-        _in(4, _card("rtx4080-16g", 16_376, 97.5, "GeForce RTX 4080", (8, 9))),
-        _in(3, _card("t4-16g", 15_360, 65.1, "Tesla T4", (7, 5))),
-    )
-}
-"""By the name that ``--device`` takes."""
+def _card(
+    name: str, shown: str, memory_mib: int, bf16_tflops: float, capability: list[int], pcie: int, host_bytes: int
+) -> Device:
+    generation, has_fp8 = capability[0], tuple(capability) >= ADA
+    size, rate, is_fast = memory_mib * MIB, bf16_tflops * 1e12, generation >= AMPERE
+    return Device(name, "cuda", size, rate, shown, generation, has_fp8, is_fast, PCIE[pcie], host_bytes)
 
 
 MEASURED: dict[str, str] = {"cpu": "docs/memory.md#predicted-and-counted"}
@@ -105,7 +89,7 @@ def present_device(kind: Literal["auto", "cuda", "cpu"]) -> Device:
     """The device that is here, with what is free of its memory; its rate, where the table has it."""
     facts = device_facts(kind)
     rate = data_sheet_rate(facts.name)
-    known = next((device for device in DEVICES.values() if facts.name.startswith(device.shown)), None)
+    known = next((device for device in devices().values() if facts.name.startswith(device.shown)), None)
     found = Device(facts.kind, facts.kind, facts.free_bytes, rate, facts.name, facts.generation, facts.has_fp8)
     link = found.host_link if known is None else known.host_link
     return replace(found, host_link=link, host_bytes=host_memory()[1], bf16_fast=facts.bf16_fast)
@@ -113,7 +97,7 @@ def present_device(kind: Literal["auto", "cuda", "cpu"]) -> Device:
 
 def data_sheet_rate(name: str) -> float | None:
     """Dense bf16 operations a second of a device by the name that its driver gives; None where the table lacks it."""
-    known = [device for device in DEVICES.values() if name.startswith(device.shown)]
+    known = [device for device in devices().values() if name.startswith(device.shown)]
     return max((device.flops or 0.0 for device in known), default=0.0) or None
 
 
@@ -121,13 +105,13 @@ def find_device(name: str) -> Device:
     """The device of a name. Raises RecipeError with the nearest one."""
     if name == "cpu":
         return present_device("cpu")
-    if name not in DEVICES:
-        near = difflib.get_close_matches(name, DEVICES, n=1)
+    if name not in devices():
+        near = difflib.get_close_matches(name, devices(), n=1)
         raise RecipeError(
             f"--device {name}: no such device",
-            hint=f"did you mean {near[0]}?" if near else f"there are cpu, {', '.join(DEVICES)}",
+            hint=f"did you mean {near[0]}?" if near else f"there are cpu, {', '.join(devices())}",
         )
-    return DEVICES[name]
+    return devices()[name]
 
 
 def parse_processes(text: str) -> tuple[int, int]:

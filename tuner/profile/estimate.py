@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
-from typing import TYPE_CHECKING
+from math import ceil, gcd
+
+from transformers import PretrainedConfig, PreTrainedModel
 
 from tuner.config.optimizers import AdamwOptimizer
 from tuner.config.recipe import Recipe
-from tuner.model.flops import FROZEN, TRAINED, Flops
+from tuner.model.flops import FROZEN, TRAINED, Flops, experts_of_token
 from tuner.profile.devices import Device
 from tuner.profile.prediction import TimeEstimate
-from tuner.profile.sizes import Sizes
 from tuner.profile.traffic import Traffic
 from tuner.profile.workload import Workload
 from tuner.runtime.device import measured_peak
 from tuner.runtime.dist import RankInfo
 from tuner.setup.settled import data_processes, rows_at_once, sharing
 from tuner.setup.specs import weight_parts
-
-if TYPE_CHECKING:
-    from tuner.profile.tracing import Trace
 
 REACHED = 0.4
 """Share of the rate of large products: published full steps on H100 reach 33 to 46 % of the data sheet's."""
@@ -132,11 +129,14 @@ def _host_step_s(recipe: Recipe, sizes: Sizes, place: Place) -> float:
     return max(DOWN * own / place.device.host_link, ADAM_ON_HOST * own * local / HOST_MEMORY)
 
 
-def estimate(recipe: Recipe, trace: Trace, place: Place, total_steps: int | None) -> TimeEstimate:
+def estimate(
+    recipe: Recipe, flops: Flops, sizes: Sizes, traced: Sequence[Traffic], place: Place, total_steps: int | None
+) -> TimeEstimate:
     """The time of a step of mean rows: that of its arithmetic, at least that of its weights' traffic, and exchanges."""
-    computed = computing(recipe, trace.flops, trace.sizes, place)
+    computed = computing(recipe, flops, sizes, place)
     micro = computed.micro_batches
-    traffic = _of_step(trace.traffic, ceil(micro))
+    # all micro-batches are like the first but the last, which may reduce what they added up
+    traffic = traced[0] * (ceil(micro) - 1) + traced[-1]
     return TimeEstimate(
         flops={name: value * micro * place.rank_info.world_size for name, value in computed.flops.items()},
         tokens_per_step=place.work.tokens_per_row * recipe.train.global_batch_size,
@@ -159,11 +159,6 @@ def _sending_s(sent: int, far: int) -> float:
     return (sent - far) / LINKS["machine"] + far / LINKS["network"]
 
 
-def _of_step(traced: Sequence[Traffic], n_micro: int) -> Traffic:
-    """The traffic of so many microbatches: all are like the first but the last, which may reduce what they added up."""
-    return traced[0] * (n_micro - 1) + traced[-1]
-
-
 def _forward_share(recipe: Recipe) -> float:
     """The part of a layer's arithmetic that is its forward pass."""
     return 2 / (TRAINED if recipe.adapter.kind == "none" else FROZEN)
@@ -182,3 +177,67 @@ def _rate(device: Device, precision: str) -> tuple[float, str]:
     rate = device.flops / 2 if precision == "fp32" else device.flops
     faster = f" for bf16, linear layers {FLOAT8_GAIN} times as fast in fp8" if precision == "fp8" else ""
     return rate, f"at {REACHED:.0%} of the data sheet's {rate / 1e12:,.0f} TFLOP/s{faster}"
+
+
+PASSES = 2
+"""Forward and backward, each of which sends as much."""
+BLOCKS = 2
+"""Of a layer: attention and MLP."""
+PIECES = 2
+"""A sum is made of parts that are sent once, and sent once more when they are whole: a ring's all-reduce."""
+
+
+def least_exchanged(recipe: Recipe, config: PretrainedConfig, place: Place) -> Traffic:
+    """Bytes that one process sends in a step of mean rows, at least: of the layers alone, none of them recomputed.
+
+    With ``tensor``, the sum of what each block gives (Shoeybi et al. 2019, section 3); with ``sequence``, queries,
+    keys, values and outputs of each attention (Jacobs et al. 2023, section 3.2); with ``expert``, each token to its
+    experts and back.
+    """
+    text, parallel = config.get_text_config(), recipe.parallel
+    layers, width = int(getattr(text, "num_hidden_layers", 0)), int(getattr(text, "hidden_size", 0))
+    rows = recipe.train.global_batch_size / data_processes(recipe, place.rank_info.world_size)
+    tokens = rows * place.work.tokens_per_row / parallel.sequence
+    numbers = PIECES * BLOCKS * width * _others(parallel.tensor)
+    numbers += _of_attention(text, parallel.sequence) * _others(parallel.sequence) / parallel.tensor
+    numbers += 2 * experts_of_token(text) * width * _others(parallel.expert)
+    sent = round(numbers * tokens * layers * PASSES * _number_bytes(recipe))
+    group = parallel.tensor * max(parallel.sequence, parallel.expert)
+    return Traffic(exchanged=sent, exchanged_far=sent * (group > place.rank_info.local_world_size))
+
+
+def _others(size: int) -> float:
+    """The share of what a process has that is for the others of its group."""
+    return (size - 1) / size
+
+
+def _of_attention(config: PretrainedConfig, size: int) -> int:
+    """Numbers of a token that change places around attention: its queries and outputs, keys and values.
+
+    Key heads that do not divide over the processes are repeated until they do.
+    """
+    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    channels = getattr(config, "head_dim", None) or (int(getattr(config, "hidden_size", 0)) // heads if heads else 0)
+    return 2 * (heads + key_heads * (size // gcd(key_heads, size))) * int(channels)
+
+
+def _number_bytes(recipe: Recipe) -> int:
+    """Bytes of a number that layers give each other."""
+    return 4 if recipe.train.precision == "fp32" else 2
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What of a model is copied between a device and its host: counts of the whole model."""
+
+    layers: int
+    width: int
+    trained: int
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> Sizes:
+        """Those of a model as it is trained, whole or sharded, with storage or without."""
+        config = model.config.get_text_config()
+        trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+        return Sizes(int(getattr(config, "num_hidden_layers", 0)), int(getattr(config, "hidden_size", 0)), trained)

@@ -8,21 +8,18 @@ from typing import Any
 
 from tuner.config.recipe import Recipe
 from tuner.errors import MemoryLimitError, RecipeError
-from tuner.profile.means import Tier, axes_of, tiers_of
+from tuner.profile.options import Tradeoff, memory_options, tradeoffs_of
 from tuner.profile.predict import Target
-from tuner.profile.search import LEVELS, Choice, described, row_counts
-from tuner.profile.speed import Speed
-from tuner.profile.tree import Dimension, Tree
-from tuner.profile.trials import PLAINLY, How, Trials
+from tuner.profile.search import LEVELS, PLAINLY, Choice, Dimension, How, Speed, Tree, Trials, described, row_counts
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
-from tuner.setup.settled import AXES, LEVEL, MICRO, SHARD, changed, value_of
+from tuner.setup.settled import AXES, LEVEL, MICRO, OFFLOAD, SHARD, TILED, changed, value_of
 
 SHOWN = 4
 SMALLEST_ROW = 256
 Notify = Callable[[str], None]
-Way = tuple[dict[str, Any], Tier]
-"""Rows of another length, as values by key, and a tier of what changes results."""
+Way = tuple[dict[str, Any], Tradeoff]
+"""Rows of another length, as values by key, and a tradeoff of what changes results."""
 
 
 @dataclass
@@ -60,17 +57,18 @@ def fit(
     ways: Iterable[Way] | None = None,
     how: How = PLAINLY,
 ) -> Fit:
-    """Find the fastest combination that fits of rows, recomputing, sharding and all other means.
+    """Find the fastest combination that fits of rows, recomputing, sharding and all other memory options.
 
     ``ways`` are rows and what changes results, in the order in which they are tried; by default those of `ways_of`.
     Raises MemoryLimitError, naming what comes closest, where nothing fits and predictions are verified.
     """
     tried: list[Trials] = []
     refused: list[RecipeError] = []
-    for changes, tier in ways_of(recipe) if ways is None else ways:
-        always = {**changes, **tier.values}
+    off = {key: False for key in (TILED, OFFLOAD) if value_of(recipe, key) == "auto"}  # where that fits, as `auto` is
+    for changes, tradeoff in ways_of(recipe) if ways is None else ways:
+        always = {**changes, **tradeoff.values}
         try:
-            trials = Trials(tier.of(changed(recipe, changes)), target, always, notify, how)
+            trials = Trials(tradeoff.of(changed(recipe, {**changes, **off})), target, None, always, notify, how)
             tree = _tree(trials)
             fastest = tree.fastest()
         except RecipeError as error:  # of what changes results: the model cannot be trained so
@@ -79,15 +77,15 @@ def fit(
             continue
         tried.append(trials)
         if fastest is not None:
-            return _of(tried, trials.fitting(), tier)
+            return _of(tried, trials.fitting(), tradeoff)
     if not tried:
         raise refused[0]
-    if not any(trials.found for trials in tried):
+    if not any(trials.tried for trials in tried):
         tried[-1].choice(tree.leanest())
-    every = [choice for trials in tried for choice in trials.found]
+    every = [choice for trials in tried for choice in trials.tried]
     closest = min(every, key=lambda choice: choice.prediction.peak_bytes)
     if not closest.prediction.verified:
-        return _of(tried, [closest], Tier())
+        return _of(tried, [closest], Tradeoff())
     raise MemoryLimitError(
         f"nothing fits in {gib(target.limit_bytes)}: {described(closest.overrides)} comes closest, "
         f"with a predicted peak of {gib(closest.prediction.peak_bytes)}",
@@ -101,28 +99,28 @@ def ways_of(recipe: Recipe) -> Iterator[Way]:
     Rows that are half as long, twice as many to a step, only where nothing else fits; an adapter in the place of the
     weights as a last resort.
     """
-    tiers = tiers_of(recipe)
+    tradeoffs = tradeoffs_of(recipe)
     for changes in _rows(recipe):
-        yield from ((changes, tier) for tier in tiers if not tier.last_resort)
-    yield from (({}, tier) for tier in tiers if tier.last_resort)
+        yield from ((changes, tradeoff) for tradeoff in tradeoffs if not tradeoff.last_resort)
+    yield from (({}, tradeoff) for tradeoff in tradeoffs if tradeoff.last_resort)
 
 
-def _of(tried: list[Trials], choices: list[Choice], tier: Tier) -> Fit:
-    return Fit(choices, tier.changes, tier.last_resort, sum(trials.count for trials in tried))
+def _of(tried: list[Trials], choices: list[Choice], tradeoff: Tradeoff) -> Fit:
+    return Fit(choices, tradeoff.changes, tradeoff.last_resort, sum(trials.count for trials in tried))
 
 
 def _tree(trials: Trials) -> Tree:
-    """All combinations of a recipe's rows, levels, ways of sharding and other means that change nothing."""
+    """All combinations of a recipe's rows, levels, ways of sharding and other options that change nothing."""
     recipe, target = trials.recipe, trials.target
     groups = _groups(trials.speed, recipe)
     each = [row_counts(changed(recipe, sizes), target) for sizes in groups] if recipe.data.packs_rows else [[1]]
     rows = sorted({count for counts in each for count in counts})
-    axes = axes_of(recipe, target.device.kind)
+    options = memory_options(recipe, target.device.kind)
     dimensions = [  # what saves most time comes first: a branch is cut by the leanest of all that follow
         Dimension(tuple(groups), is_optional=True),
         Dimension(tuple({LEVEL: level} for level in reversed(LEVELS))),
         Dimension(tuple({MICRO: size} for size in rows)),
-        *(Dimension(tuple({axis.key: value} for value in axis.values), is_optional=True) for axis in axes),
+        *(Dimension(tuple({key: value} for value in each), is_optional=True) for key, each in options.items()),
         Dimension(tuple(_shardings(target.rank_info))),
     ]
     return Tree(dimensions, trials.speed.step_s, trials)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
 
 from tuner.config.recipe import Recipe
 from tuner.data.building.spec import resolve_max_length
+from tuner.errors import RecipeError
+from tuner.model.build import decoder_blocks
 from tuner.model.kernels import has_liger
+from tuner.model.offload import IN_FLIGHT
 from tuner.model.probe import RouteRefused
-from tuner.profile.cuda_allocator import expands_segments
 from tuner.profile.devices import Device
-from tuner.profile.estimate import Place, estimate
-from tuner.profile.layers import with_layers
-from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Phase, Prediction
-from tuner.profile.timeline import memory_timeline
+from tuner.profile.estimate import Place, estimate, seconds_of
+from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Phase, Prediction, largest_first
+from tuner.profile.timeline import expands_segments, memory_timeline
 from tuner.profile.tracing import Trace, trace_step
-from tuner.profile.words import largest_first
+from tuner.profile.traffic import Traffic
 from tuner.profile.workload import Workload, added_ids, workload
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
@@ -75,11 +80,14 @@ def predict(recipe: Recipe, target: Target, prepared: Path | None = None, layers
         trace = _traced(recipe, resolved, device, rank_info, work)
     if (apart := resolved.reasons.get("packing")) is not None:
         assumptions = (*assumptions, apart)
-    always, constants = _constants(resolved, trace, rank_info)
+    trained = resolved.recipe
+    is_copied = trained.checkpoint.async_save is True  # the state, for a save in the background
+    always, constants = _constants(is_copied, trace, rank_info)
     expandable = device.kind == "cuda" and expands_segments(os.environ)
     timeline = memory_timeline(trace, always, expandable, by_tensors=layers is not None)
-    timeline = _with_host_copy(timeline, resolved, trace)
-    total_steps = _total_steps(resolved.recipe, work)
+    if device.kind != "cpu" and is_copied:
+        timeline = replace(timeline, host={**timeline.host, "staging": trace.staged})
+    total_steps, place = _total_steps(trained, work), Place(device, rank_info, work)
     return Prediction(
         device=device.shown,
         device_kind=device.kind,
@@ -88,7 +96,7 @@ def predict(recipe: Recipe, target: Target, prepared: Path | None = None, layers
         memory=replace(timeline, moments=(*timeline.moments, *_others(trace, timeline, rank_info))),
         limit_bytes=target.limit_bytes,
         error=ERRORS["compiled" if wants_compiled(recipe, resolved, device) else device.kind],
-        time=estimate(resolved.recipe, trace, Place(device, rank_info, work), total_steps),
+        time=estimate(trained, trace.flops, trace.sizes, trace.traffic, place, total_steps),
         assumptions=(*work.assumptions, *assumptions, *constants, *_of_host(timeline, target)),
         host_limit_bytes=target.host_limit_bytes,
     )
@@ -132,9 +140,12 @@ def wants_compiled(recipe: Recipe, resolved: Resolved, device: Device) -> bool:
     return recipe.train.compile
 
 
-def _constants(resolved: Resolved, trace: Trace, rank_info: RankInfo) -> tuple[Mapping[Part, int], tuple[str, ...]]:
-    """Bytes that are there from start to end, and in words what they are taken to be."""
-    recipe, kind = resolved.recipe, resolved.facts.kind
+def _constants(is_copied: bool, trace: Trace, rank_info: RankInfo) -> tuple[Mapping[Part, int], tuple[str, ...]]:
+    """Bytes that are there from start to end, and in words what they are taken to be.
+
+    ``is_copied``: a save in the background keeps a copy of the state.
+    """
+    kind = trace.target
     size = CONTEXT_BYTES[kind]
     said = [f"{'CUDA context and workspaces' if kind == 'cuda' else 'the process (Python, torch)'}: {size // MIB} MiB"]
     if kind == "cpu":
@@ -147,21 +158,14 @@ def _constants(resolved: Resolved, trace: Trace, rank_info: RankInfo) -> tuple[M
     if kind == "cpu" and rank_info.world_size > 1 and (held := _held_by_gloo(trace)):
         always["constants"] += held
         said.append(f"gloo's threads may hold what they sent a moment longer: {held / MIB:,.1f} MiB")
-    if kind == "cpu" and recipe.checkpoint.async_save is True:
+    if kind == "cpu" and is_copied:
         always["staging"] = trace.staged
         said.append("checkpoint.async_save keeps a copy of the state to save")
-    elif recipe.checkpoint.async_save is True:
+    elif is_copied:
         said.append(
             f"checkpoint.async_save keeps a copy of the state in {gib(trace.staged)} of the host's page-locked memory"
         )
     return always, tuple(said)
-
-
-def _with_host_copy(timeline: MemoryTimeline, resolved: Resolved, trace: Trace) -> MemoryTimeline:
-    """The timeline with the copy that a save in the background is written from, where that lies on the host."""
-    if resolved.facts.kind == "cpu" or resolved.recipe.checkpoint.async_save is not True:
-        return timeline
-    return replace(timeline, host={**timeline.host, "staging": trace.staged})
 
 
 def _of_host(timeline: MemoryTimeline, target: Target) -> tuple[str, ...]:
@@ -202,3 +206,135 @@ def _total_steps(recipe: Recipe, work: Workload) -> int | None:
     if duration.unit == "tokens":
         return max(1, round(duration.count / (work.tokens_per_row * recipe.train.global_batch_size)))
     return None
+
+
+MomentKey = tuple[int, Phase, str, str]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Layers at the start of a pass, and as many at its end, in which it may differ from all others."""
+
+    layers: int
+
+    @property
+    def fewer(self) -> int:
+        """Layers of the smaller of the two models that are traced: those of the ends alone."""
+        return 2 * self.layers
+
+    @property
+    def more(self) -> int:
+        """Layers of the larger one."""
+        return self.fewer + 1
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Ends:
+        """Those of a recipe: weights are gathered for the next layer, inputs leave for the host over the next few."""
+        return cls(1 + (IN_FLIGHT if recipe.train.offload_activations is True else 1))
+
+    def place(self, number: int, count: int) -> str | None:
+        """Where one of so many layers lies: counted from the start or from the end; None between."""
+        if number < self.layers:
+            return f"layer {number}"
+        return f"layer -{count - number}" if number >= count - self.layers else None
+
+
+def predict_by_layers(recipe: Recipe, target: Target, layers: int, prepared: Path | None = None) -> Prediction:
+    """What `predict` says of a model whose ``layers`` are alike, from two shorter traces.
+
+    Where these do not go through the same moments, or the model has few layers, it is predicted whole. Raises as
+    `predict`.
+    """
+    ends = Ends.of(recipe)
+    if layers <= ends.fewer + ends.more or str(recipe.train.gradient_checkpointing_layers) != "100%":
+        return predict(recipe, target, prepared)
+    few, more = (predict(recipe, target, prepared, layers=count) for count in (ends.fewer, ends.more))
+    pairs = _aligned(few.memory, more.memory, ends)
+    if pairs is None:
+        return predict(recipe, target, prepared)
+    further = layers - ends.more
+    moments = tuple(replace(one, parts=_parts(one.parts, other.parts, further)) for one, other in pairs)
+    memory = MemoryTimeline(moments, {}, _grown(few.memory.host, more.memory.host, further))
+    flops = {name: _line(value, more.time.flops[name], further) for name, value in few.time.flops.items()}
+    traffic = _traffic(few.time.traffic, more.time.traffic, further)
+    busy_s = _line(few.time.busy_s, more.time.busy_s, further)
+    time = replace(more.time, flops=flops, traffic=traffic, busy_s=busy_s, step_s=seconds_of(busy_s, traffic))
+    return replace(more, memory=memory, time=time)
+
+
+def _line(few: float, more: float, further: int) -> float:
+    """The value with so many layers more than the larger model, of what grows evenly."""
+    return more + (more - few) * further
+
+
+def _parts(few: Mapping[Part, int], more: Mapping[Part, int], further: int) -> dict[Part, int]:
+    """The bytes of a moment; what the allocator rounds comes from how blocks fall, and grows as the root of the rest.
+
+    A line through two such figures would multiply their chance difference by the number of layers.
+    """
+    asked = _grown(few, {part: size for part, size in more.items() if part != "rounding"}, further)
+    growth = sum(asked.values()) / max(1, sum(more.values()) - more["rounding"])
+    return {**asked, "rounding": round((few["rounding"] + more["rounding"]) / 2 * growth**0.5)}
+
+
+def _grown(few: Mapping[Part, int], more: Mapping[Part, int], further: int) -> dict[Part, int]:
+    return {part: max(0, round(_line(few.get(part, 0), size, further))) for part, size in more.items()}
+
+
+def _traffic(few: Traffic, more: Traffic, further: int) -> Traffic:
+    return Traffic(**{name: round(_line(value, vars(more)[name], further)) for name, value in vars(few).items()})
+
+
+def _aligned(few: MemoryTimeline, more: MemoryTimeline, ends: Ends) -> list[tuple[Moment, Moment]] | None:
+    """The same moments of both; None where one goes through others."""
+    ones, others = _keyed(few, ends), _keyed(more, ends)
+    if {key: len(moments) for key, moments in ones.items()} != {key: len(moments) for key, moments in others.items()}:
+        return None
+    return [pair for key, moments in ones.items() for pair in zip(moments, others[key], strict=True)]
+
+
+def _keyed(timeline: MemoryTimeline, ends: Ends) -> dict[MomentKey, list[Moment]]:
+    """The moments by their pass, phase, place, and the place of the layer before; without those of layers between."""
+    names = [name for name in timeline.layers if name]
+    places = {name: ends.place(number, len(names)) for number, name in enumerate(names)}
+    found: dict[MomentKey, list[Moment]] = {}
+    number, phase, after = 0, None, ""
+    for moment in timeline.moments:
+        if moment.phase != phase:
+            number, phase, after = number + 1, moment.phase, ""
+        place = places.get(moment.module, moment.module)
+        if moment.module in places:
+            after = place or "between"
+        if place is not None and after != "between":
+            found.setdefault((number, moment.phase, place, after), []).append(moment)
+    return found
+
+
+def layers_alike(model: PreTrainedModel) -> int:
+    """The number of a model's decoder layers where all are alike; 0 where they are not, or cannot be found."""
+    try:
+        blocks = decoder_blocks(model)
+    except RecipeError:
+        return 0
+    shapes = [[(name, tensor.shape, tensor.dtype) for name, tensor in block.state_dict().items()] for block in blocks]
+    count, config = len(blocks), model.config.get_text_config()
+    if config.num_hidden_layers != count or any(other != shapes[0] for other in shapes):
+        return 0
+    return count if all(len(set(map(str, values))) == 1 for _, values in _by_layer(config)) else 0
+
+
+def with_layers(config: PretrainedConfig, count: int) -> PretrainedConfig:
+    """The config of a model with fewer layers, which are like the first ones of this."""
+    shorter = copy.deepcopy(config)
+    text = shorter.get_text_config()
+    for name, values in list(_by_layer(text)):
+        setattr(text, name, list(values[:count]))
+    text.num_hidden_layers = count
+    return shorter
+
+
+def _by_layer(config: PretrainedConfig) -> Iterator[tuple[str, Sequence[Any]]]:
+    """What a config lists for each layer."""
+    for name, value in vars(config).items():
+        if isinstance(value, list | tuple) and len(value) == config.num_hidden_layers:
+            yield name, value

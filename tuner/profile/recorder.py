@@ -15,8 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tuner.model.build import decoder_blocks
 from tuner.model.root import CausalLM
-from tuner.profile.blocks import MemoryRecord
-from tuner.profile.events import MODULE, PHASE, Owned, gradients, memory_record, resident
+from tuner.profile.blocks import MODULE, PHASE, MemoryRecord, Owned, gradients, memory_record, resident
 from tuner.runtime import phase, torch_private
 from tuner.train.step import TrainState
 

@@ -12,10 +12,9 @@ from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError, counted
 from tuner.profile.blocks import alike
 from tuner.profile.fit import SHOWN
-from tuner.profile.measurement import Measurement, duration_text
-from tuner.profile.prediction import Moment, Prediction
+from tuner.profile.measure import Measurement, duration_text
+from tuner.profile.prediction import MIB, NAMES, TENSORS, Moment, Prediction, largest_first, unit_of
 from tuner.profile.search import Choice
-from tuner.profile.words import MIB, NAMES, TENSORS, largest_first, unit_of
 from tuner.rundir.page import filled
 from tuner.runtime.files import gib, write_atomic
 
@@ -104,12 +103,7 @@ def _prediction(found: Prediction) -> dict[str, Any]:
     return {
         "counted": counted,
         "counted_bytes": sum(counted.values()),
-        "peak_bytes": found.peak_bytes,
-        "tensor_bytes": found.tensor_bytes,
-        "process_bytes": found.process_bytes,
-        "error": found.error,
-        "verified": found.verified,
-        "verdict": found.verdict,
+        **_figures(found, "peak_bytes", "tensor_bytes", "process_bytes", "error", "verified", "verdict"),
         "parts": dict(found.memory.peak.parts),
         "course": [asdict(moment) for moment in found.memory.moments],
         "assumptions": list(found.assumptions),
@@ -174,16 +168,12 @@ def plain(prediction: Prediction) -> dict[str, Any]:
         "phases": {phase: _plain(found) for phase in peaks if (found := memory.peak_of(phase)) is not None},
     }
     tree["time"] |= {"tok_per_s": time.tok_per_s, "total_s": time.total_s}
-    return {
-        **tree,
-        "verdict": prediction.verdict,
-        "verified": prediction.verified,
-        "peak_bytes": prediction.peak_bytes,
-        "tensor_bytes": prediction.tensor_bytes,
-        "process_bytes": prediction.process_bytes,
-        "margin_bytes": prediction.margin_bytes,
-        "host_bytes": prediction.host_bytes,
-    }
+    sizes = ("peak_bytes", "tensor_bytes", "process_bytes", "margin_bytes", "host_bytes")
+    return {**tree, **_figures(prediction, "verdict", "verified", *sizes)}
+
+
+def _figures(prediction: Prediction, *names: str) -> dict[str, Any]:
+    return {name: getattr(prediction, name) for name in names}
 
 
 def _plain(moment: Moment) -> dict[str, Any]:

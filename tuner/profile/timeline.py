@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from tuner.profile.cuda_allocator import Allocator, Block, CachingAllocator, ExpandableAllocator
 from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part
 from tuner.profile.tracing import Trace
 
@@ -128,3 +130,179 @@ def _held(trace: Trace, allocator: Allocator) -> list[int]:
             blocks[change.storage] = allocator.allocate(size)
         held.append(allocator.held)
     return held
+
+
+ROUNDED = 512
+SMALL, SMALL_SEGMENT = 1 << 20, 2 << 20
+OWN_SEGMENT, LARGE_SEGMENT = 10 << 20, 20 << 20
+SEGMENT_ROUNDED = 2 << 20
+PAGES = {True: SMALL_SEGMENT, False: LARGE_SEGMENT}
+"""Bytes by which an expandable segment of small blocks grows, and one of others."""
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+class Block(NamedTuple):
+    """A stretch of a segment. Free ones are taken in their order: by size, then address."""
+
+    size: int
+    segment: int
+    start: int
+
+
+class Allocator(Protocol):
+    """``held`` bytes of the device cannot be given back to it."""
+
+    held: int
+
+    def allocate(self, size: int) -> Block:
+        """A block of at least so many bytes."""
+
+    def free(self, block: Block) -> None:
+        """Take a block back."""
+
+
+class _FreeBlocks:
+    """Free blocks of one kind, found by size and by their neighbours."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._by_start: dict[tuple[int, int], Block] = {}  # by segment and address
+        self._by_end: dict[tuple[int, int], Block] = {}
+
+    def add(self, block: Block) -> None:
+        insort(self.blocks, block)
+        self._by_start[block.segment, block.start] = self._by_end[block.segment, block.start + block.size] = block
+
+    def remove(self, block: Block) -> Block:
+        self.blocks.pop(bisect_left(self.blocks, block))
+        del self._by_start[block.segment, block.start], self._by_end[block.segment, block.start + block.size]
+        return block
+
+    def ending_at(self, segment: int, address: int) -> Block | None:
+        return self._by_end.get((segment, address))
+
+    def joined(self, block: Block) -> Block:
+        """A block that becomes free, with its free neighbours, which are free blocks of their own no more."""
+        size, segment, start = block
+        if (before := self._by_end.get((segment, start))) is not None:
+            size, start = size + self.remove(before).size, before.start
+        if (after := self._by_start.get((segment, start + size))) is not None:
+            size += self.remove(after).size
+        return Block(size, segment, start)
+
+
+class CachingAllocator:
+    """The allocator by its default settings; segments count with at least one block given out.
+
+    Small blocks are cut from segments of 2 MiB, others from segments of 20 MiB or, from 10 MiB on, of their own size
+    rounded up to 2 MiB.
+    """
+
+    def __init__(self) -> None:
+        self.held = 0
+        self._segments: list[tuple[int, bool]] = []  # their sizes, and whether small blocks are cut from them
+        self._free = {True: _FreeBlocks(), False: _FreeBlocks()}
+
+    def allocate(self, size: int) -> Block:
+        """A block of at least so many bytes."""
+        wanted = _rounded(size)
+        is_small = wanted <= SMALL
+        free = self._free[is_small]
+        at = bisect_left(free.blocks, (wanted,))
+        block = free.remove(free.blocks[at]) if at < len(free.blocks) else self._new_segment(wanted, is_small)
+        if self._is_whole(block):
+            self.held += block.size
+        rest = block.size - wanted
+        if rest >= ROUNDED if is_small else rest > SMALL:
+            free.add(Block(rest, block.segment, block.start + wanted))
+            block = block._replace(size=wanted)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back."""
+        free = self._free[self._segments[block.segment][1]]
+        whole = free.joined(block)
+        if self._is_whole(whole):
+            self.held -= whole.size
+        free.add(whole)
+
+    def _new_segment(self, wanted: int, is_small: bool) -> Block:
+        size = -(-wanted // SEGMENT_ROUNDED) * SEGMENT_ROUNDED
+        if is_small:
+            size = SMALL_SEGMENT
+        elif wanted < OWN_SEGMENT:
+            size = LARGE_SEGMENT
+        self._segments.append((size, is_small))
+        return Block(size, len(self._segments) - 1, 0)
+
+    def _is_whole(self, block: Block) -> bool:
+        """Whether a block is its segment."""
+        return block.size == self._segments[block.segment][0]
+
+
+class ExpandableAllocator:
+    """The allocator with ``expandable_segments``: a segment of small blocks and one of others, which grow at their end.
+
+    They grow by whole pages, of 2 and of 20 MiB; pages count that hold at least one block. The free block at the end of
+    a segment is taken last, since it can grow. That addresses in the middle are mapped again, after pages were given
+    back for want of memory, is not replayed: it takes no more pages.
+    """
+
+    def __init__(self) -> None:
+        self.held = 0
+        self._ends = {True: 0, False: 0}
+        self._free = {True: _FreeBlocks(), False: _FreeBlocks()}
+        self._on_page: Counter[tuple[int, int]] = Counter()  # blocks by segment and page
+
+    def allocate(self, size: int) -> Block:
+        """A block of at least so many bytes."""
+        wanted = _rounded(size)
+        is_small = wanted <= SMALL
+        free = self._free[is_small]
+        at = bisect_left(free.blocks, (wanted,))
+        if at + 1 < len(free.blocks) and self._is_last(free.blocks[at]):
+            at += 1
+        block = free.remove(free.blocks[at]) if at < len(free.blocks) else self._grown(wanted, is_small)
+        if block.size > wanted:
+            free.add(Block(block.size - wanted, block.segment, block.start + wanted))
+            block = block._replace(size=wanted)
+        for page in self._pages(block):
+            self._on_page[page] += 1
+            self.held += PAGES[is_small] * (self._on_page[page] == 1)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back."""
+        is_small = bool(block.segment)
+        for page in self._pages(block):
+            self._on_page[page] -= 1
+            self.held -= PAGES[is_small] * (self._on_page[page] == 0)
+        self._free[is_small].add(self._free[is_small].joined(block))
+
+    def _grown(self, wanted: int, is_small: bool) -> Block:
+        """The last stretch of the segment, with as many new pages as it takes."""
+        free, end, page = self._free[is_small], self._ends[is_small], PAGES[is_small]
+        last = free.ending_at(int(is_small), end)
+        start = end if last is None else free.remove(last).start
+        self._ends[is_small] = -(-(start + wanted) // page) * page
+        return Block(self._ends[is_small] - start, int(is_small), start)
+
+    def _is_last(self, block: Block) -> bool:
+        return block.start + block.size == self._ends[bool(block.segment)]
+
+    @staticmethod
+    def _pages(block: Block) -> list[tuple[int, int]]:
+        size = PAGES[bool(block.segment)]
+        last = (block.start + block.size - 1) // size
+        return [(block.segment, page) for page in range(block.start // size, last + 1)]
+
+
+def expands_segments(environment: Mapping[str, str]) -> bool:
+    """Whether a training's allocator has expandable segments: unless the environment sets the allocator otherwise."""
+    settings = next((environment[name] for name in _SETTINGS if environment.get(name)), "expandable_segments:True")
+    found = re.search(r"expandable_segments\s*:\s*(\w+)", settings)
+    return found is not None and found[1].lower() in {"true", "1"}
+
+
+def _rounded(size: int) -> int:
+    return max(ROUNDED, -(-size // ROUNDED) * ROUNDED)

@@ -26,18 +26,9 @@ from tuner.model.root import CausalLM
 from tuner.parallel.assemble import assemble
 from tuner.parallel.fsdp import local, sync_gradients
 from tuner.parallel.mesh import DeviceMeshes, Mesh
-from tuner.profile.fakes import (
-    balanced_experts,
-    cuda_stand_in,
-    few_tiles,
-    few_weight_tiles,
-    give_storage,
-    inputs_not_copied,
-    quiet_kernels,
-    unchanged_modules,
-)
+from tuner.profile import fakes
+from tuner.profile.estimate import Sizes
 from tuner.profile.prediction import Phase
-from tuner.profile.sizes import Sizes
 from tuner.profile.traffic import Traffic, TrafficCounter
 from tuner.runtime import host, phase, torch_private
 from tuner.runtime.dist import RankInfo
@@ -94,33 +85,32 @@ def trace_step(
     """
     from tuner.profile.allocations import AllocationTracker
 
-    device, mesh = torch.device("cpu"), mesh_of(resolved.recipe, rank_info)
+    recipe, facts = resolved.recipe, resolved.facts
+    device, mesh = torch.device("cpu"), mesh_of(recipe, rank_info)
     model = meta_model_of(resolved)
     blocks = _blocks(model)
     with ExitStack() as stack:
-        if resolved.facts.kind == "cuda":
-            facts = resolved.facts
-            stack.enter_context(cuda_stand_in(facts.total_bytes, generation=facts.generation))
-            stack.enter_context(unchanged_modules(model))
+        if facts.kind == "cuda":
+            stack.enter_context(fakes.cuda_stand_in(facts.total_bytes, generation=facts.generation))
+            stack.enter_context(fakes.unchanged_modules(model))
         if rank_info.world_size > 1:
             stack.enter_context(_fake_group(rank_info))
         if mesh.expert > 1:
-            stack.enter_context(balanced_experts(mesh.expert))
+            stack.enter_context(fakes.balanced_experts(mesh.expert))
         meshes = _fake_meshes(mesh)
         root = assemble(assembly_spec(resolved), model, meshes=meshes)
         teacher = _teacher(resolved, mesh)
         largest = max(parameter.numel() * parameter.element_size() for parameter in root.parameters())
         flops, sizes = training_flops(root.model), Sizes.of(root.model)
         stack.enter_context(_fakes())
-        deterministic = resolved.recipe.train.deterministic
-        tracker = AllocationTracker(resolved.facts.kind, deterministic, blocks if compiled else ())
+        tracker = AllocationTracker(facts.kind, recipe.train.deterministic, blocks if compiled else ())
         for each in (root, teacher) if teacher is not None else (root,):
             each.parts = replace(each.parts, most_forwards=lambda own: own)  # nobody is there to ask
-            give_storage(each, device)
+            fakes.give_storage(each, device)
             tracker.assign([*each.parameters(), *each.buffers()], "parameters")
         stack.enter_context(host.observed(tracker.on_host))
         with tracker:
-            train_state = build_train_state(resolved.recipe, root, step_config_of(resolved.recipe, device, mesh))
+            train_state = build_train_state(recipe, root, step_config_of(recipe, device, mesh))
             train_state.method.teacher = teacher
             train_state.optimizer.allocate()
         tracker.assign_rest("optimizer")
@@ -128,12 +118,12 @@ def trace_step(
         counter = TrafficCounter(_shapes(root), rank_info.local_world_size, _exchanging(meshes))
         tracker.observe = counter.count
         stack.enter_context(phase.observed(counter.begin))
-        if resolved.recipe.train.tiled_mlp is True:
-            stack.enter_context(few_tiles(counter.standing_for))
-        if resolved.recipe.model.quantize != "none":
-            stack.enter_context(few_weight_tiles())
-        if resolved.recipe.train.offload_activations is True:
-            stack.enter_context(inputs_not_copied())
+        if recipe.train.tiled_mlp is True:
+            stack.enter_context(fakes.few_tiles(counter.standing_for))
+        if recipe.model.quantize != "none":
+            stack.enter_context(fakes.few_weight_tiles())
+        if recipe.train.offload_activations is True:
+            stack.enter_context(fakes.inputs_not_copied())
         with refusing(model):
             marks = _step(tracker, train_state, batches)
             traffic = tuple(counter.micro)
@@ -142,7 +132,7 @@ def trace_step(
         changes = tuple(tracker.changes)
         held = train_state.optimizer.host_names()
         staged = staged_bytes({name: tensor for name, tensor in run_tensors(train_state).items() if name not in held})
-    return Trace(resolved.facts.kind, changes, tracker.storages, marks, blocks, staged, largest, flops, sizes, traffic)
+    return Trace(facts.kind, changes, tracker.storages, marks, blocks, staged, largest, flops, sizes, traffic)
 
 
 def _teacher(resolved: Resolved, mesh: Mesh) -> CausalLM | None:
@@ -260,7 +250,7 @@ def _fakes() -> Iterator[None]:
     gc.disable()  # as in training, where it hardly ever runs: a cycle holds its tensors
     forget_documents()
     try:
-        with quiet_kernels(), torch_private.FakeTensorMode(allow_non_fake_inputs=True):
+        with fakes.quiet_kernels(), torch_private.FakeTensorMode(allow_non_fake_inputs=True):
             yield
     finally:
         forget_documents()  # what it kept were fakes

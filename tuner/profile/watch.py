@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
-from collections.abc import Iterator
+import re
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tuner.errors import MemoryLimitError
-from tuner.profile.blocks import MemoryRecord
-from tuner.profile.oom import OomReport, clear_frames, predicted_peak, replay_step, resident_report
+import torch
+
+from tuner.errors import MemoryLimitError, is_out_of_memory
+from tuner.model.blocks import apply_recompute
+from tuner.model.build import decoder_blocks
+from tuner.profile.blocks import Holding, MemoryRecord, alike, resident
+from tuner.profile.devices import Device, data_sheet_rate
+from tuner.profile.prediction import NAMES, PARTS, Part, largest_first, unit_of
 from tuner.profile.recorder import StepRecorder
 from tuner.runtime.console import Console
 from tuner.runtime.files import TMP_PREFIX, gib
 from tuner.setup.build import Assembly
 from tuner.setup.less_memory import less_memory
+from tuner.setup.mock import full_batches
+from tuner.setup.settled import MICRO, changed, rows_at_once
+from tuner.train.step import forward_backward, optimizer_step
+
+if TYPE_CHECKING:
+    from tuner.profile.predict import Target
 
 
 class StepWatch:
@@ -86,8 +100,7 @@ class StepWatch:
         self._console.say("memory", "not enough; looking at what holds it", "warning")
         report = self._report(number, message)
         if report is None:
-            hint = less_memory(self._assembly.resolved.recipe, self._assembly.rank_info.world_size)
-            return MemoryLimitError(f"out of memory: {message.splitlines()[0]}", hint=hint)
+            return MemoryLimitError(f"out of memory: {message.splitlines()[0]}", hint=less_of(self._assembly))
         self._console.say("held", report.table(), "warning")
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -138,3 +151,227 @@ def _whole(path: Path) -> Iterator[Path]:
         fresh.replace(path)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+BETWEEN = "between steps"
+"""The phase of what could not be examined: neither forward nor backward."""
+SHOWN, LISTED = 8, 400
+"""Lines of the table, where like layers share one, and owners in the report."""
+
+
+@dataclass(frozen=True)
+class OomReport:
+    """What was there when memory ran out, and overrides that were tried and fit, with their peak; empty if none did."""
+
+    where: str
+    phase: str
+    module: str
+    asked_bytes: int | None
+    held_bytes: int
+    parts: Mapping[Part, int]
+    largest: tuple[Holding, ...]
+    overrides: Mapping[str, str]
+    override_peak_bytes: int | None
+    less: str
+    """What to write where none did."""
+    is_tried: bool = True
+    """Whether the overrides were tried, or only predicted."""
+    predicted: Mapping[Part, int] = field(default_factory=dict)
+    """What a prediction says of the fullest moment of a step; empty where there is none."""
+
+    def line(self) -> str:
+        """What happened, in one line."""
+        at = f" of {self.module}" if self.module else ""
+        asked = "" if self.asked_bytes is None else f"{gib(self.asked_bytes)} requested, "
+        first = ", ".join(f"{NAMES[part]} of {owner} {gib(size)}" for owner, part, size in alike(self.largest)[:3])
+        held = f"{gib(self.held_bytes)} of tensors held"
+        return f"out of memory in {self.where}, {self.phase}{at}: {asked}{held}, most by {first}"
+
+    def table(self) -> str:
+        """What was held, by part and by the largest owners: one line each."""
+        unit = unit_of(self.held_bytes)
+        lines = [f"tensors {unit.of(self.held_bytes)}: {largest_first(self.parts)}"]
+        if self.predicted:
+            whole = unit.of(sum(self.predicted.values()))
+            lines.append(f"predicted peak of a step {whole}: {largest_first(self.predicted)}")
+        for owner, part, size in alike(self.largest)[:SHOWN]:
+            lines.append(f"{unit.of(size):>12}  {NAMES[part]} of {owner}")
+        return "\n".join(lines)
+
+    def hint(self) -> str:
+        """What to do."""
+        if not self.overrides:
+            return self.less
+        peak = "" if self.override_peak_bytes is None else f", peak {gib(self.override_peak_bytes)} of tensors"
+        how = "tried on full rows" if self.is_tried else "predicted, not tried"
+        return f"{self.flags()} fits ({how}{peak}); the global batch stays the same"
+
+    def flags(self) -> str:
+        """The override as it is typed; empty where none was found."""
+        return " ".join(f"--{key} {value}" for key, value in self.overrides.items())
+
+
+def clear_frames(error: BaseException) -> None:
+    """Let go of what a failed step still holds: the variables of its frames, and the errors that caused it."""
+    seen: set[int] = set()
+    here: BaseException | None = error
+    while here is not None and id(here) not in seen:
+        seen.add(id(here))
+        traceback.clear_frames(here.__traceback__)
+        here = here.__cause__ or here.__context__
+    gc.collect()
+
+
+def replay_step(assembly: Assembly, number: int, message: str) -> OomReport:
+    """Take step ``number`` (0: the mock batch) again to see what holds the memory; ``message`` is the device's own.
+
+    It runs as it did: a compiled layer is compiled, and known to hold what its modules do. For a single process: the
+    others of several would have to take part. It raises what else goes wrong.
+    """
+    _clear(assembly)
+    recorder, failed = _recorded(assembly, lambda: _take(assembly, number), modules=True)
+    record = recorder.memory(failed)
+    at = len(record.changes) - 1 if failed else record.peak_at()
+    return with_fix(assembly, report_at(assembly, record, at, _where(number), _asked_bytes(message)))
+
+
+def report_at(
+    assembly: Assembly, record: MemoryRecord, at: int, where: str, asked: int | None = None
+) -> OomReport:
+    """What a record has of the moment after change ``at``."""
+    change = record.changes[at]
+    largest = tuple(record.owners(at)[:LISTED])
+    held = record.totals()[at + 1]
+    less = less_of(assembly)
+    return OomReport(where, change.phase, change.module, asked, held, record.parts(at), largest, {}, None, less)
+
+
+def resident_report(assembly: Assembly, number: int, message: str) -> OomReport:
+    """What can be said without the other processes: what lies there between steps."""
+    owned = resident(assembly.train_state)
+    parts: dict[Part, int] = dict.fromkeys(PARTS, 0)
+    for block in owned:
+        parts[block.part] += block.size
+    largest = sorted((Holding(block.owner, block.part, block.size) for block in owned), key=lambda h: -h.bytes)
+    asked, held = _asked_bytes(message), sum(parts.values())
+    less = less_of(assembly)
+    return OomReport(_where(number), BETWEEN, "", asked, held, parts, tuple(largest[:LISTED]), {}, None, less)
+
+
+def with_fix(assembly: Assembly, report: OomReport, limit: int | None = None) -> OomReport:
+    """Try the changes that keep the global batch, the cheapest first, until the largest micro-batch fits.
+
+    It fits where the device can do it and, where there is one, within ``limit`` bytes of tensors.
+    """
+    recipe = assembly.resolved.recipe
+    train, size = recipe.train, rows_at_once(recipe)
+    for smaller in (n for n in range(size - 1, 0, -1) if size % n == 0):
+        if (peak := _peak_of(assembly, smaller, limit)) is not None:
+            return replace(report, overrides={MICRO: str(smaller)}, override_peak_bytes=peak)
+    if train.compile is True:  # compiling again to try it would take minutes
+        return _with_prediction(assembly, report, limit)
+    if train.gradient_checkpointing != "none":
+        return report
+    apply_recompute(assembly.train_state.root, "full", len(decoder_blocks(assembly.train_state.root.model)))
+    if (peak := _peak_of(assembly, 1, limit)) is None:
+        return report
+    overrides = {MICRO: "1"} if size > 1 else {}
+    overrides["train.gradient_checkpointing"] = "full"
+    return replace(report, overrides=overrides, override_peak_bytes=peak)
+
+
+def _with_prediction(assembly: Assembly, report: OomReport, limit: int | None) -> OomReport:
+    """The change that is predicted to fit, and to need clearly less than what failed; the report as it is without."""
+    from tuner.profile.choose import choose_less
+    from tuner.profile.predict import CONTEXT_BYTES
+
+    recipe, target = assembly.resolved.recipe, _target(assembly)
+    target = target if limit is None else replace(target, limit_bytes=limit + CONTEXT_BYTES[target.device.kind])
+    try:
+        found = choose_less(recipe, target, assembly.prepared.path)
+    except Exception:  # noqa: BLE001 - what cannot be predicted is left to the words of the hint
+        return report
+    if found is None:
+        return report
+    values, prediction = found
+    overrides = {key: str(value).lower() if value is True else str(value) for key, value in values.items()}
+    return replace(report, overrides=overrides, override_peak_bytes=prediction.tensor_bytes, is_tried=False)
+
+
+def less_of(assembly: Assembly) -> str:
+    """What to write in the recipe of a run that needs less memory."""
+    return less_memory(assembly.resolved.recipe, assembly.rank_info.world_size)
+
+
+def predicted_peak(assembly: Assembly) -> dict[Part, int]:
+    """What is predicted for the fullest moment of a step of this run, as its allocator would count it."""
+    from tuner.profile.predict import predict
+
+    return predict(assembly.resolved.recipe, _target(assembly)).memory.counted_peak()
+
+
+def _target(assembly: Assembly) -> Target:
+    """The device of this run, with what was free of it; its rate matters for nothing here but proportions."""
+    from tuner.profile.predict import Target
+
+    facts = assembly.resolved.facts
+    rate = data_sheet_rate(facts.name) or 1e12
+    here = Device(
+        "here", facts.kind, facts.free_bytes, rate, facts.name, facts.generation, facts.has_fp8, facts.bf16_fast
+    )
+    return Target(here, assembly.rank_info, facts.free_bytes)
+
+
+def _recorded(assembly: Assembly, work: Callable[[], object], modules: bool = False) -> tuple[StepRecorder, bool]:
+    """Work under the recorder, and whether memory ran out in it."""
+    with StepRecorder(assembly.train_state, modules=modules) as recorder:
+        try:
+            work()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            clear_frames(error)
+            return recorder, True
+    return recorder, False
+
+
+def _take(assembly: Assembly, number: int) -> None:
+    if number == 0:
+        forward_backward(assembly.train_state, 0, full_batches(assembly))
+        return
+    first_only = assembly.resolved.recipe.train.overfit_first_batch
+    batches = assembly.batches.step(0 if first_only else number - 1)
+    optimizer_step(assembly.train_state, number - 1, batches, assembly.timetable.schedule.factor(number))
+
+
+def _clear(assembly: Assembly) -> None:
+    train_state = assembly.train_state
+    train_state.optimizer.zero_grad()
+    gc.collect()
+    if train_state.step_config.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _peak_of(assembly: Assembly, size: int, limit: int | None) -> int | None:
+    """The peak of a step on micro-batches of so many full rows, or None where that does not fit either."""
+    resolved = assembly.resolved
+    smaller = replace(assembly, resolved=replace(resolved, recipe=changed(resolved.recipe, {MICRO: size})))
+    _clear(assembly)
+    recorder, failed = _recorded(assembly, lambda: optimizer_step(assembly.train_state, 0, full_batches(smaller), 0.0))
+    if failed:
+        return None
+    peak = max(recorder.memory().totals())
+    return peak if limit is None or peak <= limit else None
+
+
+def _where(number: int) -> str:
+    return f"step {number}" if number else "the largest micro-batch"
+
+
+def _asked_bytes(message: str) -> int | None:
+    """The bytes that could not be had, as torch's allocators say it."""
+    if found := re.search(r"allocate (\d+) bytes", message):
+        return int(found[1])
+    if found := re.search(r"allocate ([\d.]+) ([KMG])iB", message):
+        return round(float(found[1]) * (1 << 10 * ("KMG".index(found[2]) + 1)))
+    return None

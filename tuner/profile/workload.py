@@ -9,6 +9,7 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from tuner.config.chat_templates import CHAT_TEMPLATES
+from tuner.config.methods import Examples
 from tuner.config.recipe import Recipe
 from tuner.data.batches import Batch, StepBatches, collate, step_of
 from tuner.data.building.prepare import find_prepared
@@ -16,6 +17,7 @@ from tuner.data.building.spec import prepare_spec
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PackedRows, PreparedData, open_prepared
 from tuner.errors import TunerError
+from tuner.model.apart import computed_tokens, forwards_of
 from tuner.model.root import Route
 from tuner.runtime.dist import RankInfo
 from tuner.setup.mock import full_rows
@@ -52,8 +54,8 @@ def workload(recipe: Recipe, resolved: Resolved, rank_info: RankInfo, directory:
 
     They are in `directory`, where that is known; else their place follows from the sources, which are hashed.
     """
-    max_length, config = int(resolved.recipe.data.max_length), resolved.config
-    method = build_method(resolved.recipe.method)
+    trained, config = resolved.recipe, resolved.config
+    max_length, method = int(trained.data.max_length), build_method(trained.method)
     n_rows = rows_at_once(recipe)
     together = n_rows * data_processes(recipe, rank_info.world_size)
     count = min(TRACED, -(-recipe.train.global_batch_size // together))
@@ -65,7 +67,7 @@ def workload(recipe: Recipe, resolved: Resolved, rank_info: RankInfo, directory:
         held_out = None if recipe.data.eval is None else batch
         of_row = "one document" if examples.documents == 1 else f"{examples.documents} documents together"
         assumed = [f"the data is not prepared: every row is taken as {of_row} of {max_length:,} trained tokens"]
-        samples = () if held_out is None else _assumed_samples(resolved.recipe, max_length)
+        samples = () if held_out is None else _assumed_samples(examples, trained.eval.samples, max_length)
         if samples:
             assumed.append(f"sample answers run to the end of a row: {len(samples)} of {samples[0][1]} tokens")
         step, extra = step_of([batch] * count, method.mismatched), method.extra_forwards
@@ -76,7 +78,7 @@ def workload(recipe: Recipe, resolved: Resolved, rank_info: RankInfo, directory:
     mean = float(prepared.train.tokens_per_row.mean())
     which = "longest" if n_rows == 1 else f"{n_rows:,} longest"
     rows = f"every micro-batch holds the {which} of the {len(prepared.train):,} prepared rows"
-    asked = prepared.samples[: resolved.recipe.eval.samples]
+    asked = prepared.samples[: trained.eval.samples]
     limits = answer_limits(asked, tokenizer, config)
     samples = tuple((len(sample.prompt_ids), limit) for sample, limit in zip(asked, limits, strict=True))
     step = step_of([batch] * count, method.mismatched)
@@ -97,12 +99,12 @@ def added_ids(recipe: Recipe, config: PretrainedConfig) -> tuple[range, tuple[st
         return range(size, size + count), (f"the tokenizer is not here: all of {count:,} added tokens are new to it",)
 
 
-def _assumed_samples(recipe: Recipe, max_length: int) -> tuple[tuple[int, int], ...]:
+def _assumed_samples(examples: Examples, count: int, max_length: int) -> tuple[tuple[int, int], ...]:
     """Answers as long as can be, to prompts that fill the rest of a row."""
-    if recipe.method.examples.kind == "pretrain":
+    if examples.kind == "pretrain":
         return ()
     answer = min(MAX_ANSWER_TOKENS, max(1, max_length - 1))
-    return ((max(1, max_length - answer), answer),) * recipe.eval.samples
+    return ((max(1, max_length - answer), answer),) * count
 
 
 def prepared_for(recipe: Recipe, directory: Path | None) -> tuple[PreparedData, TextTokenizer] | None:
@@ -128,7 +130,5 @@ def fullest(rows: PackedRows, n_rows: int, route: Route = "flat") -> Batch:
 
 def _computed(rows: PackedRows, i: int) -> int:
     """Tokens that are computed for a row whose documents go through the model as a batch."""
-    from tuner.model.apart import computed_tokens, forwards_of
-
     lengths = rows.row(i).lengths.tolist()
     return computed_tokens(lengths, forwards_of(lengths, "batch"))

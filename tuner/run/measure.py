@@ -17,8 +17,7 @@ from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import open_prepared
 from tuner.errors import counted
 from tuner.profile.devices import find_device, parse_memory, parse_processes, present_device
-from tuner.profile.measure import MeasureOptions, measure
-from tuner.profile.measurement import Measurement
+from tuner.profile.measure import Measurement, MeasureOptions, measure
 from tuner.profile.predict import Target
 from tuner.run.launch import Placement, local_processes
 from tuner.run.options import HandedOver, Job, LaunchOptions

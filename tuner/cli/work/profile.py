@@ -15,9 +15,8 @@ from tuner.profile.choose import predict_settled
 from tuner.profile.devices import parse_memory
 from tuner.profile.fit import SHOWN, fit
 from tuner.profile.kept import Answer, keep, key_of, known
-from tuner.profile.means import lines_to_write
-from tuner.profile.measure import MeasureOptions
-from tuner.profile.measurement import Measurement
+from tuner.profile.measure import Measurement, MeasureOptions
+from tuner.profile.options import lines_to_write
 from tuner.profile.predict import Target, predict
 from tuner.profile.prediction import Prediction
 from tuner.profile.report import (

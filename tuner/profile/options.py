@@ -1,4 +1,4 @@
-"""Means of needing less memory apart from rows, recomputing and sharding: what is written for each, what it changes."""
+"""Memory options of a recipe apart from rows, recomputing and sharding: what is written for each, what it changes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tuner.config.optimizers import AdamwOptimizer
 from tuner.config.recipe import LoraAdapter, Recipe
 from tuner.config.rules import RULES
-from tuner.setup.settled import OFFLOAD, TILED, changed
+from tuner.setup.settled import OFFLOAD, TILED, changed, value_of
 
 HOST_STATE = "optimizer.offload"
 ASYNC = "checkpoint.async_save"
@@ -17,17 +17,7 @@ KIND = "adapter.kind"
 
 
 @dataclass(frozen=True)
-class Axis:
-    """A key that costs time and no accuracy: its values from the one that needs least of the device to the most."""
-
-    key: str
-    values: tuple[Any, ...]
-    on_host: bool = False
-    """Whether what it saves of the device goes to the host's memory."""
-
-
-@dataclass(frozen=True)
-class Tier:
+class Tradeoff:
     """Values that change what is computed, and how, key by key; none where nothing changes."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -55,18 +45,19 @@ WORDS = {
 """What each key that changes results does to them."""
 
 
-def axes_of(recipe: Recipe, device_kind: str) -> tuple[Axis, ...]:
-    """The means of a recipe that leave what is computed as it is; a CPU has no memory but the host's."""
-    found = [Axis(TILED, (True, False))]
-    if device_kind == "cuda":  # an adapter has little state
-        can_be = isinstance(recipe.optimizer, AdamwOptimizer) and not recipe.optimizer.rows
-        if can_be and recipe.adapter.kind == "none":
-            found.insert(0, Axis(HOST_STATE, ("host", "none"), on_host=True))
-        found.append(Axis(OFFLOAD, (True, False), on_host=True))
-    return tuple(found)
+def memory_options(recipe: Recipe, device_kind: str) -> dict[str, tuple[Any, ...]]:
+    """Keys that cost time and no accuracy, each with its values from the one that needs least memory on.
+
+    A CPU has no memory but the host's; an adapter has little optimizer state to keep there.
+    """
+    if device_kind != "cuda":
+        return {TILED: (True, False)}
+    has_state = isinstance(recipe.optimizer, AdamwOptimizer) and not recipe.optimizer.rows
+    host_state = {HOST_STATE: ("host", "none")} if has_state and recipe.adapter.kind == "none" else {}
+    return {**host_state, TILED: (True, False), OFFLOAD: (True, False)}
 
 
-def tiers_of(recipe: Recipe) -> list[Tier]:
+def tradeoffs_of(recipe: Recipe) -> list[Tradeoff]:
     """What is tried one after the other, from what changes nothing to what changes most."""
     adapted, adamw = recipe.adapter.kind != "none", isinstance(recipe.optimizer, AdamwOptimizer)
     ways: list[Mapping[str, Any]] = [{}]
@@ -74,21 +65,17 @@ def tiers_of(recipe: Recipe) -> list[Tier]:
         ways += [{"model.quantize": "int8"}, {"model.quantize": "nf4"}]
     elif not adapted and adamw and not recipe.model.freeze:
         ways += [EIGHT_BIT, ROUNDED, {**EIGHT_BIT, **ROUNDED}]
-    found = [_tier(recipe, values) for values in ways]
+    found = [_tradeoff(recipe, values) for values in ways]
     if not adapted and not recipe.model.freeze:
-        found += [_tier(recipe, values, True) for values in (ADAPTED, {**ADAPTED, "model.quantize": "nf4"})]
-    return [tier for number, tier in enumerate(found) if tier not in found[:number] and not refusal(tier.of(recipe))]
+        found += [_tradeoff(recipe, values, True) for values in (ADAPTED, {**ADAPTED, "model.quantize": "nf4"})]
+    distinct = [each for number, each in enumerate(found) if each not in found[:number]]
+    return [each for each in distinct if not refusal(each.of(recipe))]
 
 
-def _tier(recipe: Recipe, values: Mapping[str, Any], last_resort: bool = False) -> Tier:
+def _tradeoff(recipe: Recipe, values: Mapping[str, Any], last_resort: bool = False) -> Tradeoff:
     """Those of the values in which the recipe differs."""
-    other = {key: value for key, value in values.items() if _value(recipe, key) != value}
-    return Tier(other, {key: WORDS[key] for key in other}, last_resort)
-
-
-def _value(recipe: Recipe, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(recipe, section), name)
+    other = {key: value for key, value in values.items() if value_of(recipe, key) != value}
+    return Tradeoff(other, {key: WORDS[key] for key in other}, last_resort)
 
 
 def refusal(recipe: Recipe) -> str | None:
@@ -99,7 +86,7 @@ def refusal(recipe: Recipe) -> str | None:
 def lines_to_write(recipe: Recipe) -> Sequence[str]:
     """What else would need less memory and changes results, as it is written, each with what it changes."""
     return [
-        ", ".join(f"{key}: {value}" for key, value in tier.values.items()) + f" ({'; '.join(tier.changes.values())})"
-        for tier in tiers_of(recipe)
-        if tier.values
+        ", ".join(f"{key}: {value}" for key, value in each.values.items()) + f" ({'; '.join(each.changes.values())})"
+        for each in tradeoffs_of(recipe)
+        if each.values
     ]
