@@ -22,8 +22,7 @@ from transformers import (
     TextStreamer,
 )
 
-from tuner.data.encoding.loaded_template import LoadedTemplates
-from tuner.data.encoding.template import EndlessTemplateError
+from tuner.data.encoding.template import EndlessTemplateError, LoadedTemplates
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export.quantized import base_of_kind
 from tuner.export.source import Source, resolve

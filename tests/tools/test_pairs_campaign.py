@@ -12,7 +12,7 @@ import pytest
 from tools.pair_oracle import judge
 from tools.pairs_campaign import FAULTS, compare, rows
 from tuner.data.encoding import compared
-from tuner.data.reading import answers, preferences
+from tuner.data.reading import answers
 
 
 @pytest.mark.parametrize("kind", ["preference", "unpaired"])
@@ -28,7 +28,7 @@ def always(value: Any) -> Callable[..., Any]:
 
 @pytest.mark.slow(
     "tuner.data.encoding.compared-_equal_tokens-<lambda>",
-    "tuner.data.reading.preferences-_margin-<lambda>",
+    "tuner.data.reading.answers-_margin-<lambda>",
     "tuner.data.reading.answers-_says-<lambda>",
 )
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def always(value: Any) -> Callable[..., Any]:
     [
         (compared, "_equal_tokens", lambda batch, counts: counts >= 0),
         (answers, "_says", always(True)),
-        (preferences, "_margin", always(1.0)),
+        (answers, "_margin", always(1.0)),
         (answers, "_equal_messages", always(1)),
         (compared._Margins, "of", lambda self, records, notes: {"margin": (records * 0).astype("float32")}),
     ],

@@ -22,8 +22,7 @@ from tools.tables import beside
 from tools.template_campaign import SYSTEM, THOUGHTS, TOOLS, TURNS
 from tuner.config.recipe import TokenizerSection
 from tuner.data.encoding import template_filters, template_limits, template_methods
-from tuner.data.encoding.loaded_template import LoadedTemplates
-from tuner.data.encoding.template import ChatTemplate, EndlessTemplateError, GivenUpTemplateError
+from tuner.data.encoding.template import ChatTemplate, EndlessTemplateError, GivenUpTemplateError, LoadedTemplates
 from tuner.data.encoding.template_limits import LimitError, Meter
 from tuner.data.encoding.template_sandbox import Sandbox
 from tuner.data.encoding.tokenizer_files import load_tokenizer

@@ -19,8 +19,7 @@ from tuner.checkpoint.load import read_probe
 from tuner.checkpoint.manifest import PROBE_NAME
 from tuner.checkpoint.storage import DTYPE_NAMES, tensor_bytes
 from tuner.config.methods import Head
-from tuner.data.encoding.loaded_template import LoadedTemplates
-from tuner.data.encoding.template import unless_refused
+from tuner.data.encoding.template import LoadedTemplates, unless_refused
 from tuner.errors import DataError, MemoryLimitError, VerificationError
 from tuner.export.answers import answers_of
 from tuner.export.shards import Output, Written, sha256_of_same

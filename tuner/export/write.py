@@ -17,8 +17,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from tuner.data.encoding.loaded_template import LoadedTemplates
-from tuner.data.encoding.template import unless_refused
+from tuner.data.encoding.template import LoadedTemplates, unless_refused
 from tuner.errors import DataError, RecipeError
 from tuner.export.source import Source
 from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers, saved_modules

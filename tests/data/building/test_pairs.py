@@ -13,9 +13,9 @@ from tests.data.pairs import UNPAIRED, said, spec
 from tuner.data.batches import IGNORED, GlobalBatches, collate
 from tuner.data.building.bins import pack
 from tuner.data.building.explain import explain
-from tuner.data.building.partners import partners
 from tuner.data.building.prepare import prepare
 from tuner.data.building.report import report_lines
+from tuner.data.building.rows import partners
 from tuner.data.encoding.encode import Encoder
 from tuner.data.prepared import PackedRows, PreparedData, open_prepared
 from tuner.data.reading.records import Pair, parse_compared

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from tuner.data.building.spec import Source, SplitSources
     from tuner.runtime.console import Console
 
-
 @dataclass(frozen=True)
 class PreparedInfo:
     """A prepared directory and how it came to be."""
@@ -142,8 +141,7 @@ def _warnings(spec: PrepareSpec, report: dict[str, Any], directory: Path) -> tup
     odd = report["notes"] or any(len(found) > 1 for found in forms) or spec.examples.kind == "unpaired"
     if not (lost or untaken or others or odd or report["overlap"] or report.get("by_answer", {}).get("left_out")):
         return ()
-    from tuner.data.building.losses import length_warnings
-    from tuner.data.building.report import warnings_of
+    from tuner.data.building.report import length_warnings, warnings_of
 
     found = warnings_of(report, str(directory / "rejects.jsonl"), spec.examples.unit)
     return (*found, *length_warnings(spec, report, directory))

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import jsonlines
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from tuner.data.building.cache import build_once
 from tuner.data.building.documents import REJECTS, EncodingPool, build_documents
-from tuner.data.building.encoded import record_batches
-from tuner.data.building.losses import WHOLE, kept_by, lengths_that_keep, raised
+from tuner.data.building.encoded import digest, record_batches
 from tuner.data.building.pack import cut, row_batches
-from tuner.data.building.partners import write_partners
+from tuner.data.building.report import WHOLE, kept_by, lengths_that_keep, raised
 from tuner.data.building.spec import Keys, PrepareSpec
 from tuner.data.encoding.compared import answers_of
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.id_probes import ID_PROBES, IdProbe, id_probe, write_probes
-from tuner.data.prepared import ROWS_SCHEMA, view
+from tuner.data.prepared import PARTNERS_SCHEMA, ROWS_SCHEMA, arrow, view
 from tuner.data.reading.blocks import blocks, examples_of
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, Tokens
@@ -202,3 +202,46 @@ def _link(source: Path, target: Path) -> None:
             raise MachineError(f"{target}: {error.strerror or error}") from error
         if sha256_file(source) != sha256_file(target):
             raise MachineError(f"{target}: the copy differs from {source}") from None
+
+
+def write_partners(documents: Path, path: Path) -> None:
+    """Write the partner of each of a file's labelled answers. DataError where all their prompts are equal.
+
+    KTO estimates how far the policy is from the reference by answers that were given to other prompts (Ethayarajh et
+    al. 2024, https://arxiv.org/abs/2402.01306). Which one a prompt gets follows from the data alone.
+    """
+    found = partners(np.concatenate([np.empty((0, 2), dtype=np.uint64), *_prompts(documents)]))
+    if found is None:
+        split = documents.name.partition(".")[0]
+        raise DataError(
+            f"data.{split}: all rows have the same prompt, and none can lend its answer to another one",
+            hint="add rows with other prompts, or remove the split",
+        )
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, PARTNERS_SCHEMA) as writer:
+        writer.write_batch(pa.record_batch([arrow(found)], schema=PARTNERS_SCHEMA))
+
+
+def partners(prompts: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32] | None:
+    """Return uint32[documents]: of each the next document, after the last one the first, that has another prompt.
+
+    `prompts` are uint64[documents, 2], equal where the prompts are. None where all are.
+    """
+    count = len(prompts)
+    changes = np.flatnonzero((prompts[1:] != prompts[:-1]).any(axis=1)) + 1
+    if len(changes) == 0:
+        return None
+    first = 0 if (prompts[0] != prompts[-1]).any() else changes[0]
+    following = np.append(changes, first)
+    run = np.searchsorted(changes, np.arange(count), side="right")
+    return following[run].astype(np.uint32)
+
+
+def _prompts(documents: Path) -> Iterator[npt.NDArray[np.uint64]]:
+    """uint64[documents of a record batch, 2]: what stands for each prompt's token ids."""
+    for batch in record_batches(documents):
+        lists = batch.column("input_ids")
+        offsets, counts = view(lists.offsets).astype(np.int64), view(batch.column("prompt_tokens")).astype(np.int64)
+        ids = view(lists.values)
+        bounds = np.append(0, np.cumsum(counts))
+        within = np.arange(bounds[-1]) - np.repeat(bounds[:-1], counts)
+        yield digest(ids[np.repeat(offsets[:-1], counts) + within], bounds)

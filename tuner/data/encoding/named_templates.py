@@ -1,5 +1,6 @@
 """The chat templates that a recipe names: their sources, which ship with the program, and the tokens that they need."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,35 +9,8 @@ from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.errors import DataError
 
 DIRECTORY = Path(__file__).resolve().parents[1] / "templates"
-_CHATML = ("<|im_start|>", "<|im_end|>")
-_GRANITE = ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>")
-_TOKENS: dict[str, tuple[str, ...]] = {
-    "chatml": _CHATML,
-    "command-r": (
-        *("<|START_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>"),
-        "<|END_OF_TURN_TOKEN|>",
-    ),
-    "deepseek": ("<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"),
-    "gemma": ("<start_of_turn>", "<end_of_turn>"),
-    "gemma4": (
-        *("<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>"),
-        *("<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
-    ),
-    "granite": _GRANITE,
-    "granite4": _GRANITE,
-    "lfm2": (
-        *_CHATML,
-        *("<|tool_list_start|>", "<|tool_list_end|>", "<|tool_call_start|>", "<|tool_call_end|>"),
-        *("<|tool_response_start|>", "<|tool_response_end|>"),
-    ),
-    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
-    "phi4": ("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
-    "qwen": _CHATML,
-    "qwen3": _CHATML,
-    "qwen3.5": _CHATML,
-}
-"""The control tokens that a template writes, besides the tokenizer's own bos_token and eos_token."""
+_CONTROL_TOKENS = DIRECTORY / "control_tokens.json"
+"""The control tokens that each template writes, besides the tokenizer's own bos_token and eos_token."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +36,8 @@ def named_template(name: str | None) -> NamedTemplate | None:
     if name not in CHAT_TEMPLATES:
         return None
     source = (DIRECTORY / f"{name}.jinja").read_text(encoding="utf-8")
-    return NamedTemplate(name, source, _TOKENS.get(name, ()))
+    tokens = json.loads(_CONTROL_TOKENS.read_bytes())
+    return NamedTemplate(name, source, tuple(tokens.get(name, ())))
 
 
 def template_source(name_or_path: str) -> str:

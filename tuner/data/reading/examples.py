@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tuner.data.reading.messages import Message
+Message = dict[str, Any]
+"""One message of a conversation."""
 
 
 class Conversation(NamedTuple):

@@ -1,22 +1,214 @@
 """The forms of records, one parser each: what every key of a form may hold."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tuner.data.reading.examples import Conversation, Example, PlainText, Record, Tokens
+from tuner.data.reading.examples import Conversation, Example, Message, PlainText, Record, Tokens
 from tuner.data.reading.jsonl import strict_json
-from tuner.data.reading.messages import (
-    SPEAKERS,
-    Message,
-    check_string,
-    check_text,
-    is_silent,
-    message_of,
-    said_by,
-    turn_of,
-    type_name,
-)
-from tuner.data.reading.problems import KeyPath, RecordProblem
+from tuner.data.reading.problems import KeyPath, RecordProblem, quoted
+
+ROLES = ("system", "user", "assistant", "tool")
+SPEAKERS = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant",
+    "function_call": "assistant", "observation": "tool", "tool": "tool", "function_response": "tool",
+}  # fmt: skip
+"""ShareGPT's names of who speaks, and our roles."""
+_OTHER_ROLES = {"developer": "system", "function": "tool"}
+_REASONING = ("reasoning", "thinking")
+_MEDIA_WORDS = ("image", "audio", "video")
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+_MEDIA_KEYS = frozenset(MEDIA)
+NO_MEDIA = "images, audio and video cannot be trained"
+_TRAIN_KEYS = ("train", "loss_weight", "weight", "loss")
+_FLAGS = frozenset(_TRAIN_KEYS)
+_TYPES = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a string"}
+
+
+def message_of(value: Any, path: KeyPath, by_speaker: bool = False) -> Message:
+    """Return a message of `role` and `content` in our form; `by_speaker` takes ShareGPT's names too. RecordProblem."""
+    if not isinstance(value, dict):
+        raise RecordProblem(f"a message is an object, got {type_name(value)}", path=path)
+    message = {key: item for key, item in value.items() if item is not None}
+    role = message.get("role")
+    if len(message) == 2 and type(message.get("content")) is str and role in ROLES:
+        return message  # most are so, and each of millions would be asked for all that it does not have
+    for key in _TRAIN_KEYS:
+        message.pop(key, None)
+    role = _OTHER_ROLES.get(role, role) if isinstance(role, str) else role
+    if by_speaker and isinstance(role, str):
+        role = SPEAKERS.get(role, role)
+    if role not in ROLES:
+        raise RecordProblem(f"unknown role {_shown(role)}; known: {', '.join(ROLES)}", path=(*path, "role"))
+    message["role"] = role
+    refuse_media(message, path)
+    calls = _calls(message.pop("tool_calls", None), (*path, "tool_calls"))
+    content = value.get("content")
+    if isinstance(content, list) and (content or not calls):
+        _add_parts(message, content, calls, (*path, "content"))
+    elif calls and content in (None, []):
+        message["content"] = ""
+    else:
+        message["content"] = check_string(content, (*path, "content"))
+    if calls:
+        if role != "assistant":
+            raise RecordProblem(f"tool_calls in a message of {role}", path=(*path, "tool_calls"))
+        message["tool_calls"] = calls
+    return _with_train_flag(message, value, path)
+
+
+def refuse_media(value: Mapping[str, Any], path: KeyPath = ()) -> None:
+    """Refuse what has images, audio or video. RecordProblem."""
+    if not _MEDIA_KEYS.isdisjoint(value):
+        for key in MEDIA:
+            if value.get(key):
+                raise RecordProblem(NO_MEDIA, path=(*path, key))
+
+
+def turn_of(value: dict[str, Any], path: KeyPath) -> Message:
+    """Return a ShareGPT turn of `from` and `value` in our form. RecordProblem."""
+    speaker = value["from"]
+    role = SPEAKERS.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        raise RecordProblem(f"unknown speaker {_shown(speaker)}; known: {', '.join(SPEAKERS)}", path=(*path, "from"))
+    text = check_string(value.get("value"), (*path, "value"))
+    if speaker != "function_call":
+        return _with_train_flag(said_by(role, text), value, path)
+    calls = _parsed(text, (*path, "value"))
+    calls = calls if isinstance(calls, list) else [calls]
+    message = said_by(role, "") | {"tool_calls": [_call(call, (*path, "value")) for call in calls]}
+    return _with_train_flag(message, value, path)
+
+
+def said_by(role: str, content: str) -> Message:
+    """Return a plain message."""
+    return {"role": role, "content": content}
+
+
+def is_silent(message: Message) -> bool:
+    """Whether a message has no word, no thought and no tool call."""
+    content = message["content"]
+    has_words = content and not content.isspace()
+    return not (has_words or message.get("tool_calls") or message.get("reasoning_content"))
+
+
+def check_string(value: Any, path: KeyPath) -> str:
+    """Return a string. RecordProblem."""
+    if not isinstance(value, str):
+        raise RecordProblem(f"{_last_key(path)} is a string, got {type_name(value)}", path=path)
+    return value
+
+
+def check_text(value: Any, path: KeyPath) -> str:
+    """Return a string that is not blank. RecordProblem."""
+    text = check_string(value, path)
+    if not text or text.isspace():
+        raise RecordProblem(f"{path[-1]} is empty", path=path)
+    return text
+
+
+def type_name(value: Any) -> str:
+    """What a JSON value is, in words."""
+    return _TYPES.get(type(value), "a list" if isinstance(value, list) else "an object")
+
+
+def _last_key(path: KeyPath) -> str:
+    return next((part for part in reversed(path) if isinstance(part, str)), "it")
+
+
+def _shown(value: Any) -> str:
+    return quoted(value) if isinstance(value, str) else type_name(value)
+
+
+def _with_train_flag(message: Message, value: dict[str, Any], path: KeyPath) -> Message:
+    """Add `train` from any of the three ways of writing it."""
+    if _FLAGS.isdisjoint(value):
+        return message
+    flags = {name: value[name] for name in _TRAIN_KEYS if value.get(name) is not None}
+    for name, flag in flags.items():
+        if name == "train" and not isinstance(flag, bool):
+            raise RecordProblem(f"train is true or false, got {type_name(flag)}", path=(*path, name))
+        if not isinstance(flag, (bool, int, float)) or flag not in (0, 1):
+            raise RecordProblem(f"{name} is 0 or 1: a message is trained or not", path=(*path, name))
+        if message.setdefault("train", bool(flag)) != bool(flag):
+            raise RecordProblem(f"{' and '.join(flags)} contradict each other", path=(*path, name))
+    return message
+
+
+def _add_parts(message: Message, parts: list[Any], calls: list[Message], path: KeyPath) -> None:
+    """Add the content and reasoning of a list of parts to `message`, and its tool calls to `calls`."""
+    if not parts:
+        raise RecordProblem("content is empty: it has no part", path=path)
+    texts, thoughts = [], []
+    for i, part in enumerate(parts):
+        here = (*path, i)
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text":
+            texts.append(_part_text(part, ("text", "value"), here))
+        elif kind in _REASONING:
+            thoughts.append(_part_text(part, (kind, "text", "value"), here))
+        elif kind == "tool_call":
+            call = next((part[key] for key in ("value", "tool_call") if part.get(key) is not None), part)
+            calls.append(_call(_parsed(call, here) if isinstance(call, str) else call, here))
+        elif isinstance(kind, str) and any(word in kind for word in _MEDIA_WORDS):
+            raise RecordProblem(f"only text parts can be trained, got {_shown(kind)}", path=here)
+        else:
+            raise RecordProblem("only text parts can be trained: {type: text, text: ...}", path=here)
+    message["content"] = "".join(texts)
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+
+
+def _part_text(part: dict[str, Any], keys: tuple[str, ...], path: KeyPath) -> str:
+    key = next((key for key in keys if part.get(key) is not None), keys[0])
+    return check_string(part.get(key), (*path, key))
+
+
+def _calls(value: Any, path: KeyPath) -> list[Message]:
+    if isinstance(value, str):
+        value = _parsed(value, path)
+    if not isinstance(value, list | None):
+        raise RecordProblem(f"tool_calls is a list, got {type_name(value)}", path=path)
+    return [_call(call, (*path, i)) for i, call in enumerate(value or [])]
+
+
+def _call(value: Any, path: KeyPath) -> Message:
+    """A tool call as OpenAI writes it, from that or from a bare {name, arguments}."""
+    if not isinstance(value, dict):
+        raise RecordProblem(f"a tool call is an object, got {type_name(value)}", path=path)
+    wrapped = isinstance(value.get("function"), dict)
+    function = dict(value["function"] if wrapped else value)
+    if not wrapped:
+        function.pop("type", None)
+    if not isinstance(function.get("name"), str):
+        raise RecordProblem("a tool call has a name", path=path)
+    parameters = function.pop("parameters", None)
+    arguments = function.get("arguments")
+    arguments = next((item for item in (arguments, parameters) if item is not None), {})
+    if isinstance(arguments, str):
+        arguments = _object_in(arguments)
+    elif not isinstance(arguments, dict):
+        raise RecordProblem(f"arguments is an object or JSON text, got {type_name(arguments)}", path=path)
+    function["arguments"] = arguments
+    rest = {key: item for key, item in value.items() if item is not None} if wrapped else {}
+    return rest | {"type": "function", "function": function}
+
+
+def _object_in(text: str) -> Any:
+    """The object that a text is JSON for, or the text itself."""
+    try:
+        value = strict_json(text)
+    except RecordProblem:
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _parsed(text: str, path: KeyPath) -> Any:
+    try:
+        return strict_json(text)
+    except RecordProblem as problem:
+        raise RecordProblem(f"{_last_key(path)}: {problem.reason}", path=path) from problem
+
 
 NOT_TRAINED = -100
 """The label of a token that is not trained."""

@@ -14,6 +14,7 @@ import orjson
 
 from tuner.config.dump import flow
 from tuner.config.methods import ExampleKind
+from tuner.data.reading.answers import label_key
 from tuner.data.reading.columns import (
     SIDES,
     Keys,
@@ -33,7 +34,6 @@ from tuner.data.reading.examples import (
     PlainText,
     PromptCompletion,
 )
-from tuner.data.reading.preferences import label_key
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import document_of, form_of, has_speakers, parse_compared, parse_record, unread_keys
 

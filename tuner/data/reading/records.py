@@ -8,7 +8,18 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
-from tuner.data.reading.answers import PROMPTS, learned_answer, text_answer
+from tuner.data.reading.answers import (
+    LABELS,
+    PROMPTS,
+    SCORES,
+    SIDES,
+    label_key,
+    labelled_of,
+    learned_answer,
+    pair_of,
+    sides_of,
+    text_answer,
+)
 from tuner.data.reading.columns import other_side
 from tuner.data.reading.examples import (
     Compared,
@@ -21,9 +32,16 @@ from tuner.data.reading.examples import (
     Record,
     Tokens,
 )
-from tuner.data.reading.forms import from_alpaca, from_text, from_tokens, from_turns
-from tuner.data.reading.messages import MEDIA, ROLES, SPEAKERS, refuse_media
-from tuner.data.reading.preferences import LABELS, SCORES, SIDES, label_key, labelled_of, pair_of, sides_of
+from tuner.data.reading.forms import (
+    MEDIA,
+    ROLES,
+    SPEAKERS,
+    from_alpaca,
+    from_text,
+    from_tokens,
+    from_turns,
+    refuse_media,
+)
 from tuner.data.reading.problems import RecordProblem, quoted
 
 __all__ = [

@@ -8,11 +8,10 @@ import orjson
 import pyarrow as pa
 
 from tuner.data.reading import page_sizes
-from tuner.data.reading.arrow_values import plain_records
+from tuner.data.reading.arrow_values import plain_records, unfolded, unpacked_bytes
 from tuner.data.reading.block import AS_LINES, BLOCK_BYTES, LINE_BYTES, MAX_RATIO, RATIO_FROM, Block, RawRecord
 from tuner.data.reading.data_sets import arrow_batches
 from tuner.data.reading.problems import RecordProblem, first_line
-from tuner.data.reading.unpacked import unfolded, unpacked_bytes
 from tuner.data.sources import SourceFile
 from tuner.errors import DataError
 
