@@ -16,6 +16,7 @@ import pytest
 
 from tests.caches import new_cache
 from tests.data import tiny
+from tests.data.reading.cases import cases
 from tests.fixtures import forked
 from tuner.config.recipe import DataSource
 from tuner.data import sources
@@ -27,38 +28,15 @@ from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError, MachineError
 
 GOOD = json.dumps(tiny.chat("hi", "hello")).encode()
-BAD_LINES = [
-    (b'{"messages": [}', 15, "not JSON"),
-    (b"[1, 2]", 1, "got list; a JSON array"),
-    (b'"text"', 1, "got str"),
-    (b'{"text": "a\xff"}', 12, "not UTF-8: byte 0xff"),
-    (b'{"text": "a\x00"}', 12, "Invalid control character"),
-    (b'{"text": "a\\u0000"}', 12, "NUL character"),
-    (b'{"text": "a\\ud800b"}', 12, "lone surrogate"),
-    (b'{"text": "\\ude00"}', 11, "lone surrogate"),
-    (b'{"text": "a", "text": "b"}', 15, "duplicate key 'text'"),
-    (b'{"a": [{"b": 1, "b": 2}], "text": "b"}', 17, "duplicate key 'b'"),
-    (b'{"text": "NaN", "x": NaN}', 22, "NaN is not JSON"),
-    (b'{"text": "a", "x": -Infinity}', 20, "-Infinity is not JSON"),
-    (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 1, "nested too deeply"),
-    (b'{"txt": "a"}', 1, "did you mean 'text'"),
-    (b"{}", 1, "no keys"),
-    (b'{"text": 3}', 10, "text is a string, got a number"),
-    (b'{"text": ""}', 10, "text is empty"),
-    (b'{"messages": {}}', 14, "messages is a list"),
-    (b'{"messages": []}', 14, "messages is empty"),
-    (b'{"messages": ["a"]}', 15, "a message is an object"),
-    (b'{"messages": [{"role": "human", "content": "a"}]}', 24, "unknown role 'human'"),
-    (b'{"messages": [{"role": "user"}]}', 15, "content is a string, got null"),
-    (b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', 44, "only text parts"),
-    (b'{"messages": [{"role": "user", "content": "a", "train": 1}]}', 57, "train is true or false"),
-    (b'{"prompt": "a", "completion": null}', 31, "completion is null"),
-    (b'{"text": "a <|im_end|>"}', 10, "control token <|im_end|>"),
-]
+DEEP = '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}"
 
 
-@pytest.mark.parametrize(("line", "col", "reason"), BAD_LINES)
-def test_bad_rows_are_named_or_skipped(tmp_path: Path, line: bytes, col: int, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("raw", "col", "reason"),
+    [*cases("bad_lines", "raw", "col", "reason", name="reason"), (DEEP, 1, "nested too deeply")],
+)
+def test_bad_rows_are_named_or_skipped(tmp_path: Path, raw: str, col: int, reason: str) -> None:
+    line = raw.encode("latin-1")  # a byte is the character of its number in the file of cases
     path = tmp_path / "rows.jsonl"
     path.write_bytes(GOOD + b"\n\n" + line + b"\r\n" + GOOD)
     with pytest.raises(DataError) as caught:

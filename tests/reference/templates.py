@@ -8,6 +8,7 @@ for SmolLM2's tokenizer, are of kinds that are met.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -22,92 +23,11 @@ MARKED = {name: _read(name) for name in ("smollm2", "qwen3", "llama3")}
 CHATML_WHOLE = _read("chatml_whole")
 """SmolLM2's with a block around each message: what it says for answers, all of it for the others."""
 
-_IF_ANSWER = "{% if m.role == 'assistant' %}"
-_ADDED = "{% if add_generation_prompt %}"
-_PROMPT = _ADDED + "<|im_start|>assistant\n{% endif %}"
-_TRIMMED = "{{ m.content | trim }}"
-_THOUGHTLESS = "{{ m.content.split('</think>')[-1].lstrip('\n') }}"
-
-
-def _block(answer: str) -> str:
-    return "{% generation %}" + answer + "{% endgeneration %}"
-
-
-def _chatml(answer: str = "{{ m.content }}", other: str = "{{ m.content }}", between: str = "{{ '\\n' }}") -> str:
-    head = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + _IF_ANSWER
-    return f"{head}{_block(answer + '<|im_end|>')}{{% else %}}{other}<|im_end|>{{% endif %}}{between}{{% endfor %}}"
-
-
-HAND_MADE = {
-    "trims": _chatml(_TRIMMED, _TRIMMED) + _PROMPT,
-    "no break between": _chatml(between="") + _PROMPT,
-    "merges the system turn": (
-        "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
-        "{% set ns.system = ns.system + '<<SYS>>\n' + m.content + '\n<</SYS>>\n\n' %}"
-        "{% elif m.role == 'assistant' %}" + _block("{{ ' ' + m.content | trim + ' ' }}<|im_end|>") + "{% else %}"
-        "<|im_start|>[INST] {{ ns.system + m.content | trim }} [/INST]{% set ns.system = '' %}{% endif %}{% endfor %}"
-    ),
-    "begins with a token": "{{ bos_token }}<|endoftext|>" + _chatml() + _PROMPT,
-    "drops earlier thoughts": _chatml("{% if loop.last %}{{ m.content }}{% else %}" + _THOUGHTLESS + "{% endif %}")
-    + _PROMPT,
-    "inserts an empty thought": _chatml(
-        "{% if '<think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
-    )
-    + _PROMPT,
-    "closes the conversation": _chatml() + _ADDED + "<|im_start|>assistant\n{% else %}<|endoftext|>{% endif %}",
-    "a prompt always follows": _chatml() + "{{ '<|im_start|>assistant\n' }}",
-    "capital roles": _chatml().replace("m.role }}", "m.role | capitalize }}") + _PROMPT.replace("assis", "Assis"),
-    "counts its messages": "{{ messages | length }} messages\n" + _chatml() + _PROMPT,
-    "no control token": (
-        "{% for m in messages %}"
-        + _IF_ANSWER
-        + "Answer:"
-        + _block("{{ ' ' + m.content | trim + '\n\n' }}")
-        + "{% else %}"
-        "{{ m.role + ': ' + m.content | trim + '\n\n' }}{% endif %}{% endfor %}" + _ADDED + "Answer:{% endif %}"
-    ),
-    "a prompt that ends with a blank": (
-        "{% for m in messages %}" + _IF_ANSWER + "Answer: " + _block("{{ m.content }}<|im_end|>") + "{% else %}"
-        "{{ m.role }}: {{ m.content }}{% endif %}{{ '\n' }}{% endfor %}" + _ADDED + "Answer: {% endif %}"
-    ),
-}
-
-_USER = "{% for m in messages %}{% if m.role == 'user' %}"
-SENTENCEPIECE = {
-    "inst": _USER
-    + "{{ bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}{% else %}"
-    + _block("{{ ' ' + m.content.strip() + ' ' + eos_token }}")
-    + "{% endif %}{% endfor %}",
-    "inst without spaces": "{{ bos_token }}"
-    + _USER
-    + "{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}"
-    + _block("{{ m.content + eos_token }}")
-    + "{% endif %}{% endfor %}",
-    "turns": _USER
-    + "{{ '<|user|>\n' + m.content + eos_token + '\n' }}{% else %}{{ '<|assistant|>\n' }}"
-    + _block("{{ m.content + eos_token }}")
-    + "{{ '\n' }}{% endif %}{% endfor %}"
-    + _ADDED
-    + "{{ '<|assistant|>\n' }}{% endif %}",
-    "spaces and two tokens": _USER
-    + "{{ '  ' + bos_token + bos_token + ' user:\n' + m.content + eos_token + ' ' }}{% else %}"
-    + "{{ '  ' + bos_token + bos_token + ' assistant:\n' }}"
-    + _block("{{ m.content + eos_token }}")
-    + "{{ ' ' }}{% endif %}{% endfor %}"
-    + _ADDED
-    + "{{ '  ' + bos_token + bos_token + ' assistant:\n' }}{% endif %}",
-}
+_OTHERS = json.loads((Path(__file__).parent / "templates.json").read_text(encoding="utf-8"))
+HAND_MADE: dict[str, str] = _OTHERS["hand made"]
+SENTENCEPIECE: dict[str, str] = _OTHERS["sentencepiece"]
 """For tokenizers of Llama 2's kind, whose words begin with a space."""
-
-IMPOSSIBLE = {
-    "newest first": _chatml().replace("in messages", "in messages | reverse") + _PROMPT,
-    "another prompt": _chatml() + _ADDED + "<|im_start|>model\n{% endif %}",
-    "old answers in capitals": _chatml(
-        "{% if loop.last %}{{ m.content }}{% else %}{{ m.content | upper }} of {{ messages | length }}{% endif %}"
-    )
-    + _ADDED
-    + "<|im_start|>assistant of {{ messages | length }}\n{% endif %}",
-}
+IMPOSSIBLE: dict[str, str] = _OTHERS["impossible"]
 """No answer of these stands where its prompt ends."""
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.data.reading.cases import cases
 from tuner.data.reading.jsonl import (
     MAX_DEPTH,
     fast_json_record,
@@ -24,35 +25,18 @@ def nested(depth: int) -> bytes:
     return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
 
-BAD = [
-    (b'{"a": [}', 8, "not JSON"),
-    (b"", 1, "not JSON"),
-    (b'{"a": 1} x', 10, "not JSON"),
-    (b'{"a": 1,}', 9, "not JSON"),
-    (b'{"a": 01}', 8, "not JSON"),
-    (b'{"a": "\\x"}', 8, "not JSON"),
-    (b"[1]", 1, "got list; a JSON array"),
-    (b'"a"', 1, "got str"),
-    (b'{"a": "\xff"}', 8, "not UTF-8: byte 0xff"),
-    ('{"é": "'.encode() + b"\xed\xa0\x80", 8, "not UTF-8: byte 0xed"),
-    (b'{"a": "\x00"}', 8, "not JSON: Invalid control character"),
-    (b'{"a": "\\u0000"}', 8, "NUL character"),
-    (b'{"\\u0000": 1}', 3, "NUL character"),
-    (b'{"a": "\\ud800"}', 8, "lone surrogate \\ud800"),
-    (b'{"a": "\\udc00\\ud800"}', 8, "lone surrogate \\udc00"),
-    (b'{"a": 1, "a": 1}', 10, "duplicate key 'a'"),
-    (b'{"a": 1, "\\u0061": 1}', 10, "duplicate key 'a'"),
-    (b'{"a": [{"b" :":", "b":"\\u003a"}]}', 19, "duplicate key 'b'"),
-    (b'{"a": NaN}', 7, "NaN is not JSON"),
-    (b'{"a": [1, -Infinity]}', 11, "-Infinity is not JSON"),
-    (nested(MAX_DEPTH + 1), 1, "nested too deeply"),
-    (nested(100_000), 1, "nested too deeply"),
-    (b'{"a": ' + b"1" * 5000 + b"}", 1, "not JSON: Exceeds the limit"),
+DEEP = [
+    (nested(MAX_DEPTH + 1).decode(), 1, "nested too deeply"),
+    (nested(100_000).decode(), 1, "nested too deeply"),
+    ('{"a": ' + "1" * 5000 + "}", 1, "not JSON: Exceeds the limit"),
 ]
+BAD = [*cases("bad_json", "raw", "col", "reason", name="reason"), *DEEP]
+"""Texts of which each character stands for the byte of its number."""
 
 
-@pytest.mark.parametrize(("raw", "col", "reason"), BAD, ids=lambda value: str(value)[:30])
-def test_bad_rows_have_a_reason_and_a_column(raw: bytes, col: int, reason: str) -> None:
+@pytest.mark.parametrize(("text", "col", "reason"), BAD, ids=lambda value: str(value)[:30])
+def test_bad_rows_have_a_reason_and_a_column(text: str, col: int, reason: str) -> None:
+    raw = text.encode("latin-1")
     assert fast_json_record(raw) is None
     for parse in (parse_json_record, strict_json_record):
         with pytest.raises(RecordProblem) as caught:
@@ -156,7 +140,8 @@ def test_the_fast_route_never_overlooks_what_the_strict_one_sees(pairs: list[tup
 
 def test_damaged_rows_never_pass_the_fast_route_alone() -> None:
     generator = random.Random(7)
-    rows = [raw for raw, _ in GOOD + [(raw, False) for raw, *_ in BAD if len(raw) < 200] if raw]
+    rows = [raw for raw, _ in GOOD]
+    rows += [text.encode("latin-1") for case in BAD[: -len(DEEP)] if (text := case.values[0])]
     answered = 0
     for _ in range(5000):
         raw = bytearray(generator.choice(rows) if generator.random() < 0.5 else b"".join(generator.sample(rows, 2)))
