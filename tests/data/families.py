@@ -12,18 +12,18 @@ from typing import Any
 from tests.data import tiny
 from tuner.data.encoding.tokenizer import TextTokenizer
 
-_TEMPLATES: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
-THINKS = _TEMPLATES["thinks"]
+TEMPLATES: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+THINKS = TEMPLATES["thinks"]
 """Qwen3.5, thinking: the prompt opens a thought, each answer writes one, and earlier turns drop it."""
-THINKS_IF_ASKED = _TEMPLATES["thinks_if_asked"]
+THINKS_IF_ASKED = TEMPLATES["thinks_if_asked"]
 """Qwen3.5, not thinking: the prompt closes the thought unless its caller wants one."""
-EMPTY_TAGS = _TEMPLATES["empty_tags"]
+EMPTY_TAGS = TEMPLATES["empty_tags"]
 """Nemotron 3: the prompt opens a thought, and an answer without one begins with empty tags."""
-CUTS = _TEMPLATES["cuts"]
+CUTS = TEMPLATES["cuts"]
 """DeepSeek R1 and V3: the prompt opens a thought, and no answer is ever written with one; calls want null and text."""
-CHANNELS = _TEMPLATES["channels"]
+CHANNELS = TEMPLATES["channels"]
 """gpt-oss: only the last answer has a thought and the token that ends a generation; thoughts before calls go later."""
-PARTS = _TEMPLATES["parts"]
+PARTS = TEMPLATES["parts"]
 """SmolVLM: contents are lists of parts; of a string nothing is written."""
 
 _SPECIAL = ("<|user|>", "<|assistant|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>")

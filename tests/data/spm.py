@@ -24,10 +24,6 @@ SPACES = (
     "{% endfor %}"
 )
 _CORPUS = [*tiny.CORPUS, "[INST] hello [/INST] the answer </s> user: assistant: \u00e9t\u00e9 \u4e2d\u6587 12345"]
-_PREPEND = [
-    {"type": "Prepend", "prepend": "\u2581"},
-    {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
-]
 
 
 @cache
@@ -53,29 +49,10 @@ def tokenizer_json(normalizes: bool = True) -> bytes:
     proto: Any = import_protobuf().ModelProto()
     proto.ParseFromString(model())
     vocabulary = {piece.piece: i for i, piece in enumerate(proto.pieces)}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    added = [{"id": i, "content": token, **flags} for i, token in enumerate(("<unk>", "<s>", "</s>"))]
-    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": False}
-    steps = [{"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}, {"type": "ByteFallback"}]
-    steps += [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]
-    start = {"SpecialToken": {"id": "<s>", "type_id": 0}}
-    spec = {
-        "version": "1.0",
-        "added_tokens": added,
-        "normalizer": {"type": "Sequence", "normalizers": _PREPEND} if normalizes else None,
-        "pre_tokenizer": None if normalizes else metaspace,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [start, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [start, {"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
-        },
-        "decoder": {"type": "Sequence", "decoders": steps},
-        "model": {
-            "type": "BPE", "unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True, "vocab": vocabulary,
-            "merges": [" ".join(pair) for pair in generate_merges(vocabulary)],
-        },
-    }  # fmt: skip
+    spec = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    spec["normalizer" if not normalizes else "pre_tokenizer"] = None
+    merges = [" ".join(pair) for pair in generate_merges(vocabulary)]
+    spec["model"] |= {"vocab": vocabulary, "merges": merges}
     return json.dumps(spec).encode()
 
 

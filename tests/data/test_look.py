@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.data import tiny
+from tests.data.reading.cases import cases
 from tuner.config.load import load_recipe
 from tuner.config.recipe import DataSource
 from tuner.config.starter import FEW_STEPS, Room, starter
@@ -185,24 +186,9 @@ def test_a_context_is_read_as_input_and_what_is_not_read_is_named(
     assert dict(load_recipe(tmp_file(tmp_path, text)).recipe.data.train[0].columns) == dict(seen.columns)
 
 
-PAIR = {"prompt": "a", "chosen": "b c", "rejected": "d"}
-PREFERENCES: list[tuple[dict[str, Any], str, dict[str, str]]] = [
-    (PAIR, "dpo", {}),
-    ({"question": "a", "chosen": "b", "rejected": "c"}, "dpo", {"instruction": "question"}),
-    (
-        {
-            "input": {"messages": tiny.chat("hello")["messages"]},
-            "preferred_output": [{"role": "assistant", "content": "yes"}],
-            "non_preferred_output": [{"role": "assistant", "content": "no"}],
-        },
-        "dpo",
-        {"prompt": "input.messages", "chosen": "preferred_output", "rejected": "non_preferred_output"},
-    ),
-    (tiny.chat("hello", "yes", label=True), "kto", {}),
-]
-
-
-@pytest.mark.parametrize(("row", "method", "columns"), PREFERENCES)
+@pytest.mark.parametrize(
+    ("row", "method", "columns"), cases("suggested_methods", "row", "method", "columns", name="row")
+)
 def test_answers_that_are_compared_get_their_method(
     row: dict[str, Any], method: str, columns: dict[str, str], model: str, tmp_path: Path
 ) -> None:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate, islice, repeat, takewhile
 from math import prod
 from operator import mul
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from tuner.config.methods import ExampleKind
+from tuner.config.recipe import DataSource
 from tuner.config.starter import FEW_STEPS, LONGEST_PRETRAIN, Look
 from tuner.data.building.bins import pack
 from tuner.data.building.documents import first_records
@@ -40,10 +41,6 @@ from tuner.data.sample import Encoded, Sample, Templated, described, encoded_of,
 from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError
 from tuner.runtime.safetensors_header import read_header
-
-if TYPE_CHECKING:
-    from tuner.config.methods import ExampleKind
-    from tuner.config.recipe import DataSource
 
 READ_BYTES = 1 << 30
 """Records are read up to so many bytes of them."""
@@ -93,7 +90,7 @@ class _Read:
     """The first bad one: its place and what is wrong with it."""
 
 
-def look(model: str, source: "DataSource", progress: Callable[[str], None] = lambda text: None) -> Look:
+def look(model: str, source: DataSource, progress: Callable[[str], None] = lambda text: None) -> Look:
     """Return what the records of a source are, how many and how long, and what suits them.
 
     How the records are read is chosen by trying it on the first ones: `columns` where their keys are not ours. Lengths
@@ -184,7 +181,7 @@ def _unused(records: Sequence[Mapping[str, object]], reading: Reading) -> tuple[
 
 
 def _read(
-    files: Sequence[SourceFile], columns: Mapping[str, str], kind: "ExampleKind", progress: Callable[[str], None]
+    files: Sequence[SourceFile], columns: Mapping[str, str], kind: ExampleKind, progress: Callable[[str], None]
 ) -> _Read:
     """Read records until there are enough; bad ones are counted."""
     read = _Read()

@@ -4,27 +4,23 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from tuner.config.methods import ExampleKind
 from tuner.data.building.encoded import bad_record, targets_of
 from tuner.data.encoding.compared import AnyEncoder, answers_of
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.encoding.named_templates import named_template
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_json import with_control_tokens, with_tokens
-from tuner.data.encoding.turns import CALLS_NOT_SHOWN, NOT_SHOWN, SHORTENED
+from tuner.data.encoding.turns import CALLS_NOT_SHOWN, NOT_SHOWN, SHORTENED, TrainOn
 from tuner.data.reading.block import RawRecord
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Compared, Conversation, Example
 from tuner.data.sources import SourceFile
 from tuner.errors import DataError
-
-if TYPE_CHECKING:
-    from tuner.config.methods import ExampleKind
-    from tuner.data.encoding.turns import TrainOn
 
 SAMPLE_COST, CHEAP_MESSAGES = 2 << 20, 8
 """Bytes of the records that are kept and encoded, up to twice as many while they are read; those of a long chat count
@@ -33,7 +29,7 @@ TEMPLATES = ("chatml", "qwen3")
 """Those that are tried, in this order, where a model has none, or one that leaves out what rows have."""
 LOST = (NOT_SHOWN, CALLS_NOT_SHOWN, SHORTENED)
 """What a template may leave out that is to be learned from."""
-_TRAIN_ON: dict[str, "TrainOn"] = {"sft": "assistant", "pretrain": "all"}
+_TRAIN_ON: dict[str, TrainOn] = {"sft": "assistant", "pretrain": "all"}
 
 
 class Sample:
@@ -116,7 +112,7 @@ class Encoded:
 
 
 def encoded_of(
-    tokenizer: TextTokenizer, examples: Sequence[Example | Compared], kind: "ExampleKind"
+    tokenizer: TextTokenizer, examples: Sequence[Example | Compared], kind: ExampleKind
 ) -> Encoded | None:
     """The examples as this tokenizer makes documents of them; None where it cannot."""
     each = 2 if kind == "preference" else 1
@@ -146,7 +142,7 @@ class Templated:
 
 
 def template_for(
-    own: TextTokenizer, examples: Sequence[Example | Compared], kind: "ExampleKind", chats: bool
+    own: TextTokenizer, examples: Sequence[Example | Compared], kind: ExampleKind, chats: bool
 ) -> Templated:
     """The model's own template where it writes what the examples have; else the first that does."""
     if not chats:
@@ -161,7 +157,7 @@ def template_for(
     return Templated(named[whole], whole, lost or "")
 
 
-def _lost(tokenizer: TextTokenizer, examples: Sequence[Example | Compared], kind: "ExampleKind") -> str | None:
+def _lost(tokenizer: TextTokenizer, examples: Sequence[Example | Compared], kind: ExampleKind) -> str | None:
     """What its template leaves out of the examples; None where it cannot write them."""
     encoded = encoded_of(tokenizer, examples, kind)
     return None if encoded is None else next((note for note in LOST if note in encoded.notes), "")

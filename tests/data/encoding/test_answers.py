@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,15 +10,12 @@ import numpy as np
 import pytest
 
 from tests.data import families, tiny
-from tuner.data.encoding import answers, chat, place, turns
+from tuner.data.encoding import chat, place, turns
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import TrainOn
 from tuner.data.reading.records import parse_record
-
-NO_THINKING = "answers after the prompt of enable_thinking=false"
-THINKING = "answers after the prompt of enable_thinking=true"
 
 
 def thought(*pairs: tuple[str, str, str], field: bool = True) -> dict[str, Any]:
@@ -47,61 +45,15 @@ class Case(NamedTuple):
     trained: list[str]
     variables: list[dict[str, bool]]
     """What each prompt's caller says."""
-    notes: set[str]
+    notes: list[str]
 
 
 EMPTY = "\n</think>\n\n"
-SILENT: dict[str, bool] = {}
-NONE, ASKED = {"enable_thinking": False}, {"enable_thinking": True}
+ROWS = {"plain": PLAIN, "mixed": MIXED, "inside": INSIDE}
 CASES = {
-    "thinks": Case(
-        families.THINKS, PLAIN,
-        [f"{EMPTY}world<|im_end|>", f"{EMPTY}forty two<|im_end|>", f"{EMPTY}42<|im_end|>"], [SILENT] * 3, {place.APART},
-    ),
-    "thinks, thoughts": Case(
-        families.THINKS, MIXED, ["because\n</think>\n\nb<|im_end|>", f"{EMPTY}d<|im_end|>"], [SILENT] * 2, {place.APART}
-    ),
-    "thinks, thoughts inside": Case(
-        families.THINKS, INSIDE, ["because\n</think>\n\nb<|im_end|>", f"{EMPTY}d<|im_end|>"],
-        [SILENT] * 2, {place.APART},
-    ),
-    "thinks if asked": Case(
-        families.THINKS_IF_ASKED, PLAIN, ["world<|im_end|>", "forty two<|im_end|>", "42<|im_end|>"],
-        [SILENT] * 3, {place.APART},
-    ),
-    "thinks if asked, thoughts": Case(
-        families.THINKS_IF_ASKED, MIXED, ["because\n</think>\n\nb<|im_end|>", "d<|im_end|>"],
-        [ASKED, SILENT], {THINKING, place.APART},
-    ),
-    "empty tags": Case(
-        families.EMPTY_TAGS, PLAIN, ["world<|im_end|>", "forty two<|im_end|>", "42<|im_end|>"],
-        [NONE] * 3, {NO_THINKING},
-    ),
-    "empty tags, thoughts": Case(
-        families.EMPTY_TAGS, MIXED, ["because\n</think>b<|im_end|>", "d<|im_end|>"], [SILENT, NONE], {NO_THINKING}
-    ),
-    "cuts": Case(
-        families.CUTS, PLAIN, [f"{EMPTY}world<|im_end|>", f"{EMPTY}forty two<|im_end|>", f"{EMPTY}42<|im_end|>"],
-        [SILENT] * 3, {answers.NO_THOUGHT, place.APART},
-    ),
-    "cuts, thoughts": Case(
-        families.CUTS, MIXED, ["because\n</think>\n\nb<|im_end|>", f"{EMPTY}d<|im_end|>"],
-        [SILENT] * 2, {answers.NO_THOUGHT, answers.OWN_THOUGHT, place.APART},
-    ),
-    "cuts, thoughts inside": Case(
-        families.CUTS, INSIDE, ["because\n</think>\n\nb<|im_end|>", f"{EMPTY}d<|im_end|>"],
-        [SILENT] * 2, {answers.NO_THOUGHT, answers.OWN_THOUGHT, place.APART},
-    ),
-    "channels": Case(
-        families.CHANNELS, PLAIN, [f"<|channel|>final<|message|>{a}<|return|>" for a in ("world", "forty two", "42")],
-        [SILENT] * 3, set(),
-    ),
-    "channels, thoughts": Case(
-        families.CHANNELS, MIXED,
-        ["<|channel|>analysis<|message|>because<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>",
-         "<|channel|>final<|message|>d<|return|>"], [SILENT] * 2, set(),
-    ),
-}  # fmt: skip
+    name: Case(families.TEMPLATES[case["template"]], ROWS[case["row"]], *(case[key] for key in Case._fields[2:]))
+    for name, case in json.loads(Path(__file__).with_name("answers.json").read_text(encoding="utf-8")).items()
+}
 
 
 def documents(batch: EncodedBatch) -> list[tuple[list[int], list[bool]]]:

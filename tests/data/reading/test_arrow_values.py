@@ -18,18 +18,13 @@ from tests.data.reading.test_blocks import one
 from tuner.config.methods import ExampleKind
 from tuner.data.building.prepare import prepare
 from tuner.data.reading.blocks import blocks, examples_of, records_of
-from tuner.data.reading.padded import PADDED
+from tuner.data.reading.examples import PADDED
 
 STRING = {"type": "string"}
 TOOLS = [
     {"type": "function", "function": {"name": "book", "parameters": {"properties": {"train": STRING}}}},
     {"type": "function", "function": {"name": "weigh", "parameters": {"properties": {"grams": {"type": ["integer"]}}}}},
 ]
-BARE = [
-    {"name": "book", "parameters": {"train": {"enum": ["IC1"]}}},
-    {"name": "weigh", "parameters": {"grams": STRING}},
-]
-
 
 def user(text: str, **more: Any) -> dict[str, Any]:
     return {"role": "user", "content": text, **more}
@@ -39,55 +34,9 @@ def calls(name: str, **arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [{"name": name, "arguments": arguments}]}
 
 
-def openai_call(name: str, **arguments: Any) -> dict[str, Any]:
-    call = {"id": f"c-{name}", "type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
 ROWS: dict[str, tuple[ExampleKind, list[dict[str, Any]]]] = {
-    "messages with tools": (
-        "sft",
-        [
-            {"messages": [user("book IC1", name="Ann"), calls("book", train="IC1")], "tools": TOOLS[:1]},
-            {"messages": [user("weigh it"), calls("weigh", grams=[1, None], exact=True)], "tools": TOOLS},
-            {"messages": [user("hello"), {"role": "assistant", "content": "hi", "reasoning_content": "hm"}]},
-        ],
-    ),
-    "openai's calls": (
-        "sft",
-        [
-            {"messages": [user("book"), openai_call("book", train="IC1", **{"class": {"first": True}})]},
-            {"messages": [user("weigh"), openai_call("weigh", **{"class": {"of": [{"a": 1}, {"b": 2}]}})]},
-        ],
-    ),
-    "bare tools": (
-        "sft",
-        [
-            {"messages": [user("book"), calls("book", train="IC1")], "tools": BARE[:1]},
-            {"messages": [user("weigh"), {"role": "assistant", "content": "no"}], "tools": BARE},
-        ],
-    ),
-    "arguments as parameters": (
-        "sft",
-        [
-            {"messages": [user("a"), {**calls("f"), "tool_calls": [{"name": "f", "parameters": {"x": 1}}]}]},
-            {"messages": [user("b"), calls("f", y=2)]},
-        ],
-    ),
-    "two ways to name who speaks": (
-        "sft",
-        [
-            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-            {"conversations": [user("q"), {"role": "assistant", "content": "a", "train": True}]},
-        ],
-    ),
-    "pairs": (
-        "preference",
-        [
-            {"prompt": [user("q")], "chosen": [calls("book", train="IC1")], "rejected": [calls("weigh", grams=[1])]},
-            {"prompt": [user("q")], "chosen": [calls("f", x={"y": 1})], "rejected": [calls("f", x={"z": 1})]},
-        ],
-    ),
+    name: (case["kind"], case["rows"])
+    for name, case in json.loads((Path(__file__).parent / "cases" / "tables.json").read_text(encoding="utf-8")).items()
 }
 
 

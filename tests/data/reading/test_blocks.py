@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.data import tiny
+from tests.data.reading.cases import cases
 from tuner.config.recipe import DataSource
 from tuner.data.reading import block as block_module
 from tuner.data.reading import ipc_sizes, json_blocks, page_sizes, tables, text_blocks
@@ -171,45 +172,17 @@ def test_bad_elements_of_an_array_are_rows_of_their_own(tmp_path: Path, small: N
     assert position_of(rows[21], rows[21].problem) == (4, 9)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b'[{"a": 1} {"a": 2}]', "1:11: not JSON: expected ']', got '{'"),
-        (b'[{"a": 1},]', "1:11: not JSON: expected a value, got ']'"),
-        (b'[{"a": 1},\n', "2:1: not JSON: expected a value, got the end of the file"),
-        (b'[{"a": 1}', "1:10: not JSON: expected ']', got the end of the file"),
-        (b'[{"a": 1}] []', "1:12: not JSON: expected the end of the file after the array, got '['"),
-        (b'[{"a": 1},\n {"a": [1, "]"}', "2:2: not JSON: the value that starts here never ends"),
-        (b'[{"a": 1}, "x', "1:12: not JSON: the value that starts here never ends"),
-        (b'[{"a": 1}, "' + b"x" * 500, "1:12: not JSON: the value that starts here never ends"),
-        (b"[,]", "1:2: not JSON: expected a value, got ','"),
-        (b"[", "1:2: not JSON: expected a value, got the end of the file"),
-    ],
-)
-def test_a_broken_array_is_an_error_at_its_place(tmp_path: Path, data: bytes, reason: str, small: None) -> None:
-    (tmp_path / "rows.json").write_bytes(data)
+@pytest.mark.parametrize(("raw", "reason"), cases("broken_arrays", "raw", "reason", name="reason"))
+def test_a_broken_array_is_an_error_at_its_place(tmp_path: Path, raw: str, reason: str, small: None) -> None:
+    (tmp_path / "rows.json").write_text(raw, encoding="latin-1", newline="")
     with pytest.raises(DataError) as caught:
         values(one(tmp_path / "rows.json"))
     assert caught.value.message == f"{tmp_path}/rows.json:{reason}"
 
 
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        (b"", []),
-        (b"\xef\xbb\xbf[]\n", []),
-        (b'\xef\xbb\xbf[{"a": 1}]', [{"a": 1}]),
-        (b'{"a": 1}', [{"a": 1}]),
-        (b'{"a": 1}\n{"a": 2}\n', [{"a": 1}, {"a": 2}]),
-        (b'{"a": 1}  \n{"a" 2}\n{"a": 3}', [{"a": 1}, "not JSON: Expecting ':' delimiter", {"a": 3}]),
-        (b'{"a": 1}{"a": 2} {"a": 3}', [{"a": 1}, {"a": 2}, {"a": 3}]),
-        (b'{"a":\n 1}\n{"a": 2}\n\n', [{"a": 1}, {"a": 2}]),
-        (b'\xef\xbb\xbf{\n"a": 1}{\n"a": 2}', [{"a": 1}, {"a": 2}]),
-        (b'{"a": \n{"b": 1}\n', ["not JSON: Expecting value", {"b": 1}]),
-    ],
-)
-def test_the_layouts_of_a_json_file(tmp_path: Path, data: bytes, expected: list[Any]) -> None:
-    (tmp_path / "rows.json").write_bytes(data)
+@pytest.mark.parametrize(("raw", "expected"), cases("json_layouts", "raw", "values", name="raw"))
+def test_the_layouts_of_a_json_file(tmp_path: Path, raw: str, expected: list[Any]) -> None:
+    (tmp_path / "rows.json").write_text(raw, encoding="latin-1", newline="")
     assert values(one(tmp_path / "rows.json")) == expected
 
 

@@ -11,13 +11,14 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from tuner.config.duration import Duration
+from tuner.config.methods import ExampleKind
 from tuner.data.building.encoded import (
     BadRecord,
     Bundle,
@@ -31,7 +32,7 @@ from tuner.data.building.encoded import (
 from tuner.data.building.pool import WorkerDiedError, WorkerPool, answers
 from tuner.data.building.report import pace
 from tuner.data.building.sampling import Split, SplitSelection, shared
-from tuner.data.building.spec import Keys, expected_bytes
+from tuner.data.building.spec import Keys, PrepareSpec, expected_bytes
 from tuner.data.building.stream_file import StreamFiles
 from tuner.data.encoding.encode import FAST_FROM_BYTES, FastEncoderMismatch
 from tuner.data.encoding.fast import NOT_INSTALLED, is_installed
@@ -41,12 +42,8 @@ from tuner.data.reading.block import BLOCK_BYTES, Block
 from tuner.data.reading.blocks import blocks, records_of
 from tuner.data.sources import SourceFile
 from tuner.errors import DataError, MachineError, NoRowsError
+from tuner.runtime.console import Console
 from tuner.runtime.memory import give_back
-
-if TYPE_CHECKING:
-    from tuner.config.methods import ExampleKind
-    from tuner.data.building.spec import PrepareSpec
-    from tuner.runtime.console import Console
 
 REJECTS = "rejects.jsonl"
 SAMPLE = 64
@@ -75,13 +72,13 @@ class _Origin:
 EncodingPool = WorkerPool[Bundle, EncodedBundle]
 
 
-def start_pool(spec: "PrepareSpec", count: int) -> EncodingPool:
+def start_pool(spec: PrepareSpec, count: int) -> EncodingPool:
     """Start so many of the workers that `build_documents` needs."""
     return WorkerPool(_job(spec, much=True), count)
 
 
 def build_documents(
-    spec: "PrepareSpec", keys: Keys, tmp: Path, console: "Console | None", pool: EncodingPool | None = None
+    spec: PrepareSpec, keys: Keys, tmp: Path, console: Console | None, pool: EncodingPool | None = None
 ) -> dict[str, Any]:
     """Write train.arrow, eval.arrow and rejects.jsonl into `tmp`; return the manifest's body.
 
@@ -99,7 +96,7 @@ def build_documents(
     return _build(spec, keys, tmp, console, slow_reason=reason)
 
 
-def _job(spec: "PrepareSpec", much: bool, fast: bool = True) -> EncodeJob:
+def _job(spec: PrepareSpec, much: bool, fast: bool = True) -> EncodeJob:
     return EncodeJob(
         tokenizer=spec.tokenizer,
         examples=spec.examples,
@@ -111,10 +108,10 @@ def _job(spec: "PrepareSpec", much: bool, fast: bool = True) -> EncodeJob:
 
 
 def _build(
-    spec: "PrepareSpec",
+    spec: PrepareSpec,
     keys: Keys,
     tmp: Path,
-    console: "Console | None",
+    console: Console | None,
     pool: EncodingPool | None = None,
     slow_reason: str | None = None,
 ) -> dict[str, Any]:
@@ -143,7 +140,7 @@ def _build(
     return {**_body(spec, splits, taken, by_name, keys, reason), "files": hashed}
 
 
-def _missing_encoder(spec: "PrepareSpec", size: int) -> str | None:
+def _missing_encoder(spec: PrepareSpec, size: int) -> str | None:
     """The line about the fast encoder's package, where it is missing and would have encoded."""
     if size < FAST_FROM_BYTES or is_installed():
         return None
@@ -268,7 +265,7 @@ def _filtered(path: Path, kept: npt.NDArray[np.bool_]) -> Iterator[pa.RecordBatc
 
 
 def _body(
-    spec: "PrepareSpec",
+    spec: PrepareSpec,
     splits: Sequence[Split],
     taken: Sequence[SplitSelection],
     chosen: Mapping[str, SplitSelection],
@@ -318,7 +315,7 @@ def _by_source(split: Split, often: npt.NDArray[np.int32]) -> list[npt.NDArray[n
     return np.split(often, np.cumsum([counts.documents for counts in split.counts])[:-1])
 
 
-def _source_reports(split: Split, often: npt.NDArray[np.int32], kind: "ExampleKind") -> list[dict[str, Any]]:
+def _source_reports(split: Split, often: npt.NDArray[np.int32], kind: ExampleKind) -> list[dict[str, Any]]:
     """Of each source, in order: what was read and how much of it is taken."""
     return [
         {
@@ -373,7 +370,7 @@ _FIX_OR_SKIP = "fix the row, or write data.on_bad_row: skip to leave such rows o
 
 
 def bad_record_error(
-    file: SourceFile, bad: BadRecord, lines: int, has_template: bool, kind: "ExampleKind"
+    file: SourceFile, bad: BadRecord, lines: int, has_template: bool, kind: ExampleKind
 ) -> DataError:
     """The error for a bad record, with its position; `lines` are those of its file before its block.
 

@@ -21,7 +21,7 @@ from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import SpecialTokens
 from tuner.data.prepared import arrow, arrow_bits
 from tuner.data.reading.blocks import Block, RawRecord, examples_of, lines_in, position_of
-from tuner.data.reading.padded import PADDED, has_null, padded_records
+from tuner.data.reading.examples import PADDED, has_null, padded_records
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Compared, Example, form_read
 from tuner.runtime.memory import give_back

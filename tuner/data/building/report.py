@@ -9,21 +9,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from tuner.config.methods import Examples
+from tuner.config.methods import ExampleKind, Examples
 from tuner.data.building.pack import NO_TARGET, TOO_LONG
+from tuner.data.building.spec import PrepareSpec, Source
 from tuner.data.encoding.turns import CALLS_NOT_SHOWN, NOT_SHOWN
 from tuner.data.prepared import open_stream, view
 from tuner.errors import DataError, counted
-
-if TYPE_CHECKING:
-    from tuner.config.methods import ExampleKind
-    from tuner.data.building.spec import PrepareSpec, Source
-    from tuner.runtime.console import Console, ProgressBar
+from tuner.runtime.console import Console, ProgressBar
 
 MANY, MOST = 0.02, 0.5
 """Shares of a split's documents: a loss above the first is warned of; above the second it is an error by default."""
@@ -33,38 +30,28 @@ _EXACT_BITS = 7
 """Lengths below 128 are counted one by one, longer ones in steps of at most 1/64 of them: memory stays bounded."""
 
 
-class Loss(NamedTuple):
-    """The documents of one split that are longer than a row."""
-
-    split: str
-    documents: int
-    affected: int
-    what: str
-    """What happens to them."""
-
-    @property
-    def share(self) -> float:
-        """Of the split's documents."""
-        return self.affected / max(self.documents, 1)
-
-
-def length_warnings(spec: "PrepareSpec", report: Mapping[str, Any], directory: Path) -> list[str]:
+def length_warnings(spec: PrepareSpec, report: Mapping[str, Any], directory: Path) -> list[str]:
     """Warnings of the documents in a prepared directory that are dropped or cut because of their length.
 
     Raises DataError where that is more than half of a split and the recipe does not say `data.too_long` itself.
     """
     warnings = []
-    for loss in _losses(report):
-        if loss.share <= MANY:
+    for split in ("train", "eval"):
+        if (counts := report[split]) is None:
             continue
-        lengths = lengths_that_keep(directory / f"{loss.split}.documents.arrow", WHOLE, spec.examples.documents)
-        of = f"{loss.affected:,} of {loss.documents:,} {spec.examples.unit}s ({loss.share:.0%})"
-        text = f"data.{loss.split}: {of} are {loss.what}: longer than data.max_length ({spec.max_length:,})"
-        if loss.share > MOST and spec.data.too_long == "auto":
+        documents, dropped = int(counts["documents"]), int(counts["dropped_rows"].get(TOO_LONG, 0))
+        affected, what = (dropped, "dropped") if dropped else (int(counts["truncated"]), "cut")
+        share = affected / max(documents, 1)
+        if share <= MANY:
+            continue
+        lengths = lengths_that_keep(directory / f"{split}.documents.arrow", WHOLE, spec.examples.documents)
+        of = f"{affected:,} of {documents:,} {spec.examples.unit}s ({share:.0%})"
+        text = f"data.{split}: {of} are {what}: longer than data.max_length ({spec.max_length:,})"
+        text += f"; {kept_by(lengths)}{_beyond(spec, lengths)}"
+        if share > MOST and spec.data.too_long == "auto":
             ways = "data.too_long: truncate (to cut them) or drop (to leave them out all the same)"
-            ways = f"{raised(spec, lengths)}{ways}"
-            raise DataError(f"{text}; {kept_by(lengths)}{_beyond(spec, lengths)}", hint=f"write {ways}")
-        warnings.append(f"{text}; {kept_by(lengths)}{_beyond(spec, lengths)}")
+            raise DataError(text, hint=f"write {raised(spec, lengths)}{ways}")
+        warnings.append(text)
     return warnings
 
 
@@ -94,27 +81,16 @@ def kept_by(lengths: Sequence[int]) -> str:
     return f"data.max_length: {first} keeps {by_length[first]:.0%} of them whole{others}"
 
 
-def raised(spec: "PrepareSpec", lengths: Sequence[int]) -> str:
+def raised(spec: PrepareSpec, lengths: Sequence[int]) -> str:
     """The line to write for longer rows, with the word that joins it to another way; empty where the model has none."""
     fitting = [length for length in lengths if spec.positions is None or length <= spec.positions]
     return f"data.max_length: {fitting[-1]}, or " if fitting else ""
 
 
-def _beyond(spec: "PrepareSpec", lengths: Sequence[int]) -> str:
+def _beyond(spec: PrepareSpec, lengths: Sequence[int]) -> str:
     if spec.positions is None or lengths[-1] <= spec.positions:
         return ""
     return f"; the model has {spec.positions:,} positions"
-
-
-def _losses(report: Mapping[str, Any]) -> Iterator[Loss]:
-    for split in ("train", "eval"):
-        counts = report[split]
-        if counts is None:
-            continue
-        dropped = int(counts["dropped_rows"].get(TOO_LONG, 0))
-        yield Loss(
-            split, int(counts["documents"]), dropped or int(counts["truncated"]), "dropped" if dropped else "cut"
-        )
 
 
 def _lengths(documents: Path) -> Iterator[npt.NDArray[np.int64]]:
@@ -149,7 +125,7 @@ PLAIN_EVERY_S = 30.0
 MB = 1_000_000
 
 
-def report_lines(report: Mapping[str, Any], kind: "ExampleKind", max_length: int, packing: bool) -> list[Line]:
+def report_lines(report: Mapping[str, Any], kind: ExampleKind, max_length: int, packing: bool) -> list[Line]:
     """The lines of a prepared directory's report."""
     unit = Examples(kind).unit
     lines: list[Line] = _tokenizer_lines(report.get("tokenizer"))
@@ -276,13 +252,13 @@ def _split_warnings(split: str, counts: Mapping[str, Any], rejects: str, unit: s
     return warnings
 
 
-def with_names(report: Mapping[str, Any], sources: "Mapping[str, Sequence[Source]]") -> dict[str, Any]:
+def with_names(report: Mapping[str, Any], sources: Mapping[str, Sequence[Source]]) -> dict[str, Any]:
     """The report of a cached directory with the sources of this recipe: those of equal bytes may have other names."""
     renamed = {split: _renamed(known, sources[split]) for split, known in report["sources"].items()}
     return {**report, "sources": renamed}
 
 
-def _renamed(known: list[dict[str, Any]], sources: "Sequence[Source]") -> list[dict[str, Any]]:
+def _renamed(known: list[dict[str, Any]], sources: Sequence[Source]) -> list[dict[str, Any]]:
     if [source["files"] for source in known] == [len(source.files) for source in sources]:
         return [{**counts, "path": source.path} for counts, source in zip(known, sources, strict=True)]
     if any(counts["weight"] != 1 or counts["count"] is not None for counts in known):
@@ -348,7 +324,7 @@ class Pace:
     """Counts the bytes that are done, and says so: with a live bar on a terminal, else with a line now and then."""
 
     def __init__(
-        self, console: "Console", bar: "ProgressBar", total: int, clock: Callable[[], float] = time.monotonic
+        self, console: Console, bar: ProgressBar, total: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console = console
         self._bar = bar
@@ -373,7 +349,7 @@ class Pace:
 
 
 @contextmanager
-def pace(console: "Console | None", total: int) -> Iterator[Callable[[int], None]]:
+def pace(console: Console | None, total: int) -> Iterator[Callable[[int], None]]:
     """Yield the function that counts bytes as they are done; `total` is the bytes of all input."""
     if console is None:
         yield lambda count: None

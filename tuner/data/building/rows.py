@@ -8,13 +8,14 @@ import shutil
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jsonlines
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from tuner.config.methods import ExampleKind
 from tuner.data.building.cache import build_once
 from tuner.data.building.documents import REJECTS, EncodingPool, build_documents
 from tuner.data.building.encoded import digest, record_batches
@@ -29,12 +30,9 @@ from tuner.data.reading.blocks import blocks, examples_of
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, Tokens
 from tuner.errors import DataError, MachineError
+from tuner.runtime.console import Console
 from tuner.runtime.files import sha256_file
 from tuner.runtime.memory import give_back
-
-if TYPE_CHECKING:
-    from tuner.config.methods import ExampleKind
-    from tuner.runtime.console import Console
 
 MAX_SAMPLES = 16
 MAX_PROBES, MAX_PROBE_CHARS = 16, 4000
@@ -42,7 +40,7 @@ MAX_PROBES, MAX_PROBE_CHARS = 16, 4000
 
 
 def build_rows(
-    spec: PrepareSpec, keys: Keys, tmp: Path, console: "Console | None", pool: EncodingPool | None
+    spec: PrepareSpec, keys: Keys, tmp: Path, console: Console | None, pool: EncodingPool | None
 ) -> dict[str, Any]:
     """The second level: documents linked from the first, which is built where it is missing, and the packed rows."""
 
@@ -166,7 +164,7 @@ def _answer(ids: list[int], spec: PrepareSpec) -> list[int]:
     return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids))]
 
 
-def _record_probes(keys: Keys, tokenizer: TextTokenizer, kind: "ExampleKind") -> Iterator[IdProbe]:
+def _record_probes(keys: Keys, tokenizer: TextTokenizer, kind: ExampleKind) -> Iterator[IdProbe]:
     """Yield up to `MAX_PROBES` probes: of the first records of every file that can be used."""
     files = [file for source in keys.train for file in source.files][:MAX_PROBES]
     for file in files:

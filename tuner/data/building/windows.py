@@ -2,18 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from tuner.data.building.prepare import PreparedInfo, prepare
 from tuner.data.building.spec import PrepareSpec
 from tuner.data.windows import Window, next_window
 from tuner.errors import DataError, NoRowsError
-
-if TYPE_CHECKING:
-    from tuner.runtime.console import Console
+from tuner.runtime.console import Console
 
 
-def prepare_windows(spec: PrepareSpec, console: "Console") -> Iterator[tuple[Window, PreparedInfo | None]]:
+def prepare_windows(spec: PrepareSpec, console: Console) -> Iterator[tuple[Window, PreparedInfo | None]]:
     """Yield each window with what was prepared, None for one without rows, until one is not there.
 
     Raises DataError naming a window that cannot be prepared, MachineError.

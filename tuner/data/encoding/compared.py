@@ -7,7 +7,6 @@ the ids that its prompt alone has. A record of which that cannot be shown for bo
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,11 +51,9 @@ class AnyEncoder:
         parts = [part for example in examples for part in answers_of(example)]
         batch = self._encoder.encode(parts, total_bytes, checks)
         if self._kind == "preference":
-            pairs = [example for example in examples if isinstance(example, Pair)]
-            return _compared(len(pairs), 2, batch, _Margins(pairs))
+            return _compared(batch, 2, "margin", _margins(examples))
         if self._kind == "unpaired":
-            labelled = [example for example in examples if isinstance(example, Labelled)]
-            return _compared(len(labelled), 1, batch, _Labels(labelled))
+            return _compared(batch, 1, "label", _labels(examples))
         return batch
 
     def explain(self, example: Example | Compared) -> Placed:
@@ -75,12 +72,12 @@ def _with_prompt(document: Document) -> Document:
     return replace(document, prompt_tokens=int(np.argmax(trained)) if trained.any() else len(trained))
 
 
-def _compared(count: int, each: int, batch: EncodedBatch, columns: "_Margins | _Labels") -> EncodedBatch:
-    """The documents of answers as those of `count` examples, of which `each` belong to one, with their columns."""
+def _compared(batch: EncodedBatch, each: int, name: str, values: npt.NDArray[np.generic]) -> EncodedBatch:
+    """The documents of answers as those of examples, of which `each` belong to one, with a column of their `values`."""
     problems: dict[int, RecordProblem] = {}
     for part, problem in sorted(batch.problems.items()):
         problems.setdefault(part // each, _placed(problem, _SIDES[part % 2] if each == 2 else None))
-    for part in np.flatnonzero(np.bincount(batch.records, minlength=count * each) > 1).tolist():
+    for part in np.flatnonzero(np.bincount(batch.records, minlength=len(values) * each) > 1).tolist():
         problems.setdefault(part // each, RecordProblem(NO_ONE_TEXT, 1))
     for part, left_out in batch.by_answer.items():
         if left_out:
@@ -98,11 +95,13 @@ def _compared(count: int, each: int, batch: EncodedBatch, columns: "_Margins | _
     if batch.by_answer:
         notes[AT_ITS_TURN] += sum(part // each not in problems for part in batch.by_answer)
     own = whole.records // each
-    made = replace(
+    column = values[own]
+    if name == "margin" and (known := int((~np.isnan(column[::2])).sum())):
+        notes[WITH_MARGIN] += known
+    return replace(
         whole, prompt_tokens=prompts.astype(np.uint32), records=own, problems=problems, by_answer={}, notes=notes,
-        fast=min(batch.fast, len(own)),
+        fast=min(batch.fast, len(own)), columns={name: column},
     )  # fmt: skip
-    return replace(made, columns=columns.of(own, notes))
 
 
 def _placed(problem: RecordProblem, side: str | None) -> RecordProblem:
@@ -132,13 +131,8 @@ def _prompts(batch: EncodedBatch) -> Ints:
     return prompts
 
 
-class _Unlike(NamedTuple):
-    reason: str
-    pairs: npt.NDArray[np.bool_]
-
-
-def _unlike(batch: EncodedBatch, prompts: Ints) -> list[_Unlike]:
-    """Which pairs of neighbours are no two answers to one prompt, bool[pairs] for each reason."""
+def _unlike(batch: EncodedBatch, prompts: Ints) -> list[tuple[str, npt.NDArray[np.bool_]]]:
+    """Reasons why pairs of neighbours are no two answers to one prompt, each with bool[pairs]."""
     lengths = np.diff(batch.offsets)
     chosen, rejected = slice(None, None, 2), slice(1, None, 2)
     learned = (prompts < lengths)[chosen] & (prompts < lengths)[rejected]  # the others are left out for another reason
@@ -146,7 +140,7 @@ def _unlike(batch: EncodedBatch, prompts: Ints) -> list[_Unlike]:
     shared = _equal_tokens(batch, np.where(alike, prompts[chosen], 0))
     same_length = lengths[chosen] == lengths[rejected]
     equal = same_length & _equal_tokens(batch, np.where(same_length, lengths[chosen], 0))
-    return [_Unlike(EQUAL, equal), _Unlike(OTHER_PROMPT, learned & ~(alike & shared))]
+    return [(EQUAL, equal), (OTHER_PROMPT, learned & ~(alike & shared))]
 
 
 def _equal_tokens(batch: EncodedBatch, counts: Ints) -> npt.NDArray[np.bool_]:
@@ -160,27 +154,12 @@ def _equal_tokens(batch: EncodedBatch, counts: Ints) -> npt.NDArray[np.bool_]:
     return equal
 
 
-class _Labels:
-    """Whether answers are wanted."""
-
-    def __init__(self, examples: Sequence[Labelled]) -> None:
-        self._values = np.array([example.label for example in examples], dtype=np.bool_)
-
-    def of(self, records: Ints, notes: Counter[str]) -> dict[str, npt.NDArray[np.generic]]:
-        """The column of documents by the examples that they come from."""
-        return {"label": self._values[records]}
+def _labels(examples: Sequence[Example | Compared]) -> npt.NDArray[np.bool_]:
+    """bool[examples]: whether answers are wanted."""
+    return np.array([example.label for example in examples if isinstance(example, Labelled)], dtype=np.bool_)
 
 
-class _Margins:
-    """By how much chosen answers are preferred; NaN where a pair does not say."""
-
-    def __init__(self, examples: Sequence[Pair]) -> None:
-        margins = (np.nan if example.margin is None else example.margin for example in examples)
-        self._values = np.array(list(margins), dtype=np.float32)
-
-    def of(self, records: Ints, notes: Counter[str]) -> dict[str, npt.NDArray[np.generic]]:
-        """The column of documents by the pairs that they come from; how many have one is noted."""
-        values = self._values[records]
-        if known := int((~np.isnan(values[::2])).sum()):
-            notes[WITH_MARGIN] += known
-        return {"margin": values}
+def _margins(examples: Sequence[Example | Compared]) -> npt.NDArray[np.float32]:
+    """float32[examples]: by how much chosen answers are preferred; NaN where a pair does not say."""
+    margins = (example.margin for example in examples if isinstance(example, Pair))
+    return np.array([np.nan if margin is None else margin for margin in margins], dtype=np.float32)

@@ -295,16 +295,15 @@ class Encoder:
     def _framed(self, batch: EncodedBatch, framed: npt.NDArray[np.bool_]) -> EncodedBatch:
         """Put the tokenizer's own tokens around texts, and the end token after them."""
         prefix, suffix = self._placer.frame
-        lengths = np.diff(batch.offsets)
-        offsets = offsets_of(lengths + framed * (len(prefix) + len(suffix)))
-        ids = np.zeros(int(offsets[-1]), dtype=np.uint32)
-        trained, own = np.zeros(len(ids), dtype=np.bool_), np.ones(len(ids), dtype=np.bool_)
-        around = [(offsets[:-1][framed] + k, token, self._train_on == "all") for k, token in enumerate(prefix)]
-        around += [(offsets[1:][framed] - len(suffix) + k, token, True) for k, token in enumerate(suffix)]
-        for at, token, is_trained in around:
-            ids[at], trained[at], own[at] = token, is_trained, False
-        ids[own], trained[own] = batch.input_ids, batch.trained
+        frame, trains = len(prefix) + len(suffix), [self._train_on == "all"] * len(prefix) + [True] * len(suffix)
+        # Text by text, the beginning before the end: an end and the next text's beginning are put at one place.
+        edges = np.stack([batch.offsets[:-1][framed], batch.offsets[1:][framed]], axis=1).reshape(-1)
+        texts = len(edges) // 2
+        at = np.repeat(edges, [len(prefix), len(suffix)] * texts)
+        ids = np.insert(batch.input_ids, at, np.tile(np.array([*prefix, *suffix], dtype=np.uint32), texts))
+        trained = np.insert(batch.trained, at, np.tile(np.array(trains, dtype=np.bool_), texts))
         prompts = (batch.prompt_tokens + framed * len(prefix)).astype(np.uint32)
+        offsets = offsets_of(np.diff(batch.offsets) + framed * frame)
         return EncodedBatch(ids, trained, offsets, prompts, batch.records, fast=batch.fast)
 
     def _check(self, examples: Sequence[Example], batch: EncodedBatch, checks: int) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -87,19 +87,10 @@ class FastEncoder:
         self._before = allocated_bytes() or self._resident
 
 
-class IdEncoder(Protocol):
-    """Gives the ids of a text, and ids from the table's size on for bytes that the tokenizer does not know."""
-
-    name: str
-
-    def encode(self, text: str) -> npt.NDArray[np.uint32]:
-        """Return uint32[tokens]."""
-
-
 class ProvenEncoder:
     """An encoder that gave the right ids when it was asked, and which texts it may be given."""
 
-    def __init__(self, encoder: IdEncoder, tokenizer: TextTokenizer, table: ByteTable) -> None:
+    def __init__(self, encoder: "FastEncoder | WordEncoder", tokenizer: TextTokenizer, table: ByteTable) -> None:
         """Prove it; raises Unproven with the first text for which it errs."""
         self.name = encoder.name
         self.encode = encoder.encode

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tuner.data.reading.columns import ASKING, turns_in
+from tuner.data.reading.columns import key_names, turns_in
 from tuner.data.reading.examples import Answered, Conversation, Labelled, Message, Pair, PromptCompletion, Record
 from tuner.data.reading.forms import (
     alpaca_question,
@@ -188,7 +188,7 @@ def _refuse_unread(value: Record, prompt: Sequence[str], keys: Sequence[str]) ->
         if key in keys or key in {"tools", "margin"}:
             continue
         turns = turns_in(item)
-        asks = key.lower() in ASKING and type(item) is str and len(item.split()) > 1
+        asks = key.lower() in key_names().asking and type(item) is str and len(item.split()) > 1
         said = texts_of(item) if turns is not None else [item] if asks else []
         if not all(any(text.strip() in part for part in prompt) for text in said):
             raise RecordProblem(f"no prompt: {key} is not read, and {' and '.join(keys)} do not repeat it", path=(key,))

@@ -6,8 +6,8 @@ along with the block.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
+from tuner.config.methods import ExampleKind
 from tuner.data.reading.block import Block, RawRecord, parts
 from tuner.data.reading.json_blocks import json_blocks, json_records
 from tuner.data.reading.jsonl import locate
@@ -16,9 +16,6 @@ from tuner.data.reading.records import Compared, Example, document_of, parse_com
 from tuner.data.reading.tables import table_blocks, table_records
 from tuner.data.reading.text_blocks import csv_blocks, csv_records, text_blocks, text_records
 from tuner.data.sources import Kind, SourceFile, file_error
-
-if TYPE_CHECKING:
-    from tuner.config.methods import ExampleKind
 
 __all__ = ["Block", "RawRecord", "blocks", "lines_in", "position_of", "records_of"]
 Cut = Callable[[SourceFile], Iterator[Block]]
@@ -52,7 +49,7 @@ def records_of(block: Block) -> Iterator[RawRecord]:
         raise file_error(block.file, error) from error
 
 
-def examples_of(block: Block, kind: "ExampleKind" = "sft") -> Iterator[tuple[RawRecord, Read]]:
+def examples_of(block: Block, kind: ExampleKind = "sft") -> Iterator[tuple[RawRecord, Read]]:
     """Yield the records of a block, each with its example or with why it has none. DataError as for `records_of`.
 
     `kind` says what the method's examples are.

@@ -3,57 +3,45 @@
 Names suggest, and nothing more: `proposals.py` tries each suggestion on the records themselves.
 """
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import orjson
 
-_PROMPTS = (
-    *("prompt", "question", "query", "instruction", "input", "inputs", "user", "human", "problem", "request"),
-    *("article", "document", "dialogue", "dialog", "source"),
-)
-_ANSWERS = (
-    *("completion", "answer", "response", "output", "assistant", "reply", "solution", "gpt", "bot", "target"),
-    *("targets", "best_answer", "answers", "highlights", "summary"),
-)
-_CONTEXTS = ("input", "context", "passage")
-_SYSTEMS = ("system", "system_prompt", "system_message")
-_TEXTS = (
-    *("text", "content", "body", "document", "article", "passage", "code", "story", "abstract", "raw_content"),
-    "page_content",
-)
-"""Names that data sets use, the likeliest first."""
-_LOST = frozenset(
-    (*_CONTEXTS, *_SYSTEMS, "history", "tools", "functions", "choices", "options", "cot", "reasoning", "thinking")
-)
-"""Names of what belongs to a prompt or an answer: a row that has one is not learned rightly without it."""
-ASKING = frozenset(_PROMPTS[:10])
-"""Names of a prompt that mean nothing else where there is none by our name."""
 _MOST_KEYS = 64
-SIDES = (
-    ("chosen", "rejected"),
-    ("chosen_messages", "rejected_messages"),
-    ("preferred_output", "non_preferred_output"),
-    ("preferred", "non_preferred"),
-    ("preferred", "dispreferred"),
-    ("chosen_response", "rejected_response"),
-    ("response_chosen", "response_rejected"),
-    ("chosen_answer", "rejected_answer"),
-    ("answer_chosen", "answer_rejected"),
-    ("chosen_conversations", "rejected_conversations"),
-    ("accepted", "rejected"),
-    ("better", "worse"),
-    ("winner", "loser"),
-    ("response", "rejected_response"),
-    ("response_j", "response_k"),
-    ("messages", "rejected_messages"),
-    ("messages", "rejected_response"),
-)
-"""Names of a preferred answer and the other."""
 _NUMBERED = re.compile(r"[_-]?(\d+|(?<=[_-])[a-z])$")
 _WORDS = re.compile(r"[_\W]+")
+
+
+class KeyNames(NamedTuple):
+    """What data sets call the keys of records, the likeliest first; `key_names.json` is the table."""
+
+    prompts: tuple[str, ...]
+    asking: tuple[str, ...]
+    """Names of a prompt that mean nothing else where there is none by our name."""
+    answers: tuple[str, ...]
+    plain_answers: tuple[str, ...]
+    """Those that name an answer as the last word of a longer key, too."""
+    contexts: tuple[str, ...]
+    systems: tuple[str, ...]
+    texts: tuple[str, ...]
+    parts: tuple[str, ...]
+    """What else belongs to a prompt or an answer: a row that has one is not learned rightly without it."""
+    sides: tuple[tuple[str, str], ...]
+    """A preferred answer and the other."""
+
+
+@cache
+def key_names() -> KeyNames:
+    """The names, read once."""
+    table = json.loads(Path(__file__).with_name("key_names.json").read_bytes())
+    lists: dict[str, Any] = {name: tuple(names) for name, names in table.items()}
+    return KeyNames(**lists | {"sides": tuple(map(tuple, lists["sides"]))})
 
 
 @dataclass
@@ -72,7 +60,7 @@ class Keys:
         """Sort the first keys of a record."""
         found = cls()
         names = {key.lower(): key for key in list(record)[:_MOST_KEYS] if record[key] is not None}
-        sides = next((both for both in SIDES if set(both) <= set(names)), None)
+        sides = next((both for both in key_names().sides if set(both) <= set(names)), None)
         found.sides = None if sides is None else (names[sides[0]], names[sides[1]])
         for name, key in names.items():
             value = record[key]
@@ -102,15 +90,15 @@ def learned(record: Mapping[str, Any], chats: bool) -> Iterator[dict[str, str]]:
         for prompt in _prompts(record, keys, chats):
             yield _other({**prompt, "completion": keys.sides[0]})
     for name, key in keys.turns.items():
-        yield from ({"prompt": key, "completion": answer} for answer in keys.named(_ANSWERS))
+        yield from ({"prompt": key, "completion": answer} for answer in keys.named(key_names().answers))
         form = turns_in(_at(record, key)) or ""
         yield _other({form: key} | ({} if "." not in name else _beside(record, key)) | _system(keys, form))
     for prompt in _prompts(record, keys, chats):
-        for answer in keys.named(_ANSWERS):
+        for answer in keys.named(key_names().answers):
             asked = prompt.get("instruction") or prompt.get("prompt")
             if asked not in (None, answer):
                 yield _other({**prompt, ("output" if "instruction" in prompt else "completion"): answer})
-    yield from (_other({"text": key}) for key in keys.named(_TEXTS))
+    yield from (_other({"text": key}) for key in keys.named(key_names().texts))
 
 
 def compared(record: Mapping[str, Any], chats: bool) -> Iterator[dict[str, str]]:
@@ -131,14 +119,14 @@ def _prompts(record: Mapping[str, Any], keys: Keys, chats: bool) -> Iterator[dic
     yield {}
     for name, key in keys.turns.items():
         yield {"prompt": key} | (_beside(record, key) if "." in name else {})
-    for key in keys.named(("instruction", *_PROMPTS)):
-        context = next((own for own in keys.named(_CONTEXTS) if own != key), None)
+    for key in keys.named(("instruction", *key_names().prompts)):
+        context = next((own for own in keys.named(key_names().contexts) if own != key), None)
         turn = {"instruction": key} | ({} if context is None else {"input": context}) | _system(keys, "conversations")
         yield from (turn, {"prompt": key}) if chats else ({"prompt": key}, turn)
 
 
 def _system(keys: Keys, form: str) -> dict[str, str]:
-    key = next(keys.named(_SYSTEMS), None)
+    key = next(keys.named(key_names().systems), None)
     return {} if key is None or not form else {"system": key}
 
 
@@ -162,9 +150,10 @@ def _at(record: Mapping[str, Any], name: str) -> Any:
 def is_part(key: str) -> bool:
     """Whether a key is named as a part of a prompt or of an answer; a number or a letter after it does not count."""
     name = _NUMBERED.sub("", key.lower())
-    words = words_of(name)
-    named = name in _LOST or (name in _PROMPTS and name != "source") or name in _ANSWERS
-    return named or bool(words and (words[-1] in _ANSWERS[:5] or not _LOST.isdisjoint(words[-1:])))
+    last, known = words_of(name)[-1:], key_names()
+    lost = {*known.contexts, *known.systems, *known.parts}
+    named = name in lost or (name in known.prompts and name != "source") or name in known.answers
+    return named or not lost.union(known.plain_answers).isdisjoint(last)
 
 
 def words_of(key: str) -> list[str]:
@@ -175,7 +164,7 @@ def words_of(key: str) -> list[str]:
 def other_side(record: Mapping[str, Any], chosen: str | None) -> str | None:
     """The key of the answer that another was preferred to, by the names of both; None where there is none."""
     names = {key.lower(): key for key in list(record)[:_MOST_KEYS] if record[key] is not None}
-    others = (other for side, other in SIDES if chosen is not None and side == chosen.lower())
+    others = (other for side, other in key_names().sides if chosen is not None and side == chosen.lower())
     return next((names[other] for other in others if other in names), None)
 
 

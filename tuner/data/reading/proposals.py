@@ -15,16 +15,7 @@ import orjson
 from tuner.config.dump import flow
 from tuner.config.methods import ExampleKind
 from tuner.data.reading.answers import label_key
-from tuner.data.reading.columns import (
-    SIDES,
-    Keys,
-    compared,
-    is_part,
-    labelled,
-    learned,
-    turns_in,
-    words_of,
-)
+from tuner.data.reading.columns import Keys, compared, is_part, key_names, labelled, learned, turns_in, words_of
 from tuner.data.reading.examples import (
     Compared,
     Conversation,
@@ -124,7 +115,7 @@ class Proposal:
     def is_of_pair(self) -> bool:
         """Whether an answer of two is learned."""
         learned = self.reading.columns.get("completion", "").lower()
-        return self.reading.kind in {"sft", "pretrain"} and any(learned == side for side, _ in SIDES)
+        return self.reading.kind in {"sft", "pretrain"} and any(learned == side for side, _ in key_names().sides)
 
 
 def ways_out(bad: Record, sample: Sequence[Record], given: Reading, chats: bool, path: str) -> list[str]:

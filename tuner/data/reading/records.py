@@ -6,8 +6,9 @@ null counts as absent: tables fill with null what a record does not have.
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from tuner.config.methods import ExampleKind
 from tuner.data.reading.answers import (
     LABELS,
     PROMPTS,
@@ -48,8 +49,6 @@ __all__ = [
     "ROLES", "SPEAKERS", "Compared", "Conversation", "Example", "Labelled", "Pair", "PlainText", "PromptCompletion",
     "Tokens", "parse_compared", "parse_record",
 ]  # fmt: skip
-if TYPE_CHECKING:
-    from tuner.config.methods import ExampleKind
 
 _UNUSUAL = frozenset(("tools", "system", "train", *LABELS, *MEDIA, *(key for pair in SIDES for key in pair)))
 """Keys next to `messages` that need a look."""
@@ -233,7 +232,7 @@ def has_speakers(value: Record) -> bool:
     return any(isinstance(role, str) and role in SPEAKERS and role not in ROLES for role in roles)
 
 
-def unread_keys(value: Record, columns: Mapping[str, str] = _NO_COLUMNS, kind: "ExampleKind" = "sft") -> list[str]:
+def unread_keys(value: Record, columns: Mapping[str, str] = _NO_COLUMNS, kind: ExampleKind = "sft") -> list[str]:
     """Return the keys of a record that are neither learned nor given to the chat template. RecordProblem."""
     view = _renamed(value, columns) if columns else value
     read = _read_keys(view, kind, "completion" in columns)
@@ -241,7 +240,7 @@ def unread_keys(value: Record, columns: Mapping[str, str] = _NO_COLUMNS, kind: "
     return [key for key in value if key not in read and (key not in outer or key in view and key not in columns)]
 
 
-def _read_keys(view: Record, kind: "ExampleKind", answers: bool) -> Set[str]:
+def _read_keys(view: Record, kind: ExampleKind, answers: bool) -> Set[str]:
     """The keys that are read of a record by our names; `answers` where its completion answers a prompt of any form."""
     if kind == "preference" or kind == "unpaired" or answers:  # noqa: PLR1714 (as above)
         compared = [label_key(view), *SCORES, "margin", *(key for keys in SIDES for key in keys)]
@@ -254,7 +253,7 @@ def _read_keys(view: Record, kind: "ExampleKind", answers: bool) -> Set[str]:
 
 
 def unused_texts(
-    value: Record, columns: Mapping[str, str] = _NO_COLUMNS, kind: "ExampleKind" = "sft"
+    value: Record, columns: Mapping[str, str] = _NO_COLUMNS, kind: ExampleKind = "sft"
 ) -> tuple[str, ...]:
     """Return the keys of a record whose text is not read."""
     if form_of(value, columns) == "tokens":
