@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-import tuner.parallel.file_blocks
+import tuner.parallel.values
 from tuner.errors import DataError
 from tuner.model.mapped import InFile
-from tuner.parallel.file_blocks import READERS, FileBlocks
+from tuner.parallel.values import READERS, FileBlocks
 
-file_blocks: Any = tuner.parallel.file_blocks
+file_blocks: Any = tuner.parallel.values
 CPU = torch.device("cpu")
 COUNT = 1000
 

@@ -5,20 +5,48 @@ a block whose split layers have numbers between them that only some processes ho
 parameter of the block. What is not split (norms, routers, experts) is on all processes of a group.
 """
 
+
+import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import gcd
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
 from tuner.model.adaptable import QUANTIZED
 from tuner.model.build import decoder_of
-from tuner.parallel.tensor.between import goes_by_columns
-from tuner.parallel.tensor.embedding import is_plain
+from tuner.model.native.layers import Factor
+from tuner.parallel.tensor.layers import is_plain
+
+# Whether an MLP makes each number between its projections of the same column alone, so that columns can be split.
+#
+# A plan says which projections are split, not what lies between them: Gemma 3n lets the largest numbers of a position
+# through, by the mean and the spread of all of its columns, and is planned as any other MLP. Here the class's own
+# forward runs on small rows, with projections that only scale: what it gives of some columns must be what it gives them
+# in all.
+
+_COLUMNS = 16
+
+
+@torch.no_grad()
+def goes_by_columns(module: nn.Module, projections: Collection[str]) -> bool:
+    """Whether a module with these projections, on any device, computes columns one by one between them."""
+    bare: Any = copy.copy(module)
+    factors = {name: Factor(1.5 - number) for number, name in enumerate(projections)}
+    bare._modules = {**module._modules, **factors}
+    rows = torch.linspace(-4, 6, 3 * _COLUMNS).reshape(3, _COLUMNS).sin().mul(3)[None]
+    try:
+        whole = type(module).forward(bare, rows)
+        parts = [type(module).forward(bare, part) for part in rows.split([5, _COLUMNS - 5], -1)]
+    except Exception:  # noqa: BLE001 - of the model's own code, which wants more than rows
+        return False
+    return isinstance(whole, torch.Tensor) and torch.allclose(whole, torch.cat(parts, -1), rtol=1e-5, atol=1e-6)
+
 
 SplitWay = Literal["columns", "rows", "columns_gathered", "rows_of_own", "repeated", "partial_norm", "gathered_norm"]
 """How a layer is computed: ``columns`` and ``rows`` of its product (Megatron-LM); columns that are gathered, and rows
