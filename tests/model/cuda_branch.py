@@ -20,11 +20,11 @@ from tests.model.tiny import SHAPE, VOCAB, tiny_config
 from tuner.model import blocked_attention, cuda_attention, triton_attention
 from tuner.model import blocks as compiling
 from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.attention_ops import LN_2
 from tuner.model.blocks import apply_recompute, compile_blocks
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.documents import Padding
 from tuner.model.root import CausalLM
-from tuner.model.sinks import LN_2
 from tuner.runtime.device import traced_for
 
 LORA = LoraSpec(4, 8.0, 0.0, "all-linear")

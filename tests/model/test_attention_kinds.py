@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from tests.fixtures.packed import relative
 from tests.model import varlen_stand_in  # noqa: F401 - torch's flash attention has its kernels
 from tests.model.cuda_branch import triton_stand_in
-from tuner.model import attention, blocked_attention, sinks
+from tuner.model import attention, attention_ops, blocked_attention
 from tuner.model.attention import NATIVE, PACKED, packed_attention
 from tuner.model.counted import ByLogarithm, InSteps
 from tuner.model.documents import Documents, GrowingDocuments
@@ -252,8 +252,8 @@ def test_a_kernel_that_knows_no_sinks_serves() -> None:
     scores, values = torch.randn(3, 5, 7, generator=generator), torch.randn(7, 2, generator=generator)
     sink = torch.randn(3, generator=generator)
     whole = torch.cat([scores, sink[:, None, None].expand(3, 5, 1)], -1)
-    for unit in (1.0, sinks.LN_2):
+    for unit in (1.0, attention_ops.LN_2):
         output = (scores.softmax(-1) @ values).transpose(0, 1).contiguous()
-        found, normaliser = sinks.with_sinks(output, scores.logsumexp(-1) / unit, sink, unit)
+        found, normaliser = attention_ops.with_sinks(output, scores.logsumexp(-1) / unit, sink, unit)
         torch.testing.assert_close(found, (whole.softmax(-1)[..., :-1] @ values).transpose(0, 1))
         torch.testing.assert_close(normaliser * unit, whole.logsumexp(-1))

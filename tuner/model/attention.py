@@ -5,12 +5,17 @@ A microbatch is one flat sequence of T tokens made of whole documents. Where the
 Without the argument the function is plain causal attention (decoding with a cache).
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PretrainedConfig
@@ -20,6 +25,7 @@ from tuner.model.documents import Documents, GrowingDocuments
 from tuner.model.native.attention import document_bounds, native_attention
 from tuner.model.native.library import TYPES
 from tuner.model.transformers_private import attention_of, registered
+from tuner.model.wrap import Wrapper, wrap
 from tuner.runtime.device import target
 
 PACKED = "tuner_packed"
@@ -107,7 +113,7 @@ def packed_attention(
     ``softcap`` (a soft bound of the scores), ``s_aux`` (sinks ``[heads]``), ``sinks`` (``[1, heads, T, 1]``),
     ``position_bias`` (``[1, heads, T, keys]``, or by distance), ``documents``, and ``places`` (numbers of tokens there,
     ``[1, T]``) for a layer that counts; documents may stand in the mask's place, and a module may have the window
-    that its class does not say (tuner/model/untold.py). Raises Unsupported for an option that this function does not
+    that its class does not say (:func:`tell_attention`). Raises Unsupported for an option that this function does not
     compute.
     """
     if isinstance(attention_mask, (Documents, GrowingDocuments)):
@@ -342,3 +348,67 @@ def register() -> None:
     """Make the functions known to transformers under the names :data:`PACKED` and :data:`NATIVE`."""
     AttentionInterface.register(PACKED, packed_attention)
     AttentionInterface.register(NATIVE, compiled_attention)
+
+
+# What decoder layers keep from their attention: where documents lie, and how far back a token sees.
+#
+# Classes tell both by a mask, which our attention goes without. Most hand on options too, and ours takes documents and
+# windows from these. A layer that takes options and drops them (StableLM, Nemotron) gives its attention the documents
+# in the mask's place; attention whose class knows its window from the mask alone (Qwen2-MoE, PhiMoE) keeps its length.
+# Either way the proof at the start of a training holds the result to the class's own.
+
+_WINDOW, _SLIDING, _MASK = "sliding_window", "sliding_attention", "create_sliding_window_causal_mask"
+
+
+def tell_attention(decoder: nn.Module, config: PretrainedConfig) -> None:
+    """Have the attention of a decoder's layers know documents and windows, in place."""
+    windows = _windows(decoder, config.get_text_config())
+    module: Any
+    for module in decoder.modules():
+        own = type(module).forward
+        if hasattr(module, "self_attn") and _drops_options(own):
+            _give_documents(module)
+        if windows and hasattr(module, "layer_idx") and "ALL_ATTENTION_FUNCTIONS" in _names(own):
+            window = windows[module.layer_idx % len(windows)]
+            if window is not None and _WINDOW not in _names(own):
+                module.tuner_window = window
+
+
+def _windows(decoder: nn.Module, config: PretrainedConfig) -> list[int | None]:
+    """Of each layer the tokens that it sees, this one included, as its decoder's masks have it; None: all before.
+
+    Empty without windows.
+    """
+    window = getattr(config, _WINDOW, None)
+    if window is None or _MASK not in _names(type(decoder).forward):
+        return []
+    kinds = getattr(config, "layer_types", None)
+    return [window] if kinds is None else [window if kind == _SLIDING else None for kind in kinds]
+
+
+def _drops_options(forward: Callable[..., Any]) -> bool:
+    """Whether a forward takes a mask and options by name, and reads none of the latter."""
+    plain = inspect.unwrap(forward)
+    options = inspect.getfullargspec(plain).varkw
+    if options is None or "attention_mask" not in inspect.signature(plain).parameters:
+        return False
+    return all(step.argval != options for step in dis.get_instructions(plain.__code__))
+
+
+def _give_documents(layer: nn.Module) -> None:
+    own = layer.forward
+
+    @wraps(own)
+    def forward(*args: Any, documents: Any = None, **options: Any) -> Any:
+        return own(*args, **(options if documents is None else {**options, "attention_mask": documents}))
+
+    wrap(layer, Wrapper.DOCUMENTS, forward)
+
+
+def _names(forward: Callable[..., Any]) -> set[object]:
+    """What a forward reads, and the names of options that it gives."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    if code is None:
+        return set()
+    given = [name for each in code.co_consts if isinstance(each, tuple) for name in each]
+    return {*code.co_names, *given}

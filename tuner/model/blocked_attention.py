@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tuner.model.attention_ops import Gradients, new_results, register_backward
 from tuner.runtime.torch_private import softmax_backward
 
 BLOCK_QUERIES = 192
@@ -279,27 +280,22 @@ def _differentiate(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | Non
 attend_documents.register_autograd(_differentiate, setup_context=_remember)
 
 
-@attend_with_sinks.register_fake
-def _results(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    heads, n_tokens, _width = query.shape
-    exact = torch.promote_types(query.dtype, torch.float32)
-    return value.new_empty(n_tokens, heads, value.shape[2]), query.new_empty(heads, n_tokens, dtype=exact)
+def _backward_with_sinks(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
+    upstream: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    normaliser: torch.Tensor,
+    bounds: torch.Tensor,
+    window: int,
+    scale: float,
+    cap: float,
+) -> Gradients:
+    # The shares are made of the normaliser with the sink in it: the output is what only the sink's gradient needs.
+    gradients: Gradients = _backward(upstream, query, key, value, bounds, window, scale, cap, normaliser)
+    return gradients
 
 
-def _remember_sinks(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *tensors, ctx.window, ctx.scale, ctx.cap, sink = inputs
-    ctx.save_for_backward(*tensors, sink, *output)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate_sinks(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    query, key, value, bounds, sink, output, normaliser = ctx.saved_tensors
-    grads = _backward(upstream, query, key, value, bounds, ctx.window, ctx.scale, ctx.cap, normaliser)
-    if not ctx.needs_input_grad[7]:
-        return *grads, None, None, None, None, None
-    from tuner.model.sinks import sink_gradient  # few models have any
-
-    return *grads, None, None, None, None, sink_gradient(upstream, output, normaliser, sink)
-
-
-attend_with_sinks.register_autograd(_differentiate_sinks, setup_context=_remember_sinks)
+attend_with_sinks.register_fake(new_results)
+register_backward(attend_with_sinks, _backward_with_sinks)

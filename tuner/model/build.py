@@ -23,6 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from tuner.config.methods import Head
 from tuner.errors import DataError, MachineError, RecipeError, is_out_of_memory
 from tuner.model import attention
+from tuner.model.attention import tell_attention
 from tuner.model.stored import index_names, stored_in
 from tuner.model.tokens import resize_embeddings, resize_vocabulary
 from tuner.model.transformers_private import (
@@ -36,7 +37,6 @@ from tuner.model.transformers_private import (
     plain_config,
     takes_our_attention,
 )
-from tuner.model.untold import tell_attention
 from tuner.model.vetting import QUANTIZATION, broken_weights, vet_config
 from tuner.model.weight_files import vet_weights, weight_files
 

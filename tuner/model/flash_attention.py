@@ -14,6 +14,7 @@ import torch
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.nn.functional import pad
 
+from tuner.model.attention_ops import new_gradients, new_results, register_backward, with_sinks
 from tuner.model.documents import Documents
 from tuner.runtime.torch_private import varlen_backward
 
@@ -50,8 +51,6 @@ def flash_attention(  # noqa: PLR0913, PLR0917 - an operation's arguments are te
     output, normaliser = _run(_Heads(query, key, value), bounds, int(longest), window, scale)
     if sink is None:
         return output, normaliser
-    from tuner.model.sinks import with_sinks  # few models have any
-
     return with_sinks(output, normaliser, sink)
 
 
@@ -60,8 +59,7 @@ def _results(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _require(query, key, value)
-    heads, n_tokens, _ = query.shape
-    return value.new_empty(n_tokens, heads, value.shape[2]), query.new_empty(heads, n_tokens, dtype=torch.float32)
+    return new_results(query, key, value)
 
 
 @torch.library.custom_op("tuner::flash_attention_backward", mutates_args=())
@@ -103,12 +101,7 @@ def _backward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors 
     return found[0], found[1], found[2]
 
 
-@_backward.register_fake
-def _gradients(
-    upstream: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grads = [tensor.new_empty(query.shape[1], len(tensor), tensor.shape[2]) for tensor in (query, key, value)]
-    return grads[0].transpose(0, 1), grads[1].transpose(0, 1), grads[2].transpose(0, 1)
+_backward.register_fake(new_gradients)
 
 
 def _require(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -185,20 +178,4 @@ def _ungrouped(grad: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     return grad[..., : given.shape[2]].contiguous().transpose(0, 1)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, bounds, longest, ctx.window, ctx.scale, sink = inputs
-    ctx.save_for_backward(query, key, value, *output, bounds, longest, sink)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    query, key, value, output, normaliser, bounds, longest, sink = ctx.saved_tensors
-    grads = _backward(upstream, query, key, value, output, normaliser, bounds, longest, ctx.window, ctx.scale)
-    if sink is None or not ctx.needs_input_grad[7]:
-        return *grads, None, None, None, None, None
-    from tuner.model.sinks import sink_gradient
-
-    return *grads, None, None, None, None, sink_gradient(upstream, output, normaliser, sink)
-
-
-flash_attention.register_autograd(_differentiate, setup_context=_remember)
+register_backward(flash_attention, _backward)

@@ -285,7 +285,7 @@ def _allowed(leak: float, rounding: Callable[[], float] | None) -> float:
 
 def _rounding(plain: PreTrainedModel, ids: torch.Tensor, expected: torch.Tensor) -> float:
     """How far logits move by rounding in a model as deep as this."""
-    from tuner.model.rounding import rounded_apart  # hardly any needs it
+    from tuner.model.widened import rounded_apart  # hardly any needs it
 
     return _moved(expected, rounded_apart(layers_of(plain), lambda: _plain_logits(plain, ids)))
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tuner.model.attention_ops import LN_2, dense, new_gradients, new_results, register_backward, with_sinks
+
 WIDEST = {torch.bfloat16: 512, torch.float16: 512, torch.float32: 256}
 """The widest head of each type that the kernels take: blocks of it fit the shared memory of every GPU since sm_80."""
 
@@ -17,10 +19,6 @@ def launch(name: str, tensors: dict[str, torch.Tensor], longest: torch.Tensor, *
     from tuner.model import triton_kernels
 
     getattr(triton_kernels, name)(tensors, int(longest), **numbers)
-
-
-def _dense(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
 
 
 @torch.library.custom_op("tuner::triton_attention", mutates_args=())
@@ -43,24 +41,17 @@ def triton_attention(  # noqa: PLR0913, PLR0917 - an operation's arguments are t
     query, whose value is zero. The second result, float32 ``[heads, T]``, is for the backward pass:
     the binary logarithm of the normaliser.
     """
-    query, key, value = _dense(query, key, value)
-    output, normaliser = _results(query, key, value)
+    query, key, value = dense(query, key, value)
+    output, normaliser = new_results(query, key, value)
     tensors = {"query": query, "key": key, "value": value, "bounds": bounds}
     tensors |= {"output": output, "normaliser": normaliser}
     launch("launch_forward", tensors, longest, WINDOW=window, SCALE=scale, CAP=cap)
     if sink is None:
         return output, normaliser
-    from tuner.model.sinks import LN_2, with_sinks  # few models have any
-
     return with_sinks(output, normaliser, sink, LN_2)
 
 
-@triton_attention.register_fake
-def _results(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    heads, n_tokens, _ = query.shape
-    return value.new_empty(n_tokens, heads, value.shape[2]), query.new_empty(heads, n_tokens, dtype=torch.float32)
+triton_attention.register_fake(new_results)
 
 
 @torch.library.custom_op("tuner::triton_attention_backward", mutates_args=())
@@ -78,8 +69,8 @@ def _backward(  # noqa: PLR0913, PLR0917
     cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value; tokens are their outer dimension in memory, as projections want them."""
-    query, key, value = _dense(query, key, value)
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _gradients(upstream, query, key, value)
+    query, key, value = dense(query, key, value)
+    grads = new_gradients(upstream, query, key, value)
     tensors = {"query": query, "key": key, "value": value, "bounds": bounds, "output": output.contiguous()}
     tensors |= {"normaliser": normaliser, "upstream": upstream.to(value.dtype).contiguous()}
     tensors |= dict(zip(("grad_query", "grad_key", "grad_value"), grads, strict=True))
@@ -87,29 +78,5 @@ def _backward(  # noqa: PLR0913, PLR0917
     return grads
 
 
-@_backward.register_fake
-def _gradients(
-    upstream: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grads = [tensor.new_empty(query.shape[1], len(tensor), tensor.shape[2]) for tensor in (query, key, value)]
-    return grads[0].transpose(0, 1), grads[1].transpose(0, 1), grads[2].transpose(0, 1)
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, bounds, longest, ctx.window, ctx.scale, ctx.cap, sink = inputs
-    ctx.save_for_backward(query, key, value, *output, bounds, longest, sink)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    query, key, value, output, normaliser, bounds, longest, sink = ctx.saved_tensors
-    window, scale, cap = ctx.window, ctx.scale, ctx.cap
-    grads = _backward(upstream, query, key, value, output, normaliser, bounds, longest, window, scale, cap)
-    if sink is None or not ctx.needs_input_grad[8]:
-        return *grads, None, None, None, None, None, None
-    from tuner.model.sinks import LN_2, sink_gradient
-
-    return *grads, None, None, None, None, None, sink_gradient(upstream, output, normaliser, sink, LN_2)
-
-
-triton_attention.register_autograd(_differentiate, setup_context=_remember)
+_backward.register_fake(new_gradients)
+register_backward(triton_attention, _backward, LN_2)

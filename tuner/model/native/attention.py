@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tuner.model.attention_ops import LN_2, dense, new_gradients, new_results, register_backward
 from tuner.model.native import library
 from tuner.model.native.library import TYPES
 from tuner.model.wrap import Wrapper, wrap
@@ -67,10 +68,6 @@ def _call(function: str, inputs: dict[str, torch.Tensor], others: dict[str, torc
     )
 
 
-def _dense(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
-
-
 @torch.library.custom_op("tuner::native_attention", mutates_args=())
 def native_attention(
     query: torch.Tensor,
@@ -88,20 +85,15 @@ def native_attention(
     whose value is zero. The second result, float32 ``[heads, T]``, is for the backward pass: the binary
     logarithm of the normaliser.
     """
-    query, key, value = _dense(query, key, value)
-    output, normaliser = _results(query, key, value)
+    query, key, value = dense(query, key, value)
+    output, normaliser = new_results(query, key, value)
     inputs, results = {"query": query, "key": key, "value": value}, {"output": output, "normaliser": normaliser}
     sinks = None if sink is None else sink.contiguous()
     _call("attention_forward", inputs, results, bounds=bounds, window=window, scale=scale, sinks=sinks)
     return output, normaliser
 
 
-@native_attention.register_fake
-def _results(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    heads, n_tokens, _ = query.shape
-    return value.new_empty(n_tokens, heads, value.shape[2]), query.new_empty(heads, n_tokens, dtype=torch.float32)
+native_attention.register_fake(new_results)
 
 
 @torch.library.custom_op("tuner::native_attention_backward", mutates_args=())
@@ -117,10 +109,10 @@ def _backward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors 
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value; tokens are their outer dimension in memory, as projections want them."""
-    query, key, value, upstream = _dense(query, key, value, upstream.to(value.dtype))
+    query, key, value, upstream = dense(query, key, value, upstream.to(value.dtype))
     inputs, (heads, n_tokens, _) = {"query": query, "key": key, "value": value}, query.shape
     tensors = {"upstream": upstream, "output": output, "normaliser": normaliser}
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _gradients(upstream, query, key, value)
+    grads = new_gradients(upstream, query, key, value)
     tensors |= {f"grad_{name}": grad for name, grad in zip(inputs, grads, strict=True)}
     for name in ("key", "value"):
         tensors[f"{name}_parts"] = query.new_empty(n_tokens, heads, inputs[name].shape[2], dtype=torch.float32)
@@ -128,31 +120,8 @@ def _backward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors 
     return grads
 
 
-@_backward.register_fake
-def _gradients(
-    upstream: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    grads = [tensor.new_empty(query.shape[1], len(tensor), tensor.shape[2]) for tensor in (query, key, value)]
-    return grads[0].transpose(0, 1), grads[1].transpose(0, 1), grads[2].transpose(0, 1)
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, bounds, ctx.window, ctx.scale, sink = inputs
-    ctx.save_for_backward(query, key, value, *output, bounds, sink)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _differentiate(ctx: Any, upstream: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    query, key, value, output, normaliser, bounds, sink = ctx.saved_tensors
-    grads = _backward(upstream, query, key, value, output, normaliser, bounds, ctx.window, ctx.scale)
-    if sink is None or not ctx.needs_input_grad[6]:
-        return *grads, None, None, None, None
-    from tuner.model.sinks import LN_2, sink_gradient  # few models have any
-
-    return *grads, None, None, None, sink_gradient(upstream, output, normaliser, sink, LN_2)
-
-
-native_attention.register_autograd(_differentiate, setup_context=_remember)
+_backward.register_fake(new_gradients)
+register_backward(native_attention, _backward, LN_2)
 
 
 @torch.library.custom_op("tuner::native_rotary", mutates_args=())
