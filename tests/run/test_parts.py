@@ -22,8 +22,7 @@ from tuner.run.options import LaunchOptions
 from tuner.run.parts.listed import PARTS, parts_of
 from tuner.run.parts.part import Before, Part, Preflight
 from tuner.setup.build import Assembly
-from tuner.train.batch_source import BatchSource
-from tuner.train.prefetcher import Prefetcher
+from tuner.train.prefetcher import BatchSource, Prefetcher
 from tuner.train.progress import Progress
 
 SPINE = ("main", "preflight", "announce", "begin", "state", "launch", "options")

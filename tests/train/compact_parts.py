@@ -2,8 +2,7 @@
 
 import torch
 
-from tuner.train.adamw_parts import Moment, Part, Step
-from tuner.train.moment_codes import code_map, encode
+from tuner.train.moments import Moment, Part, Step, code_map, encode
 
 CPU = torch.device("cpu")
 MAPS = code_map(True, CPU), code_map(False, CPU)

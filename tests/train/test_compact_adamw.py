@@ -23,8 +23,7 @@ from tuner.errors import RecipeError
 from tuner.model.native.library import native_problem
 from tuner.run.options import LaunchOptions
 from tuner.train import adamw_update
-from tuner.train.adamw_parts import Part, Step
-from tuner.train.moment_codes import decode, encode
+from tuner.train.moments import Part, Step, decode, encode
 from tuner.train.optimizer import OptimizerSet, build_optimizer, coded_matrices
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tuner.train.diverging import FACTOR, LEAST, Divergence
+from tuner.train.internals import FACTOR, LEAST, Divergence
 
 
 def measured(*values: float | None, figure: str = "grad_rms") -> dict[str, float | None]:

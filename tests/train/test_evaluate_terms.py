@@ -18,6 +18,7 @@ from tuner.data.prepared import Row
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.root import CausalLM
 from tuner.parallel.mesh import Mesh
+from tuner.train import evaluate as evaluation
 from tuner.train.evaluate import ByTerms, Evaluation, HeldOut, evaluate
 from tuner.train.methods.method import build_method
 
@@ -105,14 +106,13 @@ def test_figures_by_source_are_those_of_the_pairs_alone(root: CausalLM, micro: i
 
 
 def test_processes_take_their_shares_and_as_many_forwards(root: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tuner.train import evaluate_terms
 
     rows: Any = PairRows()
     held = HeldOut(rows, *SOURCES)
     forwards: list[int] = []
-    real = evaluate_terms.microbatch_terms
+    real = evaluation.microbatch_terms
     monkeypatch.setattr(
-        evaluate_terms, "microbatch_terms", lambda *args: (forwards.append(len(args[2].documents)), real(*args))[1]
+        evaluation, "microbatch_terms", lambda *args: (forwards.append(len(args[2].documents)), real(*args))[1]
     )
     whole = measured(root, held, 1)
     assert sum(forwards) == 14

@@ -11,8 +11,7 @@ import torch
 from tests.fixtures.lazy_cuda import WAYS, LazyCuda, Stream, lazy_cuda
 from tuner.config.optimizers import AdamwOptimizer
 from tuner.train import optimizer as optimizer_module
-from tuner.train.host_adamw import HostAdamW
-from tuner.train.host_link import HostLink
+from tuner.train.host_adamw import HostAdamW, HostLink
 
 SIZES, BUCKET, STEPS = (70, 16, 33, 5), 32, 3
 Weights = list[torch.Tensor]

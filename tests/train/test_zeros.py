@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from tuner.train.zeros import SMALL, zeros_like
+from tuner.train.moments import SMALL, zeros_like
 
 
 def resident() -> int:

@@ -12,21 +12,7 @@ from functools import cache
 import torch
 
 from tuner.runtime.device import is_traced, target, triton_problem
-from tuner.train.adamw_parts import (
-    BETA1,
-    BETA2,
-    DECAY,
-    DIVISOR,
-    EPSILON,
-    RATE,
-    REST1,
-    REST2,
-    ROOT,
-    Moment,
-    Part,
-    Step,
-)
-from tuner.train.moment_codes import BLOCK, FIRST_CELL, LAST_CELL, CodeMap, decode, encode
+from tuner.train.moments import BLOCK, FIRST_CELL, LAST_CELL, At, CodeMap, Moment, Part, Step, decode, encode
 from tuner.train.stochastic import noise, rounded
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
@@ -114,12 +100,12 @@ def _pieces(rows: int, width: int, size: int) -> Iterator[tuple[slice, slice]]:
 
 def _update_piece(part: Part, step: Step, where: tuple[slice, slice]) -> None:
     numbers, (rows, columns) = step.numbers, where
-    weight, gradient = part.weight[where], part.gradient[where].float() / numbers[DIVISOR]
-    average = _read(part.average, step.average_codes, where) * numbers[BETA1] + gradient * numbers[REST1]
-    square = _read(part.square, step.square_codes, where) * numbers[BETA2] + gradient * gradient * numbers[REST2]
+    weight, gradient = part.weight[where], part.gradient[where].float() / numbers[At.DIVISOR]
+    average = _read(part.average, step.average_codes, where) * numbers[At.BETA1] + gradient * numbers[At.REST1]
+    square = _read(part.square, step.square_codes, where) * numbers[At.BETA2] + gradient * gradient * numbers[At.REST2]
     root = square.double().sqrt().float()  # torch's own of float32 is off by its last bit where MKL computes it
-    size = root / numbers[ROOT] + numbers[EPSILON]
-    new = weight.float() * numbers[DECAY] - average / size * numbers[RATE]
+    size = root / numbers[At.ROOT] + numbers[At.EPSILON]
+    new = weight.float() * numbers[At.DECAY] - average / size * numbers[At.RATE]
     if part.key is not None:
         whole = range(part.first_row + rows.start, part.first_row + rows.stop)
         across = range(part.first_column + columns.start, part.first_column + columns.stop)

@@ -16,38 +16,31 @@ from tuner.config.optimizers import AdamwOptimizer
 from tuner.errors import RecipeError
 from tuner.parallel.layouts import Layout
 from tuner.runtime.parts import Box
-from tuner.train.adamw_parts import (
-    BETA1,
-    BETA2,
-    DECAY,
-    DIVISOR,
-    EPSILON,
-    RATE,
-    REST1,
-    REST2,
-    ROOT,
+from tuner.train.adamw_update import update
+from tuner.train.moments import (
+    AVERAGES,
+    BLOCK,
+    At,
+    CodeMap,
+    FlaggedOptimizer,
     Moment,
     Part,
     Step,
+    code_map,
+    placed,
+    rows_of,
+    scales_shape,
+    zero_averages,
 )
-from tuner.train.adamw_update import update
-from tuner.train.moment_codes import BLOCK, CodeMap, code_map, placed, rows_of, scales_shape
 from tuner.train.stochastic import LANES, name_keys, step_keys
-from tuner.train.zeros import zeros_like
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class CompactAdamW(torch.optim.Optimizer):
+class CompactAdamW(FlaggedOptimizer):
     """Its parameters are a process's parts as plain tensors; ``coded`` are those whose moments have 8 bits.
 
-    ``found_inf`` and ``grad_scale`` are honoured on the device, as torch's fused optimizers do. All parameters have one
-    count of updates. ``seed`` is of the rounding. Raises RecipeError for a parameter whose rows are split where its
-    blocks, or the random numbers for it, are not.
+    All parameters have one count of updates. ``seed`` is of the rounding. Raises RecipeError for a parameter whose rows
+    are split where its blocks, or the random numbers for it, are not.
     """
-
-    found_inf: torch.Tensor | None = None
-    grad_scale: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -57,9 +50,9 @@ class CompactAdamW(torch.optim.Optimizer):
         section: AdamwOptimizer,
         seed: int,
     ) -> None:
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        super().__init__(groups)
         self._section = section
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = self.parameters
         names = [name for group in self.param_groups for name in group["names"]]
         device = parameters[0].device
         self._maps = code_map(True, device), code_map(False, device)
@@ -71,11 +64,11 @@ class CompactAdamW(torch.optim.Optimizer):
         for name, parameter in zip(names, parameters, strict=True):
             unit = BLOCK if parameter in coded else LANES
             self._pieces[parameter] = _pieces(name, layouts[parameter], unit)
-            state = _coded(parameter, self._maps) if parameter in coded else _numbers(parameter)
+            state = _coded(parameter, self._maps) if parameter in coded else zero_averages(parameter, torch.float32)
             self.state[parameter] = {"step": self._step, **state}
         beta1, beta2 = section.betas
-        fixed = {BETA1: beta1, REST1: 1 - beta1, BETA2: beta2, REST2: 1 - beta2, EPSILON: section.eps}
-        numbers = [fixed.get(place, 1.0) for place in range(9)]
+        fixed = {At.BETA1: beta1, At.REST1: 1 - beta1, At.BETA2: beta2, At.REST2: 1 - beta2, At.EPSILON: section.eps}
+        numbers = [fixed.get(place, 1.0) for place in At]
         self._numbers = [placed(numbers, torch.float32, device) for _ in self.param_groups]
 
     @torch.no_grad()
@@ -100,12 +93,12 @@ class CompactAdamW(torch.optim.Optimizer):
         beta1, beta2 = self._section.betas
         count = self._step.double().clamp(min=1)  # 0 before an update was made, of which nothing is kept
         if self.grad_scale is None:
-            numbers[DIVISOR].fill_(1.0)
+            numbers[At.DIVISOR].fill_(1.0)
         else:
-            numbers[DIVISOR].copy_(self.grad_scale)
-        numbers[DECAY].fill_(1 - group["lr"] * group["weight_decay"])
-        numbers[RATE].copy_(group["lr"] / (1 - beta1**count))
-        numbers[ROOT].copy_((1 - beta2**count).sqrt())
+            numbers[At.DIVISOR].copy_(self.grad_scale)
+        numbers[At.DECAY].fill_(1 - group["lr"] * group["weight_decay"])
+        numbers[At.RATE].copy_(group["lr"] / (1 - beta1**count))
+        numbers[At.ROOT].copy_((1 - beta2**count).sqrt())
 
     def _part(self, parameter: torch.Tensor, piece: _Piece, key: torch.Tensor | None) -> Part:
         """Rows of a parameter that lie together, of its gradient and of its moments."""
@@ -117,7 +110,7 @@ class CompactAdamW(torch.optim.Optimizer):
             Moment(state[name].view(shape)[own], None)
             if name in state
             else Moment(state[f"{name}_codes"].view(shape)[own], state[f"{name}_scales"][own])
-            for name in MOMENTS
+            for name in AVERAGES
         )
         weight = parameter.detach().view(shape)[own]
         numbers = gradient.contiguous().view(shape)[own]
@@ -174,11 +167,7 @@ def _columns(box: Box, shape: torch.Size) -> range | None:
 
 def _coded(parameter: torch.Tensor, maps: tuple[CodeMap, CodeMap]) -> dict[str, torch.Tensor]:
     found = {}
-    for name, codes in zip(MOMENTS, maps, strict=True):
+    for name, codes in zip(AVERAGES, maps, strict=True):
         found[f"{name}_codes"] = torch.full(parameter.shape, codes.zero, dtype=torch.uint8, device=parameter.device)
         found[f"{name}_scales"] = torch.zeros(scales_shape(parameter.shape), device=parameter.device)
     return found
-
-
-def _numbers(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {name: zeros_like(parameter, torch.float32) for name in MOMENTS}

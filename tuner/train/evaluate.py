@@ -1,15 +1,17 @@
 """Loss on held-out documents, of each source and of all, and sample answers.
 
 Most methods are measured by the cross-entropy of the trained tokens, and those that say so by their own terms
-(:mod:`tuner.train.evaluate_terms`).
+(:mod:`tuner.train.evaluate`).
 """
+
+from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from tuner.data.batches import Batch, GlobalBatches
+from tuner.data.batches import Batch, GlobalBatches, selected, step_of, without_targets
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PackedRows, Sample
 from tuner.errors import RecipeError
@@ -25,11 +27,121 @@ from tuner.model.build import position_limit
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import sync_gradients
 from tuner.runtime.device import to_device
-from tuner.train.methods.method import Method
-from tuner.train.step import StepConfig, TrainState, positions_of
+from tuner.train.methods.method import Counts, Method, Terms, logged
+from tuner.train.step import StepConfig, TrainState, microbatch_terms, of_step, positions_of
 
 if TYPE_CHECKING:
     from tuner.train.routing import HeldOutRouting
+
+# What a method measures of held-out documents: its own loss and figures, of each source and of all.
+
+class Means(NamedTuple):
+    """A method's loss, its figures by name (a mean over nothing is left out), and how many tokens were trained."""
+
+    loss: float
+    figures: dict[str, float]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Sources:
+    """How many sources the documents are from, and from which each is."""
+
+    count: int
+    of: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+    """From the numbers of documents to their sources."""
+
+    def split(self, batch: Batch, expected: Sequence[int]) -> Iterator[tuple[int, Batch]]:
+        """The batch's documents, those of each source by themselves; of a source without any, where one is
+        ``expected``, a batch that adds nothing."""
+        if self.count == 1:
+            yield 0, batch
+            return
+        source = self.of(batch.documents)
+        for i in sorted({*source.tolist(), *expected}):
+            yield i, selected(batch, source == i) if (source == i).any() else without_targets(batch)
+
+    def of_rows(self, rows: PackedRows, row_ids: npt.NDArray[np.int64]) -> Sequence[int]:
+        """The sources of which there are documents in these rows."""
+        if self.count == 1:
+            return (0,)
+        documents = np.concatenate([rows.row(int(i)).documents for i in row_ids])
+        return tuple(np.unique(self.of(documents)).tolist())
+
+
+class Totals:
+    """Sums of a method's terms and what they are divided by, of each source, in float64; read once."""
+
+    def __init__(self, sources: int, step_config: StepConfig) -> None:
+        self._sources, self._device, self._mesh = sources, step_config.device, step_config.mesh
+        self._terms: Terms | None = None
+        self._names: tuple[str, ...] = ()
+        self._sums = torch.empty(0)
+        self._counts: npt.NDArray[np.float64] = np.empty(0)
+
+    def add(self, source: int, terms: Terms, counts: Counts, trained: int) -> None:
+        """The terms of documents of one source, their counts, and how many tokens are trained in them."""
+        values = torch.stack([one.value.double() for one in (*terms.losses.values(), *terms.figures.values())])
+        if self._terms is None:
+            self._terms, self._names = terms, tuple(counts)
+            self._sums = torch.zeros(self._sources, len(values), dtype=torch.float64, device=self._device)
+            self._counts = np.zeros((self._sources, len(counts) + 1), dtype=np.float64)
+        self._sums[source] += values
+        self._counts[source] += (*counts.values(), trained)
+
+    def means(self) -> tuple[Means, list[Means]]:
+        """The means over all sources, and over each; over the documents of all processes. Collective."""
+        both = torch.cat([self._sums, torch.as_tensor(self._counts).to(self._sums)], 1)
+        if dist.is_initialized():
+            dist.all_reduce(both)
+            both[:, : self._sums.shape[1]] /= self._mesh.tensor
+            both[:, self._sums.shape[1] :] /= self._mesh.row_holders
+        each = [self._means(row) for row in both.tolist()]
+        return self._means(both.sum(0).tolist()), each
+
+    def _means(self, row: Sequence[float]) -> Means:
+        assert self._terms is not None, "there is at least one batch"
+        losses, figures = self._terms
+        values = dict(zip((*losses, *figures), row, strict=False))
+        *numbers, trained = row[len(values) :]
+        counts = dict(zip(self._names, numbers, strict=True))
+        pers = {name: one.per for name, one in (losses | figures).items()}
+        means = {name: values[name] / counts[per] for name, per in pers.items() if counts[per]}
+        loss = sum(means.get(name, 0.0) for name in losses)
+        return Means(loss, {n: means[n] for n in logged(self._terms) if n in means}, int(trained))
+
+
+@torch.no_grad()
+def term_means(
+    root: CausalLM,
+    step_config: StepConfig,
+    method: Method,
+    batches: GlobalBatches,
+    sources: Sources,
+    between: Callable[[], None],
+    routing: HeldOutRouting | None = None,
+) -> tuple[Means, list[Means]]:
+    """The method's means over all rows, and over those of each source, every process taking its share. Collective.
+
+    Documents of one source go through the model by themselves. No document sees another: nothing changes by that but
+    whose figures they are. What their routers choose is counted by ``routing``.
+    """
+    totals = Totals(sources.count, step_config)
+    sync_gradients(root, True)
+    for index in range(batches.steps_per_epoch):
+        step = batches.step(index)
+        shared = of_step(root, method, step, step_config)
+        # Sharded processes compute together: each takes every source that any of them has.
+        expected = sources.of_rows(batches.rows, step.row_ids) if step_config.mesh.data_size > 1 else ()
+        for batch in step.micro:
+            between()
+            for source, part in sources.split(batch, expected):
+                terms = microbatch_terms(root, method, part, step_config, shared)
+                if routing is not None:
+                    routing.note(part)
+                totals.add(source, terms, method.counts(step_of([part])), len(part.trained_positions))
+    return totals.means()
+
 
 MAX_ANSWER_TOKENS = 128
 
@@ -68,7 +180,7 @@ class Evaluation:
 
     loss: float
     tokens: int
-    sources: dict[str, "Evaluation"] = field(default_factory=dict)
+    sources: dict[str, Evaluation] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
     """What else a method that is measured by its own terms has measured; a mean over nothing is left out."""
 
@@ -91,7 +203,7 @@ class ByTerms:
     global_batch_size: int
 
     @staticmethod
-    def of(method: Method, global_batch_size: int) -> "ByTerms | None":
+    def of(method: Method, global_batch_size: int) -> ByTerms | None:
         """None for a method that is measured by the cross-entropy of the trained tokens."""
         return ByTerms(method, global_batch_size) if method.by_terms else None
 
@@ -198,7 +310,7 @@ def evaluate(
     return Evaluation(sum(totals) / max(1, tokens), tokens, parts if len(held.sources) > 1 else {}, figures)
 
 
-def _routing(root: CausalLM, step_config: StepConfig) -> "HeldOutRouting | None":
+def _routing(root: CausalLM, step_config: StepConfig) -> HeldOutRouting | None:
     """What counts how the routers choose, where that is part of the loss."""
     if root.parts.router_loss is None:
         return None
@@ -216,8 +328,6 @@ def _evaluate_terms(
     by_terms: ByTerms,
 ) -> Evaluation:
     """What a method measures of itself."""
-    from tuner.train.evaluate_terms import Sources, term_means
-
     method, sources = by_terms.method, Sources(len(held.sources), held.source_of)
     batches = replace(
         batches,

@@ -2,16 +2,114 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim.adamw import adamw
 
 from tuner.runtime import host
-from tuner.train.host_link import HostLink, Slot
+from tuner.runtime.page_lock import page_lock
+from tuner.train.moments import AVERAGES, FlaggedOptimizer
+
+# Copies between a device and a few buffers of the host's memory, each way on a stream of its own.
+
+Copies: TypeAlias = Iterable[tuple[torch.Tensor, torch.Tensor]]
+"""What to write, and what to read for it."""
+
+
+@dataclass
+class Slot:
+    """Buffers of the host that one bucket of parameters after the other passes through, flat.
+
+    ``fetched`` is recorded after the newest copies from the device, ``returned`` after the newest ones back to it.
+    """
+
+    gradients: torch.Tensor
+    weights: torch.Tensor
+    fetched: torch.cuda.Event | None = None
+    returned: torch.cuda.Event | None = None
+
+
+class HostLink:
+    """The way of a device's tensors to the host and back: on CUDA both ways at once, on a CPU copy after copy.
+
+    In a turn, which begins with :meth:`begin` and ends with :meth:`end`, the host may touch a slot between :meth:`wait`
+    and :meth:`give_back` alone. Where the system refuses to page-lock the buffers, they stay as they are, and
+    ``problem`` says so.
+    """
+
+    def __init__(self, device: torch.device, count: int, elements: int, dtype: torch.dtype) -> None:
+        self._device = device
+        self._down: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._up: torch.cuda.Stream | None = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.problem: str | None = None
+        """Why copies wait for the host's work where they should not."""
+        self.slots = [Slot(self._buffer(elements, dtype), self._buffer(elements, dtype)) for _ in range(count)]
+
+    def begin(self) -> None:
+        """What is fetched from now on is as it is after all that was queued on the device until now."""
+        if self._down is not None:
+            self._down.wait_stream(torch.cuda.current_stream(self._device))
+
+    def fetch(self, slot: Slot, copies: Copies) -> None:
+        """Copy from the device into a slot, once what the slot holds has been copied out of it."""
+        slot.fetched = _queued(self._down, copies, after=slot.returned)
+
+    def wait(self, slot: Slot) -> None:
+        """Return once a slot holds what was fetched for it. The host waits."""
+        if slot.fetched is not None:
+            slot.fetched.synchronize()
+
+    def give_back(self, slot: Slot, copies: Copies) -> None:
+        """Copy out of a slot to the device: what is there has been fetched before, and nobody there uses it."""
+        slot.returned = _queued(self._up, copies)
+
+    def end(self) -> None:
+        """What is queued on the device from now on sees all that was given back."""
+        if self._up is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._up)
+
+    def _buffer(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        block = torch.empty(elements, dtype=dtype)
+        host.entered(block, "optimizer")
+        if self._device.type != "cuda" or not elements:
+            return block
+        if code := page_lock(block, self._device):
+            self.problem = (
+                f"CUDA cannot page-lock {block.nbytes:,} bytes of host memory (error {code}): the optimizer's copies "
+                "wait for its update; raise the limit (ulimit -l, or the container's)"
+            )
+        else:  # before its memory is somebody else's
+            weakref.finalize(block, torch.cuda.cudart().cudaHostUnregister, block.data_ptr()).atexit = False
+        return block
+
+
+def _queued(
+    stream: torch.cuda.Stream | None, copies: Copies, after: torch.cuda.Event | None = None
+) -> torch.cuda.Event | None:
+    """Queue copies on a stream, and an event that comes after them; made at once where there is no stream."""
+    if stream is None:
+        for to, source in copies:
+            copy(to, source)
+        return None
+    if after is not None:
+        stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        for to, source in copies:
+            copy(to, source)
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+def copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    """Queue a copy between host and device on the current stream; on a CPU it is made at once."""
+    to.copy_(source, non_blocking=True)
+
 
 BUCKET = 1 << 23
 """Elements that are updated together: 32 MiB of gradients in float32."""
@@ -43,7 +141,7 @@ class Piece:
         return buffer[self.at : self.at + self.end - self.start]
 
 
-class HostAdamW(torch.optim.Optimizer):
+class HostAdamW(FlaggedOptimizer):
     """AdamW (Loshchilov & Hutter 2019): torch's fused kernel of the CPU over tensors that are a device's.
 
     The device holds weights and gradients, the host both moments: 8 bytes a parameter in float32. In a step gradients
@@ -54,24 +152,20 @@ class HostAdamW(torch.optim.Optimizer):
     wait for the gradients anyway, and the device has nothing queued while the update is computed.
     """
 
-    found_inf: torch.Tensor | None = None
-    grad_scale: torch.Tensor | None = None
-
     def __init__(
         self, groups: list[dict[str, Any]], betas: tuple[float, float], eps: float, bucket: int | None = None
     ) -> None:
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        super().__init__(groups)
         self._betas, self._eps = betas, eps
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for parameter in parameters:
+        for parameter in self.parameters:
             state = {"step": torch.empty((), dtype=torch.float32)}
-            state |= {moment: _like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
+            state |= {moment: _like(parameter) for moment in AVERAGES}
             for tensor in state.values():
                 host.entered(tensor.zero_(), "optimizer")  # every page of it is there at once
             self.state[parameter] = state
         self._buckets = buckets(self.param_groups, bucket or BUCKET)
         elements = max((found[-1].at + found[-1].end - found[-1].start for found in self._buckets), default=0)
-        self._link = HostLink(device_of(parameters), min(SLOTS, len(self._buckets)), elements, torch.float32)
+        self._link = HostLink(device_of(self.parameters), min(SLOTS, len(self._buckets)), elements, torch.float32)
 
     @property
     def problem(self) -> str | None:
@@ -108,7 +202,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """The gradients that there are, each lying as its parameter does; queued before anything is fetched."""
-        found = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
+        found = {p: p.grad for p in self.parameters if p.grad is not None}
         return {p: g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for p, g in found.items()}
 
     def _divisor(self) -> float:

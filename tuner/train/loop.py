@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tuner.config.duration import StepRange, is_among
-from tuner.train.batch_source import BatchSource
+from tuner.train.prefetcher import BatchSource
 from tuner.train.progress import Progress
 from tuner.train.schedule import Schedule
 from tuner.train.step import TrainState, leave_out_step, optimizer_step

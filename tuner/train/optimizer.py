@@ -27,7 +27,7 @@ from tuner.model.freeze import select
 from tuner.parallel.fsdp import local
 from tuner.runtime.torch_private import divide_
 from tuner.runtime.warned import pass_on
-from tuner.train.zeros import zeros_like
+from tuner.train.moments import zero_averages, zeros_like
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -274,7 +274,7 @@ def coded_matrices(parameters: Mapping[str, nn.Parameter], embeddings: Set[str])
     Embeddings keep float32: their rows see gradients of very different sizes, and some for many steps none, where
     Dettmers et al. 2022 (section 2.3) found training to become unstable.
     """
-    from tuner.train.moment_codes import LEAST_NUMBERS, LEAST_WIDTH, rows_of
+    from tuner.train.moments import LEAST_NUMBERS, LEAST_WIDTH, rows_of
 
     found = [
         name
@@ -333,8 +333,7 @@ def _adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float)
     for parameter in (parameter for group in groups for parameter in group["params"]):
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": zeros_like(parameter),
-            "exp_avg_sq": zeros_like(parameter),
+            **zero_averages(parameter),
         }
     return optimizer
 
@@ -363,7 +362,7 @@ def _as_sharded(moment: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.
     if moment == "row_updates":
         shape, dims = like.shape[:1], every[:1]
     elif moment.endswith("_scales"):
-        from tuner.train.moment_codes import scales_shape
+        from tuner.train.moments import scales_shape
 
         shape, dims = scales_shape(like.shape), every[:2]
     elif moment in {"exp_avg_sq_row", "exp_avg_sq_col"}:

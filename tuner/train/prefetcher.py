@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 from tuner.data.batches import GlobalBatches, StepBatches
 from tuner.data.prepared import PackedRows
 
+# Where the rows of steps come from: the one thing that the loop knows of data.
+
+class BatchSource(Protocol):
+    """Rows prepared before, rows of windows that arrive, rows that a part of the launch makes during the run.
+
+    Of rows in a fixed order the number of a step says all. A source with a position of its own is a part's, which notes
+    it in checkpoints (``Part.state``) and finds it there.
+    """
+
+    waited_s: float
+    """Seconds that the newest step waited for its batches."""
+
+    def step(self, index: int) -> StepBatches:
+        """The batches of a step, counted from 0 over the run: each rank gets its share. Asked in order, once each."""
+
 
 class Prefetcher:
-    """A :class:`~tuner.train.batch_source.BatchSource`; while one step is trained on, the next is being collated.
+    """A :class:`~tuner.train.prefetcher.BatchSource`; while one step is trained on, the next is being collated.
 
     The rows begin after the step ``begun`` of the run and end with its step ``end``. An error of the thread is raised
     by :meth:`step`, at the step that it belongs to. With ``first_only`` every step gets the first step's batches

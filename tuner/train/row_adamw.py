@@ -20,31 +20,26 @@ from tuner.config.recipe import Optimizer
 from tuner.model.touched_rows import TouchedRows
 from tuner.runtime.device import target
 from tuner.train.adamw_update import CHUNK
-from tuner.train.zeros import zeros_like
+from tuner.train.moments import FlaggedOptimizer, zero_averages
 
 UPDATES = "row_updates"
 """The moment that counts the updates of each row, float32 ``[V]``."""
 _DEFAULTS = AdamwOptimizer()
 
 
-class RowAdamW(torch.optim.Optimizer):
+class RowAdamW(FlaggedOptimizer):
     """Its parameters are a process's rows of embeddings as plain float32 tensors, ``touched`` has their gradients.
 
-    Groups have ``lr``, ``weight_decay``, ``betas`` and ``eps``. ``found_inf`` and ``grad_scale`` are honoured on the
-    device, as torch's fused optimizers do. Nothing in the update of a row depends on which process holds it, or on
-    which other rows there are.
+    Groups have ``lr``, ``weight_decay``, ``betas`` and ``eps``. Nothing in the update of a row depends on which process
+    holds it, or on which other rows there are.
     """
 
-    found_inf: torch.Tensor | None = None
-    grad_scale: torch.Tensor | None = None
-
     def __init__(self, groups: list[dict[str, Any]], touched: Mapping[torch.Tensor, TouchedRows]) -> None:
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-8})
+        super().__init__(groups)
         self._touched = dict(touched)
         for parameter in self._touched:
             self.state[parameter] = {
-                "exp_avg": zeros_like(parameter),
-                "exp_avg_sq": zeros_like(parameter),
+                **zero_averages(parameter),
                 UPDATES: torch.zeros(len(parameter), dtype=torch.float32, device=parameter.device),
             }
 

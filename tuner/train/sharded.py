@@ -13,7 +13,7 @@ from torch import nn
 from tuner.config.optimizers import AdafactorOptimizer, MuonOptimizer
 from tuner.parallel.fsdp import sum_of_squares
 from tuner.parallel.layouts import Layout, added_up, map_whole_matrices
-from tuner.train.zeros import zeros_like
+from tuner.train.moments import FlaggedOptimizer, zeros_like
 
 SMALL_SQUARE = 1e-30
 """Added to squared gradients: the first epsilon of Adafactor's paper."""
@@ -21,17 +21,11 @@ SMALL_SCALE = 1e-3
 """Least root mean square of a parameter that learning rates are taken relative to: its second epsilon."""
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
-    """What both have: layouts, and ``found_inf`` and ``grad_scale`` honoured as torch's fused optimizers do.
-
-    Uses up gradients.
-    """
-
-    found_inf: torch.Tensor | None = None
-    grad_scale: torch.Tensor | None = None
+class ShardedOptimizer(FlaggedOptimizer):
+    """What both have: layouts, and gradients that a step uses up."""
 
     def __init__(self, groups: list[dict[str, Any]], layouts: Mapping[torch.Tensor, Layout]) -> None:
-        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        super().__init__(groups)
         self._layouts = layouts
         self._keep: torch.Tensor | None = None
         """Of the newest step: false where it is left out."""
@@ -66,10 +60,9 @@ class ShardedAdafactor(ShardedOptimizer):
     ) -> None:
         super().__init__(groups, layouts)
         self._section = section
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                self.state[parameter] = {"step": step, **_moments(parameter)}
+        for parameter in self.parameters:
+            step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            self.state[parameter] = {"step": step, **_moments(parameter)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -195,9 +188,8 @@ class ShardedMuon(ShardedOptimizer):
     ) -> None:
         super().__init__(groups, layouts)
         self._section, self._orthogonal = section, _Orthogonal(section.ns_steps)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["momentum_buffer"] = zeros_like(parameter)
+        for parameter in self.parameters:
+            self.state[parameter]["momentum_buffer"] = zeros_like(parameter)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

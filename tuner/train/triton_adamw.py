@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import triton
 from triton import language as tl
 
-from tuner.train.moment_codes import BLOCK, FIRST_CELL, LAST_CELL
+from tuner.train.moments import BLOCK, FIRST_CELL, LAST_CELL
 
 if TYPE_CHECKING:
-    from tuner.train.adamw_parts import Part, Step
+    from tuner.train.moments import Part, Step
 
 BLOCKS = 4
 """Of a program."""

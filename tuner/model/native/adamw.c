@@ -1,4 +1,4 @@
-/* AdamW (Loshchilov & Hutter 2019) of one parameter in one pass: moments in 8 bits by blocks (train/moment_codes.py) or in
+/* AdamW (Loshchilov & Hutter 2019) of one parameter in one pass: moments in 8 bits by blocks (train/moments.py) or in
    float32, weights in float32, or in bfloat16 rounded by chance (train/stochastic.py). Each operation is
    rounded by itself, as those of torch are: the same bits as train/adamw_update.py in plain torch. */
 #pragma GCC optimize("fp-contract=off")

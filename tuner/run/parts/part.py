@@ -28,8 +28,7 @@ from tuner.runtime.stop import StopSignals
 from tuner.setup.build import Assembly
 from tuner.setup.resolve import Resolved
 from tuner.setup.timetable import Starts, Timetable
-from tuner.train.batch_source import BatchSource
-from tuner.train.prefetcher import Prefetcher
+from tuner.train.prefetcher import BatchSource, Prefetcher
 from tuner.train.progress import Progress
 from tuner.train.tasks import Request, Task, Tasks
 

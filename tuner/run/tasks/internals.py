@@ -13,8 +13,7 @@ from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.log import LogTask
 from tuner.rundir.layout import METRICS
 from tuner.runtime import phase
-from tuner.train.diverging import EARLIER, Divergence
-from tuner.train.internals import Inside, StepWatch, added_up
+from tuner.train.internals import EARLIER, Divergence, Inside, StepWatch, added_up
 from tuner.train.plan import cadence
 from tuner.train.progress import finite
 from tuner.train.tasks import Event, Request, TakenStep, Task

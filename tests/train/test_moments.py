@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tuner.train.moment_codes import BLOCK, CodeMap, code_map, decode, encode, rows_of, scales_shape
+from tuner.train.moments import BLOCK, CodeMap, code_map, decode, encode, rows_of, scales_shape
 
 CPU = torch.device("cpu")
 MAPS = {"signed": code_map(True, CPU), "unsigned": code_map(False, CPU)}

@@ -1,4 +1,6 @@
-"""Numbers in 8 bits, block by block: the dynamic map of Dettmers et al. 2022 (https://arxiv.org/abs/2110.02861).
+"""What optimizers keep between steps: zeros that take no memory at first, or numbers in 8 bits, block by block.
+
+The code book is the dynamic map of Dettmers et al. 2022 (https://arxiv.org/abs/2110.02861).
 
 A block is up to 256 neighbours of one row, where a row is what one index of the first dimension means. So a process
 that holds rows holds whole blocks: codes and scales are cut, sent and put together by rows at any number of processes,
@@ -12,13 +14,17 @@ by a zero in place of a small number (Li et al. 2023, https://arxiv.org/abs/2309
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 BLOCK = 256
@@ -144,3 +150,105 @@ def decode(coded: torch.Tensor, scales: torch.Tensor, codes: CodeMap) -> torch.T
     """The numbers, float32 ``[rows, width]``, of codes and scales of that many rows and blocks."""
     width = coded.shape[1]
     return codes.values[coded.int()] * scales.repeat_interleave(BLOCK, dim=1)[:, :width]
+
+
+# What a step of AdamW works on: a process's part of one parameter, and the numbers of the step.
+
+class At(IntEnum):
+    """Where the numbers of a step are in :attr:`Step.numbers`; the kernels in C and Triton read them there, too.
+
+    What gradients are divided by; what is left of a weight; the shares of a moment and of what is new in it; the
+    learning rate over the first correction of the bias, the root of the second; what is added to the divisor.
+    """
+
+    DIVISOR, DECAY, BETA1, REST1, BETA2, REST2, RATE, ROOT, EPSILON = range(9)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A running average ``[rows, width]``: float32 numbers, or codes and their blocks' scales ``[rows, blocks]``."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a step works on: rows of a parameter, or columns of rows, all ``[rows, width]``, changed in place.
+
+    ``first_row`` and ``first_column``, a multiple of 4, are the first of them in the whole parameter, whose rows have
+    ``whole_width`` numbers; without it, as many as here. Weights are bf16 and rounded by chance with a ``key``, an
+    int64 scalar, and float32 without.
+    """
+
+    gradient: torch.Tensor
+    weight: torch.Tensor
+    average: Moment
+    square: Moment
+    first_row: int = 0
+    key: torch.Tensor | None = None
+    first_column: int = 0
+    whole_width: int | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the parameters of a group share: numbers, float32 ``[9]``, and the maps of first and second moments.
+
+    Where ``bad``, a float32 scalar, is above 0, nothing changes.
+    """
+
+    numbers: torch.Tensor
+    average_codes: CodeMap
+    square_codes: CodeMap
+    bad: torch.Tensor | None
+
+
+class FlaggedOptimizer(torch.optim.Optimizer):
+    """An optimizer of ours. ``found_inf`` and ``grad_scale`` are scalars on the device, as torch's GradScaler has them.
+
+    Where the first is above 0, weights and state stay as they are; the second is what gradients are divided by. No step
+    waits for the device to read them, but that of an optimizer on the host.
+    """
+
+    found_inf: torch.Tensor | None = None
+    grad_scale: torch.Tensor | None = None
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Those of all groups, in order."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+# State of zeros, for which the host gives no memory before it is written.
+
+AVERAGES = ("exp_avg", "exp_avg_sq")
+"""The moments of AdamW, by the names that torch's has."""
+
+SMALL = 1 << 16
+"""Bytes below which a mapping of its own costs more than writing zeros."""
+
+
+def zeros_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Zeros of a tensor's shape, device and, unless another is given, type.
+
+    On the CPU they are a private mapping of no file, whose pages the system hands out as zeros at the first write;
+    torch writes its own zeros at once, and so does calloc where the heap has freed memory. So a launch does not write,
+    and the host does not hold, the moments of all weights before the first step does. Fake tensors, small ones and
+    those with strides of their own have torch's.
+    """
+    dtype = dtype or tensor.dtype
+    size = tensor.numel() * dtype.itemsize
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_contiguous() and size >= SMALL
+    if not plain or tensor.device.type != "cpu":
+        return torch.zeros_like(tensor, dtype=dtype, memory_format=torch.preserve_format)
+    unwritten = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(unwritten, dtype=dtype).view(tensor.shape)
+
+
+def zero_averages(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Both moments of AdamW before the first step, on the parameter's device, by default of its type."""
+    return {name: zeros_like(parameter, dtype) for name in AVERAGES}
