@@ -64,7 +64,10 @@ TENSORS = """
 import sys
 from pathlib import Path
 from tuner.checkpoint.load import content_sha256
-from tuner.checkpoint.open import open_checkpoint
+try:
+    from tuner.checkpoint.open import open_checkpoint
+except ModuleNotFoundError:  # an earlier tree
+    from tuner.checkpoint.load import open_checkpoint
 print(content_sha256(open_checkpoint(Path(sys.argv[1]))))
 """
 
