@@ -78,14 +78,14 @@ def _rounding(forward: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _missing_state_reset(root: CausalLM) -> Iterator[None]:
     """Layers with a state of their own take the documents of a row for one; attention keeps them apart."""
-    if root.mixers is None:
+    if root.layout.mixers is None:
         raise ValueError(f"{type(root.model).__name__} has no layers with a state")
-    expect = root.mixers.expect
-    root.mixers.expect = lambda lengths, device: expect((), device)  # type: ignore[method-assign]
+    expect = root.layout.mixers.expect
+    root.layout.mixers.expect = lambda lengths, device: expect((), device)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del root.mixers.expect
+        del root.layout.mixers.expect
 
 
 @contextmanager

@@ -92,7 +92,7 @@ class Training:
     @property
     def route(self) -> str:
         """How the documents of packed rows go through the model."""
-        return self.state.root.route
+        return self.state.root.layout.route
 
     def train(self, fault: str = "") -> Training:
         """Take the steps, with a fault planted in them where one is named; the training itself."""

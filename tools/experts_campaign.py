@@ -125,7 +125,7 @@ def our_step(
     count = sum(len(batch.trained_positions) for batch in micro)
     sums, counts = forward_backward(state, 0, StepBatches(np.arange(3), count, sum(LENGTHS), micro))
     found = gradients_of(state.root.model)
-    return float(sums.loss(counts)), float(sums.losses["router_aux"].value), found, state.root.route
+    return float(sums.loss(counts)), float(sums.losses["router_aux"].value), found, state.root.layout.route
 
 
 def router(config: PretrainedConfig, directory: Path) -> dict[str, Any]:

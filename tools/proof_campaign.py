@@ -36,7 +36,8 @@ from tuner.model import probe  # noqa: E402
 from tuner.model.adapter import LoraSpec, add_lora  # noqa: E402
 from tuner.model.build import ModelSpec, build_model  # noqa: E402
 from tuner.model.few_layers import FewLayers  # noqa: E402
-from tuner.model.root import CausalLM, route_of  # noqa: E402
+from tuner.model.root import CausalLM  # noqa: E402
+from tuner.model.row_layout import route_of  # noqa: E402
 
 COUNTS = (
     "num_layers_per_stack", "num_hidden_layers", "num_blocks", "n_layer", "n_layers", "num_layers", "decoder_layers",
@@ -120,7 +121,7 @@ def made(directory: str, adapter: bool) -> CausalLM:
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
     root = CausalLM(model.eval())
-    root.go_by(route_of(model)[0])
+    root.layout.go_by(route_of(model)[0])
     return root
 
 
@@ -129,12 +130,12 @@ def both(build: Callable[[], CausalLM]) -> str:
     said = []
     for route in ("flat", "batch", "calls"):
         root = build()
-        if ("flat", "batch", "calls").index(root.route) > ("flat", "batch", "calls").index(route):
+        if ("flat", "batch", "calls").index(root.layout.route) > ("flat", "batch", "calls").index(route):
             continue
-        root.go_by(route)
+        root.layout.go_by(route)
         every, _ = verdict(root, True)
         root = build()
-        root.go_by(route)
+        root.layout.go_by(route)
         few, ran = verdict(root, False)
         if few != every:
             return f"differs: on {route}, all layers: {every}; few: {few}"

@@ -30,7 +30,7 @@ from tests.fixtures.split import Alone, Split, differences  # noqa: E402
 from tools.causal_cases import TYPES, tiny_config  # noqa: E402
 from tuner.errors import RecipeError  # noqa: E402
 from tuner.model.build import ModelSpec, meta_model, model_config  # noqa: E402
-from tuner.model.root import route_of  # noqa: E402
+from tuner.model.row_layout import route_of  # noqa: E402
 from tuner.parallel.tensor.plan import check_split  # noqa: E402
 
 PROCESSES = 2

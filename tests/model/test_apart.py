@@ -29,7 +29,8 @@ from tuner.model.build import ModelSpec, build_model, decoder_of, meta_model, mo
 from tuner.model.decode import greedy
 from tuner.model.output_layer import OutputLayer
 from tuner.model.probe import prove_route, require_isolation
-from tuner.model.root import CausalLM, Route, route_of
+from tuner.model.root import CausalLM
+from tuner.model.row_layout import Route, route_of
 
 SMALL = {**TOKENS, "hidden_size": 32}
 BART = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
@@ -87,7 +88,7 @@ def gradients(root: CausalLM) -> dict[str, torch.Tensor]:
 def test_documents_apart_are_those_that_the_plain_model_computes_alone(kind: str, route: Route, tmp_path: Path) -> None:
     root = root_of(kind, tmp_path)
     plain = plainly(tmp_path, root)
-    root.go_by(route)
+    root.layout.go_by(route)
     for lengths in ((5, 9, 1, 8), (3, 20, 12, 2), (7,)):
         ids = torch.randint(3, VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(sum(lengths)))
         inputs = packed_inputs(ids, lengths)
@@ -139,9 +140,9 @@ def test_the_structure_tells_the_route_and_the_probe_proves_it(kind: str, tmp_pa
         with pytest.raises(RecipeError, match="cannot be trained on packed rows"):
             require_isolation(root, VOCAB)
         assert prove_route(root, VOCAB, True, 64) is not None
-    assert root.route == route
+    assert root.layout.route == route
     assert prove_route(root, VOCAB, True, 64) is None
-    assert root.route == route
+    assert root.layout.route == route
 
 
 def test_a_mask_as_long_as_the_positions_is_for_one_document(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_a_mask_as_long_as_the_positions_is_for_one_document(tmp_path: Path) -> 
     positions = torch.cat([torch.arange(length) for length in lengths])
     with pytest.raises(RuntimeError, match="must match the size"):
         root.logits(ids, positions, lengths, torch.arange(52))
-    root.go_by(route)
+    root.layout.go_by(route)
     assert prove_route(root, VOCAB, True, 24) is None
     assert root.logits(ids, positions, lengths, torch.arange(52)).isfinite().all()
 
@@ -169,7 +170,7 @@ def test_what_a_batch_would_change_is_computed_one_document_at_a_time(tmp_path: 
     route, why = route_of(meta_model(model_config(ModelSpec(str(tmp_path))), torch.float32))
     assert (route, why) == ("calls", "ReformerModelWithLMHead sorts the tokens of a sequence to attend")
     root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
-    root.go_by(route)
+    root.layout.go_by(route)
     assert prove_route(root, VOCAB, True, 64) is None
 
 
@@ -183,7 +184,7 @@ def test_a_batch_whose_documents_meet_is_not_taken(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(root, "_decoded", meeting)
     assert prove_route(root, VOCAB, True, 64) is not None
-    assert root.route == "calls"
+    assert root.layout.route == "calls"
 
 
 def test_what_our_attention_does_not_compute_is_the_classes_own(tmp_path: Path) -> None:
@@ -194,16 +195,16 @@ def test_what_our_attention_does_not_compute_is_the_classes_own(tmp_path: Path) 
             lambda module, args, kwargs: (args, {**kwargs, "cache": torch.zeros(4)}), with_kwargs=True
         )
     assert "cache" in str(prove_route(root, VOCAB, False, 64))
-    assert root.route == "batch"
+    assert root.layout.route == "batch"
     assert root.model.config._attn_implementation == "sdpa"
-    assert not root.takes_documents
+    assert not root.layout.takes_documents
 
 
 def test_answers_are_those_of_the_plain_model(tmp_path: Path) -> None:
     root = root_of("bart", tmp_path)
     plain = plainly(tmp_path, root).model
     plain.generation_config.forced_eos_token_id = None
-    root.go_by("batch")
+    root.layout.go_by("batch")
     root.eval()
     prompts = [[5, 6, 7, 8], [9, 10], [11, 12, 13, 14, 15, 16]]
     answers = greedy(root, prompts, (), [5] * 3, torch.device("cpu"))

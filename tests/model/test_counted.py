@@ -110,7 +110,7 @@ def test_answers_are_those_of_plain_generate(kind: str, tmp_path: Path) -> None:
 
 def test_chunks_of_any_length_are_no_reason_and_a_layer_without_them_is(tmp_path: Path) -> None:
     root = root_of(saved("llama4", tmp_path, attention_chunk_size=12))
-    assert root.chunk == 12
+    assert root.layout.chunk == 12
     for longest in (12, 25, 100):
         require_isolation(root, VOCAB, longest=longest)
     root.model.model.layers[0].self_attn.tuner_chunk = 0

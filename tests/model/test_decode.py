@@ -81,7 +81,7 @@ def test_a_model_with_another_kind_of_state_takes_them_one_by_one(
     assert greedy(root, PROMPTS, (), LIMITS, CPU) == together
     assert (len(caches), set(caches)) == (max(LIMITS), {True})
     caches.clear()
-    root.takes_documents = False
+    root.layout.takes_documents = False
     assert greedy(root, PROMPTS, (), LIMITS, CPU) == together
     assert (len(caches), set(caches)) == (sum(LIMITS), {False})
 

@@ -41,8 +41,8 @@ def logits(root: CausalLM, documents: list[torch.Tensor]) -> torch.Tensor:
 
 def test_documents_of_very_unequal_lengths_are_those_alone() -> None:
     root = CausalLM(hybrid())
-    assert root.mixers is not None
-    assert root.mixers.names == ("model.layers.0.mamba", "model.layers.1.mamba")
+    assert root.layout.mixers is not None
+    assert root.layout.mixers.names == ("model.layers.0.mamba", "model.layers.1.mamba")
     lengths = (3, 150, 70, 1, 301, 64, 9)
     assert len(batches(lengths)) == 4
     documents = [torch.randint(3, VOCAB, (length,)) for length in lengths]
@@ -71,14 +71,14 @@ def test_layers_that_are_computed_again_see_the_documents_of_their_own_forward(l
 def test_a_part_of_a_row_is_refused() -> None:
     """A model that takes long rows apart would carry a state across documents."""
     root = CausalLM(hybrid())
-    assert root.mixers is not None
-    root.mixers.expect((4, 9), CPU)
+    assert root.layout.mixers is not None
+    root.layout.mixers.expect((4, 9), CPU)
     with pytest.raises(RecipeError, match="gets a part of a row of 13 tokens"):
         root.model.get_submodule("model.layers.0.mamba")(torch.zeros(1, 8, 32))
 
 
 def test_a_model_without_states_has_none() -> None:
-    assert CausalLM(family_model("llama", tied=False)).mixers is None
+    assert CausalLM(family_model("llama", tied=False)).layout.mixers is None
 
 
 @given(st.lists(st.integers(1, 3000), min_size=2, max_size=30))

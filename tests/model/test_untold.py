@@ -33,7 +33,7 @@ def test_documents_lie_end_to_end(name: str, tmp_path: Path) -> None:
         torch.nn.init.normal_(parameter, std=0.1)
     layers = root.model.model.layers
     assert [getattr(layer.self_attn, "tuner_window", None) for layer in layers] == windows
-    assert root.route == "flat" and prove_route(root, VOCAB, True, max(LENGTHS)) is None
+    assert root.layout.route == "flat" and prove_route(root, VOCAB, True, max(LENGTHS)) is None
     inputs, everywhere = packed_inputs(random_ids(VOCAB), LENGTHS), torch.arange(sum(LENGTHS))
     with torch.no_grad():
         packed = root.logits(inputs["input_ids"], inputs["position_ids"], LENGTHS, everywhere)

@@ -14,7 +14,8 @@ from tests.fixtures.packed import packed_inputs
 from tests.fixtures.processes import run_ranks
 from tests.model.tiny import TOKENS, VOCAB
 from tuner.model.build import ModelSpec, build_model, meta_model, model_config
-from tuner.model.root import CausalLM, Route
+from tuner.model.root import CausalLM
+from tuner.model.row_layout import Route
 from tuner.model.trainable import TrainableSpec
 from tuner.parallel.assemble import AssemblySpec, assemble
 from tuner.parallel.mesh import Mesh, MeshSpec

@@ -190,9 +190,9 @@ def test_evaluation_answers_and_probes_are_those_of_one_process(tmp_path: Path) 
                 torch.testing.assert_close(root(*batch(seed), judged), one(*batch(seed), judged), rtol=1e-5, atol=1e-6)
         answers = greedy(root, prompts, (), limits, CPU)
         assert answers == greedy(one, prompts, (), limits, CPU)
-        root.takes_documents = one.takes_documents = False  # as for models whose prompts are answered one by one
+        root.layout.takes_documents = one.takes_documents = False  # as for models whose prompts are answered one by one
         assert greedy(root, prompts, (), limits, CPU) == greedy(one, prompts, (), limits, CPU)
-        root.takes_documents = one.takes_documents = True
+        root.layout.takes_documents = one.takes_documents = True
         probes = [torch.tensor(prompt) for prompt in prompts]
         found, expected = (record_probes(model, probes, CPU)["logits"] for model in (root, one))
         assert found.shape == (3, VOCAB)

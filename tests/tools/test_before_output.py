@@ -68,7 +68,7 @@ def test_the_layers_of_an_encoder_do_not_hold_its_embedding() -> None:
 def test_most_models_compute_nothing_there(family: str) -> None:
     root = CausalLM(family_model(family, tied=True))
     assert root.before_output is None
-    assert root.padding_number is None
+    assert root.layout.padding_number is None
 
 
 def test_numbers_from_padding_are_those_of_each_document_alone() -> None:

@@ -52,10 +52,10 @@ def root(request: pytest.FixtureRequest) -> Iterator[CausalLM]:
 
 @pytest.mark.slow("kimi_linear", "zamba")
 def test_documents_of_a_row_do_not_see_each_other(root: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert root.mixers is not None and len(root.mixers.names) == FAMILIES[root.model.config.model_type]
+    assert root.layout.mixers is not None and len(root.layout.mixers.names) == FAMILIES[root.model.config.model_type]
     assert require_isolation(root, VOCAB).is_clean
-    expect = root.mixers.expect
-    monkeypatch.setattr(root.mixers, "expect", lambda lengths, device, **_: expect((), device))
+    expect = root.layout.mixers.expect
+    monkeypatch.setattr(root.layout.mixers, "expect", lambda lengths, device, **_: expect((), device))
     with pytest.raises(RecipeError, match="cannot be trained on packed rows: its documents see each other"):
         require_isolation(root, VOCAB)
 

@@ -61,7 +61,7 @@ def test_the_part_that_is_not_computed_is_named(tmp_path: Path) -> None:
     head, root.before_output = root.before_output, None
     with pytest.raises(RecipeError, match="its logits are more than its output layer makes of its last hidden states"):
         require_isolation(root, 97, packed=False)
-    root.before_output, root.padding_number = head, None
+    root.before_output, root.layout.padding_number = head, None
     with pytest.raises(RecipeError, match="its layers are not computed as its class computes them: the logits"):
         require_isolation(root, 97, packed=False)
 

@@ -161,5 +161,5 @@ def parents(event: Any) -> list[str]:
 def test_the_output_layer_is_told_what_reaches_its_loss(model: Path) -> None:
     assembly = assembled(model)
     step(assembly)
-    told = assembly.train_state.root.gradient_scale
+    told = assembly.train_state.root.parts.gradient_scale()
     assert told is not None and float(told) == pytest.approx(INITIAL / sum(TRAINED))

@@ -77,4 +77,6 @@ def test_it_never_grows_to_infinity() -> None:
 
 @pytest.mark.parametrize(("counts", "share"), [({"tokens": 40.0}, 40), ({}, 1), ({"tokens": 0.0}, 1)])
 def test_what_reaches_a_term_is_known_before_the_forward_pass(counts: dict[str, float], share: float) -> None:
-    assert float(LossScale(CPU).of_term(counts)) == pytest.approx(INITIAL / share)
+    scale = LossScale(CPU)
+    scale.begin(counts)
+    assert float(scale.of_term()) == pytest.approx(INITIAL / share)

@@ -233,8 +233,8 @@ def compile_blocks(root: CausalLM, padding: Padding) -> None:
             # It is cleared in every forward and, as peft sets it, never filled. A checkpoint that is compiled may not
             # change what lies outside it.
             module._cache_clear = lambda: None  # type: ignore[method-assign]
-    if root.mixers is not None:
-        root.mixers.keep_from_compiler(root.model)
+    if root.layout.mixers is not None:
+        root.layout.mixers.keep_from_compiler(root.model)
     blocks = decoder_blocks(root.model, "train.compile")
     for block, has_gradient in zip(blocks, _inputs_with_gradient(root, blocks), strict=True):
         first = next(iter(inspect.signature(block.forward).parameters))
@@ -246,7 +246,7 @@ def compile_blocks(root: CausalLM, padding: Padding) -> None:
         _wrap(block, kind, partial(_as_trained, compiled, first, has_gradient), lambda block: block.training)
         if has_router:
             _note_routers(block, kind)
-    root.complete(padding=padding)
+    root.parts.complete(padding=padding)
 
 
 def _inputs_with_gradient(root: CausalLM, blocks: Sequence[nn.Module]) -> Iterator[bool]:

@@ -178,4 +178,4 @@ def _takes_several(root: CausalLM) -> bool:
     layers = DynamicCache(config=root.model.config).layers
     known = (DynamicLayer, transformers_private.DynamicSlidingWindowLayer)
     plain = bool(layers) and all(type(layer) in known for layer in layers)
-    return root.takes_documents and plain and root.mixers is None
+    return root.layout.takes_documents and plain and root.layout.mixers is None

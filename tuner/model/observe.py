@@ -103,8 +103,9 @@ def _taps(root: CausalLM, blocks: Sequence[nn.Module], found: Observation, rows_
                 vars(module)[_OBSERVER] = partial(_note_logits, found, index, rows_at)
                 stack.callback(vars(module).pop, _OBSERVER)
         if _tells_routers(root):
-            root.router_observer = _Routers(root, blocks, found)
-            stack.callback(setattr, root, "router_observer", None)
+            decoder, note = decoder_of(root.model), partial(_note_routers, root, blocks, found)
+            stack.callback(decoder.register_forward_pre_hook(_ask_routers, with_kwargs=True).remove)
+            stack.callback(decoder.register_forward_hook(note).remove)
         else:
             for index, block in enumerate(blocks):
                 for module in routed_experts(block).values():
@@ -157,8 +158,8 @@ def _note_choices(
     """Count what the experts of a layer are asked for, in a class that does not give what its routers say."""
     choices = [*inputs, *named.values()][1]  # by place: classes have other names for it
     found.per_token = choices.shape[-1]
-    if root.counted is not None and root.route != "flat":
-        choices = choices.flatten(0, -2)[root.counted.flatten()]
+    if root.layout.counted is not None and root.layout.route != "flat":
+        choices = choices.flatten(0, -2)[root.layout.counted.flatten()]
     asked = choices.flatten()
     hits = torch.zeros(int(module.num_experts), dtype=torch.float64, device=asked.device)
     hits.scatter_add_(0, asked, torch.ones_like(asked, dtype=torch.float64))
@@ -200,32 +201,34 @@ def largest_logit(attended: Attended, rows_at: float, rows: int = ROWS) -> torch
     return torch.stack(found).amax()
 
 
-class _Routers:
-    """Takes note of what routers say in a forward."""
+def _ask_routers(
+    decoder: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Have a forward of the decoder give back what its routers say."""
+    return inputs, named | {"output_router_logits": True}
 
-    def __init__(self, root: CausalLM, blocks: Sequence[nn.Module], found: Observation) -> None:
-        own: Any = root.model
-        self._found, self._layers = found, [i for i, block in enumerate(blocks) if _has_experts(block)]
-        found.per_token = int(own.num_experts_per_tok)
 
-    def begin(self, device: torch.device) -> None:
-        """Nothing is kept of an earlier forward."""
-
-    def add(self, logits: Sequence[torch.Tensor], counted: torch.Tensor | None) -> None:
-        """Count the choices, and add up entropies, of tokens that count."""
-        if len(logits) != len(self._layers):
-            return  # which layer is whose cannot be said
-        for index, layer in zip(self._layers, logits, strict=True):
-            shares = torch.softmax(layer.float(), -1)
-            hits = torch.zeros_like(shares, dtype=torch.float64)
-            hits.scatter_(1, shares.topk(self._found.per_token, -1).indices, 1.0)
-            entropy = torch.special.entr(shares).sum(-1, dtype=torch.float64)
-            if counted is not None:
-                hits, entropy = hits * counted[:, None], entropy * counted
-            new = RouterShares(hits.sum(0), entropy.sum())
-            if (old := self._found.routers.get(index)) is not None and old.entropy is not None:
-                new = RouterShares(old.chosen + hits.sum(0), old.entropy + entropy.sum())
-            self._found.routers[index] = new
+def _note_routers(
+    root: CausalLM, blocks: Sequence[nn.Module], found: Observation, decoder: nn.Module, inputs: object, output: Any
+) -> None:
+    """Count the choices, and add up entropies, of tokens that count."""
+    layers = [index for index, block in enumerate(blocks) if _has_experts(block)]
+    logits: Sequence[torch.Tensor] = output.router_logits
+    own: Any = root.model
+    found.per_token, counted = int(own.num_experts_per_tok), root.layout.counted
+    if len(logits) != len(layers):
+        return  # which layer is whose cannot be said
+    for index, layer in zip(layers, logits, strict=True):
+        shares = torch.softmax(layer.float(), -1)
+        hits = torch.zeros_like(shares, dtype=torch.float64)
+        hits.scatter_(1, shares.topk(found.per_token, -1).indices, 1.0)
+        entropy = torch.special.entr(shares).sum(-1, dtype=torch.float64)
+        if counted is not None:
+            hits, entropy = hits * counted[:, None], entropy * counted
+        new = RouterShares(hits.sum(0), entropy.sum())
+        if (old := found.routers.get(index)) is not None and old.entropy is not None:
+            new = RouterShares(old.chosen + hits.sum(0), old.entropy + entropy.sum())
+        found.routers[index] = new
 
 
 def _has_experts(block: nn.Module) -> bool:

@@ -32,7 +32,7 @@ def handing_on_counts(model: nn.Module) -> str | None:
 
 def is_in_parts(root: CausalLM) -> bool:
     """Whether layers of a model are compiled in parts, with something that stays outside between them."""
-    recurrent = root.mixers is not None and bool(root.mixers.names)
+    recurrent = root.layout.mixers is not None and bool(root.layout.mixers.names)
     modules = [module for block in decoder_blocks(root.model) for module in block.modules()]
     return recurrent or any(next(_left_out(module), None) for module in modules)
 

@@ -16,7 +16,8 @@ from tuner.model import transformers_private
 from tuner.model.attention import Unsupported
 from tuner.model.build import decoder_of, has_score, head_layer
 from tuner.model.few_layers import FewLayers, layers_of
-from tuner.model.root import CausalLM, Route
+from tuner.model.root import CausalLM
+from tuner.model.row_layout import Route
 from tuner.model.transformers_private import attention_of, from_config, plain_config, registered
 
 _FIRST, _SECOND = 7, 9  # document lengths: different, so that a swapped bound shows
@@ -69,8 +70,8 @@ def prove_route(
     """
     ways: tuple[Route, ...] = ("flat", "batch", "calls") if packed else ("flat", "batch")
     why = None
-    for route in ways[ways.index(root.route) :]:
-        root.go_by(route)
+    for route in ways[ways.index(root.layout.route) :]:
+        root.layout.go_by(route)
         try:
             require_isolation(root, vocab_size, packed, longest, read=read)
         except RouteRefused as error:
@@ -108,10 +109,10 @@ def require_isolation(
     Raises RouteRefused, with the reason, where on its route it is not the model, and RecipeError where the model is not
     causal or does not run.
     """
-    if root.padding_number is not None:
+    if root.layout.padding_number is not None:
         from tuner.model.refusal import require_positions
 
-        require_positions(root.model.config, root.padding_number, longest)
+        require_positions(root.model.config, root.layout.padding_number, longest)
     few = FewLayers(root.model)
     if not every_layer:
         # A refusal, or an error, is the whole model's to give: a layer that is skipped may be what the next one needs.
@@ -144,12 +145,12 @@ def _isolation(
             if few is None:
                 _require_causal(root.model, plain, expected, documents[1], changed[1])
             rounding = None if few else partial(_rounding, plain, documents[1], expected)
-        how = "without a mask" if root.route == "flat" else "on documents apart"
+        how = "without a mask" if root.layout.route == "flat" else "on documents apart"
         what = f"its decoder, {how}, or its output layer on what that gives, does not run"
         with _refusing(partial(RouteRefused, name), what):
             with _adapters_called(root.model) as called:
                 found = _compare(root, expected, documents[not packed :], changed[not packed :], rounding)
-            if found.is_clean and packed and root.route == "batch":  # the shorter one, which is filled up
+            if found.is_clean and packed and root.layout.route == "batch":  # the shorter one, which is filled up
                 changed = (other[1], torch.cat([documents[0][:_KEPT], other[0][_KEPT:]]))
                 documents, expected = documents[::-1], _plain_logits(plain, documents[0])
                 found = _compare(root, expected, documents, changed, rounding)
@@ -399,7 +400,7 @@ def require_same_reach(root: CausalLM, plain: PreTrainedModel, longest: int) -> 
     """
     values = root.model.config.get_text_config().to_dict().items()
     bounds = [n for key, n in values if type(n) is int and n > 1 and ("window" in key or "chunk" in key)]
-    if not root.takes_documents or all(bound >= longest for bound in bounds):
+    if not root.layout.takes_documents or all(bound >= longest for bound in bounds):
         return
     ids, masks = torch.zeros(1, dtype=torch.int64), _Masks(longest)
     AttentionMaskInterface.register(_NOTING, masks.make)

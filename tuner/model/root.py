@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tuner.model import attention
-from tuner.model.build import decoder_of, has_score, head_layer, position_limit
+from tuner.model.build import decoder_of, has_score, head_layer
 from tuner.model.documents import Carried, Documents, GrowingDocuments, Padding
 from tuner.model.output_layer import (
     PLAIN,
@@ -29,17 +28,16 @@ from tuner.model.output_layer import (
     softmax_into_gradient,
     summed_cross_entropy,
 )
-from tuner.model.transformers_private import keeps_state, masks_by_position, own_attention
-from tuner.model.vetting import asks_router_logits, layers_with_indexers
+from tuner.model.row_layout import RowLayout
+from tuner.model.vetting import asks_router_logits
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from tuner.model.cut import Positions, RowCut
-    from tuner.model.longrope import RotationByDocument
-    from tuner.model.mixers import Mixers
-    from tuner.model.router_loss import RouterLoss, RouterObserver  # what most models go without
+    from tuner.model.router_loss import RouterLoss  # what most models go without
     from tuner.model.touched_rows import TouchedRows
+
 
 def _own(forwards: int) -> int:
     return forwards
@@ -49,16 +47,14 @@ def _nothing() -> None:
     """Processes that compute whole layers have whole gradients."""
 
 
-Route = Literal["flat", "batch", "calls"]
-"""How the documents of a microbatch go through the decoder: end to end in one row, as a padded batch, or one by one."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class ModelParts:
     """What is made of a model for the training that it is in; most models go without most of it."""
 
     loss_kernel: Kernel = softmax_into_gradient
     """What turns logits into the loss of training and its gradient."""
+    gradient_scale: Callable[[], torch.Tensor | None] = _nothing
+    """Under fp16: what a term of the loss is multiplied by in the backward pass of the step, a scalar."""
     router_loss: RouterLoss | None = None
     """What balances the experts of a mixture, where that is part of the loss; it holds sums of the last forward."""
     touched_rows: Mapping[str, TouchedRows] = field(default_factory=dict)
@@ -78,6 +74,17 @@ class ModelParts:
     sum_partial_gradients: Callable[[], None] = _nothing
     """Adds up the gradients of which processes that compute a layer together have a part each, once a step."""
 
+    def complete(self, **made: Any) -> None:
+        """Take what was made of the model, each field once: the only way to them.
+
+        While a model is put together, and by whoever trains it before the first step; nothing of it changes after.
+        """
+        fresh = ModelParts()
+        again = [name for name in made if getattr(self, name) != getattr(fresh, name)]
+        assert not again, f"{', '.join(again)}: made of this model already"
+        for name, value in made.items():
+            setattr(self, name, value)
+
 
 class CausalLM(nn.Module):
     """A transformers language model whose forward gives the objective of one packed microbatch."""
@@ -86,57 +93,13 @@ class CausalLM(nn.Module):
         super().__init__()
         self.model = model
         self.parts = ModelParts()
-        """What is made of the model: see :meth:`complete`."""
-        self.gradient_scale: torch.Tensor | None = None
-        """Under fp16: what a term of the loss is multiplied by in the backward pass, as the output layer takes it."""
+        self.layout = RowLayout(model)
         self.logit_transform = PLAIN if has_score(model) else LogitTransform.of(model.config)
         """What the model does to the output layer's products before they are logits."""
-        self.router_observer: RouterObserver | None = None
-        """What takes note of the routers of a forward, in place of that loss, for as long as it is set."""
-        self.takes_documents = attention.is_ours(model.config)
-        """Whether the model's layers attend by our functions. Others make masks from the positions, or none."""
-        self.chunk = _count_by_document(model) if self.takes_documents else 0
-        """Tokens of a chunk, in models some of whose layers attend inside chunks alone; 0 in others."""
-        self._is_counted = any(hasattr(module, "tuner_temperature") for module in model.modules())
         self.before_output = _before_output(model)
         """From the decoder's hidden states to what the output layer takes, where a model computes anything there."""
-        self.padding_number = _padding_number(model)
-        """The padding token's id, where tokens are numbered from it on (RoBERTa and its kin)."""
-        self._rotation = _rotation_of(model)
-        self.mixers = _mixers_of(model)
-        """The layers that mix tokens by a state of their own, where there are any."""
         self._notes_routers = asks_router_logits(model.config) and _takes_option(model)
         """Whether layers note what routers say unless they are told not to."""
-        self.takes_positions = takes_positions(model)
-        """Without them, tokens are numbered from the start of the row."""
-        self.route: Route = "flat"
-        """How the documents of a microbatch go through the decoder: see :meth:`go_by`."""
-        self.counted: torch.Tensor | None = None
-        """bool ``[tokens]`` of a forward of the decoder: False where a document is filled up; None: all count."""
-
-    def complete(self, **made: Any) -> None:
-        """Take what was made of the model, fields of :class:`ModelParts`, each of them once: the only way to them.
-
-        While a model is put together, and by whoever trains it before the first step; nothing of it changes after.
-        """
-        again = [name for name in made if getattr(self.parts, name) != getattr(ModelParts(), name)]
-        assert not again, f"{', '.join(again)}: made of this model already"
-        self.parts = replace(self.parts, **made)
-
-    def go_by(self, route: Route) -> None:
-        """Have documents go through the decoder by another route from now on, in place.
-
-        Where they do not lie end to end, the model attends as its class does, with the class's masks: each document is
-        then computed as transformers computes it alone.
-        """
-        if route != "flat" and self.takes_documents:
-            self.model.set_attn_implementation(own_attention(self.model))
-            self.takes_documents, self.chunk, self._is_counted = False, 0, False
-            if attention.counts_tokens(self.model.config):
-                from tuner.model.counted import count_by_class
-
-                count_by_class(decoder_of(self.model))
-        self.route = route
 
     def forward(
         self,
@@ -201,12 +164,11 @@ class CausalLM(nn.Module):
 
         Without ``documents`` there is one. What the decoder gives back for the next tokens is noted there.
         """
-        if self._rotation is not None:
-            new, whole = ((), ()) if documents is None else (documents.new, documents.whole)
-            self._rotation.expect(new, whole)
-        if self.mixers is not None:
-            self.mixers.expect((), input_ids.device)
-        where = self._where(_numbered(self.padding_number, input_ids, position_ids), documents)
+        layout = self.layout
+        layout.expect((), input_ids.device)
+        if documents is not None:
+            layout.expect_rotated(documents.new, documents.whole)
+        where = layout.where(layout.numbered(input_ids, position_ids), documents)
         output = decoder_of(self.model)(input_ids=input_ids[None], use_cache=True, **carried.arguments, **where)
         carried.note(output, len(input_ids))
         hidden = output.last_hidden_state[0, lasts]
@@ -220,9 +182,10 @@ class CausalLM(nn.Module):
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, document_lengths: tuple[int, ...]
     ) -> torch.Tensor:
         """Hidden states ``[T, D]``, where rows are cut those of this process's share of the positions."""
-        if (routers := self.router_observer or self.parts.router_loss) is not None:
-            routers.begin(input_ids.device)
-        if self.route != "flat":
+        layout = self.layout
+        if self.parts.router_loss is not None:
+            self.parts.router_loss.begin(input_ids.device)
+        if layout.route != "flat":
             return self._apart(input_ids, document_lengths)
         n_tokens, bound = input_ids.shape[0], None
         cut, padding = self.parts.cut, self.parts.padding
@@ -231,19 +194,16 @@ class CausalLM(nn.Module):
             bound = padding.longest
         if cut is not None:
             input_ids, position_ids, document_lengths = cut.fill(input_ids, position_ids, document_lengths)
-        if self._rotation is not None:
-            self._rotation.expect(document_lengths, document_lengths)
-        if self.mixers is not None:
-            self.mixers.expect(document_lengths, input_ids.device, compiled=bound is not None)
-        position_ids, counted = _numbered(self.padding_number, input_ids, position_ids), None
+        layout.expect(document_lengths, input_ids.device, compiled=bound is not None)
+        position_ids, counted = layout.numbered(input_ids, position_ids), None
         if n_tokens < len(input_ids):
             counted = torch.arange(len(input_ids), device=input_ids.device) < n_tokens
-        documents = Documents.of(document_lengths, input_ids.device, bound, self.chunk)
+        documents = Documents.of(document_lengths, input_ids.device, bound, layout.chunk)
         if cut is not None:
             documents = cut.exchanging(documents, position_ids)
             input_ids, position_ids = cut.own(input_ids), cut.own(position_ids)
             counted = None if counted is None else cut.own(counted)
-        hidden = self._decoder(input_ids[None], counted, self._where(position_ids, documents))[0]
+        hidden = self._decoder(input_ids[None], counted, layout.where(position_ids, documents))[0]
         return hidden[:n_tokens] if cut is None else hidden
 
     def _taken(self, hidden: torch.Tensor, positions: Positions) -> torch.Tensor:
@@ -258,24 +218,20 @@ class CausalLM(nn.Module):
         """Hidden states ``[T, D]`` of documents that do not lie end to end."""
         from tuner.model.apart import forwards_of, hidden_states  # what most models go without
 
-        forwards = forwards_of(document_lengths, self.route, () if self._rotation is None else self._rotation.bounds)
+        forwards = forwards_of(document_lengths, self.layout.route, self.layout.bounds)
         most = self.parts.most_forwards(len(forwards))
         return hidden_states(self._decoded, input_ids, document_lengths, forwards, most)
 
     def _decoded(self, input_ids: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
         """Hidden states ``[documents, longest, D]``; nothing says where tokens stand, as where a document is alone."""
-        if self._rotation is not None:
-            self._rotation.expect((), ())
-        if self.mixers is not None:
-            self.mixers.expect((), input_ids.device)
-        self.counted = counted
+        self.layout.expect((), input_ids.device)
         return self._decoder(input_ids, counted, {})
 
     def _decoder(
         self, input_ids: torch.Tensor, counted: torch.Tensor | None, where: Mapping[str, object]
     ) -> torch.Tensor:
         """Hidden states ``[rows, T, D]`` of ids ``[rows, T]``; what routers said of those that count is noted."""
-        routers = self.router_observer or self.parts.router_loss
+        routers, self.layout.counted = self.parts.router_loss, counted
         noted = {"output_router_logits": routers is not None} if routers is not None or self._notes_routers else {}
         output = decoder_of(self.model)(input_ids=input_ids, use_cache=False, **noted, **where)
         if routers is not None:
@@ -295,7 +251,8 @@ class CausalLM(nn.Module):
 
         Its weight is whole here, or all that this process has of it where the vocabulary is split.
         """
-        head, scale, parts = head_layer(self.model), self.gradient_scale, self.parts
+        head, parts = head_layer(self.model), self.parts
+        scale = parts.gradient_scale()
         if parts.vocabulary is not None:
             layer = parts.vocabulary.layer(head, self.logit_transform, scale)
         else:
@@ -305,64 +262,11 @@ class CausalLM(nn.Module):
             layer = parts.cut.head(layer, len(targets))
         return objective(hidden, layer, targets)
 
-    def _where(self, position_ids: torch.Tensor, documents: Documents | GrowingDocuments | None) -> dict[str, object]:
-        """Where the tokens of a row stand, in the arguments that this model takes."""
-        is_flat = self.route == "flat"
-        where: dict[str, object] = {"position_ids": position_ids[None]} if self.takes_positions and is_flat else {}
-        where |= {"places": position_ids[None]} if self._is_counted and is_flat else {}
-        return where | ({"documents": documents} if self.takes_documents else {})
-
 
 def _takes_option(model: PreTrainedModel) -> bool:
     """Whether a decoder takes options by name that it does not list, or that of its routers."""
     taken = inspect.signature(decoder_of(model).forward).parameters.values()
     return any(one.kind is one.VAR_KEYWORD or one.name == "output_router_logits" for one in taken)
-
-
-def _numbered(padding_number: int | None, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Numbers of tokens ``[T]`` as a model counts them, of those that begin at 0 in each document."""
-    if padding_number is None:
-        return position_ids
-    from tuner.model.numbering import from_padding
-
-    return from_padding(input_ids, position_ids, padding_number)
-
-
-def _count_by_document(model: PreTrainedModel) -> int:
-    """Have layers that count tokens do so inside documents, in place; the tokens of a chunk, 0 without chunks."""
-    if not attention.counts_tokens(model.config):
-        return 0
-    from tuner.model.counted import count_by_document  # few models do
-
-    return count_by_document(decoder_of(model), model.config)
-
-
-def _rotation_of(model: nn.Module) -> RotationByDocument | None:
-    """What rotates each document by the factors of its own length, in a model that has several."""
-    if not rotates_by_length(model):
-        return None
-    from tuner.model.longrope import RotationByDocument  # what most models go without
-
-    return RotationByDocument(model)
-
-
-def rotates_by_length(model: nn.Module) -> bool:
-    """Whether a model rotates documents by factors that depend on their length."""
-    return any("longrope" in str(getattr(module, "rope_type", "")) for module in model.modules())
-
-
-def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether a model's decoder is given the numbers of tokens, and does not number them from the start of the row."""
-    given = inspect.signature(decoder_of(model).forward).parameters.values()
-    return any(one.name == "position_ids" or one.kind is one.VAR_KEYWORD for one in given)
-
-
-def _mixers_of(model: PreTrainedModel) -> Mixers | None:
-    if not keeps_state(model):
-        return None
-    from tuner.model.mixers import Mixers
-
-    return Mixers(model)
 
 
 def _before_output(model: PreTrainedModel) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -387,13 +291,6 @@ def _parts_between(whole: nn.Module, decoder: nn.Module, head: nn.Module | None)
         return _parts_between(children[first], decoder, head)
     between = [child for child in children[first + 1 : last] if any(True for _ in child.parameters())]
     return between + [child for child in children[last : last + 1] if child is not head]
-
-
-def _padding_number(model: PreTrainedModel) -> int | None:
-    """What ``create_position_ids_from_input_ids`` of fairseq's embeddings counts from."""
-    rule = "create_position_ids_from_input_ids"
-    counting: list[Any] = [module for module in decoder_of(model).modules() if hasattr(type(module), rule)]
-    return next((int(module.padding_idx) for module in counting), None)
 
 
 def _losses(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> torch.Tensor:
@@ -430,37 +327,3 @@ def _names_in(model: nn.Module, modules: Sequence[nn.Module]) -> set[str]:
 def trained_parameters(root: CausalLM) -> dict[str, nn.Parameter]:
     """Parameters that are trained, tied ones once, by transformers' name."""
     return {name: p for name, p in root.model.named_parameters() if p.requires_grad}
-
-
-def route_of(model: PreTrainedModel) -> tuple[Route, str | None]:
-    """The route that a model's structure tells, and why documents cannot lie end to end; None where they may.
-
-    What training computes is proven when it starts (:func:`~tuner.model.probe.prove_route`); until then, and where
-    nothing has numbers, this holds on every process alike.
-    """
-    name, config = type(model).__name__, model.config.get_text_config()
-    if layers_with_indexers(model.config):
-        return "batch", f"{name} chooses what each token sees by an indexer, which reads a mask"
-    if keeps_state(model):  # mixers of tokens get documents apart
-        return "flat", None
-    if "lsh" in (getattr(config, "attn_layers", None) or ()):
-        return "calls", f"{name} sorts the tokens of a sequence to attend"
-    decoder = decoder_of(model)
-    counts = any("PositionalEmbedding" in type(module).__name__ for module in decoder.modules())
-    if counts and "position_ids" not in inspect.signature(decoder.forward).parameters:
-        return "batch", f"{name} numbers tokens by their place in the row"
-    if not attention.is_ours(model.config) and not masks_by_position(decoder):
-        return "batch", f"{name} has attention of its own"
-    if _masks_by_table(decoder, position_limit(model.config)):
-        return "batch", f"{name} masks by a table of its positions, which rows end to end are longer than"
-    return "flat", None
-
-
-def _masks_by_table(decoder: nn.Module, positions: int | None) -> bool:
-    """Whether a layer holds a mask ``[..., positions, positions]``: GPT-Neo's is cut to the length of the whole row.
-
-    What the decoder itself holds is not a layer's: GPT-BigCode keeps one that it does not read.
-    """
-    layers = (module for module in decoder.modules() if module is not decoder)
-    held = (buffer for layer in layers for buffer in layer.buffers(recurse=False) if buffer.ndim > 1)
-    return any(tuple(buffer.shape[-2:]) == (positions, positions) for buffer in held)

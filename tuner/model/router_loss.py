@@ -12,7 +12,7 @@ The numbers are those of transformers' ``load_balancing_loss_func``, which each 
 import inspect
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
@@ -31,16 +31,6 @@ class RoutingSums(NamedTuple):
 
     chosen: torch.Tensor
     probability: torch.Tensor
-
-
-class RouterObserver(Protocol):
-    """What takes note of the routers in a forward of the model."""
-
-    def begin(self, device: torch.device) -> None:
-        """A forward begins."""
-
-    def add(self, logits: Sequence[torch.Tensor], counted: torch.Tensor | None) -> None:
-        """What the routers of all layers, ``[T, E]`` each, say of tokens, of which those ``counted`` count."""
 
 
 class RouterLoss:

@@ -13,7 +13,8 @@ from tuner.errors import RecipeError
 from tuner.model.build import decoder_blocks
 from tuner.model.documents import Padding
 from tuner.model.kernels import apply_liger, apply_native
-from tuner.model.root import CausalLM, Route
+from tuner.model.root import CausalLM
+from tuner.model.row_layout import Route
 from tuner.model.trainable import TrainableSpec
 from tuner.parallel.fsdp import shard
 from tuner.parallel.mesh import DeviceMeshes
@@ -80,7 +81,7 @@ def assemble(
     Raises RecipeError for parameters or layers that the model does not have.
     """
     root = CausalLM(model)
-    root.go_by(spec.route)
+    root.layout.go_by(spec.route)
     if spec.quantize is not None:  # what has values is quantised as it is read; a model without gets places for codes
         from tuner.model.quantize.layers import quantize_
 
@@ -131,7 +132,7 @@ def _divide(root: CausalLM, meshes: DeviceMeshes) -> None:
         from tuner.parallel.tensor.split import split_layers  # few launches have the axes
 
         split_layers(root, meshes.tensor)
-        root.complete(same_part=meshes.same_part)
+        root.parts.complete(same_part=meshes.same_part)
     if meshes.sequence is not None:
         from tuner.parallel.sequence import cut_rows
 
@@ -151,7 +152,7 @@ def _recompute(root: CausalLM, spec: AssemblySpec, compiled: bool) -> int | None
 
 def _sizes(spec: AssemblySpec, root: CausalLM, meshes: DeviceMeshes) -> tuple[Padding | None, int | None]:
     """What micro-batches are filled up to, and the most tokens that a process has of one; None where nobody knows."""
-    if root.route != "flat":
+    if root.layout.route != "flat":
         return None, None
     processes = 1 if meshes.sequence is None else meshes.sequence.size()
     return spec.padding, None if spec.tokens is None else ceil(spec.tokens / processes)
@@ -173,14 +174,14 @@ def _spread_experts(root: CausalLM, spec: AssemblySpec, meshes: DeviceMeshes) ->
 def _add_up_by_rows(root: CausalLM, spec: AssemblySpec, meshes: DeviceMeshes) -> None:
     from tuner.model.touched_rows import KEY, by_rows
 
-    if meshes.weights is not None and root.route != "flat":
+    if meshes.weights is not None and root.layout.route != "flat":
         raise RecipeError(
             f"{KEY}: rows are looked up in shards where documents lie end to end alone, and here they go through the "
             "model apart",
             hint="write parallel.shard: none, or leave optimizer.rows out",
         )
     assert spec.step_tokens is not None, "whoever trains knows its global batch"
-    root.complete(touched_rows=by_rows(root.model, spec.rows, spec.step_tokens))
+    root.parts.complete(touched_rows=by_rows(root.model, spec.rows, spec.step_tokens))
 
 
 def _compile(root: CausalLM, padding: Padding, tiled: bool = False) -> None:

@@ -79,7 +79,7 @@ def shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-    root.complete(most_forwards=_most)
+    root.parts.complete(most_forwards=_most)
     for method in FORWARD_METHODS:
         register_fsdp_forward_method(root, method)
 
@@ -179,7 +179,7 @@ def _gather_for_objective(root: CausalLM, head: Any) -> None:
         head.unshard()  # ends what was begun in the last block, and with it the buffer that was received into
         return head.at_head(*args)
 
-    root.complete(gathered_head=gathered)
+    root.parts.complete(gathered_head=gathered)
 
 
 def _state_of(module: nn.Module) -> FSDPModule:

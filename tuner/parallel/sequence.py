@@ -33,7 +33,8 @@ from tuner.model.attention import ByDistance, is_ours
 from tuner.model.cut import Positions
 from tuner.model.documents import Documents, Padding
 from tuner.model.output_layer import OutputLayer
-from tuner.model.root import CausalLM, rotates_by_length, route_of, takes_positions
+from tuner.model.root import CausalLM
+from tuner.model.row_layout import rotates_by_length, route_of, takes_positions
 from tuner.model.transformers_private import keeps_state
 from tuner.parallel.lookup import gather_parts, reduce_scatter_parts
 from tuner.runtime.device import to_device
@@ -79,14 +80,14 @@ def cut_rows(root: CausalLM, mesh: DeviceMesh) -> None:
     Raises RecipeError for a model whose rows cannot be cut. What decodes with a cache is not: :meth:`next_logits` of
     the root takes all tokens on every process.
     """
-    if root.route != "flat":
+    if root.layout.route != "flat":
         raise RecipeError(
             f"parallel.sequence: {mesh.size()}: rows are cut where documents lie end to end, and those of "
             f"{type(root.model).__name__} go through the model apart",
             hint=_ALONE,
         )
     check_cut(root.model, mesh.size())
-    root.complete(cut=Cut(mesh.get_group()))
+    root.parts.complete(cut=Cut(mesh.get_group()))
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,7 +61,7 @@ def split_head(root: CausalLM, mesh: DeviceMesh) -> None:
             if parameter in rows:
                 setattr(module, name, rows[parameter])
     parts = VocabularyParts(mesh, len(layer.weight), _least_memory(mesh))
-    root.complete(vocabulary=parts)
+    root.parts.complete(vocabulary=parts)
     wrap(head, Wrapper.SPLIT, lambda hidden: parts.products(parts.layer(head, PLAIN, None), hidden))
 
 

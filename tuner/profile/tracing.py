@@ -6,7 +6,7 @@ import gc
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -105,7 +105,7 @@ def trace_step(
         stack.enter_context(_fakes())
         tracker = AllocationTracker(facts.kind, recipe.train.deterministic, blocks if compiled else ())
         for each in (root, teacher) if teacher is not None else (root,):
-            each.parts = replace(each.parts, most_forwards=lambda own: own)  # nobody is there to ask
+            each.parts.most_forwards = lambda own: own  # nobody is there to ask
             fakes.give_storage(each, device)
             tracker.assign([*each.parameters(), *each.buffers()], "parameters")
         stack.enter_context(host.observed(tracker.on_host))

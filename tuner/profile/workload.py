@@ -18,7 +18,7 @@ from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PackedRows, PreparedData, open_prepared
 from tuner.errors import TunerError
 from tuner.model.apart import computed_tokens, forwards_of
-from tuner.model.root import Route
+from tuner.model.row_layout import Route
 from tuner.runtime.dist import RankInfo
 from tuner.setup.mock import full_rows
 from tuner.setup.resolve import Resolved

@@ -326,7 +326,7 @@ def prove_weights(recipe: Recipe) -> tuple[IsolationReport, str]:
     resolved = resolve(without_prediction(here), spec.max_length, RankInfo(), spec.tokenizer.new_ids)
     root = assembled(resolved, assembly_spec(resolved).for_values(), mesh=Mesh(), device=torch.device("cpu")).root
     vocab_size, longest = resolved.config.get_text_config().vocab_size, int(resolved.recipe.data.max_length)
-    return require_isolation(root, vocab_size, takes_several(recipe), longest, every_layer=True), root.route
+    return require_isolation(root, vocab_size, takes_several(recipe), longest, every_layer=True), root.layout.route
 
 
 STEPS_APART = 4

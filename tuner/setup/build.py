@@ -94,8 +94,8 @@ def build(
     computed = "tf32" if recipe.train.tf32 and recipe.train.precision == "fp32" else recipe.train.precision
     peak = None if computed == "fp8" else measured_peak(resolved.facts.kind, computed, index)  # while memory is free
     (root, facts), step_config = assemble_model(resolved, rank_info, mesh)
-    if root.route != resolved.route:  # what its structure tells is not what it computes
-        resolved = rerouted(resolved, root.route, str(facts.why_apart))
+    if root.layout.route != resolved.route:  # what its structure tells is not what it computes
+        resolved = rerouted(resolved, root.layout.route, str(facts.why_apart))
         recipe = resolved.recipe
     if recipe.prober.steps:
         select_modules(root.model, recipe.prober.modules, "prober.modules")  # before anything is written
@@ -144,17 +144,19 @@ def build_train_state(recipe: Recipe, root: CausalLM, step_config: StepConfig) -
     guard = Guard(step_config.device, recipe.train.nonfinite, recipe.train.skip_spikes)
     in_fp16 = recipe.train.precision == "fp16"
     # Liger's kernel rounds a gradient before it is weighed, and scaled: in fp16 small ones would be zeros by then.
-    root.complete(loss_kernel=KERNELS["torch" if in_fp16 and recipe.model.kernels == "liger" else recipe.model.kernels])
+    kernels = "torch" if in_fp16 and recipe.model.kernels == "liger" else recipe.model.kernels
+    root.parts.complete(loss_kernel=KERNELS[kernels])
     require_known_losses(root.model.config)
     if recipe.model.router_aux_loss_coef or weighs_routers(root.model.config):
         from tuner.model.router_loss import router_loss
 
-        root.complete(router_loss=router_loss(root.model, recipe.model.router_aux_loss_coef))
-    scaling = Unscaled()
+        root.parts.complete(router_loss=router_loss(root.model, recipe.model.router_aux_loss_coef))
+    scaling: Unscaled = Unscaled()
     if in_fp16:
         from tuner.train.loss_scale import LossScale  # most runs have none
 
-        scaling = LossScale(step_config.device)
+        scaling = scaled = LossScale(step_config.device)
+        root.parts.complete(gradient_scale=scaled.of_term)
     parts = tuple(_step_parts(recipe, root, parameters, step_config))
     method = build_method(recipe.method)
     return TrainState(root, parameters, optimizer, step_config, guard, method, scaling, parts)

@@ -6,7 +6,7 @@ import torch
 from tuner.config.methods import Examples
 from tuner.data.batches import IGNORED, Batch, StepBatches, step_of
 from tuner.errors import MemoryLimitError, is_out_of_memory
-from tuner.model.root import Route
+from tuner.model.row_layout import Route
 from tuner.runtime.console import Console
 from tuner.setup.build import Assembly
 from tuner.setup.less_memory import less_memory

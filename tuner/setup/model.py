@@ -15,7 +15,8 @@ from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError
 from tuner.model.build import build_model, is_part
 from tuner.model.probe import Read, RouteRefused, are_there, prove_route, require_isolation
-from tuner.model.root import CausalLM, Route
+from tuner.model.root import CausalLM
+from tuner.model.row_layout import Route
 from tuner.model.weight_files import vet_weights
 from tuner.parallel.assemble import AssemblySpec, assemble
 from tuner.parallel.mesh import DeviceMeshes, Mesh
@@ -170,7 +171,7 @@ def _spread(
         model = _whole_model(resolved, initial, _type_to_hand_on(resolved, spec), unread)
         root = assemble(spec.for_values(), model, inspect=inspected.note)
         source.append(Built(root, inspected.facts))
-        return replace(inspected.facts, frozen_hash=_on_rank_0), root.route
+        return replace(inspected.facts, frozen_hash=_on_rank_0), root.layout.route
 
     facts, route = Collective(gloo_group()).on_rank0(build_source)
     root = assemble(
@@ -228,7 +229,7 @@ def _prove(resolved: Resolved, root: CausalLM, read: Read) -> str | None:
     cache = None if recipe.data.cache_dir is None else Path(recipe.data.cache_dir)
     key = proven.key_of(resolved, root, longest, packed)
     if (verdict := proven.known(key, cache)) is not None:
-        root.go_by(verdict.route)
+        root.layout.go_by(verdict.route)
         startup.remark("documents were proven apart before")
         return verdict.why_apart
     why_apart = None
@@ -240,7 +241,7 @@ def _prove(resolved: Resolved, root: CausalLM, read: Read) -> str | None:
             raise RecipeError(error.message, hint=hint) from error
     else:
         why_apart = prove_route(root, vocab_size, packed, longest, read)
-    proven.keep(key, proven.Verdict(root.route, why_apart), cache)
+    proven.keep(key, proven.Verdict(root.layout.route, why_apart), cache)
     return why_apart
 
 

@@ -96,7 +96,7 @@ def _whole(root: CausalLM) -> AbstractContextManager[None]:
 
 def _last_logits(root: CausalLM, probes: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Logits ``[P, V]`` of the last tokens."""
-    if root.route != "flat":  # side by side they would be filled up, and round otherwise than alone
+    if root.layout.route != "flat":  # side by side they would be filled up, and round otherwise than alone
         return torch.cat([_of_row(root, [probe], device) for probe in probes])
     return _of_row(root, probes, device)
 

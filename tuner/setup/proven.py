@@ -26,7 +26,8 @@ from tuner.runtime.environment import versions
 from tuner.runtime.files import read_json, write_atomic
 
 if TYPE_CHECKING:
-    from tuner.model.root import CausalLM, Route
+    from tuner.model.root import CausalLM
+    from tuner.model.row_layout import Route
     from tuner.setup.resolve import Resolved
 
 PROOFS = "proofs"
@@ -63,7 +64,7 @@ def key_of(resolved: Resolved, root: CausalLM, longest: int, packed: bool) -> st
         "train": recipe.train.model_dump(mode="json", include={"precision", "tf32", "tiled_mlp", "device"}),
         "method": recipe.method.kind,
         "new_tokens": len(resolved.new_ids),
-        "from": root.route,
+        "from": root.layout.route,
         "device": resolved.facts.name,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "versions": versions(),

@@ -24,7 +24,7 @@ from tuner.model.build import (
 )
 from tuner.model.kernels import has_liger
 from tuner.model.native.library import native_problem
-from tuner.model.root import Route, route_of
+from tuner.model.row_layout import Route, route_of
 from tuner.model.vetting import asks_router_logits
 from tuner.runtime.device import (
     TO_COMPILE,

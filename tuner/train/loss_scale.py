@@ -34,15 +34,20 @@ class LossScale(Unscaled):
         self.state[0] = INITIAL
         self._of_step = self.scale.clone()
         """The scale that the gradients of the step have: judging it changes the next one's."""
+        self._of_term = self._of_step
 
     @property
     def scale(self) -> torch.Tensor:
         """The scale, a float32 scalar: a view."""
         return self.state[0]
 
-    def of_term(self, counts: Counts) -> torch.Tensor:
-        """Known before the forward pass."""
-        return self.scale / (max(counts.values(), default=1) or 1)
+    def begin(self, counts: Counts) -> None:
+        """Divide the scale by the largest of the counts."""
+        self._of_term = self.scale / (max(counts.values(), default=1) or 1)
+
+    def of_term(self) -> torch.Tensor:
+        """What reaches the sum of a term of the loss in the backward pass of the step, a float32 scalar."""
+        return self._of_term
 
     def upstream(self, loss: torch.Tensor) -> torch.Tensor:
         """The scale, in the type of the loss."""

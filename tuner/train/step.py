@@ -198,7 +198,7 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
     """
     root, step_config = state.root, state.step_config
     counts, sums = state.method.counts(batches), None
-    root.gradient_scale = state.scaling.of_term(counts)
+    state.scaling.begin(counts)
     root.train()
     for part in state.parts:
         counts = part.counts(counts)

@@ -81,9 +81,8 @@ class Overflow(NamedTuple):
 class Unscaled:
     """The loss as it is: in every type that reaches as far as float32 does."""
 
-    def of_term(self, counts: Counts) -> torch.Tensor | None:
-        """What reaches the sum of a term of the loss in the backward pass; None for what the counts say."""
-        return None
+    def begin(self, counts: Counts) -> None:
+        """A step begins whose sums are divided by the ``counts``; known before the forward pass."""
 
     def upstream(self, loss: torch.Tensor) -> torch.Tensor | None:
         """The gradient that the backward pass of a step's ``loss`` starts from; None for one."""

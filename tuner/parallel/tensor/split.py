@@ -54,7 +54,7 @@ def split_layers(root: CausalLM, mesh: DeviceMesh) -> None:
         splitter.split(part)
     splitter.split_embedding(root)
     splitter.place(root)
-    root.complete(sum_partial_gradients=lambda: _sum_gradients(splitter.partial, splitter.group))
+    root.parts.complete(sum_partial_gradients=lambda: _sum_gradients(splitter.partial, splitter.group))
 
 
 class _Splitter:

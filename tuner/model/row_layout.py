@@ -1,0 +1,170 @@
+"""How a model takes the documents of a row: end to end, or apart; and what its layers are told of where they lie."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tuner.model import attention
+from tuner.model.build import decoder_of, position_limit
+from tuner.model.documents import Documents, GrowingDocuments
+from tuner.model.transformers_private import keeps_state, masks_by_position, own_attention
+from tuner.model.vetting import layers_with_indexers
+
+if TYPE_CHECKING:
+    from tuner.model.longrope import RotationByDocument
+    from tuner.model.mixers import Mixers
+
+Route = Literal["flat", "batch", "calls"]
+"""How the documents of a microbatch go through the decoder: end to end in one row, as a padded batch, or one by one."""
+
+
+class RowLayout:
+    """What a model's layers are told of the documents in a row."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self.route: Route = "flat"
+        """See :meth:`go_by`."""
+        self.takes_documents = attention.is_ours(model.config)
+        """Whether the model's layers attend by our functions. Others make masks from the positions, or none."""
+        self.chunk = _count_by_document(model) if self.takes_documents else 0
+        """Tokens of a chunk, in models some of whose layers attend inside chunks alone; 0 in others."""
+        self._is_counted = any(hasattr(module, "tuner_temperature") for module in model.modules())
+        self.padding_number = _padding_number(model)
+        """The padding token's id, where tokens are numbered from it on (RoBERTa and its kin)."""
+        self._rotation = _rotation_of(model)
+        self.mixers = _mixers_of(model)
+        """The layers that mix tokens by a state of their own, where there are any."""
+        self.takes_positions = takes_positions(model)
+        """Without them, tokens are numbered from the start of the row."""
+        self.counted: torch.Tensor | None = None
+        """bool ``[tokens]`` of the last forward: False where a document or a row is filled up; None: all count."""
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Lengths of documents above which the model computes otherwise."""
+        return () if self._rotation is None else self._rotation.bounds
+
+    def go_by(self, route: Route) -> None:
+        """Have documents go through the decoder by another route from now on, in place.
+
+        Where they do not lie end to end, the model attends as its class does, with the class's masks: each document is
+        then computed as transformers computes it alone.
+        """
+        if route != "flat" and self.takes_documents:
+            self._model.set_attn_implementation(own_attention(self._model))
+            self.takes_documents, self.chunk, self._is_counted = False, 0, False
+            if attention.counts_tokens(self._model.config):
+                from tuner.model.counted import count_by_class
+
+                count_by_class(decoder_of(self._model))
+        self.route = route
+
+    def expect(self, lengths: tuple[int, ...], device: torch.device, compiled: bool = False) -> None:
+        """Documents of these ``lengths`` come next, end to end; without any, each is alone."""
+        self.expect_rotated(lengths, lengths)
+        if self.mixers is not None:
+            self.mixers.expect(lengths, device, compiled=compiled)
+
+    def expect_rotated(self, new: tuple[int, ...], whole: tuple[int, ...]) -> None:
+        """So many ``new`` tokens come of documents that then have the ``whole`` lengths, for what rotates alone."""
+        if self._rotation is not None:
+            self._rotation.expect(new, whole)
+
+    def numbered(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Numbers of tokens ``[T]`` as the model counts them, of those that begin at 0 in each document."""
+        if self.padding_number is None:
+            return position_ids
+        from tuner.model.numbering import from_padding
+
+        return from_padding(input_ids, position_ids, self.padding_number)
+
+    def where(self, position_ids: torch.Tensor, documents: Documents | GrowingDocuments | None) -> dict[str, object]:
+        """Where the tokens of a row stand, in the arguments that this model takes."""
+        is_flat = self.route == "flat"
+        where: dict[str, object] = {"position_ids": position_ids[None]} if self.takes_positions and is_flat else {}
+        where |= {"places": position_ids[None]} if self._is_counted and is_flat else {}
+        return where | ({"documents": documents} if self.takes_documents else {})
+
+
+def route_of(model: PreTrainedModel) -> tuple[Route, str | None]:
+    """The route that a model's structure tells, and why documents cannot lie end to end; None where they may.
+
+    What training computes is proven when it starts (:func:`~tuner.model.probe.prove_route`); until then, and where
+    nothing has numbers, this holds on every process alike.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    if layers_with_indexers(model.config):
+        return "batch", f"{name} chooses what each token sees by an indexer, which reads a mask"
+    if keeps_state(model):  # mixers of tokens get documents apart
+        return "flat", None
+    if "lsh" in (getattr(config, "attn_layers", None) or ()):
+        return "calls", f"{name} sorts the tokens of a sequence to attend"
+    decoder = decoder_of(model)
+    counts = any("PositionalEmbedding" in type(module).__name__ for module in decoder.modules())
+    if counts and "position_ids" not in inspect.signature(decoder.forward).parameters:
+        return "batch", f"{name} numbers tokens by their place in the row"
+    if not attention.is_ours(model.config) and not masks_by_position(decoder):
+        return "batch", f"{name} has attention of its own"
+    if _masks_by_table(decoder, position_limit(model.config)):
+        return "batch", f"{name} masks by a table of its positions, which rows end to end are longer than"
+    return "flat", None
+
+
+def rotates_by_length(model: nn.Module) -> bool:
+    """Whether a model rotates documents by factors that depend on their length."""
+    return any("longrope" in str(getattr(module, "rope_type", "")) for module in model.modules())
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether a model's decoder is given the numbers of tokens, and does not number them from the start of the row."""
+    given = inspect.signature(decoder_of(model).forward).parameters.values()
+    return any(one.name == "position_ids" or one.kind is one.VAR_KEYWORD for one in given)
+
+
+def _count_by_document(model: PreTrainedModel) -> int:
+    """Have layers that count tokens do so inside documents, in place; the tokens of a chunk, 0 without chunks."""
+    if not attention.counts_tokens(model.config):
+        return 0
+    from tuner.model.counted import count_by_document  # few models do
+
+    return count_by_document(decoder_of(model), model.config)
+
+
+def _rotation_of(model: nn.Module) -> RotationByDocument | None:
+    """What rotates each document by the factors of its own length, in a model that has several."""
+    if not rotates_by_length(model):
+        return None
+    from tuner.model.longrope import RotationByDocument  # what most models go without
+
+    return RotationByDocument(model)
+
+
+def _mixers_of(model: PreTrainedModel) -> Mixers | None:
+    if not keeps_state(model):
+        return None
+    from tuner.model.mixers import Mixers
+
+    return Mixers(model)
+
+
+def _padding_number(model: PreTrainedModel) -> int | None:
+    """What ``create_position_ids_from_input_ids`` of fairseq's embeddings counts from."""
+    rule = "create_position_ids_from_input_ids"
+    counting: list[Any] = [module for module in decoder_of(model).modules() if hasattr(type(module), rule)]
+    return next((int(module.padding_idx) for module in counting), None)
+
+
+def _masks_by_table(decoder: nn.Module, positions: int | None) -> bool:
+    """Whether a layer holds a mask ``[..., positions, positions]``: GPT-Neo's is cut to the length of the whole row.
+
+    What the decoder itself holds is not a layer's: GPT-BigCode keeps one that it does not read.
+    """
+    layers = (module for module in decoder.modules() if module is not decoder)
+    held = (buffer for layer in layers for buffer in layer.buffers(recurse=False) if buffer.ndim > 1)
+    return any(tuple(buffer.shape[-2:]) == (positions, positions) for buffer in held)
