@@ -19,7 +19,7 @@ from tuner.config.other_methods import is_taught, kind_of
 from tuner.config.other_parts import builder
 from tuner.config.other_tools import foreign, of_value, ours, section_of, theirs
 from tuner.config.recipe import ITEMS, UNIONS, Recipe
-from tuner.config.rules import rules_of
+from tuner.config.rules import RULES
 from tuner.config.section import Section
 from tuner.config.tree import Node, dotted
 
@@ -374,7 +374,7 @@ def refused(values: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
     except ValidationError as error:
         return next((_said(item) for item in error.errors(include_url=False) if _concerns(item, concerned)), None)
     written = {"model", "data", "data.train", "data.eval", *own, *values}
-    for rule in rules_of(written):
+    for rule in RULES:
         if concerned & set(rule.keys) and (text := rule.check(recipe, written)) is not None:
             return text
     return None

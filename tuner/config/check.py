@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from tuner.config.fields import fields, find, item_fields, list_of
 from tuner.config.recipe import UNIONS, Recipe
-from tuner.config.rules import rules_of
+from tuner.config.rules import RULES
 from tuner.config.tree import KeyPath, Node, Problems, dotted, tree_of
 from tuner.config.value_types import Choice, shown
 
@@ -181,7 +181,7 @@ def _repair(plain: Any, bad: list[KeyPath]) -> Recipe | None:
 
 def _rules(tree: Node, recipe: Recipe, blamed: set[str], problems: Problems) -> None:
     given = {dotted(path[:depth]) for path, _ in tree.leaves() for depth in range(1, len(path) + 1)}
-    for rule in rules_of(given):
+    for rule in RULES:
         if any(
             key == bad or key.startswith(f"{bad}.") or bad.startswith(f"{key}.") for key in rule.keys for bad in blamed
         ):

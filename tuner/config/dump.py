@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
-from tuner.config.recipe import EvalSection, Recipe
+from tuner.config.recipe import SECTIONS, EvalSection, Recipe
 from tuner.config.value_types import shown
 from tuner.config.yaml import resolve
 
@@ -20,10 +21,10 @@ def recipe_dict(recipe: Recipe) -> dict[str, Any]:
     evaluates = recipe.data.eval is not None or recipe.eval.tasks
     if recipe.eval.every == EvalSection().every and (not evaluates or recipe.has_open_end):
         del dumped["eval"]["every"]  # written out, it would ask for held-out rows, or for the length of the run
-    if not recipe.data.windows.is_on:
-        del dumped["data"]["windows"]
-    if not recipe.ladder.sizes:
-        del dumped["ladder"]  # of one run there is nothing to say
+    for name in SECTIONS:
+        if not attrgetter(name)(recipe).is_on:
+            above, _, last = name.rpartition(".")
+            del (dumped[above] if above else dumped)[last]
     return dumped
 
 

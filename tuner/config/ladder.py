@@ -206,6 +206,11 @@ class LadderSection(Section):
     max_processes: Annotated[int | Auto, Whole(ge=1, le=2**20)] = "auto"
     """Processes that a size gets at most; auto: as many as tuner train would start here."""
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there are sizes."""
+        return bool(self.sizes)
+
 
 def require_one_run(ladder: LadderSection) -> None:
     """Raise RecipeError for a recipe of several runs, where one is to be trained, predicted or measured."""

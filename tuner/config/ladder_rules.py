@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from tuner.config.recipe import Recipe
+from tuner.config.rule import Rule
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,9 @@ def _is_default(recipe: Recipe, key: str) -> bool:
     return not hasattr(value, name) or bool(getattr(value, name) == type(value).model_fields[name].default)
 
 
-LADDER_RULES: tuple[tuple[tuple[str, ...], Callable[[Recipe, Set[str]], str | None]], ...] = (
-    (("model.init", "ladder.sizes"), starts_at_random),
-    (("adapter.kind", "ladder.sizes"), trains_whole_models),
-    (("ladder.sizes", "data.eval"), compares_held_out_rows),
-    *(((key, "ladder.sizes"), partial(rules_alone, key=key)) for key in RULED),
+LADDER_RULES = (
+    Rule(("model.init", "ladder.sizes"), starts_at_random),
+    Rule(("adapter.kind", "ladder.sizes"), trains_whole_models),
+    Rule(("ladder.sizes", "data.eval"), compares_held_out_rows),
+    *(Rule((key, "ladder.sizes"), partial(rules_alone, key=key)) for key in RULED),
 )
-"""The keys that each is about, the first of which is where it is shown; and the rule."""

@@ -5,6 +5,7 @@ One file, although a long one: it is read as the table of what a user may write,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
@@ -603,6 +604,15 @@ class Recipe(Section):
         return self.data.windows.is_on and self.train.duration.unit == "epochs"
 
 
+def _sections(owner: type[Section], above: str = "") -> Iterator[tuple[str, type[Section]]]:
+    for name, info in owner.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            yield f"{above}{name}", info.annotation
+            yield from _sections(info.annotation, f"{above}{name}.")
+
+
+SECTIONS: dict[str, type[Section]] = dict(_sections(Recipe))
+"""Sections of one kind, those within another included, by dotted key."""
 UNIONS: dict[str, dict[str, type[Section]]] = {
     name: members(info.annotation)
     for name, info in Recipe.model_fields.items()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
-from dataclasses import dataclass
+from collections.abc import Set
 
 from tuner.config.duration import Duration
 from tuner.config.eval_tasks import task_of
+from tuner.config.ladder_rules import LADDER_RULES
 from tuner.config.methods import head_of
 from tuner.config.optimizers import (
     AdafactorOptimizer,
@@ -17,14 +17,8 @@ from tuner.config.optimizers import (
     rounds_by_chance,
 )
 from tuner.config.recipe import DoraAdapter, HealthSection, LowRankAdapter, Recipe
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A check of several keys; it is skipped when one of `keys` is itself wrong. `keys[0]` is blamed."""
-
-    keys: tuple[str, ...]
-    check: Callable[[Recipe, Set[str]], str | None]
+from tuner.config.rule import Rule
+from tuner.config.window_rules import WINDOW_RULES
 
 
 def _cadence_needs_rows(recipe: Recipe, given: Set[str]) -> str | None:
@@ -456,18 +450,6 @@ RULES: tuple[Rule, ...] = (
     Rule(("method.kind", "parallel.tensor"), _losses_have_the_whole_vocabulary),
     Rule(("train.tiled_mlp", "parallel.expert"), _experts_elsewhere_take_rows_at_once),
     Rule(("health.slow_rank", "health.times_every"), _slow_rank_is_measured),
+    *WINDOW_RULES,
+    *LADDER_RULES,
 )
-
-
-def rules_of(given: Set[str]) -> tuple[Rule, ...]:
-    """The rules of a recipe with these keys: those of windows and of ladders are loaded where it has such."""
-    rules = RULES
-    if "data.windows" in given:
-        from tuner.config.window_rules import WINDOW_RULES
-
-        rules += tuple(Rule(keys, check) for keys, check in WINDOW_RULES)
-    if "ladder" in given:
-        from tuner.config.ladder_rules import LADDER_RULES
-
-        rules += tuple(Rule(keys, check) for keys, check in LADDER_RULES)
-    return rules

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, GetCoreSchemaHandler, Tag
 from pydantic_core import core_schema
@@ -21,10 +22,21 @@ Options = Annotated[dict[str, Any], Table()]
 """Its keyword arguments."""
 
 
+Effect = Literal["safe", "warn", "refuse"]
+"""What it means for a resumed run that a key has another value (`run/changes.py`)."""
+
+
 class Section(BaseModel):
     """A frozen part of the recipe that knows its keys and refuses others."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    on_resume: ClassVar[Mapping[str, Effect]] = {}
+    """What a change of a key means for a resumed run, where that differs from what it means for those above it."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is what the section is about; a whole recipe that is written out goes without others."""
+        return True
 
 
 @dataclass(frozen=True)

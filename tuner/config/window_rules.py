@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Set
+from operator import attrgetter
 
 from tuner.config.duration import Duration
 from tuner.config.recipe import Recipe
+from tuner.config.rule import Rule
 from tuner.config.windows import PLACE, WindowsSection
 
 OPEN_SCHEDULES = ("constant", "inverse_sqrt")
@@ -100,14 +102,8 @@ def cadences_without_an_end(recipe: Recipe, given: Set[str]) -> str | None:
     if not recipe.data.windows.is_on:
         return None
     without_length = recipe.has_open_end
-    cadences = {
-        "eval.every": recipe.eval.every,
-        "checkpoint.every": recipe.checkpoint.every,
-        "checkpoint.marks": recipe.checkpoint.marks,
-        "export.every": recipe.export.every,
-        "train.stop_after": recipe.train.stop_after,
-    }
-    found = [_cadence_in(key, every, without_length) for key, every in cadences.items() if key in given]
+    cadences = {key: attrgetter(key)(recipe) for key in _CADENCES if key in given}
+    found = [_cadence_in(key, every, without_length) for key, every in cadences.items()]
     found += [_cadence_in("hooks", hook.every, without_length) for hook in recipe.hooks]
     return next(filter(None, found), None)
 
@@ -131,22 +127,19 @@ def columns_of_the_first_model(recipe: Recipe, given: Set[str]) -> str | None:
     return None
 
 
+_CADENCES = ("eval.every", "checkpoint.every", "checkpoint.marks", "export.every", "train.stop_after")
 _DIVIDED = ("data.windows.files", "data.windows.names")
-WINDOW_RULES: tuple[tuple[tuple[str, ...], Callable[[Recipe, Set[str]], str | None]], ...] = (
-    (_DIVIDED, one_way_to_divide),
-    (("data.windows.names", "data.train"), names_have_a_place),
-    (("data.windows.grow", *_DIVIDED), grown_are_counted),
-    (("data.windows.late", *_DIVIDED), skipped_have_names),
-    (("data.windows.wait", "data.windows.late", "data.windows.empty", *_DIVIDED), keys_need_windows),
-    ((*_DIVIDED, "data.train"), windows_are_files),
-    (("data.eval", *_DIVIDED), held_out_stays),
-    (("schedule.kind", *_DIVIDED, "train.duration"), schedule_without_an_end),
-    (("schedule.warmup", "schedule.kind", *_DIVIDED, "train.duration"), warmup_without_an_end),
-    (
-        (*_DIVIDED, "eval.every", "checkpoint.every", "checkpoint.marks", "export.every", "train.stop_after", "hooks"),
-        cadences_without_an_end,
-    ),
-    (("train.overfit_first_batch", *_DIVIDED), one_batch_is_no_window),
-    (("method.kind", *_DIVIDED), columns_of_the_first_model),
+WINDOW_RULES = (
+    Rule(_DIVIDED, one_way_to_divide),
+    Rule(("data.windows.names", "data.train"), names_have_a_place),
+    Rule(("data.windows.grow", *_DIVIDED), grown_are_counted),
+    Rule(("data.windows.late", *_DIVIDED), skipped_have_names),
+    Rule(("data.windows.wait", "data.windows.late", "data.windows.empty", *_DIVIDED), keys_need_windows),
+    Rule((*_DIVIDED, "data.train"), windows_are_files),
+    Rule(("data.eval", *_DIVIDED), held_out_stays),
+    Rule(("schedule.kind", *_DIVIDED, "train.duration"), schedule_without_an_end),
+    Rule(("schedule.warmup", "schedule.kind", *_DIVIDED, "train.duration"), warmup_without_an_end),
+    Rule((*_DIVIDED, *_CADENCES, "hooks"), cadences_without_an_end),
+    Rule(("train.overfit_first_batch", *_DIVIDED), one_batch_is_no_window),
+    Rule(("method.kind", *_DIVIDED), columns_of_the_first_model),
 )
-"""Each with the keys that it looks at, of which the first one that is written is blamed (`config/rules.py:Rule`)."""

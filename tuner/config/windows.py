@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator
 
 from tuner.config.duration import Duration, Span
 from tuner.config.numbers import Whole
-from tuner.config.section import Bool, Section
+from tuner.config.section import Bool, Effect, Section
 from tuner.config.value_types import NEVER, Several, Text, Word, refuse
 
 PLACE = "{window}"
@@ -39,6 +40,8 @@ class WindowsSection(Section):
     """What follows then: stop, so that the run can be resumed (exit code 75), or skip it for good (names only)."""
     empty: Word[Literal["skip", "wait", "refuse"]] = "skip"
     """A window without a row: skip it for good, wait for it as for one that is late, or refuse it (exit code 3)."""
+
+    on_resume: ClassVar[Mapping[str, Effect]] = {"wait": "safe", "late": "safe", "empty": "safe"}
 
     @property
     def is_on(self) -> bool:

@@ -7,10 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tuner.config.dump import flatten
 from tuner.config.duration import Duration
+from tuner.config.recipe import SECTIONS
+from tuner.config.section import Effect
 from tuner.data.sources import expand
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.setup.timetable import Starts
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from tuner.checkpoint.open import CheckpointInfo
     from tuner.config.recipe import DataSection, DataSource, Optimizer
 
-Effect = Literal["safe", "warn", "refuse"]
 ON_RESUME: dict[str, Effect] = {
     "version": "refuse",
     "name": "safe",
@@ -33,9 +34,6 @@ ON_RESUME: dict[str, Effect] = {
     "data.": "refuse",
     "data.workers": "safe",
     "data.cache_dir": "safe",
-    "data.windows.wait": "safe",
-    "data.windows.late": "safe",
-    "data.windows.empty": "safe",
     "train.duration": "refuse",
     "train.stop_after": "safe",
     "train.min_steps": "safe",
@@ -79,6 +77,7 @@ ON_RESUME: dict[str, Effect] = {
     "notify.": "safe",
     "ladder.": "refuse",
     "hooks": "safe",
+    **{f"{name}.{key}": effect for name, section in SECTIONS.items() for key, effect in section.on_resume.items()},
 }
 """By key, or by section with a trailing dot, which counts for its keys that are not listed.
 
