@@ -81,12 +81,14 @@ def save(  # noqa: PLR0913 - the parts of a checkpoint
     ranks = ranks or Collective(gloo_group())
     final = run.path / step_name(step)
     tmp = run.path / f"{TMP_PREFIX}{final.name}-{run.run_id}"
+    # What rank 0 does alone gives its result, or its error, to every rank: none goes on where another has failed.
     if ranks.on_rank0(lambda: _is_saved(final, run.run_id, state, probe)):
         return final
     ranks.on_rank0(lambda: _begin(final, tmp, tensors))
     try:
         shards = write_shards(tmp, tensors, staged, ranks)
         manifest = {"schema": MANIFEST_SCHEMA, "step": step, "world_size": ranks.size, "meta": dict(meta)}
+        # Every rank's files are on the disk (`write_shards` ends with an exchange): now they may become a checkpoint.
         ranks.on_rank0(lambda: _commit(tmp, final, shards, manifest, state, probe))
     except BaseException:
         if ranks.rank == 0:
@@ -130,7 +132,7 @@ def _begin(final: Path, tmp: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     needed = _total_bytes(tensors)
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        fsync_dir(final.parent.parent)
+        fsync_dir(final.parent.parent)  # or a crash may take the new directory away with all checkpoints in it
     except OSError as error:
         raise machine_error(final.parent, error, needed) from error
     discard_dir(tmp)
@@ -162,6 +164,7 @@ def _commit(
     for name, data in small.items():
         write_new(tmp / name, data)
         files[name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    # Last of all files: a directory with a manifest has everything that the manifest names.
     write_new(tmp / MANIFEST_NAME, json_bytes(sealed({**manifest, "files": files})))
     if os.path.lexists(final):
         replace_dir(tmp, final)

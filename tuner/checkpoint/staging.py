@@ -98,7 +98,8 @@ class Staging:
                 views[name].copy_(part)
             return Staged(views)
         if self._stream is None:
-            self._stream = torch.cuda.Stream(on_device)
+            self._stream = torch.cuda.Stream(on_device)  # its own: the copies run beside the next step's kernels
+        # The update that made these tensors may still be queued: the copies come after it.
         self._stream.wait_stream(torch.cuda.current_stream(on_device))
         with torch.cuda.stream(self._stream):
             for name, part in parts.items():

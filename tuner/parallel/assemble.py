@@ -80,25 +80,26 @@ def assemble(
     model to its device, with its values.
     Raises RecipeError for parameters or layers that the model does not have.
     """
+    # Before anything goes around a layer: routes exchange attention, and what is told of documents, on the bare model.
     root = CausalLM(model)
     root.layout.go_by(spec.route)
     if spec.quantize is not None:  # what has values is quantised as it is read; a model without gets places for codes
         from tuner.model.quantize.layers import quantize_
 
         quantize_(root.model, spec.quantize)
-    if spec.float8:
+    if spec.float8:  # before adapters, which stand around the layers that multiply
         from tuner.model.float8 import apply_float8
 
         apply_float8(root.model)
-    spec.trainable.apply(root.model, spec.seed)
+    spec.trainable.apply(root.model, spec.seed)  # what is frozen decides which kernels keep what for the backward pass
     if spec.kernels == "native":
         apply_native(root.model)
-    inspect(root)
+    inspect(root)  # the proof of isolation: the model is whole here and on the CPU for the last time
     if spec.tiles:
         from tuner.model.tiles import prove_tiles  # few trainings have any
 
         prove_tiles(root)
-    _divide(root, meshes)
+    _divide(root, meshes)  # before kernels, tiles and compilation, which take layers by the sizes that they have here
     padding, tokens = _sizes(spec, root, meshes)
     if spec.kernels == "liger" and padding is None:  # the compiler makes kernels of its own
         apply_liger(root.model)
@@ -120,7 +121,7 @@ def assemble(
         apply_offload(root, n_layers)
     if spec.rows:
         _add_up_by_rows(root, spec, meshes)
-    if meshes.weights is not None:
+    if meshes.weights is not None:  # last: FSDP2's hooks gather what everything inside them computes with
         shard(root, meshes, spec.reshard_after_forward, spec.rounded_to, tokens)
     give_values(root)
     return root

@@ -26,15 +26,17 @@ def train_loop(
     tasks.start()
     while not progress.is_over and not tasks.stopping:
         index = progress.step
-        factor = schedule.factor(index + 1)
-        with tasks.around_step(index + 1):
+        factor = schedule.factor(index + 1)  # a schedule counts updates from 1: the first one is not at a rate of 0
+        with tasks.around_step(index + 1):  # profilers and memory records see the step and nothing else
             of_step = source.step(index)
             left_out = is_among(index + 1, to_skip)
             scalars = leave_out_step(state) if left_out else optimizer_step(state, index, of_step, factor)
+        # Before the tasks: a checkpoint that one of them saves is of a run that has taken this step.
         progress.advance(of_step)
         lr = state.optimizer.peak_lr * factor
         tasks.after_step(
             TakenStep(index, of_step, progress.epoch, progress.tokens, lr, source.waited_s, scalars, left_out)
         )
+    # A run that was asked to stop has been saved by then, by the task that asked for it.
     tasks.finish(progress.is_finished)
     return progress.is_finished

@@ -120,6 +120,7 @@ class StepScalars:
     def __init__(self, values: torch.Tensor, names: Sequence[str], device: torch.device) -> None:
         self._host, self._names = values, tuple(names)
         if values.is_cuda:
+            # Page-locked, so that the copy is the device's alone: the host queues the next step meanwhile.
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._host.copy_(values, non_blocking=True)
         timeline = timeline_of(device)
@@ -148,8 +149,10 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     sums, counts = forward_backward(state, index, batches)
     phase.enter_part(index + 1, "optimizer")
     # The norm and every term in one all-reduce: on each rank they are the same bits, so all ranks decide alike.
+    # The norm's part is a sum of squares: those of shards add up, and the root is taken once.
     squares = squared_norm(list(state.gradients().values()), state.step_config.mesh)
     terms = [*sums.losses.values(), *sums.figures.values()]
+    # float64: a sum over thousands of ranks and millions of tokens keeps what float32 would round away.
     totals = torch.stack([tensor.double() for tensor in (squares, *(term.value for term in terms))])
     if dist.is_initialized():
         dist.all_reduce(totals)
@@ -162,7 +165,7 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     state.optimizer.set_factor(factor)
     # `skip` stays on the device, as what kernels call `found_inf`: nobody waits to learn whether there was an update.
     state.optimizer.step(skip, state.scaling.divisor(_clipping(norm, state.step_config.max_grad_norm)))
-    state.optimizer.zero_grad()
+    state.optimizer.zero_grad()  # to None: the memory is free until the next backward pass
     for part in state.parts:
         part.after_update(skip)
     counted = {name: mean for name, mean, term in zip(_names(sums), means, terms, strict=True) if counts[term.per]}
@@ -197,8 +200,9 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
     Returns this rank's sums of the method's terms, and the counts of the global batch that they are divided by.
     """
     root, step_config = state.root, state.step_config
+    # Those of the global batch: each rank collates its own rows, and counts all, so that nothing is communicated.
     counts, sums = state.method.counts(batches), None
-    state.scaling.begin(counts)
+    state.scaling.begin(counts)  # before any forward: the output layer computes its gradient in the forward pass
     root.train()
     for part in state.parts:
         counts = part.counts(counts)
