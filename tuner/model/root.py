@@ -1,6 +1,7 @@
 """The module that training calls: decoder, output layer and loss inside one forward.
 
-Under FSDP2 the output weight is whole inside the root's forward alone, so the loss is computed there.
+Under FSDP2 the output weight is whole inside the root's forward alone, an untied one inside :meth:`objective_at_head`
+alone, so the loss is computed there.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class ModelParts:
     """Where several processes have the rows of the output layer between them: which ones, and how they compute."""
     cut: RowCut | None = None
     """What cuts rows over processes, each of which has a share of the positions; None: a row is on one process."""
-    gathered_head: Callable[..., Any] | None = None
+    unsharded_head: Callable[..., Any] | None = None
     """:meth:`CausalLM.at_head` between a gather of the output layer and its end, where that is sharded by itself."""
     most_forwards: Callable[[int], int] = _own
     """Of the forwards that a microbatch takes on this process, the most on any: shards are gathered together."""
@@ -117,7 +118,7 @@ class CausalLM(nn.Module):
         Where rows are cut, the objective gets this process's share of the hidden states and all targets.
         """
         hidden = self._hidden(input_ids, position_ids, document_lengths)
-        return self._at_head(objective, self._taken(hidden, positions), targets)
+        return self._call_objective(objective, self._taken(hidden, positions), targets)
 
     @torch.no_grad()
     def losses(
@@ -130,7 +131,7 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         """The cross-entropy at each of the ``positions`` ``[N]``, in any order: float32 ``[N]``, without gradients."""
         hidden = self._hidden(input_ids, position_ids, document_lengths)
-        return self._at_head(_losses, self._taken(hidden, positions), targets)
+        return self._call_objective(_losses, self._taken(hidden, positions), targets)
 
     def logits(
         self,
@@ -147,7 +148,7 @@ class CausalLM(nn.Module):
         hidden = self._taken(self._hidden(input_ids, position_ids, document_lengths), positions)
         if self.parts.cut is not None:
             hidden = self.parts.cut.whole(hidden, len(positions))
-        logits: torch.Tensor = head_layer(self.model)(self._at_output(hidden))
+        logits: torch.Tensor = head_layer(self.model)(self._before_head(hidden))
         self.logit_transform.apply_(logits)
         return logits
 
@@ -173,8 +174,8 @@ class CausalLM(nn.Module):
         carried.note(output, len(input_ids))
         hidden = output.last_hidden_state[0, lasts]
         if self.parts.vocabulary is not None:
-            return self._at_head(_likeliest_of_parts, hidden, input_ids[:0])
-        logits: torch.Tensor = self.model.get_output_embeddings()(self._at_output(hidden))
+            return self._call_objective(_likeliest_of_parts, hidden, input_ids[:0])
+        logits: torch.Tensor = self.model.get_output_embeddings()(self._before_head(hidden))
         self.logit_transform.apply_(logits)
         return logits.argmax(-1)
 
@@ -210,7 +211,7 @@ class CausalLM(nn.Module):
         """The hidden states at N positions, where rows are cut this process's share of them."""
         return hidden[positions] if self.parts.cut is None else self.parts.cut.taken(hidden, positions)
 
-    def _at_output(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _before_head(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the output layer takes ``[N, E]``, of the decoder's hidden states ``[N, D]``."""
         return hidden if self.before_output is None else self.before_output(hidden)
 
@@ -239,10 +240,10 @@ class CausalLM(nn.Module):
         hidden: torch.Tensor = output.last_hidden_state
         return hidden
 
-    def _at_head(self, objective: Objective[Result], hidden: torch.Tensor, targets: torch.Tensor) -> Result:
-        hidden = self._at_output(hidden)
-        if self.parts.gathered_head is not None:
-            result: Result = self.parts.gathered_head(objective, hidden, targets)
+    def _call_objective(self, objective: Objective[Result], hidden: torch.Tensor, targets: torch.Tensor) -> Result:
+        hidden = self._before_head(hidden)
+        if self.parts.unsharded_head is not None:
+            result: Result = self.parts.unsharded_head(objective, hidden, targets)
             return result
         return self.at_head(objective, hidden, targets)
 

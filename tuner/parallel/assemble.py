@@ -50,7 +50,7 @@ class AssemblySpec:
     """Whether the decoder's linear layers multiply in fp8."""
     tokens: int | None = None
     """The most tokens of a microbatch of training, where that is known."""
-    rows: Sequence[str] = ()
+    row_wise: Sequence[str] = ()
     """Names or globs of embeddings whose gradients are added up by rows."""
     step_tokens: int | None = None
     """The most tokens of a global batch, where that is known."""
@@ -62,7 +62,7 @@ class AssemblySpec:
     def for_values(self) -> "AssemblySpec":
         """The same for a model that gives its values to another and never trains itself: nothing is wrapped."""
         kernels: Kernels = "native" if self.kernels == "native" else "torch"
-        return replace(self, kernels=kernels, recompute="none", offload=False, padding=None, rows=())
+        return replace(self, kernels=kernels, recompute="none", offload=False, padding=None, row_wise=())
 
 
 def assemble(
@@ -77,10 +77,12 @@ def assemble(
 
     The model comes with its weights, on the CPU, or from the meta device. ``inspect`` is called while it is whole and
     computes on the CPU as it will be trained, and may find another route for it; ``give_values`` brings the finished
-    model to its device, with its values.
+    model to its device, with its values. Of several processes the first one does so twice: once with all weights, of
+    which it proves that documents are isolated (``inspect``, with :meth:`AssemblySpec.for_values`), and once from the
+    meta device like all others, whose shards it then fills (``give_values``; both in ``setup/model``).
     Raises RecipeError for parameters or layers that the model does not have.
     """
-    # Before anything goes around a layer: routes exchange attention, and what is told of documents, on the bare model.
+    # Before anything else goes around a layer: routes exchange attention, and what layers know of documents.
     root = CausalLM(model)
     root.layout.go_by(spec.route)
     if spec.quantize is not None:  # what has values is quantised as it is read; a model without gets places for codes
@@ -99,7 +101,7 @@ def assemble(
         from tuner.model.tiles import prove_tiles  # few trainings have any
 
         prove_tiles(root)
-    _divide(root, meshes)  # before kernels, tiles and compilation, which take layers by the sizes that they have here
+    _divide(root, meshes)  # before liger, tiles and compilation, which take layers by the sizes that they have here
     padding, tokens = _sizes(spec, root, meshes)
     if spec.kernels == "liger" and padding is None:  # the compiler makes kernels of its own
         apply_liger(root.model)
@@ -109,17 +111,17 @@ def assemble(
 
         apply_tiles(root)
     # Parts of a layer are programs of their own, which recomputing runs again; a whole layer is one with that.
-    first = padding is not None and (spec.tiles or (spec.recompute == "full" and _is_in_parts(root)))
-    if padding is not None and first:
+    compiles_inside = padding is not None and (spec.tiles or (spec.recompute == "full" and _is_in_parts(root)))
+    if padding is not None and compiles_inside:
         _compile(root, padding, tiled=spec.tiles)
     n_layers = _recompute(root, spec, compiled=padding is not None)
-    if padding is not None and not first:
+    if padding is not None and not compiles_inside:
         _compile(root, padding)
     if spec.offload:
         from tuner.model.blocks import apply_offload
 
         apply_offload(root, n_layers)
-    if spec.rows:
+    if spec.row_wise:
         _add_up_by_rows(root, spec, meshes)
     if meshes.weights is not None:  # last: FSDP2's hooks gather what everything inside them computes with
         shard(root, meshes, spec.reshard_after_forward, spec.rounded_to, tokens)
@@ -182,7 +184,7 @@ def _add_up_by_rows(root: CausalLM, spec: AssemblySpec, meshes: DeviceMeshes) ->
             hint="write parallel.shard: none, or leave optimizer.rows out",
         )
     assert spec.step_tokens is not None, "whoever trains knows its global batch"
-    root.parts.complete(touched_rows=by_rows(root.model, spec.rows, spec.step_tokens))
+    root.parts.complete(touched_rows=by_rows(root.model, spec.row_wise, spec.step_tokens))
 
 
 def _compile(root: CausalLM, padding: Padding, tiled: bool = False) -> None:

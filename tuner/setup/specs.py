@@ -79,7 +79,7 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
         reshard_after_forward=recipe.parallel.reshard_after_forward,
         rounded_to=COMPUTED.get(train.precision) if recipe.adapter.kind == "none" else None,
         tokens=tokens,
-        rows=tuple(pattern for item in recipe.optimizer.rows for pattern in item.match),
+        row_wise=tuple(pattern for item in recipe.optimizer.rows for pattern in item.match),
         step_tokens=longest * recipe.train.global_batch_size,
         quantize=quantize_of(recipe),
         float8=train.precision == "fp8",
@@ -90,7 +90,7 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
 def teacher_spec(taught: Resolved) -> AssemblySpec:
     """What is made of a teacher: nothing of it is trained, computed again or compiled."""
     spec = replace(assembly_spec(taught), trainable=TrainableSpec(nothing=True), rounded_to=None)
-    return replace(spec, recompute="none", offload=False, tiles=False, padding=None, float8=False, rows=())
+    return replace(spec, recompute="none", offload=False, tiles=False, padding=None, float8=False, row_wise=())
 
 
 def trainable_of(recipe: Recipe, new_ids: range) -> TrainableSpec:

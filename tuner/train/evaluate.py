@@ -28,7 +28,7 @@ from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import sync_gradients
 from tuner.runtime.device import to_device
 from tuner.train.methods.method import Counts, Method, Terms, logged
-from tuner.train.step import StepConfig, TrainState, microbatch_terms, of_step, positions_of
+from tuner.train.step import StepConfig, TrainState, microbatch_terms, positions_of, step_estimates
 
 if TYPE_CHECKING:
     from tuner.train.routing import HeldOutRouting
@@ -130,7 +130,7 @@ def term_means(
     sync_gradients(root, True)
     for index in range(batches.steps_per_epoch):
         step = batches.step(index)
-        shared = of_step(root, method, step, step_config)
+        shared = step_estimates(root, method, step, step_config)
         # Sharded processes compute together: each takes every source that any of them has.
         expected = sources.of_rows(batches.rows, step.row_ids) if step_config.mesh.data_size > 1 else ()
         for batch in step.micro:

@@ -27,7 +27,7 @@ def train_loop(
     while not progress.is_over and not tasks.stopping:
         index = progress.step
         factor = schedule.factor(index + 1)  # a schedule counts updates from 1: the first one is not at a rate of 0
-        with tasks.around_step(index + 1):  # profilers and memory records see the step and nothing else
+        with tasks.around_step(index + 1):  # profilers and memory records: the step, its wait for data included
             of_step = source.step(index)
             left_out = is_among(index + 1, to_skip)
             scalars = leave_out_step(state) if left_out else optimizer_step(state, index, of_step, factor)
@@ -37,6 +37,6 @@ def train_loop(
         tasks.after_step(
             TakenStep(index, of_step, progress.epoch, progress.tokens, lr, source.waited_s, scalars, left_out)
         )
-    # A run that was asked to stop has been saved by then, by the task that asked for it.
+    # Here a run that was asked to stop, or is at its end, is saved.
     tasks.finish(progress.is_finished)
     return progress.is_finished

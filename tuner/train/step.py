@@ -94,7 +94,8 @@ class TrainState:
 class StepResult:
     """The method's loss over the global batch, such as nats per trained token, and gradient norm before clipping.
 
-    ``skipped`` says that the update was left out, ``halted`` that the run must end: too many steps were not finite.
+    ``skipped`` says that the update was left out, ``halted`` that the run must end: more
+    steps were not finite, over all of it, than the recipe allows.
     """
 
     loss: float
@@ -171,8 +172,8 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     counted = {name: mean for name, mean, term in zip(_names(sums), means, terms, strict=True) if counts[term.per]}
     figures = {name: counted[name] for name in logged(sums) if name in counted}  # a mean over nothing is left out
     figures |= state.scaling.figures()
-    told = torch.cat([values, torch.stack([skip, halt]), *(figure[None] for figure in figures.values())])
-    return StepScalars(told, tuple(figures), state.step_config.device)
+    reported = torch.cat([values, torch.stack([skip, halt]), *(figure[None] for figure in figures.values())])
+    return StepScalars(reported, tuple(figures), state.step_config.device)
 
 
 def _names(terms: Terms) -> tuple[str, ...]:
@@ -227,7 +228,7 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
     if state.method.mismatched:
         seed(len(batches.micro))
         phase.enter_part(index + 1, "forward")
-        shared = of_step(root, state.method, batches, step_config)
+        shared = step_estimates(root, state.method, batches, step_config)
     for number, batch in enumerate(batches.micro):
         # FSDP2 reduces gradients in the last backward pass of a step alone where they are kept whole until then.
         sync_gradients(root, number == len(batches.micro) - 1, step_config.accumulate_whole)
@@ -269,11 +270,11 @@ def microbatch_terms(
     shared: Mapping[str, torch.Tensor] = MappingProxyType({}),
     columns: Mapping[str, torch.Tensor] | None = None,
 ) -> Terms:
-    """The method's sums of one micro-batch, scalars on the device; ``shared`` is what :func:`of_step` gave, ``columns``
-    what :func:`device_columns` did, where that was asked before."""
+    """The method's sums of one micro-batch, scalars on the device; ``shared`` is what :func:`step_estimates`
+    gave, ``columns`` what :func:`device_columns` did, where that was asked before."""
     columns = {**(device_columns(root, method, batch, step_config) if columns is None else columns), **shared}
     terms = _at_positions(root, method, batch, step_config, functools.partial(method.terms, columns=columns))
-    return terms.over(step_config.mesh.sequence)
+    return terms.shared_by(step_config.mesh.sequence)
 
 
 def _nothing(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> tuple[()]:
@@ -282,8 +283,10 @@ def _nothing(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> 
 
 
 @torch.no_grad()
-def of_step(root: CausalLM, method: Method, batches: StepBatches, step_config: StepConfig) -> dict[str, torch.Tensor]:
-    """What all micro-batches of a step share: the method's estimates by name, float64 scalars on the device.
+def step_estimates(
+    root: CausalLM, method: Method, batches: StepBatches, step_config: StepConfig
+) -> dict[str, torch.Tensor]:
+    """What all micro-batches of a step share: the method's estimates by name (KTO's of the KL), float64 scalars.
 
     Means over the mismatched documents of the whole global batch, so the same on every rank. Collective for a method
     that has estimates; nothing for others.
@@ -294,7 +297,7 @@ def of_step(root: CausalLM, method: Method, batches: StepBatches, step_config: S
     for batch in batches.mismatched or [without_targets(batches.micro[0])]:  # none in a step that is made up
         columns = device_columns(root, method, batch, step_config)
         found = _at_positions(root, method, batch, step_config, functools.partial(method.estimates, columns=columns))
-        sums = Terms(found, {}).over(step_config.mesh.sequence).plus(sums)
+        sums = Terms(found, {}).shared_by(step_config.mesh.sequence).plus(sums)
     assert sums is not None, "a step has at least one micro-batch"
     totals, counts = torch.stack([one.value.double() for one in sums.losses.values()]), method.counts(batches)
     if dist.is_initialized():

@@ -59,7 +59,7 @@ class Terms(NamedTuple):
         """What the backward pass starts from: the sums over the micro-batch, divided by the global batch's counts."""
         return functools.reduce(operator.add, (one.mean(counts) for one in self.losses.values()))
 
-    def over(self, processes: int) -> "Terms":
+    def shared_by(self, processes: int) -> "Terms":
         """This process's share of terms that so many processes compute alike, each from gradients that are added up."""
         if processes == 1:
             return self
