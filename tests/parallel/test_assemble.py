@@ -63,9 +63,9 @@ def test_there_is_one_order(
 
 def test_a_model_that_gives_its_values_is_not_wrapped(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = AssemblySpec(TrainableSpec(LoraSpec(4, 8, 0.0, "all-linear")), 7, "liger", "full", padding=PADDING)
-    assert (spec.for_values().trainable, spec.for_values().seed) == (spec.trainable, 7)
-    assert order_of(spec.for_values(), model, monkeypatch) == ["trained", "inspect", "shard", "values"]
-    assert AssemblySpec(TrainableSpec(), 0, "native").for_values().kernels == "native"
+    assert (spec.of_weight_source().trainable, spec.of_weight_source().seed) == (spec.trainable, 7)
+    assert order_of(spec.of_weight_source(), model, monkeypatch) == ["trained", "inspect", "shard", "values"]
+    assert AssemblySpec(TrainableSpec(), 0, "native").of_weight_source().kernels == "native"
 
 
 def test_no_more_layers_are_recomputed_than_there_are(model: Any) -> None:

@@ -114,8 +114,8 @@ def test_norms_count_once_and_whole_gradients_are_summed_over_those_with_the_sam
     def work(rank: int) -> None:
         mesh = Mesh.of(RankInfo(rank, 4, rank, 4), MeshSpec("full", tensor=2))
         meshes = mesh.device_meshes("cpu")
-        assert meshes.same_part is not None and meshes.weights is not None and meshes.tensor is not None
-        assert meshes.same_part.mesh.tolist() == [rank % 2, rank % 2 + 2]
+        assert meshes.data_mesh is not None and meshes.weights is not None and meshes.tensor is not None
+        assert meshes.data_mesh.mesh.tolist() == [rank % 2, rank % 2 + 2]
         norm = DTensor.from_local(numbers(3) + 3 * (rank // 2), meshes.weights, [Shard(0)], run_check=False)
         tensors = {
             1: placed(numbers(8, 6), (2, 2), (STRIDED(0, 2), Shard(0))),
@@ -135,7 +135,7 @@ def test_norms_count_once_and_whole_gradients_are_summed_over_those_with_the_sam
         for number, one in enumerate(parameters):
             if one is not none and (one is not plain or rank < 2):
                 one.grad = torch.full_like(one, 1.0 + rank + 10 * number)
-        sum_whole_gradients(parameters, meshes.same_part)
+        sum_whole_gradients(parameters, meshes.data_mesh)
         others = 1 + rank % 2 * 2  # 1 + rank and 1 + the rank of who has the same part
         assert plain.grad is not None and plain.grad.tolist() == [1.0 + rank % 2] * 3
         assert large.grad is not None and large.grad.tolist() == [20.0 + others + 3] * 6

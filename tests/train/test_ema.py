@@ -18,7 +18,7 @@ from tuner.errors import RecipeError
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import run_tensors
 from tuner.train.ema import Ema, decay_of
-from tuner.train.step import TrainState, leave_out_step, optimizer_step
+from tuner.train.step import TrainState, optimizer_step, skip_step
 
 TRAINED = [20, 12, 5, 31, 7, 9]
 MADE = {"adapter": {"kind": "none"}, "ema": {"decay": 0.7}}
@@ -41,7 +41,7 @@ def test_it_is_the_sum_that_the_decay_says(tmp_path: Path) -> None:
     expected = {name: weight.double() for name, weight in _weights(state).items()}
     for step in range(5):
         if step == 2:
-            leave_out_step(state)
+            skip_step(state)
             continue
         optimizer_step(state, step, assembly.batches.step(step), 1.0)
         for name, weight in _weights(state).items():

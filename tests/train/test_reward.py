@@ -188,7 +188,7 @@ def test_the_score_is_drawn_from_the_seed_and_loaded_where_it_is_there(models: d
 def test_documents_of_a_row_do_not_see_each_other(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     root = CausalLM(build_model(ModelSpec(str(models["llama"]), head="score"), torch.float32, seed=3))
     assert require_isolation(root, VOCAB).is_clean
-    monkeypatch.setattr(root, "takes_documents", False)  # attention then sees the whole row
+    monkeypatch.setattr(root.layout, "takes_documents", False)  # attention then sees the whole row
     with pytest.raises(RecipeError, match="documents see each other"):
         require_isolation(root, VOCAB)
 

@@ -72,12 +72,12 @@ def save(  # noqa: PLR0913 - the parts of a checkpoint
     """Commit `tensors` (plain or DTensors, the same names on every rank) as `step-N`; returns its path.
 
     Collective over all ranks of the process group, or over `ranks`, whose group is then this call's own; without a
-    group, the only process saves. A valid `step-N` that is there already is kept and nothing is written, unless its
-    state is another, or has no probe: then the new one takes its place. `state`, `meta` and `probe` are rank 0's. With
+    group, the only process saves. Where a valid `step-N` has the same state, and a probe if one is given, nothing is
+    written; otherwise the new one takes its place. `state`, `meta` and `probe` are rank 0's. With
     `staged` the bytes are taken from there, and `tensors` say only how they lie. When any rank fails, every rank
     raises: MachineError for the disk, with the path and the bytes needed; earlier checkpoints are untouched.
     """
-    _refuse_others(tensors)
+    _refuse_others(tensors)  # the same names on every rank: all raise, or none
     ranks = ranks or Collective(gloo_group())
     final = run.path / step_name(step)
     tmp = run.path / f"{TMP_PREFIX}{final.name}-{run.run_id}"

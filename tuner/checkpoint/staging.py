@@ -74,7 +74,7 @@ class Staging:
         self._block = block
 
     def stage(self, tensors: Mapping[str, torch.Tensor], in_place: Collection[str] = ()) -> Staged:
-        """Copy this process's part of each tensor but those of the host that are ``in_place``, which are named there.
+        """Copy this process's part of each tensor. Those that are named in ``in_place``, on the host, are not copied.
 
         On CUDA the copies run during what is queued next: work that changes a tensor on the device must wait there for
         the event `copied` first. Who changes one that is in place must wait until it is `written`.

@@ -158,8 +158,8 @@ def _note_choices(
     """Count what the experts of a layer are asked for, in a class that does not give what its routers say."""
     choices = [*inputs, *named.values()][1]  # by place: classes have other names for it
     found.per_token = choices.shape[-1]
-    if root.layout.counted is not None and root.layout.route != "flat":
-        choices = choices.flatten(0, -2)[root.layout.counted.flatten()]
+    if root.layout.token_mask is not None and root.layout.route != "flat":
+        choices = choices.flatten(0, -2)[root.layout.token_mask.flatten()]
     asked = choices.flatten()
     hits = torch.zeros(int(module.num_experts), dtype=torch.float64, device=asked.device)
     hits.scatter_add_(0, asked, torch.ones_like(asked, dtype=torch.float64))
@@ -215,7 +215,7 @@ def _note_routers(
     layers = [index for index, block in enumerate(blocks) if _has_experts(block)]
     logits: Sequence[torch.Tensor] = output.router_logits
     own: Any = root.model
-    found.per_token, counted = int(own.num_experts_per_tok), root.layout.counted
+    found.per_token, counted = int(own.num_experts_per_tok), root.layout.token_mask
     if len(logits) != len(layers):
         return  # which layer is whose cannot be said
     for index, layer in zip(layers, logits, strict=True):

@@ -1,7 +1,7 @@
 """The module that training calls: decoder, output layer and loss inside one forward.
 
-Under FSDP2 the output weight is whole inside the root's forward alone, an untied one inside :meth:`objective_at_head`
-alone, so the loss is computed there.
+Under FSDP2 a tied output weight is gathered in the root's forward only, an untied one only in :meth:`CausalLM.at_head`:
+losses are computed there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tuner.model.touched_rows import TouchedRows
 
 
-def _own(forwards: int) -> int:
+def _of_this_process(forwards: int) -> int:
     return forwards
 
 
@@ -62,16 +62,18 @@ class ModelParts:
     """Of embeddings whose gradients are added up by rows, by the parameter's name."""
     padding: Padding | None = None
     """What every microbatch of training is filled up with, where compiled layers want one size."""
-    same_part: DeviceMesh | None = None
-    """Where processes compute layers together: those that compute the same part of each as this one."""
+    data_mesh: DeviceMesh | None = None
+    """With layers split over processes (tensor parallel): those that have the same part of each as this one."""
     vocabulary: Vocabulary | None = None
-    """Where several processes have the rows of the output layer between them: which ones, and how they compute."""
+    """Where processes have the vocabulary's rows of the output layer between them (vocabulary parallel)."""
     cut: RowCut | None = None
-    """What cuts rows over processes, each of which has a share of the positions; None: a row is on one process."""
-    unsharded_head: Callable[..., Any] | None = None
-    """:meth:`CausalLM.at_head` between a gather of the output layer and its end, where that is sharded by itself."""
-    most_forwards: Callable[[int], int] = _own
-    """Of the forwards that a microbatch takes on this process, the most on any: shards are gathered together."""
+    """What cuts rows over processes, each of which has a share of the positions (sequence parallel, as Ulysses cuts
+    them); None: a row is on one process."""
+    at_gathered_head: Callable[..., Any] | None = None
+    """Gathers an output layer that is an FSDP unit of its own, calls :meth:`CausalLM.at_head`, and frees it."""
+    most_forwards: Callable[[int], int] = _of_this_process
+    """The most forwards that any process takes for its microbatch, by those of this one: all run as many, or a gather
+    of shards would wait for ever."""
     sum_partial_gradients: Callable[[], None] = _nothing
     """Adds up the gradients of which processes that compute a layer together have a part each, once a step."""
 
@@ -118,7 +120,7 @@ class CausalLM(nn.Module):
         Where rows are cut, the objective gets this process's share of the hidden states and all targets.
         """
         hidden = self._hidden(input_ids, position_ids, document_lengths)
-        return self._call_objective(objective, self._taken(hidden, positions), targets)
+        return self._call_objective(objective, self._selected(hidden, positions), targets)
 
     @torch.no_grad()
     def losses(
@@ -131,7 +133,7 @@ class CausalLM(nn.Module):
     ) -> torch.Tensor:
         """The cross-entropy at each of the ``positions`` ``[N]``, in any order: float32 ``[N]``, without gradients."""
         hidden = self._hidden(input_ids, position_ids, document_lengths)
-        return self._call_objective(_losses, self._taken(hidden, positions), targets)
+        return self._call_objective(_losses, self._selected(hidden, positions), targets)
 
     def logits(
         self,
@@ -145,7 +147,7 @@ class CausalLM(nn.Module):
 
         Of a reward model, scores ``[N, 1]``.
         """
-        hidden = self._taken(self._hidden(input_ids, position_ids, document_lengths), positions)
+        hidden = self._selected(self._hidden(input_ids, position_ids, document_lengths), positions)
         if self.parts.cut is not None:
             hidden = self.parts.cut.whole(hidden, len(positions))
         logits: torch.Tensor = head_layer(self.model)(self._before_head(hidden))
@@ -166,10 +168,10 @@ class CausalLM(nn.Module):
         Without ``documents`` there is one. What the decoder gives back for the next tokens is noted there.
         """
         layout = self.layout
-        layout.expect((), input_ids.device)
+        layout.set_lengths((), input_ids.device)
         if documents is not None:
-            layout.expect_rotated(documents.new, documents.whole)
-        where = layout.where(layout.numbered(input_ids, position_ids), documents)
+            layout.set_rotated_lengths(documents.new, documents.whole)
+        where = layout.arguments(layout.model_positions(input_ids, position_ids), documents)
         output = decoder_of(self.model)(input_ids=input_ids[None], use_cache=True, **carried.arguments, **where)
         carried.note(output, len(input_ids))
         hidden = output.last_hidden_state[0, lasts]
@@ -195,8 +197,8 @@ class CausalLM(nn.Module):
             bound = padding.longest
         if cut is not None:
             input_ids, position_ids, document_lengths = cut.fill(input_ids, position_ids, document_lengths)
-        layout.expect(document_lengths, input_ids.device, compiled=bound is not None)
-        position_ids, counted = layout.numbered(input_ids, position_ids), None
+        layout.set_lengths(document_lengths, input_ids.device, compiled=bound is not None)
+        position_ids, counted = layout.model_positions(input_ids, position_ids), None
         if n_tokens < len(input_ids):
             counted = torch.arange(len(input_ids), device=input_ids.device) < n_tokens
         documents = Documents.of(document_lengths, input_ids.device, bound, layout.chunk)
@@ -204,10 +206,10 @@ class CausalLM(nn.Module):
             documents = cut.exchanging(documents, position_ids)
             input_ids, position_ids = cut.own(input_ids), cut.own(position_ids)
             counted = None if counted is None else cut.own(counted)
-        hidden = self._decoder(input_ids[None], counted, layout.where(position_ids, documents))[0]
+        hidden = self._decoder(input_ids[None], counted, layout.arguments(position_ids, documents))[0]
         return hidden[:n_tokens] if cut is None else hidden
 
-    def _taken(self, hidden: torch.Tensor, positions: Positions) -> torch.Tensor:
+    def _selected(self, hidden: torch.Tensor, positions: Positions) -> torch.Tensor:
         """The hidden states at N positions, where rows are cut this process's share of them."""
         return hidden[positions] if self.parts.cut is None else self.parts.cut.taken(hidden, positions)
 
@@ -225,14 +227,14 @@ class CausalLM(nn.Module):
 
     def _decoded(self, input_ids: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
         """Hidden states ``[documents, longest, D]``; nothing says where tokens stand, as where a document is alone."""
-        self.layout.expect((), input_ids.device)
+        self.layout.set_lengths((), input_ids.device)
         return self._decoder(input_ids, counted, {})
 
     def _decoder(
         self, input_ids: torch.Tensor, counted: torch.Tensor | None, where: Mapping[str, object]
     ) -> torch.Tensor:
         """Hidden states ``[rows, T, D]`` of ids ``[rows, T]``; what routers said of those that count is noted."""
-        routers, self.layout.counted = self.parts.router_loss, counted
+        routers, self.layout.token_mask = self.parts.router_loss, counted
         noted = {"output_router_logits": routers is not None} if routers is not None or self._notes_routers else {}
         output = decoder_of(self.model)(input_ids=input_ids, use_cache=False, **noted, **where)
         if routers is not None:
@@ -242,8 +244,8 @@ class CausalLM(nn.Module):
 
     def _call_objective(self, objective: Objective[Result], hidden: torch.Tensor, targets: torch.Tensor) -> Result:
         hidden = self._before_head(hidden)
-        if self.parts.unsharded_head is not None:
-            result: Result = self.parts.unsharded_head(objective, hidden, targets)
+        if self.parts.at_gathered_head is not None:
+            result: Result = self.parts.at_gathered_head(objective, hidden, targets)
             return result
         return self.at_head(objective, hidden, targets)
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from tuner.model.mixers import Mixers
 
 Route = Literal["flat", "batch", "calls"]
-"""How the documents of a microbatch go through the decoder: end to end in one row, as a padded batch, or one by one."""
+"""How the documents of a microbatch go through the decoder: packed end to end (padding-free, attention by lengths), as
+a padded batch, or one by one."""
 
 
 class RowLayout:
@@ -34,20 +35,20 @@ class RowLayout:
         """Whether the model's layers attend by our functions. Others make masks from the positions, or none."""
         self.chunk = _count_by_document(model) if self.takes_documents else 0
         """Tokens of a chunk, in models some of whose layers attend inside chunks alone; 0 in others."""
-        self._is_counted = any(hasattr(module, "tuner_temperature") for module in model.modules())
+        self._scales_by_position = any(hasattr(module, "tuner_temperature") for module in model.modules())
         self.padding_number = _padding_number(model)
         """The padding token's id, where tokens are numbered from it on (RoBERTa and its kin)."""
         self._rotation = _rotation_of(model)
         self.mixers = _mixers_of(model)
-        """The layers that mix tokens by a state of their own, where there are any."""
+        """The layers with a state, such as Mamba's or linear attention's, where there are any."""
         self.takes_positions = takes_positions(model)
         """Without them, tokens are numbered from the start of the row."""
-        self.counted: torch.Tensor | None = None
+        self.token_mask: torch.Tensor | None = None
         """bool ``[tokens]`` of the last forward: False where a document or a row is filled up; None: all count."""
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Lengths of documents above which the model computes otherwise."""
+        """Document lengths at which longrope switches to other rotary factors."""
         return () if self._rotation is None else self._rotation.bounds
 
     def go_by(self, route: Route) -> None:
@@ -58,37 +59,39 @@ class RowLayout:
         """
         if route != "flat" and self.takes_documents:
             self._model.set_attn_implementation(own_attention(self._model))
-            self.takes_documents, self.chunk, self._is_counted = False, 0, False
+            self.takes_documents, self.chunk, self._scales_by_position = False, 0, False
             if attention.counts_tokens(self._model.config):
                 from tuner.model.counted import count_by_class
 
                 count_by_class(decoder_of(self._model))
         self.route = route
 
-    def expect(self, lengths: tuple[int, ...], device: torch.device, compiled: bool = False) -> None:
-        """Documents of these ``lengths`` come next, end to end; without any, each is alone."""
-        self.expect_rotated(lengths, lengths)
+    def set_lengths(self, lengths: tuple[int, ...], device: torch.device, compiled: bool = False) -> None:
+        """The next forward has documents of these ``lengths`` end to end; without any, each is alone."""
+        self.set_rotated_lengths(lengths, lengths)
         if self.mixers is not None:
             self.mixers.expect(lengths, device, compiled=compiled)
 
-    def expect_rotated(self, new: tuple[int, ...], whole: tuple[int, ...]) -> None:
-        """So many ``new`` tokens come of documents that then have the ``whole`` lengths, for what rotates alone."""
+    def set_rotated_lengths(self, new: tuple[int, ...], whole: tuple[int, ...]) -> None:
+        """For longrope when decoding: ``new`` tokens of each document now, ``whole`` lengths once they are there."""
         if self._rotation is not None:
             self._rotation.expect(new, whole)
 
-    def numbered(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Numbers of tokens ``[T]`` as the model counts them, of those that begin at 0 in each document."""
+    def model_positions(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """The model's own position ids ``[T]``, from those of each document, which begin at 0."""
         if self.padding_number is None:
             return position_ids
         from tuner.model.numbering import from_padding
 
         return from_padding(input_ids, position_ids, self.padding_number)
 
-    def where(self, position_ids: torch.Tensor, documents: Documents | GrowingDocuments | None) -> dict[str, object]:
-        """Where the tokens of a row stand, in the arguments that this model takes."""
+    def arguments(
+        self, position_ids: torch.Tensor, documents: Documents | GrowingDocuments | None
+    ) -> dict[str, object]:
+        """What this model takes besides ids: its keyword arguments of positions and documents."""
         is_flat = self.route == "flat"
         where: dict[str, object] = {"position_ids": position_ids[None]} if self.takes_positions and is_flat else {}
-        where |= {"places": position_ids[None]} if self._is_counted and is_flat else {}
+        where |= {"places": position_ids[None]} if self._scales_by_position and is_flat else {}
         return where | ({"documents": documents} if self.takes_documents else {})
 
 

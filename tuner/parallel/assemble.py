@@ -59,8 +59,8 @@ class AssemblySpec:
     route: Route = "flat"
     """How documents go through the decoder, as far as it is known before the model is proven."""
 
-    def for_values(self) -> "AssemblySpec":
-        """The same for a model that gives its values to another and never trains itself: nothing is wrapped."""
+    def of_weight_source(self) -> "AssemblySpec":
+        """The same for the model on rank 0 that others are filled from and that never trains: nothing is wrapped."""
         kernels: Kernels = "native" if self.kernels == "native" else "torch"
         return replace(self, kernels=kernels, recompute="none", offload=False, padding=None, row_wise=())
 
@@ -77,15 +77,15 @@ def assemble(
 
     The model comes with its weights, on the CPU, or from the meta device. ``inspect`` is called while it is whole and
     computes on the CPU as it will be trained, and may find another route for it; ``give_values`` brings the finished
-    model to its device, with its values. Of several processes the first one does so twice: once with all weights, of
-    which it proves that documents are isolated (``inspect``, with :meth:`AssemblySpec.for_values`), and once from the
-    meta device like all others, whose shards it then fills (``give_values``; both in ``setup/model``).
+    model to its device, with its values. Of several processes rank 0 calls this twice (``setup/model``): on the model
+    with all weights, which is proven (:meth:`AssemblySpec.of_weight_source`), and then, like all ranks, on one from the
+    meta device, whose shards are filled from the first.
     Raises RecipeError for parameters or layers that the model does not have.
     """
     # Before anything else goes around a layer: routes exchange attention, and what layers know of documents.
     root = CausalLM(model)
     root.layout.go_by(spec.route)
-    if spec.quantize is not None:  # what has values is quantised as it is read; a model without gets places for codes
+    if spec.quantize is not None:  # weights are quantised as they are read; a meta model gets empty layers
         from tuner.model.quantize.layers import quantize_
 
         quantize_(root.model, spec.quantize)
@@ -96,7 +96,9 @@ def assemble(
     spec.trainable.apply(root.model, spec.seed)  # what is frozen decides which kernels keep what for the backward pass
     if spec.kernels == "native":
         apply_native(root.model)
-    inspect(root)  # the proof of isolation: the model is whole here and on the CPU for the last time
+    # The proof that documents are isolated: the model is whole here and on the CPU for the last time. Liger's layers
+    # need a GPU and come later; their tests hold them against the plain ones.
+    inspect(root)
     if spec.tiles:
         from tuner.model.tiles import prove_tiles  # few trainings have any
 
@@ -110,7 +112,8 @@ def assemble(
         from tuner.model.tiles import apply_tiles
 
         apply_tiles(root)
-    # Parts of a layer are programs of their own, which recomputing runs again; a whole layer is one with that.
+    # A layer that compiles in several pieces is compiled first, and checkpointed around them, since autograd recomputes
+    # what lies between them; one that compiles whole is checkpointed first, and the graph has both.
     compiles_inside = padding is not None and (spec.tiles or (spec.recompute == "full" and _is_in_parts(root)))
     if padding is not None and compiles_inside:
         _compile(root, padding, tiled=spec.tiles)
@@ -135,7 +138,7 @@ def _divide(root: CausalLM, meshes: DeviceMeshes) -> None:
         from tuner.parallel.tensor.split import split_layers  # few launches have the axes
 
         split_layers(root, meshes.tensor)
-        root.parts.complete(same_part=meshes.same_part)
+        root.parts.complete(data_mesh=meshes.data_mesh)
     if meshes.sequence is not None:
         from tuner.parallel.sequence import cut_rows
 

@@ -179,7 +179,7 @@ def _gather_for_objective(root: CausalLM, head: Any) -> None:
         head.unshard()  # ends what was begun in the last block, and with it the buffer that was received into
         return head.at_head(*args)
 
-    root.parts.complete(unsharded_head=gathered)
+    root.parts.complete(at_gathered_head=gathered)
 
 
 def _state_of(module: nn.Module) -> FSDPModule:

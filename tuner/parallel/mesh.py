@@ -34,7 +34,7 @@ class DeviceMeshes:
     expert: DeviceMesh | None = None
     expert_weights: DeviceMesh | None = None
     """What FSDP2 shards the experts of one process over: ``expert_replicate`` and ``expert_shard``, or the latter."""
-    same_part: DeviceMesh | None = None
+    data_mesh: DeviceMesh | None = None
     """Where processes compute layers together: those that compute the same part of each."""
 
 
@@ -144,7 +144,7 @@ class Mesh:
         over = [prefix + name for name in ("replicate", "shard") if name in names]
         weights = whole[tuple(over)] if "shard" in names else None
         tensor = whole[prefix + "tensor"] if "tensor" in names else None
-        same_part = whole[tuple(over)] if over and tensor is not None else None
+        data_mesh = whole[tuple(over)] if over and tensor is not None else None
         sequence = expert = expert_weights = None
         if self.sequence > 1:
             sizes = {"rows": self.data_size, "sequence": self.sequence, "row_tensor": self.tensor}
@@ -155,7 +155,7 @@ class Mesh:
             expert = experts[prefix + "expert"]
             inner = ("expert_replicate", "expert_shard") if self.copies > 1 else ("expert_shard",)
             expert_weights = experts[tuple(prefix + name for name in inner)]
-        return DeviceMeshes(weights, tensor, sequence, expert, expert_weights, same_part)
+        return DeviceMeshes(weights, tensor, sequence, expert, expert_weights, data_mesh)
 
 
 def inner_axes(mesh: DeviceMesh) -> list[int]:

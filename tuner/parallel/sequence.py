@@ -8,9 +8,9 @@ Where there are fewer key heads than processes, or a number that these do not di
 
 The positions that a loss wants are shared out evenly before the output layer, wherever they lie. Every process gets the
 sums and the losses of all of them, so a method computes its terms as in one process. Of these each process takes an
-equal part (:meth:`tuner.train.methods.method.Terms.over`), and each collective has its true adjoint in the backward
-pass. A process's gradients are then those of its share, and the sum over processes, which FSDP2 takes in any case,
-is that of the row.
+equal part (:meth:`tuner.train.methods.method.Terms.shared_by`), and each collective has its true adjoint in the
+backward pass. A process's gradients are then those of its share, and the sum over processes, which FSDP2 takes in any
+case, is that of the row.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def require_divided(heads: int, size: int) -> None:
 def cut_rows(root: CausalLM, mesh: DeviceMesh) -> None:
     """Cut each row over the processes of an axis, in place.
 
-    Raises RecipeError for a model whose rows cannot be cut. What decodes with a cache is not: :meth:`next_logits` of
+    Raises RecipeError for a model whose rows cannot be cut. What decodes with a cache is not: :meth:`next_tokens` of
     the root takes all tokens on every process.
     """
     if root.layout.route != "flat":

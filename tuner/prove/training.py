@@ -324,7 +324,7 @@ def prove_weights(recipe: Recipe) -> tuple[IsolationReport, str]:
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     here = recipe.model_copy(update={"train": recipe.train.model_copy(update={"device": "cpu"})})
     resolved = resolve(without_prediction(here), spec.max_length, RankInfo(), spec.tokenizer.new_ids)
-    root = assembled(resolved, assembly_spec(resolved).for_values(), mesh=Mesh(), device=torch.device("cpu")).root
+    root = assembled(resolved, assembly_spec(resolved).of_weight_source(), mesh=Mesh(), device=torch.device("cpu")).root
     vocab_size, longest = resolved.config.get_text_config().vocab_size, int(resolved.recipe.data.max_length)
     return require_isolation(root, vocab_size, takes_several(recipe), longest, every_layer=True), root.layout.route
 

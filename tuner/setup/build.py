@@ -37,7 +37,7 @@ from tuner.train.methods.method import build_method, check_logits
 from tuner.train.optimizer import build_optimizer
 from tuner.train.progress import Criterion, MfuMeter
 from tuner.train.step import StepConfig, TrainState
-from tuner.train.step_parts import StepPart, Unscaled
+from tuner.train.step_parts import NoLossScale, StepPart
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def build_train_state(recipe: Recipe, root: CausalLM, step_config: StepConfig) -
         from tuner.model.router_loss import router_loss
 
         root.parts.complete(router_loss=router_loss(root.model, recipe.model.router_aux_loss_coef))
-    scaling: Unscaled = Unscaled()
+    scaling: NoLossScale = NoLossScale()
     if in_fp16:
         from tuner.train.loss_scale import LossScale  # most runs have none
 

@@ -169,7 +169,7 @@ def _spread(
         initial = _initial(resolved, spec)
         inspected = _Inspected(resolved, initial, unread)
         model = _whole_model(resolved, initial, _type_to_hand_on(resolved, spec), unread)
-        root = assemble(spec.for_values(), model, inspect=inspected.note)
+        root = assemble(spec.of_weight_source(), model, inspect=inspected.note)
         source.append(Built(root, inspected.facts))
         return replace(inspected.facts, frozen_hash=_on_rank_0), root.layout.route
 

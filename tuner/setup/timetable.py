@@ -39,7 +39,7 @@ class Timetable:
     exporting: Cadence
     """An export needs a checkpoint: each of its steps is one of `saving`, too."""
     data_start: int = 0
-    """The steps after which the data was reset."""
+    """The step after which the data was reset."""
     tasks: tuple[Cadence, ...] = ()
     """When each task of `eval.tasks` is scored, besides at the run's ends."""
 

@@ -56,7 +56,7 @@ class Guard:
         self._judged += 1
         return skip, shut
 
-    def leave_out(self) -> None:
+    def skip(self) -> None:
         """Count a step whose update the recipe leaves out; there is nothing to judge."""
         self._skipped += 1
 

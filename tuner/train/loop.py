@@ -6,7 +6,7 @@ from tuner.config.duration import StepRange, is_among
 from tuner.train.prefetcher import BatchSource
 from tuner.train.progress import Progress
 from tuner.train.schedule import Schedule
-from tuner.train.step import TrainState, leave_out_step, optimizer_step
+from tuner.train.step import TrainState, optimizer_step, skip_step
 from tuner.train.tasks import TakenStep, Tasks
 
 
@@ -26,16 +26,16 @@ def train_loop(
     tasks.start()
     while not progress.is_over and not tasks.stopping:
         index = progress.step
-        factor = schedule.factor(index + 1)  # a schedule counts updates from 1: the first one is not at a rate of 0
+        factor = schedule.factor(index + 1)  # factor(1) is the first update's: a warm-up never starts at 0
         with tasks.around_step(index + 1):  # profilers and memory records: the step, its wait for data included
-            of_step = source.step(index)
-            left_out = is_among(index + 1, to_skip)
-            scalars = leave_out_step(state) if left_out else optimizer_step(state, index, of_step, factor)
+            batches = source.step(index)
+            is_skipped = is_among(index + 1, to_skip)
+            scalars = skip_step(state) if is_skipped else optimizer_step(state, index, batches, factor)
         # Before the tasks: a checkpoint that one of them saves is of a run that has taken this step.
-        progress.advance(of_step)
+        progress.advance(batches)
         lr = state.optimizer.peak_lr * factor
         tasks.after_step(
-            TakenStep(index, of_step, progress.epoch, progress.tokens, lr, source.waited_s, scalars, left_out)
+            TakenStep(index, batches, progress.epoch, progress.tokens, lr, source.waited_s, scalars, is_skipped)
         )
     # Here a run that was asked to stop, or is at its end, is saved.
     tasks.finish(progress.is_finished)

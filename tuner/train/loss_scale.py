@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from tuner.train.methods.method import Counts
-from tuner.train.step_parts import Overflow, Unscaled
+from tuner.train.step_parts import NoLossScale, Overflow
 
 INITIAL, FACTOR, INTERVAL = 2.0**16, 2.0, 2000
 """The first scale; by what it is multiplied or divided; after how many updates in a row it grows."""
@@ -22,7 +22,7 @@ FLOOR = 1.0
 """The least scale. Gradients that overflow with it are too large for fp16 as they are: the run has diverged."""
 
 
-class LossScale(Unscaled):
+class LossScale(NoLossScale):
     """The scale and how many updates it has lasted, one tensor on the device that checkpoints keep.
 
     A step whose loss is not finite says nothing of the scale, which comes after the loss: that is the guard's.

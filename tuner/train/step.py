@@ -26,7 +26,7 @@ from tuner.runtime.device import timeline_of, to_device
 from tuner.train.guard import Guard
 from tuner.train.methods.method import Counts, Method, Microbatch, Sum, Terms, logged
 from tuner.train.optimizer import OptimizerSet
-from tuner.train.step_parts import SaveFence, StepForwards, StepPart, Unscaled
+from tuner.train.step_parts import NoLossScale, SaveFence, StepForwards, StepPart
 
 if TYPE_CHECKING:
     from tuner.model.cut import Positions
@@ -44,7 +44,7 @@ class StepConfig:
     seed: int
     mesh: Mesh
     accumulate_whole: bool = False
-    """Whether gradients stay whole until the last micro-batch of a step, in place of being reduced in each."""
+    """Whether gradients are accumulated unsharded and reduced in the last micro-batch alone, as under ``no_sync``."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class TrainState:
     step_config: StepConfig
     guard: Guard
     method: Method
-    scaling: Unscaled = field(default_factory=Unscaled)
+    scaling: NoLossScale = field(default_factory=NoLossScale)
     """What the loss is multiplied by in the backward pass, where that computes in fp16."""
     parts: tuple[StepPart, ...] = ()
     """What this training does besides in a step."""
@@ -94,8 +94,8 @@ class TrainState:
 class StepResult:
     """The method's loss over the global batch, such as nats per trained token, and gradient norm before clipping.
 
-    ``skipped`` says that the update was left out, ``halted`` that the run must end: more
-    steps were not finite, over all of it, than the recipe allows.
+    ``skipped`` says that the update was left out, ``halted``: the run must end, since
+    more of its steps were not finite than the recipe allows.
     """
 
     loss: float
@@ -142,24 +142,26 @@ class StepScalars:
 def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: float) -> StepScalars:
     """Take step ``index`` (0-based) with every group's peak learning rate times ``factor``.
 
-    The guard leaves the update out, on every rank, where loss or gradient norm is not finite. Reads nothing from the
-    device, unless the update is computed on the host, or the optimizer cannot leave one out on the device, or a
+    The guard leaves the update out, on every rank, where loss or gradient norm is not finite. The host waits
+    for the device in three cases: the update is computed on the host; an optimizer of the user's own takes no flag; a
     parameter that is whole on several processes has no gradient on this one. Under fp16 gradients are those of the
     scaled loss until the optimizer divides them; the norm that is judged, clipped by and logged is that of the loss.
     """
     sums, counts = forward_backward(state, index, batches)
     phase.enter_part(index + 1, "optimizer")
     # The norm and every term in one all-reduce: on each rank they are the same bits, so all ranks decide alike.
-    # The norm's part is a sum of squares: those of shards add up, and the root is taken once.
+    # The norm's part is a sum of squares, divided by how many processes hold the same numbers: the root comes last.
     squares = squared_norm(list(state.gradients().values()), state.step_config.mesh)
     terms = [*sums.losses.values(), *sums.figures.values()]
     # float64: a sum over thousands of ranks and millions of tokens keeps what float32 would round away.
     totals = torch.stack([tensor.double() for tensor in (squares, *(term.value for term in terms))])
     if dist.is_initialized():
         dist.all_reduce(totals)
-        totals[1:] /= state.step_config.mesh.tensor  # who computes a layer together computes the same terms
+        # Who computes a layer together computes the same terms; who shares a row has divided its own before.
+        totals[1:] /= state.step_config.mesh.tensor
     means = [Sum(total, term.per).mean(counts) for total, term in zip(totals[1:].unbind(), terms, strict=True)]
-    state.fence.wait()  # from here on what a save may still be reading changes: the scale, then the parameters
+    # This step writes from here on what a save beside training may still be reading: the scale, then the parameters.
+    state.fence.wait()
     norm = state.scaling.norm(totals[0])
     values = torch.stack([functools.reduce(operator.add, means[: len(sums.losses)]), norm])
     skip, halt = state.guard.judge(values, state.scaling.judge(values[0], norm))
@@ -180,18 +182,20 @@ def _names(terms: Terms) -> tuple[str, ...]:
     return (*terms.losses, *terms.figures)
 
 
-def leave_out_step(state: TrainState) -> StepScalars:
+def skip_step(state: TrainState) -> StepScalars:
     """Pass over a step as the recipe says: neither forward nor update, and nothing that its batches could spoil.
 
-    Its loss and gradient norm are not numbers. What a step does not compute has no collectives, so all ranks do alike.
+    Its loss and gradient norm are NaN. Every rank skips the same steps, so no collective lacks a partner; nothing is
+    written that a save could read, so none is waited for.
     """
-    state.guard.leave_out()
+    state.guard.skip()
     values = torch.tensor([math.nan, math.nan, 1.0, 0.0], dtype=torch.float64)
     return StepScalars(values, (), state.step_config.device)
 
 
 def _clipping(norm: torch.Tensor, limit: float | None) -> torch.Tensor | None:
     """What clipping gradients of this norm to one of ``limit`` divides them by; None where they are not clipped."""
+    # torch.nn.utils.clip_grad_norm_'s epsilon; float32, as kernels take a scale.
     return None if limit is None else ((norm + 1e-6) / limit).clamp_min(1.0).float()
 
 
@@ -204,16 +208,17 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
     # Those of the global batch: each rank collates its own rows, and counts all, so that nothing is communicated.
     counts, sums = state.method.counts(batches), None
     state.scaling.begin(counts)  # before any forward: the output layer computes its gradient in the forward pass
-    root.train()
+    root.train()  # an evaluation or a probe may have come in between
     for part in state.parts:
         counts = part.counts(counts)
     columns: dict[int, dict[str, torch.Tensor]] = {}
 
     def seed(number: int) -> None:
-        # Dropout depends on the position in the run alone, so a resumed run needs no generator state.
+        # By the place in the run and among the processes, so that a resumed run needs no generator state. Who computes
+        # the same numbers (a tensor group) draws alike; who has other positions of a row draws for them.
         torch.manual_seed(_mixed(step_config.seed, index - state.rng_start, number, step_config.mesh.weight_rank))
 
-    def forward_alone(number: int) -> None:
+    def forward_to_hidden(number: int) -> None:
         batch = batches.micro[number]
         if not columns:
             phase.enter_part(index + 1, "forward")
@@ -223,7 +228,7 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
             root(*_on_device(batch, state.method.positions(batch)[:0], step_config), _nothing)
 
     for part in state.parts:
-        part.before_forward(StepForwards(batches, forward_alone))
+        part.before_forward(StepForwards(batches, forward_to_hidden))
     shared: Mapping[str, torch.Tensor] = {}
     if state.method.mismatched:
         seed(len(batches.micro))
@@ -248,11 +253,11 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
 
 
 def _sum_over_processes(state: TrainState) -> None:
-    """Add up the gradients that FSDP2 does not: of parameters that are whole on several processes, and of parts."""
+    """Add up the gradients that FSDP2 does not. All four are sums: their order matters to none, and is every rank's."""
     root, mesh = state.root, state.step_config.mesh
     if mesh.weight_size > 1:
         own = (p for name, p in state.parameters.items() if not any(part.owns(name) for part in state.parts))
-        sum_whole_gradients(own, root.parts.same_part)
+        sum_whole_gradients(own, root.parts.data_mesh)
     if mesh.is_sharded and mesh.copies > 1:
         from tuner.parallel.lookup import sum_over_copies
 

@@ -78,8 +78,8 @@ class Overflow(NamedTuple):
     """It is, and cannot be smaller."""
 
 
-class Unscaled:
-    """The loss as it is: in every type that reaches as far as float32 does."""
+class NoLossScale:
+    """What a step asks of a loss scale, where the loss is as it is: in types that reach as far as float32."""
 
     def begin(self, counts: Counts) -> None:
         """A step begins whose sums are divided by the ``counts``; known before the forward pass."""
@@ -120,7 +120,7 @@ class SaveFence:
         self._copied: torch.cuda.Event | None = None
         self._written: threading.Event | None = None
 
-    def close(self, copied: torch.cuda.Event | None, written: threading.Event | None) -> None:
+    def set(self, copied: torch.cuda.Event | None, written: threading.Event | None) -> None:
         """Have the next update wait: on the device for the copies that it makes there, on the host for what the save
         writes from where it lies."""
         self._copied, self._written = copied, written

@@ -85,7 +85,7 @@ def test_states_are_saved_from_where_they_lie_and_the_next_update_waits(
 
     def hasty(saver: Saver, snapshot: Snapshot) -> bool:
         begun = begin(saver, snapshot)
-        saver._assembly.train_state.fence.close(None, None)
+        saver._assembly.train_state.fence.set(None, None)
         return begun
 
     monkeypatch.setattr(Saver, "begin", hasty)

@@ -19,7 +19,10 @@ SHORTEST_S = 1e-6
 
 
 class HaltedError(Exception):
-    """A step after which the run must end: too many in a row were not finite. Raised alike on every rank."""
+    """A step after which the run must end: more of its steps were not finite than the recipe allows.
+
+    Raised alike on every rank.
+    """
 
     def __init__(self, taken: TakenStep, result: StepResult) -> None:
         super().__init__(f"step {taken.step}")

@@ -114,7 +114,7 @@ class Saver(Task):
         state = self._assembly.train_state
         tensors, held = run_tensors(state), state.optimizer.host_names()
         staged = self._staging.stage(tensors, held)
-        state.fence.close(staged.copied, staged.written if held else None)
+        state.fence.set(staged.copied, staged.written if held else None)
         self._thread.start(lambda: self._commit(snapshot, tensors, staged, self._thread_ranks))
         return True
 
