@@ -13,7 +13,7 @@ import torch
 from tests.caches import new_cache
 from tests.export.runs import write_base, write_run
 from tests.fixtures import forked
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.cli.work.generate import prompts_of
 from tuner.errors import DataError, RecipeError
 from tuner.generate import Generator, Prompt, Sampling, base_of, base_record, load_generator

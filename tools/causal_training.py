@@ -17,7 +17,7 @@ from tools.causal_cases import VOCAB
 from tools.causal_faults import planted
 from tools.causal_plain import ADAPTER_RATE, ALPHA, CLIPPED, OPTIMIZER, RANK, RATE, SEED
 from tools.causal_rows import LAYOUTS, LENGTHS, STEPS, documents
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.config.dump import recipe_dict
 from tuner.config.load import load_recipe

@@ -60,7 +60,7 @@ def held_out_loss(run: Path, place: Path) -> float:
     from torch.nn.functional import cross_entropy
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tuner.api import export_hf
+    from tuner.api.exports import export_hf
 
     directory = Path(export_hf(run).path)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
@@ -82,7 +82,7 @@ def main() -> int:
     options = parser.parse_args()
     options.smollm2, place = options.smollm2.absolute(), options.place.absolute()
     place.mkdir(parents=True, exist_ok=True)
-    from tuner.api import train
+    from tuner import train
 
     every = texts(documentation(place / "docs"))
     for name, part in (("held", every[::20]), ("train", [text for i, text in enumerate(every) if i % 20])):

@@ -19,7 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tuner.api import export_hf  # noqa: E402
+from tuner.api.exports import export_hf  # noqa: E402
 from tuner.errors import VerificationError  # noqa: E402
 from tuner.export import form, outputs  # noqa: E402
 from tuner.export.outputs import Values  # noqa: E402

@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 from transformers.utils import logging
 
 from tools.causal_cases import tiny_config
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import TunerError

@@ -31,7 +31,10 @@ if IS_PROGRAM:
         if _signal.getsignal(_number) != _signal.SIG_IGN:  # ignored by a shell's background job, or nohup
             _signal.signal(_number, _leave)
 
+from importlib import import_module  # noqa: E402
 from types import ModuleType  # noqa: E402
+
+from tuner.runtime.before_torch import prepare_environment  # noqa: E402
 
 TYPE_CHECKING = False  # `typing` takes many times longer to import than this file
 if TYPE_CHECKING:
@@ -44,35 +47,40 @@ __all__ = [
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from tuner.api import (
-        check_recipe,
-        doctor,
-        evaluate,
-        export_hf,
-        fit,
-        generate,
-        load_generator,
-        load_recipe,
-        prepare_data,
-        profile,
-        prove,
-        push,
-        resume,
-        runs,
-        score_tasks,
-        show_run,
-        train,
-        verify_resume,
-    )
+    from tuner.api.answers import generate, load_generator
+    from tuner.api.checks import check_recipe, doctor
+    from tuner.api.data import prepare_data
+    from tuner.api.exports import export_hf, push
+    from tuner.api.measures import fit, profile
+    from tuner.api.proofs import prove, verify_resume
+    from tuner.api.runs import runs, show_run
+    from tuner.api.scores import evaluate, score_tasks
+    from tuner.api.training import resume, train
+    from tuner.config.load import load_recipe
+
+_PLACES = {
+    "tuner.api.answers": ("generate", "load_generator"),
+    "tuner.api.checks": ("check_recipe", "doctor"),
+    "tuner.api.data": ("prepare_data",),
+    "tuner.api.exports": ("export_hf", "push"),
+    "tuner.api.measures": ("fit", "profile"),
+    "tuner.api.proofs": ("prove", "verify_resume"),
+    "tuner.api.runs": ("runs", "show_run"),
+    "tuner.api.scores": ("evaluate", "score_tasks"),
+    "tuner.api.training": ("resume", "train"),
+    "tuner.config.load": ("load_recipe",),
+}
+"""The functions of the Python API by their modules, of which each is imported when one of its functions is first used.
+"""
 
 
 def __getattr__(name: str) -> object:
-    """Import the Python API on first use, so that `import tuner` stays cheap."""
-    if name in __all__:
-        from importlib import import_module
-
-        return getattr(import_module("tuner.api"), name)
-    raise AttributeError(f"module 'tuner' has no attribute '{name}'; it has {', '.join(__all__)}")
+    """Import a function of the Python API on first use, so that `import tuner` stays cheap."""
+    place = next((place for place, names in _PLACES.items() if name in names), None)
+    if place is None:
+        raise AttributeError(f"module 'tuner' has no attribute '{name}'; it has {', '.join(__all__)}")
+    prepare_environment(os.environ)  # before torch is imported, which most of them load
+    return getattr(import_module(place), name)
 
 
 def __dir__() -> list[str]:
@@ -91,9 +99,8 @@ class _Package(ModuleType):
 
 class _CallableModule(ModuleType):
     def __call__(self, *args: Any, **options: Any) -> Any:
-        from importlib import import_module
-
-        return getattr(import_module("tuner.api"), self.__name__.rpartition(".")[2])(*args, **options)
+        function: Any = __getattr__(self.__name__.rpartition(".")[2])
+        return function(*args, **options)
 
 
 sys.modules[__name__].__class__ = _Package

@@ -15,7 +15,8 @@ import pytest
 from tests.fixtures import quiz, trainings
 from tests.fixtures.commands import tuner
 from tests.fixtures.trainings import launch
-from tuner.api import export_hf, score_tasks
+from tuner.api.exports import export_hf
+from tuner.api.scores import score_tasks
 from tuner.cli.output import SCHEMA_PATH
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ import pytest
 from tests.caches import new_cache
 from tests.fixtures import forked, trainings
 from tests.multi import launcher
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.cli.output import SCHEMA_PATH
 from tuner.cli.work.eval import _load
 from tuner.config.load import load_recipe

@@ -43,7 +43,7 @@ HEAVY = {"torch", "transformers", "peft", "datasets", "liger_kernel", "accelerat
 # These never import torch or transformers, not even inside a function.
 NEVER_HEAVY = {"errors", "config", "data", "rundir"}
 # These may, but only inside a function.
-LAZILY_HEAVY = {"runtime", "cli", "api", ""}
+LAZILY_HEAVY = {"runtime", "cli", ""}
 # These are loaded with torch only: they stand on its process groups, its private names and its CUDA runtime.
 HEAVY_MODULES = {f"tuner.runtime.{name}" for name in ("deterministic", "page_lock", "process", "torch_private")}
 # What commands do once their arguments are read: it may load torch, and is itself imported only inside functions.

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tests.export.runs import PROMPTS, write_run, write_tokenizer
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.checkpoint.load import read_tensors
 from tuner.checkpoint.open import open_checkpoint
 from tuner.export.verify import last_logits

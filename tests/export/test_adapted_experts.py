@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from tests.export.mixtures import trained_model, write_mixture
 from tests.export.runs import PROMPTS, write_run
 from tests.model.tiny import SHAPE, family_config
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.errors import RecipeError
 from tuner.export.source import Source
 from tuner.export.verify import last_logits

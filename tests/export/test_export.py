@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3M
 from tests.export import runs
 from tests.export.runs import PROMPTS, recorded, write_base, write_run
 from tests.rundir import made
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.checkpoint.load import read_probe, read_tensors
 from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save

@@ -16,7 +16,7 @@ import pytest
 
 from tests.export.runs import write_base, write_run
 from tests.fixtures.processes import fork, kill_at, shim, wait
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.errors import MachineError
 from tuner.export import hf
 from tuner.export.plan import ExportOptions, ExportPlan, plan_export

@@ -25,7 +25,7 @@ from transformers import (
 from tests.export.runs import PROMPTS, recorded, write_run, write_tokenizer
 from tests.fixtures.trainings import launch
 from tests.model.tiny import FAMILIES, VOCAB
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.export import form, verify
 from tuner.generate import Prompt, Sampling, load_generator

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests.export.runs import checkpoint_facts, recorded_probe, train_a_little, write_tokenizer
 from tests.model.tiny import VOCAB, family_model
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, RecipeError

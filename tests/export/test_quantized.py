@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.export.runs import PROMPTS, recorded, write_base, write_run
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.cli.main import main
 from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.export import quantized, verify

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 
 from tests.export.runs import PROMPTS, recorded, write_base, write_run
 from tests.fixtures import forked
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.errors import RecipeError, VerificationError
 from tuner.export.answers import Answers, divergence, pairs
 from tuner.export.verify import last_logits

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.export.runs import PROMPTS, checkpoint_facts, recorded_probe, train_a_little, write_tokenizer
 from tests.fixtures.processes import run_ranks
 from tests.model.tiny import FAMILIES, family_model
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.export import verify
 from tuner.export.verify import last_logits

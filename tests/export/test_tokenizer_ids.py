@@ -12,7 +12,7 @@ import pytest
 
 from tests.data import spm
 from tests.export import runs
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.errors import DataError, TunerError
 from tuner.runtime.files import sha256_file
 

@@ -22,7 +22,7 @@ from tests.init_from.built import (
     write_peft,
 )
 from tests.train.synthetic import MAX_LENGTH
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.checkpoint.load import read_tensors
 from tuner.checkpoint.open import newest
 from tuner.model.adapter import LoraSpec

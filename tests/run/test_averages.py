@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.checkpoint.load import read_tensors
 from tuner.checkpoint.open import newest, open_checkpoint
 from tuner.errors import DataError, RecipeError

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.fixtures.trainings import launch, outcome
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.checkpoint.load import read_tensors
 from tuner.checkpoint.open import newest
 from tuner.cli.runs import verify

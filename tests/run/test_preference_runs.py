@@ -11,7 +11,7 @@ import pytest
 
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines, outcome
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.checkpoint.manifest import step_dirs
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines, outcome
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
 from tuner.profile.devices import find_device

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.fixtures.trainings import launch, lines, outcome
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.checkpoint.load import read_tensors
 from tuner.checkpoint.open import newest
 from tuner.errors import RecipeError

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tools import eval_plain, eval_tasks
-from tuner.api import score_tasks
+from tuner.api.scores import score_tasks
 from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
 from tuner.evals.items import read_items
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from tests.export.runs import write_base, write_run
 from tools import plain_export
 from tools.plain_answers import answers, load
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.model.adapter import LoraSpec
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.caches import new_cache
 from tests.fixtures import forked, trainings
-from tuner.api import export_hf
+from tuner.api.exports import export_hf
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import RecipeError

@@ -1,0 +1,45 @@
+"""What functions are given, as what they call takes it: recipes, overrides, paths, and how much is said."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tuner.config.dump import flow
+from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.config.overrides import Override
+from tuner.rundir.base_model import require_base_model
+from tuner.runtime.console import Console, Level
+from tuner.runtime.dist import RankInfo
+
+RecipeSource = LoadedRecipe | Path | str | Mapping[str, Any]
+"""A loaded recipe, a file's path, a shipped recipe's name, or a mapping with the recipe's keys."""
+
+
+def loaded_of(recipe: RecipeSource) -> LoadedRecipe:
+    """The recipe, loaded. Raises RecipeError where it is wrong, or its model is a run or an adapter."""
+    loaded = recipe if isinstance(recipe, LoadedRecipe) else load_recipe(recipe)
+    require_base_model(loaded.recipe.model.name_or_path, loaded.origins.get("model.name_or_path", "recipe"))
+    return loaded
+
+
+def overrides_of(values: Mapping[str, Any] | None) -> list[Override]:
+    """Values by dotted key as the command line has them."""
+    return [Override(key, value if isinstance(value, str) else flow(value)) for key, value in (values or {}).items()]
+
+
+def console_of(level: Level, quiet: bool) -> Console:
+    """What speaks on stderr: rank 0 alone."""
+    return Console(RankInfo.from_environment().is_main, level_of(level, quiet))
+
+
+def level_of(level: Level, quiet: bool) -> Level:
+    """How much is said."""
+    return "warning" if quiet and level in ("debug", "info") else level
+
+
+def absolute(path: str | Path) -> Path:
+    """The path, from the working directory as it is now."""
+    return Path(os.path.abspath(Path(path).expanduser()))
