@@ -51,7 +51,7 @@ def test_a_missing_cuda_device_is_one_clear_line(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_runtime_imports_no_torch(root: Path) -> None:
-    names = ("files", "lock", "dist", "device", "stop", "console", "environment", "git")
+    names = ("files", "lock", "dist", "memory", "stop", "console", "environment", "git")
     code = f"import sys\nfor n in {names}: __import__('tuner.runtime.' + n)\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

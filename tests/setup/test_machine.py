@@ -16,7 +16,7 @@ from tests.fixtures import commands
 from tuner.cli.doctor import table
 from tuner.cli.output import SCHEMA_PATH
 from tuner.errors import MachineError
-from tuner.setup import machine
+from tuner.setup import machine, machine_torch
 from tuner.setup.machine import examine
 from tuner.setup.machine_check import Check
 
@@ -35,7 +35,7 @@ def test_what_raises_is_broken_and_the_rest_is_still_looked_at(monkeypatch: pyte
     def fails(kind: str) -> Any:
         raise MachineError("no such thing", hint="buy one")
 
-    monkeypatch.setattr(machine, "device_facts", fails)
+    monkeypatch.setattr(machine_torch, "device_facts", fails)
     found = {check.name: check for check in examine(tmp_path)}
     device = found["device"]
     assert (device.status, device.found, device.fix) == ("broken", "no such thing", "buy one")

@@ -10,8 +10,8 @@ import torch
 
 from tests.fixtures.cuda_stub import CudaStub, cuda_stub
 from tuner.setup import machine_cuda
-from tuner.setup.machine import _kernels
 from tuner.setup.machine_check import Check
+from tuner.setup.machine_torch import _kernels
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tuner.profile.devices import find_device
 from tuner.profile.estimate import HALF_REACHED, REACHED, Place, Sizes, computing
 from tuner.runtime.device import DeviceFacts
 from tuner.runtime.dist import RankInfo
-from tuner.setup.machine import _computes
+from tuner.setup.machine_torch import _computes
 from tuner.setup.resolve import Resolved, resolve
 
 GIB = 1 << 30

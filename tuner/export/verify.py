@@ -29,8 +29,8 @@ from tuner.export.write import ADAPTER_WEIGHTS
 from tuner.model.build import auto_model
 from tuner.model.published import state_names
 from tuner.rundir.layout import ID_PROBES, TOKENIZER
-from tuner.runtime.device import host_memory
 from tuner.runtime.files import file_entries, gib, verify_entries
+from tuner.runtime.memory import host_memory
 
 SAME_MODEL = 1e-5  # float32, the same operations: only the order of sums differs
 _TEXTS = ("", " ", "a", " a ", "  a  b", "\n", "a\n b\n", "Hello, world! 12345", "\u00e9 \u4e2d\u6587 \U0001f642")

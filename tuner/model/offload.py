@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tuner.errors import MachineError, RecipeError
-from tuner.runtime.device import host_memory
 from tuner.runtime.files import gib
 from tuner.runtime.host import host_empty
+from tuner.runtime.memory import host_memory
 from tuner.runtime.torch_private import changes_in_place, storage_key
 
 IN_FLIGHT = 2

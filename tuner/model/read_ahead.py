@@ -9,7 +9,7 @@ from pathlib import Path
 from tuner.errors import TunerError
 from tuner.model.build import ModelSpec
 from tuner.model.weight_files import weight_files
-from tuner.runtime.device import host_memory
+from tuner.runtime.memory import host_memory
 
 _BLOCK = 8 << 20
 

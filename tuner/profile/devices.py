@@ -21,7 +21,8 @@ from typing import Literal
 
 from tuner.config.numbers import parse_bytes
 from tuner.errors import RecipeError
-from tuner.runtime.device import ADA, AMPERE, DeviceFacts, device_facts, host_memory
+from tuner.runtime.device import ADA, AMPERE, DeviceFacts, device_facts
+from tuner.runtime.memory import host_memory
 
 MIB, GIB = 1 << 20, 1 << 30
 PCIE = {3: 12e9, 4: 25e9, 5: 50e9}

@@ -14,13 +14,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
+
+import torch
 
 from tuner.errors import MachineError, counted
 from tuner.runtime.dist import cores
-
-if TYPE_CHECKING:
-    import torch
+from tuner.runtime.memory import host_memory
 
 ROUNDS, MOST_ROUNDS, MEASURED_S = 4, 40, 0.25
 """Products that are timed at least and at most, and the seconds after which no further one is begun."""
@@ -66,8 +66,6 @@ def device_facts(kind: Literal["auto", "cuda", "cpu"], index: int = 0) -> Device
 
     Raises MachineError when `cuda` is asked for and missing.
     """
-    import torch
-
     available = torch.cuda.is_available()
     if kind == "cuda" and not available:
         raise MachineError("train.device is cuda, but torch finds no CUDA device", hint="use --train.device cpu")
@@ -103,28 +101,8 @@ def _multiplies_bf16(flags: frozenset[str]) -> bool:
     return bool(flags & _BF16_FLAGS) and bound.upper() not in _ISAS_WITHOUT_BF16
 
 
-def host_memory() -> tuple[int, int]:
-    """Total and available bytes of the machine, bounded by the control group's limit."""
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-        facts = {key: int(value) * 1024 for key, value in re.findall(r"^(\w+):\s+(\d+) kB", text, flags=re.MULTILINE)}
-        total, free = facts["MemTotal"], facts["MemAvailable"]
-    except (OSError, KeyError, ValueError):
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        free = total
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text(encoding="ascii"))
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return total, free
-    return min(total, limit), max(0, min(free, limit - used))
-
-
 def room_on(device: torch.device, processes: int) -> int:
     """Bytes that this process can still take: on CUDA with what its allocator keeps; else its share of the host's."""
-    import torch
-
     if device.type != "cuda":
         return host_memory()[1] // processes
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -140,8 +118,6 @@ def measured_peak(kind: Literal["cuda", "cpu"], precision: str, index: int) -> f
     A product takes a few milliseconds, so that among so many one is undisturbed where other programs share the cores.
     Draws from a generator of its own, so that no other random number changes; on CUDA it returns its memory.
     """
-    import torch
-
     device = torch.device(kind, index) if kind == "cuda" else torch.device("cpu")
     dtype = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     is_slow = kind == "cpu" and not _multiplies(dtype)
@@ -165,8 +141,6 @@ def measured_peak(kind: Literal["cuda", "cpu"], precision: str, index: int) -> f
 
 def _multiplies(dtype: torch.dtype) -> bool:
     """Whether this processor has instructions for products in a type; for fp16 torch calls none of any."""
-    import torch
-
     return dtype == torch.float32 or (dtype == torch.bfloat16 and _multiplies_bf16(_processor()[1]))
 
 
@@ -211,16 +185,12 @@ def forget_cuda_error(device: torch.device) -> None:
 
     Torch has no function that asks for it, but every launch does, and clears it: this one is made for that.
     """
-    import torch
-
     with suppress(RuntimeError):
         torch.ones(1, device=device).add_(1)
 
 
 def to_device(array: object, device: torch.device) -> torch.Tensor:
     """A host array as a tensor on the device; nothing waits for the copy."""
-    import torch
-
     tensor = torch.as_tensor(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -263,8 +233,6 @@ class _HostMoment:
 
 class _CudaMoment:
     def __init__(self) -> None:
-        import torch
-
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record()
 
@@ -299,8 +267,6 @@ def target(tensor: torch.Tensor) -> str:
 
 def generation(index: int | None) -> int:
     """The first number of the compute capability of CUDA device ``index``, or of the one that is traced for."""
-    import torch
-
     if _traced:
         return _traced_generation
     return torch.cuda.get_device_capability(index)[0] if torch.cuda.is_available() else 0
@@ -316,8 +282,6 @@ def gpu_memory(tensor: torch.Tensor) -> int | None:
 
     That is on a CPU, and where a GPU is traced for whose memory nobody told.
     """
-    import torch
-
     if _traced is not None:
         return _traced_memory
     return int(torch.cuda.get_device_properties(tensor.device).total_memory) if tensor.is_cuda else None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 HostPart = Literal["optimizer", "activations", "gradients", "parameters", "staging"]
 """What bytes of the host are for, in the words of a prediction."""
@@ -20,8 +19,6 @@ def host_empty(shape: Sequence[int], dtype: torch.dtype, part: HostPart, near: t
     For a CUDA device it is page-locked, so that copies run while it computes. Raises RuntimeError as torch does
     where the host has no such memory left.
     """
-    import torch
-
     found = torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=near.type == "cuda")
     entered(found, part)
     return found

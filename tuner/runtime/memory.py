@@ -9,6 +9,7 @@ step holds, after a few steps.
 import ctypes
 import gc
 import mmap
+import os
 import re
 import resource
 import sys
@@ -43,6 +44,24 @@ class _Mallinfo(ctypes.Structure):
             *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
         )
     ]
+
+
+def host_memory() -> tuple[int, int]:
+    """Total and available bytes of the machine, bounded by the control group's limit."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        facts = {key: int(value) * 1024 for key, value in re.findall(r"^(\w+):\s+(\d+) kB", text, flags=re.MULTILINE)}
+        total, free = facts["MemTotal"], facts["MemAvailable"]
+    except (OSError, KeyError, ValueError):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        free = total
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text(encoding="ascii"))
+        used = int((group / "memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return total, free
+    return min(total, limit), max(0, min(free, limit - used))
 
 
 def resident_bytes() -> int | None:

@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from tuner.errors import MachineError
 from tuner.runtime.dist import RankInfo
 
@@ -82,8 +84,6 @@ def near_nodes(root: Path, rank_info: RankInfo, of_devices: Sequence[int] | None
 def device_nodes(root: Path, rank_info: RankInfo) -> list[int]:
     """The NUMA node of each local rank's CUDA device. Where a process sees its own alone, all are taken to be there.
     """
-    import torch
-
     addresses = []
     for index in range(torch.cuda.device_count()):
         facts: Any = torch.cuda.get_device_properties(index)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tuner.errors import MemoryLimitError
 from tuner.runtime.console import Console
-from tuner.runtime.device import host_memory
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
+from tuner.runtime.memory import host_memory
 from tuner.setup.less_memory import less_memory
 from tuner.setup.resolve import Resolved
 from tuner.setup.specs import trained_count, weight_parts

@@ -8,20 +8,19 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tuner.data.encoding.tokenizer_files import cache_root
-from tuner.errors import TunerError, counted
-from tuner.runtime.device import TO_COMPILE, VOLTA, DeviceFacts, compiler_problem, device_facts, host_memory
-from tuner.runtime.dist import cores
-from tuner.runtime.files import fsync_dir, fsync_path, scratch_dir
-from tuner.setup.machine_check import Check, Status
+from packaging.requirements import Requirement
 
-GIB = 1 << 30
+from tuner.data.encoding.tokenizer_files import cache_root
+from tuner.errors import TunerError
+from tuner.runtime.files import fsync_dir, fsync_path, scratch_dir
+from tuner.runtime.memory import host_memory
+from tuner.setup.machine_check import GIB, Check, Status, gib
+
 LOW_DISK = 10 * GIB
 """Below so much free room a model of a few billion parameters, its checkpoints and exports do not fit."""
 BOUNDED = ("torch", "transformers", "peft", "liger-kernel")
@@ -42,11 +41,11 @@ def examine(directory: Path) -> Iterator[Check]:
     tried: list[tuple[str, Callable[[], Iterator[Check]]]] = [
         ("python", _python),
         ("libraries", _libraries),
-        ("device", _device),
-        ("processor", _processor),
+        ("device", lambda: _with_torch("device")),
+        ("processor", lambda: _with_torch("processor")),
         ("memory", _memory),
-        ("compilers", _compilers),
-        ("kernels", _kernels),
+        ("compilers", lambda: _with_torch("compilers")),
+        ("kernels", lambda: _with_torch("kernels")),
         ("cache", lambda: _place("cache", cache_root(), "prepared data and downloaded tokenizers")),
         ("runs", lambda: _place("runs", directory, "run directories")),
         ("extras", _extras),
@@ -61,6 +60,13 @@ def examine(directory: Path) -> Iterator[Check]:
             yield Check(name, "broken", reason.splitlines()[0], "commands that need it fail", hint)
 
 
+def _with_torch(what: str) -> Iterator[Check]:
+    """What is tried with torch, of which none but these is to break where it cannot be imported."""
+    from tuner.setup.machine_torch import TRIED
+
+    yield from TRIED[what]()
+
+
 def _python() -> Iterator[Check]:
     found = f"{platform.python_version()} at {sys.executable}, {platform.system()} {platform.release()}"
     status: Status = "ok" if platform.system() == "Linux" else "warning"
@@ -69,8 +75,6 @@ def _python() -> Iterator[Check]:
 
 
 def _libraries() -> Iterator[Check]:
-    from packaging.requirements import Requirement
-
     try:
         wanted = [Requirement(line) for line in importlib.metadata.requires("tuner-lm") or ()]
     except importlib.metadata.PackageNotFoundError:
@@ -93,150 +97,19 @@ def _libraries() -> Iterator[Check]:
             yield Check(name, "ok", f"{version}, within {requirement.specifier}")
 
 
-def _device() -> Iterator[Check]:
-    import torch
-
-    facts = device_facts("auto")
-    if facts.kind == "cpu":
-        driver = Path("/proc/driver/nvidia/version")
-        if driver.is_file():
-            build = "a CPU build" if torch.version.cuda is None else f"a build for CUDA {torch.version.cuda}"
-            yield Check(
-                "device", "warning", f"{facts.name}; an NVIDIA driver is here, but torch finds no CUDA device",
-                f"torch is {build}: training takes the CPU", "install the torch build for this driver: pytorch.org",
-            )  # fmt: skip
-        else:
-            speed = "has bf16 instructions" if facts.bf16_fast else "has no bf16 instructions: computes in fp32"
-            yield Check("device", "ok", f"CPU, {facts.name}", f"no GPU: small models and tests; it {speed}")
-    else:
-        for index in range(torch.cuda.device_count()):
-            one = device_facts("cuda", index)
-            capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
-            room = f"{_gib(one.total_bytes)}, {_gib(one.free_bytes)} free"
-            status: Status = "ok" if one.bf16_fast else "warning"
-            found = f"cuda:{index} {one.name}, {room}, capability {capability}, {_computes(one)}"
-            yield Check("device", status, found, "" if one.bf16_fast else _WITHOUT_BF16[one.generation >= VOLTA])
-        yield Check("driver", "ok", f"CUDA {torch.version.cuda} of torch, driver {_driver()}")
-    yield _product(facts.kind)
-
-
-_WITHOUT_BF16 = {
-    True: "no bf16 units: computes in fp16, and the loss is scaled",
-    False: "neither bf16 nor fp16 units: computes in fp32, which is slow",
-}
-"""What the lack of bf16 means, by whether there are units for fp16."""
-
-
-def _computes(facts: DeviceFacts) -> str:
-    """What a GPU has units for, by the names of `train.precision`."""
-    there = {"bf16": facts.bf16_fast, "fp16": facts.generation >= VOLTA, "fp8": facts.has_fp8}
-    return "fp32" + "".join(f", {name}" for name, is_there in there.items() if is_there)
-
-
-def _product(kind: str) -> Check:
-    """A product of matrices on the device, against one that is known."""
-    import torch
-
-    started = time.perf_counter()
-    ones = torch.ones(64, 512, device=kind, dtype=torch.bfloat16)
-    result = ones @ ones.T
-    right = bool((result.float() == 512).all())
-    seconds = time.perf_counter() - started
-    if not right:
-        return Check("product", "broken", f"a bf16 product on the {kind} is wrong", "nothing can be trained on it")
-    return Check("product", "ok", f"a bf16 product on the {kind} is right ({seconds:.2f} s with its start)")
-
-
-def _driver() -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return "unknown: no nvidia-smi"
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
-    return done.stdout.split("\n", maxsplit=1)[0].strip() or "unknown"
-
-
-def _processor() -> Iterator[Check]:
-    import torch
-
-    here, may = os.cpu_count() or 1, cores()
-    quota = _quota()
-    found = f"{may} of {here} cores may be used, {counted(torch.get_num_threads(), 'thread')}"
-    if quota is not None and quota < may:
-        means = f"the control group allows {quota:g} cores' time: more threads than that wait for each other"
-        yield Check("processor", "warning", found, means, f"export OMP_NUM_THREADS={max(1, int(quota))}")
-    elif may < here:
-        yield Check("processor", "ok", found, "the affinity of this process leaves the others out (taskset, SLURM)")
-    else:
-        yield Check("processor", "ok", found)
-
-
-def _quota() -> float | None:
-    """Cores' time that the control group allows; None without a limit."""
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else int(limit) / int(period)
-
-
 def _memory() -> Iterator[Check]:
     total, free = host_memory()
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found = f"{_gib(total)}, {_gib(free)} free"
-    means = f"the control group's limit; the machine has {_gib(physical)}" if total < physical * 0.99 else ""
+    found = f"{gib(total)}, {gib(free)} free"
+    means = f"the control group's limit; the machine has {gib(physical)}" if total < physical * 0.99 else ""
     yield Check("memory", "ok", found, means)
-
-
-def _compilers() -> Iterator[Check]:
-    import torch
-
-    from tuner.model.native.library import c_compiler
-
-    compiler = c_compiler()
-    if compiler is None:
-        means = "kernels in C are not built: training on a CPU is slower"
-        yield Check("C compiler", "missing", "none of cc, gcc, clang", means, "apt install gcc")
-    else:
-        with scratch_dir("tuner-doctor-") as work:
-            source = work / "one.c"
-            source.write_text("int one(void) { return 1; }\n", encoding="ascii")
-            command = [compiler, "-shared", "-fPIC", str(source), "-o", str(source.with_suffix(".so"))]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        if done.returncode == 0:
-            yield Check("C compiler", "ok", f"{compiler} compiles")
-        else:
-            said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
-            means = "kernels in C are not built: training on a CPU is slower"
-            yield Check("C compiler", "warning", f"{compiler} fails: {said}", means, "apt install gcc libc6-dev")
-    problem = compiler_problem("cuda" if torch.cuda.is_available() else "cpu")
-    if problem is None:
-        yield Check("torch.compile", "ok", "a C++ compiler and Python's headers are here")
-    else:
-        means = "train.compile: true fails, auto trains uncompiled"
-        yield Check("torch.compile", "missing", problem, means, TO_COMPILE)
-
-
-def _kernels() -> Iterator[Check]:
-    import torch
-
-    from tuner.model.native.library import native_problem
-
-    if torch.cuda.is_available():
-        from tuner.setup.machine_cuda import examine_cuda
-
-        yield from examine_cuda()
-    elif (problem := native_problem()) is None:
-        yield Check("kernels", "ok", "native: those in C are built and loaded")
-    else:
-        yield Check("kernels", "missing", problem, "model.kernels: auto takes torch's, which is slower on a CPU")
 
 
 def _place(name: str, path: Path, what: str) -> Iterator[Check]:
     """A directory that is written to: its room, its file system, and whether it can lock, flush and rename."""
     there = next(each for each in (path.absolute(), *path.absolute().parents) if each.is_dir())
     room, kind = shutil.disk_usage(there).free, _filesystem(there)
-    found = f"{path}: {_gib(room)} free, {kind}"
+    found = f"{path}: {gib(room)} free, {kind}"
     try:
         seconds = _try(there)
     except OSError as error:
@@ -297,8 +170,6 @@ def _extras() -> Iterator[Check]:
 
 def _packages(extra: str) -> str:
     """What an extra installs, by the metadata of tuner."""
-    from packaging.requirements import Requirement
-
     try:
         wanted = [Requirement(line) for line in importlib.metadata.requires("tuner-lm") or ()]
     except importlib.metadata.PackageNotFoundError:
@@ -319,7 +190,3 @@ def _hub() -> Iterator[Check]:
     token = "a token" if get_token() else "no token"
     means = "" if get_token() else "gated models and tuner push need one: hf auth login, or HF_TOKEN"
     yield Check("hub", "ok", f"{where}, {token}, cache {constants.HF_HUB_CACHE}", means)
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:,.1f} GiB"

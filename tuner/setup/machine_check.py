@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Status = Literal["ok", "missing", "warning", "broken"]
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -22,3 +23,8 @@ class Check:
 def as_json(check: Check) -> dict[str, Any]:
     """A check as JSON values."""
     return dict(vars(check))
+
+
+def gib(count: int) -> str:
+    """Bytes for people, always in one unit."""
+    return f"{count / GIB:,.1f} GiB"

@@ -26,15 +26,9 @@ from tuner.model.kernels import has_liger
 from tuner.model.native.library import native_problem
 from tuner.model.row_layout import Route, route_of
 from tuner.model.vetting import asks_router_logits
-from tuner.runtime.device import (
-    TO_COMPILE,
-    DeviceFacts,
-    compiler_problem,
-    device_facts,
-    host_memory,
-    triton_problem,
-)
+from tuner.runtime.device import TO_COMPILE, DeviceFacts, compiler_problem, device_facts, triton_problem
 from tuner.runtime.dist import RankInfo
+from tuner.runtime.memory import host_memory
 from tuner.runtime.process import device_index
 from tuner.setup.precision import float8_reason, frozen_dtype, kernels_problem, precision_for, require_precision
 from tuner.setup.settled import changed, copy_on_each_machine, in_groups, rows_at_once, sharing

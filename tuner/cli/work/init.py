@@ -12,7 +12,7 @@ from tuner.data.look import look
 from tuner.errors import RecipeError
 from tuner.runtime.activity import LABEL_WIDTH
 from tuner.runtime.console import Console
-from tuner.runtime.device import host_memory
+from tuner.runtime.memory import host_memory
 
 NVIDIA = Path("/proc/driver/nvidia/gpus")
 """Where the driver lists its devices: without it torch, which takes seconds, is not asked for any."""
