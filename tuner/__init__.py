@@ -49,25 +49,23 @@ __all__ = [
 if TYPE_CHECKING:
     from tuner.api.answers import generate, load_generator
     from tuner.api.checks import check_recipe, doctor
-    from tuner.api.data import prepare_data
     from tuner.api.exports import export_hf, push
     from tuner.api.measures import fit, profile
     from tuner.api.proofs import prove, verify_resume
     from tuner.api.runs import runs, show_run
     from tuner.api.scores import evaluate, score_tasks
-    from tuner.api.training import resume, train
+    from tuner.api.training import prepare_data, resume, train
     from tuner.config.load import load_recipe
 
 _PLACES = {
     "tuner.api.answers": ("generate", "load_generator"),
     "tuner.api.checks": ("check_recipe", "doctor"),
-    "tuner.api.data": ("prepare_data",),
     "tuner.api.exports": ("export_hf", "push"),
     "tuner.api.measures": ("fit", "profile"),
     "tuner.api.proofs": ("prove", "verify_resume"),
     "tuner.api.runs": ("runs", "show_run"),
     "tuner.api.scores": ("evaluate", "score_tasks"),
-    "tuner.api.training": ("resume", "train"),
+    "tuner.api.training": ("prepare_data", "resume", "train"),
     "tuner.config.load": ("load_recipe",),
 }
 """The functions of the Python API by their modules, of which each is imported when one of its functions is first used.

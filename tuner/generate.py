@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -23,6 +24,7 @@ from transformers import (
 )
 
 from tuner.data.encoding.template import EndlessTemplateError, LoadedTemplates
+from tuner.data.encoding.tokenizer_files import cache_root
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export.quantized import base_of_kind
 from tuner.export.source import Source, resolve
@@ -249,8 +251,6 @@ def _place(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _with_adapter(path: Path, base: str | None, dtype: torch.dtype) -> Any:
-    from peft import PeftModel
-
     vet_adapter(path)
     facts = read_json(path / "adapter_config.json")
     _require_text(str(path), facts.get("task_type") != "SEQ_CLS")
@@ -331,8 +331,6 @@ def _readable_errors(name: str) -> Iterator[None]:
 
 def base_record(lineage_sha256: str) -> Path:
     """Where this machine keeps the local base model of an export with this `tuner.json`. DataError for a link there."""
-    from tuner.data.encoding.tokenizer_files import cache_root
-
     return unlinked(cache_root(), "exports", f"{lineage_sha256}.json")
 
 

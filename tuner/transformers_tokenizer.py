@@ -155,11 +155,10 @@ def _require_readable(files: Mapping[str, bytes]) -> None:
 
 def _load(files: Mapping[str, bytes], model_config: bytes | None, job: Path) -> Any:
     """The tokenizer as `AutoTokenizer` loads it from a directory of these files. Raises _RefusedError."""
-    from transformers import AutoTokenizer
-    from transformers.utils import logging
+    import transformers
 
-    logging.set_verbosity_error()
-    auto: Any = AutoTokenizer
+    transformers.utils.logging.set_verbosity_error()
+    auto: Any = transformers.AutoTokenizer
     with tempfile.TemporaryDirectory(dir=job) as directory:
         _write(Path(directory), {**files, **({} if model_config is None else {MODEL_CONFIG: model_config})})
         try:

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from tests.fixtures.commands import tuner
-from tuner.api.data import prepare_data
+from tuner.api.training import prepare_data
 from tuner.cli.output import SCHEMA_PATH
 from tuner.cli.work.schedule import drawing, figures, planned_schedule
 from tuner.config.dump import recipe_dict

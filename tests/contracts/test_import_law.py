@@ -45,10 +45,8 @@ NEVER_HEAVY = {"errors", "config", "data", "rundir"}
 # These may, but only inside a function.
 LAZILY_HEAVY = {"runtime", "cli", ""}
 # These are loaded with torch only: they stand on its process groups, its private names and its CUDA runtime.
-HEAVY_MODULES = {
-    f"tuner.runtime.{name}"
-    for name in ("deterministic", "device", "host", "numa", "page_lock", "process", "torch_private")
-}
+_WITH_TORCH = ("deterministic", "device", "host", "numa", "page_lock", "process", "torch_private")
+HEAVY_MODULES = {f"tuner.runtime.{name}" for name in _WITH_TORCH}
 # What commands do once their arguments are read: it may load torch, and is itself imported only inside functions.
 WORK = "tuner.cli.work."
 # Who may see the whole recipe; everything else gets its own section or plain values.

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tests.fixtures import forked, trainings
-from tuner.api.data import prepare_data
+from tuner.api.training import prepare_data
 
 MOST, MOST_OF_DATA = 197, 19
 """Ten are the parts of a launch, each of which says in a file of its own what asks for it. Of data, five are what

@@ -95,7 +95,7 @@ def test_other_bytes_on_the_hub_are_found(hub: Hub, export: Path) -> None:
 
 
 def test_no_token_no_request(hub: Hub, export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    monkeypatch.setattr("tuner.export.hub.get_token", lambda: None)
     with pytest.raises(MachineError, match="there is no token"):
         push(plan_push(export, "me/model"), endpoint=hub.url)
     assert hub.created == []

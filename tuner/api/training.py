@@ -1,4 +1,4 @@
-"""Runs that are begun and resumed."""
+"""Data that is prepared, and runs that are begun and resumed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from tuner.api.given import RecipeSource, absolute, level_of, loaded_of, overrides_of
+from tuner.api.given import RecipeSource, absolute, console_of, level_of, loaded_of, overrides_of
 from tuner.config.load import LoadedRecipe
+from tuner.data.building.prepare import PreparedInfo, prepare
+from tuner.data.building.spec import prepare_spec
 from tuner.run.changes import parse_reset
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.run.status import nothing_to_do, resume_source, status_of
@@ -15,6 +17,16 @@ from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 
 ResumeMode = Literal["auto", "must", "never"] | Path
+
+
+def prepare_data(recipe: RecipeSource, quiet: bool = False) -> PreparedInfo:
+    """Prepare the recipe's data, or find it prepared; progress goes to stderr.
+
+    Raises RecipeError, DataError and MachineError as `tuner prepare-data` reports them.
+    """
+    found = loaded_of(recipe).recipe
+    spec = prepare_spec(found.model, found.tokenizer, found.data, found.method, found.seed)
+    return prepare(spec, console_of(found.logging.level, quiet))
 
 
 def train(

@@ -36,6 +36,7 @@ from tuner.checkpoint.shard_hash import HASHERS, Chunk, read_bytes, shard_sha256
 from tuner.checkpoint.staging import Staged
 from tuner.errors import TunerError
 from tuner.runtime.files import fsync_dir, machine_error, write_all, write_new
+from tuner.runtime.parts import part_of
 from tuner.runtime.process import Collective
 from tuner.runtime.safetensors_header import TYPES, safetensors_header
 
@@ -192,8 +193,6 @@ def _wanted(tensor: torch.Tensor) -> list[tuple[ChunkStorageMetadata, torch.Tens
 
 
 def _boxes(tensor: DTensor) -> tuple[Box, ...]:
-    from tuner.runtime.parts import part_of  # one process has no such tensors
-
     return part_of(tensor).boxes
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tuner import __version__
 from tuner.cli.layout import HelpfulCommand, HelpfulGroup
 from tuner.errors import RecipeError
 
@@ -140,8 +141,6 @@ def _root(
         _completion(shell, install_completion)
         raise typer.Exit
     if version:
-        from tuner import __version__
-
         print(f"tuner {__version__}")
         raise typer.Exit
     if ctx.invoked_subcommand is None:

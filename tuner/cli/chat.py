@@ -37,10 +37,9 @@ def chat(
         name = model_name(model)
         console = console_of("debug" if verbose else "info")
         with console.doing("loading torch", at_once=True):
-            from tuner.cli.work.talk import talk_to
-            from tuner.generate import Sampling
+            from tuner.cli.work import talk as work
 
-        sampling = Sampling(max_new_tokens, temperature, seed, top_p, top_k)
-        return talk_to(name, base, sampling, system, None if json else stdout, console)
+        sampling = work.Sampling(max_new_tokens, temperature, seed, top_p, top_k)
+        return work.talk_to(name, base, sampling, system, None if json else stdout, console)
 
     run_command("chat", OutputOptions(json, verbose, debug), body)

@@ -61,13 +61,11 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     target = None if output is None else input_path(output)
     console = console_of("debug" if verbose else "info")
     with console.doing("loading torch", at_once=True):
-        from tuner.cli.work.export_hf import export
-        from tuner.export.plan import ExportOptions
-        from tuner.export.source import Weights
+        from tuner.cli.work import export_hf as work
 
-    average = Weights.parse(weights)
-    options = ExportOptions(dtype, adapter, shard_bytes, _named(base_model), text_only, base, average)
-    return export(source, target, chosen, options, dry_run, console)
+    average = work.Weights.parse(weights)
+    options = work.ExportOptions(dtype, adapter, shard_bytes, _named(base_model), text_only, base, average)
+    return work.export(source, target, chosen, options, dry_run, console)
 
 
 def _step(text: str) -> int | Literal["newest", "best"]:

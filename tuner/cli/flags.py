@@ -9,14 +9,13 @@ flag that is wrong; a test holds each of these, so that it is seen when one of t
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Annotated, Any
+import io
+from typing import Annotated, Any
 
 from cyclopts import App, Group, Parameter
+from rich.console import Console
 
 from tuner.config.fields import Field, fields
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 TITLES = {"": "Recipe"}
 
@@ -24,6 +23,13 @@ TITLES = {"": "Recipe"}
 def print_flags(console: Console | None = None, section: str | None = None) -> None:
     """Print the recipe's flags, or those of one section, with what they allow and their defaults (to stdout)."""
     flags_app(section).help_print([], console=console)
+
+
+def flags_text(section: str | None, width: int, colour: bool) -> str:
+    """The same as it is printed on a terminal of so many columns."""
+    stream = io.StringIO()
+    print_flags(Console(file=stream, width=width, force_terminal=colour), section)
+    return stream.getvalue().rstrip("\n")
 
 
 def flags_app(section: str | None = None) -> App:

@@ -59,10 +59,9 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter for each option
         console = console_of("debug" if verbose else "info")
         with console.doing("loading torch", at_once=True):
             from tuner.cli.work import generate as work
-            from tuner.generate import Sampling
 
         prompts = work.prompts_of(prompt or [], file, system, raw)
-        sampling = Sampling(max_new_tokens, temperature, seed, top_p, top_k)
+        sampling = work.Sampling(max_new_tokens, temperature, seed, top_p, top_k)
         return work.answer(name, base, compare is not None, prompts, sampling, console)
 
     run_command("generate", OutputOptions(json, verbose, debug), body)

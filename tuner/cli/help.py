@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 import sys
@@ -74,14 +73,9 @@ def explained(words: list[str]) -> str:
 
 def flags_of(section: str | None) -> str:
     """The recipe's flags of one section, or of all, as they are printed for this terminal."""
-    from rich.console import Console
+    from tuner.cli.flags import flags_text  # which loads cyclopts: help of a command does without
 
-    from tuner.cli.flags import print_flags  # which loads cyclopts: help of a command does without
-
-    stream = io.StringIO()
-    colour = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
-    print_flags(Console(file=stream, width=_width(), force_terminal=bool(colour)), section)
-    return stream.getvalue().rstrip("\n")
+    return flags_text(section, _width(), sys.stderr.isatty() and not os.environ.get("NO_COLOR"))
 
 
 def _one(field: Field) -> str:

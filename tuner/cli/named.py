@@ -103,16 +103,15 @@ def run_or_hub(argument: str) -> Path | HubModel:
 
 def _not_on_hub(name: str) -> str | None:
     """Why a hub name is not available: neither cached nor there; None where it is. One request, without retries."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub import HfApi, errors, try_to_load_from_cache
 
     try:
         if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", "adapter_config.json")):
             return None
         HfApi().model_info(name, timeout=HUB_SECONDS)
-    except (RepositoryNotFoundError, HFValidationError):
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
         return "the hub has none of that name"
-    except HfHubHTTPError:
+    except errors.HfHubHTTPError:
         return None  # it answered: loading says what is wrong
     except Exception:  # noqa: BLE001 (of the HTTP client, which is another library in other versions of the hub's)
         return "the hub cannot be reached"

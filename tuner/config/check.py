@@ -146,18 +146,16 @@ def _not_a_mapping(tree: Node, path: KeyPath, value: Any) -> str:
     meant = _meant(f"{path[0]}.kind", value) if kinds and len(path) == 1 else None
     if meant:
         return f"got {shown(value)}; {meant.replace('write ', f'write {path[0]}.kind: ', 1)}"
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict) and len(path) == 1:
-        from tuner.config.advice import given_in, of_item
+    from tuner.config.advice import given_in, of_item
+    from tuner.config.other_keys import kind_of_adapter
 
-        if (answer := of_item(str(path[0]), value[0], given_in(tree))) is not None:
-            return answer
+    is_item = isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict) and len(path) == 1
+    if is_item and (answer := of_item(str(path[0]), value[0], given_in(tree))) is not None:
+        return answer
     if path == ("model",) and isinstance(value, str):
         return f"got {shown(value)}; write model: {{name_or_path: {value}}}"
     kind = value if isinstance(value, str) and value in kinds else None
     if path == ("adapter",) and kind == "lora":  # other tools say by a key beside it that it is DoRA
-        from tuner.config.advice import given_in
-        from tuner.config.other_keys import kind_of_adapter
-
         kind = kind_of_adapter(given_in(tree))
     hint = f"; write {path[0]}: {{kind: {kind}}}" if kind is not None else ""
     return f"got {shown(value)}; allowed: {allowed}{hint}"

@@ -6,10 +6,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tuner.config.check import check
+from tuner.config.dump import recipe_yaml
 from tuner.config.overrides import Override, merge
 from tuner.config.paths import recipes_dir, resolve_paths
 from tuner.config.recipe import NAME, Recipe
@@ -115,8 +117,6 @@ def read_recipe(source: Source = None, overrides: Sequence[Override] = (), cwd: 
         return ReadRecipe(None, tuple(problems.found), hint)
     origins = {dotted(key): node.where for key, node in tree.leaves() if node.where != "default"}
     if not text and not problems.found:
-        from tuner.config.dump import recipe_yaml
-
         text = recipe_yaml(recipe)
     loaded = LoadedRecipe(recipe, path, path.parent if path else cwd, text, origins)
     return ReadRecipe(loaded, tuple(problems.found), hint)
@@ -153,8 +153,6 @@ def _locate(source: Path | str, cwd: Path) -> Path:
         return shipped[name]
     if path.is_dir():
         raise RecipeError(f"{source} is a directory, not a recipe", hint="name the recipe's YAML file")
-    from difflib import get_close_matches
-
     near = get_close_matches(Path(name).stem, shipped, 1, 0.6)
     hint = f"did you mean the shipped recipe {near[0]}?" if near else "see: tuner recipes list, tuner init --help"
     raise RecipeError(f"no recipe {source}", hint=hint)

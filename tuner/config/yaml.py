@@ -90,13 +90,11 @@ class _Builder:
         """Nodes by their anchors, with how many there are in each; None where a file has none."""
 
     def build(self, text: str) -> Node | None:
-        from ruamel.yaml import YAML
-        from ruamel.yaml.error import MarkedYAMLError, YAMLError
-        from ruamel.yaml.reader import ReaderError
+        from ruamel import yaml
 
         root: Node | None = None
         try:
-            events = self._checked(YAML(typ="safe", pure=True).parse(text))
+            events = self._checked(yaml.YAML(typ="safe", pure=True).parse(text))
             for event in events:
                 if type(event).__name__ == "DocumentStartEvent":
                     if root is not None:
@@ -104,16 +102,16 @@ class _Builder:
                     root = self._node(next(events), events, ())
         except _Stop:
             return None
-        except MarkedYAMLError as error:
+        except yaml.error.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             where = f"{self.name}:{mark.line + 1}:{mark.column + 1}" if mark else f"{self.name}:1:1"
             hint = "; indent with spaces" if "'\\t'" in str(error.problem) else ""
             self.problems.add(where, "", f"not YAML: {error.problem or error.context}{hint}")
-        except ReaderError as error:
+        except yaml.reader.ReaderError as error:
             line = text.count("\n", 0, error.position) + 1
             column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
             self.problems.add(f"{self.name}:{line}:{column}", "", f"not YAML: control character {error.character!r}")
-        except (YAMLError, ValueError, RecursionError) as error:
+        except (yaml.error.YAMLError, ValueError, RecursionError) as error:
             self.problems.add(f"{self.name}:1:1", "", f"not YAML: {(str(error).splitlines() or ['too deep'])[0]}")
         if root is not None and root.value is None:
             return None

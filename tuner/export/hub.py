@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
 from tuner.checkpoint.manifest import step_dirs
 from tuner.errors import DataError, MachineError, RecipeError, TunerError, VerificationError
 from tuner.export.card import CARD
@@ -110,8 +113,6 @@ def push(
     The token is that of HF_TOKEN, or of `hf auth login`. ``endpoint`` is by default HF_ENDPOINT's. What fails in the
     hub or on the way is tried again. Raises MachineError, and VerificationError where the hub holds other bytes.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
-
     started = time.perf_counter()
     token = get_token()
     if token is None:
@@ -204,8 +205,6 @@ class _Tries:
 
 
 def _kind(error: Exception) -> Literal["transient", "refused", "other"]:
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
     if isinstance(error, OfflineModeIsEnabled):
         raise MachineError("HF_HUB_OFFLINE is set", hint="unset it to push") from error
     if isinstance(error, HfHubHTTPError):

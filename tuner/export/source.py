@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.checkpoint.manifest import step_dirs, step_name
+from tuner.checkpoint.open import open_checkpoint
 from tuner.config.methods import Head
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.layout import EMA_PREFIX, MODEL_PREFIX
@@ -209,8 +210,6 @@ def averaged_over(last: CheckpointInfo, weights: Weights) -> tuple[CheckpointInf
 
     ``last`` alone unless a mean is asked for. Raises DataError where there are too few, or one is damaged.
     """
-    from tuner.checkpoint.open import open_checkpoint
-
     if weights.kind != "mean":
         return (last,)
     before = [(step, path) for step, path in step_dirs(last.path.parent) if step < last.step]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -170,8 +171,6 @@ def load_adapter(directory: Path, base: PreTrainedModel) -> torch.nn.Module:
 
     Raises VerificationError unless peft holds every tensor of the files, by its name there.
     """
-    from peft import PeftModel, get_peft_model_state_dict
-
     try:
         model: Any = PeftModel.from_pretrained(base, str(directory))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -207,8 +206,6 @@ def fill(model: torch.nn.Module, values: Iterable[tuple[str, TensorSource]]) -> 
 
 def fill_adapter(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     """The same for an adapter, by peft's names. Raises VerificationError for one that it lacks."""
-    from peft import set_peft_model_state_dict
-
     loaded: Any = model
     report: Any = set_peft_model_state_dict(loaded, {name: tensor.float() for name, tensor in values.items()})
     if report.unexpected_keys:

@@ -17,6 +17,8 @@ from tuner.errors import DataError
 from tuner.export.quantized import published_codes, quantized_base, reading_quantizer, with_weights
 from tuner.export.source import Source
 from tuner.export.tensors import mean_of
+from tuner.init_from.give import give_frozen
+from tuner.init_from.target import target_of
 from tuner.model import transformers_private
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, auto_model, build_model, meta_model
@@ -183,9 +185,6 @@ def base_model(source: Source) -> PreTrainedModel:
 
 def _give_frozen(source: Source, model: PreTrainedModel) -> None:
     """Give a base what the run's `model.init_from` gave those of its weights that were not trained."""
-    from tuner.init_from.give import give_frozen
-    from tuner.init_from.target import target_of
-
     section, trainable, config = ModelSection(**source.model_section), trainable_spec_of(source), read_config(source)
     plain, adapted = (meta_model(config, torch.float32, source.head) for _ in range(2))
     trainable.apply(adapted, seed=0)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
 from tuner.init_from.sources import LORA_A, LORA_B, MAGNITUDE, NEW_ROWS, plain_name
+from tuner.model.adapter import ADAPTER, lora_layers
 from tuner.model.build import is_part
 from tuner.model.published import Published, published, state_names
 from tuner.model.tokens import trainable_tokens
@@ -81,8 +82,6 @@ def target_of(
             "model.init_from: the language model of a multimodal checkpoint cannot take weights from elsewhere",
             hint="name the directory of those weights as model.name_or_path",
         )
-    from tuner.model.adapter import ADAPTER, lora_layers
-
     ends = [layer for layer in (plain.get_input_embeddings(), plain.get_output_embeddings()) if layer is not None]
     rows = {id(parameter) for layer in ends for parameter in layer.parameters(recurse=False)}
     grows = {name for name, tensor in state_names(plain).items() if id(tensor) in rows}

@@ -14,11 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from tuner.config.methods import Head
 from tuner.errors import DataError, MachineError, RecipeError, is_out_of_memory
@@ -271,7 +278,6 @@ def fetch_weights(spec: ModelSpec) -> None:
     download of 100 GB takes longer than they may. Files that are there already cost a request. Raises MachineError.
     """
     from huggingface_hub import constants, hf_hub_download, snapshot_download
-    from huggingface_hub.errors import EntryNotFoundError
 
     name = spec.name_or_path
     if spec.random_init or constants.HF_HUB_OFFLINE or Path(name).is_dir() or os.path.isabs(name):
@@ -344,8 +350,6 @@ def auto_model(head: Head, config: PretrainedConfig, whole: bool = False) -> Any
             if whole_class(config) is not None:
                 return whole_auto(config) if whole else language_model_class(config)
         return AutoModelForCausalLM
-    from transformers import AutoModelForSequenceClassification
-
     return AutoModelForSequenceClassification
 
 
@@ -518,8 +522,6 @@ def _reason(error: BaseException) -> str:
 @contextlib.contextmanager
 def _without_progress(reports: bool = True) -> Iterator[None]:
     """Within, transformers shows no bars and, without ``reports``, not what of the files it does not take."""
-    from transformers.utils import logging
-
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     if not reports:

@@ -262,8 +262,6 @@ def holders(tensor: torch.Tensor, mesh: Mesh) -> int:
     """
     if not isinstance(tensor, DTensor):
         return mesh.size
-    from tuner.runtime.parts import cuts_of  # one process has no such tensors
-
     split = (axis for axis, cut in enumerate(cuts_of(tensor)) if cut is not None)
     return mesh.size // prod(map(tensor.device_mesh.size, split))
 

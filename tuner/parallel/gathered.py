@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tuner.parallel.expert import experts_kept_whole
 from tuner.parallel.lookup import kept_whole
 from tuner.runtime.parts import cuts_of
 from tuner.runtime.torch_private import fsdp_groups
@@ -38,8 +39,6 @@ def _gathered_bytes(parameter: DTensor) -> int:
 def _experts_kept_whole(root: nn.Module) -> AbstractContextManager[None]:
     if "tuner.parallel.expert" not in sys.modules:  # no model of this process has them spread
         return nullcontext()
-    from tuner.parallel.expert import experts_kept_whole
-
     return experts_kept_whole(root)
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from tuner.parallel.layouts import along
 from tuner.parallel.mesh import inner_axes
 from tuner.runtime.parts import cuts_of, part_at
 
@@ -102,8 +103,6 @@ class _Widened:
 
 def _unsharded(sharded: DTensor) -> torch.Tensor:
     """What FSDP2 gathers of a parameter, in its own type: all of it, or of what a tensor group splits this part."""
-    from tuner.parallel.layouts import along
-
     mesh, cuts, part = sharded.device_mesh, cuts_of(sharded), sharded.to_local().detach()
     inner, names = inner_axes(mesh), mesh.mesh_dim_names or ()
     place = mesh.get_coordinate()

@@ -10,6 +10,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from tuner.config.recipe import ParallelSection
 from tuner.errors import RecipeError
 from tuner.model.flops import n_experts
+from tuner.parallel.expert import check_spread
+from tuner.parallel.sequence import check_cut
+from tuner.parallel.tensor.plan import check_split
 
 LARGEST = 64
 """Up to which sizes are listed and searched."""
@@ -85,30 +88,9 @@ def _widths(config: PretrainedConfig) -> tuple[int, ...]:
     return tuple(sorted(set(width))) if isinstance(width, list | tuple) else (int(width),)
 
 
-def _check_split(model: PreTrainedModel, size: int) -> None:
-    """Raise RecipeError for a model whose layers cannot be split."""
-    from tuner.parallel.tensor.plan import check_split  # few launches have the axes
-
-    check_split(model, size)
-
-
-def _check_cut(model: PreTrainedModel, size: int) -> None:
-    """Raise RecipeError for a model whose rows cannot be cut."""
-    from tuner.parallel.sequence import check_cut
-
-    check_cut(model, size)
-
-
-def _check_spread(model: PreTrainedModel, size: int) -> None:
-    """Raise RecipeError for a model whose experts cannot be spread."""
-    from tuner.parallel.expert import check_spread
-
-    check_spread(model, size)
-
-
 _CHECKS: Mapping[str, Callable[[PreTrainedModel, int], None]] = {
-    "tensor": _check_split,
-    "sequence": _check_cut,
-    "expert": _check_spread,
+    "tensor": check_split,
+    "sequence": check_cut,
+    "expert": check_spread,
 }
 """What is checked of a model for each axis besides its numbers."""

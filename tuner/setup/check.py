@@ -12,17 +12,24 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
+
 from tuner.config.load import ReadRecipe
 from tuner.config.methods import CustomMethod, DistillMethod
 from tuner.config.optimizers import CustomOptimizer, rounds_by_chance
 from tuner.config.recipe import DataSource, Recipe
 from tuner.config.schedules import CustomSchedule
 from tuner.config.windows import PLACE
+from tuner.data.encoding.template import ChatTemplate
+from tuner.data.encoding.tokenizer_files import holds_tokenizer, without_files
+from tuner.data.sources import expand
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.layout import RECORD
 from tuner.runtime.files import read_json
 from tuner.setup.findings import Findings
 from tuner.setup.settled import AXES, in_groups, rows_at_once, sharing, with_whole_batches
+from tuner.train.plan import Plan
+from tuner.train.schedule import schedule_flaws
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PARTS = 1000
@@ -66,11 +73,6 @@ def schedule_warnings(recipe: Recipe) -> list[str]:
     spans = [section.warmup, getattr(section, "decay", None), *getattr(section, "periods", ())]
     if not {span.unit for span in spans if span is not None} <= ({"steps", "%"} if is_known else {"%"}):
         return []
-    import numpy as np
-
-    from tuner.train.plan import Plan
-    from tuner.train.schedule import schedule_flaws
-
     plan = Plan(1, 1, 1, int(duration.count) if is_known else PARTS)
     return schedule_flaws(section, plan, np.ones(1, dtype=np.int64), is_known)
 
@@ -114,12 +116,11 @@ def local_model(recipe: Recipe) -> Path | None:
     name = recipe.model.name_or_path
     if os.path.isabs(name):
         return Path(name)
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub import errors, try_to_load_from_cache
 
     try:
         config = try_to_load_from_cache(name, "config.json", revision=recipe.model.revision)
-    except (HFValidationError, OSError):
+    except (errors.HFValidationError, OSError):
         return None
     return Path(config).parent if isinstance(config, str) else None
 
@@ -206,8 +207,6 @@ def _check_weights(directory: Path) -> None:
 
 
 def _check_tokenizer(recipe: Recipe, found: Findings) -> None:
-    from tuner.data.encoding.tokenizer_files import holds_tokenizer, without_files
-
     section = recipe.tokenizer
     name = section.name_or_path or recipe.model.name_or_path
     if name != "byte" and os.path.isabs(name) and not found.has("model"):
@@ -223,8 +222,6 @@ def _check_tokenizer(recipe: Recipe, found: Findings) -> None:
 
 
 def _check_template(path: Path) -> None:
-    from tuner.data.encoding.template import ChatTemplate
-
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -246,8 +243,6 @@ def _check_source(source: DataSource) -> None:
     """
     if not os.path.isabs(source.path) or PLACE in source.path:
         return
-    from tuner.data.sources import expand
-
     files = expand([source])
     if all(file.size() == 0 for file in files):
         raise DataError(f"{source.path}: empty")

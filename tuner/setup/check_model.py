@@ -23,14 +23,18 @@ from tuner.model.adapter import linear_layers, refuse_others
 from tuner.model.build import decoder_blocks, meta_model, model_config
 from tuner.model.freeze import select
 from tuner.model.output_layer import LogitTransform
+from tuner.model.quantize.layers import quantize_
 from tuner.model.root import CausalLM, embedding_parameters, outer_parameters, trained_parameters
+from tuner.model.router_loss import router_loss
 from tuner.model.stored import index_names
+from tuner.model.touched_rows import row_tables
 from tuner.model.vetting import holds_codes, require_known_losses
 from tuner.parallel.assemble import recomputed_count
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.safetensors_header import read_header
 from tuner.setup.build import held_out_rows
 from tuner.setup.findings import Findings
+from tuner.setup.initial import check_initial
 from tuner.setup.resolve import (
     ROUTES,
     Resolved,
@@ -69,8 +73,6 @@ def check_model(recipe: Recipe, directory: Path, found: Findings) -> str | None:
             require_axes(recipe.parallel, model)
         check_parts(recipe, model, found)
         if recipe.model.init_from and not recipe.tokenizer.add_tokens and not found.problems:
-            from tuner.setup.initial import check_initial
-
             with found.of("model.init_from"):
                 check_initial(here, trainable_of(recipe, range(0)), found)
     return apart
@@ -103,8 +105,6 @@ def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids
     with found.of("model.config"):
         require_known_losses(model.config)
     if recipe.model.router_aux_loss_coef:
-        from tuner.model.router_loss import router_loss
-
         with found.of("model.router_aux_loss_coef"):
             router_loss(model, recipe.model.router_aux_loss_coef)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -112,8 +112,6 @@ def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids
     if isinstance(recipe.adapter, LowRankAdapter):
         _check_adapter(recipe.adapter, model, found)
     if (quantize := quantize_of(recipe)) is not None and len(found.problems) == before:
-        from tuner.model.quantize.layers import quantize_
-
         with found.of("model.quantize"):
             quantize_(model, quantize)
     train = recipe.train
@@ -130,8 +128,6 @@ def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids
         with found.of("optimizer.groups"):
             chosen_groups(parameters, recipe.optimizer.groups)
         if recipe.optimizer.rows:
-            from tuner.model.touched_rows import row_tables
-
             with found.of("optimizer.rows"):
                 tables = row_tables(root.model, [pattern for item in recipe.optimizer.rows for pattern in item.match])
                 chosen_groups(tables, recipe.optimizer.rows, "optimizer.rows")

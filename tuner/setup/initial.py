@@ -17,6 +17,7 @@ from tuner.init_from.plan import KEY, InitPlan
 from tuner.init_from.report import report, summary
 from tuner.init_from.target import Target, target_of
 from tuner.model.build import meta_model, model_config
+from tuner.model.quantize.layers import quantizable
 from tuner.model.trainable import TrainableSpec
 from tuner.setup.findings import Findings
 from tuner.setup.resolve import Resolved, model_spec, quantize_of
@@ -48,8 +49,6 @@ def _target(recipe: Recipe, config: PretrainedConfig, trainable: TrainableSpec) 
     plain, adapted = (meta_model(config, torch.float32, head) for _ in range(2))
     coded = frozenset[str]()
     if (quantize := quantize_of(recipe)) is not None:
-        from tuner.model.quantize.layers import quantizable
-
         coded = frozenset(f"{name}.weight" for name in quantizable(plain, quantize.kept))
     trainable.apply(adapted, recipe.seed)
     return target_of(plain, adapted, trainable, coded)

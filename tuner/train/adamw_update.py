@@ -11,6 +11,7 @@ from functools import cache
 
 import torch
 
+from tuner.model.native import library
 from tuner.runtime.device import is_traced, target, triton_problem
 from tuner.train.moments import BLOCK, FIRST_CELL, LAST_CELL, At, CodeMap, Moment, Part, Step, decode, encode
 from tuner.train.stochastic import noise, rounded
@@ -37,9 +38,7 @@ def update(part: Part, step: Step) -> None:
 
 @cache
 def _has_native() -> bool:
-    from tuner.model.native.library import native_problem
-
-    return native_problem() is None
+    return library.native_problem() is None
 
 
 @cache
@@ -48,8 +47,6 @@ def _has_triton() -> bool:
 
 
 def _update_native(part: Part, step: Step) -> None:
-    from tuner.model.native import library
-
     weight = part.weight
     rows, width = weight.shape
     signed, unsigned = step.average_codes, step.square_codes

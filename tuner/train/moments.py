@@ -122,6 +122,11 @@ def rows_of(shape: Sequence[int]) -> tuple[int, int]:
     return rows, math.prod(shape[1:])
 
 
+def moment_dims(moment: str, ndim: int) -> tuple[int, ...]:
+    """Which dimensions of a parameter with so many a moment of matrices has."""
+    return tuple(dim for dim in range(ndim) if dim != ndim - (1 if moment == "exp_avg_sq_row" else 2))
+
+
 def scales_shape(shape: Sequence[int]) -> torch.Size:
     """The shape of the scales of a tensor of this shape: rows, and blocks of each."""
     rows, width = rows_of(shape)

@@ -27,7 +27,15 @@ from tuner.model.freeze import select
 from tuner.parallel.fsdp import local
 from tuner.runtime.torch_private import divide_
 from tuner.runtime.warned import pass_on
-from tuner.train.moments import zero_averages, zeros_like
+from tuner.train.moments import (
+    LEAST_NUMBERS,
+    LEAST_WIDTH,
+    moment_dims,
+    rows_of,
+    scales_shape,
+    zero_averages,
+    zeros_like,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
@@ -274,8 +282,6 @@ def coded_matrices(parameters: Mapping[str, nn.Parameter], embeddings: Set[str])
     Embeddings keep float32: their rows see gradients of very different sizes, and some for many steps none, where
     Dettmers et al. 2022 (section 2.3) found training to become unstable.
     """
-    from tuner.train.moments import LEAST_NUMBERS, LEAST_WIDTH, rows_of
-
     found = [
         name
         for name, parameter in parameters.items()
@@ -362,12 +368,8 @@ def _as_sharded(moment: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.
     if moment == "row_updates":
         shape, dims = like.shape[:1], every[:1]
     elif moment.endswith("_scales"):
-        from tuner.train.moments import scales_shape
-
         shape, dims = scales_shape(like.shape), every[:2]
     elif moment in {"exp_avg_sq_row", "exp_avg_sq_col"}:
-        from tuner.train.sharded import moment_dims
-
         dims = moment_dims(moment, like.ndim)
         shape = torch.Size(like.shape[dim] for dim in dims)
     elif tensor.shape != part.shape:  # of an optimizer that has the parameter whole

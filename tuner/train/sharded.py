@@ -170,11 +170,6 @@ def _moments(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def moment_dims(moment: str, ndim: int) -> tuple[int, ...]:
-    """Which dimensions of a parameter with so many a moment of matrices has."""
-    return tuple(dim for dim in range(ndim) if dim != ndim - (1 if moment == "exp_avg_sq_row" else 2))
-
-
 class ShardedMuon(ShardedOptimizer):
     """Muon (Jordan et al. 2024) as torch.optim.Muon takes its steps, on any number of processes.
 

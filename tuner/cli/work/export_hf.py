@@ -12,11 +12,14 @@ from tuner.errors import DataError, MachineError
 from tuner.export.hf import run_export
 from tuner.export.plan import ExportOptions, ExportPlan, plan_export
 from tuner.export.report import ExportReport
+from tuner.export.source import Weights
 from tuner.generate import base_record
 from tuner.rundir.exports import LINEAGE
 from tuner.rundir.layout import RESOLVED_RECIPE
 from tuner.runtime.console import Console
 from tuner.runtime.files import TMP_PREFIX, gib, sha256_file, write_json
+
+__all__ = ["ExportOptions", "Weights", "export"]
 
 
 def export(

@@ -12,6 +12,7 @@ from tuner.errors import DataError, RecipeError
 from tuner.generate import Answer, Generator, Prompt, Sampling, base_of, load_generator
 from tuner.runtime.console import Console
 
+__all__ = ["Sampling", "answer", "prompts_of"]
 LABEL_WIDTH = 10
 
 

@@ -18,6 +18,7 @@ from tuner.generate import Answer, Generator, Prompt, Sampling, load_generator
 from tuner.runtime.console import Console, escape
 from tuner.runtime.stop import is_loading, undone
 
+__all__ = ["COMMANDS", "QUIT", "Sampling", "Talk", "talk_to", "visible"]
 COMMANDS = {"/reset": "forget what was said", "/quit": "end (Ctrl-D too)", "/help": "show this"}
 QUIT = frozenset({"/quit", "/exit", "/bye"})
 

@@ -16,6 +16,7 @@ from tuner.run.options import LaunchOptions, Resume, RunResult
 from tuner.run.status import launches_of, left_before, nothing_to_do, resume_source, status_of
 from tuner.rundir.exports import APART
 from tuner.rundir.layout import export_dir
+from tuner.rundir.origin import warn_of_changed_file
 from tuner.runtime import startup
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
@@ -33,8 +34,6 @@ def resume_training(
     run: Path, overrides: Sequence[Override], options: LaunchOptions, console: Console, verbose: bool
 ) -> Outcome:
     """Train on with the recipe that a run keeps; it is said where its file is another one by now."""
-    from tuner.rundir.origin import warn_of_changed_file  # which a new run does without
-
     loaded = resume_source(run, overrides)
     warn_of_changed_file(run, console.warn)
     return launch_training(loaded, options, verbose)

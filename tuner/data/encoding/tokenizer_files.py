@@ -117,13 +117,12 @@ def tokenizer_directory(name_or_path: str, revision: str | None) -> Path:
         return Path(name_or_path)
     if name_or_path.startswith(("/", ".", "~")):
         raise DataError(f"{name_or_path}: no such directory")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import errors, snapshot_download
 
     patterns = [*_FILES, "config.json", "generation_config.json"]
     try:
         return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.HFValidationError, OSError) as error:
         raise MachineError(
             f"{name_or_path}: not a directory, and not available from the hub: {str(error).splitlines()[0]}",
             hint="give a local directory, or check the name and the network",
@@ -140,12 +139,11 @@ def local_directory(name_or_path: str) -> Path | None:
     directory = Path(name_or_path)
     if directory.is_dir():
         return directory
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub import errors, try_to_load_from_cache
 
     try:
         cached = try_to_load_from_cache(name_or_path, "tokenizer.json")
-    except HFValidationError:
+    except errors.HFValidationError:
         return None
     return Path(cached).parent if isinstance(cached, str) else None
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
 from tuner.model.adaptable import is_linear, not_adaptable
+from tuner.model.adapter import stacked_weights
 from tuner.model.build import head_layer
 from tuner.model.flops import n_experts
 from tuner.model.freeze import select
@@ -78,8 +79,6 @@ def put_in_place(model: PreTrainedModel, name: str, weight: Any, spec: QuantizeS
 
 def left_whole(model: nn.Module) -> str | None:
     """A sentence on large weights of layers that stay unquantised; None where there are none."""
-    from tuner.model.adapter import stacked_weights
-
     stacked = stacked_weights(model)
     others = [name for name, module in model.named_modules() if type(module).__name__ == "Conv1D"]
     names = [*stacked, *others]
