@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures import commands, trainings
-from tuner.cli.app import COMMANDS, GROUPS
-from tuner.cli.layout import WITH_FLAGS
+from tuner.cli.commands import COMMANDS, GROUPS, WITH_FLAGS
 from tuner.cli.recipes import copy_named
 from tuner.config.dump import recipe_dict
 from tuner.config.examples import EXAMPLES

@@ -13,7 +13,7 @@ from tests.fixtures import forked
 from tests.fixtures.tables import cases
 from tests.rundir import made
 from tuner.cli import main
-from tuner.cli.app import COMMANDS
+from tuner.cli.commands import COMMANDS
 from tuner.cli.complete import offers
 from tuner.cli.shells import SHELLS, install, script_of, shell_of
 from tuner.config.fields import fields

@@ -11,9 +11,9 @@ import pytest
 from tests.contracts.test_surface import commands
 from tests.fixtures.tables import cases
 from tuner.cli import main
-from tuner.cli.app import COMMANDS, GROUPS, TAKES_RECIPE, help_text, split
+from tuner.cli.app import help_text, split
+from tuner.cli.commands import COMMANDS, EXAMPLES, GROUPED, GROUPS, MEANT, TAKES_RECIPE, WITH_FLAGS
 from tuner.cli.help import EXIT_CODES, explained
-from tuner.cli.layout import GROUPED, WITH_FLAGS, examples, meant
 from tuner.cli.recipes import listed
 from tuner.config.fields import fields, find
 from tuner.config.shipped import shipped_recipes, summary
@@ -38,8 +38,8 @@ def test_help_is_at_most_60_lines_of_80_columns(name: str) -> None:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_examples_are_command_lines_that_the_command_takes(name: str) -> None:
-    assert examples()[name], name
-    for line in examples()[name]:
+    assert EXAMPLES[name], name
+    for line in EXAMPLES[name]:
         words = shlex.split(line.split("  #")[0].split(" > ")[0].split(" < ")[0])
         assert words[0] == "tuner"
         command = words[1]
@@ -72,7 +72,7 @@ def test_an_unknown_command_is_answered(word: str, meant: str, capsys: pytest.Ca
 
 
 def test_what_is_meant_is_there() -> None:
-    for command in dict.fromkeys(meant().values()):
+    for command in dict.fromkeys(MEANT.values()):
         assert command in KNOWN or command in COMMANDS or command in ("chat", "push", "doctor"), command
 
 

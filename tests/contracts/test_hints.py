@@ -142,7 +142,7 @@ def test_every_flag_that_a_text_names_is_there() -> None:
 
 
 def test_every_command_that_a_text_names_is_there() -> None:
-    from tuner.cli.app import COMMANDS
+    from tuner.cli.commands import COMMANDS
 
     wrong = [
         (text.where, name) for text in TEXTS for name in _COMMAND.findall(text.said)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import typer
 
-from tuner.cli.app import COMMANDS, GROUPS, TAKES_RECIPE, build
+from tuner.cli.app import build
+from tuner.cli.commands import COMMANDS, GROUPS, TAKES_RECIPE
 from tuner.config.fields import fields
 
 COMMON = "--json --verbose|-v --debug"

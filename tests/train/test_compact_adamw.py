@@ -18,7 +18,7 @@ from tests.fixtures import forked, trainings
 from tests.fixtures.trainings import launch
 from tests.train.compact_parts import KINDS, MAPS, PLAIN, made_part, rows_alone, tensors
 from tuner.config.load import load_recipe
-from tuner.config.recipe import Optimizer
+from tuner.config.optimizers import Optimizer
 from tuner.errors import RecipeError
 from tuner.model.native.library import native_problem
 from tuner.run.options import LaunchOptions

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
 from tuner.config.load import load_recipe
+from tuner.config.optimizers import Optimizer
 from tuner.config.overrides import Override
-from tuner.config.recipe import Optimizer
 from tuner.errors import PluginError, RecipeError
 from tuner.parallel.layouts import Layout, layouts_of
 from tuner.run.options import LaunchOptions

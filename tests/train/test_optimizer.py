@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from torch import nn
 from transformers.optimization import Adafactor
 
-from tuner.config.recipe import Optimizer
+from tuner.config.optimizers import Optimizer
 from tuner.errors import RecipeError
 from tuner.train.optimizer import OptimizerSet, build_optimizer, is_matrix
 

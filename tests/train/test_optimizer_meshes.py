@@ -17,7 +17,7 @@ from tuner.checkpoint.load import content_sha256, load_into, read_tensors
 from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.checkpoint.staging import Staging
-from tuner.config.recipe import Optimizer
+from tuner.config.optimizers import Optimizer
 from tuner.errors import RecipeError
 from tuner.parallel.layouts import whole
 from tuner.train.ema import Ema

@@ -19,7 +19,7 @@ from tests.train.synthetic import assembly_for, recipe_for, write_model
 from tuner.cli.work.schedule import peaks
 from tuner.config.dump import recipe_dict
 from tuner.config.load import load_recipe
-from tuner.config.recipe import Optimizer
+from tuner.config.optimizers import Optimizer
 from tuner.errors import RecipeError
 from tuner.model.touched_rows import TouchedRows
 from tuner.parallel.mesh import Mesh

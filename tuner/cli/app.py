@@ -11,38 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from tuner import __version__
+from tuner.cli.commands import COMMANDS, GROUPS
 from tuner.cli.layout import HelpfulCommand, HelpfulGroup
 from tuner.errors import RecipeError
 
-COMMANDS: dict[str, str] = {
-    "init": "Look at your data and write a commented recipe.",
-    "import": "Convert a configuration of another tool to a recipe.",
-    "prepare-data": "Turn records into packed, encoded, content-addressed data.",
-    "data": "List, show, verify or clean up prepared data.",
-    "train": "Train the recipe's model, or resume where it stopped.",
-    "resume": "Resume a stopped run.",
-    "verify-resume": "Prove on this machine that a run resumes exactly.",
-    "ladder": "Plan, train and compare one recipe at several sizes.",
-    "eval": "Measure the loss on held-out rows, or score tasks.",
-    "compare": "Compare two models' scores, with paired intervals.",
-    "export-hf": "Write a Hugging Face directory and verify it.",
-    "push": "Upload a verified export to the Hugging Face hub.",
-    "runs": "List, show, compare, plot, verify or remove runs.",
-    "generate": "Answer prompts with a run, a checkpoint or any model.",
-    "chat": "Talk to a run, a checkpoint or any model.",
-    "profile": "Predict memory and time, find what fits, or measure.",
-    "prove": "Hold every layout of processes against one process.",
-    "config": "Check, show or describe a recipe.",
-    "recipes": "List, show or copy the recipes that ship.",
-    "doctor": "Check this machine: what is there and what is missing.",
-    "help": "Explain a command, a key of the recipe, or exit codes.",
-}
-"""Every command and its line of help; its file `tuner/cli/<command>.py` is imported only when it runs."""
-
 MODULES = {"import": "import_config"}
 """Commands whose name is a word of Python: their file and function."""
-GROUPS = frozenset({"config", "data", "ladder", "recipes", "runs"})
-TAKES_RECIPE = frozenset({"prepare-data", "train", "ladder", "resume", "eval", "profile", "prove", "config"})
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 

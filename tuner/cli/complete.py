@@ -13,8 +13,8 @@ from typing import Any
 
 import typer
 
-from tuner.cli.app import COMMANDS, GROUPS, build, split
-from tuner.cli.layout import WITH_FLAGS
+from tuner.cli.app import build, split
+from tuner.cli.commands import COMMANDS, GROUPS, WITH_FLAGS
 
 ASKED = "__complete"
 """The word with which a shell asks."""

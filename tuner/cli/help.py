@@ -10,8 +10,9 @@ from typing import Annotated
 
 import typer
 
-from tuner.cli.app import COMMANDS, help_text
+from tuner.cli.app import help_text
 from tuner.cli.command import Outcome, command
+from tuner.cli.commands import COMMANDS
 from tuner.config.fields import Field, fields, find, item_fields
 from tuner.config.other_tools import foreign
 from tuner.errors import ExitCode, RecipeError

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-GROUPED: dict[str, tuple[str, ...]] = {
-    "Begin": ("init", "import", "recipes", "config", "doctor"),
-    "Data": ("prepare-data", "data"),
-    "Train": ("profile", "prove", "train", "ladder", "resume", "verify-resume", "runs"),
-    "Use": ("eval", "compare", "generate", "chat", "export-hf", "push"),
-    "Help": ("help",),
-}
-"""The commands as `tuner --help` groups them."""
+from tuner.cli.commands import EXAMPLES, GROUPED, WITH_FLAGS
 
-WITH_FLAGS = frozenset({
-    "prepare-data", "train", "ladder plan", "ladder run", "resume", "eval", "profile", "prove", "config check",
-    "config show",
-})  # fmt: skip
-"""Commands that take keys of the recipe as flags."""
 COMMON = frozenset({"json", "verbose", "debug", "help"})
 """Options that every command has."""
 WORDS: dict[Any, str] = {str: "TEXT", int: "N", float: "NUMBER", Path: "PATH"}
@@ -37,28 +23,6 @@ _TOGETHER = "\u2060"
 """In place of a space at which no line ends."""
 
 Row = tuple[str, str]
-
-
-@cache
-def _tables() -> dict[str, Any]:
-    return dict(json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8")))
-
-
-def examples() -> dict[str, list[str]]:
-    """Two or three command lines of each command; those of the program are under an empty name."""
-    return dict(_tables()["examples"])
-
-
-@cache
-def meant() -> dict[str, str]:
-    """What other tools, or people, call a command, with its name here."""
-    return {word: name for name, words in _tables()["meant"].items() for word in words.split()}
-
-
-@cache
-def not_here() -> dict[str, str]:
-    """What other tools do and this one does not, with what there is in place of it."""
-    return {word: text for text, words in _tables()["not_here"].items() for word in words.split()}
 
 
 class HelpfulCommand(TyperCommand):
@@ -81,7 +45,7 @@ class HelpfulCommand(TyperCommand):
         _table(formatter, "Options", [(_option(option), _said(option)) for option in own])
         common = [(_option(option), _said(option)) for option in options if option.name in COMMON]
         _table(formatter, "Common options", common)
-        _lines(formatter, "Examples", examples().get(name, ()))
+        _lines(formatter, "Examples", EXAMPLES.get(name, ()))
         if name in WITH_FLAGS:
             _lines(formatter, "Recipe keys are flags, too, and win over the file", list(recipe_keys(name)))
 
@@ -95,11 +59,11 @@ class HelpfulGroup(TyperGroup):
         _text(formatter, self.help or "")
         known = {name: _first(command.help or "") for name, command in self.commands.items()}
         is_root = ctx.parent is None
-        for title, names in (GROUPED if is_root else {"Commands": tuple(known)}).items():
+        for title, names in (GROUPED if is_root else {"Commands": list(known)}).items():
             _table(formatter, title, [(name, known[name]) for name in names if name in known])
         options = [option for option in self.get_params(ctx) if option.param_type_name == "option"]
         _table(formatter, "Options", [(_option(option), _said(option)) for option in options])
-        _lines(formatter, "Examples", examples().get(command_name(ctx), ()))
+        _lines(formatter, "Examples", EXAMPLES.get(command_name(ctx), ()))
         if is_root:
             _lines(formatter, "More", ["tuner help train    tuner help optimizer    tuner help exit-codes"])
 

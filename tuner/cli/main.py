@@ -13,8 +13,8 @@ import typer
 from typer.exceptions import TyperException
 
 from tuner import IS_PROGRAM
-from tuner.cli.app import COMMANDS, GROUPS, TAKES_RECIPE, build, split
-from tuner.cli.layout import meant, not_here
+from tuner.cli.app import build, split
+from tuner.cli.commands import COMMANDS, GROUPS, MEANT, NOT_HERE, TAKES_RECIPE
 from tuner.errors import ExitCode, RecipeError, TunerError, as_tuner_error
 from tuner.runtime.before_torch import prepare_environment
 from tuner.runtime.stop import heed, over
@@ -102,12 +102,12 @@ def _invocation(flags: list[tuple[str, str | None]]) -> Any:
 def _meant(word: str) -> str:
     """The way on from a command that there is not: another tool's name for one, a misspelt one, or a recipe."""
     name = word.lower().replace("_", "-")
-    if name in not_here():
-        return not_here()[name]
+    if name in NOT_HERE:
+        return NOT_HERE[name]
     if word.endswith((".yaml", ".yml")):
         return f"did you mean tuner train {word}?"
-    near = meant().get(name) or next(iter(get_close_matches(name, [*COMMANDS, *meant()], 1, 0.6)), None)
-    near = meant().get(near, near) if near is not None else None
+    near = MEANT.get(name) or next(iter(get_close_matches(name, [*COMMANDS, *MEANT], 1, 0.6)), None)
+    near = MEANT.get(near, near) if near is not None else None
     return f"did you mean tuner {near}?" if near is not None else "see: tuner --help"
 
 

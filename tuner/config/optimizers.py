@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tuner.config.numbers import Rate, Real, Whole
-from tuner.config.section import Auto, Bool, Items, Options, Section, Use
+from tuner.config.section import Auto, Bool, ByKind, Items, Options, Section, Use
 from tuner.config.value_types import Several, T, Text, Word, refuse
 
 Lr = Annotated[float | Auto, Rate()]
@@ -165,6 +165,10 @@ class CustomOptimizer(Section):
         if twice := [name for name in ("lr", "weight_decay") if name in self.options]:
             raise refuse(f"{twice[0]} among the options; write optimizer.{twice[0]}, which each group is given")
         return self
+
+
+Optimizer = Annotated[AdamwOptimizer | SgdOptimizer | AdafactorOptimizer | MuonOptimizer | CustomOptimizer, ByKind()]
+"""One of them, by its `kind`."""
 
 
 def rounds_by_chance(section: Section) -> bool:

@@ -16,15 +16,7 @@ from tuner.config.eval_tasks import EVAL_TASKS, EvalTask, labels_once
 from tuner.config.ladder import SIZES, LadderSection
 from tuner.config.methods import Method, SftMethod
 from tuner.config.numbers import Bytes, Real, Skips, Whole
-from tuner.config.optimizers import (
-    GROUPS,
-    ROWS,
-    AdafactorOptimizer,
-    AdamwOptimizer,
-    CustomOptimizer,
-    MuonOptimizer,
-    SgdOptimizer,
-)
+from tuner.config.optimizers import GROUPS, ROWS, AdamwOptimizer, Optimizer
 from tuner.config.schedules import (
     ConstantSchedule,
     CosineSchedule,
@@ -547,7 +539,6 @@ ITEMS: dict[str, Items] = {
 }
 """Keys whose value is a list of sections."""
 Adapter = Annotated[NoAdapter | LoraAdapter | DoraAdapter, ByKind()]
-Optimizer = Annotated[AdamwOptimizer | SgdOptimizer | AdafactorOptimizer | MuonOptimizer | CustomOptimizer, ByKind()]
 Schedule = Annotated[
     CosineSchedule
     | LinearSchedule

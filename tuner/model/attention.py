@@ -357,7 +357,14 @@ def register() -> None:
 # in the mask's place; attention whose class knows its window from the mask alone (Qwen2-MoE, PhiMoE) keeps its length.
 # Either way the proof at the start of a training holds the result to the class's own.
 
-_WINDOW, _SLIDING, _MASK = "sliding_window", "sliding_attention", "create_sliding_window_causal_mask"
+WINDOWS, CHUNKS = ("sliding_window",), ("attention_chunk_size",)
+"""Keys of configs that say how many tokens a layer sees, this one included, and inside chunks of how many."""
+_OPTION, _SLIDING, _MASK = "sliding_window", "sliding_attention", "create_sliding_window_causal_mask"
+
+
+def window_of(config: PretrainedConfig) -> int | None:
+    """The sliding window of those of a model's layers that have one; None without any."""
+    return next((value for key in WINDOWS if (value := getattr(config, key, None)) is not None), None)
 
 
 def tell_attention(decoder: nn.Module, config: PretrainedConfig) -> None:
@@ -370,7 +377,7 @@ def tell_attention(decoder: nn.Module, config: PretrainedConfig) -> None:
             _give_documents(module)
         if windows and hasattr(module, "layer_idx") and "ALL_ATTENTION_FUNCTIONS" in _names(own):
             window = windows[module.layer_idx % len(windows)]
-            if window is not None and _WINDOW not in _names(own):
+            if window is not None and _OPTION not in _names(own):
                 module.tuner_window = window
 
 
@@ -379,7 +386,7 @@ def _windows(decoder: nn.Module, config: PretrainedConfig) -> list[int | None]:
 
     Empty without windows.
     """
-    window = getattr(config, _WINDOW, None)
+    window = window_of(config)
     if window is None or _MASK not in _names(type(decoder).forward):
         return []
     kinds = getattr(config, "layer_types", None)

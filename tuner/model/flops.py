@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from tuner.model.attention import CHUNKS, window_of
 from tuner.model.build import head_layer
 
 FORWARD, FROZEN, TRAINED = 2, 4, 6
@@ -138,7 +139,7 @@ def _is_of_experts(module: str, weight: nn.Parameter, experts: int) -> bool:
 def _attention(config: PretrainedConfig) -> tuple[dict[int | None, float], dict[int, float]]:
     """Operations for each squared token by window, and by size of chunk."""
     kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
+    window = window_of(config)
     if kinds is None:
         layers, chunked = Counter({window: config.num_hidden_layers}), 0
     else:
@@ -148,7 +149,7 @@ def _attention(config: PretrainedConfig) -> tuple[dict[int | None, float], dict[
         chunked = list(kinds).count("chunked_attention")
     heads = config.num_attention_heads
     channels = getattr(config, "head_dim", None) or config.hidden_size // heads
-    each, size = float(6 * heads * channels), getattr(config, "attention_chunk_size", None) or window
+    each, size = float(6 * heads * channels), getattr(config, *CHUNKS, None) or window
     chunks = {size: each * chunked} if size and chunked else {}
     return {window: each * count for window, count in layers.items()}, chunks
 

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 
 from tuner.errors import RecipeError, is_out_of_memory
 from tuner.model import transformers_private
-from tuner.model.attention import Unsupported
+from tuner.model.attention import WINDOWS, Unsupported
 from tuner.model.build import decoder_of, has_score, head_layer
 from tuner.model.few_layers import FewLayers, layers_of
 from tuner.model.root import CausalLM
@@ -399,7 +399,8 @@ def require_same_reach(root: CausalLM, plain: PreTrainedModel, longest: int) -> 
     nothing where no window or chunk of the config is shorter. Raises RouteRefused naming both numbers.
     """
     values = root.model.config.get_text_config().to_dict().items()
-    bounds = [n for key, n in values if type(n) is int and n > 1 and ("window" in key or "chunk" in key)]
+    named = {key: n for key, n in values if key in WINDOWS or "window" in key or "chunk" in key}
+    bounds = [n for n in named.values() if type(n) is int and n > 1]
     if not root.layout.takes_documents or all(bound >= longest for bound in bounds):
         return
     ids, masks = torch.zeros(1, dtype=torch.int64), _Masks(longest)

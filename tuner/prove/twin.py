@@ -19,6 +19,7 @@ from tuner.config.load import load_recipe
 from tuner.config.methods import DistillMethod
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError, counted
+from tuner.model.attention import CHUNKS, WINDOWS
 from tuner.model.build import dropouts_of, meta_model, model_config
 from tuner.model.freeze import select
 from tuner.prove.layouts import Layout, laid_out
@@ -47,7 +48,6 @@ _LATENT = {
     "v_head_dim": 8, "head_dim": 8,
 }  # fmt: skip
 """Widths of attention over latent states."""
-_WINDOWS = ("sliding_window", "attention_chunk_size")
 _POSITIONS = ("n_positions", "n_ctx", "max_position_embeddings")
 
 
@@ -264,7 +264,7 @@ def _rest(text: PretrainedConfig, values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {key: 0.0 for key in dropouts_of(text) if key in values}
     found["vocab_size"] = VOCABULARY + int(text.vocab_size) % 4
     found |= _few_tokens(values)
-    found |= {key: min(values[key], WINDOW) for key in _WINDOWS if isinstance(values.get(key), int)}
+    found |= {key: min(values[key], WINDOW) for key in (*WINDOWS, *CHUNKS) if isinstance(values.get(key), int)}
     if values.get("rope_parameters") is None:
         found |= {key: min(values[key], 2 * LONGEST) for key in _POSITIONS if isinstance(values.get(key), int)}
     else:

@@ -19,7 +19,8 @@ from tuner.setup.timetable import Starts
 
 if TYPE_CHECKING:
     from tuner.checkpoint.open import CheckpointInfo
-    from tuner.config.recipe import DataSection, DataSource, Optimizer
+    from tuner.config.optimizers import Optimizer
+    from tuner.config.recipe import DataSection, DataSource
 
 ON_RESUME: dict[str, Effect] = {
     "version": "refuse",

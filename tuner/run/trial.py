@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from tuner.config.optimizers import CustomOptimizer
-from tuner.config.recipe import Optimizer
+from tuner.config.optimizers import CustomOptimizer, Optimizer
 from tuner.errors import PluginError
 from tuner.train.optimizer import OptimizerSet, build_optimizer
 

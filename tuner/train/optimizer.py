@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import cache, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -17,11 +18,11 @@ from tuner.config.optimizers import (
     AdamwOptimizer,
     CustomOptimizer,
     MuonOptimizer,
+    Optimizer,
     ParameterGroup,
     RowOptimizer,
     SgdOptimizer,
 )
-from tuner.config.recipe import Optimizer
 from tuner.errors import RecipeError
 from tuner.model.freeze import select
 from tuner.parallel.fsdp import local
@@ -187,45 +188,61 @@ def build_optimizer(
         found = group_parameters({name: parameters[name] for name in names}, lr, section.weight_decay, own)
         return [{"params": [held[name] for name in group["names"]], **group} for group in found]
 
-    layouts = partial(_layouts, parameters, held)
-    optimizers: list[torch.optim.Optimizer | OwnOptimizer]
     rest = {name: parameter for name, parameter in parameters.items() if name not in touched}
-    match section:
-        case _ if not rest:
-            optimizers = []
-        case AdamwOptimizer(offload="host"):
-            from tuner.train.host_adamw import HostAdamW
+    if rest and isinstance(section, AdamwOptimizer) and section.offload == "host":
+        from tuner.train.host_adamw import HostAdamW
 
-            on_host = HostAdamW(groups(rest, lr), section.betas, section.eps)
-            if on_host.problem is not None:
-                pass_on(on_host.problem)
-            return OptimizerSet(parameters, held, [on_host], takes_flag=True, peak_lr=lr, on_host=on_host)
-        case AdamwOptimizer():
-            coded = coded_matrices(rest, embeddings) if section.state == "8bit" else []
-            optimizers = _adamw_and_compact(section, rest, coded, layouts, groups, seed)
-        case SgdOptimizer():
-            optimizers = [_sgd(groups(rest, lr), section.momentum, section.nesterov)]
-        case AdafactorOptimizer():
-            from tuner.train.sharded import ShardedAdafactor
-
-            optimizers = [ShardedAdafactor(groups(rest, lr), layouts(), section)]
-        case MuonOptimizer():
-            from tuner.train.sharded import ShardedMuon
-
-            hidden = hidden_matrices(rest, outer)
-            optimizers = [ShardedMuon(groups(hidden, lr), layouts(), section)]
-            if others := [name for name in rest if name not in set(hidden)]:
-                optimizers.append(_adamw(groups(others, float(section.adamw_lr)), section.betas, section.eps))
-        case CustomOptimizer():
-            from tuner.train.custom_optimizer import build_own_optimizer
-
-            optimizers = [build_own_optimizer(section, groups(rest, lr), layouts())]
+        on_host = HostAdamW(groups(rest, lr), section.betas, section.eps)
+        if on_host.problem is not None:
+            pass_on(on_host.problem)
+        return OptimizerSet(parameters, held, [on_host], takes_flag=True, peak_lr=lr, on_host=on_host)
+    built = _Built(rest, groups, partial(_layouts, parameters, held), outer, embeddings, seed)
+    optimizers = _of_kind(section, built) if rest else []
     of_rows = None
     if touched:
         of_rows = _row_adamw(section, touched, {held[name]: one for name, one in touched.items()}, groups)
         optimizers.append(of_rows)
     takes_flag = not isinstance(section, CustomOptimizer)
     return OptimizerSet(parameters, held, optimizers, takes_flag, peak_lr=lr, of_rows=of_rows)
+
+
+@dataclass(frozen=True)
+class _Built:
+    """What an optimizer is built of: its parameters, how they fall into groups, and what is known of them."""
+
+    parameters: Mapping[str, nn.Parameter]
+    groups: Grouped
+    layouts: Callable[[], Mapping[torch.Tensor, Layout]]
+    outer: Set[str]
+    embeddings: Set[str]
+    seed: int
+
+
+def _of_kind(section: Optimizer, built: _Built) -> list[torch.optim.Optimizer | OwnOptimizer]:
+    """The optimizers that a section's kind means, each of some of the parameters."""
+    rest, groups, lr = built.parameters, built.groups, float(section.lr)
+    match section:
+        case AdamwOptimizer():
+            in_8_bits = coded_matrices(rest, built.embeddings) if section.state == "8bit" else []
+            return _adamw_and_compact(section, rest, in_8_bits, built.layouts, groups, built.seed)
+        case SgdOptimizer():
+            return [_sgd(groups(rest, lr), section.momentum, section.nesterov)]
+        case AdafactorOptimizer():
+            from tuner.train.sharded import ShardedAdafactor
+
+            return [ShardedAdafactor(groups(rest, lr), built.layouts(), section)]
+        case MuonOptimizer():
+            from tuner.train.sharded import ShardedMuon
+
+            hidden = hidden_matrices(rest, built.outer)
+            muon = ShardedMuon(groups(hidden, lr), built.layouts(), section)
+            others = [name for name in rest if name not in set(hidden)]
+            adamw_lr = float(section.adamw_lr)
+            return [muon, _adamw(groups(others, adamw_lr), section.betas, section.eps)] if others else [muon]
+        case CustomOptimizer():
+            from tuner.train.custom_optimizer import build_own_optimizer
+
+            return [build_own_optimizer(section, groups(rest, lr), built.layouts())]
 
 
 def _layouts(parameters: Mapping[str, nn.Parameter], held: Mapping[str, nn.Parameter]) -> dict[torch.Tensor, Layout]:
@@ -238,19 +255,20 @@ def _layouts(parameters: Mapping[str, nn.Parameter], held: Mapping[str, nn.Param
 def _adamw_and_compact(
     section: AdamwOptimizer,
     parameters: Mapping[str, nn.Parameter],
-    coded: Sequence[str],
+    in_8_bits: Sequence[str],
     layouts: Callable[[], Mapping[torch.Tensor, Layout]],
     groups: Grouped,
     seed: int,
 ) -> list[torch.optim.Optimizer | OwnOptimizer]:
-    """AdamW of these parameters: torch's own, and ours of those that are ``coded`` in 8 bits or rounded by chance."""
+    """AdamW of these parameters: torch's own, and ours of those ``in_8_bits``, or rounded
+    stochastically."""
     found: list[torch.optim.Optimizer | OwnOptimizer] = []
     lr, by_chance = float(section.lr), section.rounding == "stochastic"
-    compact = [n for n, p in parameters.items() if n in set(coded) or (by_chance and p.dtype == torch.bfloat16)]
+    compact = [n for n, p in parameters.items() if n in set(in_8_bits) or (by_chance and p.dtype == torch.bfloat16)]
     if compact:
         from tuner.train.compact_adamw import CompactAdamW
 
-        codes = {parameter for group in groups(coded, lr) for parameter in group["params"]}
+        codes = {parameter for group in groups(in_8_bits, lr) for parameter in group["params"]}
         found.append(CompactAdamW(groups(compact, lr), layouts(), codes, section, seed))
     if others := [name for name in parameters if name not in set(compact)]:
         found.append(_adamw(groups(others, lr), section.betas, section.eps))

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from tuner.config.optimizers import AdamwOptimizer, MuonOptimizer, RowOptimizer
-from tuner.config.recipe import Optimizer
+from tuner.config.optimizers import AdamwOptimizer, MuonOptimizer, Optimizer, RowOptimizer
 from tuner.model.touched_rows import TouchedRows
 from tuner.runtime.device import target
 from tuner.train.adamw_update import CHUNK

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ def test_a_tracker_without_its_library_is_refused_before_anything_is_done(
 ) -> None:
     from tuner.run.tasks.trackers import choose
 
-    monkeypatch.setitem(choose.MODULES, "mlflow", ("no_such_library",))
+    monkeypatch.setitem(choose.TRACKERS, "mlflow", replace(choose.TRACKERS["mlflow"], modules=("no_such_library",)))
     with pytest.raises(MachineError, match="mlflow needs the library no_such_library") as caught:
         launch(workplace, "null", logging__trackers="[mlflow]")
     assert caught.value.hint == "install it: pip install mlflow-skinny sqlalchemy alembic"
@@ -177,8 +178,7 @@ def test_a_tracker_that_cannot_be_opened_stops_the_run_before_its_first_step(
     def unreachable(*arguments: Any) -> Any:
         raise ConnectionError("no route\nto the host")
 
-    monkeypatch.setattr(choose, "open_tracker", unreachable)
-    monkeypatch.setitem(choose.MODULES, "mlflow", ())
+    monkeypatch.setitem(choose.TRACKERS, "mlflow", choose.Known(unreachable))
     with pytest.raises(MachineError, match="tracker mlflow cannot be opened: ConnectionError: no route$"):
         launch(workplace, f"[{hook(workplace)}]", logging__trackers="[mlflow]")
     assert [(r["stage"], r["status"]) for r in told(workplace)] == [("start", "running"), ("end", "failed")]

@@ -6,7 +6,7 @@ null counts as absent: tables fill with null what a record does not have.
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tuner.config.methods import ExampleKind
 from tuner.data.reading.answers import (
@@ -154,15 +154,15 @@ def _parse(value: Record, format: str, columns: Mapping[str, str]) -> Example:  
         return learned_answer(value, "completion", other_side(value, columns["completion"]), format)
     forms = FORMS if format == "auto" else {format: FORMS[format]}
     if format == "sharegpt":
-        forms = {format: (FORMS[format][0], lambda value: from_turns(value, by_speaker=True))}
-    for keys, parse in forms.values():
+        forms = {format: FORMS[format]._replace(parse=lambda value: from_turns(value, by_speaker=True))}
+    for keys, parse, _ in forms.values():
         if all(value.get(key) is not None for key in keys):
             return parse(value)
-    for keys, _ in forms.values():
+    for keys, *_ in forms.values():
         missing = next((key for key in keys if key in value and value[key] is None), None)
         if missing is not None and all(key in value for key in keys):
             raise RecordProblem(f"{missing} is null", path=(missing,))
-    raise _unknown(value, [keys for keys, _ in forms.values()])
+    raise _unknown(value, [form.keys for form in forms.values()])
 
 
 def _refuse_flag(value: Record) -> None:
@@ -187,11 +187,10 @@ def _refuse_compared(value: Record) -> None:
 def form_of(value: Record, columns: Mapping[str, str] = _NO_COLUMNS) -> str | None:
     """Return the form of a record by its keys; None for one of no form. RecordProblem."""
     value = _renamed(value, columns) if columns else value
-    matching = (form for form, (keys, _) in FORMS.items() if all(value.get(key) is not None for key in keys))
+    matching = (name for name, form in FORMS.items() if all(value.get(key) is not None for key in form.keys))
     return next(matching, None)
 
 
-_BY_KEY = (("messages", "messages"), ("conversations", "sharegpt"), ("instruction", "alpaca"))
 _BY_TYPE = {PlainText: "text", Tokens: "tokens", PromptCompletion: "prompt_completion"}
 
 
@@ -211,9 +210,10 @@ def form_read(
         return found
     if format != "auto":
         return format
-    for key, form in _BY_KEY:
+    told = ((form.keys[0], name) for name, form in FORMS.items() if name not in _BY_TYPE.values())
+    for key, name in told:
         if value.get(key) is not None or (columns and any(key == ours for ours, _ in columns)):
-            return form
+            return name
     return "prompt_completion"
 
 
@@ -249,7 +249,7 @@ def _read_keys(view: Record, kind: ExampleKind, answers: bool) -> Set[str]:
         answer = "output" if prompt == "instruction" and view.get("completion") is None else "completion"
         return {*more, prompt, answer, "system", "tools", *([] if answers else compared)}
     form = form_of(view)
-    return set() if form is None else {*FORMS[form][0], *ALSO_READ.get(form, ())}
+    return set() if form is None else {*FORMS[form].keys, *FORMS[form].also_read}
 
 
 def unused_texts(
@@ -292,20 +292,23 @@ def _from_prompt(value: Record) -> Example:
     return text_answer(value) or learned_answer(value, "completion", None, "prompt_completion")
 
 
-ALSO_READ = {
-    "messages": ("system", "tools"),
-    "sharegpt": ("system", "tools"),
-    "prompt_completion": ("system", "tools"),
-    "alpaca": ("input", "history", "system", "tools"),
-}
-"""What a form may read apart from the keys that it needs."""
-FORMS: dict[str, tuple[tuple[str, ...], Callable[[Record], Example]]] = {
-    "messages": (("messages",), lambda value: from_turns(value, "messages")),
-    "sharegpt": (("conversations",), from_turns),
-    "prompt_completion": (("prompt", "completion"), _from_prompt),
-    "alpaca": (("instruction", "output"), from_alpaca),
-    "text": (("text",), from_text),
-    "tokens": (("input_ids",), from_tokens),
+class Form(NamedTuple):
+    """A form of record, which one is told by: it has all of the ``keys``."""
+
+    keys: tuple[str, ...]
+    parse: Callable[[Record], Example]
+    also_read: tuple[str, ...] = ()
+    """What it may read apart from these."""
+
+
+_OF_CHATS = ("system", "tools")
+FORMS: dict[str, Form] = {
+    "messages": Form(("messages",), lambda value: from_turns(value, "messages"), _OF_CHATS),
+    "sharegpt": Form(("conversations",), from_turns, _OF_CHATS),
+    "prompt_completion": Form(("prompt", "completion"), _from_prompt, _OF_CHATS),
+    "alpaca": Form(("instruction", "output"), from_alpaca, ("input", "history", *_OF_CHATS)),
+    "text": Form(("text",), from_text),
+    "tokens": Form(("input_ids",), from_tokens),
 }
 _OPTIONAL = frozenset(
     ("system", "tools", "input", "history", "labels", "loss_mask", "margin", "score_chosen", "score_rejected")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tuner.config.recipe import LoggingSection
 from tuner.errors import MachineError
 from tuner.run.tasks.hooks import Hooks, RunFacts
 from tuner.run.tasks.trackers import choose
-from tuner.run.tasks.trackers.choose import check_trackers, open_tracker, tracker_hooks
+from tuner.run.tasks.trackers.choose import TRACKERS, check_trackers, tracker_hooks
 from tuner.run.tasks.trackers.tracker import Point, TrackedRun
 from tuner.train.plan import Plan
 from tuner.train.progress import Progress
@@ -56,7 +57,7 @@ def test_a_run_goes_on_from_what_the_tracker_has(
 ) -> None:
     """Remembered: evaluation 0 and steps to 4 were sent; metrics.jsonl was cut back to step 3; 4 to 6 are taken."""
     server = Server(held)
-    monkeypatch.setattr(choose, "open_tracker", lambda name, run, known_id: server)
+    monkeypatch.setitem(TRACKERS, "mlflow", choose.Known(lambda run, known_id: server))
     (tmp_path / "trackers").mkdir()
     state = {"schema": "tuner.tracker/1", "id": "s-1", "sent": {"train": 4, "eval": 0}}
     (tmp_path / "trackers" / "mlflow.json").write_text(json.dumps(state))
@@ -81,7 +82,7 @@ def test_a_directory_of_that_name_is_no_library(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "notalibrary").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert find_spec("notalibrary") is not None
-    monkeypatch.setitem(choose.MODULES, "wandb", ("notalibrary",))
+    monkeypatch.setitem(TRACKERS, "wandb", replace(TRACKERS["wandb"], modules=("notalibrary",)))
     with pytest.raises(MachineError, match="wandb needs the library notalibrary") as caught:
         check_trackers(["wandb"])
     assert caught.value.hint == "install it: pip install wandb"
@@ -110,10 +111,10 @@ def test_mlflow_takes_the_environments_store(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     run = TrackedRun(tmp_path / "run", "abc", "r", "demo", (), {"name": "r", "seed": 1}, 0)
-    tracker = open_tracker("mlflow", run, None)
+    tracker = TRACKERS["mlflow"].open(run, None)
     assert tracker.held() == {}
     tracker.send([Point("train", step, {"train/tokens": step * 10.0}, 0.0) for step in (1, 2)])
-    again = open_tracker("mlflow", run, tracker.id)
+    again = TRACKERS["mlflow"].open(run, tracker.id)
     assert (again.id, again.held()) == (tracker.id, {"train": 2})
     again.close("stopped")
     assert list((tmp_path / "store").rglob("metrics/train/tokens"))

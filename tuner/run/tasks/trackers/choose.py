@@ -10,44 +10,72 @@ from tuner.errors import MachineError, TunerError
 from tuner.run.tasks.hooks import Registration, Report
 from tuner.run.tasks.trackers.outbox import Memory, Outbox
 from tuner.run.tasks.trackers.tracker import TrackedRun, Tracker, point_of, points_of_file
-from tuner.rundir.layout import METRICS, TRACKERS
+from tuner.rundir.layout import METRICS
+from tuner.rundir.layout import TRACKERS as TRACKERS_DIR
 from tuner.train.plan import Cadence
 from tuner.train.tasks import EventStage
 
-MODULES = {"tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny sqlalchemy alembic"}
+
+@dataclass(frozen=True)
+class Known:
+    """A tracker that a recipe may name."""
+
+    open: Callable[[TrackedRun, str | None], Tracker]
+    """Starts the tracker's run, or resumes that of an earlier launch by its id. Raises MachineError."""
+    modules: tuple[str, ...] = ()
+    """What it imports that may not be installed."""
+    packages: str = ""
+    """What to install then."""
+    check: Callable[[], None] = lambda: None
+    """Raises MachineError where it cannot be used; asks no network."""
+    takes_back: bool = False
+    """Whether points of steps that a resumed run takes again may be sent again."""
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Check that every tracker's library is installed, and its key at hand. Raises MachineError. No network is used."""
-    for name in names:
-        missing = [module for module in MODULES[name] if not _installed(module)]
-        if missing:
-            raise MachineError(
-                f"logging.trackers: {name} needs the library {', '.join(missing)}",
-                hint=f"install it: pip install {PACKAGES[name]}",
-            )
-        if name == "wandb":
-            from tuner.run.tasks.trackers.wandb import require_login
+def _tensorboard(run: TrackedRun, known_id: str | None) -> Tracker:
+    from tuner.run.tasks.trackers.tensorboard import TensorBoard
 
-            require_login()
+    return TensorBoard(run, known_id)
 
 
-def open_tracker(name: str, run: TrackedRun, known_id: str | None) -> Tracker:
-    """Start the tracker's run, or resume that of an earlier launch. Raises MachineError."""
-    if name == "tensorboard":
-        from tuner.run.tasks.trackers.tensorboard import TensorBoard
+def _wandb(run: TrackedRun, known_id: str | None) -> Tracker:
+    from tuner.run.tasks.trackers.wandb import Wandb
 
-        return TensorBoard(run, known_id)
-    if name == "wandb":
-        from tuner.run.tasks.trackers.wandb import Wandb
+    return Wandb(run, known_id)
 
-        return Wandb(run, known_id)
+
+def _wandb_login() -> None:
+    from tuner.run.tasks.trackers.wandb import require_login
+
+    require_login()
+
+
+def _mlflow(run: TrackedRun, known_id: str | None) -> Tracker:
     # MLflow would otherwise report its use to its makers, over the network; it reads this when it is imported.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     from tuner.run.tasks.trackers.mlflow import Mlflow
 
     return Mlflow(run, known_id)
+
+
+TRACKERS: dict[str, Known] = {
+    "tensorboard": Known(_tensorboard, ("tensorboard",), "tensorboard", takes_back=True),
+    "wandb": Known(_wandb, ("wandb",), "wandb", _wandb_login),
+    "mlflow": Known(_mlflow, ("mlflow", "sqlalchemy", "alembic"), "mlflow-skinny sqlalchemy alembic"),
+}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Check that every tracker's library is installed, and its key at hand. Raises MachineError. No network is used."""
+    for name in names:
+        known = TRACKERS[name]
+        missing = [module for module in known.modules if not _installed(module)]
+        if missing:
+            raise MachineError(
+                f"logging.trackers: {name} needs the library {', '.join(missing)}",
+                hint=f"install it: pip install {known.packages}",
+            )
+        known.check()
 
 
 @dataclass
@@ -90,11 +118,11 @@ class TrackerHook:
             report.recipe,
             first_new_step,
         )
-        memory = Memory(report.run_dir / TRACKERS / f"{self.name}.json")
+        memory = Memory(report.run_dir / TRACKERS_DIR / f"{self.name}.json")
         known_id, sent = memory.read()
-        if self.name == "tensorboard":  # alone of the three it can take points back
+        if TRACKERS[self.name].takes_back:
             sent = {kind: min(step, first_new_step - 1) for kind, step in sent.items()}
-        tracker = open_tracker(self.name, run, known_id)
+        tracker = TRACKERS[self.name].open(run, known_id)
         held = tracker.held()
         if held is not None:
             newest = max(held.values(), default=-1)
