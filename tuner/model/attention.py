@@ -357,8 +357,10 @@ def register() -> None:
 # in the mask's place; attention whose class knows its window from the mask alone (Qwen2-MoE, PhiMoE) keeps its length.
 # Either way the proof at the start of a training holds the result to the class's own.
 
-WINDOWS, CHUNKS = ("sliding_window",), ("attention_chunk_size",)
-"""Keys of configs that say how many tokens a layer sees, this one included, and inside chunks of how many."""
+WINDOWS = ("sliding_window",)
+"""Keys of configs that say how many tokens a layer sees, this one included."""
+CHUNKS = ("attention_chunk_size",)
+"""Those that say inside chunks of how many tokens it sees any."""
 _OPTION, _SLIDING, _MASK = "sliding_window", "sliding_attention", "create_sliding_window_causal_mask"
 
 

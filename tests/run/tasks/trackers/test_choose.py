@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from tuner.config.recipe import LoggingSection
+from tuner.config.recipe import LoggingSection, Tracker
 from tuner.errors import MachineError
 from tuner.run.tasks.hooks import Hooks, RunFacts
 from tuner.run.tasks.trackers import choose
@@ -119,3 +120,7 @@ def test_mlflow_takes_the_environments_store(tmp_path: Path, monkeypatch: pytest
     again.close("stopped")
     assert list((tmp_path / "store").rglob("metrics/train/tokens"))
     assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_every_tracker_that_a_recipe_may_name_can_be_opened() -> None:
+    assert set(get_args(Tracker)) == set(TRACKERS)
