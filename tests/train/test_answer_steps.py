@@ -13,7 +13,7 @@ from transformers import Gemma2Config
 from tests.model.test_logit_transform import GEMMA
 from tests.model.tiny import SHAPE
 from tests.train.answers import Answers
-from tests.train.synthetic import assembly_for, recipe_for, write_model
+from tests.train.synthetic import assembly_for, recipe_for
 from tests.train.test_answer_losses import PACKED, alone, equal, looped, product
 from tuner.config.methods import KtoMethod
 from tuner.model.build import ModelSpec, build_model
@@ -24,13 +24,6 @@ from tuner.train.methods.method import build_method
 from tuner.train.methods.orpo import log_odds
 from tuner.train.methods.preference import log_probabilities
 from tuner.train.step import TrainState, optimizer_step
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory)
-    return directory
 
 
 def state_for(directory: Path, **sections: dict[str, Any]) -> TrainState:

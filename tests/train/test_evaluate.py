@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from tests.fixtures.rows import MadeRows
-from tests.model.tiny import VOCAB, tiny_config
+from tests.model.tiny import VOCAB
 from tuner.data.batches import Batch, collate
 from tuner.data.prepared import Row
-from tuner.model.build import ModelSpec, build_model
 from tuner.model.output_layer import OutputLayer
 from tuner.model.root import CausalLM
 from tuner.parallel.mesh import Mesh
@@ -41,13 +40,6 @@ class Rows(MadeRows):
             trained = rng.random(n) < trained_share
             made.append(Row(rng.integers(3, VOCAB, n), trained, np.array(lengths, dtype=np.int32), numbers))
         super().__init__(made)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    directory = tmp_path_factory.mktemp("model")
-    tiny_config("llama-tied").save_pretrained(directory)
-    return CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, 5))
 
 
 def step_config(bf16: bool = False, mesh: Mesh = Mesh()) -> StepConfig:  # noqa: B008 - frozen

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from tests.fixtures.rows import MadeRows
-from tests.model.tiny import VOCAB, tiny_config
+from tests.model.tiny import VOCAB
 from tests.train.test_evaluate import step_config
 from tuner.config.methods import DpoMethod
 from tuner.data.prepared import Row
-from tuner.model.build import ModelSpec, build_model
 from tuner.model.root import CausalLM
 from tuner.parallel.mesh import Mesh
 from tuner.train import evaluate as evaluation
@@ -48,13 +47,6 @@ class PairRows(MadeRows):
         lengths = np.array([len(one) for one in ids], dtype=np.int32)
         columns = {"reference": self.reference[documents]}
         return Row(np.concatenate(ids), np.concatenate(flags), lengths, documents, columns)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
-    directory = tmp_path_factory.mktemp("model")
-    tiny_config("llama-tied").save_pretrained(directory)
-    return CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, 5))
 
 
 def expected(root: CausalLM, rows: PairRows, numbers: range) -> dict[str, float]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.fixtures.processes import run_ranks
-from tests.train.synthetic import assembly_for, recipe_for, write_model
+from tests.train.synthetic import assembly_for, recipe_for
 from tuner.model.observe import Observation
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
@@ -39,13 +39,6 @@ def figures(
 
 def rms(tensors: list[torch.Tensor]) -> float:
     return float(torch.cat([tensor.double().flatten() for tensor in tensors]).square().mean().sqrt())
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory)
-    return directory
 
 
 def test_they_are_those_of_the_tensors_themselves(model: Path) -> None:

@@ -6,20 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.synthetic import assembly_for, recipe_for, write_model
+from tests.train.synthetic import assembly_for, recipe_for
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import run_tensors
 from tuner.train.step import StepResult, microbatch_terms, optimizer_step
 
 TRAINED = [1, 20, 3, 15]
 ONE = RankInfo()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory)
-    return directory
 
 
 def step(model: Path, **train: object) -> tuple[StepResult, dict[str, torch.Tensor]]:
