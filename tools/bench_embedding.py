@@ -59,7 +59,6 @@ class Worker:
         from tuner.setup.mock import full_rows
         from tuner.setup.model import assemble_model
         from tuner.setup.resolve import resolve
-        from tuner.setup.specs import mesh_of
 
         self.micro, self.skew, self.vocabulary = -(-options.tokens // LENGTH), options.skew, options.vocabulary
         tree: dict[str, Any] = {
@@ -71,8 +70,8 @@ class Worker:
         }
         alone = RankInfo()
         resolved = resolve(load_recipe(tree).recipe, LENGTH, alone)
-        (root, _), step_config = assemble_model(resolved, alone, mesh_of(resolved.recipe, alone))
-        self.state = build_train_state(resolved.recipe, root, step_config)
+        (root, _), step_config = assemble_model(resolved, alone)
+        self.state = build_train_state(resolved, root, step_config)
         self.rows = self.state.method.made_up(full_rows(resolved.recipe.method.examples, LENGTH, 1, self.vocabulary))
         self.index = 0
 

@@ -24,7 +24,6 @@ from tuner.config.load import load_recipe
 from tuner.model.adapter import lora_layers
 from tuner.model.decode import greedy
 from tuner.model.flops import training_flops
-from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.run.begin import write_model_config
 from tuner.rundir.layout import CHECKPOINTS, MODEL_CONFIG, TOKENIZER
 from tuner.runtime.dist import RankInfo
@@ -75,9 +74,8 @@ class Training:
         self.mode, self._rank_info = mode, rank_info
         recipe = load_recipe(mode.recipe(directory)).recipe
         self.resolved: Resolved = resolve(recipe, int(recipe.data.max_length), rank_info)
-        mesh = Mesh.of(rank_info, MeshSpec(self.resolved.recipe.parallel.shard))
-        (root, self.facts), step_config = assemble_model(self.resolved, rank_info, mesh)
-        self.state = build_train_state(self.resolved.recipe, root, step_config)
+        (root, self.facts), step_config = assemble_model(self.resolved, rank_info)
+        self.state = build_train_state(self.resolved, root, step_config)
         self.losses: list[float] = []
         self.gradients: dict[str, torch.Tensor] = {}
         training_flops(self.state.root.model)

@@ -50,7 +50,6 @@ from tuner.model.build import meta_model  # noqa: E402
 from tuner.model.flops import n_experts  # noqa: E402
 from tuner.model.router_loss import has_term, router_loss  # noqa: E402
 from tuner.parallel.expert import check_spread  # noqa: E402
-from tuner.parallel.mesh import Mesh  # noqa: E402
 from tuner.runtime.dist import RankInfo  # noqa: E402
 from tuner.setup.build import build_train_state  # noqa: E402
 from tuner.setup.model import assemble_model  # noqa: E402
@@ -115,8 +114,8 @@ def our_step(
         "data.packing": "auto" if mode == "packed" else False,
     }  # fmt: skip
     resolved = resolve(load_recipe(tree_of(given)).recipe, 64, RankInfo())
-    (root, _), step_config = assemble_model(resolved, RankInfo(), Mesh())
-    state = build_train_state(resolved.recipe, root, step_config)
+    (root, _), step_config = assemble_model(resolved, RankInfo())
+    state = build_train_state(resolved, root, step_config)
     rows = [
         Row(ids, np.ones(len(ids), bool), np.array([len(ids)], np.int32), np.array([number], np.int64))
         for number, ids in enumerate(documents())

@@ -40,7 +40,6 @@ from tests.fixtures.predict_traced import predicted  # noqa: E402
 from tuner.errors import TunerError  # noqa: E402
 from tuner.setup.build import build_train_state
 from tuner.setup.model import assemble_model
-from tuner.setup.specs import mesh_of
 
 PEAK_ALLOWED = 0.02
 
@@ -69,7 +68,7 @@ def drawn_types(seed: int, count: int, directory: Path) -> tuple[list[str], dict
         try:
             for case in drawn_cases(model_type):
                 resolved, rank_info, _ = resolved_case(case, directory)
-                assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
+                assemble_model(resolved, rank_info)
             chosen.append(model_type)
         except (TunerError, Exception) as error:  # noqa: BLE001 - small numbers do not suit every config
             passed[model_type] = f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
@@ -85,8 +84,8 @@ def drawn_combinations(seed: int, count: int, directory: Path) -> tuple[list[Cas
             break
         try:
             resolved, rank_info, _ = resolved_case(replace(case, processes=1), directory)
-            (root, _), step_config = assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
-            build_train_state(resolved.recipe, root, step_config)
+            (root, _), step_config = assemble_model(resolved, rank_info)
+            build_train_state(resolved, root, step_config)
             chosen[case.name] = case
         except TunerError as error:
             said = "; ".join(map(str, getattr(error, "problems", ()))) or error.message

@@ -16,11 +16,12 @@ from tests.train.synthetic import MAX_LENGTH, recipe_for
 from tuner.config.recipe import Recipe
 from tuner.init_from.plan import InitPlan
 from tuner.model.build import model_config
+from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
 from tuner.setup.initial import planned
 from tuner.setup.model import assembled
 from tuner.setup.resolve import model_spec, resolve
-from tuner.setup.specs import assembly_spec, mesh_of, trainable_of
+from tuner.setup.specs import assembly_spec, trainable_of
 from tuner.setup.weight_facts import Built
 
 LORA = {"kind": "lora", "r": 4, "alpha": 8}
@@ -80,8 +81,7 @@ def planned_for(recipe: Recipe) -> InitPlan:
 def built(recipe: Recipe, new_ids: range = range(0)) -> Built:
     """The model of a recipe as a training starts with it."""
     resolved = resolve(recipe, MAX_LENGTH, RankInfo(), new_ids)
-    mesh = mesh_of(resolved.recipe, RankInfo())
-    return assembled(resolved, assembly_spec(resolved), mesh, torch.device("cpu"))
+    return assembled(resolved, assembly_spec(resolved), Mesh(), torch.device("cpu"))
 
 
 def values(model: Built) -> TENSORS:

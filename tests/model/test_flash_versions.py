@@ -150,7 +150,6 @@ def test_a_package_is_looked_for_and_not_imported(tmp_path: Path, monkeypatch: p
 def test_it_is_chosen_where_a_model_is_built_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     from tuner.setup import model
     from tuner.setup.resolve import resolve
-    from tuner.setup.specs import mesh_of
 
     config_of("llama").save_pretrained(tmp_path)
     recipe = load_recipe({"model": {"name_or_path": str(tmp_path), "init": "random"}, "data": {"train": "r.jsonl"}})
@@ -159,5 +158,5 @@ def test_it_is_chosen_where_a_model_is_built_for_a_gpu(monkeypatch: pytest.Monke
     take = "use_flash_version"
     monkeypatch.setattr(flash_versions, take, lambda config, device: chosen.append((config.model_type, device)))
     monkeypatch.setattr(model, "assembled", lambda *args: None)
-    model.assemble_model(resolved, RankInfo(), mesh_of(resolved.recipe, RankInfo()))
+    model.assemble_model(resolved, RankInfo())
     assert chosen == [("llama", torch.device("cuda", 0))]

@@ -39,7 +39,7 @@ class Counted:
         self.saved: dict[str, int] = {}
 
     def __call__(self, recipe: Any, target: Target, *_: Any) -> Prediction:
-        rows, level, kind = rows_at_once(recipe), recipe.train.gradient_checkpointing, recipe.parallel.shard
+        rows, level, kind = rows_at_once(recipe.train), recipe.train.gradient_checkpointing, recipe.parallel.shard
         self.asked.append((kind, level, rows))
         if level in self.broken:
             raise ValueError(f"no {level}")
@@ -181,7 +181,8 @@ def test_what_needs_less_is_proposed_for_compiled_layers_too(
     recipe = wish(tmp_path, **{**LONG, "train": {**train, "compile": True}}, adapter={"kind": "lora"})
     facts = DeviceFacts("cuda", "a card", 24 * GIB, 24 * GIB, True, 1)
     assembly: Any = SimpleNamespace(
-        resolved=SimpleNamespace(recipe=recipe, facts=facts),
+        resolved=SimpleNamespace(recipe=recipe, facts=facts, compiles=True),
+        batches=SimpleNamespace(micro_batch_size=1),
         rank_info=RankInfo(),
         prepared=SimpleNamespace(path=tmp_path),
     )

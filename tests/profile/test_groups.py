@@ -29,7 +29,7 @@ from tuner.profile.workload import workload
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.torch_private import FakeStore
 from tuner.setup.settled import changed
-from tuner.setup.specs import weight_parts
+from tuner.setup.specs import step_sections, weight_parts
 
 LAYERS, WIDTH, HEADS, KEY_HEADS, CHANNELS, FULL = 2, 32, 4, 2, 8, 4
 TOKENS = 90
@@ -112,10 +112,11 @@ def test_least_of_an_estimate_is_what_layers_send(tmp_path: Path) -> None:
         "sequence": 2 * 2 * (heads + key_heads) * channels * (tokens / 2 / 2) * layers * FULL / 2,
     }
     for axis, sent in expected.items():
-        grouped = changed(recipe, {f"parallel.{axis}": 2, "parallel.shard": "full"})
-        assert least_exchanged(grouped, config, place(grouped, ranks, speed)).exchanged == sent, axis
+        values = {f"parallel.{axis}": 2, "parallel.shard": "full"}
+        grouped, sections = changed(recipe, values), step_sections(speed._resolved, values)
+        assert least_exchanged(sections, config, place(grouped, ranks, speed)).exchanged == sent, axis
         assert speed.step_s({f"parallel.{axis}": 2}) > speed.busy_s({f"parallel.{axis}": 2})
-        assert weight_parts(grouped, ranks) == 4
+        assert weight_parts(grouped.parallel, ranks) == 4
     assert speed.busy_s({"parallel.sequence": 2}) >= speed.busy_s({}), "the same arithmetic, of fewer tokens at a time"
 
 

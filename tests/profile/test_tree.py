@@ -95,7 +95,7 @@ class Counted:
         if self.refused and getattr(train, self.refused) is True:
             raise RecipeError(f"no {self.refused}")
         assert optimizer.kind == "adamw"
-        rows, base = rows_at_once(recipe), 4 if recipe.model.dtype != "bf16" else 2
+        rows, base = rows_at_once(recipe.train), 4 if recipe.model.dtype != "bf16" else 2
         if recipe.adapter.kind != "none":
             base = {"none": 2, "int8": 1, "nf4": 0}[recipe.model.quantize]
         trained = recipe.adapter.kind == "none"

@@ -25,7 +25,7 @@ from tuner.setup.build import Assembly
 from tuner.train.prefetcher import BatchSource, Prefetcher
 from tuner.train.progress import Progress
 
-SPINE = ("main", "preflight", "announce", "begin", "state", "launch", "options")
+SPINE = ("main", "preflight", "begin", "state", "launch", "options")
 OWNED = (
     "run.windows", "run.teacher", "run.teacher_versions", "run.reference", "run.tasks.windows", "run.tasks.teacher",
     "rundir.windows", "rundir.teachers", "setup.initial", "setup.teacher", "setup.window_course", "setup.mock",
@@ -72,7 +72,7 @@ class Counting(Part):
 
 def of(*kinds: type[Part]) -> Any:
     def parts(recipe: Recipe) -> tuple[Part, ...]:
-        return (*parts_of(recipe), *(kind() for kind in kinds if kind.wanted(recipe)))
+        return (*parts_of(recipe), *(kind(recipe) for kind in kinds if kind.wanted(recipe)))
 
     return parts
 

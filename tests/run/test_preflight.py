@@ -25,9 +25,8 @@ from tuner.config.overrides import Override
 from tuner.errors import DataError, RecipeError
 from tuner.model import read_ahead
 from tuner.model.build import ModelSpec, fetch_weights
-from tuner.run import announce, main
+from tuner.run import main
 from tuner.run import preflight as preflight_module
-from tuner.run.announce import _trained
 from tuner.run.options import LaunchOptions
 from tuner.run.parts.part import Preflight
 from tuner.run.preflight import preflight
@@ -36,6 +35,7 @@ from tuner.rundir.directory import RunDir
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective, gloo_group
+from tuner.setup import announce
 from tuner.setup.resolve import resolve
 
 
@@ -93,7 +93,7 @@ def test_the_plan_counts_what_is_trained(tmp_path: Path) -> None:
     def trained(**flags: str) -> str:
         overrides = [Override(key.replace("__", "."), text) for key, text in flags.items()]
         recipe = load_recipe(tmp_path / "r.yaml", overrides, cwd=tmp_path).recipe
-        return _trained(resolve(recipe, 64, RankInfo()))
+        return announce._trained(resolve(recipe, 64, RankInfo()))
 
     def size(count: int) -> str:
         return f"{count:,} trained ({count / whole:.2%})"

@@ -25,7 +25,7 @@ from tuner.data.building.columns import Columns
 from tuner.errors import VerificationError
 from tuner.model.adapter import lora_layers
 from tuner.parallel.mesh import Mesh
-from tuner.run import reference, reference_start
+from tuner.run import columns, reference, reference_start
 from tuner.run.columns import key_of
 from tuner.run.main import train
 from tuner.run.options import LaunchOptions
@@ -102,15 +102,14 @@ def columns_of(assembly: Assembly) -> dict[str, Columns]:
 def of_moved(weight: Callable[[Assembly], torch.Tensor], by: float, assembly: Assembly) -> Assembly:
     """With the columns of a model one weight of which is another."""
     with moved(weight(assembly), by):
-        return reference._attached(assembly, columns_of(assembly))
+        return columns.attached(assembly, columns_of(assembly), reference.with_row_columns)
 
 
 def with_columns(change: Callable[[Any], Any], assembly: Assembly) -> Assembly:
     """With changed columns."""
     found = columns_of(assembly)
-    return reference._attached(
-        assembly, {split: {"reference": change(part["reference"])} for split, part in found.items()}
-    )
+    changed = {split: {"reference": change(part["reference"])} for split, part in found.items()}
+    return columns.attached(assembly, changed, reference.with_row_columns)
 
 
 def up_of(assembly: Assembly) -> torch.Tensor:
@@ -244,10 +243,10 @@ def test_what_rounding_explains_follows_from_type_length_and_processes() -> None
 
 
 def test_the_type_of_products_is_what_rounds(begun: Mapping[str, Assembly]) -> None:
-    section = begun["dora"].resolved.recipe.train
-    assert Rounding.of(section, Mesh()).unit == UNIT["fp32"]
-    assert Rounding.of(section.model_copy(update={"tf32": True}), Mesh()).unit == UNIT["tf32"]
-    assert Rounding.of(begun["lora"].resolved.recipe.train, Mesh(sequence=2)) == Rounding(UNIT["bf16"], 2)
+    numerics = begun["dora"].resolved.numerics
+    assert Rounding.of(numerics, Mesh()).unit == UNIT["fp32"]
+    assert Rounding.of(replace(numerics, tf32=True), Mesh()).unit == UNIT["tf32"]
+    assert Rounding.of(begun["lora"].resolved.numerics, Mesh(sequence=2)) == Rounding(UNIT["bf16"], 2)
 
 
 def test_columns_are_of_the_processes_that_compute_a_layer_together(begun: Mapping[str, Assembly]) -> None:

@@ -86,7 +86,7 @@ def recipe(directory: str = "model", **parallel: Any) -> Any:
 
 def test_a_batch_divides_into_groups_that_share_rows() -> None:
     loaded = recipe(tensor=2, sequence=2)
-    assert data_processes(loaded.recipe, 8) == 2
+    assert data_processes(loaded.recipe.parallel, 8) == 2
     check_division(loaded.recipe, 64)  # 16 rows
     with pytest.raises(
         RecipeError, match="16 rows do not divide into 3 groups of 4 processes, each of 1 rows"

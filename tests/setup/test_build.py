@@ -27,8 +27,8 @@ values: Any = tuner.parallel.values  # whose names are replaced in forked proces
 
 
 def test_autocast_keeps_no_copies_of_weights(tmp_path: Path) -> None:
-    recipe = recipe_for(tmp_path, train={"precision": "bf16"})
-    with step_config_of(recipe, torch.device("cpu"), Mesh()).autocast():
+    resolved: Any = SimpleNamespace(recipe=recipe_for(tmp_path, train={"precision": "bf16"}))
+    with step_config_of(resolved, torch.device("cpu"), RankInfo()).autocast():
         assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_cache_enabled()
     assert torch.is_autocast_cache_enabled()
 
@@ -121,7 +121,7 @@ def test_experts_are_read_by_each_process(what: str, tmp_path: Path, monkeypatch
         wanted = dict(assembled(resolved, spec, Mesh(), cpu).root.named_parameters())
         if what == LOST and rank:
             values._sample = lambda path, places: None  # in this process
-        found = assembled(resolved, spec, mesh_of(resolved.recipe, info), cpu).root
+        found = assembled(resolved, spec, mesh_of(resolved.recipe.parallel, info), cpu).root
         for name, one in found.named_parameters():
             assert torch.equal(whole(one), wanted.pop(name)), name
         assert not wanted

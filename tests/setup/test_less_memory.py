@@ -35,7 +35,7 @@ def test_ways_are_the_cheapest_first_and_none_is_taken_yet(tmp_path: Path) -> No
         data={"max_length": 256},
     )
     assert ways(least) == ()
-    assert less_memory(least) == "take a device with more memory, or more processes"
+    assert less_memory(SimpleNamespace(recipe=least)) == "take a device with more memory, or more processes"
     some = wish(tmp_path, train={"gradient_checkpointing": "full", "gradient_checkpointing_layers": "50%"})
     assert ways(some)[0] == "train.gradient_checkpointing_layers: 100%"
 
@@ -59,14 +59,14 @@ def test_a_mock_batch_that_does_not_fit_proposes_no_adapter_to_an_adapter(
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(mock, "forward_backward", fails)
-    monkeypatch.setattr(mock, "full_batches", lambda assembly: SimpleNamespace(micro=[SimpleNamespace(input_ids=[0])]))
+    monkeypatch.setattr(mock, "full_batches", lambda *given: SimpleNamespace(micro=[SimpleNamespace(input_ids=[0])]))
     for kind in ("none", "lora"):
         recipe = wish(tmp_path, train={"micro_batch_size": 1}, adapter={"kind": kind})
-        state = SimpleNamespace(optimizer=SimpleNamespace(zero_grad=lambda: None))
+        state = SimpleNamespace(optimizer=SimpleNamespace(zero_grad=lambda: None), micro_batch_size=1)
         resolved, mesh = SimpleNamespace(recipe=recipe), SimpleNamespace(size=1)
-        about = SimpleNamespace(resolved=resolved, mesh=mesh, train_state=state)
+        about: Any = SimpleNamespace(resolved=resolved, mesh=mesh, train_state=state, batches=state)
         with pytest.raises(MemoryLimitError) as raised:
-            mock.mock_batch(about, Console(main=False))  # type: ignore[arg-type]
+            mock.mock_batch(about, Console(main=False))
         assert raised.value.hint is not None
         assert raised.value.hint.startswith("write train.gradient_checkpointing: full")
         assert ("adapter.kind: lora" in raised.value.hint) == (kind == "none")

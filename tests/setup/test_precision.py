@@ -15,6 +15,7 @@ from tuner.runtime.device import DeviceFacts
 from tuner.runtime.dist import RankInfo
 from tuner.setup.machine_torch import _computes
 from tuner.setup.resolve import Resolved, resolve
+from tuner.setup.specs import step_sections
 
 GIB = 1 << 30
 T4 = DeviceFacts("cuda", "Tesla T4", 15 * GIB, 15 * GIB, False, 1, 7)
@@ -90,6 +91,7 @@ def test_the_estimated_time_goes_by_precision(model: Path, precision: str, times
     flops: Any = SimpleNamespace(parts=lambda lengths, trained: dict(parts))
     train = {"precision": precision, "gradient_checkpointing": "none", "micro_batch_size": 1, "global_batch_size": 1}
     place = Place(find_device("h100-80g"), RankInfo(), work)
-    found = computing(recipe_for(model, train=train), flops, Sizes(1, 64, 0), place)
+    sections = step_sections(SimpleNamespace(recipe=recipe_for(model, train=train)))  # type: ignore[arg-type]
+    found = computing(sections, flops, Sizes(1, 64, 0), place)
     reached = 989.4e12 * REACHED * 8192 / (8192 + HALF_REACHED)
     assert found.seconds == pytest.approx(times * 1e16 / reached, rel=5e-3)

@@ -10,7 +10,6 @@ from transformers import BloomConfig
 from tests.model.tiny import tiny_config
 from tests.train.synthetic import MAX_LENGTH, recipe_for
 from tuner.errors import ExitCode, MachineError, RecipeError
-from tuner.parallel.mesh import Mesh
 from tuner.runtime.device import DeviceFacts
 from tuner.runtime.dist import RankInfo
 from tuner.setup.resolve import Resolved, resolve
@@ -77,9 +76,9 @@ def test_layers_are_compiled_where_that_can_be(
 def test_gradients_are_kept_whole_between_micro_batches_only_where_that_is_written(
     wish: str, is_whole: bool, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = resolved_on("cuda", model, monkeypatch, parallel={"accumulate": wish}).recipe
-    assert found.parallel.accumulate == ("whole" if is_whole else "sharded")
-    assert step_config_of(found, torch.device("cpu"), Mesh()).accumulate_whole == is_whole
+    found = resolved_on("cuda", model, monkeypatch, parallel={"accumulate": wish})
+    assert found.recipe.parallel.accumulate == ("whole" if is_whole else "sharded")
+    assert step_config_of(found, torch.device("cpu"), RankInfo()).accumulate_whole == is_whole
 
 
 @pytest.mark.parametrize("problem", [NO_CC, NO_HEADERS])

@@ -39,7 +39,8 @@ class Rows:
 
 
 def course(recipe: Recipe, count: int, first: int) -> Any:
-    return timetable(recipe, SimpleNamespace(train=Rows(count)), Starts(data=first))  # type: ignore[arg-type]
+    resolved: Any = SimpleNamespace(recipe=recipe)
+    return timetable(resolved, SimpleNamespace(train=Rows(count)), Starts(data=first))  # type: ignore[arg-type]
 
 
 def test_a_window_begins_where_the_one_before_it_ended() -> None:
@@ -95,7 +96,7 @@ def test_cadences_count_full_rows_and_shares_need_a_length() -> None:
 
 
 def test_timetable_takes_this_course_where_there_are_windows() -> None:
-    table = timetable(recipe(), SimpleNamespace(train=Rows(8)), Starts(data=3, window=2))  # type: ignore[arg-type]
+    table = course(recipe(), 8, 3)
     assert (table.plan.total_steps, table.data_start) == (5, 3)
     assert window_words(recipe(), table.plan, 3) == "8 rows / 4 = steps 4 to 5"
     assert window_words(recipe("9 steps"), table.plan, 3) == "8 rows / 4 = steps 4 to 5 of at most 9"

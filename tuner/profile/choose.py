@@ -191,7 +191,7 @@ def choose_less(recipe: Recipe, target: Target, prepared: Path) -> tuple[dict[st
     now = predict(recipe, target, prepared)
     limit = min(target.limit_bytes, int(LESS * now.peak_bytes))
     trials = Trials(recipe, replace(target, limit_bytes=limit), prepared)
-    rows, level = rows_at_once(recipe), recipe.train.gradient_checkpointing
+    rows, level = rows_at_once(recipe.train), recipe.train.gradient_checkpointing
     fewer = [size for size in range(1, rows) if rows % size == 0]
     options: list[dict[str, Any]] = [{LEVEL: each} for each in LEVELS[LEVELS.index(level) :]]
     options.append({LEVEL: LEVELS[-1], TILED: True})

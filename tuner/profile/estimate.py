@@ -9,7 +9,6 @@ from math import ceil, gcd
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tuner.config.optimizers import AdamwOptimizer
-from tuner.config.recipe import Recipe
 from tuner.model.flops import FROZEN, TRAINED, Flops, experts_of_token
 from tuner.profile.devices import Device
 from tuner.profile.prediction import TimeEstimate
@@ -18,7 +17,7 @@ from tuner.profile.workload import Workload
 from tuner.runtime.device import measured_peak
 from tuner.runtime.dist import RankInfo
 from tuner.setup.settled import data_processes, rows_at_once, sharing
-from tuner.setup.specs import weight_parts
+from tuner.setup.specs import StepSections, weight_parts
 
 REACHED = 0.4
 """Share of the rate of large products: published full steps on H100 reach 33 to 46 % of the data sheet's."""
@@ -64,7 +63,7 @@ class Computing:
     basis: str
 
 
-def computing(recipe: Recipe, flops: Flops, sizes: Sizes, place: Place) -> Computing:
+def computing(sections: StepSections, flops: Flops, sizes: Sizes, place: Place) -> Computing:
     """Estimate the arithmetic of a step from the first microbatch of its workload; nothing is traced for it.
 
     Processes that share rows have equal parts of their arithmetic. A part of a matrix is computed at the pace of that
@@ -73,73 +72,73 @@ def computing(recipe: Recipe, flops: Flops, sizes: Sizes, place: Place) -> Compu
     work, device, rank_info = place.work, place.device, place.rank_info
     batch, tokens_per_row = work.batches.micro[0], work.tokens_per_row
     lengths, trained = batch.lengths, len(batch.trained_positions)
-    train, rows = recipe.train, rows_at_once(recipe)
-    micro = max(1.0, train.global_batch_size / (rows * data_processes(recipe, rank_info.world_size)))
-    shared = sharing(recipe)
+    train, rows = sections.train, rows_at_once(sections.train)
+    micro = max(1.0, train.global_batch_size / (rows * data_processes(sections.parallel, rank_info.world_size)))
+    shared = sharing(sections.parallel)
     tokens = rows * tokens_per_row
     share = tokens / sum(lengths) / shared
     parts = {name: value * share for name, value in flops.parts(lengths, trained).items()}
-    forward = _forward_share(recipe) * (parts["layers"] + parts["attention"])
-    parts |= _repeated(recipe, flops, parts)
+    forward = _forward_share(sections) * (parts["layers"] + parts["attention"])
+    parts |= _repeated(sections, flops, parts)
     if work.extra_forwards:
         parts["extra"] = work.extra_forwards * flops.forward_of(lengths, trained) * share
     rate, basis = _rate(device, str(train.precision))
     pace = rate * REACHED * tokens / (tokens + HALF_REACHED * shared)
-    arithmetic_s, forward_s = _operations(recipe, device, parts) / pace, forward / pace
+    arithmetic_s, forward_s = _operations(sections, device, parts) / pace, forward / pace
     copied_s = 0.0
     if train.offload_activations is True:
-        own = tokens / recipe.parallel.sequence
-        copied_s = _kept_bytes(recipe) * sizes.layers * sizes.width * own / device.host_link
+        own = tokens / sections.parallel.sequence
+        copied_s = _kept_bytes(sections) * sizes.layers * sizes.width * own / device.host_link
     # what is kept goes down in the forward pass, and comes up in the backward pass
     each_s = max(forward_s, copied_s) + max(arithmetic_s - forward_s, copied_s)
-    return Computing(micro * each_s + _host_step_s(recipe, sizes, place), micro, parts, basis)
+    return Computing(micro * each_s + _host_step_s(sections, sizes, place), micro, parts, basis)
 
 
-def _operations(recipe: Recipe, device: Device, parts: Mapping[str, float]) -> float:
+def _operations(sections: StepSections, device: Device, parts: Mapping[str, float]) -> float:
     """Operations of a microbatch, those in fp8 counted as the fewer in bf16 that take as long."""
     found = sum(parts.values())
-    if recipe.train.precision == "fp8" and device.kind == "cuda":
-        again = AGAIN[recipe.train.gradient_checkpointing] * _forward_share(recipe) * _layers_share(recipe)
+    if sections.train.precision == "fp8" and device.kind == "cuda":
+        again = AGAIN[sections.train.gradient_checkpointing] * _forward_share(sections) * _layers_share(sections)
         found -= (1 - 1 / FLOAT8_GAIN) * (1 + again) * parts["layers"]
     return found
 
 
-def _kept_bytes(recipe: Recipe) -> int:
+def _kept_bytes(sections: StepSections) -> int:
     """Bytes of each number that goes from layer to layer: as the weights are."""
-    return 4 if recipe.model.dtype == "fp32" else 2
+    return 4 if sections.model.dtype == "fp32" else 2
 
 
-def _repeated(recipe: Recipe, flops: Flops, parts: Mapping[str, float]) -> dict[str, float]:
+def _repeated(sections: StepSections, flops: Flops, parts: Mapping[str, float]) -> dict[str, float]:
     """Operations of a microbatch that the model does not ask for: what is computed again, and weights made whole."""
-    level, layers = recipe.train.gradient_checkpointing, parts["layers"] + parts["attention"]
-    again = AGAIN[level] * _forward_share(recipe) * _layers_share(recipe) * layers
-    if recipe.train.tiled_mlp is True and level != "full":
-        again += OF_MLP * _forward_share(recipe) * parts["layers"]
+    level, layers = sections.train.gradient_checkpointing, parts["layers"] + parts["attention"]
+    again = AGAIN[level] * _forward_share(sections) * _layers_share(sections) * layers
+    if sections.train.tiled_mlp is True and level != "full":
+        again += OF_MLP * _forward_share(sections) * parts["layers"]
     found = {"again": again}
-    if recipe.model.quantize != "none":
-        found["unpacking"] = UNPACKING * (2 + AGAIN[level]) * flops.forward_products / recipe.parallel.tensor
+    if sections.model.quantize != "none":
+        found["unpacking"] = UNPACKING * (2 + AGAIN[level]) * flops.forward_products / sections.parallel.tensor
     return found
 
 
-def _host_step_s(recipe: Recipe, sizes: Sizes, place: Place) -> float:
+def _host_step_s(sections: StepSections, sizes: Sizes, place: Place) -> float:
     """Seconds of an update on the host: gradients and weights come down, its arithmetic, and weights go up."""
-    if not isinstance(recipe.optimizer, AdamwOptimizer) or recipe.optimizer.offload == "none":
+    if not isinstance(sections.optimizer, AdamwOptimizer) or sections.optimizer.offload == "none":
         return 0.0
-    own, local = sizes.trained / weight_parts(recipe, place.rank_info), place.rank_info.local_world_size
+    own, local = sizes.trained / weight_parts(sections.parallel, place.rank_info), place.rank_info.local_world_size
     return max(DOWN * own / place.device.host_link, ADAM_ON_HOST * own * local / HOST_MEMORY)
 
 
 def estimate(
-    recipe: Recipe, flops: Flops, sizes: Sizes, traced: Sequence[Traffic], place: Place, total_steps: int | None
+    sections: StepSections, flops: Flops, sizes: Sizes, traced: Sequence[Traffic], place: Place, total_steps: int | None
 ) -> TimeEstimate:
     """The time of a step of mean rows: that of its arithmetic, at least that of its weights' traffic, and exchanges."""
-    computed = computing(recipe, flops, sizes, place)
+    computed = computing(sections, flops, sizes, place)
     micro = computed.micro_batches
     # all micro-batches are like the first but the last, which may reduce what they added up
     traffic = traced[0] * (ceil(micro) - 1) + traced[-1]
     return TimeEstimate(
         flops={name: value * micro * place.rank_info.world_size for name, value in computed.flops.items()},
-        tokens_per_step=place.work.tokens_per_row * recipe.train.global_batch_size,
+        tokens_per_step=place.work.tokens_per_row * sections.train.global_batch_size,
         step_s=seconds_of(computed.seconds, traffic),
         total_steps=total_steps,
         basis=computed.basis,
@@ -159,14 +158,14 @@ def _sending_s(sent: int, far: int) -> float:
     return (sent - far) / LINKS["machine"] + far / LINKS["network"]
 
 
-def _forward_share(recipe: Recipe) -> float:
+def _forward_share(sections: StepSections) -> float:
     """The part of a layer's arithmetic that is its forward pass."""
-    return 2 / (TRAINED if recipe.adapter.kind == "none" else FROZEN)
+    return 2 / (TRAINED if sections.adapter.kind == "none" else FROZEN)
 
 
-def _layers_share(recipe: Recipe) -> float:
+def _layers_share(sections: StepSections) -> float:
     """The part of the layers that is computed again; all of them where they are counted out."""
-    layers = recipe.train.gradient_checkpointing_layers
+    layers = sections.train.gradient_checkpointing_layers
     return float(layers.share) if layers.unit == "%" else 1.0
 
 
@@ -187,21 +186,21 @@ PIECES = 2
 """A sum is made of parts that are sent once, and sent once more when they are whole: a ring's all-reduce."""
 
 
-def least_exchanged(recipe: Recipe, config: PretrainedConfig, place: Place) -> Traffic:
+def least_exchanged(sections: StepSections, config: PretrainedConfig, place: Place) -> Traffic:
     """Bytes that one process sends in a step of mean rows, at least: of the layers alone, none of them recomputed.
 
     With ``tensor``, the sum of what each block gives (Shoeybi et al. 2019, section 3); with ``sequence``, queries,
     keys, values and outputs of each attention (Jacobs et al. 2023, section 3.2); with ``expert``, each token to its
     experts and back.
     """
-    text, parallel = config.get_text_config(), recipe.parallel
+    text, parallel = config.get_text_config(), sections.parallel
     layers, width = int(getattr(text, "num_hidden_layers", 0)), int(getattr(text, "hidden_size", 0))
-    rows = recipe.train.global_batch_size / data_processes(recipe, place.rank_info.world_size)
+    rows = sections.train.global_batch_size / data_processes(sections.parallel, place.rank_info.world_size)
     tokens = rows * place.work.tokens_per_row / parallel.sequence
     numbers = PIECES * BLOCKS * width * _others(parallel.tensor)
     numbers += _of_attention(text, parallel.sequence) * _others(parallel.sequence) / parallel.tensor
     numbers += 2 * experts_of_token(text) * width * _others(parallel.expert)
-    sent = round(numbers * tokens * layers * PASSES * _number_bytes(recipe))
+    sent = round(numbers * tokens * layers * PASSES * _number_bytes(sections))
     group = parallel.tensor * max(parallel.sequence, parallel.expert)
     return Traffic(exchanged=sent, exchanged_far=sent * (group > place.rank_info.local_world_size))
 
@@ -222,9 +221,9 @@ def _of_attention(config: PretrainedConfig, size: int) -> int:
     return 2 * (heads + key_heads * (size // gcd(key_heads, size))) * int(channels)
 
 
-def _number_bytes(recipe: Recipe) -> int:
+def _number_bytes(sections: StepSections) -> int:
     """Bytes of a number that layers give each other."""
-    return 4 if recipe.train.precision == "fp32" else 2
+    return 4 if sections.train.precision == "fp32" else 2
 
 
 @dataclass(frozen=True)

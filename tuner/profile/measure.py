@@ -27,6 +27,7 @@ from tuner.runtime.memory import FreedMemory, peak_resident_bytes
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import Assembly, build
 from tuner.setup.resolve import Resolved
+from tuner.setup.specs import step_sections
 from tuner.train.prefetcher import Prefetcher
 from tuner.train.step import optimizer_step
 
@@ -78,8 +79,8 @@ def measure(
     if options.steps < 1:
         raise RecipeError(f"--measure {options.steps}: at least one step is measured")
     free = options.limit_bytes if options.limit_bytes is not None else _free_bytes(resolved, rank_info)
-    recipe = resolved.recipe
-    with _memory_errors(free, recipe.adapter.kind != "none"):
+    sections = step_sections(resolved)
+    with _memory_errors(free, sections.adapter.kind != "none"):
         assembly = build(resolved, prepared, tokenizer, rank_info)
     device = assembly.train_state.step_config.device
     longest = _longest_step(assembly)
@@ -95,12 +96,12 @@ def measure(
         clock, batches = _timed_steps(assembly, options.steps)
         resident = peak_resident_bytes() if device.type == "cpu" else None
         communication_s, files = _traced_step(assembly, options)
-    steps, meter, precision = options.steps, assembly.mfu, str(recipe.train.precision)
+    steps, meter, precision = options.steps, assembly.mfu, resolved.numerics.precision
     asked = [meter.operations(one.micro) for one in batches]
     found = Measurement(
         device=resolved.facts.name,
         precision=precision,
-        optimizer=recipe.optimizer.kind,
+        optimizer=sections.optimizer.kind,
         processes=rank_info.world_size,
         steps=steps,
         total_steps=assembly.timetable.plan.total_steps,

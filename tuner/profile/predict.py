@@ -28,7 +28,8 @@ from tuner.profile.workload import Workload, added_ids, workload
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
 from tuner.setup.resolve import Resolved, check_division, rerouted, resolve, sends_again
-from tuner.setup.settled import without_prediction
+from tuner.setup.settled import changed, without_prediction
+from tuner.setup.specs import step_sections, task_sections
 from tuner.setup.timetable import timetable
 
 MIB = 1 << 20
@@ -80,14 +81,13 @@ def predict(recipe: Recipe, target: Target, prepared: Path | None = None, layers
         trace = _traced(recipe, resolved, device, rank_info, work)
     if (apart := resolved.reasons.get("packing")) is not None:
         assumptions = (*assumptions, apart)
-    trained = resolved.recipe
-    is_copied = trained.checkpoint.async_save is True  # the state, for a save in the background
+    is_copied = task_sections(resolved).checkpoint.async_save is True  # the state, for a save in the background
     always, constants = _constants(is_copied, trace, rank_info)
     expandable = device.kind == "cuda" and expands_segments(os.environ)
     timeline = memory_timeline(trace, always, expandable, by_tensors=layers is not None)
     if device.kind != "cpu" and is_copied:
         timeline = replace(timeline, host={**timeline.host, "staging": trace.staged})
-    total_steps, place = _total_steps(trained, work), Place(device, rank_info, work)
+    total_steps, place = _total_steps(resolved, work), Place(device, rank_info, work)
     return Prediction(
         device=device.shown,
         device_kind=device.kind,
@@ -96,7 +96,7 @@ def predict(recipe: Recipe, target: Target, prepared: Path | None = None, layers
         memory=replace(timeline, moments=(*timeline.moments, *_others(trace, timeline, rank_info))),
         limit_bytes=target.limit_bytes,
         error=ERRORS["compiled" if wants_compiled(recipe, resolved, device) else device.kind],
-        time=estimate(trained, trace.flops, trace.sizes, trace.traffic, place, total_steps),
+        time=estimate(step_sections(resolved), trace.flops, trace.sizes, trace.traffic, place, total_steps),
         assumptions=(*work.assumptions, *assumptions, *constants, *_of_host(timeline, target)),
         host_limit_bytes=target.host_limit_bytes,
     )
@@ -110,9 +110,8 @@ def _traced(recipe: Recipe, resolved: Resolved, device: Device, rank_info: RankI
 def resolved_for(recipe: Recipe, target: Target) -> tuple[Resolved, tuple[str, ...]]:
     """The recipe as it would be resolved on the target; layers that are compiled are taken as with fused kernels."""
     kind, rank_info = target.device.kind, target.rank_info
-    train = recipe.train.model_copy(update={"device": kind, "compile": False})
-    parallel = recipe.parallel.model_copy(update={"processes": rank_info.local_world_size})
-    there = recipe.model_copy(update={"train": train, "parallel": parallel})
+    own = {"train.device": kind, "train.compile": False, "parallel.processes": rank_info.local_world_size}
+    there = changed(recipe, own)
     max_length, facts = resolve_max_length(recipe.model, recipe.data), target.device.facts()
     resolved = resolve(there, max_length, rank_info, facts=facts)
     new_ids, assumed = added_ids(recipe, resolved.config)
@@ -133,7 +132,7 @@ def resolved_for(recipe: Recipe, target: Target) -> tuple[Resolved, tuple[str, .
 
 def wants_compiled(recipe: Recipe, resolved: Resolved, device: Device) -> bool:
     """Whether the decoder layers would be compiled on a device, had it all that this takes."""
-    if sends_again(resolved.recipe):
+    if sends_again(recipe):
         return False
     if recipe.train.compile == "auto":
         return device.kind == "cuda" and recipe.data.packs_rows and resolved.route == "flat"
@@ -196,15 +195,16 @@ def _moment(phase: Phase, parts: Mapping[Part, int]) -> Moment:
     return Moment(phase, "", {**dict.fromkeys(PARTS, 0), **parts})
 
 
-def _total_steps(recipe: Recipe, work: Workload) -> int | None:
+def _total_steps(resolved: Resolved, work: Workload) -> int | None:
     """The steps of the run where they are known: from prepared rows, or from a duration in steps or tokens."""
-    duration = recipe.train.duration
+    train = step_sections(resolved).train
+    duration = train.duration
     if work.prepared is not None:
-        return timetable(recipe, work.prepared).plan.total_steps
+        return timetable(resolved, work.prepared).plan.total_steps
     if duration.unit == "steps":
         return int(duration.count)
     if duration.unit == "tokens":
-        return max(1, round(duration.count / (work.tokens_per_row * recipe.train.global_batch_size)))
+        return max(1, round(duration.count / (work.tokens_per_row * train.global_batch_size)))
     return None
 
 

@@ -26,7 +26,7 @@ from tuner.profile.workload import workload
 from tuner.runtime.files import gib
 from tuner.setup.axes import check_axes, possible_sizes
 from tuner.setup.settled import MICRO, changed, data_processes, rows_at_once, value_of
-from tuner.setup.specs import mesh_of, meta_model_of, trainable_of, weight_parts
+from tuner.setup.specs import StepSections, assembly_spec, mesh_of, meta_model_of, step_sections, weight_parts
 
 Values = Mapping[str, Any]
 LEVELS = ("none", "selective", "full")
@@ -64,33 +64,30 @@ class Speed:
     def __init__(self, recipe: Recipe, target: Target, prepared: Path | None = None) -> None:
         self._target = target
         self._resolved, _ = resolved_for(recipe, target)
-        self._recipe = self._resolved.recipe
         self._place = Place(
             target.device, target.rank_info, workload(recipe, self._resolved, target.rank_info, prepared)
         )
         model = meta_model_of(self._resolved)
         self.layers = layers_alike(model)
         """Decoder layers, where all are alike; else 0."""
-        trainable_of(self._recipe, self._resolved.new_ids).apply(model, recipe.seed)
+        assembly_spec(self._resolved).trainable.apply(model, recipe.seed)
         self._model, self._flops, self._sizes = model, training_flops(model), Sizes.of(model)
 
     def busy_s(self, values: Mapping[str, Any]) -> float:
         """Seconds of a step with these values, without what is sent between processes."""
-        recipe = changed(self._recipe, values)
-        return computing(recipe, self._flops, self._sizes, self._place).seconds
+        return computing(step_sections(self._resolved, values), self._flops, self._sizes, self._place).seconds
 
     def step_s(self, values: Mapping[str, Any]) -> float:
         """The least seconds of a step with these values: without the traffic of weights."""
-        recipe = changed(self._recipe, values)
-        exchanged = least_exchanged(recipe, self._resolved.config, self._place)
+        exchanged = least_exchanged(step_sections(self._resolved, values), self._resolved.config, self._place)
         return seconds_of(self.busy_s(values), exchanged)
 
     def has_room_for_groups(self, values: Mapping[str, Any]) -> bool:
         """Whether the model and the processes divide into the groups of these values."""
-        recipe = changed(self._recipe, values)
+        parallel = step_sections(self._resolved, values).parallel
         try:
-            check_axes(self._model, recipe.parallel)
-            mesh_of(recipe, self._target.rank_info)
+            check_axes(self._model, parallel)
+            mesh_of(parallel, self._target.rank_info)
         except TunerError:
             return False
         return True
@@ -117,23 +114,23 @@ class Speed:
 
     def state_bytes(self, values: Mapping[str, Any]) -> float:
         """The least that the weights and their moments take of each process's device with these values."""
-        recipe = changed(self._recipe, values)
-        return self._resolved.n_parameters * _least_each(recipe) / weight_parts(recipe, self._target.rank_info)
+        sections = step_sections(self._resolved, values)
+        parts = weight_parts(sections.parallel, self._target.rank_info)
+        return self._resolved.n_parameters * _least_each(sections) / parts
 
     def rows(self, settled: Recipe) -> str:
         """The rows of a micro-batch in words."""
-        rows, length = rows_at_once(settled), int(self._recipe.data.max_length)
+        rows, length = rows_at_once(settled.train), self._resolved.max_length
         if not settled.data.packs_rows:
             return "documents that are not packed stay alone"
         return f"{rows} row{'' if rows == 1 else 's'} of {length:,} tokens at a time"
 
 
-def _least_each(recipe: Recipe) -> float:
+def _least_each(sections: StepSections) -> float:
     """Bytes of a device that each parameter takes at least: its weight, and its moments."""
-    if recipe.adapter.kind != "none" or recipe.model.freeze:
-        return {"none": 2.0, "int8": 1.0, "nf4": 0.5}[recipe.model.quantize]
-    weight = BYTES[str(recipe.model.dtype)]
-    optimizer = recipe.optimizer
+    if sections.adapter.kind != "none" or sections.model.freeze:
+        return {"none": 2.0, "int8": 1.0, "nf4": 0.5}[sections.model.quantize]
+    weight, optimizer = BYTES[str(sections.model.dtype)], sections.optimizer
     if not isinstance(optimizer, AdamwOptimizer) or optimizer.offload == "host":
         return weight
     if optimizer.state == "8bit":
@@ -195,7 +192,7 @@ class Trials:
     def refusal(self, values: Values) -> str | None:
         """Why these values do not go together; None where they do."""
         recipe, processes = changed(self.recipe, values), self.target.rank_info.world_size
-        together = rows_at_once(recipe) * data_processes(recipe, processes)
+        together = rows_at_once(recipe.train) * data_processes(recipe.parallel, processes)
         if recipe.train.global_batch_size % together:
             return f"{recipe.train.global_batch_size} rows do not divide into {together} at once"
         return refusal(recipe)
@@ -402,7 +399,7 @@ class Tree:
 
 def row_counts(recipe: Recipe, target: Target) -> list[int]:
     """Numbers of rows into which the global batch divides evenly on all processes that have rows of their own."""
-    each = recipe.train.global_batch_size // data_processes(recipe, target.rank_info.world_size)
+    each = recipe.train.global_batch_size // data_processes(recipe.parallel, target.rank_info.world_size)
     return [size for size in range(1, each + 1) if each % size == 0]
 
 

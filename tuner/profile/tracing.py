@@ -35,7 +35,7 @@ from tuner.runtime.dist import RankInfo
 from tuner.setup.build import build_train_state, run_tensors
 from tuner.setup.model import teacher_in_memory
 from tuner.setup.resolve import Resolved
-from tuner.setup.specs import assembly_spec, mesh_of, meta_model_of, step_config_of, teacher_spec
+from tuner.setup.specs import assembly_spec, meta_model_of, step_config_of, teacher_spec
 from tuner.train.evaluate import batch_losses
 from tuner.train.step import TrainState, microbatch_terms, optimizer_step
 
@@ -85,8 +85,9 @@ def trace_step(
     """
     from tuner.profile.allocations import AllocationTracker
 
-    recipe, facts = resolved.recipe, resolved.facts
-    device, mesh = torch.device("cpu"), mesh_of(recipe, rank_info)
+    facts, spec, device = resolved.facts, assembly_spec(resolved), torch.device("cpu")
+    step_config = step_config_of(resolved, device, rank_info)
+    mesh = step_config.mesh
     model = meta_model_of(resolved)
     blocks = _blocks(model)
     with ExitStack() as stack:
@@ -98,19 +99,19 @@ def trace_step(
         if mesh.expert > 1:
             stack.enter_context(fakes.balanced_experts(mesh.expert))
         meshes = _fake_meshes(mesh)
-        root = assemble(assembly_spec(resolved), model, meshes=meshes)
+        root = assemble(spec, model, meshes=meshes)
         teacher = _teacher(resolved, mesh)
         largest = max(parameter.numel() * parameter.element_size() for parameter in root.parameters())
         flops, sizes = training_flops(root.model), Sizes.of(root.model)
         stack.enter_context(_fakes())
-        tracker = AllocationTracker(facts.kind, recipe.train.deterministic, blocks if compiled else ())
+        tracker = AllocationTracker(facts.kind, resolved.numerics.deterministic, blocks if compiled else ())
         for each in (root, teacher) if teacher is not None else (root,):
             each.parts.most_forwards = lambda own: own  # nobody is there to ask
             fakes.give_storage(each, device)
             tracker.assign([*each.parameters(), *each.buffers()], "parameters")
         stack.enter_context(host.observed(tracker.on_host))
         with tracker:
-            train_state = build_train_state(recipe, root, step_config_of(recipe, device, mesh))
+            train_state = build_train_state(resolved, root, step_config)
             train_state.method.teacher = teacher
             train_state.optimizer.allocate()
         tracker.assign_rest("optimizer")
@@ -118,11 +119,11 @@ def trace_step(
         counter = TrafficCounter(_shapes(root), rank_info.local_world_size, _exchanging(meshes))
         tracker.observe = counter.count
         stack.enter_context(phase.observed(counter.begin))
-        if recipe.train.tiled_mlp is True:
+        if spec.tiles:
             stack.enter_context(fakes.few_tiles(counter.standing_for))
-        if recipe.model.quantize != "none":
+        if spec.quantize is not None:
             stack.enter_context(fakes.few_weight_tiles())
-        if recipe.train.offload_activations is True:
+        if spec.offload:
             stack.enter_context(fakes.inputs_not_copied())
         with refusing(model):
             marks = _step(tracker, train_state, batches)
@@ -137,7 +138,7 @@ def trace_step(
 
 def _teacher(resolved: Resolved, mesh: Mesh) -> CausalLM | None:
     """The teacher of a distillation, without storage."""
-    if (method := teacher_in_memory(resolved.recipe)) is None:
+    if (method := teacher_in_memory(resolved)) is None:
         return None
     from tuner.setup.teacher import teacher_of
 

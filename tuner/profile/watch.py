@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tuner.config.recipe import ProfileSection
 from tuner.errors import MemoryLimitError, is_out_of_memory
 from tuner.model.blocks import apply_recompute
 from tuner.model.build import decoder_blocks
@@ -27,7 +28,9 @@ from tuner.runtime.files import TMP_PREFIX, gib
 from tuner.setup.build import Assembly
 from tuner.setup.less_memory import less_memory
 from tuner.setup.mock import full_batches
-from tuner.setup.settled import MICRO, changed, rows_at_once
+from tuner.setup.resolve import recipe_again
+from tuner.setup.settled import MICRO
+from tuner.setup.specs import assembly_spec
 from tuner.train.step import forward_backward, optimizer_step
 
 if TYPE_CHECKING:
@@ -40,10 +43,9 @@ class StepWatch:
     What fails in a recording is a warning, and the run goes on.
     """
 
-    def __init__(self, assembly: Assembly, directory: Path, console: Console) -> None:
-        recipe = assembly.resolved.recipe
-        self._assembly, self._section, self._rank = assembly, recipe.profile, assembly.rank_info.rank
-        self._modules = recipe.train.compile is not True  # hooks on compiled layers would compile them again
+    def __init__(self, assembly: Assembly, section: ProfileSection, directory: Path, console: Console) -> None:
+        self._assembly, self._section, self._rank = assembly, section, assembly.rank_info.rank
+        self._modules = not assembly.resolved.compiles  # hooks on compiled layers would compile them again
         self._directory, self._console = directory, console
 
     def start(self, number: int) -> StepRecorder | None:
@@ -263,14 +265,13 @@ def with_fix(assembly: Assembly, report: OomReport, limit: int | None = None) ->
 
     It fits where the device can do it and, where there is one, within ``limit`` bytes of tensors.
     """
-    recipe = assembly.resolved.recipe
-    train, size = recipe.train, rows_at_once(recipe)
+    resolved, size = assembly.resolved, assembly.batches.micro_batch_size
     for smaller in (n for n in range(size - 1, 0, -1) if size % n == 0):
         if (peak := _peak_of(assembly, smaller, limit)) is not None:
             return replace(report, overrides={MICRO: str(smaller)}, override_peak_bytes=peak)
-    if train.compile is True:  # compiling again to try it would take minutes
+    if resolved.compiles:  # compiling again to try it would take minutes
         return _with_prediction(assembly, report, limit)
-    if train.gradient_checkpointing != "none":
+    if assembly_spec(resolved).recompute != "none":
         return report
     apply_recompute(assembly.train_state.root, "full", len(decoder_blocks(assembly.train_state.root.model)))
     if (peak := _peak_of(assembly, 1, limit)) is None:
@@ -285,7 +286,7 @@ def _with_prediction(assembly: Assembly, report: OomReport, limit: int | None) -
     from tuner.profile.choose import choose_less
     from tuner.profile.predict import CONTEXT_BYTES
 
-    recipe, target = assembly.resolved.recipe, _target(assembly)
+    recipe, target = recipe_again(assembly.resolved, {}), _target(assembly)
     target = target if limit is None else replace(target, limit_bytes=limit + CONTEXT_BYTES[target.device.kind])
     try:
         found = choose_less(recipe, target, assembly.prepared.path)
@@ -300,14 +301,14 @@ def _with_prediction(assembly: Assembly, report: OomReport, limit: int | None) -
 
 def less_of(assembly: Assembly) -> str:
     """What to write in the recipe of a run that needs less memory."""
-    return less_memory(assembly.resolved.recipe, assembly.rank_info.world_size)
+    return less_memory(assembly.resolved, assembly.rank_info.world_size)
 
 
 def predicted_peak(assembly: Assembly) -> dict[Part, int]:
     """What is predicted for the fullest moment of a step of this run, as its allocator would count it."""
     from tuner.profile.predict import predict
 
-    return predict(assembly.resolved.recipe, _target(assembly)).memory.counted_peak()
+    return predict(recipe_again(assembly.resolved, {}), _target(assembly)).memory.counted_peak()
 
 
 def _target(assembly: Assembly) -> Target:
@@ -337,10 +338,9 @@ def _recorded(assembly: Assembly, work: Callable[[], object], modules: bool = Fa
 
 def _take(assembly: Assembly, number: int) -> None:
     if number == 0:
-        forward_backward(assembly.train_state, 0, full_batches(assembly))
+        forward_backward(assembly.train_state, 0, full_batches(assembly, assembly.batches.micro_batch_size))
         return
-    first_only = assembly.resolved.recipe.train.overfit_first_batch
-    batches = assembly.batches.step(0 if first_only else number - 1)
+    batches = assembly.batches.step(0 if assembly.first_only else number - 1)
     optimizer_step(assembly.train_state, number - 1, batches, assembly.timetable.schedule.factor(number))
 
 
@@ -354,10 +354,9 @@ def _clear(assembly: Assembly) -> None:
 
 def _peak_of(assembly: Assembly, size: int, limit: int | None) -> int | None:
     """The peak of a step on micro-batches of so many full rows, or None where that does not fit either."""
-    resolved = assembly.resolved
-    smaller = replace(assembly, resolved=replace(resolved, recipe=changed(resolved.recipe, {MICRO: size})))
     _clear(assembly)
-    recorder, failed = _recorded(assembly, lambda: optimizer_step(assembly.train_state, 0, full_batches(smaller), 0.0))
+    state = assembly.train_state
+    recorder, failed = _recorded(assembly, lambda: optimizer_step(state, 0, full_batches(assembly, size), 0.0))
     if failed:
         return None
     peak = max(recorder.memory().totals())

@@ -21,8 +21,9 @@ from tuner.model.apart import computed_tokens, forwards_of
 from tuner.model.row_layout import Route
 from tuner.runtime.dist import RankInfo
 from tuner.setup.mock import full_rows
-from tuner.setup.resolve import Resolved
+from tuner.setup.resolve import Resolved, method_section
 from tuner.setup.settled import data_processes, rows_at_once
+from tuner.setup.specs import task_sections
 from tuner.train.evaluate import MAX_ANSWER_TOKENS, answer_limits
 from tuner.train.methods.method import build_method
 
@@ -54,10 +55,10 @@ def workload(recipe: Recipe, resolved: Resolved, rank_info: RankInfo, directory:
 
     They are in `directory`, where that is known; else their place follows from the sources, which are hashed.
     """
-    trained, config = resolved.recipe, resolved.config
-    max_length, method = int(trained.data.max_length), build_method(trained.method)
-    n_rows = rows_at_once(recipe)
-    together = n_rows * data_processes(recipe, rank_info.world_size)
+    config, max_length, answers = resolved.config, resolved.max_length, task_sections(resolved).eval.samples
+    method = build_method(method_section(resolved))
+    n_rows = rows_at_once(recipe.train)
+    together = n_rows * data_processes(recipe.parallel, rank_info.world_size)
     count = min(TRACED, -(-recipe.train.global_batch_size // together))
     found = prepared_for(recipe, directory)
     if found is None:
@@ -67,7 +68,7 @@ def workload(recipe: Recipe, resolved: Resolved, rank_info: RankInfo, directory:
         held_out = None if recipe.data.eval is None else batch
         of_row = "one document" if examples.documents == 1 else f"{examples.documents} documents together"
         assumed = [f"the data is not prepared: every row is taken as {of_row} of {max_length:,} trained tokens"]
-        samples = () if held_out is None else _assumed_samples(examples, trained.eval.samples, max_length)
+        samples = () if held_out is None else _assumed_samples(examples, answers, max_length)
         if samples:
             assumed.append(f"sample answers run to the end of a row: {len(samples)} of {samples[0][1]} tokens")
         step, extra = step_of([batch] * count, method.mismatched), method.extra_forwards
@@ -78,7 +79,7 @@ def workload(recipe: Recipe, resolved: Resolved, rank_info: RankInfo, directory:
     mean = float(prepared.train.tokens_per_row.mean())
     which = "longest" if n_rows == 1 else f"{n_rows:,} longest"
     rows = f"every micro-batch holds the {which} of the {len(prepared.train):,} prepared rows"
-    asked = prepared.samples[: trained.eval.samples]
+    asked = prepared.samples[:answers]
     limits = answer_limits(asked, tokenizer, config)
     samples = tuple((len(sample.prompt_ids), limit) for sample, limit in zip(asked, limits, strict=True))
     step = step_of([batch] * count, method.mismatched)

@@ -29,7 +29,7 @@ from tuner.runtime.dist import RankInfo, log_name
 from tuner.runtime.files import read_json, scratch_dir, write_json
 from tuner.runtime.process import process_group
 from tuner.runtime.spawn import local_store
-from tuner.setup.specs import mesh_of, meta_model_of
+from tuner.setup.specs import meta_model_of, step_config_of
 
 STEPS = 20
 
@@ -77,7 +77,7 @@ def refused(twin: Twin, layout: Layout) -> Proof | None:
     """Why a layout is not possible for a model, or not supported, as far as shows before a process starts."""
     try:
         laid_out(twin.own, layout)  # where the small model leaves out what the recipe's rules refuse
-        mesh_of(twin.resolved(layout).recipe, layout.rank_info(0))
+        step_config_of(twin.resolved(layout), torch.device("cpu"), layout.rank_info(0))  # with its processes
     except (RecipeError, MachineError) as error:
         return Proof(layout.name, layout.processes, "refused", cause=_reason(error))
     return None

@@ -48,7 +48,7 @@ from tuner.setup.build import build_train_state, run_tensors
 from tuner.setup.model import assembled
 from tuner.setup.resolve import model_spec, resolve, takes_several
 from tuner.setup.settled import without_prediction
-from tuner.setup.specs import assembly_spec, mesh_of, step_config_of
+from tuner.setup.specs import assembly_spec, step_config_of
 from tuner.train.methods.method import Method
 from tuner.train.step import TrainState, forward_backward, optimizer_step
 
@@ -127,10 +127,9 @@ def build(setting: Setting, layout: Layout, rank: int) -> Training:
     """Model, optimizer and rows, as a training builds them. Collective where there are several processes."""
     rank_info = layout.rank_info(rank)
     resolved = setting.twin.resolved(layout)
-    trained, device = resolved.recipe, torch.device("cpu")
-    mesh = mesh_of(trained, rank_info)
-    root = assembled(resolved, assembly_spec(resolved), mesh, device).root
-    state = build_train_state(trained, root, step_config_of(trained, device, mesh))
+    step_config = step_config_of(resolved, torch.device("cpu"), rank_info)
+    root = assembled(resolved, assembly_spec(resolved), step_config.mesh, step_config.device).root
+    state = build_train_state(resolved, root, step_config)
     vocabulary = resolved.config.get_text_config().vocab_size
     recipe = setting.twin.recipe
     return Training(state, Rows(recipe.method.examples, vocabulary, setting.twin.accumulate, recipe.seed))
@@ -325,7 +324,7 @@ def prove_weights(recipe: Recipe) -> tuple[IsolationReport, str]:
     here = recipe.model_copy(update={"train": recipe.train.model_copy(update={"device": "cpu"})})
     resolved = resolve(without_prediction(here), spec.max_length, RankInfo(), spec.tokenizer.new_ids)
     root = assembled(resolved, assembly_spec(resolved).of_weight_source(), mesh=Mesh(), device=torch.device("cpu")).root
-    vocab_size, longest = resolved.config.get_text_config().vocab_size, int(resolved.recipe.data.max_length)
+    vocab_size, longest = resolved.config.get_text_config().vocab_size, resolved.max_length
     return require_isolation(root, vocab_size, takes_several(recipe), longest, every_layer=True), root.layout.route
 
 

@@ -20,8 +20,7 @@ from tuner.rundir.layout import INIT_REPORT, MODEL_CONFIG, TOKENIZER
 from tuner.rundir.origin import noted
 from tuner.runtime.files import fsync_path, machine_error, write_atomic, write_json
 from tuner.setup.build import Assembly
-from tuner.setup.resolve import Resolved
-from tuner.setup.settled import value_of
+from tuner.setup.resolve import Resolved, notes, recipe_again
 
 
 def begin_launch(
@@ -39,14 +38,10 @@ def begin_launch(
         run.set_aside(found.step if found is not None and is_own else -1, str(record["run_id"]))
     resolved = assembly.resolved
     # How long and on how many processes is each launch's own affair.
-    of_run = {
-        "train": resolved.recipe.train.model_copy(update={"stop_after": None}),
-        "parallel": loaded.recipe.parallel,
-    }
-    kept = resolved.recipe.model_copy(update=of_run)
+    kept = recipe_again(resolved, {"train.stop_after": None}).model_copy(update={"parallel": loaded.recipe.parallel})
     begins = found is None or record is None
     if begins or not run.resolved_recipe.is_file():
-        run.write_recipe(loaded.text, recipe_yaml(kept, notes=_notes(resolved)))
+        run.write_recipe(loaded.text, recipe_yaml(kept, notes=notes(resolved)))
     if begins or not (run.path / TOKENIZER).is_dir():
         write_tokenizer(run, assembly)
     if begins or not (run.path / MODEL_CONFIG).is_dir():
@@ -71,15 +66,6 @@ def _skips_others(run: RunDir, record: Mapping[str, Any], kept: TrainSection) ->
     """Whether the run leaves out other steps from here on, which a later launch is not to forget."""
     before = run.recipe(record)
     return before is not None and before.recipe.train.steps_to_skip != kept.steps_to_skip
-
-
-def _notes(resolved: Resolved) -> dict[str, str]:
-    """Why each value is what it is that was left open, for whoever reads the recipe; a launch's own with its value."""
-    notes = {}
-    for key, reason in resolved.reasons.items():
-        own = f"{value_of(resolved.recipe, key)} here, " if key.startswith("parallel.") else ""
-        notes[key] = f"{own}auto: {reason}"
-    return notes
 
 
 def _facts(
@@ -116,6 +102,6 @@ def write_model_config(directory: Path, resolved: Resolved) -> None:
         write_json(directory / "generation_config.json", resolved.generation.to_dict())
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{resolved.recipe.model.name_or_path}/generation_config.json: cannot be written again: {error}",
+            f"{resolved.model_name}/generation_config.json: cannot be written again: {error}",
             hint="take what is no plain value (Infinity, NaN) out of it",
         ) from error

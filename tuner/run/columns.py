@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from tuner.errors import MachineError
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.console import Console, Updates, clock
 from tuner.runtime.process import Collective, any_rank, gloo_group
+from tuner.setup.build import Assembly
 
 RETRY_S = 1.0
 """Seconds between two looks at whether another launch is done with the same columns."""
@@ -80,6 +81,19 @@ class ColumnsSpec:
     def path(self) -> Path:
         """The directory."""
         return cache_path(self.cache_dir, self.level, self.key)
+
+
+def attached(
+    assembly: Assembly, columns: Mapping[str, Columns], attach: Callable[[PackedRows, Columns], PackedRows]
+) -> Assembly:
+    """The assembly with columns at its rows, those of each split as ``attach`` puts them."""
+    prepared, held = assembly.prepared, assembly.held_out
+    train = attach(prepared.train, columns.get("train", {}))
+    rows = None if prepared.eval is None else attach(prepared.eval, columns.get("eval", {}))
+    if held is not None and rows is not None:
+        held = replace(held, rows=rows)
+    prepared, batches = replace(prepared, train=train, eval=rows), replace(assembly.batches, rows=train)
+    return replace(assembly, prepared=prepared, batches=batches, held_out=held)
 
 
 @dataclass(frozen=True)

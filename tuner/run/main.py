@@ -10,7 +10,6 @@ from tuner.checkpoint.manifest import step_name
 from tuner.checkpoint.open import CheckpointInfo, newest
 from tuner.config.load import LoadedRecipe
 from tuner.errors import DivergedError, MachineError
-from tuner.run.announce import announce_packing
 from tuner.run.begin import begin_launch
 from tuner.run.changes import pending
 from tuner.run.meta import require_same_data
@@ -31,6 +30,7 @@ from tuner.runtime.lock import FileLock
 from tuner.runtime.memory import calm_collector
 from tuner.runtime.process import Collective, gloo_group, process_group
 from tuner.runtime.stop import StopSignals
+from tuner.setup.announce import announce_packing
 from tuner.setup.build import Assembly, build
 from tuner.setup.less_memory import memory_errors
 from tuner.setup.resolve import Resolved
@@ -75,7 +75,7 @@ def train(
         ) as signals,
         process_group(rank_info, resolved.facts.kind, loaded.recipe.parallel.timeout.seconds),
         _around(ready, resolved, rank_info, console),
-        memory_errors(resolved.recipe, rank_info.world_size),
+        memory_errors(resolved, rank_info.world_size),
     ):
         ready = agreed(ready, options, Collective(gloo_group()))
         phase.enter("set-up of the model")
@@ -88,10 +88,10 @@ def train(
         status = ready.status
         if status.checkpoint is not None:
             reset, moves_on = pending(status.resets, status.checkpoint.step), any(part.moves_on for part in ready.parts)
-            require_same_data(status.checkpoint, assembly, reset, "data" in reset or moves_on)
+            require_same_data(status.checkpoint, assembly, loaded.recipe.data, reset, "data" in reset or moves_on)
         for part in ready.parts:
             assembly = part.built(ready, assembly, console, signals)
-        table, recipe = assembly.timetable, resolved.recipe
+        table, recipe = assembly.timetable, loaded.recipe
         early = EarlyStop.of(recipe.eval, recipe.train.min_steps, assembly.keeps)
         progress = Progress(table.plan, table.data_start, early=early)
         for part in ready.parts:
@@ -110,7 +110,7 @@ def _built(ready: Preflight, resolved: Resolved, rank_info: RankInfo, console: C
     def make(resolved: Resolved) -> Assembly:
         return build(resolved, ready.data, ready.spec.tokenizer, rank_info, ready.starts)
 
-    if resolved.facts.kind == "cpu" and resolved.recipe.train.compile is False:
+    if resolved.facts.kind == "cpu" and not resolved.compiles:
         with console.doing("loading model"):
             return make(resolved)
     from tuner.setup.first_kernels import build_runnable
@@ -159,12 +159,12 @@ def _run(context: LaunchContext, begins: CheckpointInfo | None, launch: LaunchTa
 
 
 def _loop(context: LaunchContext, tasks: Tasks) -> bool:
-    assembly, progress, train = context.assembly, context.progress, context.assembly.resolved.recipe.train
-    rows = Prefetcher(assembly.batches, progress.plan.total_steps, progress.data_start, train.overfit_first_batch)
+    assembly, progress = context.assembly, context.progress
+    rows = Prefetcher(assembly.batches, progress.plan.total_steps, progress.data_start, assembly.first_only)
     with rows, calm_collector():
         sources = [source for part in context.parts if (source := part.source(rows)) is not None]
         schedule, source = assembly.timetable.schedule, sources[0] if sources else rows
-        return train_loop(assembly.train_state, progress, source, schedule, tasks, train.steps_to_skip)
+        return train_loop(assembly.train_state, progress, source, schedule, tasks, assembly.skipped)
 
 
 def _diverged(context: LaunchContext, halted: HaltedError) -> DivergedError:

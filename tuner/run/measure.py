@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,7 @@ from tuner.runtime.console import Console, Level
 from tuner.runtime.deterministic import tf32_products
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
-from tuner.runtime.spawn import run_ranks
-from tuner.runtime.stop import undone
+from tuner.runtime.spawn import run_apart
 from tuner.setup.resolve import resolve
 from tuner.setup.timetable import timetable
 
@@ -94,12 +91,8 @@ def measure_recipe(loaded: LoadedRecipe, options: MeasureOptions, level: Level) 
         return _measured(loaded.recipe, directory, options, place.planned, console)
     given = HandedOver(directory.absolute(), None, ())
     job = MeasureJob(Job.of(loaded, LaunchOptions(level=level, handed_over=given)), options)
-    logs = Path(tempfile.mkdtemp(prefix="tuner-profile-"))
-    says = f"starting {place.local} processes" if console.is_heard else ""
-    with undone(lambda: shutil.rmtree(logs)):
-        plain = run_ranks(measure_rank, MEASURE_JOB.dump_python(job, mode="json"), place.local, logs, says)
-    shutil.rmtree(logs)  # after a failure they stay: the error names them
-    return MEASURED.validate_python(plain)
+    plain = MEASURE_JOB.dump_python(job, mode="json")
+    return MEASURED.validate_python(run_apart(measure_rank, plain, place.local, "profile", console.is_heard))
 
 
 def measure_rank(work: dict[str, Any]) -> dict[str, Any]:
@@ -119,18 +112,18 @@ def _measured(
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     prepared = open_prepared(directory)
     resolved = resolve(recipe, spec.max_length, rank_info, spec.tokenizer.new_ids)
-    plan, facts = timetable(resolved.recipe, prepared).plan, resolved.facts
+    plan, facts = timetable(resolved, prepared).plan, resolved.facts
     processes = counted(rank_info.world_size, "process", "processes")
     console.say(
         "plan",
         f"{counted(plan.total_steps, 'step')} of {counted(plan.global_batch_size, 'row')}; one measured for memory, "
-        f"{options.steps} for time · {facts.kind}, {resolved.recipe.train.precision} compute, {processes} of "
+        f"{options.steps} for time · {facts.kind}, {resolved.numerics.precision} compute, {processes} of "
         f"{counted(facts.threads, 'thread')}",
     )
     if options.dry_run:
         return Measured(plan.total_steps, None)
     joined = process_group(rank_info, facts.kind, recipe.parallel.timeout.seconds)
-    with joined, tf32_products(resolved.recipe.train.tf32):
+    with joined, tf32_products(recipe.train.tf32):
         if options.output is not None:
             options.output.mkdir(parents=True, exist_ok=True)
         with console.doing("measuring some steps"):

@@ -1,17 +1,12 @@
 """The facts about a run in every checkpoint, the tokenizer's files among them, and what of them must stay."""
 
-import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
-from transformers import PretrainedConfig
-
 from tuner.checkpoint.open import CheckpointInfo
-from tuner.config.dump import recipe_dict
+from tuner.config.recipe import DataSection
 from tuner.data.id_probes import ID_PROBES, read_probes, text_probes, write_probes
 from tuner.errors import DataError
-from tuner.model.transformers_private import commit_of
-from tuner.model.vetting import licence_of
 from tuner.run.changes import sources_of_eval
 from tuner.rundir.directory import RunDir
 from tuner.rundir.exports import APART
@@ -19,7 +14,8 @@ from tuner.rundir.layout import TOKENIZER
 from tuner.rundir.same_base import require_same_base, require_same_quantizer
 from tuner.runtime.files import file_entries, fsync_path, json_bytes, machine_error, regular_size, sha256_file
 from tuner.setup.build import Assembly
-from tuner.setup.resolve import quantizer_facts
+from tuner.setup.resolve import manifest_facts, quantizer_facts
+from tuner.setup.specs import assembly_spec
 from tuner.setup.weight_facts import WeightFacts
 
 GIVEN = "init_from"
@@ -28,7 +24,7 @@ GIVEN = "init_from"
 
 def is_apart(assembly: Assembly) -> bool:
     """Whether the run's adapter cannot be merged: it is exported as it is."""
-    if assembly.resolved.recipe.adapter.kind == "none":
+    if assembly_spec(assembly.resolved).trainable.lora is None:
         return False
     from tuner.model.adapter import tied_layers  # with peft
 
@@ -47,25 +43,12 @@ def frozen_meta(assembly: Assembly) -> dict[str, Any]:
 
 def run_meta(assembly: Assembly) -> dict[str, Any]:
     """The facts that go into every checkpoint's manifest. Raises DataError, before any step, where they cannot."""
-    resolved = assembly.resolved
-    recipe = resolved.recipe
-    known = assembly.rank_info.is_main and recipe.model.init != "random"
-    meta = {
-        "recipe": recipe_dict(recipe),
-        "model": {
-            "name_or_path": recipe.model.name_or_path,
-            "revision": recipe.model.revision or commit_of(resolved.config),
-            "init": recipe.model.init,
-            "config": _written(resolved.config),
-            "n_parameters": resolved.n_parameters,
-            "new_ids": [resolved.new_ids.start, resolved.new_ids.stop],
-            "licence": licence_of(recipe.model.name_or_path, recipe.model.revision) if known else None,
-            **({} if (left := assembly.facts.untouched) is None else {"untouched": dict(left)}),
-        },
-        "adapter": None if recipe.adapter.kind == "none" else recipe_dict(recipe)["adapter"],
+    meta = manifest_facts(assembly.resolved, with_licence=assembly.rank_info.is_main)
+    if (left := assembly.facts.untouched) is not None:
+        meta["model"]["untouched"] = dict(left)
+    meta |= {
         **({APART: True} if is_apart(assembly) else {}),
-        **({} if (quantizer := quantizer_facts(recipe)) is None else {"quantizer": quantizer}),
-        **({} if (given := assembly.facts.given) is None else {GIVEN: _without_report(given)}),
+        **({} if (given := assembly.facts.given) is None else {GIVEN: {n: given[n] for n in ("entries", "frozen")}}),
         "tokenizer_hash": assembly.tokenizer.hash,
         "data_key": assembly.prepared.key,
         **({} if assembly.reference is None else {"reference": dict(assembly.reference)}),
@@ -80,13 +63,12 @@ def run_meta(assembly: Assembly) -> dict[str, Any]:
             if rows is not None
         },
         "world_size": assembly.rank_info.world_size,
-        "precision": recipe.train.precision,
     }
     try:
         json_bytes(meta)
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{recipe.model.name_or_path}: its facts cannot be written into a checkpoint: {error}",
+            f"{assembly.resolved.model_name}: its facts cannot be written into a checkpoint: {error}",
             hint="look for a value in its config.json that is no text, number, list or mapping",
         ) from error
     return meta
@@ -97,29 +79,21 @@ def _only_teacher(assembly: Assembly) -> WeightFacts | None:
     return None if assembly.resolved.teacher is not None else assembly.teacher_facts
 
 
-def _without_report(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {"entries": given["entries"], "frozen": given["frozen"]}
-
-
-def _written(config: PretrainedConfig) -> dict[str, Any]:
-    """A config as transformers writes it: numbers that JSON does not have (infinity) as its own objects for them."""
-    facts: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return facts
-
-
-def require_same_data(found: CheckpointInfo, assembly: Assembly, reset: Collection[str], other_data: bool) -> None:
+def require_same_data(
+    found: CheckpointInfo, assembly: Assembly, section: DataSection, reset: Collection[str], other_data: bool
+) -> None:
     """Check that base model, teacher, data and tokenizer are those of a checkpoint's run. Raises DataError.
 
-    `other_data` may differ from the run's; `reset` are the parts that the launch resets, which its hint goes on with.
-    Collective.
+    ``section`` names the data. `other_data` may differ from the run's; `reset` are the parts that the launch resets,
+    which its hint goes on with. Collective.
     """
     require_same_base(found, assembly.facts.agreed_frozen_hash())
     meta = found.manifest["meta"]
-    require_same_quantizer(found, quantizer_facts(assembly.resolved.recipe))
+    require_same_quantizer(found, quantizer_facts(assembly.resolved))
     left = assembly.facts.untouched
     if left is not None and meta["model"].get("untouched") != left:
         raise DataError(
-            f"{found.path}: what is not trained of {assembly.resolved.recipe.model.name_or_path} (images, sound) "
+            f"{found.path}: what is not trained of {assembly.resolved.model_name} (images, sound) "
             "changed since this checkpoint was saved",
             hint="restore it, or name its commit: model.revision; or start a new run with --name",
         )
@@ -138,8 +112,7 @@ def require_same_data(found: CheckpointInfo, assembly: Assembly, reset: Collecti
         if meta.get(key) != now and not (other_data and key == "data_key"):
             of, ways = "", "restore it"
             if key == "data_key":
-                data = assembly.resolved.recipe.data
-                of = f" of {', '.join(str(source.path) for source in (*data.train, *sources_of_eval(data)))}"
+                of = f" of {', '.join(str(source.path) for source in (*section.train, *sources_of_eval(section)))}"
                 ways += f"; or train on the changed data from here: --reset {','.join([*reset, 'data'])}"
             raise DataError(
                 f"{found.path}: the {what}{of} changed since this checkpoint was saved ({meta.get(key)} -> {now})",

@@ -9,7 +9,6 @@ from tuner.data.building.spec import PrepareSpec
 from tuner.data.prepared import WAY_TO_NAME, open_prepared
 from tuner.errors import DataError, RecipeError
 from tuner.model.build import fetch_weights
-from tuner.run.announce import announce, announce_packing
 from tuner.run.options import HandedOver, LaunchOptions, RunResult
 from tuner.run.parts.listed import parts_of
 from tuner.run.parts.part import Before, Preflight
@@ -24,6 +23,7 @@ from tuner.run.status import (
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective
+from tuner.setup.announce import announce, announce_packing
 from tuner.setup.resolve import Resolved, model_spec, resolve
 from tuner.setup.timetable import few_steps, rates, timetable
 
@@ -115,13 +115,13 @@ def plan_launch(
     reasons = {**resolved.reasons, **settled.reasons}
     resolved = replace(resolved, reasons=reasons, settled=dict(settled.values))
     require_same_choices(ready.status, loaded.recipe, resolved.recipe, options, console)
-    table = timetable(resolved.recipe, ready.data, ready.starts)
+    table = timetable(resolved, ready.data, ready.starts)
     total_steps = table.plan.total_steps
     if ready.status.record is None and checkpoint is not None and checkpoint.step >= total_steps:
         raise RecipeError(
             f"{checkpoint.path}: no steps are left to train", hint="give an earlier checkpoint of its run"
         )
-    rate = rates(resolved.recipe, ready.data, table, ready.starts)
+    rate = rates(resolved, ready.data, table, ready.starts)
     derivations = (part.derivation(resolved, table) for part in ready.parts)
     announce(console, resolved, table, rate, rank_info, next(filter(None, derivations), None))
     for part in ready.parts:

@@ -1,7 +1,5 @@
 """The reference of a recipe computed without training: on the processes, and by the code, that training would have."""
 
-import shutil
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,10 @@ from tuner.run.settle import Place, settle
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
-from tuner.runtime.spawn import run_ranks
-from tuner.runtime.stop import StopSignals, undone
+from tuner.runtime.spawn import run_apart
+from tuner.runtime.stop import StopSignals
 from tuner.setup.build import Assembly, build
-from tuner.setup.resolve import reference_of, resolve
+from tuner.setup.resolve import method_section, reference_of, resolve
 
 
 def prepare_reference(loaded: LoadedRecipe, prepared: Path, console: Console, options: LaunchOptions) -> Path:
@@ -45,12 +43,7 @@ def prepare_reference(loaded: LoadedRecipe, prepared: Path, console: Console, op
         return _computed(loaded, prepared, place.rank_info, console)
     given = HandedOver(prepared.absolute(), None, ())
     job = JOB.dump_python(Job.of(loaded, replace(options, handed_over=given)), mode="json")
-    logs = Path(tempfile.mkdtemp(prefix="tuner-reference-"))
-    says = f"starting {place.local} processes" if console.is_heard else ""
-    with undone(lambda: shutil.rmtree(logs)):
-        found = run_ranks(reference_rank, job, place.local, logs, says)
-    shutil.rmtree(logs)  # after a failure they stay: the error names them
-    return Path(found["path"])
+    return Path(run_apart(reference_rank, job, place.local, "reference", console.is_heard)["path"])
 
 
 def reference_rank(work: dict[str, Any]) -> dict[str, Any]:
@@ -66,13 +59,13 @@ def _computed(loaded: LoadedRecipe, prepared: Path, rank_info: RankInfo, console
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     resolved = resolve(recipe, spec.max_length, rank_info, spec.tokenizer.new_ids)
     of_teacher = keeps_teacher(recipe.method)
-    if not of_teacher and reference_of(resolved.recipe.method) != "columns":
+    if not of_teacher and reference_of(method_section(resolved)) != "columns":
         raise RecipeError(
             "--reference: this recipe's reference is computed in each step, with the adapter off",
             hint="leave it out, or write method.reference: columns",
         )
     joined = process_group(rank_info, resolved.facts.kind, recipe.parallel.timeout.seconds)
-    with StopSignals() as signals, joined, exactness(resolved.recipe.train):
+    with StopSignals() as signals, joined, exactness(resolved.numerics):
         with console.doing("loading model"):
             assembly = build(resolved, open_prepared(prepared), spec.tokenizer, rank_info)
         if of_teacher:

@@ -5,8 +5,8 @@ both. What a reference's columns are known by is everything that decides their b
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tuner.config.recipe import TrainSection
 from tuner.data.batches import collate
 from tuner.data.building.cache import cache_path, valid
 from tuner.data.building.columns import Columns, files_of, open_columns
-from tuner.data.prepared import PackedRows, PreparedData, Row
+from tuner.data.prepared import PackedRows, Row
 from tuner.errors import DataError, RecipeError, VerificationError, counted
-from tuner.run.columns import ColumnsInfo, ColumnsSpec, Work, computed, key_of, manifest_body
+from tuner.parallel.assemble import AssemblySpec
+from tuner.run.columns import ColumnsInfo, ColumnsSpec, Work, attached, computed, key_of, manifest_body
 from tuner.run.parts.part import Preflight
 from tuner.run.reference_start import require_start
 from tuner.runtime.console import Console
 from tuner.runtime.environment import versions
 from tuner.setup.build import Assembly
 from tuner.setup.resolve import quantizer_facts
+from tuner.setup.specs import assembly_spec
 from tuner.train.step import TrainState, reference_values
 
 DECIDING = ("tuner", "torch", "transformers", "peft", "liger-kernel", "triton")
@@ -62,11 +63,11 @@ def with_reference(assembly: Assembly, cache_dir: Path, before: ColumnsInfo | No
     key, wanted = key_of(facts), None
     if before is not None and before.prepared_key == prepared.key:
         key, wanted = before.key, before.files
-    body = manifest_body(prepared.key, assembly.resolved.recipe.model.name_or_path, facts, splits)
+    body = manifest_body(prepared.key, assembly.resolved.model_name, facts, splits)
     spec = ColumnsSpec(cache_dir, "reference", key, splits, body, wanted)
     if before is not None and weights != before.weights and valid(spec.path, "reference") is None:
         raise VerificationError(
-            f"{spec.path} is gone, and {assembly.resolved.recipe.model.name_or_path} is not the model any more that "
+            f"{spec.path} is gone, and {assembly.resolved.model_name} is not the model any more that "
             "computed the reference of this run",
             hint="restore one of them; or begin another run from the checkpoint: tuner train RECIPE --name NEW-NAME",
         )
@@ -78,7 +79,8 @@ def with_reference(assembly: Assembly, cache_dir: Path, before: ColumnsInfo | No
     rows = sum(map(len, splits.values()))
     work.console.say("reference", f"{counted(rows, 'row')}{', computed before' if was_there else ''}: {path}")
     info = ColumnsInfo(key, weights if before is None else before.weights, prepared.key, files)
-    return replace(_attached(assembly, open_columns(path, "reference")), reference=info.as_meta())
+    assembly = attached(assembly, open_columns(path, "reference"), with_row_columns)
+    return replace(assembly, reference=info.as_meta())
 
 
 def _computed(spec: ColumnsSpec, work: Work) -> tuple[Path, bool]:
@@ -98,39 +100,37 @@ def key_facts(assembly: Assembly) -> dict[str, Any]:
     Processes that compute a layer together add its sums up in another order, so their number does; how many hold the
     rows or the shards of the weights does not, nor does the micro-batch.
     """
-    recipe, device, mesh = assembly.resolved.recipe, assembly.train_state.step_config.device, assembly.mesh
+    resolved, mesh, device = assembly.resolved, assembly.mesh, assembly.train_state.step_config.device
+    spec = assembly_spec(resolved)
     values = type(assembly.train_state.method).reference_values
-    here: dict[str, Any] = {"device": assembly.resolved.facts.name}
+    here: dict[str, Any] = {"device": resolved.facts.name}
     if device.type == "cpu":
         here |= {"threads": torch.get_num_threads(), "instructions": torch.backends.cpu.get_cpu_capability()}
     together = {"tensor": mesh.tensor, "sequence": mesh.sequence, "expert": mesh.expert}
     here |= {axis: size for axis, size in together.items() if size > 1}
     padding = assembly.train_state.root.parts.padding
-    if (quantizer := quantizer_facts(recipe)) is not None:
-        here |= {"quantizer": quantizer}
     return {
         "weights": assembly.facts.weights_hash,
-        "config": hashlib.sha256(assembly.resolved.config.to_json_string().encode()).hexdigest(),
+        "config": hashlib.sha256(resolved.config.to_json_string().encode()).hexdigest(),
         "prepared": assembly.prepared.key,
         "values": f"{values.__module__}.{values.__qualname__}",
         "mismatched": assembly.train_state.method.mismatched,
-        "precision": recipe.train.precision,
-        "tf32": recipe.train.tf32,
-        "deterministic": recipe.train.deterministic,
-        "kernels": recipe.model.kernels,
-        "attention": assembly.resolved.reasons.get("attention"),
-        "compiled_for": None if padding is None else [padding.tokens, padding.longest, *_program(recipe.train)],
+        **asdict(resolved.numerics),
+        "kernels": spec.kernels,
+        "attention": resolved.reasons.get("attention"),
+        "compiled_for": None if padding is None else [padding.tokens, padding.longest, *_program(spec)],
         **here,
+        **({} if (quantizer := quantizer_facts(resolved)) is None else {"quantizer": quantizer}),
         "versions": {name: version for name, version in versions().items() if name in DECIDING},
     }
 
 
-def _program(section: TrainSection) -> list[Any]:
+def _program(spec: AssemblySpec) -> list[Any]:
     """What a compiled layer's program depends on besides its sizes: what of it is computed again, and in which parts.
 
     The compiler fuses another set of operations for each, which rounds otherwise.
     """
-    return [section.gradient_checkpointing, str(section.gradient_checkpointing_layers), section.tiled_mlp]
+    return [spec.recompute, str(spec.recomputed_layers), spec.tiles]
 
 
 def values_of(assembly: Assembly) -> Callable[[PackedRows, Row], Columns]:
@@ -160,25 +160,6 @@ def _of_row(state: TrainState, row: Row) -> Columns:
     with torch.no_grad():
         found = reference_values(state.root, state.method, collate([row]), state.step_config)
     return {name: tensor.float().cpu().numpy() for name, tensor in found.items()}
-
-
-def _attached(assembly: Assembly, columns: Mapping[str, Columns]) -> Assembly:
-    """The assembly with columns at its rows."""
-    prepared, held = prepared_with(assembly.prepared, columns), assembly.held_out
-    if held is not None and prepared.eval is not None:
-        held = replace(held, rows=prepared.eval)
-    batches = replace(assembly.batches, rows=prepared.train)
-    return replace(assembly, prepared=prepared, batches=batches, held_out=held)
-
-
-def prepared_with(prepared: PreparedData, columns: Mapping[str, Columns]) -> PreparedData:
-    """The prepared data with columns by split, whose values lie row after row, at its rows."""
-    held = prepared.eval
-    return replace(
-        prepared,
-        train=with_row_columns(prepared.train, columns.get("train", {})),
-        eval=None if held is None else with_row_columns(held, columns.get("eval", {})),
-    )
 
 
 def with_row_columns(rows: PackedRows, columns: Columns) -> PackedRows:

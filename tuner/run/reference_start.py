@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
-from tuner.config.recipe import TrainSection
 from tuner.data.batches import Batch, collate
 from tuner.errors import VerificationError, counted
 from tuner.model.adaptable import exact_weight
@@ -28,7 +27,7 @@ from tuner.parallel.mesh import Mesh
 from tuner.runtime.console import Console
 from tuner.runtime.process import Collective, any_rank, gloo_group
 from tuner.setup.build import Assembly
-from tuner.setup.settled import rows_at_once
+from tuner.setup.precision import Numerics
 from tuner.train.step import TrainState, device_columns, reference_values
 
 CHECKED_ROWS = 4
@@ -64,10 +63,9 @@ class Rounding:
     processes: int
 
     @classmethod
-    def of(cls, section: TrainSection, mesh: Mesh) -> "Rounding":
-        """Of a recipe whose precision is resolved."""
-        kind = "tf32" if section.precision == "fp32" and section.tf32 else section.precision
-        return cls(UNIT[kind], mesh.tensor * mesh.sequence * mesh.expert)
+    def of(cls, numerics: Numerics, mesh: Mesh) -> "Rounding":
+        """Of a launch that computes so in these processes."""
+        return cls(UNIT[numerics.products], mesh.tensor * mesh.sequence * mesh.expert)
 
 
 def allowed(rounding: Rounding, tokens: int, value: float) -> float:
@@ -107,7 +105,7 @@ def require_start(assembly: Assembly, console: Console) -> None:
     if most[0] > 0:
         console.say(
             "reference",
-            f"log-ratios begin within {most[0]:.2g} of 0 ({assembly.resolved.recipe.train.precision} rounds; "
+            f"log-ratios begin within {most[0]:.2g} of 0 ({assembly.resolved.numerics.precision} rounds; "
             f"more than {most[1]:.2g} would be another model)",
         )
     if is_columns:
@@ -174,7 +172,7 @@ def _not_of_this_model(assembly: Assembly, split: str, batch: Batch) -> list[str
     if not any_rank(differs, gloo_group()):  # a forward of one rank alone would wait for the shards of the others
         return []
     again = _by_the_same_program(state, batch)
-    rounding = Rounding.of(assembly.resolved.recipe.train, assembly.mesh)
+    rounding = Rounding.of(assembly.resolved.numerics, assembly.mesh)
     problems = []
     for name, values in found.items():
         # Kernels that do not repeat their own bits are held to what rounding explains.
@@ -205,7 +203,7 @@ def _ratios(assembly: Assembly, split: str, batch: Batch) -> list[_Ratio]:
         found = reference_values(state.root, state.method, batch, state.step_config)
         # As in a step: under FSDP2 a forward with gradients is followed by a backward.
         (torch.stack([values.sum() for values in found.values()]).sum() * 0).backward()
-    rounding = Rounding.of(assembly.resolved.recipe.train, assembly.mesh)
+    rounding = Rounding.of(assembly.resolved.numerics, assembly.mesh)
     ratios = []
     for name, values in found.items():
         given, off = values.detach().cpu(), (values.detach() - wanted[name]).cpu()
@@ -217,7 +215,7 @@ def _ratios(assembly: Assembly, split: str, batch: Batch) -> list[_Ratio]:
 
 def _warn_of_rounding(assembly: Assembly, ranks: Collective, console: Console) -> None:
     """Say where the first micro-batch, its rows together, begins with log-ratios that are not zero. Collective."""
-    rows = rows_at_once(assembly.resolved.recipe)
+    rows = assembly.batches.micro_batch_size
     if rows == 1:
         return
     state = assembly.train_state

@@ -9,7 +9,7 @@ from typing import Any
 
 from tuner.checkpoint.load import load_into
 from tuner.config.load import LoadedRecipe, load_recipe
-from tuner.config.methods import Head, head_of
+from tuner.config.methods import Head, Method, head_of
 from tuner.config.recipe import ModelSection, NoAdapter, Recipe
 from tuner.data.building.prepare import prepare_to_use
 from tuner.data.building.spec import prepare_spec
@@ -27,9 +27,8 @@ from tuner.runtime.files import read_json
 from tuner.runtime.process import process_group
 from tuner.setup.build import held_out_rows
 from tuner.setup.model import assemble_model
-from tuner.setup.resolve import Resolved, check_fits, quantizer_facts, resolve
+from tuner.setup.resolve import Resolved, check_fits, method_section, quantizer_facts, resolve
 from tuner.setup.settled import AXES, rows_at_once
-from tuner.setup.specs import mesh_of
 from tuner.train.evaluate import ByTerms, Evaluation, HeldOut, evaluate
 from tuner.train.methods.method import build_method
 from tuner.train.step import StepConfig
@@ -86,18 +85,19 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
         data = open_prepared(prepare_to_use(spec, console))
         _require_same_rows(trained, loaded.recipe, data)
         resolved = resolve(recipe, spec.max_length, rank_info, spec.tokenizer.new_ids)
-    held = held_out_rows(resolved.recipe, data)
+    held = held_out_rows(recipe.data, data)
     if held is None:
         raise DataError(f"{data.path}: holds no held-out rows")
-    measure, held, by_terms = _measured(trained, resolved, held, data, spec.cache_dir, console)
-    console.say("model", f"{trained.path} · {resolved.facts.kind}, {resolved.recipe.train.precision} compute")
+    section, batch = method_section(resolved), recipe.train.global_batch_size
+    measure, held, by_terms = _measured(trained, section, batch, held, data, spec.cache_dir, console)
+    console.say("model", f"{trained.path} · {resolved.facts.kind}, {resolved.numerics.precision} compute")
     joined = process_group(rank_info, resolved.facts.kind, recipe.parallel.timeout.seconds)
-    with joined, tf32_products(resolved.recipe.train.tf32):
+    with joined, tf32_products(recipe.train.tf32):
         check_fits(spec.tokenizer, resolved.config, data)
         with console.doing("loading model"):
             root, step_config = loaded_model(trained, resolved, rank_info)
         started = time.monotonic()
-        micro_batch_size, max_rows = rows_at_once(resolved.recipe), resolved.recipe.eval.max_rows
+        micro_batch_size, max_rows = rows_at_once(recipe.train), recipe.eval.max_rows
         rows = len(held.rows) if max_rows is None else min(max_rows, len(held.rows))
         with console.doing(f"evaluating {counted(rows, 'row')}"):
             result = evaluate(root, step_config, held, micro_batch_size, max_rows, by_terms=by_terms)
@@ -110,10 +110,10 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
 
 def loaded_model(trained: Trained, resolved: Resolved, rank_info: RankInfo) -> tuple[CausalLM, StepConfig]:
     """The model with its weights, and how it computes. Collective. Raises DataError for another base's checkpoint."""
-    (root, facts), step_config = assemble_model(resolved, rank_info, mesh_of(resolved.recipe, rank_info))
+    (root, facts), step_config = assemble_model(resolved, rank_info)
     if isinstance(trained, RunCheckpoint):
         require_same_base(trained.checkpoint, facts.agreed_frozen_hash())
-        require_same_quantizer(trained.checkpoint, quantizer_facts(resolved.recipe))
+        require_same_quantizer(trained.checkpoint, quantizer_facts(resolved))
         tensors = {f"{MODEL_PREFIX}{name}": p.data for name, p in trained_parameters(root).items()}
         load_into(trained.checkpoint, tensors, prefix=MODEL_PREFIX)
     return root, step_config
@@ -147,12 +147,14 @@ def _require_same_rows(trained: Trained, recipe: Recipe, data: PreparedData) -> 
 
 
 def _measured(
-    trained: Trained, resolved: Resolved, held: HeldOut, data: PreparedData, cache_dir: Path, console: Console
+    trained: Trained, section: Method, batch: int, held: HeldOut, data: PreparedData, cache_dir: Path, console: Console
 ) -> tuple[str, HeldOut, ByTerms | None]:
-    """What is measured, the rows with the columns of a reference where the method has one, and how."""
-    recipe = resolved.recipe
-    method, rows = build_method(recipe.method), recipe.train.global_batch_size
-    kind, by_terms = recipe.method.kind, ByTerms.of(method, rows)
+    """What is measured, the rows with the columns of a reference where the method has one, and how.
+
+    ``batch`` are the rows of a training step.
+    """
+    method, kind = build_method(section), section.kind
+    by_terms = ByTerms.of(method, batch)
     if method.reference != "columns":
         return "cross_entropy" if by_terms is None else kind, held, by_terms
     from tuner.run.columns import ColumnsInfo
@@ -163,7 +165,7 @@ def _measured(
     if info is not None and info.prepared_key == data.key:
         columns = cached_columns(cache_dir, info)
         return kind, replace(held, rows=with_row_columns(held.rows, columns["eval"])), by_terms
-    if recipe.method.examples.kind != "preference":
+    if section.examples.kind != "preference":
         raise RecipeError(
             f"method.kind: {kind} measures against a reference, which {trained.path} has none of for these rows",
             hint="evaluate the run itself on its own rows: tuner eval RUN",
@@ -173,7 +175,7 @@ def _measured(
         "pairs by the log-probabilities of their answers alone, the loss is the cross-entropy of chosen answers: "
         f"{kind} needs the run's reference, which checkpoints have for the run's own rows",
     )
-    return "answers_alone", held, ByTerms.of(AnswersAlone(), rows)
+    return "answers_alone", held, ByTerms.of(AnswersAlone(), batch)
 
 
 def _require_head(trained: Trained, head: Head, recipe: Recipe) -> None:
@@ -225,7 +227,6 @@ def recipe_of(trained: Trained, loaded: LoadedRecipe, processes: int) -> Recipe:
     _require_head(trained, head_of(own.method), recipe)
     had = {key: getattr(own.train, key) for key in ("precision", "micro_batch_size")}
     update = {key: value for key, value in had.items() if getattr(recipe.train, key) == "auto"}
-    train = recipe.train.model_copy(update=update)
     # The seed too: frozen weights may have been drawn from it.
     sections = {"model": own.model, "adapter": own.adapter, "tokenizer": own.tokenizer, "seed": own.seed}
-    return recipe.model_copy(update={**sections, "train": train})
+    return recipe.model_copy(update={**sections, "train": recipe.train.model_copy(update=update)})

@@ -9,7 +9,6 @@ from pathlib import Path
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.overrides import Override
 from tuner.data.building.spec import prepare_spec
-from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.errors import RecipeError
 from tuner.evals.load import check_tasks, load_tasks
 from tuner.evals.scorer import Scorer
@@ -21,7 +20,7 @@ from tuner.runtime.console import Console
 from tuner.runtime.deterministic import tf32_products
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective, gloo_group, process_group
-from tuner.setup.resolve import Resolved, resolve
+from tuner.setup.resolve import resolve
 from tuner.setup.settled import rows_at_once
 
 OWN = "recipe"
@@ -76,10 +75,14 @@ def score_tasks(
     check_tasks(recipe.eval.tasks)
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     resolved = resolve(recipe, spec.max_length, rank_info, spec.tokenizer.new_ids)
-    console.say("model", f"{trained.path} · {resolved.facts.kind}, {resolved.recipe.train.precision} compute")
+    console.say("model", f"{trained.path} · {resolved.facts.kind}, {resolved.numerics.precision} compute")
     joined = process_group(rank_info, resolved.facts.kind, recipe.parallel.timeout.seconds)
-    with joined, tf32_products(resolved.recipe.train.tf32):
-        scorer = _scorer(trained, resolved, spec.tokenizer, rank_info, console)
+    with joined, tf32_products(recipe.train.tf32):
+        with console.doing("loading model"):
+            root, step_config = loaded_model(trained, resolved, rank_info)
+        row_tokens = rows_at_once(recipe.train) * spec.max_length
+        # With one copy among several processes, each answers prompts by all of them together.
+        scorer = Scorer(root, step_config, spec.tokenizer, row_tokens, is_whole=not step_config.mesh.is_sharded)
         tasks = load_tasks(recipe.eval.tasks, spec.tokenizer, spec.max_length)
         started, scores = time.monotonic(), []
         for task in tasks:
@@ -90,13 +93,3 @@ def score_tasks(
             Collective(gloo_group()).on_rank0(lambda: write_scores(output, scores))
     step = trained.checkpoint.step if isinstance(trained, RunCheckpoint) else None
     return TasksScore(trained.path, step, scores, seconds)
-
-
-def _scorer(
-    trained: Trained, resolved: Resolved, tokenizer: TextTokenizer, rank_info: RankInfo, console: Console
-) -> Scorer:
-    with console.doing("loading model"):
-        root, step_config = loaded_model(trained, resolved, rank_info)
-    row_tokens = rows_at_once(resolved.recipe) * int(resolved.recipe.data.max_length)
-    # With one copy among several processes, each answers prompts by all of them together.
-    return Scorer(root, step_config, tokenizer, row_tokens, is_whole=not step_config.mesh.is_sharded)

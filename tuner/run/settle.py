@@ -100,7 +100,7 @@ def settle(
     usual: Mapping[str, Any] = {} if predicts else WITHOUT
     had = {key: value for key, value in before.items() if value != usual.get(key)}
     kept = {key: had[key] for key in left_open(recipe, rank_info.world_size) if key in had}
-    if recipe.train.global_batch_size % (kept.get(MICRO, 1) * data_processes(recipe, rank_info.world_size)):
+    if recipe.train.global_batch_size % (kept.get(MICRO, 1) * data_processes(recipe.parallel, rank_info.world_size)):
         kept.pop(MICRO, None)
     settled = settled.and_also(Settled(kept, dict.fromkeys(kept, "as the run had it")))
     recipe = settled.of(recipe)

@@ -36,7 +36,7 @@ def restore(context: LaunchContext, found: CheckpointInfo) -> None:
     if averages := _named(assembly, EMA_PREFIX):
         _restore_averages(context, averages, found)
     early = None if progress.early is None else replace(progress.early)
-    progress.restore(found.state, assembly.resolved.recipe.checkpoint.keep_best)
+    progress.restore(found.state, None if assembly.keeps is None else assembly.keeps.metric)
     if "schedule" in reset_here:
         progress.early = early  # another course of the learning rate: counted from its first evaluation
     assembly.train_state.guard.restore(found.state["guard"])

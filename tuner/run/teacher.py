@@ -24,7 +24,7 @@ from tuner.errors import RecipeError, VerificationError, counted
 from tuner.model.build import fetch_weights, model_config
 from tuner.model.divergence import top_tokens
 from tuner.model.root import CausalLM
-from tuner.run.columns import ColumnsInfo, ColumnsSpec, Work, computed, key_of, manifest_body
+from tuner.run.columns import ColumnsInfo, ColumnsSpec, Work, attached, computed, key_of, manifest_body
 from tuner.run.parts.part import Preflight
 from tuner.runtime.console import Console
 from tuner.runtime.device import to_device
@@ -32,6 +32,7 @@ from tuner.runtime.files import sha256_file
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import Assembly
 from tuner.setup.model import assemble_teacher
+from tuner.setup.resolve import method_section
 from tuner.setup.teacher import teacher_model
 from tuner.train.methods.distill import Distill
 
@@ -70,12 +71,13 @@ def with_teacher(assembly: Assembly, cache_dir: Path, before: ColumnsInfo | None
     assert isinstance(method, Distill)
     method.vocabulary = int(facts["vocabulary"])
     info = ColumnsInfo(key, str(facts["weights"]), prepared.key, files)
-    return replace(_attached(assembly, open_columns(path, "teacher")), teacher=info.as_meta())
+    assembly = attached(assembly, open_columns(path, "teacher"), PackedRows.with_trained)
+    return replace(assembly, teacher=info.as_meta())
 
 
 def method_of(assembly: Assembly) -> DistillMethod:
     """The section of the method."""
-    method = assembly.resolved.recipe.method
+    method = method_section(assembly.resolved)
     assert isinstance(method, DistillMethod)
     return method
 
@@ -94,7 +96,7 @@ def key_facts(assembly: Assembly, weights: str) -> dict[str, Any]:
         "teacher": method.teacher,
         "weights": weights,
         "prepared": assembly.prepared.key,
-        "precision": assembly.resolved.recipe.train.precision,
+        "precision": assembly.resolved.numerics.precision,
         "top_k": method.top_k,
         "temperature": method.temperature,
         "vocabulary": vocabulary,
@@ -148,19 +150,3 @@ def values_of(assembly: Assembly) -> Callable[[PackedRows, Row], Columns]:
         return columns
 
     return values
-
-
-def _attached(assembly: Assembly, columns: Mapping[str, Columns]) -> Assembly:
-    """The assembly with columns of trained targets at its rows."""
-    prepared = assembly.prepared
-    train = prepared.train.with_trained(columns["train"])
-    held_rows = None if prepared.eval is None else prepared.eval.with_trained(columns["eval"])
-    held = assembly.held_out
-    if held is not None and held_rows is not None:
-        held = replace(held, rows=held_rows)
-    return replace(
-        assembly,
-        prepared=replace(prepared, train=train, eval=held_rows),
-        batches=replace(assembly.batches, rows=train),
-        held_out=held,
-    )

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +25,7 @@ from tuner.errors import ExitCode, LostRankError, MachineError, TunerError, rebu
 from tuner.runtime import phase
 from tuner.runtime.dist import cores, log_name
 from tuner.runtime.files import read_json, scratch_dir, write_json
-from tuner.runtime.stop import COUNTED_ABOVE, StopSignals, held_back
+from tuner.runtime.stop import COUNTED_ABOVE, StopSignals, held_back, undone
 from tuner.runtime.warned import note_warning, read_warned
 
 POLL_S = 0.05
@@ -82,6 +84,15 @@ def run_ranks(work: Work, job: Mapping[str, Any], processes: int, logs: Path, sa
             if signals.number is not None and any(end.is_cut_short(signals.number) for end in ranks.ends.values()):
                 raise KeyboardInterrupt
             return _result(ranks)
+
+
+def run_apart(work: Work, job: Mapping[str, Any], processes: int, name: str, is_heard: bool) -> dict[str, Any]:
+    """The same for work that has no run directory: its logs stay where it fails, and the error names them."""
+    logs = Path(tempfile.mkdtemp(prefix=f"tuner-{name}-"))
+    with undone(lambda: shutil.rmtree(logs)):
+        found = run_ranks(work, job, processes, logs, f"starting {processes} processes" if is_heard else "")
+    shutil.rmtree(logs)
+    return found
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tuner.config.duration import StepRange
 from tuner.config.eval_tasks import LOWER_IS_BETTER, task_of
-from tuner.config.recipe import Recipe
+from tuner.config.recipe import DataSection, Recipe
 from tuner.data.batches import GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
@@ -58,6 +59,10 @@ class Assembly:
     probes: list[torch.Tensor]
     held_out: HeldOut | None
     mfu: MfuMeter
+    skipped: tuple[StepRange, ...]
+    """Steps in which nothing is trained."""
+    first_only: bool
+    """Whether every step has the rows of the first one."""
     reference: Mapping[str, Any] | None = None
     """By what the reference's columns are known, where the rows have any."""
     teacher: Mapping[str, Any] | None = None
@@ -66,8 +71,7 @@ class Assembly:
     @property
     def keeps(self) -> Criterion | None:
         """What the best checkpoint is chosen by, where the recipe keeps it."""
-        recipe = self.resolved.recipe
-        metric = recipe.checkpoint.keep_best
+        recipe, metric = self.resolved.recipe, self.resolved.recipe.checkpoint.keep_best
         if metric is not None and task_of(metric, recipe.eval.tasks) is not None:
             return Criterion.of_task(metric, metric.split("/")[2] in LOWER_IS_BETTER)
         return Criterion.of(metric, recipe.method.figures)
@@ -81,37 +85,34 @@ def build(
     starts: Starts = Starts(),  # noqa: B008 - frozen
 ) -> Assembly:
     """Build model, optimizer, batches and schedule. Collective where there are several processes."""
-    recipe = resolved.recipe
-    mesh = mesh_of(recipe, rank_info)
+    recipe, mesh = resolved.recipe, mesh_of(resolved.recipe.parallel, rank_info)
     check_fits(tokenizer, resolved.config, prepared)
     check_logits(recipe.method, LogitTransform.of(resolved.config))
-    rows = rows_at_once(recipe)
     check_division(recipe, rank_info.world_size)
-    table, held = timetable(recipe, prepared, starts), held_out_rows(recipe, prepared)
+    table, held = timetable(resolved, prepared, starts), held_out_rows(recipe.data, prepared)
     if task_of(recipe.checkpoint.keep_best, recipe.eval.tasks) is None:
         check_metric(recipe.checkpoint.keep_best, held, recipe.method.figures)
     index = device_index(rank_info) if resolved.facts.kind == "cuda" else 0
-    computed = "tf32" if recipe.train.tf32 and recipe.train.precision == "fp32" else recipe.train.precision
-    peak = None if computed == "fp8" else measured_peak(resolved.facts.kind, computed, index)  # while memory is free
-    (root, facts), step_config = assemble_model(resolved, rank_info, mesh)
+    products = resolved.numerics.products
+    peak = None if products == "fp8" else measured_peak(resolved.facts.kind, products, index)  # while memory is free
+    (root, facts), step_config = assemble_model(resolved, rank_info)
     if root.layout.route != resolved.route:  # what its structure tells is not what it computes
         resolved = rerouted(resolved, root.layout.route, str(facts.why_apart))
-        recipe = resolved.recipe
     if recipe.prober.steps:
         select_modules(root.model, recipe.prober.modules, "prober.modules")  # before anything is written
-    train_state = build_train_state(recipe, root, step_config)
+    train_state = build_train_state(resolved, root, step_config)
     train_state.rng_start = starts.rng
     if rank_info.is_main:
         _tell_touched(root)
     teacher_facts = None
-    if (method := teacher_in_memory(recipe)) is not None:
+    if (method := teacher_in_memory(resolved)) is not None:
         train_state.method.teacher, teacher_facts = assemble_teacher(resolved, method, step_config)
     batches = GlobalBatches(
         prepared.train,
         seed=recipe.seed,
         shuffle=recipe.data.shuffle,
         global_batch_size=recipe.train.global_batch_size,
-        micro_batch_size=rows,
+        micro_batch_size=rows_at_once(recipe.train),
         rank=mesh.data_rank,
         world_size=mesh.data_size,
         window=starts.window,
@@ -132,12 +133,14 @@ def build(
         probes=probes_of(recipe, probed_rows(recipe, prepared)),
         held_out=held,
         mfu=MfuMeter(training_flops(train_state.root.model), peak, train_state.method.extra_forwards, mesh.row_holders),
+        skipped=recipe.train.steps_to_skip,
+        first_only=recipe.train.overfit_first_batch,
     )
 
 
-def build_train_state(recipe: Recipe, root: CausalLM, step_config: StepConfig) -> TrainState:
+def build_train_state(resolved: Resolved, root: CausalLM, step_config: StepConfig) -> TrainState:
     """What a step changes, around the model of a resolved recipe: the loss, the optimizer and the guard."""
-    parameters = trained_parameters(root)
+    recipe, parameters = resolved.recipe, trained_parameters(root)
     outer, embeddings = outer_parameters(root), embedding_parameters(root)
     touched = root.parts.touched_rows
     optimizer = build_optimizer(recipe.optimizer, parameters, outer, embeddings, recipe.seed, touched)
@@ -158,8 +161,7 @@ def build_train_state(recipe: Recipe, root: CausalLM, step_config: StepConfig) -
         scaling = scaled = LossScale(step_config.device)
         root.parts.complete(gradient_scale=scaled.of_term)
     parts = tuple(_step_parts(recipe, root, parameters, step_config))
-    method = build_method(recipe.method)
-    return TrainState(root, parameters, optimizer, step_config, guard, method, scaling, parts)
+    return TrainState(root, parameters, optimizer, step_config, guard, build_method(recipe.method), scaling, parts)
 
 
 def _step_parts(
@@ -180,11 +182,11 @@ def _step_parts(
         yield Ema(root, parameters, float(decay_of(recipe.ema) or 0.0), EMA_PREFIX, recipe.ema.evaluate)
 
 
-def held_out_rows(recipe: Recipe, prepared: PreparedData) -> HeldOut | None:
+def held_out_rows(data: DataSection, prepared: PreparedData) -> HeldOut | None:
     """The held-out rows with the names of their sources: those of `data.eval`, or of what it is split from."""
     if prepared.eval is None:
         return None
-    sources = recipe.data.eval if isinstance(recipe.data.eval, tuple) else recipe.data.train
+    sources = data.eval if isinstance(data.eval, tuple) else data.train
     return held_out(prepared.eval, prepared.eval_documents, [source.path for source in sources])
 
 

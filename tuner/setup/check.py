@@ -93,7 +93,7 @@ def _check_values(recipe: Recipe, found: Findings) -> None:
 
 def _check_processes(recipe: Recipe, found: Findings) -> None:
     """Check a written number of processes against the groups that share rows, and against the global batch."""
-    processes, shared, parallel = recipe.parallel.processes, sharing(recipe), recipe.parallel
+    processes, shared, parallel = recipe.parallel.processes, sharing(recipe.parallel), recipe.parallel
     if not isinstance(processes, int) or not found.sound("parallel"):
         return
     group = max(shared, parallel.tensor * parallel.expert)
@@ -102,11 +102,11 @@ def _check_processes(recipe: Recipe, found: Findings) -> None:
         text = f"{processes} processes do not divide into groups of {group} ({what})"
         found.add("parallel.processes", text, f"write a multiple of {group}")
         return
-    micro, there = rows_at_once(recipe), processes // shared
+    micro, there = rows_at_once(recipe.train), processes // shared
     rows = recipe.train.global_batch_size // micro
     if rows % there and found.sound("train.global_batch_size", "train.micro_batch_size"):
         good = ", ".join(str(count * shared) for count in range(1, min(rows, 64) + 1) if rows % count == 0)
-        groups = in_groups(recipe, processes) + (", each" if shared > 1 else "")
+        groups = in_groups(recipe.parallel, processes) + (", each" if shared > 1 else "")
         text = f"{recipe.train.global_batch_size} rows do not divide into {groups} of {micro}"
         found.add("parallel.processes", text, f"numbers that divide it: {good}")
 

@@ -91,9 +91,9 @@ def check_setup(
     with found.of("method.use"):
         check_logits(recipe.method, LogitTransform.of(resolved.config))
     with found.of("train.global_batch_size"):
-        check_division(recipe, mesh_of(recipe, rank_info).size)
+        check_division(recipe, mesh_of(recipe.parallel, rank_info).size)
     with found.of("checkpoint.keep_best"):
-        check_metric(recipe.checkpoint.keep_best, held_out_rows(recipe, prepared), recipe.method.figures)
+        check_metric(recipe.checkpoint.keep_best, held_out_rows(recipe.data, prepared), recipe.method.figures)
     if not found.problems:
         check_parts(recipe, meta_model_of(resolved, torch.float32), found, resolved.new_ids)
     found.raise_any()

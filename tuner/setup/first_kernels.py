@@ -21,6 +21,7 @@ from tuner.runtime.process import another_gloo_group, any_rank, gloo_group, is_l
 from tuner.setup.build import Assembly
 from tuner.setup.mock import mock_batch
 from tuner.setup.resolve import Resolved
+from tuner.setup.settled import changed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,7 +41,7 @@ def build_runnable(resolved: Resolved, make: Callable[[Resolved], Assembly], con
     while True:
         with console.doing("loading model"):
             assembly = make(resolved)
-        key, compiles = _chosen(resolved), resolved.recipe.train.compile is True
+        key, compiles = _chosen(resolved), resolved.compiles
         if not _everywhere(key is not None):
             if compiles:
                 console.say("compile", f"the first step is spent {COMPILING}")
@@ -65,17 +66,14 @@ def _everywhere(flag: bool) -> bool:
 def _chosen(resolved: Resolved) -> str | None:
     """Which of the choices of ``auto`` is tried, and left out first; None where there is none."""
     recipe, chosen = resolved.recipe, resolved.reasons
-    if recipe.train.compile is True and "train.compile" in chosen:
+    if resolved.compiles and "train.compile" in chosen:
         return "train.compile"
     return "model.kernels" if recipe.model.kernels == "liger" and "model.kernels" in chosen else None
 
 
 def _without(resolved: Resolved, key: str, problem: str) -> Resolved:
     """The recipe with one choice of ``auto`` less, and the reason."""
-    section, _, name = key.partition(".")
-    instead = {"train.compile": False, "model.kernels": "torch"}[key]
-    changed = getattr(resolved.recipe, section).model_copy(update={name: instead})
-    recipe = resolved.recipe.model_copy(update={section: changed})
+    recipe = changed(resolved.recipe, {key: {"train.compile": False, "model.kernels": "torch"}[key]})
     return replace(resolved, recipe=recipe, reasons={**resolved.reasons, key: problem})
 
 

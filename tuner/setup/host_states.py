@@ -24,7 +24,7 @@ def announce_host_states(console: Console, resolved: Resolved, rank_info: RankIn
         raise MemoryLimitError(
             f"optimizer.offload: the states of {trained:,} parameters take {gib(needed)} of the host's memory, of "
             f"which {gib(free)} is free",
-            hint="write offload: none on a device that holds them, or " + less_memory(resolved.recipe),
+            hint="write offload: none on a device that holds them, or " + less_memory(resolved),
         )
     console.say(
         "optimizer",
@@ -40,6 +40,6 @@ def host_bytes(resolved: Resolved, trained: int, rank_info: RankInfo) -> int:
 
     Norms, which no tensor group splits, count as if they were split.
     """
-    local, parts = rank_info.local_world_size, weight_parts(resolved.recipe, rank_info)
+    local, parts = rank_info.local_world_size, weight_parts(resolved.recipe.parallel, rank_info)
     of_process = -(-trained // parts)
     return local * (STATE_BYTES * of_process + buffer_bytes(of_process))

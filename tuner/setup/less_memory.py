@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from tuner.config.recipe import Recipe
 from tuner.errors import MemoryLimitError, is_out_of_memory, memory_line
+from tuner.setup.resolve import Resolved
 from tuner.setup.settled import rows_at_once
 
 SHORTEST_ROW = 256
@@ -15,7 +16,7 @@ SHORTEST_ROW = 256
 
 def ways(recipe: Recipe, processes: int = 1) -> tuple[str, ...]:
     """Lines for a resolved recipe, those first that keep its global batch and what it trains."""
-    train, found, rows = recipe.train, list[str](), rows_at_once(recipe)
+    train, found, rows = recipe.train, list[str](), rows_at_once(recipe.train)
     if rows > 1:
         fewer = max(size for size in range(1, rows) if rows % size == 0)
         found.append(f"train.micro_batch_size: {fewer}")
@@ -34,19 +35,19 @@ def ways(recipe: Recipe, processes: int = 1) -> tuple[str, ...]:
     return tuple(found)
 
 
-def less_memory(recipe: Recipe, processes: int = 1) -> str:
+def less_memory(resolved: Resolved, processes: int = 1) -> str:
     """The hint for a resolved recipe that does not fit: what to write, the cheapest first."""
-    lines = ways(recipe, processes)
+    lines = ways(resolved.recipe, processes)
     more = "take a device with more memory, or more processes"
     return f"write {', or '.join(lines)}; or {more}" if lines else more
 
 
 @contextmanager
-def memory_errors(recipe: Recipe, processes: int) -> Iterator[None]:
+def memory_errors(resolved: Resolved, processes: int) -> Iterator[None]:
     """Turn a failed allocation of the block into a MemoryLimitError that says what to write."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise MemoryLimitError(f"out of memory: {memory_line(error)}", hint=less_memory(recipe, processes)) from error
+        raise MemoryLimitError(f"out of memory: {memory_line(error)}", hint=less_memory(resolved, processes)) from error

@@ -10,7 +10,6 @@ from tuner.model.row_layout import Route
 from tuner.runtime.console import Console
 from tuner.setup.build import Assembly
 from tuner.setup.less_memory import less_memory
-from tuner.setup.settled import rows_at_once
 from tuner.train.step import forward_backward
 
 
@@ -20,7 +19,7 @@ def mock_batch(assembly: Assembly, console: Console) -> None:
     The optimizer's state is there already, so this is a step's peak. Raises MemoryLimitError.
     """
     train_state = assembly.train_state
-    batches = full_batches(assembly)
+    batches = full_batches(assembly, assembly.batches.micro_batch_size)
     n_tokens = len(batches.micro[0].input_ids)
     try:
         forward_backward(train_state, 0, batches)
@@ -31,22 +30,21 @@ def mock_batch(assembly: Assembly, console: Console) -> None:
             raise
         raise MemoryLimitError(
             f"a micro-batch of {n_tokens:,} tokens does not fit into memory",
-            hint=less_memory(assembly.resolved.recipe, assembly.mesh.size),
+            hint=less_memory(assembly.resolved, assembly.mesh.size),
         ) from error
     finally:
         train_state.optimizer.zero_grad()
     console.debug(f"a full micro-batch of {n_tokens:,} tokens fits")
 
 
-def full_batches(assembly: Assembly) -> StepBatches:
-    """Full rows of random tokens as a step has them.
+def full_batches(assembly: Assembly, rows: int) -> StepBatches:
+    """Full rows of random tokens as a step has them, so many in a micro-batch.
 
     Two microbatches where several follow each other: gradients of the first are alive during the second.
     """
     recipe = assembly.resolved.recipe
     vocab_size = assembly.resolved.config.get_text_config().vocab_size
-    rows, data_size = rows_at_once(recipe), assembly.mesh.data_size
-    per_step = recipe.train.global_batch_size // (rows * data_size)
+    per_step = recipe.train.global_batch_size // (rows * assembly.mesh.data_size)
     examples, longest, route = recipe.method.examples, assembly.prepared.train.max_length, assembly.resolved.route
     batch = full_rows(examples, longest, rows, vocab_size, route)
     method = assembly.train_state.method

@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 from tuner.config.methods import DistillMethod
-from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError
 from tuner.model.build import build_model, is_part
 from tuner.model.probe import Read, RouteRefused, are_there, prove_route, require_isolation
@@ -41,7 +40,7 @@ _HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
 """By the names of safetensors: what float32 holds exactly."""
 
 
-def assemble_model(resolved: Resolved, rank_info: RankInfo, mesh: Mesh) -> tuple[Built, StepConfig]:
+def assemble_model(resolved: Resolved, rank_info: RankInfo) -> tuple[Built, StepConfig]:
     """The model as a training starts with it, and how it computes. Collective where there are several processes."""
     device = _device(resolved.facts, rank_info)
     if device.type == "cpu":
@@ -50,8 +49,8 @@ def assemble_model(resolved: Resolved, rank_info: RankInfo, mesh: Mesh) -> tuple
         from tuner.model.flash_versions import use_flash_version  # with the kernels of GPUs
 
         use_flash_version(resolved.config, device)
-    built = assembled(resolved, assembly_spec(resolved), mesh, device)
-    return built, step_config_of(resolved.recipe, device, mesh)
+    step_config = step_config_of(resolved, device, rank_info)
+    return assembled(resolved, assembly_spec(resolved), step_config.mesh, device), step_config
 
 
 def assembled(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> Built:
@@ -63,9 +62,9 @@ def assembled(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.
     return Built(assemble(spec, _whole_model(resolved, initial), inspect=inspected.note), inspected.facts)
 
 
-def teacher_in_memory(recipe: Recipe) -> DistillMethod | None:
+def teacher_in_memory(resolved: Resolved) -> DistillMethod | None:
     """The method of a recipe where it learns from a model that is there in training."""
-    method = recipe.method
+    method = resolved.recipe.method
     return method if isinstance(method, DistillMethod) and method.top_k is None else None
 
 
@@ -225,7 +224,7 @@ class _Inspected:
 def _prove(resolved: Resolved, root: CausalLM, read: Read) -> str | None:
     """Have the root go by a route that is proven, now or by a launch before; why it left its own, where it did."""
     recipe, packed = resolved.recipe, takes_several(resolved.recipe)
-    vocab_size, longest = resolved.config.get_text_config().vocab_size, int(recipe.data.max_length)
+    vocab_size, longest = resolved.config.get_text_config().vocab_size, resolved.max_length
     cache = None if recipe.data.cache_dir is None else Path(recipe.data.cache_dir)
     key = proven.key_of(resolved, root, longest, packed)
     if (verdict := proven.known(key, cache)) is not None:

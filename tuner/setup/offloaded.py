@@ -21,6 +21,6 @@ def host_bytes(resolved: Resolved) -> int:
     recipe, config = resolved.recipe, resolved.config.get_text_config()
     layers, there = recipe.train.gradient_checkpointing_layers, int(config.num_hidden_layers)
     count = ceil(layers.share * there) if layers.unit == "%" else int(layers.count)
-    tokens = int(recipe.data.max_length) * rows_at_once(recipe)
+    tokens = resolved.max_length * rows_at_once(recipe.train)
     each = tokens * int(config.hidden_size) * (4 if recipe.model.dtype == "fp32" else 2)
     return count * -(-each // BLOCK) * BLOCK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tuner.errors import MachineError
@@ -9,6 +10,20 @@ from tuner.runtime.device import VOLTA, DeviceFacts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How exactly a resolved recipe computes."""
+
+    precision: str
+    tf32: bool
+    deterministic: bool
+
+    @property
+    def products(self) -> str:
+        """What products are rounded to: of those in fp32, TF32 where units for it may be used."""
+        return "tf32" if self.precision == "fp32" and self.tf32 else self.precision
 
 
 def precision_for(written: str, facts: DeviceFacts) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """A recipe resolved for a machine: every `auto` replaced by a value, with the reason."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from tuner.config.dump import recipe_dict
 from tuner.config.methods import Method, head_of
 from tuner.config.optimizers import MuonOptimizer, keeps_states_on_host, rounds_by_chance
 from tuner.config.recipe import LowRankAdapter, ParallelSection, Recipe
@@ -25,13 +27,21 @@ from tuner.model.build import (
 from tuner.model.kernels import has_liger
 from tuner.model.native.library import native_problem
 from tuner.model.row_layout import Route, route_of
-from tuner.model.vetting import asks_router_logits
+from tuner.model.transformers_private import commit_of
+from tuner.model.vetting import asks_router_logits, licence_of
 from tuner.runtime.device import TO_COMPILE, DeviceFacts, compiler_problem, device_facts, triton_problem
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.memory import host_memory
 from tuner.runtime.process import device_index
-from tuner.setup.precision import float8_reason, frozen_dtype, kernels_problem, precision_for, require_precision
-from tuner.setup.settled import changed, copy_on_each_machine, in_groups, rows_at_once, sharing
+from tuner.setup.precision import (
+    Numerics,
+    float8_reason,
+    frozen_dtype,
+    kernels_problem,
+    precision_for,
+    require_precision,
+)
+from tuner.setup.settled import changed, copy_on_each_machine, in_groups, rows_at_once, sharing, value_of
 
 if TYPE_CHECKING:
     from tuner.model.quantize.layers import QuantizeSpec
@@ -68,6 +78,27 @@ class Resolved:
     """What `model.init_from` gave the run that is resumed, by its checkpoint; None where a run begins."""
     teacher: str | None = None
     """The directory of the teacher's version that is at hand, where `method.teacher_every` looks for newer ones."""
+
+    @property
+    def model_name(self) -> str:
+        """The model's directory, or its name on the hub, as it is written."""
+        return self.recipe.model.name_or_path
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a full row."""
+        return int(self.recipe.data.max_length)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether decoder layers are compiled."""
+        return self.recipe.train.compile is True
+
+    @property
+    def numerics(self) -> Numerics:
+        """How exactly is computed."""
+        train = self.recipe.train
+        return Numerics(train.precision, train.tf32, train.deterministic)
 
 
 def resolve(
@@ -117,7 +148,7 @@ def resolve(
     settle("parallel", "processes", rank_info.world_size, "as started")
     machines = copy_on_each_machine(recipe, rank_info)
     settle("parallel", "shard", "hybrid" if machines else "full", "several machines" if machines else "one machine")
-    settle("parallel", "accumulate", *_accumulated())
+    settle("parallel", "accumulate", "sharded", "least memory")  # whole, they take what the unsharded model does
     settle("data", "max_length", max_length, "as prepared")
     if reference_of(recipe.method) is not None:
         settle("method", "reference", *_reference(recipe, new_ids, values))
@@ -142,7 +173,7 @@ def _by_structure(resolved: Resolved, model: PreTrainedModel) -> Resolved:
 
 def takes_several(recipe: Recipe) -> bool:
     """Whether a micro-batch may hold several documents."""
-    return recipe.data.packs_rows or rows_at_once(recipe) > 1
+    return recipe.data.packs_rows or rows_at_once(recipe.train) > 1
 
 
 def route_for(recipe: Recipe, model: PreTrainedModel) -> tuple[Route, str | None]:
@@ -225,10 +256,53 @@ def quantize_of(recipe: Recipe) -> "QuantizeSpec | None":
     return QuantizeSpec(kind, kept, recipe.model.kernels == "native")
 
 
-def quantizer_facts(recipe: Recipe) -> dict[str, Any] | None:
+def quantizer_facts(resolved: Resolved) -> dict[str, Any] | None:
     """What a checkpoint notes of how its base is quantised; None where it is not."""
-    spec = quantize_of(recipe)
+    spec = quantize_of(resolved.recipe)
     return None if spec is None else spec.facts()
+
+
+def manifest_facts(resolved: Resolved, with_licence: bool) -> dict[str, Any]:
+    """What a checkpoint notes of what it was trained by; the licence is looked for where a model has one."""
+    recipe, model = resolved.recipe, resolved.recipe.model
+    known, plain = with_licence and model.init != "random", recipe_dict(recipe)
+    return {
+        "recipe": plain,
+        "model": {
+            "name_or_path": model.name_or_path,
+            "revision": model.revision or commit_of(resolved.config),
+            "init": model.init,
+            # As transformers writes it: numbers that JSON does not have (infinity) as its own objects for them.
+            "config": json.loads(resolved.config.to_json_string(use_diff=False)),
+            "n_parameters": resolved.n_parameters,
+            "new_ids": [resolved.new_ids.start, resolved.new_ids.stop],
+            "licence": licence_of(model.name_or_path, model.revision) if known else None,
+        },
+        "adapter": None if recipe.adapter.kind == "none" else plain["adapter"],
+        **({} if (quantizer := quantizer_facts(resolved)) is None else {"quantizer": quantizer}),
+        "precision": recipe.train.precision,
+    }
+
+
+def method_section(resolved: Resolved) -> Method:
+    """The section of the method, which says by now where its reference comes from."""
+    return resolved.recipe.method
+
+
+def takes_mock_batch(resolved: Resolved) -> bool:
+    """Whether a launch tries the largest micro-batch there can be before its first step (`train.mock_batch`)."""
+    return resolved.recipe.train.mock_batch is True
+
+
+def recipe_again(resolved: Resolved, values: Mapping[str, Any]) -> Recipe:
+    """The recipe with other values, for what resolves it again: a later launch, or the prediction of another run."""
+    return changed(resolved.recipe, values)
+
+
+def notes(resolved: Resolved) -> dict[str, str]:
+    """Why each value is what it is that was left open, for whoever reads the recipe; a launch's own with its value."""
+    own = {key: f"{value_of(resolved.recipe, key)} here, " for key in resolved.reasons if key.startswith("parallel.")}
+    return {key: f"{own.get(key, '')}auto: {reason}" for key, reason in resolved.reasons.items()}
 
 
 def reference_of(method: Method) -> str | None:
@@ -329,11 +403,6 @@ def sends_again(recipe: Recipe) -> bool:
     return recipe.parallel.expert > 1 and recipe.train.gradient_checkpointing in ("full", "selective")
 
 
-def _accumulated() -> tuple[str, str]:
-    """How gradients lie between micro-batches, and why: whole ones take what the unsharded model does, in float32."""
-    return "sharded", "least memory"
-
-
 def _default_lr(recipe: Recipe, n_parameters: int) -> tuple[float, str]:
     method = recipe.method
     if method.lr is not None:
@@ -401,12 +470,12 @@ def check_division(recipe: Recipe, processes: int) -> None:
 
     ``processes`` are all of a launch, in whole groups of those that share rows.
     """
-    rows, micro, shared = recipe.train.global_batch_size, rows_at_once(recipe), sharing(recipe)
+    rows, micro, shared = recipe.train.global_batch_size, rows_at_once(recipe.train), sharing(recipe.parallel)
     there = processes // shared
     if rows % (micro * there):
         numbers = range(1, min(rows, 64) + 1)
         allowed = ", ".join(str(number * shared) for number in numbers if rows % (micro * number) == 0)
-        groups = in_groups(recipe, processes) + (", each" if shared > 1 else "")
+        groups = in_groups(recipe.parallel, processes) + (", each" if shared > 1 else "")
         raise RecipeError(
             f"train.global_batch_size: {rows} rows do not divide into {groups} of {micro} rows",
             hint=f"numbers of processes (parallel.processes) that divide it: {allowed}",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tuner.config.load import LoadedRecipe
-from tuner.config.recipe import Recipe, TrainSection
+from tuner.config.recipe import ParallelSection, Recipe, TrainSection
 from tuner.runtime.dist import RankInfo
 
 MICRO, LEVEL, SHARD = "train.micro_batch_size", "train.gradient_checkpointing", "parallel.shard"
@@ -54,20 +54,20 @@ def value_of(recipe: Recipe, key: str) -> Any:
     return getattr(getattr(recipe, section), name)
 
 
-def data_processes(recipe: Recipe, processes: int) -> int:
+def data_processes(parallel: ParallelSection, processes: int) -> int:
     """Of so many processes, those that compute rows of their own: the others share the rows of one of them."""
-    return max(1, processes // sharing(recipe))
+    return max(1, processes // sharing(parallel))
 
 
-def sharing(recipe: Recipe) -> int:
+def sharing(parallel: ParallelSection) -> int:
     """How many processes compute the same rows."""
-    return recipe.parallel.tensor * recipe.parallel.sequence
+    return parallel.tensor * parallel.sequence
 
 
-def in_groups(recipe: Recipe, processes: int) -> str:
+def in_groups(parallel: ParallelSection, processes: int) -> str:
     """The processes of a launch in words, in groups where some share rows."""
     words = f"{processes} process{'es' if processes > 1 else ''}"
-    there = data_processes(recipe, processes)
+    there = data_processes(parallel, processes)
     return words if there == processes else f"{there} group{'s' if there > 1 else ''} of {processes // there} processes"
 
 
@@ -93,9 +93,9 @@ def copy_on_each_machine(recipe: Recipe, rank_info: RankInfo) -> bool:
     return rank_info.world_size > local and local % group == 0
 
 
-def rows_at_once(recipe: Recipe) -> int:
+def rows_at_once(train: TrainSection) -> int:
     """Rows of a micro-batch as far as they are known: one where they are left open."""
-    rows = recipe.train.micro_batch_size
+    rows = train.micro_batch_size
     return 1 if rows == "auto" else rows
 
 
@@ -112,13 +112,13 @@ def without_prediction(recipe: Recipe) -> Recipe:
 
 def whole_batches(loaded: LoadedRecipe, processes: int) -> Settled:
     """The default global batch made one that these processes divide; nothing of one that is written, or divides."""
-    train, there = loaded.recipe.train, data_processes(loaded.recipe, processes)
-    unit, rows = rows_at_once(loaded.recipe) * there, train.global_batch_size
+    train, there = loaded.recipe.train, data_processes(loaded.recipe.parallel, processes)
+    unit, rows = rows_at_once(loaded.recipe.train) * there, train.global_batch_size
     default = TrainSection.model_fields["global_batch_size"].default
     if BATCH in loaded.origins or rows != default or rows % unit == 0:
         return Settled()
     near = max(1, int(rows / unit + 0.5)) * unit
-    groups = in_groups(loaded.recipe, processes)
+    groups = in_groups(loaded.recipe.parallel, processes)
     of = groups if unit == there else f"{groups} of {unit // there} rows"
     return Settled({BATCH: near}, {BATCH: f"the default of {rows} rows does not divide into {of}"})
 
@@ -160,7 +160,7 @@ def with_batch_of(record: Mapping[str, Any] | None, loaded: LoadedRecipe) -> Loa
 def reopened(record: Mapping[str, Any] | None, loaded: LoadedRecipe, processes: int) -> LoadedRecipe:
     """The recipe with the micro-batch left open that its run settled, where these processes do not divide it."""
     train, rows = loaded.recipe.train, settled_in(record).get(MICRO)
-    there = data_processes(loaded.recipe, processes)
+    there = data_processes(loaded.recipe.parallel, processes)
     if rows is None or train.micro_batch_size != rows or train.global_batch_size % (rows * there) == 0:
         return loaded
     return replace(loaded, recipe=changed(loaded.recipe, {MICRO: "auto"}))

@@ -1,16 +1,18 @@
 """What a resolved recipe asks of the layers below, in their words: processes, what is made of the model, precision."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import PreTrainedModel
 
+from tuner.config import recipe as config
+from tuner.config.duration import Duration
 from tuner.config.methods import head_of
-from tuner.config.recipe import LowRankAdapter, Recipe
+from tuner.config.recipe import LowRankAdapter, ParallelSection, Recipe
 from tuner.model.build import meta_model
 from tuner.model.documents import Padding
 from tuner.model.trainable import TrainableSpec
@@ -32,23 +34,23 @@ COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16
 def require_groups(recipe: Recipe, rank_info: RankInfo) -> None:
     """Raise MachineError where so many processes do not divide into a recipe's groups, whichever way is sharded."""
     shard = "full" if recipe.parallel.shard == "auto" else recipe.parallel.shard
-    mesh_of(changed(recipe, {"parallel.shard": shard}), rank_info)
+    mesh_of(recipe.parallel.model_copy(update={"shard": shard}), rank_info)
 
 
-def mesh_of(recipe: Recipe, rank_info: RankInfo) -> Mesh:
+def mesh_of(parallel: ParallelSection, rank_info: RankInfo) -> Mesh:
     """The processes of a launch as a resolved recipe lays them out."""
-    parallel = recipe.parallel
     return Mesh.of(rank_info, MeshSpec(parallel.shard, parallel.tensor, parallel.sequence, parallel.expert))
 
 
-def weight_parts(recipe: Recipe, rank_info: RankInfo) -> int:
+def weight_parts(parallel: ParallelSection, rank_info: RankInfo) -> int:
     """Over how many processes a resolved recipe splits the weights of one copy of its model, and their state."""
-    mesh = mesh_of(recipe, rank_info)
+    mesh = mesh_of(parallel, rank_info)
     return mesh.axes.get("shard", 1) * mesh.tensor
 
 
-def step_config_of(recipe: Recipe, device: torch.device, mesh: Mesh) -> StepConfig:
-    """How a resolved recipe computes on a device."""
+def step_config_of(resolved: Resolved, device: torch.device, rank_info: RankInfo) -> StepConfig:
+    """How a resolved recipe computes on a device, and with which processes."""
+    recipe, mesh = resolved.recipe, mesh_of(resolved.recipe.parallel, rank_info)
     autocast = _autocast(device, recipe.train.precision)
     whole = recipe.parallel.accumulate == "whole"
     return StepConfig(device, autocast, recipe.train.max_grad_norm, recipe.seed, mesh, whole)
@@ -61,12 +63,53 @@ def _autocast(device: torch.device, precision: str) -> Callable[[], AbstractCont
     return lambda: torch.autocast(device.type, dtype=COMPUTED[precision], cache_enabled=False)
 
 
+@dataclass(frozen=True)
+class StepSections:
+    """The sections that decide how long a step takes, and what it sends."""
+
+    model: config.ModelSection
+    adapter: config.Adapter
+    train: config.TrainSection
+    optimizer: config.Optimizer
+    parallel: config.ParallelSection
+
+
+def step_sections(resolved: Resolved, values: Mapping[str, Any] | None = None) -> StepSections:
+    """Those of a resolved recipe, with other values where some are given."""
+    recipe = changed(resolved.recipe, values or {})
+    return StepSections(recipe.model, recipe.adapter, recipe.train, recipe.optimizer, recipe.parallel)
+
+
+@dataclass(frozen=True)
+class TaskSections:
+    """What the tasks between steps go by."""
+
+    eval: config.EvalSection
+    checkpoint: config.CheckpointSection
+    health: config.HealthSection
+    profile: config.ProfileSection
+    prober: config.ProberSection
+    logging: config.LoggingSection
+    hooks: tuple[config.HookSection, ...]
+    stop_after: Duration | None
+    timeout_s: float
+    """What processes wait for each other."""
+
+
+def task_sections(resolved: Resolved) -> TaskSections:
+    """Those of a resolved recipe."""
+    recipe = resolved.recipe
+    return TaskSections(
+        recipe.eval, recipe.checkpoint, recipe.health, recipe.profile, recipe.prober, recipe.logging, recipe.hooks,
+        recipe.train.stop_after, recipe.parallel.timeout.seconds,
+    )  # fmt: skip
+
+
 def assembly_spec(resolved: Resolved) -> AssemblySpec:
     """What a resolved recipe makes of the model."""
     recipe = resolved.recipe
-    train = recipe.train
-    longest = int(recipe.data.max_length)
-    tokens = longest * rows_at_once(recipe)
+    train, longest = recipe.train, resolved.max_length
+    tokens = longest * rows_at_once(train)
     return AssemblySpec(
         trainable=trainable_of(recipe, resolved.new_ids),
         seed=recipe.seed,

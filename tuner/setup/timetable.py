@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,9 @@ from tuner.errors import RecipeError
 from tuner.setup.settled import rows_at_once
 from tuner.train.plan import Cadence, Plan, cadence, mark_steps, plan_steps
 from tuner.train.schedule import Schedule, StartedLater, build_schedule, peak_factor, schedule_flaws
+
+if TYPE_CHECKING:
+    from tuner.setup.resolve import Resolved
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def few_steps(recipe: Recipe, plan: Plan) -> str | None:
     duration = recipe.train.duration
     if plan.total_steps >= FEW_STEPS or duration.unit == "steps" or recipe.data.windows.is_on:
         return None
-    ways, micro = [], rows_at_once(recipe)
+    ways, micro = [], rows_at_once(recipe.train)
     if plan.global_batch_size > micro:
         seen = plan.rows * plan.total_steps / plan.steps_per_epoch
         smaller = min(int(seen / FEW_STEPS), plan.global_batch_size - 1) // micro * micro  # micro-batches divide it
@@ -84,9 +88,10 @@ class Rates:
         return f"{self.written:g}" if self.highest == self.written else f"up to {self.highest:.3g} of {self.written:g}"
 
 
-def rates(recipe: Recipe, prepared: PreparedData, table: Timetable, starts: Starts) -> Rates:
+def rates(resolved: "Resolved", prepared: PreparedData, table: Timetable, starts: Starts) -> Rates:
     """The learning rate over a run; of windows whose end is not known, nothing is said of the schedule."""
-    written, plan, tokens = float(recipe.optimizer.lr), table.plan, prepared.train.tokens_per_row
+    recipe, plan, tokens = resolved.recipe, table.plan, prepared.train.tokens_per_row
+    written = float(recipe.optimizer.lr)
     if recipe.data.windows.is_on:
         from tuner.setup.window_course import total_steps
 
@@ -100,11 +105,12 @@ def rates(recipe: Recipe, prepared: PreparedData, table: Timetable, starts: Star
     return Rates(written, highest, schedule_flaws(recipe.schedule, rest, tokens))
 
 
-def timetable(recipe: Recipe, prepared: PreparedData, starts: Starts = Starts()) -> Timetable:  # noqa: B008 - frozen
+def timetable(resolved: "Resolved", prepared: PreparedData, starts: Starts = Starts()) -> Timetable:  # noqa: B008 - frozen
     """The steps of a resolved recipe over prepared data; a schedule that was reset runs over the steps after that.
 
     Raises RecipeError for a duration that cannot be.
     """
+    recipe = resolved.recipe
     if recipe.data.windows.is_on:
         return _of_windows(recipe, prepared.train, starts)
     tokens = prepared.train.tokens_per_row

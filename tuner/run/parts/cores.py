@@ -15,6 +15,9 @@ from tuner.setup.resolve import Resolved
 class Cores(Part):
     """Binds after the process group is there: how many threads the process has is settled by then."""
 
+    def __init__(self, recipe: Recipe) -> None:
+        self._mode = recipe.parallel.numa_binding
+
     @staticmethod
     def wanted(recipe: Recipe) -> bool:
         """Where it binds at all."""
@@ -25,8 +28,7 @@ class Cores(Part):
         """Bound, which is said."""
         from tuner.runtime.numa import bound
 
-        mode = resolved.recipe.parallel.numa_binding
-        assert mode != "none", "such a launch has no such part"
-        with bound(mode, rank_info, resolved.facts.kind) as cores:
-            console.say("cores", f"{cores} (parallel.numa_binding: {mode})")
+        assert self._mode != "none", "such a launch has no such part"
+        with bound(self._mode, rank_info, resolved.facts.kind) as cores:
+            console.say("cores", f"{cores} (parallel.numa_binding: {self._mode})")
             yield

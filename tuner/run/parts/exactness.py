@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from tuner.config.recipe import Recipe, TrainSection
+from tuner.config.recipe import Recipe
 from tuner.run.parts.part import Part
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
+from tuner.setup.precision import Numerics
 from tuner.setup.resolve import Resolved
 
 
@@ -22,16 +23,16 @@ class Exactness(Part):
 
     def around(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> AbstractContextManager[None]:
         """As the recipe says."""
-        return exactness(resolved.recipe.train)
+        return exactness(resolved.numerics)
 
 
 @contextmanager
-def exactness(train: TrainSection) -> Iterator[None]:
-    """The kernels that a section asks for, within."""
-    if not train.deterministic and not train.tf32:
+def exactness(numerics: Numerics) -> Iterator[None]:
+    """The kernels that are so exact, within."""
+    if not numerics.deterministic and not numerics.tf32:
         yield
         return
     from tuner.runtime.deterministic import deterministic, tf32_products
 
-    with deterministic(train.deterministic), tf32_products(train.tf32):
+    with deterministic(numerics.deterministic), tf32_products(numerics.tf32):
         yield

@@ -29,4 +29,4 @@ PARTS: tuple[type[Part], ...] = (
 
 def parts_of(recipe: Recipe) -> tuple[Part, ...]:
     """The parts that a launch of a recipe has, new ones."""
-    return tuple(part() for part in PARTS if part.wanted(recipe))
+    return tuple(part(recipe) for part in PARTS if part.wanted(recipe))

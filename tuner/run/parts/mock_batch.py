@@ -2,6 +2,7 @@
 
 from tuner.config.recipe import Recipe
 from tuner.run.parts.part import LaunchContext, Part
+from tuner.setup.resolve import takes_mock_batch
 from tuner.train.tasks import Tasks
 
 
@@ -15,9 +16,8 @@ class MockBatch(Part):
 
     def before_steps(self, context: LaunchContext, tasks: Tasks) -> None:
         """Take the step, and leave everything as it was. Collective."""
-        if context.assembly.resolved.recipe.train.mock_batch is not True:
-            return
-        from tuner.setup.mock import mock_batch
+        if takes_mock_batch(context.assembly.resolved):
+            from tuner.setup.mock import mock_batch
 
-        with tasks.around_step(0):
-            mock_batch(context.assembly, context.console)
+            with tasks.around_step(0):
+                mock_batch(context.assembly, context.console)

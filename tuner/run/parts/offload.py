@@ -6,10 +6,14 @@ from tuner.run.parts.part import Part
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.setup.resolve import Resolved
+from tuner.setup.specs import assembly_spec
 
 
 class Offload(Part):
     """Optimizer state (`optimizer.offload`) and activations (`train.offload_activations`)."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._has_host_states = keeps_states_on_host(recipe.optimizer)
 
     @staticmethod
     def wanted(recipe: Recipe) -> bool:
@@ -18,11 +22,11 @@ class Offload(Part):
 
     def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
         """How much goes to the host, and what that takes."""
-        if resolved.recipe.train.offload_activations is True:
+        if assembly_spec(resolved).offload:
             from tuner.setup.offloaded import offload_line
 
             console.say("offload", offload_line(resolved))
-        if keeps_states_on_host(resolved.recipe.optimizer):
+        if self._has_host_states:
             from tuner.setup.host_states import announce_host_states
 
             announce_host_states(console, resolved, rank_info)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from tuner.config.optimizers import CustomOptimizer
-from tuner.config.recipe import Recipe
 from tuner.run.parts.part import Before, Part
 from tuner.train.methods.method import check_method
 from tuner.train.schedule import check_schedule
 
 
 class OwnCode(Part):
-    """Each is imported only where it is named."""
+    """Each is imported only where it is named.
 
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        """Always: the method and the schedule say themselves whether they are the user's."""
-        return True
+    Always wanted: the method and the schedule say themselves whether they are the user's.
+    """
 
     def check(self, before: Before) -> None:
         """Import what is named, and try it as far as it goes without a model. Raises PluginError, MachineError."""

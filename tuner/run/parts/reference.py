@@ -1,6 +1,5 @@
 """The reference of a preference method: its values of the run's documents, and the proof that the policy is it."""
 
-from tuner.config.recipe import Recipe
 from tuner.run.parts.part import Part, Preflight
 from tuner.runtime import phase, startup
 from tuner.runtime.console import Console
@@ -9,12 +8,10 @@ from tuner.setup.build import Assembly
 
 
 class Reference(Part):
-    """The model before its first step, whose log-probabilities the loss compares with."""
+    """The model before its first step, whose log-probabilities the loss compares with.
 
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        """Always: a method of the user's own says what it needs once it is built."""
-        return True
+    Always wanted: a method of the user's own says what it needs once it is built.
+    """
 
     def built(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
         """The reference's columns at the rows, unless each step computes them; compared where the run begins."""

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 class Teacher(Part):
     """In memory next to the student, or as columns that were computed once (`method.top_k`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, recipe: Recipe) -> None:
+        assert isinstance(recipe.method, DistillMethod), "as ``wanted`` has seen"
+        self._method = recipe.method
         self._versions: TeacherVersions | None = None
         """Those of `method.teacher_every`, as far as the launch is."""
 
@@ -37,27 +39,25 @@ class Teacher(Part):
         """Fetch the teacher, and check that it reads the student's tokens. Raises RecipeError, DataError."""
         from tuner.setup.teacher import check_teacher, teacher_model
 
-        method = _method(before.loaded.recipe)
-        with before.console.doing(f"looking at the teacher, {method.teacher}"):
-            check_teacher(method, before.spec.tokenizer, before.spec.cache_dir)
-            if not before.options.dry_run and method.top_k is None:
-                fetch_weights(teacher_model(method))
+        with before.console.doing(f"looking at the teacher, {self._method.teacher}"):
+            check_teacher(self._method, before.spec.tokenizer, before.spec.cache_dir)
+            if not before.options.dry_run and self._method.top_k is None:
+                fetch_weights(teacher_model(self._method))
 
     def before_build(self, ready: Preflight, resolved: Resolved) -> Resolved:
         """The version that the launch begins with, where newer ones are looked for. Collective."""
-        method = _method(resolved.recipe)
-        if method.teacher_every is None:
+        if self._method.teacher_every is None:
             return resolved
         from tuner.run.teacher_versions import begin_versions
 
-        self._versions = begin_versions(method, ready.status, ready.spec.cache_dir)
+        self._versions = begin_versions(self._method, ready.status, ready.spec.cache_dir)
         return replace(resolved, teacher=str(self._versions.path))
 
     def built(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
         """What the teacher gives the trained tokens, where that is kept. Collective."""
         if self._versions is not None:
             self._versions.identify(assembly.teacher_facts)
-        if _method(assembly.resolved.recipe).top_k is None:
+        if self._method.top_k is None:
             return assembly
         from tuner.run.teacher import taught
 
@@ -76,9 +76,3 @@ class Teacher(Part):
     def state(self, step: int) -> Mapping[str, Any]:
         """Which versions the run learned from."""
         return {} if self._versions is None else {"teachers": self._versions.as_state(step)}
-
-
-def _method(recipe: Recipe) -> DistillMethod:
-    """The section of the method, which ``wanted`` has seen."""
-    assert isinstance(recipe.method, DistillMethod)
-    return recipe.method

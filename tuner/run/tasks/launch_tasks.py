@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from tuner.checkpoint.open import CheckpointInfo
 from tuner.checkpoint.save import CheckpointDir
-from tuner.config.dump import recipe_dict
-from tuner.config.recipe import HealthSection, Recipe
+from tuner.config.recipe import HealthSection, ProberSection
 from tuner.run.meta import frozen_meta, run_meta, tokenizer_meta
 from tuner.run.parts.part import LaunchContext, TaskNeeds
 from tuner.run.tasks.console import ConsoleTask
@@ -25,7 +24,8 @@ from tuner.rundir.layout import METRICS, SAMPLES
 from tuner.rundir.records import Records
 from tuner.runtime.memory import FreedMemory
 from tuner.runtime.process import Collective, gloo_group
-from tuner.setup.build import Assembly
+from tuner.setup.resolve import method_section
+from tuner.setup.specs import TaskSections, task_sections
 from tuner.train.plan import cadence
 from tuner.train.tasks import Task, Tasks
 
@@ -57,85 +57,74 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     on every rank.
     """
     assembly, progress, console = context.assembly, context.progress, context.console
-    recipe, main, run = assembly.resolved.recipe, assembly.rank_info.is_main, context.run
+    resolved, main, run = assembly.resolved, assembly.rank_info.is_main, context.run
+    sections, figures = task_sections(resolved), method_section(resolved).figures
     metrics, samples = (Records(run.path / name if main else None) for name in (METRICS, SAMPLES))
     from_step = 0 if found is None else found.step
-    facts = RunFacts(run.path, context.run_id, progress.plan.total_steps, recipe_dict(recipe), from_step)
-    hooks = Hooks(_registrations(context, recipe), facts, progress)
     meta = run_meta(assembly) | (tokenizer_meta(run) if main else {"tokenizer_files": {}})
+    facts = RunFacts(run.path, context.run_id, progress.plan.total_steps, meta["recipe"], from_step)
+    hooks = Hooks(_registrations(context, sections), facts, progress)
+    free_bytes = resolved.facts.free_bytes // assembly.rank_info.local_world_size
     log = LogTask(progress, metrics, assembly.mfu, assembly.train_state.step_config.device)
-    health = _health(context, recipe.health, log)
+    health = _health(context, sections.health, log)
     verify = (lambda: None) if health is None else health.before_save
     checkpoints = CheckpointDir(run.checkpoints, context.run_id)
-    timeout_s = recipe.parallel.timeout.seconds
     saver = Saver(
-        assembly, recipe.checkpoint, checkpoints, lambda: meta | frozen_meta(assembly), (metrics, samples), timeout_s,
-        verify,
+        assembly, sections.checkpoint, checkpoints, lambda: meta | frozen_meta(assembly), (metrics, samples),
+        sections.timeout_s, verify,
     )  # fmt: skip
-    is_own = found is not None and found.path.parent == run.checkpoints
-    resumed_from = found.path if found is not None and is_own else None
-    stop = StopTask(context, recipe.train.stop_after)
-    refresh_s = recipe.logging.console_every.seconds
-    has_held_out, at_end = assembly.held_out is not None, recipe.checkpoint.at_end
-    time_left = TimeLeft(Due.of(assembly.timetable, recipe.eval, has_held_out, at_end))
+    resumed_from = found.path if found is not None and found.path.parent == run.checkpoints else None
+    stop = StopTask(context, sections.stop_after)
+    refresh_s = sections.logging.console_every.seconds
+    has_held_out, at_end = assembly.held_out is not None, sections.checkpoint.at_end
+    time_left = TimeLeft(Due.of(assembly.timetable, sections.eval, has_held_out, at_end))
     needs = TaskNeeds(log, stop.request, time_left)
     tasks: list[Task] = [
-        *([StartupTask(run, context.record, console, recipe.train.compile is True)] if main else []),
+        *([StartupTask(run, context.record, console, resolved.compiles)] if main else []),
         hooks,
         *_exports(context, exporter, saver),
-        RecordTask(assembly, recipe.profile.steps, run.path, console),
-        *_prober(context, recipe),
+        RecordTask(assembly, sections.profile, run.path, console),
+        *_prober(context, sections.prober),
         saver,
         log,
-        *_memory(assembly),
+        *([MemoryTask(FreedMemory(free_bytes))] if resolved.facts.kind == "cpu" else []),
         stop,
-        *_measures(context, recipe, log),
+        *_measures(context, sections, log),
         *([] if health is None else [health]),
         *_of_parts(context, needs, after_saves=False),
-        EvaluateTask(context, recipe.eval, log, samples, _task_scores(context, recipe)),
+        EvaluateTask(context, sections.eval, log, samples, _task_scores(context, sections)),
         SaveTask(context, saver, log, samples, time_left, resumed_from),
-        ConsoleTask(
-            console, metrics, refresh_s, progress, time_left, recipe.train.compile is True, recipe.method.figures
-        ),
+        ConsoleTask(console, metrics, refresh_s, progress, time_left, resolved.compiles, figures),
         *_of_parts(context, needs, after_saves=True),
     ]
     return LaunchTasks(Tasks(tasks), hooks, stop, (metrics, samples))
 
 
-def _memory(assembly: Assembly) -> list[Task]:
-    """The task that decides what becomes of freed memory, where that is the C library's."""
-    facts = assembly.resolved.facts
-    if facts.kind != "cpu":
-        return []
-    return [MemoryTask(FreedMemory(facts.free_bytes // assembly.rank_info.local_world_size))]
-
-
-def _registrations(context: LaunchContext, recipe: Recipe) -> list[Registration]:
+def _registrations(context: LaunchContext, sections: TaskSections) -> list[Registration]:
     """Trackers first, then the user's hooks in their order; none on ranks other than 0. Collective."""
     assembly, console = context.assembly, context.console
     tokens = assembly.prepared.train.tokens_per_row
     built: list[Registration] = []
 
     def build() -> None:
-        if recipe.logging.trackers:
+        if sections.logging.trackers:
             from tuner.run.tasks.trackers.choose import tracker_hooks
 
-            built.extend(tracker_hooks(recipe.logging, console.say, console.warn))
+            built.extend(tracker_hooks(sections.logging, console.say, console.warn))
         plan = assembly.timetable.plan
-        built.extend(user_hook(section, cadence(section.every, plan, tokens)) for section in recipe.hooks)
+        built.extend(user_hook(section, cadence(section.every, plan, tokens)) for section in sections.hooks)
 
     Collective(gloo_group()).on_rank0(build)
     return built
 
 
-def _prober(context: LaunchContext, recipe: Recipe) -> list[Task]:
+def _prober(context: LaunchContext, section: ProberSection) -> list[Task]:
     """The task that looks into modules, where the recipe asks for it. Raises RecipeError, on every rank alike."""
-    if not recipe.prober.steps:
+    if not section.steps:
         return []
     from tuner.run.tasks.prober import ProberTask
 
-    skipped = recipe.train.steps_to_skip
-    return [ProberTask(context.assembly, recipe.prober, skipped, context.run.path, context.console)]
+    return [ProberTask(context.assembly, section, context.run.path, context.console)]
 
 
 def _of_parts(context: LaunchContext, needs: TaskNeeds, after_saves: bool) -> list[Task]:
@@ -143,13 +132,13 @@ def _of_parts(context: LaunchContext, needs: TaskNeeds, after_saves: bool) -> li
     return [task for part in context.parts if part.after_saves is after_saves for task in part.tasks(context, needs)]
 
 
-def _task_scores(context: LaunchContext, recipe: Recipe) -> TaskScores | None:
+def _task_scores(context: LaunchContext, sections: TaskSections) -> TaskScores | None:
     """The tasks that evaluations score, where the recipe names any: others load nothing of them. Collective."""
-    if not recipe.eval.tasks:
+    if not sections.eval.tasks:
         return None
     from tuner.run.tasks.task_scores import TaskScores
 
-    return TaskScores(context, recipe.eval.tasks, int(recipe.data.max_length), recipe.checkpoint.keep_best)
+    return TaskScores(context, sections.eval.tasks, sections.checkpoint.keep_best)
 
 
 def _exports(context: LaunchContext, exporter: Exporter | None, saver: Saver) -> list[Task]:
@@ -170,15 +159,15 @@ def _health(context: LaunchContext, section: HealthSection, log: LogTask) -> Hea
     return HealthTask(context, section, log)
 
 
-def _measures(context: LaunchContext, recipe: Recipe, log: LogTask) -> list[Task]:
+def _measures(context: LaunchContext, sections: TaskSections, log: LogTask) -> list[Task]:
     """The tasks that measure ranks and layers in the steps of a cadence, where the recipe asks for it."""
     found = list[Task]()
-    if recipe.health.times_every is not None:
+    if sections.health.times_every is not None:
         from tuner.run.tasks.rank_times import RankTimesTask
 
-        found.append(RankTimesTask(context, recipe.health, log))
-    if recipe.logging.internals is not None:
+        found.append(RankTimesTask(context, sections.health, log))
+    if sections.logging.internals is not None:
         from tuner.run.tasks.internals import InternalsTask
 
-        found.append(InternalsTask(context, recipe.logging.internals, log))
+        found.append(InternalsTask(context, sections.logging.internals, log))
     return found

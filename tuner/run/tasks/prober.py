@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tuner.checkpoint.manifest import step_name
-from tuner.config.duration import StepRange, is_among
+from tuner.config.duration import is_among
 from tuner.config.recipe import ProberSection
 from tuner.errors import counted
 from tuner.model.freeze import select_modules
@@ -33,10 +33,8 @@ class ProberTask(Task):
     of these are the same on any number of processes. Making one raises RecipeError for a name that means no module.
     """
 
-    def __init__(
-        self, assembly: Assembly, section: ProberSection, skipped: Sequence[StepRange], run_dir: Path, console: Console
-    ) -> None:
-        self._section, self._skipped = section, skipped
+    def __init__(self, assembly: Assembly, section: ProberSection, run_dir: Path, console: Console) -> None:
+        self._section, self._skipped = section, assembly.skipped
         model, self._rank_info = assembly.train_state.root.model, assembly.rank_info
         self._directory, self._console = run_dir / PROBER, console
         self._modules = select_modules(model, self._section.modules, "prober.modules")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tuner.config.recipe import ProfileSection
 from tuner.errors import MemoryLimitError, is_out_of_memory
 from tuner.rundir.layout import PROFILE
 from tuner.runtime.console import Console
@@ -20,18 +21,17 @@ if TYPE_CHECKING:
 class RecordTask(Task):
     """Its instruments are imported when they are needed: a training that records nothing does not depend on them."""
 
-    def __init__(self, assembly: Assembly, steps: Sequence[int], run_dir: Path, console: Console) -> None:
+    def __init__(self, assembly: Assembly, section: ProfileSection, run_dir: Path, console: Console) -> None:
         self._assembly, self._directory, self._console = assembly, run_dir / PROFILE, console
-        self._steps = steps
+        self._section = section
         last = assembly.timetable.plan.total_steps
-        beyond = [str(step) for step in self._steps if step > last]
-        if beyond:
+        if beyond := [str(step) for step in section.steps if step > last]:
             console.warn(f"profile.steps: {', '.join(beyond)} comes after the last step, {last}")
 
     @contextmanager
     def around_step(self, number: int) -> Iterator[None]:
         """Record step ``number`` where the recipe says so. Raises MemoryLimitError where memory does not suffice."""
-        watch = self._watch() if number in self._steps else None
+        watch = self._watch() if number in self._section.steps else None
         recorder = None if watch is None else watch.start(number)
         try:
             yield
@@ -55,4 +55,4 @@ class RecordTask(Task):
         except (ImportError, AttributeError) as error:
             self._console.warn(f"steps cannot be looked into with this version of torch: {error}")
             return None
-        return StepWatch(self._assembly, self._directory, self._console)
+        return StepWatch(self._assembly, self._section, self._directory, self._console)

@@ -27,10 +27,8 @@ class TaskScores:
     Raises what :func:`~tuner.evals.load.load_tasks` raises. Collective.
     """
 
-    def __init__(
-        self, context: LaunchContext, sections: Sequence[EvalTask], max_length: int, metric: str | None
-    ) -> None:
-        assembly = context.assembly
+    def __init__(self, context: LaunchContext, sections: Sequence[EvalTask], metric: str | None) -> None:
+        assembly, max_length = context.assembly, context.assembly.resolved.max_length
         self._row_tokens = assembly.batches.micro_batch_size * max_length
         self._assembly, self._console = assembly, context.console
         self._directory = context.run.path / EVALUATIONS

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tuner.data.prepared import PreparedData
+import numpy as np
+
+from tuner.data.prepared import PackedRows, PreparedData
 from tuner.errors import counted
 from tuner.model.vetting import ignored_code, untrained_indexer, weighs_routers
 from tuner.runtime.console import Console
@@ -15,33 +17,32 @@ from tuner.setup.settled import in_groups, rows_at_once
 from tuner.setup.specs import mesh_of, trained_count
 from tuner.setup.timetable import Rates, Timetable
 
+_LOOKED_AT = 256
+"""Micro-batches that stand for all."""
+
 
 def announce(
     console: Console, resolved: Resolved, table: Timetable, rate: Rates, rank_info: RankInfo, derivation: str | None
 ) -> None:
     """Say what a launch trains, on what, and for how long; ``derivation`` is how its steps follow, by a part."""
     recipe, plan, facts = resolved.recipe, table.plan, resolved.facts
-    trained = _trained(resolved)
-    processes = in_groups(recipe, rank_info.world_size)
+    processes = in_groups(recipe.parallel, rank_info.world_size)
     codes = "" if recipe.model.quantize == "none" else f", linear layers in {recipe.model.quantize}"
     console.say(
         "model",
-        f"{Path(recipe.model.name_or_path).name}, {_millions(resolved.n_parameters)} parameters, {trained} · "
+        f"{Path(resolved.model_name).name}, {_millions(resolved.n_parameters)} parameters, {_trained(resolved)} · "
         f"{facts.kind}, {recipe.train.precision} compute, {recipe.model.dtype} weights{codes}, "
         + counted(facts.threads, "thread"),
     )
-    micro, row = rows_at_once(recipe), "packed row" if recipe.data.packs_rows else "row"
-    accumulated = -(-plan.global_batch_size // (micro * mesh_of(recipe, rank_info).data_size))
+    micro, row = rows_at_once(recipe.train), "packed row" if recipe.data.packs_rows else "row"
+    accumulated = -(-plan.global_batch_size // (micro * mesh_of(recipe.parallel, rank_info).data_size))
     derivation = derivation or plan.derivation(recipe.train.duration, row)
     for label in ("part", "attention", "fp8", "dropout"):
         if label in resolved.reasons:
             console.say(label, resolved.reasons[label])
-    console.say(
-        "plan",
-        f"{derivation} · micro-batch {micro} x {accumulated} accumulated x {processes} · "
-        f"lr {rate}"
-        + (f" (auto: {resolved.reasons['optimizer.lr']})" if "optimizer.lr" in resolved.reasons else ""),
-    )
+    by_default = f" (auto: {resolved.reasons['optimizer.lr']})" if "optimizer.lr" in resolved.reasons else ""
+    step = f"micro-batch {micro} x {accumulated} accumulated x {processes}"
+    console.say("plan", f"{derivation} · {step} · lr {rate}{by_default}")
     if resolved.settled:
         console.say("settled", "\n".join(f"{k} {v}: {resolved.reasons[k]}" for k, v in resolved.settled.items()))
     for sentence in (ignored_code(resolved.config), _unasked_loss(resolved), untrained_indexer(resolved.config)):
@@ -59,13 +60,30 @@ def announce_packing(console: Console, resolved: Resolved, data: PreparedData, p
     """
     if resolved.route == "flat":
         return
-    from tuner.setup.apart import packing_line
-
     line = packing_line(resolved, data.train)
     if planned:
         console.say("packing", line)
     else:
         console.warn(f"data.packing: what was planned for documents end to end is computed apart: {line}")
+
+
+def packing_line(resolved: Resolved, rows: PackedRows) -> str:
+    """How documents go through the model, why, and what is computed more than for documents end to end."""
+    from tuner.model.apart import computed_tokens, forwards_of
+
+    n_rows = rows_at_once(resolved.recipe.train)
+    starts = np.unique(np.linspace(0, max(0, len(rows) - n_rows), _LOOKED_AT).astype(int))
+    tokens = computed = calls = 0
+    for start in starts:
+        chosen = range(int(start), min(int(start) + n_rows, len(rows)))
+        lengths = [int(length) for i in chosen for length in rows.row(i).lengths]
+        forwards = forwards_of(lengths, resolved.route)
+        tokens, calls = tokens + sum(lengths), calls + len(forwards)
+        computed += computed_tokens(lengths, forwards)
+    cost = f"{calls / len(starts):.1f} forwards a micro-batch, compiled layers off"
+    if resolved.route == "batch":
+        cost = f"{1 - tokens / computed:.0%} padding, {cost}"
+    return f"{resolved.reasons['packing']}; {cost}"
 
 
 def _unasked_loss(resolved: Resolved) -> str | None:
