@@ -17,7 +17,7 @@ from tuner.profile import watch
 from tuner.train import loop
 
 MODEL = """
-import json, resource, sys
+import gc, json, resource, sys
 from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -47,6 +47,7 @@ from tuner.run.options import LaunchOptions
 memory._reserve_huge_pages = lambda *given: None
 steps = run_main.train_loop
 def capped(*given):
+    gc.collect()  # or what an earlier run left is freed beneath the cap
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 260 * 2**20, resource.RLIM_INFINITY))
     try:
