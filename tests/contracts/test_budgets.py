@@ -93,13 +93,13 @@ def _written(tree: ast.AST) -> list[tuple[str, str]]:
 def test_below_where_a_recipe_is_resolved_nobody_reads_it() -> None:
     """A function takes the sections that it goes by, so that its signature says what it depends on.
 
-    Preflight makes the plan by the recipe; what has to do with windows goes by the whole of it yet. The whole recipe
-    goes from one function to what resolves it again: a later launch, the prediction of another run.
+    Preflight makes the plan by the recipe. The whole of it goes from one function to what resolves it again: a later
+    launch, the prediction of another run, the process that prepares a window.
     """
     reads = [
         f"{name}: {ast.unparse(node)}"
         for name, tree in trees().items()
-        if not name.startswith(("tuner.config", "tuner.setup", "tuner.run.preflight")) and ".windows" not in name
+        if not name.startswith(("tuner.config", "tuner.setup", "tuner.run.preflight"))
         for node in nodes(tree, ast.Attribute)
         if node.attr == "recipe" and re.search(r"resolved(\(.*\))?$", ast.unparse(node.value))
     ]
@@ -110,4 +110,4 @@ def test_below_where_a_recipe_is_resolved_nobody_reads_it() -> None:
     fields = re.findall(r"^    (\w+): Recipe$", setup, re.MULTILINE)
     assert (found, fields) == (["recipe_again"], ["recipe"]), "who hands it on, and `Resolved` that has it"
     again = {name for name, of in text.items() if "recipe_again" in of}
-    assert again == {"tuner.setup.resolve", "tuner.run.begin", "tuner.profile.watch"}
+    assert again == {"tuner.setup.resolve", "tuner.run.begin", "tuner.profile.watch", "tuner.run.tasks.windows"}

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from tuner.config import recipe as config
 from tuner.config.duration import Duration
 from tuner.config.methods import head_of
+from tuner.config.optimizers import Optimizer
 from tuner.config.recipe import LowRankAdapter, ParallelSection, Recipe
 from tuner.model.build import meta_model
 from tuner.model.documents import Padding
@@ -70,7 +71,7 @@ class StepSections:
     model: config.ModelSection
     adapter: config.Adapter
     train: config.TrainSection
-    optimizer: config.Optimizer
+    optimizer: Optimizer
     parallel: config.ParallelSection
 
 

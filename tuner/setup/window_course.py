@@ -4,15 +4,54 @@ The rows of later windows are not known, so the tokens of a duration are counted
 in epochs, each window is trained so often and the length of the run is not known: its schedule needs none then.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tuner.config.duration import Duration
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError
+from tuner.setup.probes import probes_of
 from tuner.train.plan import Plan, plan_steps
+
+if TYPE_CHECKING:
+    import torch
+
+    from tuner.data.prepared import PackedRows
+    from tuner.setup.resolve import Resolved
+
+
+@dataclass(frozen=True)
+class Course:
+    """That of a resolved run."""
+
+    resolved: Resolved
+
+    @property
+    def limit(self) -> int | None:
+        """The steps after which the run ends whatever windows are left; None where its windows decide."""
+        return total_steps(self.resolved.recipe)
+
+    def plan(self, rows: int, first_step: int) -> Plan:
+        """That of a window of so many rows which begins after ``first_step`` steps."""
+        return window_plan(self.resolved.recipe, rows, first_step)
+
+    def probes(self, rows: PackedRows) -> list[torch.Tensor]:
+        """The beginnings of its rows whose logits checkpoints record."""
+        return probes_of(self.resolved.recipe, rows)
+
+    def check(self) -> None:
+        """Raise RecipeError where the model at the start would be asked about windows that come later."""
+        check_reference(self.resolved.recipe)
+
+    def words(self, plan: Plan, first_step: int) -> str:
+        """The plan of a window that begins after ``first_step`` steps, for people."""
+        return window_words(self.resolved.recipe, plan, first_step)
 
 
 def total_steps(recipe: Recipe) -> int | None:

@@ -69,15 +69,15 @@ class Windows(Part):
 
     def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
         """A reference of columns would have to know the windows that come later. Raises RecipeError."""
-        from tuner.setup.window_course import check_reference
+        from tuner.setup.window_course import Course
 
-        check_reference(resolved.recipe)
+        Course(resolved).check()
 
     def derivation(self, resolved: Resolved, table: Timetable) -> str:
         """The steps of the current window."""
-        from tuner.setup.window_course import window_words
+        from tuner.setup.window_course import Course
 
-        return window_words(resolved.recipe, table.plan, table.data_start)
+        return Course(resolved).words(table.plan, table.data_start)
 
     def agree(self, ready: Preflight, ranks: Collective) -> Preflight:
         """The window that rank 0 came upon: a late one may have come in between. Collective."""

@@ -12,8 +12,7 @@ from tuner.errors import DataError
 from tuner.run.windows.preparation import prepared_window
 from tuner.rundir.windows import WindowEntry, WindowPosition, write_windows
 from tuner.setup.build import Assembly
-from tuner.setup.probes import probes_of
-from tuner.setup.window_course import total_steps, window_plan
+from tuner.setup.window_course import Course
 from tuner.train.prefetcher import Prefetcher
 from tuner.train.progress import Progress
 
@@ -42,15 +41,15 @@ class OpenedWindows:
 
         Raises DataError where its rows are not those that the run had there before.
         """
-        recipe, first = assembly.resolved.recipe, progress.step
+        course, first = Course(assembly.resolved), progress.step
         assert self.rows is not None
         rows = open_prepared(prepared_window(self.spec, entry)).train
-        plan = window_plan(recipe, len(rows), first)
+        plan = course.plan(len(rows), first)
         opened = replace(entry, first_step=first, last_step=plan.total_steps)
         if entry.last_step and opened != entry:
             raise DataError(f"window {entry.name}: opened after step {entry.first_step} before, and after {first} now")
         self.position = WindowPosition((*decided, opened), len(decided))
-        assembly.probes[:] = probes_of(recipe, rows)
+        assembly.probes[:] = course.probes(rows)
         progress.plan, progress.data_start = plan, first
         progress.more_to_come = may_follow(assembly, progress)
         self.rows.go_over(rows, len(decided), first, plan.total_steps)
@@ -58,5 +57,5 @@ class OpenedWindows:
 
 def may_follow(assembly: Assembly, progress: Progress) -> bool:
     """Whether a window may follow the one at hand: the run does not end with it by its duration."""
-    limit = total_steps(assembly.resolved.recipe)
+    limit = Course(assembly.resolved).limit
     return limit is None or progress.plan.total_steps < limit
