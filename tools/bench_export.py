@@ -136,13 +136,13 @@ def raw(directory: Path, target: Path) -> dict[str, float]:
     """Write as many bytes as the export has."""
     import torch
 
-    from tuner.export.outputs import Values, total_bytes, trained_skeleton
+    from tuner.export.outputs import ExportedValues, total_bytes, trained_skeleton
     from tuner.export.plan import ExportOptions, plan_export
     from tuner.export.tensors import OpenFiles
 
     plan = plan_export(directory / "run", target, ExportOptions("fp32"))
     with OpenFiles() as files:
-        left = total_bytes(Values(plan.source, trained_skeleton(plan.source), files).merged(torch.float32))
+        left = total_bytes(ExportedValues(plan.source, trained_skeleton(plan.source), files).merged(torch.float32))
     block, figures = memoryview(os.urandom(BLOCK_BYTES)), {"bytes": float(left)}
     with measured(figures, "raw"):
         target.mkdir()

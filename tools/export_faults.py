@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from tuner.api.exports import export_hf  # noqa: E402
 from tuner.errors import VerificationError  # noqa: E402
 from tuner.export import form, outputs  # noqa: E402
-from tuner.export.outputs import Values  # noqa: E402
+from tuner.export.outputs import ExportedValues  # noqa: E402
 from tuner.export.shards import Output  # noqa: E402
 from tuner.export.tensors import TensorSource, made_tensor  # noqa: E402
 from tuner.export.write import write_config  # noqa: E402
@@ -30,7 +30,7 @@ from tuner.model.low_rank import LowRank  # noqa: E402
 
 Outputs = list[Output]
 NORM = "model.norm.weight"
-_MERGED = Values.merged
+_MERGED = ExportedValues.merged
 Planted = Callable[[], AbstractContextManager[Any]]
 
 
@@ -44,10 +44,10 @@ class Fault:
 
 
 @contextmanager
-def in_outputs(change: Callable[[Values, Outputs], Outputs]) -> Iterator[None]:
+def in_outputs(change: Callable[[ExportedValues, Outputs], Outputs]) -> Iterator[None]:
     """Change what the writer is to write."""
-    right = Values.merged
-    with mock.patch.object(Values, "merged", lambda self, dtype: change(self, right(self, dtype))):
+    right = ExportedValues.merged
+    with mock.patch.object(ExportedValues, "merged", lambda self, dtype: change(self, right(self, dtype))):
         yield
 
 
@@ -61,8 +61,8 @@ def in_merges(change: Callable[[LowRank, torch.Tensor, int], torch.Tensor]) -> I
 @contextmanager
 def in_adapters(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
     """Change which adapter belongs to which weight."""
-    right = Values._low_rank
-    with mock.patch.object(Values, "_low_rank", lambda self: change(dict(right(self)))):
+    right = ExportedValues._low_rank
+    with mock.patch.object(ExportedValues, "_low_rank", lambda self: change(dict(right(self)))):
         yield
 
 
@@ -83,7 +83,7 @@ def remade(source: TensorSource, change: Callable[[torch.Tensor], torch.Tensor])
 def in_tensor(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Planted:
     """Change the first written tensor whose name ends so."""
 
-    def changed(values: Values, found: Outputs) -> Outputs:
+    def changed(values: ExportedValues, found: Outputs) -> Outputs:
         at = next(number for number, output in enumerate(found) if output.name.endswith(ending))
         return [*found[:at], replace(found[at], source=remade(found[at].source, change)), *found[at + 1 :]]
 
@@ -108,7 +108,7 @@ def subtracted(self: LowRank, rows: torch.Tensor, start: int) -> torch.Tensor:
     return rows.float() - (self.b[start : start + len(rows)] @ self.a) * self.scale
 
 
-def rounded_twice(values: Values, found: Outputs) -> Outputs:
+def rounded_twice(values: ExportedValues, found: Outputs) -> Outputs:
     """Every tensor by way of float16, or of bf16 where float32 is written."""
     def way(output: Output) -> torch.dtype:
         return torch.bfloat16 if output.dtype == torch.float32 else torch.float16
@@ -119,7 +119,7 @@ def rounded_twice(values: Values, found: Outputs) -> Outputs:
     return [replace(output, source=again(output)) for output in found]
 
 
-def untied(values: Values, found: Outputs) -> Outputs:
+def untied(values: ExportedValues, found: Outputs) -> Outputs:
     """A head of its own, a hundredth larger than the embeddings."""
     embeddings = next(each for each in found if each.name.endswith("embed_tokens.weight"))
     head = remade(embeddings.source, lambda tensor: tensor * 1.01)
@@ -138,9 +138,9 @@ def untied_head() -> Iterator[None]:
         yield
 
 
-def stale(values: Values, found: Outputs) -> Outputs:
+def stale(values: ExportedValues, found: Outputs) -> Outputs:
     """The last third of the tensors, a shard of them, as they were before training."""
-    with mock.patch.object(Values, "_low_rank", lambda self: {}):
+    with mock.patch.object(ExportedValues, "_low_rank", lambda self: {}):
         before = _MERGED(values, found[0].dtype)
     first = len(found) * 2 // 3
     return [*found[:first], *before[first:]]

@@ -36,7 +36,7 @@ from tuner.config.load import load_recipe  # noqa: E402
 from tuner.config.overrides import Override  # noqa: E402
 from tuner.config.recipe import Recipe  # noqa: E402
 from tuner.config.shipped import shipped_recipes  # noqa: E402
-from tuner.prove.compare import Proof  # noqa: E402
+from tuner.prove.compare import LayoutProof  # noqa: E402
 from tuner.prove.layouts import KNOWN, own_layout, parse  # noqa: E402
 from tuner.prove.prove import proofs_of, prove, refused, train_alone  # noqa: E402
 from tuner.prove.training import Setting  # noqa: E402
@@ -263,7 +263,7 @@ def setting_of(recipe: Recipe, directory: Path, steps: int) -> Setting:
     return setting
 
 
-def found_with(fault: Fault, setting: Setting) -> Proof:
+def found_with(fault: Fault, setting: Setting) -> LayoutProof:
     """What is found of a layout that a fault is planted in."""
     layout = parse(fault.layout)
     known = refused(setting.twin, layout)
@@ -273,7 +273,7 @@ def found_with(fault: Fault, setting: Setting) -> Proof:
         return next(proof for _, proof in proofs_of(setting, [layout]))
 
 
-def problem(fault: Fault, proof: Proof) -> str | None:
+def problem(fault: Fault, proof: LayoutProof) -> str | None:
     """What is wrong with what was found of a fault; None where it is named."""
     if proof.verdict != "unequal":
         return f"the verdict is {proof.verdict}: {proof.cause}"

@@ -27,7 +27,7 @@ from tuner.data.encoding.template import EndlessTemplateError, LoadedTemplates
 from tuner.data.encoding.tokenizer_files import cache_root
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export.quantized import base_of_kind
-from tuner.export.source import Source, resolve
+from tuner.export.source import ExportSource, resolve
 from tuner.export.weights import DTYPES, first_line, load_trained
 from tuner.export.write import quiet, token_ids, turn_ends
 from tuner.model.build import auto_model, position_limit
@@ -198,7 +198,7 @@ def load_generator(
     if path.is_dir() or path.is_absolute() or name_or_path.startswith(("./", "../", "~")):
         found = resolve_model_path(path, warn)
         if isinstance(found, RunCheckpoint):
-            source = Source.of(found)
+            source = ExportSource.of(found)
             _require_text(name_or_path, source.head == "tokens")
             return _from_run(source)
     device, dtype = _device()
@@ -226,7 +226,7 @@ def make_generator(
     return Generator(model.to(device).eval(), tokenizer, tuple(dict.fromkeys(ends)), device)
 
 
-def _from_run(source: Source) -> Generator:
+def _from_run(source: ExportSource) -> Generator:
     device, dtype = _device()
     with quiet():
         model = load_trained(source)

@@ -10,7 +10,7 @@ import pytest
 from tests.fixtures.commands import tuner
 from tests.model.tiny import family_config
 from tuner.cli.work.prove import _outcome, table
-from tuner.prove.compare import Proof
+from tuner.prove.compare import LayoutProof
 from tuner.prove.prove import Proven
 
 EQUAL = {
@@ -61,10 +61,11 @@ def test_a_mistake_in_an_option_is_a_usage_error(words: tuple[str, str], tmp_pat
 
 
 def test_what_is_unequal_is_marked_and_ends_with_6() -> None:
-    wrong = Proof("tp2", 2, "unequal", EQUAL | {"gradients": 0.5, "saved": 1.0, "loss": float("nan")}, "gradient of x")
-    lost = Proof("sp2", 2, "failed", cause="rank 1: no")
-    refused = Proof("ep2", 2, "refused", cause="no experts")
-    found = Proven((Proof("fsdp2", 2, "equal", EQUAL), wrong, lost, refused), ("a twin",))
+    found = EQUAL | {"gradients": 0.5, "saved": 1.0, "loss": float("nan")}
+    wrong = LayoutProof("tp2", 2, "unequal", found, "gradient of x")
+    lost = LayoutProof("sp2", 2, "failed", cause="rank 1: no")
+    refused = LayoutProof("ep2", 2, "refused", cause="no experts")
+    found = Proven((LayoutProof("fsdp2", 2, "equal", EQUAL), wrong, lost, refused), ("a twin",))
     header, equal, marked, failed = table(found)
     assert header[0] == "layout" and len(header) == len(equal) == len(marked) == len(failed)
     assert "!" not in " ".join(equal) and [cell for cell in marked if "!" in cell] == ["nan !", "5e-01 !", "differ !"]

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures import forked
-from tuner.config.duration import Cadence, Span
+from tuner.config.duration import CadenceSpan, Span
 from tuner.config.fields import Field, fields, item_fields
 from tuner.config.load import Override, load_recipe
 from tuner.config.numbers import Real, Whole
 from tuner.config.other_tools import foreign
-from tuner.config.value_types import Choice, Several, Switch, Table, Text, WebAddress
+from tuner.config.value_types import OneOf, Several, Switch, Table, Text, WebAddress
 from tuner.errors import RecipeError
 
 ALL = list(fields().values())
@@ -94,7 +94,7 @@ def misspelt(key: str) -> str:
 def wrong_types(field: Field) -> list[str]:
     if isinstance(field.value_type, Table):
         return ["5", "[1, 2]", "word"]
-    if isinstance(field.value_type, (Several, Cadence)):
+    if isinstance(field.value_type, (Several, CadenceSpan)):
         return ["true", "{a: 1}"] + ([] if isinstance(field.value_type, Several) and field.value_type.empty else ["[]"])
     if isinstance(field.value_type, Text):
         return ["5", "true", "[a, b]", "{a: 1}"]
@@ -105,7 +105,7 @@ def wrong_types(field: Field) -> list[str]:
 
 def wrong_values(field: Field) -> list[str]:  # noqa: PLR0912 - one case for each type
     match field.value_type:
-        case Choice():
+        case OneOf():
             return ["bogus", "null"]
         case Switch():
             return ["yes", "1", "null"]
@@ -117,7 +117,7 @@ def wrong_values(field: Field) -> list[str]:  # noqa: PLR0912 - one case for eac
             return ["-1", ".inf", ".nan", "1e9999"] + (
                 [] if field.value_type.le is None and field.value_type.lt is None else ["7"]
             )
-        case Cadence():
+        case CadenceSpan():
             return ["500", "0 steps", "3 parsecs", "[5 steps, 7]", "-1", "null"]
         case Span():
             return ["500", "0 steps", "3 parsecs", "-1", "null"] if not field.value_type.null else ["500", "3 parsecs"]

@@ -36,3 +36,9 @@ def test_the_loop_is_one_screen_without_method_or_rank() -> None:
     names = {node.attr for node in asked if isinstance(node, ast.Attribute)}
     names |= {node.id for node in asked if isinstance(node, ast.Name)}
     assert not names & {"method", "kind", "rank", "is_main", "world_size"}
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """A reader who searches for a class finds one."""
+    names = [node.name for tree in trees().values() for node in nodes(tree, ast.ClassDef)]
+    assert {name for name in names if names.count(name) > 1} == set()

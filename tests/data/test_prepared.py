@@ -9,7 +9,16 @@ import pyarrow as pa
 import pytest
 
 from tuner.data.building.pack import cut, row_batches
-from tuner.data.prepared import PREPARED_SCHEMA, Documents, Flags, PackedRows, arrow, open_prepared, open_stream, view
+from tuner.data.prepared import (
+    PREPARED_SCHEMA,
+    Flags,
+    PackedRows,
+    PreparedDocuments,
+    arrow,
+    open_prepared,
+    open_stream,
+    view,
+)
 from tuner.errors import DataError
 from tuner.runtime.files import file_entries
 
@@ -101,7 +110,7 @@ def test_opening_copies_no_column(tmp_path: Path) -> None:
 
 def test_documents_are_read_from_sliced_batches(tmp_path: Path) -> None:
     write_prepared(tmp_path / "p", (4, 8))
-    documents = Documents(tmp_path / "p" / "train.documents.arrow")
+    documents = PreparedDocuments(tmp_path / "p" / "train.documents.arrow")
     assert len(documents) == len(DOCUMENTS)
     for i, document in enumerate(DOCUMENTS):
         for start in range(len(document)):
@@ -112,7 +121,7 @@ def test_documents_are_read_from_sliced_batches(tmp_path: Path) -> None:
 
 def test_documents_whose_mask_is_shorter_are_refused_when_read(tmp_path: Path) -> None:
     batch = document_batch([[1, 2], [3, 4, 5]], [[True, True], [True, True]])
-    documents = Documents(write_stream(tmp_path / "d.arrow", [batch]))
+    documents = PreparedDocuments(write_stream(tmp_path / "d.arrow", [batch]))
     assert documents.read(0, 0, 2)[0].tolist() == [1, 2]
     with pytest.raises(DataError, match="document 1 has not the 3 token ids and flags"):
         documents.read(1, 0, 3)

@@ -11,16 +11,16 @@ import pytest
 
 from tuner.errors import DataError
 from tuner.evals import items as items_module
-from tuner.evals.items import Choice, Question, Text, id_of, item_of, items_of, read_items
+from tuner.evals.items import ChoiceItem, QuestionItem, TextItem, id_of, item_of, items_of, read_items
 
 CHOICE = {"prompt": "p", "choices": ["a", "b"], "answer": 1}
 
 
 def test_each_form_is_known_by_its_keys() -> None:
-    assert item_of(CHOICE, "f:1") == Choice("p", ("a", "b"), 1)
-    assert item_of({"text": "t", "source": "s"}, "f:1") == Text("t")
-    assert item_of({"prompt": "p", "answer": "4", "stop": "\n"}, "f:1") == Question("p", ("4",), ("\n",))
-    assert item_of({"prompt": "p", "answer": ["4", "four"]}, "f:1") == Question("p", ("4", "four"))
+    assert item_of(CHOICE, "f:1") == ChoiceItem("p", ("a", "b"), 1)
+    assert item_of({"text": "t", "source": "s"}, "f:1") == TextItem("t")
+    assert item_of({"prompt": "p", "answer": "4", "stop": "\n"}, "f:1") == QuestionItem("p", ("4",), ("\n",))
+    assert item_of({"prompt": "p", "answer": ["4", "four"]}, "f:1") == QuestionItem("p", ("4", "four"))
 
 
 @pytest.mark.parametrize(

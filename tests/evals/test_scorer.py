@@ -14,7 +14,7 @@ from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
 from tuner.errors import DataError
 from tuner.evals.figures import figures_of
 from tuner.evals.items import items_of
-from tuner.evals.requests import Asker, Request
+from tuner.evals.requests import Asker, ScoreRequest
 from tuner.evals.scorer import Scorer, _documents, _rows, before_stops
 from tuner.evals.task import ItemsTask
 from tuner.model.root import CausalLM
@@ -35,7 +35,7 @@ def scorer(root: CausalLM, row_tokens: int = 64) -> Scorer:
     return Scorer(root, config, TOKENIZER, row_tokens)
 
 
-def plain(root: CausalLM, request: Request) -> tuple[float, bool]:
+def plain(root: CausalLM, request: ScoreRequest) -> tuple[float, bool]:
     """The request alone, by the class of transformers."""
     ids = torch.tensor([[*request.context, *request.continuation]]) % root.model.config.vocab_size
     with torch.no_grad():
@@ -45,10 +45,10 @@ def plain(root: CausalLM, request: Request) -> tuple[float, bool]:
     return float(each.sum()), bool((logits.argmax(-1) == wanted).all())
 
 
-def small(root: CausalLM, request: Request) -> Request:
+def small(root: CausalLM, request: ScoreRequest) -> ScoreRequest:
     """With ids that the tiny model has."""
     size = root.model.config.vocab_size
-    return Request(tuple(i % size for i in request.context), tuple(i % size for i in request.continuation))
+    return ScoreRequest(tuple(i % size for i in request.context), tuple(i % size for i in request.continuation))
 
 
 @pytest.mark.parametrize("row_tokens", [1, 50, 1000])
@@ -60,7 +60,7 @@ def test_likelihoods_are_those_of_each_request_alone(root: CausalLM, row_tokens:
         nats, is_greedy = plain(root, request)
         assert one.log_likelihood == pytest.approx(nats, abs=1e-4)
         assert one.is_greedy == is_greedy
-    likeliest = Request(requests[0].context, (_next(root, requests[0].context),))
+    likeliest = ScoreRequest(requests[0].context, (_next(root, requests[0].context),))
     assert scorer(root).likelihoods([likeliest])[0].is_greedy
     assert scorer(root).likelihoods([]) == []
 
@@ -72,7 +72,7 @@ def _next(root: CausalLM, ids: tuple[int, ...]) -> int:
 
 REQUESTS = st.lists(
     st.builds(
-        lambda before, after: Request(tuple(before), tuple(after)),
+        lambda before, after: ScoreRequest(tuple(before), tuple(after)),
         st.lists(st.integers(0, 3), min_size=1, max_size=6),
         st.lists(st.integers(0, 3), min_size=1, max_size=4),
     ),
@@ -82,7 +82,7 @@ REQUESTS = st.lists(
 
 @given(REQUESTS, st.integers(1, 20))
 @settings(max_examples=60, deadline=None)
-def test_each_request_is_in_one_row_once(requests: list[Request], row_tokens: int) -> None:
+def test_each_request_is_in_one_row_once(requests: list[ScoreRequest], row_tokens: int) -> None:
     documents = _documents(requests)
     rows = _rows(documents, row_tokens)
     assert sorted(number for row in rows for document in row for number in document.requests) == [*range(len(requests))]
@@ -93,7 +93,7 @@ def test_each_request_is_in_one_row_once(requests: list[Request], row_tokens: in
 
 
 def test_choices_of_one_token_share_their_forward() -> None:
-    requests = [Request((1, 2, 3), (answer,)) for answer in range(4)]
+    requests = [ScoreRequest((1, 2, 3), (answer,)) for answer in range(4)]
     assert [document.requests for document in _documents(requests)] == [[0, 1, 2, 3]]
 
 

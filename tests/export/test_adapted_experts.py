@@ -16,7 +16,7 @@ from tests.export.runs import PROMPTS, write_run
 from tests.model.tiny import SHAPE, family_config
 from tuner.api.exports import export_hf
 from tuner.errors import RecipeError
-from tuner.export.source import Source
+from tuner.export.source import ExportSource
 from tuner.export.verify import last_logits
 from tuner.export.weights import load_trained
 from tuner.init_from.sources import open_source
@@ -76,7 +76,7 @@ def test_merged_and_kept_they_are_the_trained_model(run: tuple[Path, Path], tmp_
 def test_the_model_of_a_run_is_loaded_with_them_and_others_do_not_begin_with_it(run: tuple[Path, Path]) -> None:
     directory, base = run
     found: Any = resolve_model_path(directory, lambda line: None)
-    loaded = load_trained(Source.of(found))
+    loaded = load_trained(ExportSource.of(found))
     wanted = last_logits(trained_model(directory, base, SPEC), PROMPTS)
     assert torch.allclose(last_logits(loaded, PROMPTS), wanted, atol=1e-6)
     with pytest.raises(RecipeError, match="its adapter is one of routed experts, too") as caught:

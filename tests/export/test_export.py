@@ -474,12 +474,12 @@ def test_base_weights_fail(
 ) -> None:
     run = make_run("llama", lora, amount=0.3 if lora else 0.05)
     base = load_file(run.parent / "base" / "model.safetensors")
-    merged = outputs.Values.merged
+    merged = outputs.ExportedValues.merged
 
-    def untrained(values: outputs.Values, kind: torch.dtype) -> list[Output]:
+    def untrained(values: outputs.ExportedValues, kind: torch.dtype) -> list[Output]:
         return [Output(output.name, kind, held_tensor(base[output.name])) for output in merged(values, kind)]
 
-    monkeypatch.setattr(outputs.Values, "merged", untrained)
+    monkeypatch.setattr(outputs.ExportedValues, "merged", untrained)
     with pytest.raises(VerificationError, match="numbers are not the trained ones"):
         export_hf(run, dtype=dtype)
     assert not list((run / "exports").iterdir())

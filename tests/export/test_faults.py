@@ -20,12 +20,12 @@ from tuner.api.exports import export_hf
 from tuner.errors import MachineError
 from tuner.export import hf
 from tuner.export.plan import ExportOptions, ExportPlan, plan_export
-from tuner.export.proof import Proof
+from tuner.export.proof import ExportProof
 from tuner.model.adapter import LoraSpec
 
 SHARD_BYTES = 60_000
 ROOMS = (0, 1, 100, 300, 1000, 3000, 10_000, 40_000)
-Made = tuple[Path, dict[str, bytes], dict[str, Proof]]
+Made = tuple[Path, dict[str, bytes], dict[str, ExportProof]]
 CALLS = ("fsync", "fdatasync", "rename", "write", "mkdir", "unlink", "rmdir", "sendfile")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 
@@ -39,9 +39,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """A run directory that nothing changes, what a sound export of it holds, and how each type was proven."""
     place = tmp_path_factory.mktemp("made")
     run = write_run(place / "run", write_base(place / "base", "llama"), LoraSpec(4, 8.0, 0.0, ("q_proj",)))
-    prove, proofs = hf.prove, dict[str, Proof]()
+    prove, proofs = hf.prove, dict[str, ExportProof]()
 
-    def proven(plan: ExportPlan, *given: Any) -> Proof:
+    def proven(plan: ExportPlan, *given: Any) -> ExportProof:
         return proofs.setdefault(plan.dtype, prove(plan, *given))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -230,9 +230,9 @@ def test_source_that_changed_or_is_gone(own_gemma: Path, tmp_path: Path) -> None
 
 def test_damaged_copy_is_not_published(gemma: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(gemma, tmp_path / "run")
-    real = form.Whole.outputs
+    real = form.WholeModel.outputs
 
-    def other(self: form.Whole, *given: Any) -> list[Any]:
+    def other(self: form.WholeModel, *given: Any) -> list[Any]:
         made = real(self, *given)
         at, to = (
             (
@@ -247,7 +247,7 @@ def test_damaged_copy_is_not_published(gemma: Path, tmp_path: Path, monkeypatch:
         made[first] = form.Output(to.name, to.dtype, made[second].source)
         return made
 
-    monkeypatch.setattr(form.Whole, "outputs", other)
+    monkeypatch.setattr(form.WholeModel, "outputs", other)
     with pytest.raises(VerificationError, match="was not trained, and differs"):
         export_hf(run)
     assert not (run / "exports" / "step-7").exists()

@@ -19,7 +19,7 @@ from tuner.cli.main import main
 from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.export import quantized, verify
 from tuner.export.answers import POSITIONS
-from tuner.export.outputs import Values
+from tuner.export.outputs import ExportedValues
 from tuner.generate import load_generator
 from tuner.model.adapter import LoraSpec
 from tuner.model.quantize.codes import Kind, Quantized, dequantize, quantize
@@ -159,13 +159,13 @@ def test_codes_of_a_layer_that_are_swapped_are_found(
 
 
 def test_what_is_written_is_what_was_measured(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Values.merged
-    monkeypatch.setattr(Values, "merged", lambda self, dtype: right(_other(self), dtype))
+    right = ExportedValues.merged
+    monkeypatch.setattr(ExportedValues, "merged", lambda self, dtype: right(_other(self), dtype))
     with pytest.raises(VerificationError, match="not the one that was measured"):
         export_hf(make_run("nf4"), base="original")
 
 
-def _other(values: Values) -> Values:
+def _other(values: ExportedValues) -> ExportedValues:
     values._base = quantized.quantized_base(values._source, values._trained.plain)
     return values
 

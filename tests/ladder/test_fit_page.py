@@ -13,7 +13,7 @@ from tests.ladder import made
 from tuner.errors import RecipeError
 from tuner.ladder.fit import Settings
 from tuner.ladder.fit_page import MARK, check_output, figures_of, fit_page, optimum, write_fit_page
-from tuner.ladder.forecast import Forecast, Question, forecast
+from tuner.ladder.forecast import Forecast, ForecastQuestion, forecast
 from tuner.ladder.law import Size
 from tuner.ladder.points import read_points
 
@@ -31,12 +31,12 @@ SHARE_OF_DOTS = """(() => {
 @pytest.fixture(scope="module")
 def full() -> Forecast:
     points = made.with_scores(made.ladder(TRUTH, noise=0.002), noise=0.005)
-    return forecast(points, Question(FEW, rung="1.3B", scores=("task/acc",), chance=0.25))
+    return forecast(points, ForecastQuestion(FEW, rung="1.3B", scores=("task/acc",), chance=0.25))
 
 
 @pytest.fixture(scope="module")
 def on_line() -> Forecast:
-    return forecast(read_points(made.CEREBRAS), Question(FEW, size=Size(30e9, 600e9)))
+    return forecast(read_points(made.CEREBRAS), ForecastQuestion(FEW, size=Size(30e9, 600e9)))
 
 
 def data_of(page: str) -> dict[str, object]:

@@ -9,7 +9,7 @@ import pytest
 from tests.ladder import made
 from tuner.errors import DataError, RecipeError
 from tuner.ladder.fit import Settings
-from tuner.ladder.forecast import Question, forecast
+from tuner.ladder.forecast import ForecastQuestion, forecast
 from tuner.ladder.law import Size
 from tuner.ladder.points import read_points
 
@@ -20,7 +20,7 @@ TRUTH = made.Truth()
 
 
 def test_published_models_predict_the_largest_of_them_and_its_score() -> None:
-    found = forecast(read_points(made.CEREBRAS), Question(FEW, rung="13B", scores=("average",)))
+    found = forecast(read_points(made.CEREBRAS), ForecastQuestion(FEW, rung="13B", scores=("average",)))
     assert found.checked is not None and found.loss is not None
     assert abs(found.checked.error) < 0.02
     assert found.loss.low <= 1.572 <= found.loss.high
@@ -34,7 +34,7 @@ def test_published_models_predict_the_largest_of_them_and_its_score() -> None:
 def test_a_size_that_nobody_trained() -> None:
     points = made.with_scores(made.ladder(TRUTH, noise=0.002), noise=0.005)
     size = Size(7e9, 140e9)
-    found = forecast(points, Question(FEW, size=size, scores=("task/acc",), chance=0.25))
+    found = forecast(points, ForecastQuestion(FEW, size=size, scores=("task/acc",), chance=0.25))
     truth = TRUTH.loss(size.parameters, size.tokens)
     assert found.loss is not None and found.checked is None
     assert found.loss.value == pytest.approx(truth, rel=0.01)
@@ -49,7 +49,7 @@ def test_points_before_the_decay_are_not_fitted_by_the_law() -> None:
         replace(point, is_decayed=False, figures={**point.figures, "loss": point.figures["loss"] * 1.1})
         for point in points
     ]
-    found = forecast([*points, *early], Question(FEWEST, scores=("task/acc",)))
+    found = forecast([*points, *early], ForecastQuestion(FEWEST, scores=("task/acc",)))
     assert len(found.fit.points) == len(points)
     assert len(found.scores[0].points) == 2 * len(points)
     assert found.notes == ["24 points before the decay of the learning rate are not fitted by the law"]
@@ -58,7 +58,7 @@ def test_points_before_the_decay_are_not_fitted_by_the_law() -> None:
 def test_a_far_target_and_a_missing_loss_are_said() -> None:
     points = made.ladder(TRUTH, noise=0.002)
     points[0] = replace(points[0], figures={})
-    found = forecast(points, Question(FEWEST, size=Size(70e9, 1.4e12)))
+    found = forecast(points, ForecastQuestion(FEWEST, size=Size(70e9, 1.4e12)))
     assert found.notes[0] == "1 points have no finite loss above 0 and are left out"
     assert "times the FLOPs of the largest point" in found.notes[1]
 
@@ -68,7 +68,7 @@ def test_scores_before_their_knee_leave_the_loss_predicted() -> None:
         replace(point, figures={**point.figures, "s": 0.25 + 0.01 * (i % 2)})
         for i, point in enumerate(made.ladder(TRUTH, noise=0.002))
     ]
-    found = forecast(points, Question(FEWEST, size=Size(7e9, 140e9), scores=("s",)))
+    found = forecast(points, ForecastQuestion(FEWEST, size=Size(7e9, 140e9), scores=("s",)))
     assert found.loss is not None
     assert found.predicted_scores == {}
     assert found.notes[0].startswith("no sigmoid of s: s is 0.25 to 0.26, and a constant fits it as well")
@@ -76,10 +76,10 @@ def test_scores_before_their_knee_leave_the_loss_predicted() -> None:
 
 def test_a_target_off_the_line_of_the_points_is_refused() -> None:
     with pytest.raises(DataError, match=r"every point has 20\.4 tokens per parameter: nothing says"):
-        forecast(read_points(made.CEREBRAS), Question(FEWEST, size=Size(13e9, 2e12)))
+        forecast(read_points(made.CEREBRAS), ForecastQuestion(FEWEST, size=Size(13e9, 2e12)))
 
 
 def test_a_rung_that_is_not_there_is_named_with_those_that_are() -> None:
     with pytest.raises(RecipeError, match="no rung 2B has a loss") as caught:
-        forecast(made.ladder(TRUTH), Question(FEWEST, rung="2B"))
+        forecast(made.ladder(TRUTH), ForecastQuestion(FEWEST, rung="2B"))
     assert caught.value.hint == "there are: 60M, 100M, 190M, 370M, 760M, 1.3B"

@@ -8,15 +8,15 @@ import pytest
 
 from tests.ladder import made
 from tuner.ladder.fit import Estimate, Settings, fit_law
-from tuner.ladder.held_out import HeldOut, fit_widened, widening
+from tuner.ladder.held_out import LadderHeldOut, fit_widened, widening
 from tuner.ladder.law import NEEDED_SIZES, Size
 
 FEW = Settings(samples=40)
 TRUTH = made.Truth()
 
 
-def one(deviations: float) -> HeldOut:
-    return HeldOut("1M", Size(1e6, 2e7), 3.0, Estimate(3.03, 2.9, 3.1), deviations)
+def one(deviations: float) -> LadderHeldOut:
+    return LadderHeldOut("1M", Size(1e6, 2e7), 3.0, Estimate(3.03, 2.9, 3.1), deviations)
 
 
 def test_the_error_is_predicted_over_measured() -> None:

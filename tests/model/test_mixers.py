@@ -12,7 +12,7 @@ from tests.model.tiny import VOCAB, family_config, family_model
 from tuner.errors import RecipeError
 from tuner.model import attention, mixers
 from tuner.model.blocks import apply_recompute
-from tuner.model.mixers import Layout, batches
+from tuner.model.mixers import MixerLayout, batches
 from tuner.model.root import CausalLM
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def test_batches_hold_each_document_once_and_little_padding(lengths: list[int]) 
 
 @given(st.lists(st.integers(1, 200), min_size=2, max_size=12))
 def test_a_row_comes_back_as_it_was(lengths: list[int]) -> None:
-    layout = Layout.of(lengths, CPU)
+    layout = MixerLayout.of(lengths, CPU)
     assert layout is not None
     row = torch.arange(sum(lengths))[None, :, None].expand(-1, -1, 2).clone()
     parts = [layout.batch({"x": (row, "kept", None)}, i)["x"] for i in range(len(layout.shapes))]

@@ -20,7 +20,7 @@ from tuner.model.mapped import InFile
 from tuner.model.probe import require_isolation
 from tuner.model.published import published
 from tuner.model.root import CausalLM
-from tuner.model.unread import Piece, UnreadWeights, _box, _pattern
+from tuner.model.unread import UnreadWeights, WeightPiece, _box, _pattern
 from tuner.runtime.parts import Box
 from tuner.setup import hashes
 from tuner.setup.hashes import FrozenHash
@@ -150,7 +150,7 @@ def test_pieces_that_are_not_what_transformers_read_are_not_used(
 
     def swapped(*given: Any) -> Any:
         first, second, *rest = real(*given)
-        return Piece(first.box, second.place), Piece(second.box, first.place), *rest
+        return WeightPiece(first.box, second.place), WeightPiece(second.box, first.place), *rest
 
     monkeypatch.setattr(module, "_pieces_of", swapped)
     whole, model, unread = loaded(files)
@@ -194,7 +194,7 @@ def test_which_elements_a_view_has(what: str) -> None:
 
 def test_elements_of_a_piece() -> None:
     content = torch.arange(30.0)
-    piece = Piece(Box((2, 1, 0), (1, 4, 5), (2, 1, 0)), InFile("file", 8, torch.float32, (1, 4, 5)))
+    piece = WeightPiece(Box((2, 1, 0), (1, 4, 5), (2, 1, 0)), InFile("file", 8, torch.float32, (1, 4, 5)))
     view = piece.of(Box((2, 3, 1), (1, 2, 3), (0, 0, 0)), content.view(torch.uint8))
     assert view.tolist() == [[[13.0, 14.0, 15.0], [18.0, 19.0, 20.0]]] and piece.first(view) == 11
 

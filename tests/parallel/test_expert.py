@@ -25,7 +25,7 @@ from tuner.errors import RecipeError
 from tuner.model.build import ModelSpec, build_model, meta_model
 from tuner.model.root import CausalLM
 from tuner.parallel import expert
-from tuner.parallel.expert import Exchange, SpreadExperts, check_spread, routed_experts
+from tuner.parallel.expert import SpreadExperts, TokenExchange, check_spread, routed_experts
 from tuner.parallel.gathered import gathered
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import Assembly, run_tensors
@@ -237,20 +237,20 @@ def given(forward: Any, index: torch.Tensor, number: int, dtype: torch.dtype) ->
 
 @pytest.mark.multi
 def test_faults_are_found(model: Path, alone: One, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there, backward = Exchange.there, expert._Dispatch.backward
+    there, backward = TokenExchange.there, expert._Dispatch.backward
 
-    def skipped(exchange: Exchange, rows: torch.Tensor) -> torch.Tensor:
+    def skipped(exchange: TokenExchange, rows: torch.Tensor) -> torch.Tensor:
         return there(exchange, rows).masked_fill((exchange.experts == 1)[:, None], 0)
 
-    def turned(exchange: Exchange, rows: torch.Tensor) -> torch.Tensor:
+    def turned(exchange: TokenExchange, rows: torch.Tensor) -> torch.Tensor:
         return there(exchange, rows.flip(0))
 
     def kept(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return backward(ctx, upstream)[0] * 0, None, None
 
     faults = (
-        (Exchange, "there", skipped),
-        (Exchange, "there", turned),
+        (TokenExchange, "there", skipped),
+        (TokenExchange, "there", turned),
         (expert._Dispatch, "backward", staticmethod(kept)),
     )
 

@@ -20,7 +20,7 @@ from tests.parallel.test_fsdp import Sent
 from tests.train.test_answer_losses import PLAIN
 from tuner.errors import RecipeError
 from tuner.model.build import meta_model
-from tuner.parallel.sequence import Cut, check_cut
+from tuner.parallel.sequence import SequenceCut, check_cut
 from tuner.setup.build import Assembly
 from tuner.train.step import forward_backward
 
@@ -157,7 +157,7 @@ def test_positions_in_any_order_come_to_whoever_computes_them(tmp_path: Path) ->
     """And their gradients go back, those of a position that is wanted twice added up."""
 
     def work(rank: int) -> None:
-        cut, rows = Cut(dist.group.WORLD), torch.arange(24.0).view(12, 2)
+        cut, rows = SequenceCut(dist.group.WORLD), torch.arange(24.0).view(12, 2)
         for wanted in ([9, 1, 4, 10, 0, 5, 2, 6], [3], [], [4, 4, 9, 7], list(range(12))):
             at, hidden = np.array(wanted, dtype=np.int64), cut.own(rows).clone().requires_grad_()
             taken = cut.taken(hidden, at if len(wanted) % 2 else torch.as_tensor(at))

@@ -17,8 +17,8 @@ from tests.train.answers import Answers
 from tests.train.test_answer_losses import PACKED, PLAIN
 from tests.train.test_evaluate import Rows
 from tuner.config.load import load_recipe
-from tuner.data.prepared import Sample
-from tuner.evals.requests import Request
+from tuner.data.prepared import PreparedSample
+from tuner.evals.requests import ScoreRequest
 from tuner.evals.scorer import Scorer
 from tuner.model.build import ModelSpec, build_model, head_layer, meta_model, model_config
 from tuner.model.root import CausalLM, trained_parameters
@@ -79,11 +79,11 @@ def asked(root: CausalLM, mesh: Mesh) -> dict[str, Any]:
     tokenizer: Any = Words()
     config, prompts = config_of(mesh), [[3, 4, 5, 6], [7, 8], [9], [11, 12, 13]]
     scorer = Scorer(root, config, tokenizer, 16)
-    requests = [Request(tuple(one), (number + 20, 30)) for number, one in enumerate(prompts)]
+    requests = [ScoreRequest(tuple(one), (number + 20, 30)) for number, one in enumerate(prompts)]
     state = TrainState(root, {}, cast(Any, None), config, Guard(config.device), method_of({"kind": "sft"}))
     rows: Any = Rows()
     held = held_out(rows, [3, 5], ["a.jsonl", "b.jsonl"])
-    samples = [Sample(one, "", "1 2 3") for one in prompts]
+    samples = [PreparedSample(one, "", "1 2 3") for one in prompts]
     found = evaluate(root, config, held, 1, None)
     return {
         "losses": [found.loss, *(found.sources[name].loss for name in ("a", "b"))],

@@ -8,18 +8,19 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.profiler import ProfilerActivity, profile
 
-from tuner.profile.blocks import Block, Change, Holding, MemoryRecord, Owned, alike, memory_record
+from tuner.profile.blocks import AllocatedBlock, Holding, MemoryRecord, Owned, RecordedChange, alike, memory_record
 
 RECORD = MemoryRecord(
     [
-        Block(100, "parameters", "a.weight", -1),
-        Block(30, "activations", "a", 0, 3),
-        Block(50, "other", "b", 1, 2),
-        Block(20, "gradients", "a.weight", 4, 5),
+        AllocatedBlock(100, "parameters", "a.weight", -1),
+        AllocatedBlock(30, "activations", "a", 0, 3),
+        AllocatedBlock(50, "other", "b", 1, 2),
+        AllocatedBlock(20, "gradients", "a.weight", 4, 5),
     ],
     [
-        Change(0.5, "forward", "a"), Change(1.0, "forward", "b"), Change(1.5, "forward", "b"),
-        Change(2.0, "backward", "a"), Change(2.5, "backward", "a"), Change(3.0, "optimizer", ""),
+        RecordedChange(0.5, "forward", "a"), RecordedChange(1.0, "forward", "b"), RecordedChange(1.5, "forward", "b"),
+        RecordedChange(2.0, "backward", "a"), RecordedChange(2.5, "backward", "a"),
+        RecordedChange(3.0, "optimizer", ""),
     ],
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ from tuner.profile import search
 from tuner.profile.choose import choose
 from tuner.profile.devices import find_device
 from tuner.profile.predict import Target
-from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Prediction, TimeEstimate
+from tuner.profile.prediction import PARTS, MemoryMoment, MemoryTimeline, Part, Prediction, TimeEstimate
 from tuner.profile.watch import OomReport, with_fix
 from tuner.runtime.device import DeviceFacts
 from tuner.runtime.dist import RankInfo
@@ -48,7 +48,7 @@ class Counted:
         parts: dict[Part, int] = dict.fromkeys(PARTS, 0)
         less = sum(size for key, size in self.saved.items() if value_of(recipe, key) is True)
         parts |= {"parameters": STATE * GIB // shards, "activations": (rows * KEPT[level] - less) * GIB}
-        memory = MemoryTimeline((Moment("backward", "", parts),), {})
+        memory = MemoryTimeline((MemoryMoment("backward", "", parts),), {})
         time = TimeEstimate({}, 1.0, 1.0, None, "")
         return Prediction("card", "cuda", ranks.world_size, ranks.local_world_size, memory, target.limit_bytes, 0, time)
 

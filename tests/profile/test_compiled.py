@@ -23,7 +23,7 @@ from tests.profile.test_predict import foreseen
 from tuner.profile.allocations import AllocationTracker
 from tuner.profile.prediction import Phase
 from tuner.profile.timeline import memory_timeline, parts_of
-from tuner.profile.tracing import Trace, trace_step
+from tuner.profile.tracing import StepTrace, trace_step
 
 LAYER = "model.layers.0"
 COPY = sum(LONG[-1]) * SHAPE["hidden_size"] * 2
@@ -31,7 +31,7 @@ COPY = sum(LONG[-1]) * SHAPE["hidden_size"] * 2
 
 
 @cache
-def traced(compiled: bool, level: str = "none") -> Trace:
+def traced(compiled: bool, level: str = "none") -> StepTrace:
     """A step of a recomputing level; traced once for all tests."""
     keys = {**BF16, "model.kernels": "torch", "train.gradient_checkpointing": level}
     with TemporaryDirectory() as directory:
@@ -40,7 +40,7 @@ def traced(compiled: bool, level: str = "none") -> Trace:
         return trace_step(on_cuda, rank_info, step, step.micro[0], compiled=compiled)
 
 
-def kept_by_products(trace: Trace) -> Counter[str]:
+def kept_by_products(trace: StepTrace) -> Counter[str]:
     """Bf16 tensors of hidden states, by the product of the first layer that made them: a cast input or a result."""
     last = max(at for name, at in trace.marks if name == "forward")
     made = {change.storage for change in trace.changes[last:] if change.delta == COPY}
@@ -62,7 +62,7 @@ def test_compiled_layers_keep_one_copy_of_what_several_products_cast() -> None:
 
 @pytest.mark.slow
 def test_layers_that_are_computed_again_cast_once_too() -> None:
-    def fullest(trace: Trace) -> int:
+    def fullest(trace: StepTrace) -> int:
         """Most bytes of activations in the backward pass of the first layer."""
         parts = parts_of(trace)
         found = [change for change in trace.changes if parts[change.storage] == "activations"]

@@ -103,7 +103,7 @@ def test_the_choice_is_piped_into_training(recipe: Path) -> None:  # noqa: F811
 def test_an_answer_is_kept_for_the_same_question_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wished, target = wish(tmp_path), Target(find_device("h100-80g"), RankInfo(), 1 << 34)
     key = kept.key_of(wished, target)
-    answer = kept.Answer([["", "peak"]], "--train.micro_batch_size 2", {"verdict": "fits"}, [], {MICRO: 2}, 3, 1.5)
+    answer = kept.KeptAnswer([["", "peak"]], "--train.micro_batch_size 2", {"verdict": "fits"}, [], {MICRO: 2}, 3, 1.5)
     assert kept.known(key, wished) is None
     kept.keep(key, wished, answer)
     assert kept.known(key, wished) == answer

@@ -18,7 +18,7 @@ from tests.profile.test_tree import Counted
 from tuner.config.recipe import Recipe
 from tuner.profile import fit as fitting
 from tuner.profile.devices import find_device
-from tuner.profile.estimate import LINKS, Place, least_exchanged, seconds_of
+from tuner.profile.estimate import LINKS, StepSetting, least_exchanged, seconds_of
 from tuner.profile.fit import fit
 from tuner.profile.predict import Target
 from tuner.profile.prediction import Prediction
@@ -48,9 +48,9 @@ def four() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def place(recipe: Any, ranks: RankInfo, speed: Speed) -> Place:
+def place(recipe: Any, ranks: RankInfo, speed: Speed) -> StepSetting:
     """Where a recipe's step is computed."""
-    return Place(find_device("cpu"), ranks, workload(recipe, speed._resolved, ranks))
+    return StepSetting(find_device("cpu"), ranks, workload(recipe, speed._resolved, ranks))
 
 
 @pytest.mark.usefixtures("four")

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from tuner.profile.devices import MEASURED
-from tuner.profile.prediction import NAMES, PARTS, MemoryTimeline, Moment, Part, Phase, Prediction, TimeEstimate
+from tuner.profile.prediction import NAMES, PARTS, MemoryMoment, MemoryTimeline, Part, Phase, Prediction, TimeEstimate
 from tuner.profile.report import plain, sentence, table
 
 
-def moment(phase: Phase, module: str, **parts: int) -> Moment:
+def moment(phase: Phase, module: str, **parts: int) -> MemoryMoment:
     named: dict[Part, int] = dict.fromkeys(PARTS, 0)
-    return Moment(phase, module, {**named, **parts})  # type: ignore[dict-item]
+    return MemoryMoment(phase, module, {**named, **parts})  # type: ignore[dict-item]
 
 
 COURSE = MemoryTimeline(

@@ -12,22 +12,22 @@ from tests.fixtures.predict_counted import resolved_case
 from tests.fixtures.predict_traced import predicted
 from tuner.profile.fakes import cuda_stand_in
 from tuner.profile.timeline import memory_timeline, parts_of
-from tuner.profile.tracing import Trace, trace_step
+from tuner.profile.tracing import StepTrace, trace_step
 from tuner.runtime.device import target
 
 
-def traced(case: Case, directory: Path) -> Trace:
+def traced(case: Case, directory: Path) -> StepTrace:
     resolved, launch, step = resolved_case(case, directory)
     return trace_step(resolved, launch, step, step.micro[0])
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> StepTrace:
     """A step of a small Llama on one process, and an evaluation."""
     return traced(Case("llama"), tmp_path_factory.mktemp("plain"))
 
 
-def test_parts_add_up_to_the_peak_that_was_counted(plain: Trace, tmp_path: Path) -> None:
+def test_parts_add_up_to_the_peak_that_was_counted(plain: StepTrace, tmp_path: Path) -> None:
     trace, said = plain, predicted(*resolved_case(Case("llama"), tmp_path))
     given = {number for number, storage in enumerate(trace.storages) if storage.given}
     timeline = memory_timeline(trace, {})
@@ -42,7 +42,7 @@ def test_parts_add_up_to_the_peak_that_was_counted(plain: Trace, tmp_path: Path)
     assert evaluation is not None and evaluation.parts["gradients"] == evaluation.parts["activations"] == 0
 
 
-def test_every_layer_keeps_as_much_as_the_other(plain: Trace, tmp_path: Path) -> None:
+def test_every_layer_keeps_as_much_as_the_other(plain: StepTrace, tmp_path: Path) -> None:
     layers = memory_timeline(plain, {}).layers
     assert list(layers) == ["model.layers.0", "model.layers.1", ""]
     assert layers["model.layers.0"] == layers["model.layers.1"] > layers[""] > 0
@@ -53,7 +53,7 @@ def test_every_layer_keeps_as_much_as_the_other(plain: Trace, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_shards_are_gathered_and_gradients_reduced(plain: Trace, tmp_path: Path) -> None:
+def test_shards_are_gathered_and_gradients_reduced(plain: StepTrace, tmp_path: Path) -> None:
     trace = traced(Case("llama", {}, LONG, 4), tmp_path)
     assert {"gathered", "reduced", "gradients"} <= set(parts_of(trace))
     timeline = memory_timeline(trace, {})

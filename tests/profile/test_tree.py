@@ -18,7 +18,7 @@ from tuner.profile.devices import find_device
 from tuner.profile.fit import Fit, fit
 from tuner.profile.options import lines_to_write, tradeoffs_of
 from tuner.profile.predict import Target
-from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Prediction, TimeEstimate
+from tuner.profile.prediction import PARTS, MemoryMoment, MemoryTimeline, Part, Prediction, TimeEstimate
 from tuner.profile.report import choices_table, flags
 from tuner.profile.search import Dimension, How, Tree, Trials
 from tuner.profile.traffic import Traffic
@@ -112,7 +112,7 @@ class Counted:
             host["optimizer"] = 8 * GIB
         if train.offload_activations is True:
             host["activations"] = 2 * rows * GIB
-        memory = MemoryTimeline((Moment("backward", "", parts),), {}, host)
+        memory = MemoryTimeline((MemoryMoment("backward", "", parts),), {}, host)
         time = TimeEstimate({}, 1.0, 1.0, None, "", Traffic())
         return Prediction(
             target.device.shown, "cuda", 1, 1, memory, target.limit_bytes, 0.0, time, (), target.host_limit_bytes

@@ -7,7 +7,17 @@ import math
 import pytest
 import torch
 
-from tuner.prove.compare import EXACT, LIMITS, Proof, apart, first_step, furthest, times, unequal, without_rounding
+from tuner.prove.compare import (
+    EXACT,
+    LIMITS,
+    LayoutProof,
+    apart,
+    first_step,
+    furthest,
+    times,
+    unequal,
+    without_rounding,
+)
 
 
 def test_differences_are_relative_and_floored() -> None:
@@ -46,4 +56,4 @@ def test_limits_and_what_is_exact() -> None:
     for name in right:
         assert unequal(right | {name: right[name] * 1.01 + 1e-30}) == [name]
         assert unequal(right | {name: math.nan}) == [name]
-    assert Proof("tp2", 2, "unequal", {"loss": math.inf}, "x").as_json()["loss"] is None
+    assert LayoutProof("tp2", 2, "unequal", {"loss": math.inf}, "x").as_json()["loss"] is None

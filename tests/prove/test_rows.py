@@ -8,7 +8,7 @@ import pytest
 from tuner.config.methods import DpoMethod, KtoMethod, PretrainMethod, SftMethod
 from tuner.config.methods import Method as MethodSection
 from tuner.parallel.mesh import Mesh
-from tuner.prove.training import STEPS_APART, Rows
+from tuner.prove.training import STEPS_APART, ProofRows
 from tuner.prove.twin import LONGEST, ROWS
 from tuner.train.methods.method import build_method
 
@@ -26,7 +26,7 @@ def test_processes_have_the_rows_of_one_between_them(
     section: MethodSection, accumulate: int, axes: dict[str, int]
 ) -> None:
     method = build_method(section)
-    rows = Rows(section.examples, 100, accumulate, seed=1)
+    rows = ProofRows(section.examples, 100, accumulate, seed=1)
     alone = rows.step(0, method, Mesh())
     seen = []
     meshes = {(mesh := Mesh(axes, rank)).data_rank: mesh for rank in range(Mesh(axes).size)}
@@ -39,7 +39,7 @@ def test_processes_have_the_rows_of_one_between_them(
 
 
 def test_rows_are_uneven_and_come_again() -> None:
-    rows, method = Rows(SftMethod().examples, 100, 1, seed=1), build_method(SftMethod())
+    rows, method = ProofRows(SftMethod().examples, 100, 1, seed=1), build_method(SftMethod())
     first, second, again = (rows.each(index, method).micro for index in (0, 1, STEPS_APART))
     assert len(first) == ROWS and max(len(batch.input_ids) for batch in first) == LONGEST
     assert len({len(batch.input_ids) for batch in first}) == 5

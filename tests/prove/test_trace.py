@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tuner.prove.trace import Trace, first_place, traced, write_trace
+from tuner.prove.trace import ModuleTrace, first_place, traced, write_trace
 from tuner.runtime import phase
 
 LENGTHS = (5, 4, 7, 3)
@@ -34,7 +34,7 @@ def rows() -> list[torch.Tensor]:
     return [torch.randn(1, length, 4, generator=generator) for length in LENGTHS]
 
 
-def trace_of(model: Model, micro: list[torch.Tensor], scale: float = 1.0) -> Trace:
+def trace_of(model: Model, micro: list[torch.Tensor], scale: float = 1.0) -> ModuleTrace:
     with traced(model) as trace:
         for batch in micro:
             phase.enter_part(1, "forward")

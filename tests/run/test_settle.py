@@ -24,7 +24,7 @@ from tuner.profile import choose, devices
 from tuner.run import settle as module
 from tuner.run.launch import launch
 from tuner.run.options import HandedOver, LaunchOptions
-from tuner.run.settle import Place, answer_of, run_before, settle
+from tuner.run.settle import LaunchData, answer_of, run_before, settle
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import any_rank, from_rank0, gloo_group, process_group
@@ -57,7 +57,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_only_what_is_left_open_is_predicted_and_never_for_a_cpu(tmp_path: Path, asked: list[dict[str, Any]]) -> None:
-    place, console = Place(tmp_path / "data", tmp_path / "cache"), Console(main=False)
+    place, console = LaunchData(tmp_path / "data", tmp_path / "cache"), Console(main=False)
     found = settle(loaded_from(tmp_path), {}, RankInfo(), place, console)
     assert found == Settled({MICRO: 4, LEVEL: "full"}, {MICRO: "room", LEVEL: "no room"})
     assert asked[0]["data"] == str(tmp_path / "data") and asked[0]["recipe"]["train"]["micro_batch_size"] == "auto"
@@ -72,7 +72,7 @@ def test_only_what_is_left_open_is_predicted_and_never_for_a_cpu(tmp_path: Path,
 
 
 def test_a_resumed_run_keeps_what_it_had(tmp_path: Path, asked: list[dict[str, Any]]) -> None:
-    place, console = Place(tmp_path, tmp_path), Console(main=False)
+    place, console = LaunchData(tmp_path, tmp_path), Console(main=False)
     launches = [{"world_size": 2, "settled": {SHARD: "none", MICRO: 2}}, {"world_size": 4, "settled": {SHARD: "full"}}]
     record = {"launches": launches}
     run = loaded_from(tmp_path, train={"micro_batch_size": 2, "gradient_checkpointing": "selective", **OFF})
@@ -153,7 +153,7 @@ def test_what_cannot_be_predicted_is_taken_plainly_with_the_reason(
     monkeypatch.setattr(subprocess, "run", lambda *given, **named: begun.append(given) or run(*given, **named))
     monkeypatch.setattr(module, "on_cuda", lambda device: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    place = Place(tmp_path, tmp_path, starts=starts)
+    place = LaunchData(tmp_path, tmp_path, starts=starts)
     found = settle(loaded_from(tmp_path), {}, RankInfo(), place, Console(level="warning"))
     assert found.values == {MICRO: 1, LEVEL: "none", **MORE}
     assert len(begun) == starts
@@ -224,7 +224,7 @@ def test_the_default_recipe_starts_on_three_processes(tmp_path: Path, capfd: pyt
 
 
 def test_who_starts_ranks_settles_for_them_and_meets_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not Place.of(tmp_path, tmp_path, False).is_shared
+    assert not LaunchData.of(tmp_path, tmp_path, False).is_shared
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert Place.of(tmp_path, tmp_path, False).is_shared and not Place.of(tmp_path, tmp_path, True).is_shared
+    assert LaunchData.of(tmp_path, tmp_path, False).is_shared and not LaunchData.of(tmp_path, tmp_path, True).is_shared

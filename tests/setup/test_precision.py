@@ -10,7 +10,7 @@ from tests.model.tiny import tiny_config
 from tests.train.synthetic import MAX_LENGTH, recipe_for
 from tuner.errors import ExitCode, MachineError
 from tuner.profile.devices import find_device
-from tuner.profile.estimate import HALF_REACHED, REACHED, Place, Sizes, computing
+from tuner.profile.estimate import HALF_REACHED, REACHED, Sizes, StepSetting, computing
 from tuner.runtime.device import DeviceFacts
 from tuner.runtime.dist import RankInfo
 from tuner.setup.machine_torch import _computes
@@ -90,7 +90,7 @@ def test_the_estimated_time_goes_by_precision(model: Path, precision: str, times
     work: Any = SimpleNamespace(batches=SimpleNamespace(micro=[batch]), tokens_per_row=8192, extra_forwards=0)
     flops: Any = SimpleNamespace(parts=lambda lengths, trained: dict(parts))
     train = {"precision": precision, "gradient_checkpointing": "none", "micro_batch_size": 1, "global_batch_size": 1}
-    place = Place(find_device("h100-80g"), RankInfo(), work)
+    place = StepSetting(find_device("h100-80g"), RankInfo(), work)
     sections = step_sections(SimpleNamespace(recipe=recipe_for(model, train=train)))  # type: ignore[arg-type]
     found = computing(sections, flops, Sizes(1, 64, 0), place)
     reached = 989.4e12 * REACHED * 8192 / (8192 + HALF_REACHED)

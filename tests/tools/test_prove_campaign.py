@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tools.prove_campaign import FAULTS, found_with, problem, recipe_of, setting_of
-from tuner.prove.compare import EXACT, LIMITS, Proof
+from tuner.prove.compare import EXACT, LIMITS, LayoutProof
 from tuner.prove.layouts import parse
 from tuner.prove.prove import proofs_of
 from tuner.prove.training import Setting
@@ -45,5 +45,5 @@ def test_the_others_are_named(name: str, setting: Setting) -> None:
 
 def test_what_passes_or_is_named_otherwise_is_a_problem() -> None:
     fault = FAULTS["norm counted twice"]
-    assert "the verdict is equal" in str(problem(fault, Proof("fsdp2", 2, "equal")))
-    assert "named otherwise" in str(problem(fault, Proof("fsdp2", 2, "unequal", cause="the loss")))
+    assert "the verdict is equal" in str(problem(fault, LayoutProof("fsdp2", 2, "equal")))
+    assert "named otherwise" in str(problem(fault, LayoutProof("fsdp2", 2, "unequal", cause="the loss")))

@@ -2,7 +2,7 @@
 
 import torch
 
-from tuner.train.moments import Moment, Part, Step, code_map, encode
+from tuner.train.moments import Moment, MomentPart, Step, code_map, encode
 
 CPU = torch.device("cpu")
 MAPS = code_map(True, CPU), code_map(False, CPU)
@@ -17,26 +17,27 @@ KINDS = [
 PLAIN = Step(torch.tensor(NUMBERS), *MAPS, torch.tensor(0.0))
 
 
-def made_part(way: tuple[torch.dtype, torch.dtype, bool, int | None], rows: int, width: int) -> Part:
+def made_part(way: tuple[torch.dtype, torch.dtype, bool, int | None], rows: int, width: int) -> MomentPart:
     gradients, weights, coded, key = way
     generator = torch.Generator().manual_seed(rows * width)
     g, w, m, v = torch.randn(4, rows, width, generator=generator)
     g, v = g * torch.rand(rows, width, generator=generator) ** 8, v**8
     g[:, :2], v[0], m[0, :300] = 0.0, 0.0, 0.0
     kept = [Moment(*encode(one, codes)) if coded else Moment(one, None) for one, codes in ((m, MAPS[0]), (v, MAPS[1]))]
-    return Part(g.to(gradients), w.to(weights), *kept, first_row=7, key=None if key is None else torch.tensor(key))
+    drawn = None if key is None else torch.tensor(key)
+    return MomentPart(g.to(gradients), w.to(weights), *kept, first_row=7, key=drawn)
 
 
-def tensors(part: Part) -> list[torch.Tensor]:
+def tensors(part: MomentPart) -> list[torch.Tensor]:
     found = [part.weight, *(t for moment in (part.average, part.square) for t in (moment.numbers, moment.scales))]
     return [tensor for tensor in found if tensor is not None]
 
 
-def rows_alone(part: Part, rows: slice) -> Part:
+def rows_alone(part: MomentPart, rows: slice) -> MomentPart:
     def moment(whole: Moment) -> Moment:
         scales = None if whole.scales is None else whole.scales[rows].clone()
         return Moment(whole.numbers[rows].clone(), scales)
 
     weight, gradients = part.weight[rows].clone(), part.gradient[rows].clone()
     first = part.first_row + rows.start
-    return Part(gradients, weight, moment(part.average), moment(part.square), first, part.key)
+    return MomentPart(gradients, weight, moment(part.average), moment(part.square), first, part.key)

@@ -23,7 +23,7 @@ from tuner.errors import RecipeError
 from tuner.model.native.library import native_problem
 from tuner.run.options import LaunchOptions
 from tuner.train import adamw_update
-from tuner.train.moments import Part, Step, decode, encode
+from tuner.train.moments import MomentPart, Step, decode, encode
 from tuner.train.optimizer import OptimizerSet, build_optimizer, coded_matrices
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,7 +186,7 @@ def test_kernels_and_parts_have_the_bits_of_plain_torch(
     start = rows_alone(whole, slice(0, rows))
     adamw_update.update_plainly(whole, PLAIN)
     assert not torch.equal(whole.weight, start.weight)
-    ways: list[Callable[[Part, Step], None]] = [adamw_update.update_plainly]
+    ways: list[Callable[[MomentPart, Step], None]] = [adamw_update.update_plainly]
     if native_problem() is None:
         ways.append(adamw_update._update_native)
     monkeypatch.setitem(adamw_update.CHUNK, "cpu", 256)

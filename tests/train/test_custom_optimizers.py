@@ -18,7 +18,7 @@ from tuner.config.load import load_recipe
 from tuner.config.optimizers import Optimizer
 from tuner.config.overrides import Override
 from tuner.errors import PluginError, RecipeError
-from tuner.parallel.layouts import Layout, layouts_of
+from tuner.parallel.layouts import ShardLayout, layouts_of
 from tuner.run.options import LaunchOptions
 from tuner.run.trial import try_optimizer
 from tuner.train.custom_optimizer import build_own_optimizer
@@ -218,7 +218,7 @@ def test_only_elementwise_ones_may_be_sharded(tmp_path: Path) -> None:
     tried(tmp_path, "Norms")
     parameter = nn.Parameter(torch.zeros(2, 2))
     groups = [{"params": [parameter], "names": ("w",), "lr": 0.1, "weight_decay": 0.0}]
-    sharded: Any = {parameter: Layout(torch.Size((4, 2)), (), object())}  # type: ignore[arg-type]
+    sharded: Any = {parameter: ShardLayout(torch.Size((4, 2)), (), object())}  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match="parts of sharded parameters"):
         build_own_optimizer(section(tmp_path, "Norms"), groups, sharded)
     built = build_own_optimizer(section(tmp_path, "Lion", elementwise=True), groups, sharded)
@@ -263,6 +263,6 @@ def test_a_shard_that_one_process_holds_alone_is_whole() -> None:
     try:
         mesh = init_device_mesh("cpu", (1,))
         found = layouts_of([distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])])
-        assert found == [Layout(torch.Size((4, 2)))]
+        assert found == [ShardLayout(torch.Size((4, 2)))]
     finally:
         torch.distributed.destroy_process_group()

@@ -10,7 +10,7 @@ import torch
 
 from tuner.config.methods import DistillMethod
 from tuner.model import output_layer
-from tuner.model.divergence import FIGURES, Distillation, Tail, Teacher, TopTeacher, WholeTeacher, distil
+from tuner.model.divergence import FIGURES, Distillation, Tail, TeacherLogits, TopTeacher, WholeTeacher, distil
 from tuner.model.output_layer import LogitTransform, OutputLayer
 from tuner.train.methods.method import build_method
 
@@ -170,7 +170,7 @@ def test_improbable_tokens_overflow_nowhere() -> None:
     draw = torch.Generator().manual_seed(2)
     hidden = torch.randn(N, D, generator=draw).requires_grad_()
     head = OutputLayer(60 * torch.randn(V, D, generator=draw))
-    teacher: Teacher = WholeTeacher(torch.randn(N, D, generator=draw), head)
+    teacher: TeacherLogits = WholeTeacher(torch.randn(N, D, generator=draw), head)
     for beta in (0.0, 0.3, 1.0):
         loss, _ = distil(hidden, head, torch.zeros(N, dtype=torch.int64), teacher, Distillation(beta))
         (gradient,) = torch.autograd.grad(loss, [hidden])

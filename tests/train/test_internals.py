@@ -14,7 +14,7 @@ from tests.train.synthetic import assembly_for, recipe_for
 from tuner.model.observe import Observation
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
-from tuner.train.internals import Inside, StepWatch, added_up, layers_of
+from tuner.train.internals import Inside, InternalsWatch, added_up, layers_of
 from tuner.train.step import forward_backward, optimizer_step
 
 ROWS = [9, 21, 3, 15]
@@ -29,7 +29,7 @@ def figures(
     sections = {"parallel": {"shard": shard, **parallel}, "model": {"kernels": "torch"}, "adapter": ADAPTERS[adapter]}
     assembly = assembly_for(recipe_for(model, train=train, **sections), ROWS, rank_info)
     state, batches = assembly.train_state, assembly.batches.step(0)
-    watch = StepWatch(state)
+    watch = InternalsWatch(state)
     with watch.around_update():
         optimizer_step(state, 0, batches, 1.0)
     inside = Inside.of(state.root, batches.micro[0], state.step_config, 1)

@@ -142,12 +142,12 @@ def keys(incomplete: str) -> list[Offer]:
 def values(key: str, incomplete: str) -> list[Offer]:
     """What may be written for a key: its words, or files for a path."""
     from tuner.config.fields import find
-    from tuner.config.value_types import Choice, Switch
+    from tuner.config.value_types import OneOf, Switch
 
     field = find(key.replace("-", "_"))
     kind = None if field is None else field.value_type
     words: Sequence[str] = ()
-    if isinstance(kind, Choice):
+    if isinstance(kind, OneOf):
         words = [str(word) for word in (*kind.values, *kind.words)]
     elif isinstance(kind, Switch):
         words = ["true", "false", *kind.words]

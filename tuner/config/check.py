@@ -11,7 +11,7 @@ from tuner.config.fields import fields, find, item_fields, list_of
 from tuner.config.recipe import UNIONS, Recipe
 from tuner.config.rules import RULES
 from tuner.config.tree import KeyPath, Node, Problems, dotted, tree_of
-from tuner.config.value_types import Choice, shown
+from tuner.config.value_types import OneOf, shown
 
 PLACEHOLDERS: dict[str, dict[str, Any]] = {"model": {"name_or_path": "x"}, "data": {"train": "x"}}
 
@@ -54,7 +54,7 @@ def _bad_kind(tree: Node, section: str, problems: Problems) -> bool:
     if kind is None or (isinstance(kind.value, str) and kind.value in kinds):
         return False
     try:
-        Choice(values=tuple(kinds)).read(kind.value)
+        OneOf(values=tuple(kinds)).read(kind.value)
     except ValueError as error:
         meant = _meant(f"{section}.kind", kind.value)
         problems.add(kind.where, f"{section}.kind", f"got {shown(kind.value)}; {meant}" if meant else str(error))

@@ -133,7 +133,7 @@ class Span(ValueType):
 
 
 @dataclass(frozen=True)
-class Cadence(Span):
+class CadenceSpan(Span):
     """One duration or a list of them, whichever comes first; `never` turns it off."""
 
     aliases: tuple[tuple[str, Any], ...] = NEVER

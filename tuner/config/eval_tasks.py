@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated
 
-from tuner.config.duration import Cadence
+from tuner.config.duration import CadenceSpan
 from tuner.config.numbers import Whole
 from tuner.config.section import PLUGIN, Bool, Durations, Items, Options, Section
 from tuner.config.value_types import Text, refuse
@@ -27,7 +27,7 @@ class EvalTask(Section):
     """JSONL file, lm_eval:NAME of lm-evaluation-harness, FILE.py:NAME, or an entry point of the group tuner.tasks."""
     name: Annotated[str | None, Text(kind="letters, digits, '.', '_' and '-'", pattern=_NAME)] = None
     """Name in metrics.jsonl, as NAME/acc; null takes that of the file, the harness's task or the plug-in."""
-    every: Annotated[Durations | None, Cadence(units=COUNTS, aliases=())] = None
+    every: Annotated[Durations | None, CadenceSpan(units=COUNTS, aliases=())] = None
     """How often it is scored; null: at every evaluation. The first and last ones of a run score all tasks."""
     max_items: Annotated[int | None, Whole(ge=1, le=2**31)] = None
     """Items at most, the first ones; null takes all."""

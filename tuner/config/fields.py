@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from tuner.config.recipe import ITEMS, UNIONS, Recipe
 from tuner.config.section import Section
-from tuner.config.value_types import Choice, Table, Text, ValueType, value_type_of
+from tuner.config.value_types import OneOf, Table, Text, ValueType, value_type_of
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _add_member(table: dict[str, Field], section: str, kind: str, member: type[S
         name = f"{section}.{key}"
         if key == "kind":
             kinds = tuple(UNIONS[section])
-            table[name] = Field(name, info.description or "", kinds[0], Choice(values=kinds))
+            table[name] = Field(name, info.description or "", kinds[0], OneOf(values=kinds))
         else:
             table[name] = _joined(table.get(name), _field(name, info), kind)
     for name, field in table.items():

@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tuner.config.duration import Cadence
-from tuner.config.numbers import Real, Weights, Whole
+from tuner.config.duration import CadenceSpan
+from tuner.config.numbers import Real, WeightedWords, Whole
 from tuner.config.section import ByKind, Durations, Options, Section, Use
 from tuner.config.value_types import T, Text, Word, refuse
 
@@ -62,7 +62,7 @@ class Examples:
 
 
 @dataclass(frozen=True)
-class Figure:
+class LoggedFigure:
     """A mean over tokens, documents or pairs that a method measures next to its loss, in steps and in evaluations.
 
     Every method's section says its own by the property ``figures``: names in the order of their importance.
@@ -74,18 +74,18 @@ class Figure:
     """Its name where there is little room: at most 7 letters."""
 
 
-_REWARDS: Mapping[str, Figure] = {
-    "accuracy": Figure("higher", "acc"),
-    "margin": Figure("higher", "margin"),
-    "reward_chosen": Figure("higher", "chosen"),
-    "reward_rejected": Figure("lower", "reject"),
+_REWARDS: Mapping[str, LoggedFigure] = {
+    "accuracy": LoggedFigure("higher", "acc"),
+    "margin": LoggedFigure("higher", "margin"),
+    "reward_chosen": LoggedFigure("higher", "chosen"),
+    "reward_rejected": LoggedFigure("lower", "reject"),
 }
 """What every method over pairs logs: how often the chosen answer's reward is the higher one and by how much, and the
 rewards."""
-_PAIRS: Mapping[str, Figure] = {
+_PAIRS: Mapping[str, LoggedFigure] = {
     **_REWARDS,
-    "logp_chosen": Figure("higher", "logp_c"),
-    "logp_rejected": Figure("lower", "logp_r"),
+    "logp_chosen": LoggedFigure("higher", "logp_c"),
+    "logp_rejected": LoggedFigure("lower", "logp_r"),
 }
 """With the log-probabilities of the answers."""
 
@@ -97,7 +97,7 @@ class MethodSection(Section):
     """What ``optimizer.lr: auto`` is where all weights are trained, with an adapter ten times that; None: by size."""
 
     @property
-    def figures(self) -> Mapping[str, Figure]:
+    def figures(self) -> Mapping[str, LoggedFigure]:
         """None: the loss says it all."""
         return {}
 
@@ -160,10 +160,10 @@ class PairSection(MethodSection):
         return ("loss",)
 
     @property
-    def figures(self) -> Mapping[str, Figure]:
+    def figures(self) -> Mapping[str, LoggedFigure]:
         """Rewards and log-probabilities, and the terms of the loss where there are several."""
         several = self.losses if len(self.losses) > 1 else ()
-        return {**_PAIRS, **{name: Figure("lower", name[:7]) for name in several}}
+        return {**_PAIRS, **{name: LoggedFigure("lower", name[:7]) for name in several}}
 
 
 class DpoMethod(PairSection):
@@ -173,7 +173,7 @@ class DpoMethod(PairSection):
 
     kind: MethodKind[Literal["dpo"]] = "dpo"
     beta: Beta = 0.1
-    loss: Annotated[Mapping[DpoLoss, float], Weights()] = {"sigmoid": 1.0}
+    loss: Annotated[Mapping[DpoLoss, float], WeightedWords()] = {"sigmoid": 1.0}
     """The loss of a pair, or several with their weights, such as {sigmoid: 0.8, bco: 0.2}."""
     label_smoothing: Annotated[float, Real(ge=0, lt=0.5)] = 0.0
     """Share of the pairs that are taken to be labelled the wrong way round, by the losses sigmoid and robust."""
@@ -265,11 +265,11 @@ class KtoMethod(MethodSection):
         return Examples("unpaired", "last_assistant")
 
     @property
-    def figures(self) -> Mapping[str, Figure]:
+    def figures(self) -> Mapping[str, LoggedFigure]:
         """Rewards by label, and the divergence from the reference."""
-        kl = {"kl": Figure("lower", "kl")} if self.baseline == "kl" else {}
-        rewards = {"reward_desirable": Figure("higher", "good"), "reward_undesirable": Figure("lower", "bad")}
-        return rewards | kl
+        kl = {"kl": LoggedFigure("lower", "kl")} if self.baseline == "kl" else {}
+        wanted, unwanted = LoggedFigure("higher", "good"), LoggedFigure("lower", "bad")
+        return {"reward_desirable": wanted, "reward_undesirable": unwanted} | kl
 
 
 class RewardMethod(PairSection):
@@ -286,10 +286,10 @@ class RewardMethod(PairSection):
         return ("ranking", "center") if self.center else ("loss",)
 
     @property
-    def figures(self) -> Mapping[str, Figure]:
+    def figures(self) -> Mapping[str, LoggedFigure]:
         """The rewards, and both parts of the loss where it has two."""
         parts = self.losses if self.center else ()
-        return {**_REWARDS, **{name: Figure("lower", name) for name in parts}}
+        return {**_REWARDS, **{name: LoggedFigure("lower", name) for name in parts}}
 
 
 Head = Literal["tokens", "score"]
@@ -323,7 +323,7 @@ class DistillMethod(MethodSection):
     """Hub name or local directory of the teacher, which has the student's tokenizer (required)."""
     teacher_revision: Annotated[str | None, Text(kind="a commit or tag")] = None
     """Hub commit or tag of the teacher."""
-    teacher_every: Annotated[Durations | None, Cadence(units=("steps",)), Field(description=_TEACHER_EVERY)] = None
+    teacher_every: Annotated[Durations | None, CadenceSpan(units=("steps",)), Field(description=_TEACHER_EVERY)] = None
     beta: Annotated[float, Real(ge=0, le=1)] = 0.0
     """The divergence: 0 is KL(teacher || student), 1 KL(student || teacher), and between them Jensen-Shannon's."""
     temperature: Annotated[float, Real(gt=0)] = 1.0
@@ -341,14 +341,14 @@ class DistillMethod(MethodSection):
         return Examples("sft", self.train_on) if self.rows == "sft" else Examples("pretrain")
 
     @property
-    def figures(self) -> Mapping[str, Figure]:
+    def figures(self) -> Mapping[str, LoggedFigure]:
         """The divergence, cross-entropies of both models, and how often they agree."""
-        tail = {} if self.top_k is None else {"tail": Figure("lower", "tail")}
+        tail = {} if self.top_k is None else {"tail": LoggedFigure("lower", "tail")}
         return {
-            "divergence": Figure("lower", "diverg."),
-            "ce": Figure("lower", "ce"),
-            "teacher_ce": Figure("lower", "t. ce"),
-            "agreement": Figure("higher", "agree"),
+            "divergence": LoggedFigure("lower", "diverg."),
+            "ce": LoggedFigure("lower", "ce"),
+            "teacher_ce": LoggedFigure("lower", "t. ce"),
+            "agreement": LoggedFigure("higher", "agree"),
             **tail,
         }
 

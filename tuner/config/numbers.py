@@ -177,7 +177,7 @@ class Rate(Real):
 
 
 @dataclass(frozen=True)
-class Weights(ValueType):
+class WeightedWords(ValueType):
     """Words of a `Literal` with their weights, numbers above 0; one word by itself has the weight 1."""
 
     metavar = "WORD"

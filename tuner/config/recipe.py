@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from tuner.config.chat_templates import TemplateNameOrPath
-from tuner.config.duration import Cadence, Duration, Span, StepRange, Steps, bare_number
+from tuner.config.duration import CadenceSpan, Duration, Span, StepRange, Steps, bare_number
 from tuner.config.eval_tasks import EVAL_TASKS, EvalTask, labels_once
 from tuner.config.ladder import SIZES, LadderSection
 from tuner.config.methods import Method, SftMethod
@@ -29,8 +29,8 @@ from tuner.config.schedules import (
 from tuner.config.section import Auto, Bool, ByKind, Durations, Items, Options, Section, Use, members
 from tuner.config.value_types import (
     NEVER,
-    Choice,
     Names,
+    OneOf,
     Renames,
     Several,
     Switch,
@@ -349,7 +349,7 @@ class EmaSection(Section):
 class EvalSection(Section):
     """Evaluation on held-out rows, and of tasks."""
 
-    every: Annotated[Durations | None, Cadence(units=COUNTS)] = (Duration.parse("10%"),)
+    every: Annotated[Durations | None, CadenceSpan(units=COUNTS)] = (Duration.parse("10%"),)
     """How often to evaluate; only where data.eval or eval.tasks is set."""
     marks: Annotated[Durations, Several(item=Span(units=COUNTS), empty=True)] = ()
     """Points of the run that are evaluated in addition, such as [1000 steps, 2B tokens]."""
@@ -380,7 +380,7 @@ _BEST = (
 class CheckpointSection(Section):
     """Saving, so that a run can be resumed."""
 
-    every: Annotated[Durations | None, Cadence(units=(*COUNTS, *TIMES))] = (
+    every: Annotated[Durations | None, CadenceSpan(units=(*COUNTS, *TIMES))] = (
         Duration.parse("500 steps"),
         Duration.parse("15 min"),
     )
@@ -400,7 +400,7 @@ class CheckpointSection(Section):
 class ExportSection(Section):
     """Hugging Face directories that another process writes while the run trains."""
 
-    every: Annotated[Durations | None, Cadence(units=("steps", "epochs", "tokens", "%", *TIMES))] = None
+    every: Annotated[Durations | None, CadenceSpan(units=("steps", "epochs", "tokens", "%", *TIMES))] = None
     """How often to save and export a checkpoint to RUN/exports/step-N; RUN/exports/latest links to the newest."""
     at_end: Bool = False
     """Export the last checkpoint of a finished run."""
@@ -442,11 +442,11 @@ class ParallelSection(Section):
 class HealthSection(Section):
     """Checks of devices, collectives and copies of the model while a run trains; they change no bit of it."""
 
-    every: Annotated[Durations | None, Cadence(units=COUNTS)] = None
+    every: Annotated[Durations | None, CadenceSpan(units=COUNTS)] = None
     """How often each device, the collectives and all copies of weights and moments are checked; exits with 4 or 6."""
     before_saves: Bool = False
     """Check the same before each save, so that no checkpoint of a damaged state is written."""
-    times_every: Annotated[Durations | None, Cadence(units=COUNTS)] = None
+    times_every: Annotated[Durations | None, CadenceSpan(units=COUNTS)] = None
     """How often each process's own time in the decoder layers is measured and compared, in that step alone."""
     slow_rank: Annotated[float, Real(gt=1)] = 1.5
     """Warn of a rank that takes so many times as long per token as the median of the others, twice in a row."""
@@ -484,9 +484,9 @@ class LoggingSection(Section):
     """Minimum log level."""
     console_every: Annotated[Duration, Span(units=TIMES)] = Duration.parse("2 s")
     """Time between two refreshes of the console and of metrics.jsonl."""
-    internals: Annotated[Durations | None, Cadence(units=COUNTS)] = None
+    internals: Annotated[Durations | None, CadenceSpan(units=COUNTS)] = None
     """How often figures of each decoder layer (RMS of weights, gradients, updates; largest logits) are written."""
-    trackers: Annotated[tuple[Tracker, ...], Several(item=Choice(), empty=True)] = ()
+    trackers: Annotated[tuple[Tracker, ...], Several(item=OneOf(), empty=True)] = ()
     """Trackers that also get every line of metrics.jsonl; each needs its library, such as wandb."""
     project: Annotated[str, Text(kind="the name of a project")] = "tuner"
     """Project of wandb and experiment of mlflow that the run belongs to."""
@@ -506,7 +506,7 @@ class NotifySection(Section):
 
     webhook: Annotated[str | None, WebAddress(variable=WEBHOOK_VARIABLE)] = None
     """URL that gets a JSON document in a POST; null takes $TUNER_WEBHOOK_URL, and without that sends nothing."""
-    events: Annotated[tuple[Ending, ...], Several(item=Choice())] = ENDINGS
+    events: Annotated[tuple[Ending, ...], Several(item=OneOf())] = ENDINGS
     """Endings that are sent: finished, stopped (can be resumed), failed, diverged."""
     timeout: Annotated[Duration, Span(units=("s", "min"))] = Duration.parse("10 s")
     """Longest time that the end of a launch waits for the webhook."""
@@ -517,9 +517,9 @@ class HookSection(Section):
 
     use: Use
     """FILE.py:NAME, or the name of an entry point of the group tuner.hooks: a class or a function."""
-    stages: Annotated[tuple[Stage, ...], Several(item=Choice())] = STAGES
+    stages: Annotated[tuple[Stage, ...], Several(item=OneOf())] = STAGES
     """What it is notified of: start, step, evaluation, save and end of a launch."""
-    every: Annotated[Durations | None, Cadence(units=(*COUNTS, *TIMES))] = (Duration.parse("1 step"),)
+    every: Annotated[Durations | None, CadenceSpan(units=(*COUNTS, *TIMES))] = (Duration.parse("1 step"),)
     """How often it is notified of a step."""
     options: Options = {}
     """Keyword arguments of the class or function."""

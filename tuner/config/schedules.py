@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tuner.config.duration import Cadence, Duration, Span
+from tuner.config.duration import CadenceSpan, Duration, Span
 from tuner.config.numbers import Real
 from tuner.config.section import Durations, Options, Section, Use
 from tuner.config.value_types import NEVER, T, Word
@@ -70,7 +70,7 @@ class WsdPeriodsSchedule(Section):
 
     kind: ScheduleKind[Literal["wsd_s"]] = "wsd_s"
     warmup: Warmup = Duration.parse("3%")
-    periods: Annotated[Durations, Cadence(units=("steps", "tokens", "epochs", "%"), aliases=())]
+    periods: Annotated[Durations, CadenceSpan(units=("steps", "tokens", "epochs", "%"), aliases=())]
     """Lengths of the periods, which together cover the run, such as [1000 steps, 1000 steps, 2000 steps]."""
     decay: PartOfRun = Duration.parse("10%")
     """Length of the decay at the end of each period, in steps, tokens or percent of it."""

@@ -146,7 +146,7 @@ class Switch(ValueType):
 
 
 @dataclass(frozen=True)
-class Choice(ValueType):
+class OneOf(ValueType):
     """One of a few words: those of the annotation, a `Literal`."""
 
     metavar = "WORD"
@@ -391,5 +391,5 @@ def value_type_of(info: FieldInfo) -> ValueType | None:
 T = TypeVar("T")
 NEVER: tuple[tuple[str, Any], ...] = (("never", None),)
 """The alias of a value that turns something off."""
-Word = Annotated[T, Choice()]
+Word = Annotated[T, OneOf()]
 """One of the words of a `Literal`."""

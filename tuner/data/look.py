@@ -27,7 +27,7 @@ from tuner.data.encoding.tokenizer import TextTokenizer, parse_json
 from tuner.data.encoding.tokenizer_files import local_directory, local_files
 from tuner.data.reading.blocks import blocks, examples_of, lines_in
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.proposals import Reading, reading_for
+from tuner.data.reading.proposals import ProposedReading, reading_for
 from tuner.data.reading.records import (
     Conversation,
     Example,
@@ -37,7 +37,7 @@ from tuner.data.reading.records import (
     form_of,
     unused_texts,
 )
-from tuner.data.sample import Encoded, Sample, Templated, described, encoded_of, template_for
+from tuner.data.sample import EncodedSample, Sample, Templated, described, encoded_of, template_for
 from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError
 from tuner.runtime.safetensors_header import read_header
@@ -73,7 +73,7 @@ _FORMS = {"preference": "preference", "unpaired": "labelled"}
 
 
 @dataclass
-class _Read:
+class _SourceRead:
     """What was read of a source."""
 
     sample: Sample = field(default_factory=Sample)
@@ -102,7 +102,7 @@ def look(model: str, source: DataSource, progress: Callable[[str], None] = lambd
     files = expand([source])
     has_template = own is not None and own.has_template
     first = list(islice((value for file in files for value in first_records(file)), FIRST))
-    reading = Reading("sft", source.format, source.columns)
+    reading = ProposedReading("sft", source.format, source.columns)
     if source.format == "auto" and not source.columns:
         reading = reading_for(first, has_template)
         source = source.model_copy(update={"columns": reading.columns, "format": reading.format})
@@ -167,13 +167,13 @@ def _parameters(model: str) -> int | None:
         return None
 
 
-def _all_bad(read: _Read) -> DataError:
+def _all_bad(read: _SourceRead) -> DataError:
     """The error where no record can be read."""
     rows = "its row is" if read.bad == 1 else f"all of its {read.bad:,} rows are"
     return DataError(str(read.first_bad), hint=f"{rows} bad, this one first: fix {'it' if read.bad == 1 else 'them'}")
 
 
-def _unused(records: Sequence[Mapping[str, object]], reading: Reading) -> tuple[str, ...]:
+def _unused(records: Sequence[Mapping[str, object]], reading: ProposedReading) -> tuple[str, ...]:
     """The keys whose text is not read of the records that are read."""
     read = (record for record in records if reading.try_on(record) is not None)
     keys = (key for record in read for key in unused_texts(record, reading.columns, reading.kind))
@@ -182,9 +182,9 @@ def _unused(records: Sequence[Mapping[str, object]], reading: Reading) -> tuple[
 
 def _read(
     files: Sequence[SourceFile], columns: Mapping[str, str], kind: ExampleKind, progress: Callable[[str], None]
-) -> _Read:
+) -> _SourceRead:
     """Read records until there are enough; bad ones are counted."""
-    read = _Read()
+    read = _SourceRead()
     for file in files:
         before = 0
         for block in blocks(file):
@@ -220,7 +220,7 @@ def _of_model(model: str) -> tuple[TextTokenizer | None, int | None]:
     return tokenizer, positions
 
 
-def _lengths(read: _Read, encoded: Encoded | None) -> npt.NDArray[np.int64]:
+def _lengths(read: _SourceRead, encoded: EncodedSample | None) -> npt.NDArray[np.int64]:
     """int64[documents]: tokens of each document, or pair of them; those of a sample stand for the others' by theirs."""
     estimates = np.frombuffer(read.estimates, dtype=np.int64)
     if encoded is None or not len(encoded.lengths):

@@ -60,7 +60,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Sample:
+class PreparedSample:
     """A held-out prompt with the answer that the data gives."""
 
     prompt_ids: list[int]
@@ -68,7 +68,7 @@ class Sample:
     reference: str
 
 
-class Documents:
+class PreparedDocuments:
     """Encoded documents of one Arrow stream, memory-mapped; a document is read without copying the others."""
 
     def __init__(self, path: Path) -> None:
@@ -136,7 +136,7 @@ class PackedRows:
 
     def __init__(
         self,
-        documents: Documents,
+        documents: PreparedDocuments,
         rows: pa.Table,
         max_length: int,
         columns: Mapping[str, npt.NDArray[Any]] | None = None,
@@ -284,7 +284,7 @@ class PreparedData:
     manifest: Mapping[str, Any]
     train: PackedRows
     eval: PackedRows | None
-    samples: list[Sample]
+    samples: list[PreparedSample]
     eval_documents: tuple[int, ...] = ()
     """Held-out documents of each source, in the order of the recipe; those of one source lie together."""
 
@@ -328,7 +328,7 @@ def open_stream(path: Path) -> pa.Table:
 
 
 def _open_rows(path: Path, split: str, max_length: int) -> PackedRows:
-    documents = Documents(path / f"{split}.documents.arrow")
+    documents = PreparedDocuments(path / f"{split}.documents.arrow")
     rows = open_stream(path / f"{split}.rows.arrow")
     if not rows.schema.equals(ROWS_SCHEMA):
         raise DataError(f"{path / f'{split}.rows.arrow'}: not packed rows: {rows.schema.to_string()}")
@@ -390,11 +390,11 @@ def _place(starts: list[int], i: int) -> tuple[int, int]:
     return block, i - starts[block]
 
 
-def _read_samples(path: Path) -> list[Sample]:
+def _read_samples(path: Path) -> list[PreparedSample]:
     try:
         with jsonlines.open(path) as reader:
             return [
-                Sample([int(i) for i in line["prompt_ids"]], str(line["prompt_text"]), str(line["reference"]))
+                PreparedSample([int(i) for i in line["prompt_ids"]], str(line["prompt_text"]), str(line["reference"]))
                 for line in reader
             ]
     except (OSError, KeyError, TypeError, ValueError, jsonlines.InvalidLineError) as error:

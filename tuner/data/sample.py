@@ -97,7 +97,7 @@ def described(file: SourceFile, before: int, record: RawRecord, problem: RecordP
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedSample:
     """What examples are as documents, or pairs of them."""
 
     lengths: npt.NDArray[np.int64]
@@ -113,7 +113,7 @@ class Encoded:
 
 def encoded_of(
     tokenizer: TextTokenizer, examples: Sequence[Example | Compared], kind: ExampleKind
-) -> Encoded | None:
+) -> EncodedSample | None:
     """The examples as this tokenizer makes documents of them; None where it cannot."""
     each = 2 if kind == "preference" else 1
     try:
@@ -126,7 +126,7 @@ def encoded_of(
     longest = np.zeros(len(examples), dtype=np.int64)
     np.maximum.at(longest, batch.records[::each], lengths)
     nothing = len(learned) - int(learned.sum())
-    return Encoded(lengths[learned], longest, nothing, batch.problems, batch.notes)
+    return EncodedSample(lengths[learned], longest, nothing, batch.problems, batch.notes)
 
 
 @dataclass(frozen=True)

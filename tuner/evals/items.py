@@ -21,7 +21,7 @@ FORMS = '{"prompt", "choices", "answer"}, {"text"} or {"prompt", "answer"}'
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChoiceItem:
     """Answers to a prompt, of which one is right: the model's choice is the most likely one."""
 
     prompt: str
@@ -31,14 +31,14 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextItem:
     """A text whose perplexity is measured."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Question:
+class QuestionItem:
     """A prompt that is answered by generating, and any of the answers that are right."""
 
     prompt: str
@@ -47,11 +47,11 @@ class Question:
     """A generated answer ends before the first of these."""
 
 
-Item = Choice | Text | Question
+Item = ChoiceItem | TextItem | QuestionItem
 
 
 @dataclass(frozen=True)
-class Items:
+class TaskItems:
     """The items of a task, all of one kind, with the records that they came from."""
 
     kind: Kind
@@ -61,14 +61,14 @@ class Items:
     """12 hexadecimal digits each: the beginning of the SHA-256 of the record, by which two evaluations are paired."""
 
 
-def read_items(path: Path, max_items: int | None = None) -> Items:
+def read_items(path: Path, max_items: int | None = None) -> TaskItems:
     """The items of a JSONL file, which may be compressed by gzip. Raises DataError with the line that is wrong."""
     if max_items is None and sum(1 for _ in itertools.islice(_lines(path), MOST_ITEMS + 1)) > MOST_ITEMS:
         raise _too_many(str(path))  # before any is held in memory
     return items_of(_records(path), str(path), max_items)
 
 
-def items_of(records: Iterable[Mapping[str, Any]], source: str, max_items: int | None = None) -> Items:
+def items_of(records: Iterable[Mapping[str, Any]], source: str, max_items: int | None = None) -> TaskItems:
     """The items that records are. Raises DataError for a record of no form, or of another kind than the first."""
     kind: Kind | None = None
     items: list[Item] = []
@@ -90,7 +90,7 @@ def items_of(records: Iterable[Mapping[str, Any]], source: str, max_items: int |
         kept.append(record)
     if kind is None:
         raise DataError(f"{source}: holds no items", hint=f"write one a line: {FORMS}")
-    return Items(kind, items, kept, [id_of(record) for record in kept])
+    return TaskItems(kind, items, kept, [id_of(record) for record in kept])
 
 
 def _too_many(source: str) -> DataError:
@@ -99,7 +99,7 @@ def _too_many(source: str) -> DataError:
 
 def kind_of(item: Item) -> Kind:
     """What is asked of an item."""
-    return "choice" if isinstance(item, Choice) else "text" if isinstance(item, Text) else "question"
+    return "choice" if isinstance(item, ChoiceItem) else "text" if isinstance(item, TextItem) else "question"
 
 
 def item_of(record: object, where: str) -> Item:
@@ -112,11 +112,12 @@ def item_of(record: object, where: str) -> Item:
         text = _text(record, "text", where)
         if not text:
             raise DataError(f"{where}: text is empty", hint="leave the item out")
-        return Text(text)
+        return TextItem(text)
     if "prompt" not in record or "answer" not in record:
         keys = ", ".join(map(str, record)) or "no keys"
         raise DataError(f"{where}: has {keys}, which is no form of an item", hint=f"write {FORMS}")
-    return Question(_text(record, "prompt", where), _texts(record, "answer", where), _texts(record, "stop", where, ()))
+    answers, stops = _texts(record, "answer", where), _texts(record, "stop", where, ())
+    return QuestionItem(_text(record, "prompt", where), answers, stops)
 
 
 def id_of(record: Mapping[str, Any]) -> str:
@@ -125,7 +126,7 @@ def id_of(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(written.encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
-def _choice(record: Mapping[str, Any], where: str) -> Choice:
+def _choice(record: Mapping[str, Any], where: str) -> ChoiceItem:
     choices, answer = _texts(record, "choices", where), record.get("answer")
     if len(choices) < 2 or "" in choices:
         raise DataError(f"{where}: choices: at least two texts that are not empty")
@@ -133,7 +134,7 @@ def _choice(record: Mapping[str, Any], where: str) -> Choice:
         raise DataError(
             f"{where}: answer: got {answer!r}; allowed: the number of the right choice, 0 to {len(choices) - 1}"
         )
-    return Choice(_text(record, "prompt", where), choices, answer)
+    return ChoiceItem(_text(record, "prompt", where), choices, answer)
 
 
 def _text(record: Mapping[str, Any], key: str, where: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from tuner.config.eval_tasks import EvalTask
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.errors import DataError, MachineError, PluginError, RecipeError
-from tuner.evals.items import Items, items_of, read_items
+from tuner.evals.items import TaskItems, items_of, read_items
 from tuner.evals.requests import Asker
 from tuner.evals.task import AnswerScorer, ItemsTask, ScoredTask
 from tuner.runtime.plugins import load, naming, require_call, source_file
@@ -87,7 +87,7 @@ def _loaded(task: EvalTask, tokenizer: TextTokenizer, max_length: int) -> Scored
     return ItemsTask(task.label, items, asker, task.max_new_tokens, _scorer(task))
 
 
-def _items(task: EvalTask) -> Items:
+def _items(task: EvalTask) -> TaskItems:
     if task.is_file:
         return read_items(Path(task.task), task.max_items)
     plugin, options = load(task.task, "tuner.tasks"), copy.deepcopy(task.options)

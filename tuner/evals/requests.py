@@ -14,16 +14,16 @@ from tuner.errors import DataError
 
 
 @dataclass(frozen=True)
-class Request:
+class ScoreRequest:
     """A continuation whose likelihood after a context is asked for; neither is empty."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
 
-    def cut(self, longest: int) -> Request:
+    def cut(self, longest: int) -> ScoreRequest:
         """The same with the end of the context alone, where the forward would have more than ``longest`` tokens."""
         kept = longest + 1 - len(self.continuation)
-        return self if kept >= len(self.context) else Request(self.context[-kept:], self.continuation)
+        return self if kept >= len(self.context) else ScoreRequest(self.context[-kept:], self.continuation)
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ class Asker:
             return tuple(self.tokenizer.text_prefix + self.tokenizer.encode(text)) or (self.first_id,)
         return tuple(self.tokenizer.encode(self._rendered(text)))
 
-    def pair(self, context: str, continuation: str) -> Request:
+    def pair(self, context: str, continuation: str) -> ScoreRequest:
         """The request of a continuation after a context, each as it stands."""
         if self.chat:
             return self._request(self._rendered(context), continuation, [])
         kept = context.rstrip()
         return self._request(kept, context[len(kept) :] + continuation, self.tokenizer.text_prefix)
 
-    def answer(self, prompt: str, choice: str) -> Request:
+    def answer(self, prompt: str, choice: str) -> ScoreRequest:
         """The request of a choice after its prompt: a space goes between them where neither has white space there."""
         is_apart = self.chat or not prompt or prompt[-1].isspace() or choice[0].isspace()
         return self.pair(prompt, choice if is_apart else f" {choice}")
 
-    def windows(self, text: str) -> Iterator[Request]:
+    def windows(self, text: str) -> Iterator[ScoreRequest]:
         """A text as requests of at most ``longest`` tokens, each token of it in one of them.
 
         Before the first one stands the token that begins a text, before each other one the token that precedes it; the
@@ -62,7 +62,7 @@ class Asker:
         ids = (self.first_id, *self.tokenizer.text_prefix, *self.tokenizer.encode(text))
         for start in range(1, len(ids), self.longest):
             window = ids[start : start + self.longest]
-            yield Request(ids[max(0, start - (self.longest + 1 - len(window))) : start], window)
+            yield ScoreRequest(ids[max(0, start - (self.longest + 1 - len(window))) : start], window)
 
     @property
     def first_id(self) -> int:
@@ -74,7 +74,7 @@ class Asker:
                 return found[0]
         return self.tokenizer.eos_ids[0] if self.tokenizer.eos_ids else 0
 
-    def fitted(self, requests: Sequence[Request]) -> tuple[list[Request], int]:
+    def fitted(self, requests: Sequence[ScoreRequest]) -> tuple[list[ScoreRequest], int]:
         """Requests whose contexts leave room in a forward, and how many of them lost their beginning."""
         fitted = [request.cut(self.longest) for request in requests]
         return fitted, sum(before.context != after.context for before, after in zip(requests, fitted, strict=True))
@@ -82,12 +82,12 @@ class Asker:
     def _rendered(self, prompt: str) -> str:
         return self.tokenizer.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
 
-    def _request(self, context: str, continuation: str, prefix: Sequence[int]) -> Request:
+    def _request(self, context: str, continuation: str, prefix: Sequence[int]) -> ScoreRequest:
         whole = [*prefix, *self.tokenizer.encode(context + continuation)]
         before = [*prefix, *self.tokenizer.encode(context)]
-        request = Request(tuple(whole[: len(before)]), tuple(whole[len(before) :]))
+        request = ScoreRequest(tuple(whole[: len(before)]), tuple(whole[len(before) :]))
         if not before:
-            request = Request((self.first_id,), tuple(whole))
+            request = ScoreRequest((self.first_id,), tuple(whole))
         if not request.continuation:
             shown = repr(continuation[:40])
             raise DataError(f"{shown} has no tokens of its own after its prompt", hint="leave the item out")

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.evals.requests import Request
+from tuner.evals.requests import ScoreRequest
 from tuner.model.decode import greedy
 from tuner.model.output_layer import Head, OutputLayer, block_logits, product_dtype, spans
 from tuner.model.root import CausalLM
@@ -58,7 +58,7 @@ class Scorer:
     """Called before each forward, as often on every process; what it raises ends the work."""
 
     @torch.no_grad()
-    def likelihoods(self, requests: Sequence[Request]) -> list[Likelihood]:
+    def likelihoods(self, requests: Sequence[ScoreRequest]) -> list[Likelihood]:
         """The likelihood of each request, in their order. Collective; each is computed by one process, once."""
         self.root.eval()
         sync_gradients(self.root, True)
@@ -128,7 +128,7 @@ class Scorer:
             return nullcontext()
         return gathered(self.root)
 
-    def _judged(self, row: Sequence[_Document], requests: Sequence[Request]) -> torch.Tensor:
+    def _judged(self, row: Sequence[_Document], requests: Sequence[ScoreRequest]) -> torch.Tensor:
         """float32 ``[N, 2]`` on the device: :func:`judged` at the positions that are asked for, in their order."""
         ids: list[int] = []
         places: list[int] = []
@@ -189,7 +189,7 @@ def before_stops(text: str, stops: Sequence[str]) -> str:
     return text[: min([at for stop in stops if (at := text.find(stop)) >= 0], default=len(text))]
 
 
-def _documents(requests: Sequence[Request]) -> list[_Document]:
+def _documents(requests: Sequence[ScoreRequest]) -> list[_Document]:
     """The documents of requests, the longest first; those with the same tokens before their last one share theirs."""
     documents: dict[tuple[int, ...], _Document] = {}
     for number, request in enumerate(requests):

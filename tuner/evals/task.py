@@ -12,7 +12,7 @@ import numpy as np
 
 from tuner.errors import PluginError
 from tuner.evals.figures import Result, figures_of
-from tuner.evals.items import Choice, Items, Question, Text
+from tuner.evals.items import ChoiceItem, QuestionItem, TaskItems, TextItem
 from tuner.evals.requests import Asker
 from tuner.runtime.plugins import naming, source_file
 from tuner.runtime.process import Collective, gloo_group
@@ -66,7 +66,7 @@ class ItemsTask(ScoredTask):
     """A task whose items came from a file or a plug-in."""
 
     name: str
-    items: Items
+    items: TaskItems
     asker: Asker
     max_new_tokens: int
     answer_scorer: AnswerScorer | None = None
@@ -86,14 +86,14 @@ class ItemsTask(ScoredTask):
         return TaskScore(self.name, figures, results, time.monotonic() - started, cut)
 
     def _choices(self, scorer: Scorer) -> tuple[list[dict[str, Any]], int]:
-        items = [item for item in self.items.items if isinstance(item, Choice)]
+        items = [item for item in self.items.items if isinstance(item, ChoiceItem)]
         asked = [self.asker.answer(item.prompt, choice) for item in items for choice in item.choices]
         requests, cut = self.asker.fitted(asked)
         said = iter(scorer.likelihoods(requests))
         return [_chosen(item, [next(said) for _ in item.choices]) for item in items], cut
 
     def _texts(self, scorer: Scorer) -> tuple[list[dict[str, Any]], int]:
-        texts = [item.text for item in self.items.items if isinstance(item, Text)]
+        texts = [item.text for item in self.items.items if isinstance(item, TextItem)]
         windows = [list(self.asker.windows(text)) for text in texts]
         said = iter(scorer.likelihoods([request for own in windows for request in own]))
         results = []
@@ -104,7 +104,7 @@ class ItemsTask(ScoredTask):
         return results, 0
 
     def _questions(self, scorer: Scorer) -> tuple[list[dict[str, Any]], int]:
-        items = [item for item in self.items.items if isinstance(item, Question)]
+        items = [item for item in self.items.items if isinstance(item, QuestionItem)]
         whole = [self.asker.prompt(item.prompt) for item in items]
         room = self.asker.longest - self.max_new_tokens
         prompts = [ids[-room:] for ids in whole]
@@ -113,7 +113,7 @@ class ItemsTask(ScoredTask):
         figures = Collective(gloo_group()).on_rank0(lambda: self._marked(items, answers))
         return [{"figures": marks, "answer": answer} for marks, answer in zip(figures, answers, strict=True)], cut
 
-    def _marked(self, items: Sequence[Question], answers: Sequence[str]) -> list[dict[str, float]]:
+    def _marked(self, items: Sequence[QuestionItem], answers: Sequence[str]) -> list[dict[str, float]]:
         """The figures of each answer. Raises PluginError for a scorer that fails or gives no numbers."""
         own = self.answer_scorer
         if own is None:
@@ -131,7 +131,7 @@ def is_match(answer: str, right: Sequence[str]) -> bool:
     return answer.strip() in {text.strip() for text in right}
 
 
-def _chosen(item: Choice, said: Sequence[Likelihood]) -> dict[str, Any]:
+def _chosen(item: ChoiceItem, said: Sequence[Likelihood]) -> dict[str, Any]:
     """The result of an item: of equally likely choices the first one is taken."""
     nats = np.array([one.log_likelihood for one in said])
     letters = np.array([len(choice) for choice in item.choices])

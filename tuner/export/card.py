@@ -14,7 +14,7 @@ from jinja2 import Environment
 
 import tuner
 from tuner.config.dump import flow
-from tuner.export.source import Source
+from tuner.export.source import ExportSource
 from tuner.rundir.layout import METRICS, TOKENIZER
 from tuner.runtime.files import read_json
 
@@ -30,7 +30,7 @@ _DETERMINED = ("step", "epoch", "tokens", "loss", "lr", "grad_norm")
 _SHOWN = ("method", "train", "optimizer", "schedule", "adapter", "seed")
 
 
-def lineage(source: Source, manifest_sha256: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def lineage(source: ExportSource, manifest_sha256: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Where the weights come from: checkpoint, base model, data key, recipe and versions. No clock, no paths."""
     state, meta = source.checkpoint.state, source.meta
     return {
@@ -59,7 +59,7 @@ def lineage(source: Source, manifest_sha256: str, options: Mapping[str, Any]) ->
     }
 
 
-def base_facts(source: Source, merge: Merge, is_kept: bool) -> dict[str, Any]:
+def base_facts(source: ExportSource, merge: Merge, is_kept: bool) -> dict[str, Any]:
     """How the base was quantised, what the adapter was merged into, and how far both ways are from the trained model.
 
     A kept adapter finds here what it takes to make its base again: the type of its weights, and modules left out.
@@ -108,7 +108,7 @@ def without_paths(value: Any) -> Any:
     return value
 
 
-def card(source: Source, facts: Mapping[str, Any], is_adapter: bool, is_padded: bool) -> str:
+def card(source: ExportSource, facts: Mapping[str, Any], is_adapter: bool, is_padded: bool) -> str:
     """The README.md of the export: front matter that hubs read, how it was trained, how to load it."""
     model = source.model
     config = model.get("config") or {}

@@ -17,9 +17,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 
 from tuner.errors import DataError, RecipeError, VerificationError
 from tuner.export.frozen import published_tensors
-from tuner.export.outputs import Trained, Values
+from tuner.export.outputs import ExportedValues, Trained
 from tuner.export.shards import Output
-from tuner.export.source import Source
+from tuner.export.source import ExportSource
 from tuner.export.tensors import OpenFiles
 from tuner.export.weights import read_config, some
 from tuner.export.write import CONFIG, write_config
@@ -54,7 +54,7 @@ class Form:
     def require_same(self) -> None:
         """Check what comes from elsewhere than the checkpoint and its base: nothing. Raises DataError."""
 
-    def outputs(self, values: Values, dtype: torch.dtype, files: OpenFiles) -> list[Output]:
+    def outputs(self, values: ExportedValues, dtype: torch.dtype, files: OpenFiles) -> list[Output]:
         """Every tensor that is written. Raises DataError and RecipeError."""
         return values.merged(dtype)
 
@@ -70,10 +70,10 @@ class Form:
         return name
 
 
-class Whole(Form):
+class WholeModel(Form):
     """The files of the checkpoint that a run started from, with what of them it left as it was."""
 
-    def __init__(self, source: Source, trained: Trained) -> None:
+    def __init__(self, source: ExportSource, trained: Trained) -> None:
         """Find them and read their headers. Raises DataError where they are absent or damaged."""
         super().__init__(trained, read_config(source))
         self._source = source
@@ -96,7 +96,7 @@ class Whole(Form):
                 hint="restore it, or name its commit: model.revision",
             )
 
-    def outputs(self, values: Values, dtype: torch.dtype, files: OpenFiles) -> list[Output]:
+    def outputs(self, values: ExportedValues, dtype: torch.dtype, files: OpenFiles) -> list[Output]:
         """All tensors of the checkpoint in its files' order: trained ones in the place of theirs, others as they are.
 
         Each is read once: what the files hold twice has two sources. Raises DataError where the files have no place for
@@ -171,10 +171,10 @@ class Whole(Form):
                 )
 
 
-class Alone(Form):
+class LanguageModelAlone(Form):
     """The language model of a multimodal checkpoint as a model of its own."""
 
-    def __init__(self, source: Source, trained: Trained) -> None:
+    def __init__(self, source: ExportSource, trained: Trained) -> None:
         """Find its class. Raises RecipeError where transformers has none that fits."""
         super().__init__(trained, read_config(source).get_text_config())
         plain = trained.plain
@@ -194,7 +194,7 @@ class Alone(Form):
             )
         self._own = {name: self.name(name) for name in state_names(plain)}
 
-    def outputs(self, values: Values, dtype: torch.dtype, files: OpenFiles) -> list[Output]:
+    def outputs(self, values: ExportedValues, dtype: torch.dtype, files: OpenFiles) -> list[Output]:
         """Every published tensor of the language model."""
         return values.alone(self._model, self._own, dtype)
 

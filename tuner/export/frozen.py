@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tuner.checkpoint.storage import DTYPES, tensor_bytes
 from tuner.errors import DataError
 from tuner.export.quantized import QuantizedBase, quantized_base
-from tuner.export.source import Source
+from tuner.export.source import ExportSource
 from tuner.export.tensors import (
     OpenFiles,
     TensorSource,
@@ -44,7 +44,7 @@ class Frozen:
 
     def __init__(
         self,
-        source: Source,
+        source: ExportSource,
         plain: PreTrainedModel,
         files: OpenFiles,
         entries: Sequence[Published],
@@ -134,7 +134,7 @@ class Frozen:
         return rounded_tensor(found, self._dtype) if found.dtype.is_floating_point else found
 
 
-def require_same_frozen(source: Source, plain: PreTrainedModel, names: Collection[str], files: OpenFiles) -> None:
+def require_same_frozen(source: ExportSource, plain: PreTrainedModel, names: Collection[str], files: OpenFiles) -> None:
     """Read the tensors of these names, which were not trained, and check their hash.
 
     It is that of :func:`tuner.model.freeze.frozen_hash`. Raises DataError where the base model is another one now.

@@ -15,16 +15,16 @@ from typing import Any
 from tuner.errors import DataError, MachineError, TunerError
 from tuner.export import verify
 from tuner.export.card import CARD, base_facts, card, lineage
-from tuner.export.form import Alone, Form, Whole
+from tuner.export.form import Form, LanguageModelAlone, WholeModel
 from tuner.export.frozen import require_same_frozen
 from tuner.export.merges import Merge, measured
-from tuner.export.outputs import Trained, Values, total_bytes, trained_skeleton
-from tuner.export.padding import Padding, reward_padding, write_padding
+from tuner.export.outputs import ExportedValues, Trained, total_bytes, trained_skeleton
+from tuner.export.padding import VocabularyPadding, reward_padding, write_padding
 from tuner.export.plan import ExportPlan, is_done
-from tuner.export.proof import Proof, prove
+from tuner.export.proof import ExportProof, prove
 from tuner.export.report import ExportReport
 from tuner.export.shards import Output, Shard, Written, plan_shards, write_shards
-from tuner.export.source import Source
+from tuner.export.source import ExportSource
 from tuner.export.tensors import OpenFiles
 from tuner.export.weights import DTYPES, load_trained, lora_spec, read_config
 from tuner.export.write import (
@@ -93,7 +93,7 @@ def _written_and_proven(plan: ExportPlan, started: float) -> ExportReport:
 
 
 def _attempt(
-    plan: ExportPlan, started: float, otherwise: ExportPlan | None = None, lost: Proof | None = None
+    plan: ExportPlan, started: float, otherwise: ExportPlan | None = None, lost: ExportProof | None = None
 ) -> ExportReport:
     """Write, prove and publish; what loses too much is not published where there is another plan for it.
 
@@ -135,7 +135,7 @@ def form_of(plan: ExportPlan, trained: Trained) -> Form:
     """What the directory will hold of the trained model. Raises DataError and RecipeError where it cannot."""
     if not is_part(trained.plain):
         return Form(trained, read_config(plan.source))
-    return (Alone if plan.text_only else Whole)(plan.source, trained)
+    return (LanguageModelAlone if plan.text_only else WholeModel)(plan.source, trained)
 
 
 def write_files(
@@ -143,7 +143,7 @@ def write_files(
     directory: Path,
     trained: Trained,
     form: Form,
-    padding: Padding | None = None,
+    padding: VocabularyPadding | None = None,
     merge: Merge | None = None,
 ) -> tuple[list[Output], dict[str, Written]]:
     """Write every file but the identity; the tensors, and what was handed to the system of the files that hold them."""
@@ -155,7 +155,7 @@ def write_files(
     else:
         write_generation_config(directory, source, config)
     with OpenFiles() as files:
-        values = Values(source, trained, files, original=merge is not None and merge.base == "original")
+        values = ExportedValues(source, trained, files, original=merge is not None and merge.base == "original")
         if plan.adapter == "keep":
             outputs = values.adapter(dtype)
             _require_space(plan, outputs)
@@ -168,7 +168,7 @@ def write_files(
         return outputs, write_shards(directory, plan_shards(outputs, plan.shard_size))
 
 
-def base_named(source: Source, name: str | None) -> tuple[str | None, str | None]:
+def base_named(source: ExportSource, name: str | None) -> tuple[str | None, str | None]:
     """What a kept adapter says of its base model, and of its revision: `name`, a hub name, or the path of a directory.
 
     Both are None where there is no base model: it was trained from random weights.
@@ -180,7 +180,7 @@ def base_named(source: Source, name: str | None) -> tuple[str | None, str | None
     return source.hub_name or str(Path(source.name_or_path).absolute()), source.revision
 
 
-def read_probes(source: Source) -> verify.Probes:
+def read_probes(source: ExportSource) -> verify.Probes:
     """The run's probes, or fixed ones that the model answers, rebuilt from the checkpoint, where it recorded none.
 
     Averaged weights answer none in training: their model is rebuilt, too, and answers the run's prompts.
@@ -194,7 +194,7 @@ def read_probes(source: Source) -> verify.Probes:
     return replace(recorded, logits=verify.last_logits(model, recorded.prompts), recorded=False)
 
 
-def _measures(plan: ExportPlan, merge: Merge | None, proof: Proof, lost: Proof | None) -> dict[str, Any]:
+def _measures(plan: ExportPlan, merge: Merge | None, proof: ExportProof, lost: ExportProof | None) -> dict[str, Any]:
     """What the export says of what was measured, and which type `auto` takes where that was found."""
     facts: dict[str, Any] = {}
     if merge is not None:
@@ -209,7 +209,11 @@ def _measures(plan: ExportPlan, merge: Merge | None, proof: Proof, lost: Proof |
 
 
 def _write_identity(
-    plan: ExportPlan, directory: Path, digests: Mapping[str, str], padding: Padding | None, measures: Mapping[str, Any]
+    plan: ExportPlan,
+    directory: Path,
+    digests: Mapping[str, str],
+    padding: VocabularyPadding | None,
+    measures: Mapping[str, Any],
 ) -> None:
     facts = {**lineage(plan.source, plan.manifest_sha256, plan.options), **measures}
     text = card(plan.source, facts, plan.adapter == "keep", is_padded=padding is not None)
@@ -259,7 +263,7 @@ def sweep_unfinished(parent: Path, prefix: str) -> None:
             discard_dir(path)
 
 
-def _report(plan: ExportPlan, proof: Proof | None, probes: verify.Probes | None, started: float) -> ExportReport:
+def _report(plan: ExportPlan, proof: ExportProof | None, probes: verify.Probes | None, started: float) -> ExportReport:
     files = [path for path in plan.output.rglob("*") if path.is_file()]
     facts = read_json(plan.output / LINEAGE)
     quantized, kept = facts.get("quantized_base") or {}, facts.get("kept") or {}

@@ -17,7 +17,7 @@ from torch import nn
 
 from tuner.export import verify
 from tuner.export.answers import answers_of, divergence
-from tuner.export.outputs import Trained, Values
+from tuner.export.outputs import ExportedValues, Trained
 from tuner.export.plan import Base, ExportPlan
 from tuner.export.quantized import published_codes
 from tuner.export.tensors import OpenFiles
@@ -68,7 +68,7 @@ def measured(plan: ExportPlan, trained: Trained, probes: verify.Probes) -> Merge
 def _fill(plan: ExportPlan, trained: Trained, model: nn.Module, dtype: torch.dtype | None, base: Merged) -> None:
     """Merge the adapter into a base, rounded to ``dtype``, or not at all with None."""
     with OpenFiles() as files:
-        values = Values(plan.source, trained, files, original=base == "original")
+        values = ExportedValues(plan.source, trained, files, original=base == "original")
         verify.fill(model, values.whole() if dtype is None else values.rounded(dtype))
 
 

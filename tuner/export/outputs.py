@@ -15,7 +15,7 @@ from tuner.errors import RecipeError
 from tuner.export.frozen import Frozen
 from tuner.export.quantized import quantized_base
 from tuner.export.shards import Output
-from tuner.export.source import Source
+from tuner.export.source import ExportSource
 from tuner.export.tensors import (
     OpenFiles,
     TensorSource,
@@ -50,7 +50,7 @@ class Trained:
     names: frozenset[str]
 
 
-def trained_skeleton(source: Source) -> Trained:
+def trained_skeleton(source: ExportSource) -> Trained:
     """Build both and hold them against the checkpoint.
 
     Raises DataError where the checkpoint lacks a trained tensor, holds another, or one of another shape.
@@ -64,10 +64,10 @@ def trained_skeleton(source: Source) -> Trained:
     return Trained(plain, adapted, frozenset(wanted))
 
 
-class Values:
+class ExportedValues:
     """Where the values of each of the model's tensors come from: the checkpoint, the base model's files, or both."""
 
-    def __init__(self, source: Source, trained: Trained, files: OpenFiles, original: bool = False) -> None:
+    def __init__(self, source: ExportSource, trained: Trained, files: OpenFiles, original: bool = False) -> None:
         """``original`` takes the weights of a quantised base as they were before that: not those trained on."""
         self._source, self._trained, self._files = source, trained, files
         self._base = None if original else quantized_base(source, trained.plain)

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer, PretrainedConfig
 
 from tuner.errors import DataError, VerificationError
-from tuner.export.source import Source
+from tuner.export.source import ExportSource
 from tuner.export.verify import Probes, compare, last_logits, recorded_probes, require_close
 from tuner.export.weights import read_config
 from tuner.export.write import token_ids, turn_ends
@@ -32,14 +32,14 @@ BATCHED = 1e-3
 
 
 @dataclass(frozen=True)
-class Padding:
+class VocabularyPadding:
     """The token that fills up the sequences of a batch."""
 
     token: str
     id: int
 
 
-def reward_padding(source: Source) -> Padding | None:
+def reward_padding(source: ExportSource) -> VocabularyPadding | None:
     """What the export of a reward model pads with; None too of a model that writes text."""
     if source.head == "tokens":
         return None
@@ -47,7 +47,7 @@ def reward_padding(source: Source) -> Padding | None:
     return _padding_of(source, read_config(source), {prompt[-1] for prompt in probes.prompts} if probes else ())
 
 
-def _padding_of(source: Source, config: PretrainedConfig, last_ids: Collection[int]) -> Padding | None:
+def _padding_of(source: ExportSource, config: PretrainedConfig, last_ids: Collection[int]) -> VocabularyPadding | None:
     """The tokenizer's own padding, or the special token that is likeliest to end no document; None where all may.
 
     ``last_ids`` are what documents of training ended with. Raises DataError for a tokenizer that does not load.
@@ -70,10 +70,10 @@ def _padding_of(source: Source, config: PretrainedConfig, last_ids: Collection[i
         return id != tokenizer.pad_token_id, min(named, default=len(_UNUSED)), id
 
     fit = [id for id in specials if id not in ends and 0 <= id < config.get_text_config().vocab_size]
-    return min((Padding(specials[id], id) for id in fit), key=lambda found: rank(found.id), default=None)
+    return min((VocabularyPadding(specials[id], id) for id in fit), key=lambda found: rank(found.id), default=None)
 
 
-def write_padding(directory: Path, config: PretrainedConfig, padding: Padding | None) -> None:
+def write_padding(directory: Path, config: PretrainedConfig, padding: VocabularyPadding | None) -> None:
     """Have config and tokenizer of an export pad with it, on the right; without one the config names none.
 
     The config is changed in place, the tokenizer's files in the directory. Raises VerificationError where transformers
@@ -96,7 +96,7 @@ def write_padding(directory: Path, config: PretrainedConfig, padding: Padding | 
         )
 
 
-def require_batches(model: torch.nn.Module, probes: Probes, padding: Padding) -> None:
+def require_batches(model: torch.nn.Module, probes: Probes, padding: VocabularyPadding) -> None:
     """Check that a loaded reward model scores a padded batch as each prompt alone. Raises VerificationError."""
     with withdrawn():
         alone, together = last_logits(model, probes.prompts), batch_scores(model, probes.prompts, padding)
@@ -104,7 +104,7 @@ def require_batches(model: torch.nn.Module, probes: Probes, padding: Padding) ->
 
 
 @torch.no_grad()
-def batch_scores(model: torch.nn.Module, prompts: Sequence[Sequence[int]], padding: Padding) -> torch.Tensor:
+def batch_scores(model: torch.nn.Module, prompts: Sequence[Sequence[int]], padding: VocabularyPadding) -> torch.Tensor:
     """Scores ``[P, 1]`` in float32 of all prompts as one batch that is filled up with the padding."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[*prompt, *[padding.id] * (longest - len(prompt))] for prompt in prompts])

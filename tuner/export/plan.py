@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from tuner.errors import DataError, RecipeError
 from tuner.export.quantized import published_codes
-from tuner.export.source import TRAINED, Source, Weights, in_words, path_of, resolve, warn_of_better
+from tuner.export.source import TRAINED, ExportSource, Weights, in_words, path_of, resolve, warn_of_better
 from tuner.rundir.exports import LINEAGE, has_options
 from tuner.rundir.layout import export_dir
 from tuner.rundir.model_path import Warn, Which, ignore_warning
@@ -62,7 +62,7 @@ DEFAULTS = ExportOptions()
 class ExportPlan:
     """What an export will do: its checkpoint, target, options, and whether the target already holds exactly this."""
 
-    source: Source
+    source: ExportSource
     output: Path
     dtype: Dtype
     adapter: Literal["merge", "keep", "none"]

@@ -27,10 +27,10 @@ from tuner.export.form import Form
 from tuner.export.frozen import Frozen
 from tuner.export.merges import Merge
 from tuner.export.outputs import Trained, in_peft, names_in_peft
-from tuner.export.padding import Padding, require_batches
+from tuner.export.padding import VocabularyPadding, require_batches
 from tuner.export.plan import ExportPlan
 from tuner.export.quantized import quantized_base
-from tuner.export.source import Source
+from tuner.export.source import ExportSource
 from tuner.export.tensors import OpenFiles
 from tuner.export.weights import DTYPES, lora_spec, plain_base, some
 from tuner.export.write import ADAPTER_WEIGHTS
@@ -42,10 +42,10 @@ from tuner.model.transformers_private import kept_in_float32
 
 
 @dataclass(frozen=True)
-class Proof:
+class ExportProof:
     """How far the export's last logits are from the trained model's, and what it keeps where something was rounded."""
 
-    difference: verify.Difference
+    difference: verify.LogitDifference
     kept: Kept | None
     is_rounded_away: bool = False
     """Whether rounding costs more than a fifth of what training changed, or nobody knows what it was."""
@@ -57,9 +57,9 @@ def prove(
     trained: Trained,
     probes: verify.Probes,
     form: Form,
-    padding: Padding | None = None,
+    padding: VocabularyPadding | None = None,
     merge: Merge | None = None,
-) -> Proof:
+) -> ExportProof:
     """Load the export as its users will and hold it against the trained model.
 
     What is merged into the base as it was before it was quantised is held against the model that was measured in its
@@ -82,11 +82,11 @@ def prove(
         same = verify.compare(probes.logits, exact.last)
         verify.require_close(same, "the export's model is not the trained model", verify.SAME_MODEL)
         if not is_rounded:
-            return Proof(difference, None)
+            return ExportProof(difference, None)
         try:
             before = _before(plan, trained, loaded, form, probes, exact)
         except DataError:  # of a run that trained every weight: its base is not needed any more, and may be gone
-            return Proof(difference, None, is_rounded_away=True)
+            return ExportProof(difference, None, is_rounded_away=True)
         found = kept(before, exact, written)
     if is_original and found.share <= 0:
         raise VerificationError(
@@ -95,7 +95,7 @@ def prove(
             "left; nothing was published",
             hint="export with --base quantized",
         )
-    return Proof(difference, found, is_rounded_away=not (found.is_enough or is_original))
+    return ExportProof(difference, found, is_rounded_away=not (found.is_enough or is_original))
 
 
 def hold(
@@ -158,7 +158,7 @@ def _hold_adapter(
     verify.fill_adapter(loaded, values)
 
 
-def _loaded(plan: ExportPlan, directory: Path, padding: Padding | None) -> nn.Module:
+def _loaded(plan: ExportPlan, directory: Path, padding: VocabularyPadding | None) -> nn.Module:
     if plan.adapter != "keep":
         return verify.load_plain(directory, plan.source.head)
     base = plain_base(plan.source)
@@ -195,7 +195,7 @@ EPSILON = 2.0**-24
 
 
 @dataclass(frozen=True)
-class Part:
+class ProvenPart:
     """Rows of a tensor from ``start`` on, float64; float32 sums may be off by ``slack``, None where nothing is summed.
     """
 
@@ -237,7 +237,7 @@ class _LowRank:
 class Expected:
     """Every tensor of the plain model as it was trained, by its name there."""
 
-    def __init__(self, source: Source, plain: PreTrainedModel, files: OpenFiles, original: bool = False) -> None:
+    def __init__(self, source: ExportSource, plain: PreTrainedModel, files: OpenFiles, original: bool = False) -> None:
         """``original`` takes the weights of a quantised base as they were before that. Raises DataError."""
         self._source, self._plain, self._entries = source, plain, published(plain)
         self._keys = {
@@ -252,7 +252,7 @@ class Expected:
         self._exact = set(kept_in_float32(plain))
         self._scale = 0.0 if source.adapter is None else lora_spec(source.adapter).scale
 
-    def tensors(self) -> Iterator[tuple[str, Iterator[Part]]]:
+    def tensors(self) -> Iterator[tuple[str, Iterator[ProvenPart]]]:
         """Each by its name, in parts that follow one another.
 
         Raises VerificationError where the checkpoint holds what belongs to none of them.
@@ -274,7 +274,7 @@ class Expected:
             return found[0]
         return torch.stack([each.double() for each in found]).mean(0).float()
 
-    def _parts(self, entry: Published) -> Iterator[Part]:
+    def _parts(self, entry: Published) -> Iterator[ProvenPart]:
         owner, _, last = entry.name.rpartition(".")
         if f"{entry.name}{LORA_A}" in self._keys:
             yield from self._experts(entry, bool(getattr(self._plain.get_submodule(owner), "is_transposed", False)))
@@ -284,18 +284,18 @@ class Expected:
         if adapter is not None and type(self._plain.get_submodule(owner)).__name__ == "Conv1D":  # [in, out]
             whole = torch.cat([rows for _, rows in self._rows(entry)])
             values, slack = adapter.added_to(whole.double().T)
-            yield Part(0, values.T, slack.T)
+            yield ProvenPart(0, values.T, slack.T)
             return
         rows_of_new = f"{owner}.new_rows"
         new = self.trained(rows_of_new).double() if is_weight and rows_of_new in self._keys else None
         for start, rows in self._rows(entry):
             if adapter is not None:
                 values, slack = adapter.added_to(rows.double(), slice(start, start + len(rows)))
-                yield Part(start, values, slack)
+                yield ProvenPart(start, values, slack)
             elif new is not None:
-                yield Part(start, _with_new(rows.double(), new, start, self._source.new_ids.start))
+                yield ProvenPart(start, _with_new(rows.double(), new, start, self._source.new_ids.start))
             else:
-                yield Part(start, rows)
+                yield ProvenPart(start, rows)
 
     def _rows(self, entry: Published) -> Iterator[tuple[int, torch.Tensor]]:
         """The tensor without its adapter: the first row of each block, and the block."""
@@ -324,7 +324,7 @@ class Expected:
         lengths = self.trained(length).double() if length in self._keys else None
         return _LowRank(self.trained(a).double(), self.trained(b).double(), self._scale, lengths)
 
-    def _experts(self, entry: Published, is_transposed: bool) -> Iterator[Part]:
+    def _experts(self, entry: Published, is_transposed: bool) -> Iterator[ProvenPart]:
         """The weights of all experts ``[E, ...]``, one by one."""
         a, b = (self.trained(f"{entry.name}{end}").double() for end in (LORA_A, LORA_B))
         for start, block in self._rows(entry):
@@ -332,7 +332,7 @@ class Expected:
                 one = _LowRank(a[number], b[number], self._scale)
                 values, slack = one.added_to(weight.T if is_transposed else weight)
                 values, slack = (values.T, slack.T) if is_transposed else (values, slack)
-                yield Part(number, values[None], slack[None])
+                yield ProvenPart(number, values[None], slack[None])
 
 
 def _with_new(rows: torch.Tensor, new: torch.Tensor, start: int, first: int) -> torch.Tensor:

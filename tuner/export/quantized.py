@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tuner.errors import DataError
-from tuner.export.source import Source
+from tuner.export.source import ExportSource
 from tuner.export.tensors import TensorSource, made_tensor
 from tuner.model.freeze import Content, content_of
 from tuner.model.quantize.codes import Kind, Quantized, dequantize, quantize
@@ -102,7 +102,7 @@ class CodedSource(TensorSource):
     """A weight made of published codes: it is not quantised again."""
 
 
-def quantized_base(source: Source, plain: PreTrainedModel) -> QuantizedBase | None:
+def quantized_base(source: ExportSource, plain: PreTrainedModel) -> QuantizedBase | None:
     """What a run quantised of its base; None where nothing. ``plain`` is the model without adapter, also on meta.
 
     Raises DataError where this version quantises otherwise than that which trained.
@@ -114,7 +114,7 @@ def quantized_base(source: Source, plain: PreTrainedModel) -> QuantizedBase | No
     return base_of_kind(spec.kind, plain, spec.kept, published_codes(source))
 
 
-def quantize_spec(source: Source) -> QuantizeSpec | None:
+def quantize_spec(source: ExportSource) -> QuantizeSpec | None:
     """How a run's base was quantised. Raises DataError for a way that is not known."""
     if source.quantize == "none":
         return None
@@ -122,7 +122,7 @@ def quantize_spec(source: Source) -> QuantizeSpec | None:
     return QuantizeSpec(_known(source.quantize), kept)
 
 
-def reading_quantizer(source: Source) -> ReadingQuantizer | None:
+def reading_quantizer(source: ExportSource) -> ReadingQuantizer | None:
     """What reads a run's base as codes; None where it was not quantised."""
     spec = quantize_spec(source)
     return None if spec is None else ReadingQuantizer(spec)
@@ -135,7 +135,7 @@ def base_of_kind(
     return QuantizedBase(_known(kind), frozenset(f"{name}.weight" for name in quantizable(plain, kept)), codes)
 
 
-def published_codes(source: Source) -> PublishedCodes | None:
+def published_codes(source: ExportSource) -> PublishedCodes | None:
     """The codes that the base's files hold in place of weights; None where they hold weights."""
     if source.is_random or not holds_codes(source.name_or_path, source.revision):
         return None

@@ -52,7 +52,7 @@ TRAINED = Weights()
 
 
 @dataclass(frozen=True)
-class Source(RunCheckpoint):
+class ExportSource(RunCheckpoint):
     """A checkpoint of a run, which of its weights are meant, and what its manifest says of the trained model."""
 
     meta: Mapping[str, Any]
@@ -84,7 +84,7 @@ class Source(RunCheckpoint):
     """The checkpoints whose mean is meant, this one first; empty where no mean is."""
 
     @staticmethod
-    def of(found: RunCheckpoint, weights: Weights = TRAINED, averaged: tuple[CheckpointInfo, ...] = ()) -> Source:
+    def of(found: RunCheckpoint, weights: Weights = TRAINED, averaged: tuple[CheckpointInfo, ...] = ()) -> ExportSource:
         """Read the facts of a checkpoint's manifest. Raises DataError where it does not say what was trained."""
         meta = found.checkpoint.meta
         model, recipe, adapter = meta.get("model"), _facts(meta.get("recipe")), _facts(meta.get("adapter"))
@@ -92,7 +92,7 @@ class Source(RunCheckpoint):
             raise DataError(f"{found.path}: its manifest does not say which model was trained")
         section, is_random = _facts(recipe.get("model")), model.get("init") == "random"
         name = str(model.get("name_or_path", ""))
-        return Source(
+        return ExportSource(
             found.run_dir,
             found.checkpoint,
             meta=meta,
@@ -139,7 +139,7 @@ def resolve(
     shards: bool = True,
     step: Which = "newest",
     weights: Weights = TRAINED,
-) -> Source:
+) -> ExportSource:
     """The checkpoint directory given, or one of a run directory: its last one, the best, or that of a step.
 
     With ``weights`` that are a mean, also those before it; none of their tensors' files is hashed then.
@@ -152,7 +152,7 @@ def resolve(
     if isinstance(found, HfDirectory):
         raise RecipeError(f"{found.path}: neither a run nor a checkpoint, but a Hugging Face directory already")
     averaged = averaged_over(found.checkpoint, weights) if weights.kind == "mean" else ()
-    source = Source.of(found, weights, averaged)
+    source = ExportSource.of(found, weights, averaged)
     if weights.kind == "ema" and not any(name.startswith(EMA_PREFIX) for name in found.checkpoint.index()):
         before = [step for step, _ in step_dirs(found.checkpoint.path.parent) if step < source.step]
         hint = "train with ema.decay: 0.999" + (", or average the last ones: --weights mean:2" if before else "")
@@ -162,7 +162,7 @@ def resolve(
     return source
 
 
-def warn_of_better(source: Source, warn: Warn) -> None:
+def warn_of_better(source: ExportSource, warn: Warn) -> None:
     """Warn where the run keeps a checkpoint that evaluations found better than this one.
 
     It is the best by the recipe's `checkpoint.keep_best`; without that key, the lowest of the steps that were both

@@ -24,7 +24,7 @@ from tuner.data.encoding.template import LoadedTemplates, unless_refused
 from tuner.errors import DataError, MemoryLimitError, VerificationError
 from tuner.export.answers import answers_of
 from tuner.export.shards import Output, Written, sha256_of_same
-from tuner.export.source import Source
+from tuner.export.source import ExportSource
 from tuner.export.tensors import TensorSource
 from tuner.export.write import ADAPTER_WEIGHTS
 from tuner.model.build import auto_model
@@ -50,7 +50,7 @@ class Probes:
 
 
 @dataclass(frozen=True)
-class Difference:
+class LogitDifference:
     """Of two sets of logits: largest absolute difference, and the same relative to the largest logit."""
 
     absolute: float
@@ -86,7 +86,7 @@ def read_probes(tensors: Mapping[str, torch.Tensor]) -> Probes | None:
     return Probes(prompts, logits.float(), recorded=True) if prompts else None
 
 
-def recorded_probes(source: Source) -> Probes | None:
+def recorded_probes(source: ExportSource) -> Probes | None:
     """Those of a run's checkpoint, None where it recorded none. Raises DataError."""
     has_probes = PROBE_NAME in source.checkpoint.manifest["files"]
     return read_probes(read_probe(source.checkpoint)) if has_probes else None
@@ -106,17 +106,17 @@ def last_logits(model: torch.nn.Module, prompts: Sequence[Sequence[int]]) -> tor
     return answers_of(model, prompts).last
 
 
-def compare(expected: torch.Tensor, actual: torch.Tensor) -> Difference:
+def compare(expected: torch.Tensor, actual: torch.Tensor) -> LogitDifference:
     """How far `actual` is from `expected`; infinite where one of them is not finite or the shapes differ."""
     if expected.shape != actual.shape or not (bool(expected.isfinite().all()) and bool(actual.isfinite().all())):
-        return Difference(float("inf"), float("inf"))
+        return LogitDifference(float("inf"), float("inf"))
     absolute = float((expected.double() - actual.double()).abs().max())
     is_score = expected.shape[-1] == 1
     scale = max(float(expected.abs().max()), 1.0 if is_score else 1e-12)  # scores are nats: they may all be near 0
-    return Difference(absolute, absolute / scale)
+    return LogitDifference(absolute, absolute / scale)
 
 
-def require_close(difference: Difference, what: str, relative: float) -> None:
+def require_close(difference: LogitDifference, what: str, relative: float) -> None:
     """Raise VerificationError where the relative difference is above its bound."""
     if not difference.relative <= relative:
         raise VerificationError(
@@ -212,7 +212,7 @@ def fill_adapter(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> 
         raise VerificationError(f"peft does not take {report.unexpected_keys[0]}; nothing was published")
 
 
-def require_same_tokenizer(source: Source) -> None:
+def require_same_tokenizer(source: ExportSource) -> None:
     """Check every file of the run's tokenizer. Raises DataError naming the first that is missing, new or different."""
     directory = source.run_dir / TOKENIZER
     noted = source.meta.get("tokenizer_files")
@@ -228,7 +228,7 @@ def require_same_tokenizer(source: Source) -> None:
             )
 
 
-def require_same_ids(directory: Path, source: Source) -> int:
+def require_same_ids(directory: Path, source: ExportSource) -> int:
     """Load the exported tokenizer plainly and encode the run's probes; how many there were.
 
     Each probe is a text with the ids that training had of it; those of rows also with their messages, which the chat
@@ -249,7 +249,7 @@ def require_same_ids(directory: Path, source: Source) -> int:
     return len(probes)
 
 
-def _recorded(source: Source) -> list[dict[str, Any]]:
+def _recorded(source: ExportSource) -> list[dict[str, Any]]:
     """The probes that the run wrote; none for a checkpoint that notes none. Raises DataError."""
     noted = source.meta.get("id_probes")
     if not isinstance(noted, Mapping) or not noted:

@@ -15,7 +15,7 @@ from tuner.config.methods import Head
 from tuner.config.recipe import ModelSection
 from tuner.errors import DataError
 from tuner.export.quantized import published_codes, quantized_base, reading_quantizer, with_weights
-from tuner.export.source import Source
+from tuner.export.source import ExportSource
 from tuner.export.tensors import mean_of
 from tuner.init_from.give import give_frozen
 from tuner.init_from.target import target_of
@@ -32,7 +32,7 @@ from tuner.rundir.layout import MODEL_CONFIG
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def load_trained(source: Source) -> PreTrainedModel:
+def load_trained(source: ExportSource) -> PreTrainedModel:
     """A model in float32 that computes what the trained one computes, with the adapter inside it where there is one.
 
     Every trained parameter comes from the checkpoint, frozen ones from the base model.
@@ -61,7 +61,7 @@ def load_trained(source: Source) -> PreTrainedModel:
     return _widened(model)
 
 
-def require_tensors(source: Source, wanted: Mapping[str, tuple[int, ...]]) -> None:
+def require_tensors(source: ExportSource, wanted: Mapping[str, tuple[int, ...]]) -> None:
     """Raise DataError unless each checkpoint's model tensors are these, by their names in the model, of these shapes.
     """
     prefix = source.prefix
@@ -75,13 +75,13 @@ def require_tensors(source: Source, wanted: Mapping[str, tuple[int, ...]]) -> No
                 raise DataError(f"{info.path}: {name} has shape {list(held[name].shape)}, the model has {list(shape)}")
 
 
-def trainable_spec_of(source: Source) -> TrainableSpec:
+def trainable_spec_of(source: ExportSource) -> TrainableSpec:
     """Which parameters the run trained."""
     lora = None if source.adapter is None else lora_spec(source.adapter)
     return TrainableSpec(lora, source.model_section.get("freeze") or (), source.new_ids)
 
 
-def read_config(source: Source) -> PretrainedConfig:
+def read_config(source: ExportSource) -> PretrainedConfig:
     """The model's config as the run saved it, with the key-value cache on again. Raises DataError."""
     directory = source.run_dir / MODEL_CONFIG
     try:
@@ -103,7 +103,7 @@ def plain_model(config: PretrainedConfig, head: Head) -> PreTrainedModel:
     return model
 
 
-def frozen_dtype(source: Source) -> torch.dtype:
+def frozen_dtype(source: ExportSource) -> torch.dtype:
     """Type in which frozen base weights were held in training, as the checkpoint recorded it."""
     return DTYPES.get(str(source.model_section.get("dtype")), torch.float32)
 
@@ -127,7 +127,7 @@ def lora_spec(adapter: Mapping[str, Any]) -> LoraSpec:
 
 
 @torch.no_grad()
-def plain_base(source: Source) -> PreTrainedModel:
+def plain_base(source: ExportSource) -> PreTrainedModel:
     """The base model as transformers loads it, rounded to the type in which training held it, then widened to float32.
 
     What training quantised is quantised and turned back. Where no directory holds the base as it was trained (random
@@ -152,7 +152,7 @@ def plain_base(source: Source) -> PreTrainedModel:
     return _quantized(source, plain)
 
 
-def _quantized(source: Source, model: PreTrainedModel) -> PreTrainedModel:
+def _quantized(source: ExportSource, model: PreTrainedModel) -> PreTrainedModel:
     """A model with what a quantised run computed with, in float32, in place of its base's weights."""
     if source.quantize != "none":
         part = meta_model(read_config(source), torch.float32, source.head)  # of a whole, what was trained
@@ -162,7 +162,7 @@ def _quantized(source: Source, model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def base_model(source: Source) -> PreTrainedModel:
+def base_model(source: ExportSource) -> PreTrainedModel:
     """The model before training, loaded in the type in which training held it, and not quantised.
 
     Of files that hold codes alone, what these stand for, in float32.
@@ -183,7 +183,7 @@ def base_model(source: Source) -> PreTrainedModel:
     return with_weights(model) if is_coded else model
 
 
-def _give_frozen(source: Source, model: PreTrainedModel) -> None:
+def _give_frozen(source: ExportSource, model: PreTrainedModel) -> None:
     """Give a base what the run's `model.init_from` gave those of its weights that were not trained."""
     section, trainable, config = ModelSection(**source.model_section), trainable_spec_of(source), read_config(source)
     plain, adapted = (meta_model(config, torch.float32, source.head) for _ in range(2))

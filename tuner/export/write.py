@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from tuner.data.encoding.template import LoadedTemplates, unless_refused
 from tuner.errors import DataError, RecipeError
-from tuner.export.source import Source
+from tuner.export.source import ExportSource
 from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers, saved_modules
 from tuner.model.build import has_score, is_part
 from tuner.model.experts import LORA_A, LORA_B, adapted_experts, adapted_weights
@@ -27,7 +27,7 @@ from tuner.model.peft_names import taken_for_experts
 from tuner.model.tokens import trainable_tokens
 from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
 from tuner.runtime.files import inside, json_bytes, read_json, regular_size, write_new
-from tuner.runtime.turn_end import Exchange, turn_end
+from tuner.runtime.turn_end import ChatConvention, turn_end
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -160,7 +160,7 @@ def _tied_and_saved(model: PreTrainedModel, lora: LoraSpec) -> tuple[str, str] |
     return names[source], names[output]
 
 
-def write_tokenizer(directory: Path, source: Source) -> None:
+def write_tokenizer(directory: Path, source: ExportSource) -> None:
     """Copy the run's tokenizer files and chat template; links and local paths stay behind. Raises DataError."""
     tokenizer = source.run_dir / TOKENIZER
     if not tokenizer.is_dir():
@@ -188,7 +188,7 @@ def _for_older_readers(facts: Mapping[str, Any]) -> dict[str, str]:
     return {"tokenizer_class": "PreTrainedTokenizerFast"} if facts.get("tokenizer_class") == "TokenizersBackend" else {}
 
 
-def write_generation_config(directory: Path, source: Source, config: PretrainedConfig) -> None:
+def write_generation_config(directory: Path, source: ExportSource, config: PretrainedConfig) -> None:
     """Write generation_config.json: the base model's, with every token that ends a turn as `eos_token_id`."""
     recorded = source.run_dir / MODEL_CONFIG / GENERATION_CONFIG
     auto: Any = GenerationConfig
@@ -222,7 +222,7 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _tokenizer_ends(source: Source, known: Sequence[int]) -> list[int]:
+def _tokenizer_ends(source: ExportSource, known: Sequence[int]) -> list[int]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source.run_dir / TOKENIZER, local_files_only=True, trust_remote_code=False
@@ -249,7 +249,7 @@ def turn_ends(tokenizer: Any, known: Sequence[int] = ()) -> list[int]:
     def specials(text: str) -> list[tuple[int, int]]:
         return [found.span() for found in pattern.finditer(text)]
 
-    end = turn_end(Exchange(partial(unless_refused, templates.render), specials, ends, tokenizer.bos_token))
+    end = turn_end(ChatConvention(partial(unless_refused, templates.render), specials, ends, tokenizer.bos_token))
     return [] if end is None else [int(tokenizer.convert_tokens_to_ids(end))]
 
 

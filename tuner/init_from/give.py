@@ -15,7 +15,7 @@ from tuner.config.recipe import InitFrom
 from tuner.errors import DataError
 from tuner.init_from.match import plan_of
 from tuner.init_from.plan import KEY, Gift, InitPlan, Matched
-from tuner.init_from.target import Target, layers_of_new_rows, own_names
+from tuner.init_from.target import InitTarget, layers_of_new_rows, own_names
 from tuner.model.low_rank import LowRank
 from tuner.model.published import assembled, state_names
 
@@ -115,7 +115,7 @@ def _facts(one: Matched, hashes: Mapping[tuple[int, str], str]) -> dict[str, Any
     }
 
 
-def give_frozen(entries: Sequence[InitFrom], target: Target, model: PreTrainedModel) -> None:
+def give_frozen(entries: Sequence[InitFrom], target: InitTarget, model: PreTrainedModel) -> None:
     """Give a base what a run gave those of its weights that it did not train, in place.
 
     Raises DataError where the sources are not there any more, or are other ones.

@@ -13,13 +13,13 @@ from tuner.errors import RecipeError, TunerError
 from tuner.init_from.names import brief, fits, is_renamed, nearest, renamed
 from tuner.init_from.plan import KEY, SHOWN, Gift, How, InitPlan, Matched, Unclear, listed
 from tuner.init_from.sources import LORA_A, LORA_B, MAGNITUDE, AdapterFacts, SourceTensor, open_source
-from tuner.init_from.target import Place, Target
+from tuner.init_from.target import InitTarget, TargetTensor
 
 MOST = 8
 """Problems that are shown at once."""
 
 
-def plan_of(entries: Sequence[InitFrom], target: Target, hashes: bool = False) -> InitPlan:
+def plan_of(entries: Sequence[InitFrom], target: InitTarget, hashes: bool = False) -> InitPlan:
     """Match every entry with the model. Raises RecipeError with all that is unclear, DataError for damaged files."""
     found, problems = matched(entries, target, hashes)
     if problems:
@@ -31,7 +31,7 @@ def plan_of(entries: Sequence[InitFrom], target: Target, hashes: bool = False) -
     return InitPlan(target, tuple(found), tuple(_last(found)))
 
 
-def matched(entries: Sequence[InitFrom], target: Target, hashes: bool) -> tuple[list[Matched], list[Unclear]]:
+def matched(entries: Sequence[InitFrom], target: InitTarget, hashes: bool) -> tuple[list[Matched], list[Unclear]]:
     """What each entry gives, and all that is unclear. Raises DataError for damaged files."""
     found, problems = [], list[Unclear]()
     for number, entry in enumerate(entries):
@@ -60,7 +60,7 @@ def _last(found: Iterable[Matched]) -> list[Gift]:
     return sorted((gift for gifts in kept.values() for gift in gifts), key=lambda gift: gift.entry)
 
 
-def _match(one: Matched, target: Target) -> None:
+def _match(one: Matched, target: InitTarget) -> None:
     """Fill in what an entry gives."""
     chosen = _chosen(one)
     if one.problems:
@@ -132,7 +132,7 @@ def _refuse_pattern(one: Matched, key: str, pattern: str, names: Sequence[str]) 
     )
 
 
-def _give_whole(one: Matched, target: Target, places: Mapping[str, list[str]]) -> None:
+def _give_whole(one: Matched, target: InitTarget, places: Mapping[str, list[str]]) -> None:
     for name, found in places.items():
         place, sources = target.places[name], sorted(found, key=lambda each: each != name)  # noqa: B023 - used at once
         same = one.source.is_tied and name in target.twins.values()  # one weight, stored under both names
@@ -148,7 +148,7 @@ def _give_whole(one: Matched, target: Target, places: Mapping[str, list[str]]) -
             one.gifts.append(Gift(one.number, place, how, (sources[0],)))
 
 
-def _give_assembled(one: Matched, target: Target, groups: Mapping[str, Mapping[str, str]]) -> None:
+def _give_assembled(one: Matched, target: InitTarget, groups: Mapping[str, Mapping[str, str]]) -> None:
     for name, parts in groups.items():
         entry, place = target.files[next(iter(parts))], target.places[name]
         absent = [part for part in entry.targets if part not in parts]
@@ -174,7 +174,7 @@ def _give_assembled(one: Matched, target: Target, groups: Mapping[str, Mapping[s
             one.gifts.append(Gift(one.number, place, "assembled", tuple(sources)))
 
 
-def _without_place(one: Matched, target: Target, homeless: Sequence[tuple[str, str]]) -> None:
+def _without_place(one: Matched, target: InitTarget, homeless: Sequence[tuple[str, str]]) -> None:
     """Tensors that go nowhere: refused, with the nearest names here, unless the entry is not strict."""
     one.unexpected = [name for name, _ in homeless]
     if not homeless or not one.entry.strict:
@@ -191,7 +191,7 @@ def _without_place(one: Matched, target: Target, homeless: Sequence[tuple[str, s
     )
 
 
-def _require_all(one: Matched, target: Target) -> None:
+def _require_all(one: Matched, target: InitTarget) -> None:
     """A source that is taken whole has something for every place, or it is refused unless it is not strict."""
     if one.entry.load or one.entry.exclude or one.problems:
         return
@@ -213,7 +213,7 @@ def _require_all(one: Matched, target: Target) -> None:
 
 
 def give_adapter(
-    one: Matched, target: Target, layers: Mapping[str, Mapping[str, str]], homeless: list[tuple[str, str]]
+    one: Matched, target: InitTarget, layers: Mapping[str, Mapping[str, str]], homeless: list[tuple[str, str]]
 ) -> None:
     """An adapter's tensors: into this run's own adapter, or into the weights that it was made for."""
     facts = one.source.adapter
@@ -239,7 +239,7 @@ def give_adapter(
             _merge(one, target, place, layer, [parts[end] for end in ends])
 
 
-def _merge(one: Matched, target: Target, place: Place, layer: str, names: Sequence[str]) -> None:
+def _merge(one: Matched, target: InitTarget, place: TargetTensor, layer: str, names: Sequence[str]) -> None:
     a, b = (one.source.tensors[name] for name in names[:2])
     wanted = place.shape[::-1] if layer in target.transposed else place.shape
     made = (*b.shape[:1], *a.shape[1:])
@@ -257,7 +257,7 @@ def _merge(one: Matched, target: Target, place: Place, layer: str, names: Sequen
 
 def _keep(
     one: Matched,
-    target: Target,
+    target: InitTarget,
     layer: str,
     parts: Mapping[str, str],
     facts: AdapterFacts,
@@ -287,7 +287,7 @@ def _keep(
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
-def fit(one: Matched, target: Target, place: Place, name: str) -> How | None:
+def fit(one: Matched, target: InitTarget, place: TargetTensor, name: str) -> How | None:
     """How a tensor goes into a place; None where it does not, which is noted."""
     tensor = one.source.tensors[name]
     if not takes(one, target, place, name, tensor):
@@ -304,7 +304,7 @@ def fit(one: Matched, target: Target, place: Place, name: str) -> How | None:
     return None
 
 
-def takes(one: Matched, target: Target, place: Place, name: str, tensor: SourceTensor) -> bool:
+def takes(one: Matched, target: InitTarget, place: TargetTensor, name: str, tensor: SourceTensor) -> bool:
     """Whether a place can be given a tensor of this type; what speaks against it is noted."""
     if place.name in target.quantized:
         one.refuse(
@@ -318,5 +318,5 @@ def takes(one: Matched, target: Target, place: Place, name: str, tensor: SourceT
     return True
 
 
-def _is_buffer(target: Target, place: Place) -> bool:
+def _is_buffer(target: InitTarget, place: TargetTensor) -> bool:
     return place.name in dict(target.skeleton.named_buffers())

@@ -9,7 +9,7 @@ from typing import Literal
 
 from tuner.config.recipe import InitFrom
 from tuner.init_from.sources import WeightSource
-from tuner.init_from.target import Place, Target
+from tuner.init_from.target import InitTarget, TargetTensor
 
 KEY = "model.init_from"
 How = Literal["whole", "rows", "assembled", "merged"]
@@ -33,7 +33,7 @@ class Gift:
     """
 
     entry: int
-    place: Place
+    place: TargetTensor
     how: How
     names: tuple[str, ...]
 
@@ -65,13 +65,13 @@ class Matched:
 class InitPlan:
     """What a model is given before its first step: every entry's gifts, of which later ones win."""
 
-    target: Target
+    target: InitTarget
     entries: tuple[Matched, ...]
     gifts: tuple[Gift, ...]
     """Those that count, in order: none that a later one replaces whole."""
 
     @property
-    def kept(self) -> list[Place]:
+    def kept(self) -> list[TargetTensor]:
         """The places that stay as they were."""
         given = {gift.place.name for gift in self.gifts}
         return [place for name, place in self.target.places.items() if name not in given]

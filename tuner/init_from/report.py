@@ -7,7 +7,7 @@ from typing import Any
 
 from tuner.init_from.names import brief
 from tuner.init_from.plan import Gift, InitPlan, Matched
-from tuner.init_from.target import Place
+from tuner.init_from.target import TargetTensor
 
 WHAT = {
     "whole": "taken",
@@ -86,7 +86,7 @@ def _named(gift: Gift, one: Matched) -> str:
     return f"{gift.place.name} {_shape(gift.place)} {tensor.said.lower()}{rows}"
 
 
-def _shape(place: Place) -> str:
+def _shape(place: TargetTensor) -> str:
     return f"[{', '.join(map(str, place.shape))}]"
 
 

@@ -22,7 +22,7 @@ OF_ADAPTER = (LORA_A, LORA_B, MAGNITUDE, NEW_ROWS)
 
 
 @dataclass(frozen=True)
-class Place:
+class TargetTensor:
     """A parameter, or a buffer that files hold: its name without an adapter, its shape, and whether it is trained."""
 
     name: str
@@ -38,10 +38,10 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Target:
+class InitTarget:
     """The places of a model, and its names in published files; nothing of it has values."""
 
-    places: Mapping[str, Place]
+    places: Mapping[str, TargetTensor]
     twins: Mapping[str, str]
     """Other names of tied weights, by them the name of their place."""
     files: Mapping[str, Published]
@@ -58,7 +58,7 @@ class Target:
     prefix: str = ""
     """The name of the decoder, which files may leave out or put in front."""
 
-    def place_of(self, name: str) -> Place | None:
+    def place_of(self, name: str) -> TargetTensor | None:
         """The place of this very name, or of the weight that is tied to it."""
         return self.places.get(self.twins.get(name, name))
 
@@ -72,7 +72,7 @@ class Target:
 
 def target_of(
     plain: PreTrainedModel, adapted: PreTrainedModel, trainable: TrainableSpec, quantized: frozenset[str] = frozenset()
-) -> Target:
+) -> InitTarget:
     """The places of a model: ``plain`` and ``adapted`` are on the meta device, the latter as it will be trained.
 
     Raises RecipeError for a language model that is a part of a multimodal checkpoint.
@@ -89,11 +89,11 @@ def target_of(
     for own, tensor in state_names(adapted).items():
         name = plain_name(own)
         trained = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
-        places[name] = Place(name, tuple(tensor.shape), trained, name in grows)
+        places[name] = TargetTensor(name, tuple(tensor.shape), trained, name in grows)
     layers: list[tuple[str, Any]] = [] if trainable.lora is None else lora_layers(adapted)
     conv = {name for name, module in plain.named_modules() if type(module).__name__ == "Conv1D"}
     entries = published(plain)
-    return Target(
+    return InitTarget(
         places=places,
         twins=_twins(plain),
         files={target: entry for entry in entries for target in entry.targets},

@@ -17,14 +17,14 @@ from tuner.ladder.law import (
     LEAST_SHARE,
     LETTERS,
     MOST_EXPONENT,
-    Form,
+    LawForm,
     Size,
     form_of,
     sizes_of,
     starts_of,
 )
 from tuner.ladder.points import Point
-from tuner.ladder.robust import Curve, Fitted, Floats, fit_curves, huber
+from tuner.ladder.robust import CurveFamily, Fitted, Floats, fit_curves, huber
 
 FIRST_STEPS, LAST_STEPS, DRAW_STEPS = 25, 300, 120
 """Steps of every start, of the best of them, and of each sample of the bootstrap."""
@@ -74,10 +74,10 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class Fit:
+class LawFit:
     """A law through points: its parameters, and those (samples, parameters) of the bootstrap."""
 
-    form: Form
+    form: LawForm
     points: tuple[Point, ...]
     figure: str
     parameters: Floats
@@ -115,7 +115,7 @@ class Parameter:
     why: str = ""
 
 
-def fit_law(points: Sequence[Point], figure: str, settings: Settings, needed: int, scale: float = 1.0) -> Fit:
+def fit_law(points: Sequence[Point], figure: str, settings: Settings, needed: int, scale: float = 1.0) -> LawFit:
     """Fit the law that the points can determine; `scale` widens their noise. Raises DataError for too few."""
     form = form_of(points, needed)
     logs = np.log(np.array([point.figures[figure] for point in points]))
@@ -126,7 +126,7 @@ def fit_law(points: Sequence[Point], figure: str, settings: Settings, needed: in
     targets = best.values + noise.draw((settings.samples, len(logs)), random)
     samples = bootstrap(curve, targets, best.starts, best.delta)
     residuals = logs - best.values
-    return Fit(form, tuple(points), figure, best.starts[0], samples, residuals, noise, best.delta, settings)
+    return LawFit(form, tuple(points), figure, best.starts[0], samples, residuals, noise, best.delta, settings)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class BestFit:
     delta: float
 
 
-def best_fit(curve: Curve, targets: Floats, starts: Floats, delta: float) -> BestFit:
+def best_fit(curve: CurveFamily, targets: Floats, starts: Floats, delta: float) -> BestFit:
     """Fit by Huber's loss from many starts, first linear from `delta`, then from what the noise is found to be.
 
     The second keeps outliers out as the first does, and uses the other points better where the noise is larger.
@@ -158,7 +158,7 @@ def _noise_sizes(residuals: Floats, parameters: int) -> Floats:
     return np.asarray(np.maximum(np.sort(np.abs(residuals))[parameters:], 1e-12))
 
 
-def best_starts(curve: Curve, targets: Floats, starts: Floats, delta: float) -> Floats:
+def best_starts(curve: CurveFamily, targets: Floats, starts: Floats, delta: float) -> Floats:
     """The best fit of the targets (points,), then others whose first parameter clearly differs: (starts, parameters).
 
     Every start takes some steps by a wide Huber's loss, which has fewer minima; the best then take those by the given
@@ -175,7 +175,7 @@ def best_starts(curve: Curve, targets: Floats, starts: Floats, delta: float) -> 
     return np.array(best)
 
 
-def bootstrap(curve: Curve, targets: Floats, starts: Floats, delta: float) -> Floats:
+def bootstrap(curve: CurveFamily, targets: Floats, starts: Floats, delta: float) -> Floats:
     """The best fit of each row of targets (samples, points) over some starts: (samples, parameters)."""
     samples, count = len(targets), len(starts)
     all_starts = np.tile(starts, (samples, 1))
@@ -190,7 +190,7 @@ def interval(draws: Floats, level: float) -> Floats:
     return np.asarray(np.quantile(draws, (outside, 1 - outside), axis=0))
 
 
-def parameters_of(fit: Fit) -> list[Parameter]:
+def parameters_of(fit: LawFit) -> list[Parameter]:
     """E, A, B, a and b, each with its interval, and with what keeps the points from identifying it."""
     value = fit.form.natural(fit.parameters[None])[0]
     low, high = interval(fit.form.natural(fit.samples), fit.settings.level)

@@ -11,10 +11,10 @@ import numpy as np
 
 from tuner.errors import RecipeError
 from tuner.ladder import score
-from tuner.ladder.fit import Estimate, Fit, Parameter, parameters_of
+from tuner.ladder.fit import Estimate, LawFit, Parameter, parameters_of
 from tuner.ladder.forecast import Forecast
-from tuner.ladder.held_out import HeldOut
-from tuner.ladder.law import Axis, Form, Size, sizes_of
+from tuner.ladder.held_out import LadderHeldOut
+from tuner.ladder.law import Axis, LawForm, Size, sizes_of
 from tuner.ladder.points import Point, by_rung, short
 from tuner.ladder.score import ScoreFit
 from tuner.rundir.page import filled
@@ -92,14 +92,14 @@ def _target(found: Forecast, size: Size, loss: Estimate) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _held_out(one: HeldOut) -> dict[str, Any]:
+def _held_out(one: LadderHeldOut) -> dict[str, Any]:
     return {
         "rung": one.rung, "parameters": one.size.parameters, "tokens": one.size.tokens, "measured": one.measured,
         "predicted": _estimate(one.predicted), "error": one.error, "is_covered": is_covered(one),
     }  # fmt: skip
 
 
-def is_covered(one: HeldOut) -> bool:
+def is_covered(one: LadderHeldOut) -> bool:
     """Whether the interval of the prediction has what was measured."""
     return one.predicted.low <= one.measured <= one.predicted.high
 
@@ -195,7 +195,7 @@ def _along_line(found: Forecast) -> Chart:
     return _chart(f"Loss over {axis}, {fit.form.line.words()}", axis, fit.figure, series)
 
 
-def _residuals(fit: Fit) -> Chart:
+def _residuals(fit: LawFit) -> Chart:
     """Measured over fitted, less one."""
     over: dict[str, list[list[float]]] = {name: [] for name in by_rung(fit.points)}
     for point, residual in zip(fit.points, np.expm1(fit.residuals), strict=True):
@@ -216,7 +216,7 @@ def _left_out(found: Forecast) -> Chart:
     )  # fmt: skip
 
 
-def _error(one: HeldOut, number: int) -> Series:
+def _error(one: LadderHeldOut, number: int) -> Series:
     ends = [value / one.measured - 1 for value in (one.predicted.value, one.predicted.low, one.predicted.high)]
     return {"name": one.rung, "color": number, "dots": [[one.size.parameters, *ends]]}
 
@@ -253,7 +253,7 @@ def _target_series(found: Forecast, axis: str) -> list[Series]:
     return series
 
 
-def _curve(name: str, number: int, sizes: Sequence[Size], fit: Fit, axis: str, is_bare: bool = False) -> Series:
+def _curve(name: str, number: int, sizes: Sequence[Size], fit: LawFit, axis: str, is_bare: bool = False) -> Series:
     """The law at some sizes; a bare curve has no band."""
     estimates = fit.band(sizes)
     values = [[value.value] if is_bare else _values(value) for value in estimates]
@@ -284,14 +284,14 @@ def _spread(counts: Sequence[float]) -> list[float]:
     return [math.exp(low + (high - low) * i / (PLACES - 1)) for i in range(PLACES)]
 
 
-def on_line(form: Form, count: float) -> Size:
+def on_line(form: LawForm, count: float) -> Size:
     """The size with so many of the law's one axis on its line."""
     assert form.line is not None
     other = math.exp(form.line.offset + form.line.slope * math.log(count))
     return Size(count, other) if form.axes[0] == "parameters" else Size(other, count)
 
 
-def optimum(fit: Fit, flops: float) -> Size:
+def optimum(fit: LawFit, flops: float) -> Size:
     """The size with the lowest loss for so many training FLOPs, 6 N D.
 
     Where E + A/N^a + B/D^b is least: a A/N^a = b B/D^b, so N = ((a A)/(b B))^(1/(a+b)) (C/6)^(b/(a+b)).

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tuner.errors import DataError, RecipeError
-from tuner.ladder.fit import Estimate, Fit, Settings
-from tuner.ladder.held_out import HeldOut, compared, fit_widened
-from tuner.ladder.law import NEEDED_SIZES, Form, Size, form_of, sizes_of
+from tuner.ladder.fit import Estimate, LawFit, Settings
+from tuner.ladder.held_out import LadderHeldOut, compared, fit_widened
+from tuner.ladder.law import NEEDED_SIZES, LawForm, Size, form_of, sizes_of
 from tuner.ladder.points import LOSS, Point, by_rung, require_figure, short, with_figure
 from tuner.ladder.score import ScoreFit, fit_score
 
@@ -17,7 +17,7 @@ FAR = 10.0
 
 
 @dataclass(frozen=True)
-class Question:
+class ForecastQuestion:
     """What is asked: the loss and scores by their figures, and a target, by a rung's name or a size."""
 
     settings: Settings = field(default_factory=Settings)
@@ -35,18 +35,18 @@ class Forecast:
     `target` was left out of the fit where it was trained: `checked` has it next to what was measured.
     """
 
-    fit: Fit
-    left_out: list[HeldOut]
+    fit: LawFit
+    left_out: list[LadderHeldOut]
     scores: list[ScoreFit]
     target: Size | None
     loss: Estimate | None
     predicted_scores: dict[str, Estimate]
     measured_scores: dict[str, float]
-    checked: HeldOut | None
+    checked: LadderHeldOut | None
     notes: list[str]
 
 
-def forecast(points: Sequence[Point], question: Question) -> Forecast:
+def forecast(points: Sequence[Point], question: ForecastQuestion) -> Forecast:
     """Fit and predict. Raises RecipeError for figures and rungs that are not there, DataError for too few points."""
     measured = with_figure(points, question.loss)
     notes = _left_away(points, measured, question.loss)
@@ -98,7 +98,7 @@ def _own_points(points: Sequence[Point], rung: str | None) -> list[Point]:
     return rungs[rung]
 
 
-def _require_on_line(form: Form, target: Size) -> None:
+def _require_on_line(form: LawForm, target: Size) -> None:
     """Raise DataError where the law says nothing about a target."""
     if form.line is not None and not form.is_on_line(target):
         raise DataError(

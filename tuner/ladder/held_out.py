@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tuner.errors import DataError
-from tuner.ladder.fit import Estimate, Fit, Settings, fit_law, interval
-from tuner.ladder.law import Form, Size, form_of
+from tuner.ladder.fit import Estimate, LawFit, Settings, fit_law, interval
+from tuner.ladder.law import LawForm, Size, form_of
 from tuner.ladder.points import Point, by_rung
 
 SAMPLES = 200
@@ -21,7 +21,7 @@ NEEDED_WITHOUT = 3
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class LadderHeldOut:
     """One rung at its last mark: measured, and predicted from every other rung."""
 
     rung: str
@@ -37,7 +37,7 @@ class HeldOut:
         return self.predicted.value / self.measured - 1
 
 
-def held_out(points: Sequence[Point], figure: str, settings: Settings, form: Form) -> list[HeldOut]:
+def held_out(points: Sequence[Point], figure: str, settings: Settings, form: LawForm) -> list[LadderHeldOut]:
     """Predict each rung from the others; one without which the same law cannot be fitted is left out."""
     rungs = by_rung(points)
     found = []
@@ -50,8 +50,8 @@ def held_out(points: Sequence[Point], figure: str, settings: Settings, form: For
 
 
 def without(
-    others: Sequence[Point], own: Sequence[Point], figure: str, settings: Settings, form: Form
-) -> HeldOut | None:
+    others: Sequence[Point], own: Sequence[Point], figure: str, settings: Settings, form: LawForm
+) -> LadderHeldOut | None:
     """A rung predicted from the others; None where they cannot determine the same law."""
     try:
         fit = fit_law(others, figure, settings, NEEDED_WITHOUT)
@@ -60,7 +60,7 @@ def without(
     return compared(fit, own) if fit.form.axes == form.axes else None
 
 
-def compared(fit: Fit, own: Sequence[Point]) -> HeldOut | None:
+def compared(fit: LawFit, own: Sequence[Point]) -> LadderHeldOut | None:
     """A rung's points next to what a fit without them predicts; None where it cannot speak about them."""
     sizes = [Size(point.parameters, point.tokens) for point in own]
     if not all(fit.form.is_on_line(size) for size in sizes):
@@ -70,10 +70,10 @@ def compared(fit: Fit, own: Sequence[Point]) -> HeldOut | None:
     low, high = interval(np.log(fit.draws(sizes)), ONE_SIGMA)
     deviations = float(np.median(np.abs(measured - middle) / np.maximum((high - low) / 2, 1e-12)))
     last = own[-1]
-    return HeldOut(last.rung, sizes[-1], last.figures[fit.figure], fit.predict(sizes[-1:])[0], deviations)
+    return LadderHeldOut(last.rung, sizes[-1], last.figures[fit.figure], fit.predict(sizes[-1:])[0], deviations)
 
 
-def widening(left: Sequence[HeldOut]) -> float:
+def widening(left: Sequence[LadderHeldOut]) -> float:
     """How many times wider than their residuals the points' noise has to be for the rungs that were left out.
 
     Residuals do not show noise that all marks of a rung share, nor where the law is not the truth: errors on rungs that
@@ -84,7 +84,9 @@ def widening(left: Sequence[HeldOut]) -> float:
     return max(1.0, math.sqrt(sum(one.deviations**2 for one in left) / len(left)))
 
 
-def fit_widened(points: Sequence[Point], figure: str, settings: Settings, needed: int) -> tuple[Fit, list[HeldOut]]:
+def fit_widened(
+    points: Sequence[Point], figure: str, settings: Settings, needed: int
+) -> tuple[LawFit, list[LadderHeldOut]]:
     """The law with intervals as wide as the errors on left-out rungs ask, and these. Raises DataError for too few."""
     form = form_of(points, needed)
     left = held_out(points, figure, settings, form)

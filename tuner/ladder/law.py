@@ -17,7 +17,7 @@ import numpy as np
 
 from tuner.errors import DataError, counted
 from tuner.ladder.points import Point, short
-from tuner.ladder.robust import Floats, Values
+from tuner.ladder.robust import CurveValues, Floats
 
 Axis = Literal["parameters", "tokens"]
 LETTERS: dict[Axis, str] = {"parameters": "A", "tokens": "B"}
@@ -54,7 +54,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Form:
+class LawForm:
     """Which terms a law has, and the logarithms from which its axes are counted."""
 
     axes: tuple[Axis, ...]
@@ -133,7 +133,7 @@ class LawCurve:
     low: Floats
     high: Floats
 
-    def at(self, parameters: Floats) -> Values:
+    def at(self, parameters: Floats) -> CurveValues:
         """log L and its derivatives."""
         terms = self.design.shape[1]
         constant, factors, exponents = parameters[:, :1], parameters[:, 1 : 1 + terms], parameters[:, 1 + terms :]
@@ -144,7 +144,7 @@ class LawCurve:
         total = rest + shares.sum(axis=2)
         shares /= total[:, :, None]
         derivatives = np.concatenate([(rest / total)[:, :, None], shares, -shares * self.design], axis=2)
-        return Values(top + np.log(total), derivatives)
+        return CurveValues(top + np.log(total), derivatives)
 
 
 def sizes_of(points: Sequence[Point]) -> list[Size]:
@@ -152,7 +152,7 @@ def sizes_of(points: Sequence[Point]) -> list[Size]:
     return [Size(point.parameters, point.tokens) for point in points]
 
 
-def form_of(points: Sequence[Point], needed: int = NEEDED_SIZES) -> Form:
+def form_of(points: Sequence[Point], needed: int = NEEDED_SIZES) -> LawForm:
     """The law that these points can determine: both terms, or one of them along a line.
 
     Raises DataError where there are too few sizes or points.
@@ -163,7 +163,7 @@ def form_of(points: Sequence[Point], needed: int = NEEDED_SIZES) -> Form:
     sizes, counts = _different(logs[:, 0]), _different(logs[:, 1])
     if sizes == 1 and counts >= needed:
         line = Line("parameters", float(logs[0, 0]), 0.0)
-        return _enough(Form(("tokens",), (float(logs[:, 1].mean()),), line), points)
+        return _enough(LawForm(("tokens",), (float(logs[:, 1].mean()),), line), points)
     if sizes < needed:
         raise DataError(
             f"{counted(sizes, 'size')} of model, and a fit of L = E + A/N^a + B/D^b needs at least {needed}: "
@@ -176,11 +176,11 @@ def form_of(points: Sequence[Point], needed: int = NEEDED_SIZES) -> Form:
     spread = float(np.std(logs[:, 1] - offset - slope * logs[:, 0]))
     centre = logs.mean(axis=0)
     if spread < COLLINEAR:
-        return _enough(Form(("parameters",), (float(centre[0]),), Line("tokens", offset, slope)), points)
-    return _enough(Form(("parameters", "tokens"), (float(centre[0]), float(centre[1]))), points)
+        return _enough(LawForm(("parameters",), (float(centre[0]),), Line("tokens", offset, slope)), points)
+    return _enough(LawForm(("parameters", "tokens"), (float(centre[0]), float(centre[1]))), points)
 
 
-def starts_of(form: Form, losses: Floats) -> Floats:
+def starts_of(form: LawForm, losses: Floats) -> Floats:
     """A grid of parameters to begin at: E as a share of the lowest loss, the terms' shares of the rest, exponents."""
     lowest, middle = math.exp(float(losses.min())), math.exp(float(np.median(losses)))
     shares = [(1.0,)] if len(form.axes) == 1 else [(part, 1 - part) for part in (0.2, 0.5, 0.8)]
@@ -193,7 +193,7 @@ def starts_of(form: Form, losses: Floats) -> Floats:
     return np.array(starts)
 
 
-def _enough(form: Form, points: Sequence[Point]) -> Form:
+def _enough(form: LawForm, points: Sequence[Point]) -> LawForm:
     needed = len(form.names) + 1
     if len(points) < needed:
         raise DataError(

@@ -22,14 +22,14 @@ FIRST_DAMPING, LEAST_DAMPING, MOST_DAMPING = 1e-2, 1e-9, 1e9
 
 
 @dataclass(frozen=True)
-class Values:
+class CurveValues:
     """A curve at the points, for B parameter vectors: values (B, points) and derivatives (B, points, parameters)."""
 
     values: Floats
     derivatives: Floats
 
 
-class Curve(Protocol):
+class CurveFamily(Protocol):
     """A family of curves over the points, with the range in which each parameter may lie."""
 
     @property
@@ -42,7 +42,7 @@ class Curve(Protocol):
         """The largest value of each parameter."""
         ...
 
-    def at(self, parameters: Floats) -> Values:
+    def at(self, parameters: Floats) -> CurveValues:
         """The values for parameters (B, parameters)."""
         ...
 
@@ -62,7 +62,7 @@ def huber(residuals: Floats, delta: float) -> Floats:
     return np.asarray(each.mean(axis=-1))
 
 
-def fit_curves(curve: Curve, targets: Floats, starts: Floats, delta: float, steps: int) -> Fitted:
+def fit_curves(curve: CurveFamily, targets: Floats, starts: Floats, delta: float, steps: int) -> Fitted:
     """Fit every start (B, parameters) to its target (B, points), or all to one (points,), in at most so many steps."""
     targets = np.broadcast_to(targets, (len(starts), targets.shape[-1]))
     size = max(1, CHUNK // targets.shape[-1])
@@ -73,7 +73,7 @@ def fit_curves(curve: Curve, targets: Floats, starts: Floats, delta: float, step
     return Fitted(np.concatenate([part.parameters for part in parts]), np.concatenate([part.loss for part in parts]))
 
 
-def _fit_chunk(curve: Curve, targets: Floats, starts: Floats, delta: float, steps: int) -> Fitted:
+def _fit_chunk(curve: CurveFamily, targets: Floats, starts: Floats, delta: float, steps: int) -> Fitted:
     parameters = np.clip(starts, curve.low, curve.high)
     loss = huber(curve.at(parameters).values - targets, delta)
     damping = np.full(len(parameters), FIRST_DAMPING)
@@ -93,7 +93,7 @@ def _fit_chunk(curve: Curve, targets: Floats, starts: Floats, delta: float, step
     return Fitted(parameters, loss)
 
 
-def _step(curve: Curve, targets: Floats, parameters: Floats, damping: Floats, delta: float) -> Floats:
+def _step(curve: CurveFamily, targets: Floats, parameters: Floats, damping: Floats, delta: float) -> Floats:
     """Parameters after one damped step; those at an end of their range stay there where the step leads out."""
     now = curve.at(parameters)
     residuals = now.values - targets

@@ -37,7 +37,7 @@ class Rung:
     """Without the input embedding: the N of the rules."""
     total_parameters: int
     row_tokens: int
-    batch: Batch
+    batch: RungBatch
     plan: StepPlan
     marks: tuple[PlannedMark, ...]
     step_flops: float
@@ -177,7 +177,7 @@ def _micro_tokens(recipe: Recipe, size: LadderSize, parameters: int, row_tokens:
 
 
 def _recipe_of(
-    loaded: LoadedRecipe, name: str, model: Model, batch: Batch, plan: StepPlan, row_tokens: int
+    loaded: LoadedRecipe, name: str, model: Model, batch: RungBatch, plan: StepPlan, row_tokens: int
 ) -> LoadedRecipe:
     """The recipe of one rung, as a recipe of its own that `tuner train` takes."""
     recipe, ladder = loaded.recipe, loaded.recipe.ladder
@@ -229,7 +229,7 @@ LARGEST = 8192
 
 
 @dataclass(frozen=True)
-class Batch:
+class RungBatch:
     """A solved batch: a step is `accumulation` forwards of `micro_tokens` tokens on each of `processes`."""
 
     target_tokens: int
@@ -264,7 +264,7 @@ def micro_tokens_of(parameters: int, row_tokens: int) -> int:
     return max(1, tokens // row_tokens) * row_tokens
 
 
-def solve(target_tokens: int, micro_tokens: int, row_tokens: int, least: int, most: int) -> Batch:
+def solve(target_tokens: int, micro_tokens: int, row_tokens: int, least: int, most: int) -> RungBatch:
     """The batch nearest to a target on `least` to `most` processes, in multiples of `least`.
 
     A forward has `micro_tokens`, a multiple of the row's tokens, or as many rows as the target has. First it is the
@@ -287,7 +287,7 @@ def solve(target_tokens: int, micro_tokens: int, row_tokens: int, least: int, mo
     multiples = max(1, round(target_tokens / unit))
     processes = least * min(most // least, multiples)
     accumulation = max(1, round(multiples * unit / (micro_tokens * processes)))
-    return Batch(target_tokens, micro_tokens, processes, accumulation)
+    return RungBatch(target_tokens, micro_tokens, processes, accumulation)
 
 
 WEIGHT = 5.0

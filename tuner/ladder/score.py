@@ -17,7 +17,7 @@ import numpy as np
 from tuner.errors import DataError, RecipeError
 from tuner.ladder.fit import Estimate, Noise, Parameter, Settings, best_fit, bootstrap, interval
 from tuner.ladder.points import Point, require_figure, with_figure
-from tuner.ladder.robust import Floats, Values
+from tuner.ladder.robust import CurveValues, Floats
 
 NAMES = ("middle", "k", "floor", "ceiling")
 NEEDED = 6
@@ -36,14 +36,14 @@ class Sigmoid:
     low: Floats
     high: Floats
 
-    def at(self, parameters: Floats) -> Values:
+    def at(self, parameters: Floats) -> CurveValues:
         """Scores and their derivatives."""
         middle, steepness = parameters[:, :1], np.exp(parameters[:, 1:2])
         floor, ceiling = parameters[:, 2:3], parameters[:, 3:4]
         gap = middle - self.losses
         share = 0.5 * (1 + np.tanh(0.5 * steepness * gap))
         bend = (ceiling - floor) * share * (1 - share) * steepness
-        return Values(floor + (ceiling - floor) * share, np.stack([bend, bend * gap, 1 - share, share], axis=2))
+        return CurveValues(floor + (ceiling - floor) * share, np.stack([bend, bend * gap, 1 - share, share], axis=2))
 
 
 @dataclass(frozen=True)

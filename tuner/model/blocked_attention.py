@@ -21,7 +21,7 @@ BLOCK_SCORES = 1 << 24
 """Scores of one block over all heads, at most: what bounds memory for long documents."""
 
 
-class Block(NamedTuple):
+class BlockOfKeys(NamedTuple):
     """Queries ``start:end`` see keys ``first:end``; ``mask`` is added to the scores of the last keys."""
 
     start: int
@@ -33,7 +33,7 @@ class Block(NamedTuple):
 @lru_cache(maxsize=16)
 def plan_blocks(
     bounds: tuple[int, ...], window: int, heads: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Block, ...]:
+) -> tuple[BlockOfKeys, ...]:
     """The blocks of documents that end at ``bounds[1:]``; a ``window`` above 0 is the tokens a query sees, itself one.
 
     Masks are ``[queries, 1, keys]`` with 0 where a query may look and minus infinity elsewhere.
@@ -44,14 +44,14 @@ def plan_blocks(
         if len(group) > 2:
             document = torch.bucketize(torch.arange(start, end), torch.tensor(group[1:]), right=True)
             allowed = (document[:, None] == document) & band(end - start, end - start, window)
-            blocks.append(Block(start, end, start, _mask(allowed, dtype).to(device)))
+            blocks.append(BlockOfKeys(start, end, start, _mask(allowed, dtype).to(device)))
             continue
         for at, stop in _spans(start, end, heads, window):
             first = max(start, at - window + 1) if window else start
             masked = stop - first if window else stop - at  # keys that some query of the block may not see
             if (stop - at, masked) not in bands:  # one for all blocks of a size, or long rows would be full of masks
                 bands[stop - at, masked] = _mask(band(stop - at, masked, window), dtype).to(device)
-            blocks.append(Block(at, stop, first, bands[stop - at, masked]))
+            blocks.append(BlockOfKeys(at, stop, first, bands[stop - at, masked]))
     return tuple(blocks)
 
 
@@ -217,7 +217,7 @@ class _Work:
         return rows.transpose(1, 2).contiguous().unsqueeze(-1)
 
     def share(
-        self, block: Block, queries: torch.Tensor, normal: torch.Tensor | None = None
+        self, block: BlockOfKeys, queries: torch.Tensor, normal: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The share of each key in each of the block's queries: ``[kv_heads, queries x group, keys]``.
 
@@ -226,7 +226,7 @@ class _Work:
         scores, bent = self.scores(block, queries)
         return (torch.softmax(scores, -1) if normal is None else scores.sub_(normal).exp_()), bent
 
-    def scores(self, block: Block, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def scores(self, block: BlockOfKeys, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What shares are made of, minus infinity where a query may not look; and the bent scores over their cap."""
         scores = torch.bmm(queries, self.key.narrow(1, block.first, block.end - block.first).mT)
         bent = scores.div_(self.cap).tanh_() if self.cap else None

@@ -71,7 +71,7 @@ class Taught(Protocol):
         ...
 
 
-class Teacher(Protocol):
+class TeacherLogits(Protocol):
     """What is known of a teacher at N positions."""
 
     def chunk(self, span: slice) -> Taught:
@@ -202,7 +202,7 @@ class TopTeacher:
 
 
 def distil(
-    hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, teacher: Teacher, how: Distillation
+    hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, teacher: TeacherLogits, how: Distillation
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The summed loss at N positions, with its gradient, and the sums of :data:`FIGURES`; zeros for no positions.
 

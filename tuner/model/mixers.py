@@ -35,7 +35,7 @@ _LAYOUT = "mixed_documents"
 
 
 @dataclass(eq=False)  # of a frozen one the compiler would guard every field
-class Layout:
+class MixerLayout:
     """Where the documents of one row of ``tokens`` lie, and the batches that they make: index tensors on its device.
 
     An own type, not a tuple: what wraps a module moves and copies the tensors of a tuple.
@@ -50,7 +50,7 @@ class Layout:
     """int64 [tokens]: where each token of the row stands in the batches, laid end to end."""
 
     @staticmethod
-    def of(lengths: Sequence[int], device: torch.device) -> "Layout":
+    def of(lengths: Sequence[int], device: torch.device) -> "MixerLayout":
         """The layout of documents of these lengths."""
         sizes = np.array(lengths, dtype=np.int64)
         starts = sizes.cumsum() - sizes
@@ -64,7 +64,7 @@ class Layout:
             shapes.append((len(group), longest))
             taken.append(to_device(token.ravel(), device))
             before += token.size
-        return Layout(len(order), tuple(shapes), tuple(taken), to_device(order, device))
+        return MixerLayout(len(order), tuple(shapes), tuple(taken), to_device(order, device))
 
     def holds(self, value: object) -> bool:
         """Whether a value is a tensor ``[1, tokens, ...]`` of the row."""
@@ -120,7 +120,7 @@ class Mixers:
         found = dict(token_mixers(model))
         self.names = tuple(found)
         """Of the layers, in the model."""
-        self._layout: Layout | None = None
+        self._layout: MixerLayout | None = None
         for module in found.values():
             self._by_document(module)
         for block in _blocks(model) if found else ():
@@ -131,7 +131,7 @@ class Mixers:
 
         One is laid out, too, for layers that are ``compiled``: they would be compiled again for none.
         """
-        self._layout = Layout.of(lengths, device) if self.names and (compiled or len(lengths) > 1) else None
+        self._layout = MixerLayout.of(lengths, device) if self.names and (compiled or len(lengths) > 1) else None
 
     def keep_from_compiler(self, model: nn.Module) -> None:
         """Have the layers run outside of compiled graphs, which would be made for one number of documents."""

@@ -36,7 +36,7 @@ _ASIDE = "left_in_files"
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightPiece:
     """Elements of a tensor, a box of it, and where they lie end to end in a file."""
 
     box: Box
@@ -59,7 +59,7 @@ class UnreadWeights:
     (:class:`~tuner.model.transformers_private.WeightReader`) that takes none."""
 
     def __init__(self) -> None:
-        self._names: dict[str, tuple[Piece, ...]] = {}
+        self._names: dict[str, tuple[WeightPiece, ...]] = {}
         """Of the model on the meta device, all that could be left; those that transformers reads are among them."""
         self._aside: frozenset[str] = frozenset()
         self._left: dict[int, _Left] = {}
@@ -125,7 +125,7 @@ class UnreadWeights:
         forget_renaming(model, _ASIDE)
         return True
 
-    def pieces(self, tensor: torch.Tensor) -> tuple[Piece, ...] | None:
+    def pieces(self, tensor: torch.Tensor) -> tuple[WeightPiece, ...] | None:
         """Where the elements of a weight lie that is made of pieces; None of any other tensor."""
         left = self._left.get(tensor.data_ptr()) if tensor.device.type == "cpu" and not tensor.is_meta else None
         return None if left is None else left.pieces
@@ -154,13 +154,13 @@ class UnreadWeights:
                 self._fill(left.tensor, left.pieces)
                 left.is_read = True
 
-    def _fill(self, tensor: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
+    def _fill(self, tensor: torch.Tensor, pieces: Sequence[WeightPiece]) -> torch.Tensor:
         """Give a tensor the elements of its pieces, cast to its type."""
         for piece, there in self._values(pieces):
             piece.box.within(tensor).copy_(there)
         return tensor
 
-    def _values(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, torch.Tensor]]:
+    def _values(self, pieces: Sequence[WeightPiece]) -> Iterator[tuple[WeightPiece, torch.Tensor]]:
         """Each piece with its elements, a view of the file as it was when the model was read."""
         for piece in pieces:
             path = piece.place.path
@@ -174,13 +174,13 @@ class _Left:
     """A weight, and where its values are that it may not have yet."""
 
     tensor: torch.Tensor
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightPiece, ...]
     is_read: bool
 
 
 @dataclass(frozen=True)
 class _Found:
-    pieces: tuple[Piece, ...]
+    pieces: tuple[WeightPiece, ...]
     sources: tuple[str, ...]
     """The names of the tensors in the files."""
 
@@ -204,7 +204,7 @@ def _pieces(model: PreTrainedModel, stored: Mapping[str, Stored]) -> Iterator[tu
 
 def _pieces_of(
     model: PreTrainedModel, name: str, tensor: torch.Tensor, sources: Mapping[str, str], stored: Mapping[str, Stored]
-) -> tuple[Piece, ...] | None:
+) -> tuple[WeightPiece, ...] | None:
     """The pieces of a weight that is made of ``sources``, by their names once renamed."""
     with _Views():
         views = converted(model, name, tensor.detach())
@@ -217,7 +217,7 @@ def _pieces_of(
         dtype = _TYPES.get(there.dtype)
         if box is None or there.shape != tuple(view.shape) or dtype is None or there.start % dtype.itemsize:
             return None
-        found.append(Piece(box, InFile(str(there.file.resolve()), there.start, dtype, box.sizes)))
+        found.append(WeightPiece(box, InFile(str(there.file.resolve()), there.start, dtype, box.sizes)))
     if sum(torch.Size(piece.box.sizes).numel() for piece in found) != tensor.numel():
         return None
     return tuple(sorted(found, key=lambda piece: piece.box.offsets))

@@ -105,7 +105,7 @@ def spread_over(module: nn.Module) -> SpreadExperts | None:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class TokenExchange:
     """Which rows of tokens a process sends in one forward, and which it receives; the same for every use of it."""
 
     group: dist.ProcessGroup
@@ -164,7 +164,7 @@ class SpreadExperts:
         return summed.to(hidden_states.dtype)
 
     @torch.no_grad()
-    def _agreed(self, choices: torch.Tensor) -> Exchange:
+    def _agreed(self, choices: torch.Tensor) -> TokenExchange:
         """What is sent where by the choices ``[T, K]`` of all processes. Collective; waits for the device."""
         chosen = choices.flatten()
         counts = chosen.new_zeros(self._n_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
@@ -173,7 +173,7 @@ class SpreadExperts:
         sent, received = split_sizes(counts.view(self._size, -1), incoming.view(self._size, -1), len(chosen))
         own = torch.arange(self.n_own, device=chosen.device).repeat(self._size)
         experts = own.repeat_interleave(incoming, output_size=sum(received))
-        return Exchange(self._group, chosen.argsort(stable=True), experts, sent, received)
+        return TokenExchange(self._group, chosen.argsort(stable=True), experts, sent, received)
 
     def _computed(self, weights: dict[str, torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
         """What the class's own forward makes of rows, with these weights as those of all experts that there are."""
@@ -223,7 +223,7 @@ class _Dispatch(torch.autograd.Function):
     """Tokens ``[T, D]`` as rows ``[N, D]`` where their experts are. A token's gradient is the sum over its rows."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, exchange: Exchange, per_token: int) -> torch.Tensor:
+    def forward(ctx: Any, tokens: torch.Tensor, exchange: TokenExchange, per_token: int) -> torch.Tensor:
         ctx.exchange, ctx.per_token = exchange, per_token
         return exchange.there(tokens[exchange.order // per_token])
 
@@ -236,7 +236,7 @@ class _Combine(torch.autograd.Function):
     """Rows ``[N, D]`` back where their tokens are: ``[T, K, D]``."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, exchange: Exchange, per_token: int) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, exchange: TokenExchange, per_token: int) -> torch.Tensor:
         ctx.exchange = exchange
         return _by_token(exchange.back(rows), exchange, per_token)
 
@@ -245,7 +245,7 @@ class _Combine(torch.autograd.Function):
         return ctx.exchange.there(upstream.flatten(0, 1)[ctx.exchange.order]), None, None
 
 
-def _by_token(rows: torch.Tensor, exchange: Exchange, per_token: int) -> torch.Tensor:
+def _by_token(rows: torch.Tensor, exchange: TokenExchange, per_token: int) -> torch.Tensor:
     """Rows ``[T·K, D]``, which lie by experts, as the router named these: ``[T, K, D]``."""
     placed = torch.empty_like(rows)
     placed[exchange.order] = rows

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tuner.runtime.device import Moment, timeline_of
+from tuner.runtime.device import DeviceMark, timeline_of
 
 
 class LayerClock:
@@ -24,7 +24,7 @@ class LayerClock:
         inside = {part for layer in layers for part in layer.modules() if part is not layer}
         self._layers = [layer for layer in layers if layer not in inside]  # Mamba names its mixers, too
         self._timeline = timeline_of(device)
-        self._marks: list[Moment] = []
+        self._marks: list[DeviceMark] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:

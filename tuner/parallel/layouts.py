@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tuner.parallel.lookup import gather_parts
-from tuner.runtime.parts import Part, cuts_of, part_at, part_of, pieces_of
+from tuner.runtime.parts import TensorPart, cuts_of, part_at, part_of, pieces_of
 
 
 @dataclass(frozen=True)
-class Split:
+class AxisSplit:
     """A dimension of a parameter that an axis of its mesh splits, and the processes along it that this one is among."""
 
     dim: int
@@ -25,18 +25,18 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """The whole shape of a parameter and how it is split; without splits it is whole here."""
 
     shape: torch.Size
-    splits: tuple[Split, ...] = ()
+    splits: tuple[AxisSplit, ...] = ()
     group: dist.ProcessGroup | None = None
     """The processes that have the parameter between them, this one included."""
-    parts: tuple[Part, ...] = ()
+    parts: tuple[TensorPart, ...] = ()
     """What each process of that group has, by its rank there."""
 
     @property
-    def own(self) -> Part:
+    def own(self) -> TensorPart:
         """What this process has."""
         return self.parts[dist.get_rank(self.group)] if self.splits else part_at(tuple(self.shape), (), (), ())
 
@@ -44,7 +44,7 @@ class Layout:
 Groups = dict[tuple[DeviceMesh, tuple[int, ...]], dist.ProcessGroup]
 
 
-def layouts_of(parameters: Iterable[torch.Tensor]) -> list[Layout]:
+def layouts_of(parameters: Iterable[torch.Tensor]) -> list[ShardLayout]:
     """The layouts of parameters, the same ones in the same order on all processes.
 
     Collective where several axes of a mesh split one parameter: their processes become a group. Raises ValueError for a
@@ -54,14 +54,14 @@ def layouts_of(parameters: Iterable[torch.Tensor]) -> list[Layout]:
     return [_layout(parameter, joined) for parameter in parameters]
 
 
-def _layout(tensor: torch.Tensor, joined: Groups) -> Layout:
+def _layout(tensor: torch.Tensor, joined: Groups) -> ShardLayout:
     if not isinstance(tensor, DTensor):
-        return Layout(tensor.shape)
+        return ShardLayout(tensor.shape)
     mesh, cuts = tensor.device_mesh, cuts_of(tensor)
     split = {axis: cut.dim for axis, cut in enumerate(cuts) if cut is not None and mesh.size(axis) > 1}
     if not split:
-        return Layout(tensor.shape)
-    splits = tuple(Split(dim, mesh.get_group(axis)) for axis, dim in split.items())
+        return ShardLayout(tensor.shape)
+    splits = tuple(AxisSplit(dim, mesh.get_group(axis)) for axis, dim in split.items())
     axes = tuple(split)
     if (mesh, axes) not in joined:
         joined[mesh, axes] = splits[0].group if len(splits) == 1 else _joined(mesh, axes)
@@ -71,7 +71,7 @@ def _layout(tensor: torch.Tensor, joined: Groups) -> Layout:
     for others in product(*(range(mesh.size(axis)) for axis in axes)):
         theirs = dict(enumerate(place)) | dict(zip(axes, others, strict=True))
         parts.append(part_at(tuple(tensor.shape), tuple(mesh.shape), cuts, tuple(theirs.values())))
-    return Layout(tensor.shape, splits, joined[mesh, axes], tuple(parts))
+    return ShardLayout(tensor.shape, splits, joined[mesh, axes], tuple(parts))
 
 
 def _joined(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
@@ -100,7 +100,7 @@ def _joined(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def added_up(
-    sums: Sequence[torch.Tensor], layouts: Sequence[Layout], dims: Sequence[int] | None = None
+    sums: Sequence[torch.Tensor], layouts: Sequence[ShardLayout], dims: Sequence[int] | None = None
 ) -> list[torch.Tensor]:
     """Add up what the processes have of sums over their own elements; what is whole along those dimensions stays.
 
@@ -123,7 +123,7 @@ def added_up(
 
 
 def map_whole_matrices(
-    function: Callable[[torch.Tensor], torch.Tensor], parts: Sequence[torch.Tensor], layouts: Sequence[Layout]
+    function: Callable[[torch.Tensor], torch.Tensor], parts: Sequence[torch.Tensor], layouts: Sequence[ShardLayout]
 ) -> list[torch.Tensor]:
     """Apply ``function`` to matrices of which each process has a part; returns its part of each result.
 
@@ -152,7 +152,7 @@ def map_whole_matrices(
 def _round(
     function: Callable[[torch.Tensor], torch.Tensor],
     parts: list[torch.Tensor],
-    layouts: list[Layout],
+    layouts: list[ShardLayout],
     group: dist.ProcessGroup,
 ) -> list[torch.Tensor]:
     """One matrix for each process of the group, the last ones none where there are fewer."""
@@ -176,7 +176,7 @@ def _round(
     return [piece.view_as(part) for piece, part in zip(back.split(sent[: len(parts)]), parts, strict=True)]
 
 
-def _in_order(layout: Layout) -> bool:
+def _in_order(layout: ShardLayout) -> bool:
     """Whether the parts of a matrix, end to end, are the matrix: whole rows, in the order of the processes."""
     at = 0
     for part in layout.parts:
@@ -186,7 +186,7 @@ def _in_order(layout: Layout) -> bool:
     return True
 
 
-def _whole_of(pieces: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
+def _whole_of(pieces: Sequence[torch.Tensor], layout: ShardLayout) -> torch.Tensor:
     whole = pieces[0].new_empty(layout.shape)
     for piece, part in zip(pieces, layout.parts, strict=True):
         for box in part.boxes:
@@ -194,7 +194,7 @@ def _whole_of(pieces: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     return whole
 
 
-def _parts_of(whole: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+def _parts_of(whole: torch.Tensor, layout: ShardLayout) -> list[torch.Tensor]:
     """The parts of all processes, one after the other, each laid flat."""
     found = []
     for part in layout.parts:

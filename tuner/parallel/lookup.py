@@ -79,7 +79,7 @@ class Lookup:
             raise ValueError(f"{input_ids.numel()} tokens are looked up at once, and there is room for {self.tokens}")
         # Autograd would make zeros of the gradient that a weight with touched rows does not get.
         shard = self.shard if self.touched is None else self.shard.detach().requires_grad_()
-        apply = cast("Callable[..., torch.Tensor]", _Rows.apply)
+        apply = cast("Callable[..., torch.Tensor]", _LookedUpRows.apply)
         return apply(shard, input_ids.reshape(-1), self).view(*input_ids.shape, -1)
 
     @contextmanager
@@ -109,7 +109,7 @@ class Lookup:
         return whole[: self.embedding.num_embeddings]
 
 
-class _Rows(torch.autograd.Function):
+class _LookedUpRows(torch.autograd.Function):
     """Rows ``[T, D]`` of a weight that lies in shards, for token ids ``[T]``, which may be other ones everywhere."""
 
     @staticmethod

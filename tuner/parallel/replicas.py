@@ -62,7 +62,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ReplicaDifference:
     """Where a copy differs from what most processes hold."""
 
     name: str
@@ -93,7 +93,7 @@ def sums_of(copies: Sequence[Copy]) -> list[int]:
     return torch.stack([copy.sum for copy in copies]).tolist() if copies else []
 
 
-def first_difference(copies: Sequence[Copy], sums: Sequence[int], ranks: Collective) -> Difference | None:
+def first_difference(copies: Sequence[Copy], sums: Sequence[int], ranks: Collective) -> ReplicaDifference | None:
     """Where copies with these sums differ first; None where all are equal. Collective; the same answer on every rank.
 
     The list has the same names in the same order everywhere.
@@ -123,7 +123,7 @@ def _slots(copies: Sequence[Copy]) -> list[tuple[int, int]]:
     return [(index, shard) for index, copy in enumerate(copies) for shard in range(copy.shards)]
 
 
-def _locate(copy: Copy, value: int, shard: int, names: tuple[str, ...], ranks: Collective) -> Difference:
+def _locate(copy: Copy, value: int, shard: int, names: tuple[str, ...], ranks: Collective) -> ReplicaDifference:
     """The first place where a shard's copies differ. Collective."""
     holds = copy.shard == shard
     values = ranks.on_all_ranks(lambda: value if holds else None)
@@ -142,7 +142,8 @@ def _locate(copy: Copy, value: int, shard: int, names: tuple[str, ...], ranks: C
     at = next(n for n, pair in enumerate(zip(numbers[wrong], numbers[right], strict=True)) if pair[0] != pair[1])
     first = word * 4 // copy.tensor.element_size()
     places = ranks.on_all_ranks(lambda: _place(copy.tensor, first + at))
-    return Difference(copy.name, wrong, right, places[wrong], numbers[wrong][at], numbers[right][at], len(held), names)
+    own, others = numbers[wrong][at], numbers[right][at]
+    return ReplicaDifference(copy.name, wrong, right, places[wrong], own, others, len(held), names)
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -87,11 +87,11 @@ def cut_rows(root: CausalLM, mesh: DeviceMesh) -> None:
             hint=_ALONE,
         )
     check_cut(root.model, mesh.size())
-    root.parts.complete(cut=Cut(mesh.get_group()))
+    root.parts.complete(cut=SequenceCut(mesh.get_group()))
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class SequenceCut:
     """Rows of T tokens, filled up to a multiple of the processes, in equal shares of t positions, in order of ranks."""
 
     group: dist.ProcessGroup
@@ -110,7 +110,7 @@ class Cut:
 
     def exchanging(self, documents: Documents, position_ids: torch.Tensor) -> Documents:
         """The documents of a whole row, with what brings its positions together."""
-        return replace(documents, exchange=HeadExchange(self, documents, position_ids[None]))
+        return replace(documents, exchange=AllToAllHeads(self, documents, position_ids[None]))
 
     def own(self, of_row: torch.Tensor) -> torch.Tensor:
         """This process's share ``[t, ...]`` of ``[T, ...]``."""
@@ -144,7 +144,7 @@ class Cut:
 
     def summed(self, own: torch.Tensor) -> torch.Tensor:
         """The sum over the processes. Collective."""
-        found: torch.Tensor = _Summed.apply(own, self.group)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _SummedOverRanks.apply(own, self.group)  # type: ignore[no-untyped-call]
         return found
 
     def head(self, layer: OutputLayer, count: int) -> OutputLayer:
@@ -175,10 +175,10 @@ class Cut:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadExchange:
+class AllToAllHeads:
     """Attention over whole rows by processes that each have some of its positions, and get some of the heads."""
 
-    cut: Cut
+    cut: SequenceCut
     documents: Documents
     """Of the whole row."""
     places: torch.Tensor
@@ -250,7 +250,7 @@ class CutOutputLayer(OutputLayer):
 
     layer: OutputLayer = field(kw_only=True)
     """What computes the shares."""
-    cut: Cut = field(kw_only=True)
+    cut: SequenceCut = field(kw_only=True)
     count: int = field(kw_only=True)
     """N"""
 
@@ -320,7 +320,7 @@ class _Joined(torch.autograd.Function):
     """The processes' shares ``[n, ...]`` of ``[N, ...]``; going back, the sum of what all processes say of a share."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, count: int, cut: Cut) -> torch.Tensor:
+    def forward(ctx: Any, own: torch.Tensor, count: int, cut: SequenceCut) -> torch.Tensor:
         ctx.cut, ctx.count = cut, count
         filled = _filled(own, cut.most(count))
         whole = filled.new_empty(cut.size * len(filled), *filled.shape[1:])
@@ -343,7 +343,7 @@ def _filled(rows: torch.Tensor, count: int) -> torch.Tensor:
     return functional.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows.contiguous()
 
 
-class _Summed(torch.autograd.Function):
+class _SummedOverRanks(torch.autograd.Function):
     """A sum over processes, of values and of gradients: each uses the same sum for a part of what comes after it."""
 
     @staticmethod

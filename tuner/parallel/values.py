@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from tuner.errors import DataError
 from tuner.model.mapped import InFile, in_files, mapped, sampled
 from tuner.model.root import CausalLM
-from tuner.model.unread import Piece, UnreadWeights
-from tuner.runtime.parts import Box, Part, part_of
+from tuner.model.unread import UnreadWeights, WeightPiece
+from tuner.runtime.parts import Box, TensorPart, part_of
 from tuner.runtime.process import Collective, gloo_group
 from tuner.runtime.warned import pass_on
 
@@ -183,14 +183,14 @@ def materialise(
                 _fill(target, whole if whole is None or unread is None else unread.whole(whole), types[name])
 
 
-def _pieces(tensors: Mapping[str, torch.Tensor], unread: UnreadWeights | None) -> dict[str, tuple[Piece, ...]]:
+def _pieces(tensors: Mapping[str, torch.Tensor], unread: UnreadWeights | None) -> dict[str, tuple[WeightPiece, ...]]:
     """Where the elements of those tensors lie that are in files: of most in one place."""
     found = {} if unread is None else {name: unread.pieces(tensor) for name, tensor in tensors.items()}
     left = {name: pieces for name, pieces in found.items() if pieces is not None}
-    return {name: (Piece(_box_of(place.shape), place),) for name, place in in_files(tensors).items()} | left
+    return {name: (WeightPiece(_box_of(place.shape), place),) for name, place in in_files(tensors).items()} | left
 
 
-def _read(local: torch.Tensor, part: Part, pieces: Sequence[Piece], blocks: FileBlocks) -> None:
+def _read(local: torch.Tensor, part: TensorPart, pieces: Sequence[WeightPiece], blocks: FileBlocks) -> None:
     """Give a process its part of a tensor out of files: rows by blocks; of parts of rows no more than these."""
     for box in part.boxes:
         for piece in pieces:
@@ -216,7 +216,7 @@ def _fill(target: torch.Tensor, whole: torch.Tensor | None, dtype: torch.dtype) 
                 own.within(local).copy_(own.of(rows))  # cast where it goes
 
 
-def _local(target: torch.Tensor) -> tuple[torch.Tensor, Part]:
+def _local(target: torch.Tensor) -> tuple[torch.Tensor, TensorPart]:
     """What a process has of a tensor, and which elements these are."""
     return (target.to_local(), part_of(target)) if isinstance(target, DTensor) else (target, _all_of(target))
 
@@ -264,9 +264,9 @@ def _blocks(shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[int, int
         yield start, min(start + step, count)
 
 
-def _all_of(tensor: torch.Tensor) -> Part:
+def _all_of(tensor: torch.Tensor) -> TensorPart:
     """The part of a process that has a tensor whole."""
-    return Part(tuple(tensor.shape), (_box_of(tuple(tensor.shape)),))
+    return TensorPart(tuple(tensor.shape), (_box_of(tuple(tensor.shape)),))
 
 
 def _box_of(shape: tuple[int, ...]) -> Box:

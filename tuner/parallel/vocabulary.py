@@ -137,7 +137,7 @@ class VocabularyParts:
         weight, bias = _detached_where_nothing_is_trained(head)
         hidden = hidden if torch.is_grad_enabled() else hidden.detach()
         split = _Split(self, head.transform, head.scale)
-        loss: torch.Tensor = _CrossEntropy.apply(hidden, weight, bias, targets, weights, split)  # type: ignore[no-untyped-call]
+        loss: torch.Tensor = _SplitCrossEntropy.apply(hidden, weight, bias, targets, weights, split)  # type: ignore[no-untyped-call]
         return loss
 
     def losses(self, head: OutputLayer, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ class VocabularyParts:
         weight, bias = _detached_where_nothing_is_trained(head)
         hidden = hidden if torch.is_grad_enabled() else hidden.detach()
         split = _Split(self, head.transform, head.scale)
-        losses: torch.Tensor = _PositionLosses.apply(hidden, weight, bias, targets, split)  # type: ignore[no-untyped-call]
+        losses: torch.Tensor = _SplitPositionLosses.apply(hidden, weight, bias, targets, split)  # type: ignore[no-untyped-call]
         return losses
 
     @torch.no_grad()
@@ -280,7 +280,7 @@ class _Split(NamedTuple):
         return gradients.made
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
         ctx: Any,
@@ -316,7 +316,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (*_placed(in_types(scaled, ctx.dtypes), ctx.places), None, None, None)
 
 
-class _PositionLosses(torch.autograd.Function):
+class _SplitPositionLosses(torch.autograd.Function):
     """As one process does it: the hidden states' gradient alone is made while the logits are there; where the weight
     wants one too, the last chunk's logits are kept and those of earlier chunks made a second time. What the softmax is
     made of is kept in any case, so that going backward asks the others for nothing but their share of that gradient."""

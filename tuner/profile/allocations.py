@@ -58,7 +58,7 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Change:
+class LiveChange:
     """``delta`` bytes of a storage came or went, at this point of the step."""
 
     storage: int
@@ -82,7 +82,7 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
         self.observe: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None] = lambda func, args, kwargs: None
         self.phase: Phase = "build"
         self.storages: list[Storage] = []
-        self.changes: list[Change] = []
+        self.changes: list[LiveChange] = []
         self._living: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._holders: Counter[int] = Counter()  # living storages of the trace by the number they are counted under
         self._casts: dict[Any, int] = {}  # the copies that casts in compiled layers made
@@ -255,7 +255,7 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
         return len(self.storages) - 1
 
     def _change(self, number: int, delta: int) -> None:
-        self.changes.append(Change(number, delta, self.phase, self.module))
+        self.changes.append(LiveChange(number, delta, self.phase, self.module))
 
     def _ended(self, key: int, number: int) -> None:
         known = self._living.get(key)

@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 @dataclass
-class Block:
+class AllocatedBlock:
     """One allocation: its bytes, what for, by which module or for which parameter, and when.
 
     ``made`` and ``freed`` count changes of the record: `made` is -1 for what was there before, and ``freed`` is None
@@ -48,7 +48,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Change:
+class RecordedChange:
     """One step of the record: when, in seconds from its start, in which phase, and the innermost module at work."""
 
     seconds: float
@@ -60,8 +60,8 @@ class Change:
 class MemoryRecord:
     """The memory of one process on its device over a recorded stretch of work, in the order in which it changed."""
 
-    blocks: Sequence[Block]
-    changes: Sequence[Change]
+    blocks: Sequence[AllocatedBlock]
+    changes: Sequence[RecordedChange]
 
     @cached_property
     def _levels(self) -> npt.NDArray[np.int64]:
@@ -88,7 +88,7 @@ class MemoryRecord:
         """The first change after which more than so many bytes were alive."""
         return next((at - 1 for at, total in enumerate(self.totals()) if total > limit), None)
 
-    def alive(self, at: int) -> list[Block]:
+    def alive(self, at: int) -> list[AllocatedBlock]:
         """What was there after change ``at``."""
         return [block for block in self.blocks if block.made <= at and (block.freed is None or block.freed > at)]
 
@@ -239,10 +239,10 @@ class _Replay:
         events: list[_AllocatorEvent],
     ) -> None:
         self._grads, self._marks, self._events = grads, marks, events
-        self._blocks = [Block(owned.size, owned.part, owned.owner, -1) for owned in before]
+        self._blocks = [AllocatedBlock(owned.size, owned.part, owned.owner, -1) for owned in before]
         self._living = {owned.address: block for owned, block in zip(before, self._blocks, strict=True)}
-        self._made: list[tuple[Block, _AllocatorEvent]] = []
-        self._changes: list[Change] = []
+        self._made: list[tuple[AllocatedBlock, _AllocatorEvent]] = []
+        self._changes: list[RecordedChange] = []
 
     def record(self) -> MemoryRecord:
         """The blocks, each with its part."""
@@ -256,7 +256,7 @@ class _Replay:
             before = bisect_right(times, item.time) - 1
             phase = _PHASES[self._marks[max(0, before)][1]] if times else "forward"
             if self._enter(item):
-                self._changes.append(Change((item.time - start) / 1e9, phase, item.context.module))
+                self._changes.append(RecordedChange((item.time - start) / 1e9, phase, item.context.module))
         if updates:
             self._assign_gradients()
         self._assign_activations()
@@ -264,7 +264,7 @@ class _Replay:
 
     def _enter(self, item: _AllocatorEvent) -> bool:
         if item.size > 0:
-            block = Block(item.size, item.context.part or "other", item.context.module, len(self._changes))
+            block = AllocatedBlock(item.size, item.context.part or "other", item.context.module, len(self._changes))
             self._made.append((block, item))
             self._blocks.append(block)
             self._living[item.address] = block

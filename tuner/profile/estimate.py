@@ -42,7 +42,7 @@ ADAM_ON_HOST, DOWN = 40, 8
 
 
 @dataclass(frozen=True)
-class Place:
+class StepSetting:
     """Where a step is computed: on a device, by so many processes, of these rows."""
 
     device: Device
@@ -63,7 +63,7 @@ class Computing:
     basis: str
 
 
-def computing(sections: StepSections, flops: Flops, sizes: Sizes, place: Place) -> Computing:
+def computing(sections: StepSections, flops: Flops, sizes: Sizes, place: StepSetting) -> Computing:
     """Estimate the arithmetic of a step from the first microbatch of its workload; nothing is traced for it.
 
     Processes that share rows have equal parts of their arithmetic. A part of a matrix is computed at the pace of that
@@ -120,7 +120,7 @@ def _repeated(sections: StepSections, flops: Flops, parts: Mapping[str, float]) 
     return found
 
 
-def _host_step_s(sections: StepSections, sizes: Sizes, place: Place) -> float:
+def _host_step_s(sections: StepSections, sizes: Sizes, place: StepSetting) -> float:
     """Seconds of an update on the host: gradients and weights come down, its arithmetic, and weights go up."""
     if not isinstance(sections.optimizer, AdamwOptimizer) or sections.optimizer.offload == "none":
         return 0.0
@@ -129,7 +129,12 @@ def _host_step_s(sections: StepSections, sizes: Sizes, place: Place) -> float:
 
 
 def estimate(
-    sections: StepSections, flops: Flops, sizes: Sizes, traced: Sequence[Traffic], place: Place, total_steps: int | None
+    sections: StepSections,
+    flops: Flops,
+    sizes: Sizes,
+    traced: Sequence[Traffic],
+    place: StepSetting,
+    total_steps: int | None,
 ) -> TimeEstimate:
     """The time of a step of mean rows: that of its arithmetic, at least that of its weights' traffic, and exchanges."""
     computed = computing(sections, flops, sizes, place)
@@ -186,7 +191,7 @@ PIECES = 2
 """A sum is made of parts that are sent once, and sent once more when they are whole: a ring's all-reduce."""
 
 
-def least_exchanged(sections: StepSections, config: PretrainedConfig, place: Place) -> Traffic:
+def least_exchanged(sections: StepSections, config: PretrainedConfig, place: StepSetting) -> Traffic:
     """Bytes that one process sends in a step of mean rows, at least: of the layers alone, none of them recomputed.
 
     With ``tensor``, the sum of what each block gives (Shoeybi et al. 2019, section 3); with ``sequence``, queries,

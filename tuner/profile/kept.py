@@ -26,7 +26,7 @@ CODE = ("config", "model", "parallel", "profile", "setup", "train")
 
 
 @dataclass(frozen=True)
-class Answer:
+class KeptAnswer:
     """All that the command says of what it found."""
 
     table: list[list[str]]
@@ -55,14 +55,14 @@ def key_of(recipe: Recipe, target: Target) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def known(key: str, recipe: Recipe) -> Answer | None:
+def known(key: str, recipe: Recipe) -> KeptAnswer | None:
     """The answer that was kept."""
     with suppress(TunerError, OSError, TypeError):
-        return Answer(**read_json(_path(key, recipe)))
+        return KeptAnswer(**read_json(_path(key, recipe)))
     return None
 
 
-def keep(key: str, recipe: Recipe, answer: Answer) -> None:
+def keep(key: str, recipe: Recipe, answer: KeptAnswer) -> None:
     """Keep an answer, where the cache can be written."""
     with suppress(TunerError, OSError):
         path = _path(key, recipe)

@@ -19,10 +19,10 @@ from tuner.model.kernels import has_liger
 from tuner.model.offload import IN_FLIGHT
 from tuner.model.probe import RouteRefused
 from tuner.profile.devices import Device
-from tuner.profile.estimate import Place, estimate, seconds_of
-from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part, Phase, Prediction, largest_first
+from tuner.profile.estimate import StepSetting, estimate, seconds_of
+from tuner.profile.prediction import PARTS, MemoryMoment, MemoryTimeline, Part, Phase, Prediction, largest_first
 from tuner.profile.timeline import expands_segments, memory_timeline
-from tuner.profile.tracing import Trace, trace_step
+from tuner.profile.tracing import StepTrace, trace_step
 from tuner.profile.traffic import Traffic
 from tuner.profile.workload import Workload, added_ids, workload
 from tuner.runtime.dist import RankInfo
@@ -87,7 +87,7 @@ def predict(recipe: Recipe, target: Target, prepared: Path | None = None, layers
     timeline = memory_timeline(trace, always, expandable, by_tensors=layers is not None)
     if device.kind != "cpu" and is_copied:
         timeline = replace(timeline, host={**timeline.host, "staging": trace.staged})
-    total_steps, place = _total_steps(resolved, work), Place(device, rank_info, work)
+    total_steps, place = _total_steps(resolved, work), StepSetting(device, rank_info, work)
     return Prediction(
         device=device.shown,
         device_kind=device.kind,
@@ -102,7 +102,7 @@ def predict(recipe: Recipe, target: Target, prepared: Path | None = None, layers
     )
 
 
-def _traced(recipe: Recipe, resolved: Resolved, device: Device, rank_info: RankInfo, work: Workload) -> Trace:
+def _traced(recipe: Recipe, resolved: Resolved, device: Device, rank_info: RankInfo, work: Workload) -> StepTrace:
     compiled = device.kind == "cuda" and wants_compiled(recipe, resolved, device)
     return trace_step(resolved, rank_info, work.batches, work.held_out, work.samples, compiled)
 
@@ -139,7 +139,7 @@ def wants_compiled(recipe: Recipe, resolved: Resolved, device: Device) -> bool:
     return recipe.train.compile
 
 
-def _constants(is_copied: bool, trace: Trace, rank_info: RankInfo) -> tuple[Mapping[Part, int], tuple[str, ...]]:
+def _constants(is_copied: bool, trace: StepTrace, rank_info: RankInfo) -> tuple[Mapping[Part, int], tuple[str, ...]]:
     """Bytes that are there from start to end, and in words what they are taken to be.
 
     ``is_copied``: a save in the background keeps a copy of the state.
@@ -176,13 +176,13 @@ def _of_host(timeline: MemoryTimeline, target: Target) -> tuple[str, ...]:
     return (f"the host's memory holds {parts}, of {gib(target.host_limit_bytes)} {whose}",)
 
 
-def _held_by_gloo(trace: Trace) -> int:
+def _held_by_gloo(trace: StepTrace) -> int:
     """The largest buffers of collectives, one for each thread: it lets go of them after whoever waits has gone on."""
     sizes = [storage.size for storage in trace.storages if storage.part in {"gathered", "reduced"}]
     return sum(sorted(sizes)[-GLOO_THREADS:])
 
 
-def _others(trace: Trace, timeline: MemoryTimeline, rank_info: RankInfo) -> list[Moment]:
+def _others(trace: StepTrace, timeline: MemoryTimeline, rank_info: RankInfo) -> list[MemoryMoment]:
     """Moments before and after steps: the model being built, a checkpoint being saved, and one being loaded."""
     first = timeline.moments[0]
     kept: dict[Part, int] = {part: first.parts[part] for part in ("parameters", "constants", "staging")}
@@ -191,8 +191,8 @@ def _others(trace: Trace, timeline: MemoryTimeline, rank_info: RankInfo) -> list
     return [_moment("build", {**kept, "other": whole}), _moment("saving", state), _moment("resuming", state)]
 
 
-def _moment(phase: Phase, parts: Mapping[Part, int]) -> Moment:
-    return Moment(phase, "", {**dict.fromkeys(PARTS, 0), **parts})
+def _moment(phase: Phase, parts: Mapping[Part, int]) -> MemoryMoment:
+    return MemoryMoment(phase, "", {**dict.fromkeys(PARTS, 0), **parts})
 
 
 def _total_steps(resolved: Resolved, work: Workload) -> int | None:
@@ -285,7 +285,7 @@ def _traffic(few: Traffic, more: Traffic, further: int) -> Traffic:
     return Traffic(**{name: round(_line(value, vars(more)[name], further)) for name, value in vars(few).items()})
 
 
-def _aligned(few: MemoryTimeline, more: MemoryTimeline, ends: Ends) -> list[tuple[Moment, Moment]] | None:
+def _aligned(few: MemoryTimeline, more: MemoryTimeline, ends: Ends) -> list[tuple[MemoryMoment, MemoryMoment]] | None:
     """The same moments of both; None where one goes through others."""
     ones, others = _keyed(few, ends), _keyed(more, ends)
     if {key: len(moments) for key, moments in ones.items()} != {key: len(moments) for key, moments in others.items()}:
@@ -293,11 +293,11 @@ def _aligned(few: MemoryTimeline, more: MemoryTimeline, ends: Ends) -> list[tupl
     return [pair for key, moments in ones.items() for pair in zip(moments, others[key], strict=True)]
 
 
-def _keyed(timeline: MemoryTimeline, ends: Ends) -> dict[MomentKey, list[Moment]]:
+def _keyed(timeline: MemoryTimeline, ends: Ends) -> dict[MomentKey, list[MemoryMoment]]:
     """The moments by their pass, phase, place, and the place of the layer before; without those of layers between."""
     names = [name for name in timeline.layers if name]
     places = {name: ends.place(number, len(names)) for number, name in enumerate(names)}
-    found: dict[MomentKey, list[Moment]] = {}
+    found: dict[MomentKey, list[MemoryMoment]] = {}
     number, phase, after = 0, None, ""
     for moment in timeline.moments:
         if moment.phase != phase:

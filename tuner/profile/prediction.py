@@ -40,7 +40,7 @@ Verdict = Literal["fits", "tight", "does not fit"]
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryMoment:
     """The fullest moment of one module's turn in one phase: bytes by part, all parts named.
 
     ``module`` is the dotted name of the innermost module at work, as transformers names it; empty outside of all.
@@ -64,7 +64,7 @@ class MemoryTimeline:
     are alike.
     """
 
-    moments: tuple[Moment, ...]
+    moments: tuple[MemoryMoment, ...]
     layers: Mapping[str, int]
     """Activations that each module keeps from its forward to its backward pass, by name; ``""`` is what lies outside
     of all decoder layers."""
@@ -72,7 +72,7 @@ class MemoryTimeline:
     """Bytes in the host's memory at its fullest moment, where the device has a memory of its own."""
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> MemoryMoment:
         """The fullest moment of all; the first of equal ones."""
         return max(self.moments, key=lambda moment: moment.total)
 
@@ -85,7 +85,7 @@ class MemoryTimeline:
         ]
         return max(counted, key=lambda parts: sum(parts.values()), default={})
 
-    def peak_of(self, phase: Phase) -> Moment | None:
+    def peak_of(self, phase: Phase) -> MemoryMoment | None:
         """The fullest moment of a phase; None where the run has none."""
         moments = [moment for moment in self.moments if moment.phase == phase]
         return max(moments, key=lambda moment: moment.total) if moments else None

@@ -13,7 +13,7 @@ from tuner.errors import RecipeError, counted
 from tuner.profile.blocks import alike
 from tuner.profile.fit import SHOWN
 from tuner.profile.measure import Measurement, duration_text
-from tuner.profile.prediction import MIB, NAMES, TENSORS, Moment, Prediction, largest_first, unit_of
+from tuner.profile.prediction import MIB, NAMES, TENSORS, MemoryMoment, Prediction, largest_first, unit_of
 from tuner.profile.search import Choice
 from tuner.rundir.page import filled
 from tuner.runtime.files import gib, write_atomic
@@ -176,7 +176,7 @@ def _figures(prediction: Prediction, *names: str) -> dict[str, Any]:
     return {name: getattr(prediction, name) for name in names}
 
 
-def _plain(moment: Moment) -> dict[str, Any]:
+def _plain(moment: MemoryMoment) -> dict[str, Any]:
     return {**asdict(moment), "total": moment.total}
 
 

@@ -18,7 +18,7 @@ from tuner.config.optimizers import AdamwOptimizer
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError, TunerError
 from tuner.model.flops import training_flops
-from tuner.profile.estimate import Place, Sizes, computing, least_exchanged, seconds_of
+from tuner.profile.estimate import Sizes, StepSetting, computing, least_exchanged, seconds_of
 from tuner.profile.options import ASYNC, refusal
 from tuner.profile.predict import Target, layers_alike, predict, predict_by_layers, resolved_for
 from tuner.profile.prediction import Prediction
@@ -64,7 +64,7 @@ class Speed:
     def __init__(self, recipe: Recipe, target: Target, prepared: Path | None = None) -> None:
         self._target = target
         self._resolved, _ = resolved_for(recipe, target)
-        self._place = Place(
+        self._place = StepSetting(
             target.device, target.rank_info, workload(recipe, self._resolved, target.rank_info, prepared)
         )
         model = meta_model_of(self._resolved)

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from tuner.profile.prediction import PARTS, MemoryTimeline, Moment, Part
-from tuner.profile.tracing import Trace
+from tuner.profile.prediction import PARTS, MemoryMoment, MemoryTimeline, Part
+from tuner.profile.tracing import StepTrace
 
 if TYPE_CHECKING:
     from tuner.profile.allocations import Storage
@@ -20,7 +20,7 @@ ROOT = "model."
 
 
 def memory_timeline(
-    trace: Trace, always: Mapping[Part, int], expandable: bool = False, by_tensors: bool = False
+    trace: StepTrace, always: Mapping[Part, int], expandable: bool = False, by_tensors: bool = False
 ) -> MemoryTimeline:
     """The timeline of a trace, with bytes that are ``always`` there added to it.
 
@@ -34,7 +34,7 @@ def memory_timeline(
     now: dict[Part, int] = {**dict.fromkeys(PARTS, 0), **always}
     host: dict[Part, int] = {}
     host_peak: dict[Part, int] = {}
-    moments: list[Moment] = []
+    moments: list[MemoryMoment] = []
     for number, change in enumerate(trace.changes):
         if held is not None and trace.storages[change.storage].host:
             host[parts[change.storage]] = host.get(parts[change.storage], 0) + change.delta
@@ -45,7 +45,7 @@ def memory_timeline(
             continue
         if held is not None:
             now["rounding"] = held[number] - (sum(now.values()) - now["rounding"] - sum(always.values()))
-        moment = Moment(change.phase, names[change.module], dict(now))
+        moment = MemoryMoment(change.phase, names[change.module], dict(now))
         if not moments or (moments[-1].phase, moments[-1].module) != (moment.phase, moment.module):
             moments.append(moment)
         else:
@@ -53,7 +53,7 @@ def memory_timeline(
     return MemoryTimeline(tuple(moments), _kept(trace, parts, names), host_peak)
 
 
-def _fullest(one: Moment, other: Moment, by_tensors: bool) -> Moment:
+def _fullest(one: MemoryMoment, other: MemoryMoment, by_tensors: bool) -> MemoryMoment:
     """The fuller of two moments, the first of equal ones."""
     if not by_tensors:
         return other if other.total > one.total else one
@@ -62,7 +62,7 @@ def _fullest(one: Moment, other: Moment, by_tensors: bool) -> Moment:
     return replace(more, parts={**more.parts, "rounding": held - asked})
 
 
-def parts_of(trace: Trace) -> list[Part]:
+def parts_of(trace: StepTrace) -> list[Part]:
     """The part of each of the trace's storages: what it was assigned, or what its lifetime tells."""
     kept = _living_at(trace, "backward", "forward")
     gradients = _living_at(trace, "forward", "backward") | _living_at(trace, "optimizer", "backward")
@@ -79,7 +79,7 @@ def parts_of(trace: Trace) -> list[Part]:
     return [part(number, storage) for number, storage in enumerate(trace.storages)]
 
 
-def _living_at(trace: Trace, mark: str, phase: str) -> set[int]:
+def _living_at(trace: StepTrace, mark: str, phase: str) -> set[int]:
     """Storages made in a phase that are there at a mark of this name."""
     found: set[int] = set()
     living: set[int] = set()
@@ -92,7 +92,7 @@ def _living_at(trace: Trace, mark: str, phase: str) -> set[int]:
     return found | living if len(trace.changes) in ends else found
 
 
-def _names(trace: Trace) -> dict[str, str]:
+def _names(trace: StepTrace) -> dict[str, str]:
     """Each module's name as it is shown: that of the decoder layer that it lies in, as transformers names it."""
 
     def shown(module: str) -> str:
@@ -102,7 +102,7 @@ def _names(trace: Trace) -> dict[str, str]:
     return {module: shown(module) for module in {change.module for change in trace.changes}}
 
 
-def _kept(trace: Trace, parts: Sequence[Part], names: Mapping[str, str]) -> dict[str, int]:
+def _kept(trace: StepTrace, parts: Sequence[Part], names: Mapping[str, str]) -> dict[str, int]:
     """Activations that are there when the last microbatch's backward pass begins, by layer."""
     last = max((number for number, (name, _) in enumerate(trace.marks) if name == "forward"), default=0)
     start, end = trace.marks[last][1], trace.marks[last + 1][1]
@@ -114,10 +114,10 @@ def _kept(trace: Trace, parts: Sequence[Part], names: Mapping[str, str]) -> dict
     return found
 
 
-def _held(trace: Trace, allocator: Allocator) -> list[int]:
+def _held(trace: StepTrace, allocator: Allocator) -> list[int]:
     """Bytes of the device that the allocator holds after each change."""
     sizes: dict[int, int] = {}
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, SegmentBlock] = {}
     held = []
     for change in trace.changes:
         if trace.storages[change.storage].host:
@@ -141,7 +141,7 @@ PAGES = {True: SMALL_SEGMENT, False: LARGE_SEGMENT}
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-class Block(NamedTuple):
+class SegmentBlock(NamedTuple):
     """A stretch of a segment. Free ones are taken in their order: by size, then address."""
 
     size: int
@@ -154,10 +154,10 @@ class Allocator(Protocol):
 
     held: int
 
-    def allocate(self, size: int) -> Block:
+    def allocate(self, size: int) -> SegmentBlock:
         """A block of at least so many bytes."""
 
-    def free(self, block: Block) -> None:
+    def free(self, block: SegmentBlock) -> None:
         """Take a block back."""
 
 
@@ -165,30 +165,30 @@ class _FreeBlocks:
     """Free blocks of one kind, found by size and by their neighbours."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
-        self._by_start: dict[tuple[int, int], Block] = {}  # by segment and address
-        self._by_end: dict[tuple[int, int], Block] = {}
+        self.blocks: list[SegmentBlock] = []
+        self._by_start: dict[tuple[int, int], SegmentBlock] = {}  # by segment and address
+        self._by_end: dict[tuple[int, int], SegmentBlock] = {}
 
-    def add(self, block: Block) -> None:
+    def add(self, block: SegmentBlock) -> None:
         insort(self.blocks, block)
         self._by_start[block.segment, block.start] = self._by_end[block.segment, block.start + block.size] = block
 
-    def remove(self, block: Block) -> Block:
+    def remove(self, block: SegmentBlock) -> SegmentBlock:
         self.blocks.pop(bisect_left(self.blocks, block))
         del self._by_start[block.segment, block.start], self._by_end[block.segment, block.start + block.size]
         return block
 
-    def ending_at(self, segment: int, address: int) -> Block | None:
+    def ending_at(self, segment: int, address: int) -> SegmentBlock | None:
         return self._by_end.get((segment, address))
 
-    def joined(self, block: Block) -> Block:
+    def joined(self, block: SegmentBlock) -> SegmentBlock:
         """A block that becomes free, with its free neighbours, which are free blocks of their own no more."""
         size, segment, start = block
         if (before := self._by_end.get((segment, start))) is not None:
             size, start = size + self.remove(before).size, before.start
         if (after := self._by_start.get((segment, start + size))) is not None:
             size += self.remove(after).size
-        return Block(size, segment, start)
+        return SegmentBlock(size, segment, start)
 
 
 class CachingAllocator:
@@ -203,7 +203,7 @@ class CachingAllocator:
         self._segments: list[tuple[int, bool]] = []  # their sizes, and whether small blocks are cut from them
         self._free = {True: _FreeBlocks(), False: _FreeBlocks()}
 
-    def allocate(self, size: int) -> Block:
+    def allocate(self, size: int) -> SegmentBlock:
         """A block of at least so many bytes."""
         wanted = _rounded(size)
         is_small = wanted <= SMALL
@@ -214,11 +214,11 @@ class CachingAllocator:
             self.held += block.size
         rest = block.size - wanted
         if rest >= ROUNDED if is_small else rest > SMALL:
-            free.add(Block(rest, block.segment, block.start + wanted))
+            free.add(SegmentBlock(rest, block.segment, block.start + wanted))
             block = block._replace(size=wanted)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: SegmentBlock) -> None:
         """Take a block back."""
         free = self._free[self._segments[block.segment][1]]
         whole = free.joined(block)
@@ -226,16 +226,16 @@ class CachingAllocator:
             self.held -= whole.size
         free.add(whole)
 
-    def _new_segment(self, wanted: int, is_small: bool) -> Block:
+    def _new_segment(self, wanted: int, is_small: bool) -> SegmentBlock:
         size = -(-wanted // SEGMENT_ROUNDED) * SEGMENT_ROUNDED
         if is_small:
             size = SMALL_SEGMENT
         elif wanted < OWN_SEGMENT:
             size = LARGE_SEGMENT
         self._segments.append((size, is_small))
-        return Block(size, len(self._segments) - 1, 0)
+        return SegmentBlock(size, len(self._segments) - 1, 0)
 
-    def _is_whole(self, block: Block) -> bool:
+    def _is_whole(self, block: SegmentBlock) -> bool:
         """Whether a block is its segment."""
         return block.size == self._segments[block.segment][0]
 
@@ -254,7 +254,7 @@ class ExpandableAllocator:
         self._free = {True: _FreeBlocks(), False: _FreeBlocks()}
         self._on_page: Counter[tuple[int, int]] = Counter()  # blocks by segment and page
 
-    def allocate(self, size: int) -> Block:
+    def allocate(self, size: int) -> SegmentBlock:
         """A block of at least so many bytes."""
         wanted = _rounded(size)
         is_small = wanted <= SMALL
@@ -264,14 +264,14 @@ class ExpandableAllocator:
             at += 1
         block = free.remove(free.blocks[at]) if at < len(free.blocks) else self._grown(wanted, is_small)
         if block.size > wanted:
-            free.add(Block(block.size - wanted, block.segment, block.start + wanted))
+            free.add(SegmentBlock(block.size - wanted, block.segment, block.start + wanted))
             block = block._replace(size=wanted)
         for page in self._pages(block):
             self._on_page[page] += 1
             self.held += PAGES[is_small] * (self._on_page[page] == 1)
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, block: SegmentBlock) -> None:
         """Take a block back."""
         is_small = bool(block.segment)
         for page in self._pages(block):
@@ -279,19 +279,19 @@ class ExpandableAllocator:
             self.held -= PAGES[is_small] * (self._on_page[page] == 0)
         self._free[is_small].add(self._free[is_small].joined(block))
 
-    def _grown(self, wanted: int, is_small: bool) -> Block:
+    def _grown(self, wanted: int, is_small: bool) -> SegmentBlock:
         """The last stretch of the segment, with as many new pages as it takes."""
         free, end, page = self._free[is_small], self._ends[is_small], PAGES[is_small]
         last = free.ending_at(int(is_small), end)
         start = end if last is None else free.remove(last).start
         self._ends[is_small] = -(-(start + wanted) // page) * page
-        return Block(self._ends[is_small] - start, int(is_small), start)
+        return SegmentBlock(self._ends[is_small] - start, int(is_small), start)
 
-    def _is_last(self, block: Block) -> bool:
+    def _is_last(self, block: SegmentBlock) -> bool:
         return block.start + block.size == self._ends[bool(block.segment)]
 
     @staticmethod
-    def _pages(block: Block) -> list[tuple[int, int]]:
+    def _pages(block: SegmentBlock) -> list[tuple[int, int]]:
         size = PAGES[bool(block.segment)]
         last = (block.start + block.size - 1) // size
         return [(block.segment, page) for page in range(block.start // size, last + 1)]

@@ -40,7 +40,7 @@ from tuner.train.evaluate import batch_losses
 from tuner.train.step import TrainState, microbatch_terms, optimizer_step
 
 if TYPE_CHECKING:
-    from tuner.profile.allocations import AllocationTracker, Change, Storage
+    from tuner.profile.allocations import AllocationTracker, LiveChange, Storage
 
 REASON = 200
 """Letters of an error that are shown."""
@@ -49,11 +49,11 @@ _BETWEEN = ("__torch_dispatch__", "__torch_function__")
 
 
 @dataclass(frozen=True)
-class Trace:
+class StepTrace:
     """What a step allocated and freed, in order, on a kind of device, and what of it is not storages of tensors."""
 
     target: str
-    changes: Sequence[Change]
+    changes: Sequence[LiveChange]
     storages: Sequence[Storage]
     marks: tuple[tuple[str, int], ...]
     """Each mark of the step, from `start` to `done`, and the number of changes before it."""
@@ -76,7 +76,7 @@ def trace_step(
     held_out: Batch | None = None,
     samples: Sequence[tuple[int, int]] = (),
     compiled: bool = False,
-) -> Trace:
+) -> StepTrace:
     """Build the training state of rank 0 and take one step of these microbatches; then evaluate one of held-out rows.
 
     ``samples`` are prompts that are answered then: the tokens of each, and the most that its answer may have. Layers
@@ -133,7 +133,7 @@ def trace_step(
         changes = tuple(tracker.changes)
         held = train_state.optimizer.host_names()
         staged = staged_bytes({name: tensor for name, tensor in run_tensors(train_state).items() if name not in held})
-    return Trace(facts.kind, changes, tracker.storages, marks, blocks, staged, largest, flops, sizes, traffic)
+    return StepTrace(facts.kind, changes, tracker.storages, marks, blocks, staged, largest, flops, sizes, traffic)
 
 
 def _teacher(resolved: Resolved, mesh: Mesh) -> CausalLM | None:

@@ -25,7 +25,7 @@ WEIGHT_FLOOR = 1e-2
 
 
 @dataclass(frozen=True)
-class Proof:
+class LayoutProof:
     """What was found of one layout."""
 
     layout: str

@@ -21,7 +21,7 @@ import torch
 
 from tuner.config.recipe import Recipe
 from tuner.errors import LostRankError, MachineError, RecipeError, VerificationError, as_tuner_error
-from tuner.prove.compare import Proof, Verdict, unequal
+from tuner.prove.compare import LayoutProof, Verdict, unequal
 from tuner.prove.layouts import ALONE, Layout, laid_out, layouts_of
 from tuner.prove.training import Setting, train_layout, train_plain
 from tuner.prove.twin import Twin, make_twin
@@ -38,11 +38,11 @@ STEPS = 20
 class Proven:
     """What was found of all layouts, in the order in which they were asked for."""
 
-    proofs: tuple[Proof, ...]
+    proofs: tuple[LayoutProof, ...]
     assumptions: tuple[str, ...]
 
     @property
-    def wrong(self) -> tuple[Proof, ...]:
+    def wrong(self) -> tuple[LayoutProof, ...]:
         """Those that are not what one process computes, or that failed."""
         return tuple(proof for proof in self.proofs if proof.verdict in {"unequal", "failed"})
 
@@ -73,13 +73,13 @@ def prove(recipe: Recipe, steps: int, layouts: Sequence[str], say: Callable[[str
     return Proven(tuple(found[layout] for layout in chosen), twin.assumptions)
 
 
-def refused(twin: Twin, layout: Layout) -> Proof | None:
+def refused(twin: Twin, layout: Layout) -> LayoutProof | None:
     """Why a layout is not possible for a model, or not supported, as far as shows before a process starts."""
     try:
         laid_out(twin.own, layout)  # where the small model leaves out what the recipe's rules refuse
         step_config_of(twin.resolved(layout), torch.device("cpu"), layout.rank_info(0))  # with its processes
     except (RecipeError, MachineError) as error:
-        return Proof(layout.name, layout.processes, "refused", cause=_reason(error))
+        return LayoutProof(layout.name, layout.processes, "refused", cause=_reason(error))
     return None
 
 
@@ -103,7 +103,7 @@ def train_alone(setting: Setting) -> None:
             )
 
 
-def proofs_of(setting: Setting, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, Proof]]:
+def proofs_of(setting: Setting, layouts: Sequence[Layout]) -> Iterator[tuple[Layout, LayoutProof]]:
     """The proofs of layouts, those with as many processes one after the other in the same group."""
     for processes in sorted({layout.processes for layout in layouts}):
         some = [layout for layout in layouts if layout.processes == processes]
@@ -124,14 +124,14 @@ def _answer(setting: Setting, layout: Layout, rank: int, place: Path) -> dict[st
     return {"figures": {name: str(value) for name, value in figures.items()}, "cause": cause}
 
 
-def _proof(layout: Layout, answer: Any) -> Proof:
+def _proof(layout: Layout, answer: Any) -> LayoutProof:
     if isinstance(answer, Failure):
-        return Proof(layout.name, layout.processes, "failed", cause=answer.message)
+        return LayoutProof(layout.name, layout.processes, "failed", cause=answer.message)
     if "refused" in answer:
-        return Proof(layout.name, layout.processes, "refused", cause=answer["refused"])
+        return LayoutProof(layout.name, layout.processes, "refused", cause=answer["refused"])
     figures = {name: float(value) for name, value in answer["figures"].items()}
     verdict: Verdict = "unequal" if unequal(figures) else "equal"
-    return Proof(layout.name, layout.processes, verdict, figures, answer["cause"])
+    return LayoutProof(layout.name, layout.processes, verdict, figures, answer["cause"])
 
 
 POLL_S = 0.02

@@ -26,7 +26,7 @@ _FLOOR = 1e-3
 
 
 @dataclass
-class Trace:
+class ModuleTrace:
     """Tensors by module, one for each forward of a step, in the order in which the modules gave them."""
 
     outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -39,12 +39,12 @@ class Trace:
 
 
 @contextmanager
-def traced(model: nn.Module) -> Iterator[Trace]:
+def traced(model: nn.Module) -> Iterator[ModuleTrace]:
     """Note what all modules give in forwards that are trained, and the gradients that reach them.
 
     What is computed again for a backward pass is left out.
     """
-    trace, part = Trace(), ["forward"]
+    trace, part = ModuleTrace(), ["forward"]
 
     def note(name: str, output: Any) -> None:
         tensor = output[0] if isinstance(output, tuple | list) and output else output
@@ -72,11 +72,11 @@ def traced(model: nn.Module) -> Iterator[Trace]:
             handle.remove()
 
 
-def _note_gradient(trace: Trace, name: str, gradient: torch.Tensor) -> None:
+def _note_gradient(trace: ModuleTrace, name: str, gradient: torch.Tensor) -> None:
     trace.gradients.setdefault(name, []).append(local(gradient).detach().clone())
 
 
-def write_trace(trace: Trace, directory: Path) -> None:
+def write_trace(trace: ModuleTrace, directory: Path) -> None:
     """Keep a trace, a file for each module: of a step with a micro-batch for each row."""
     directory.mkdir()
     for kind in KINDS:
@@ -87,7 +87,7 @@ def write_trace(trace: Trace, directory: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class DifferingModule:
     """A module whose output, or whose output's gradient, is another one than in one process."""
 
     kind: Kind
@@ -106,8 +106,8 @@ class Place:
 
 
 def first_place(
-    trace: Trace, directory: Path, micro: Sequence[range], share: tuple[int, int], rank: int
-) -> Place | None:
+    trace: ModuleTrace, directory: Path, micro: Sequence[range], share: tuple[int, int], rank: int
+) -> DifferingModule | None:
     """Where a process's trace leaves that of one process first, in the order of the passes; None where it does not.
 
     ``micro`` says which rows each forward had; ``share`` is this process's number among those that cut rows, and how
@@ -127,7 +127,7 @@ def first_place(
                 if (off := _apart(found, [rows[row] for row in some], share, floor)) is not None
             ]
             if figures and not max(figures) <= MODULES_APART:
-                return Place(kind, order, name, max(figures), rank)
+                return DifferingModule(kind, order, name, max(figures), rank)
     return None
 
 

@@ -95,7 +95,7 @@ class Training:
     """A model that trains: its state, its rows, and the micro-batches of a step."""
 
     state: TrainState
-    rows: Rows
+    rows: ProofRows
 
     def steps(self, first: int, last: int) -> tuple[list[float], list[float]]:
         """Take the steps from one to before another at the full rate; their losses and gradient norms."""
@@ -132,7 +132,7 @@ def build(setting: Setting, layout: Layout, rank: int) -> Training:
     state = build_train_state(resolved, root, step_config)
     vocabulary = resolved.config.get_text_config().vocab_size
     recipe = setting.twin.recipe
-    return Training(state, Rows(recipe.method.examples, vocabulary, setting.twin.accumulate, recipe.seed))
+    return Training(state, ProofRows(recipe.method.examples, vocabulary, setting.twin.accumulate, recipe.seed))
 
 
 def train_plain(setting: Setting) -> None:
@@ -337,7 +337,7 @@ _UNTRAINED = 4
 
 
 @dataclass(frozen=True)
-class Rows:
+class ProofRows:
     """Where the rows of a proof come from: ids below ``vocabulary``, documents as the method has them."""
 
     examples: Examples

@@ -17,7 +17,7 @@ from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import WEBHOOK_VARIABLE, ParallelSection, Recipe
 from tuner.errors import MachineError
 from tuner.run.main import train
-from tuner.run.options import JOB, RESULT, HandedOver, Job, LaunchOptions, RunResult
+from tuner.run.options import JOB, RESULT, HandedOver, LaunchOptions, RankJob, RunResult
 from tuner.run.preflight import preflight
 from tuner.run.settle import settled_for
 from tuner.run.status import RunStatus
@@ -121,7 +121,7 @@ def _train_in_ranks(
     settled = settled_for(ready, loaded, options, place.planned, console, starts=True)
     parts = {part.name: plain for part in ready.parts if (plain := part.handed_over()) is not None}
     given = HandedOver(ready.data_dir.absolute(), checkpoint, tuple(command_line()), settled, parts)
-    job = JOB.dump_python(Job.of(loaded, replace(options, handed_over=given)), mode="json")
+    job = JOB.dump_python(RankJob.of(loaded, replace(options, handed_over=given)), mode="json")
     says = f"starting {processes} process{'es' if processes > 1 else ''}" if console.is_heard else ""
     return RESULT.validate_python(run_ranks(train_rank, job, processes, logs, says))
 

@@ -18,8 +18,8 @@ from tuner.profile.devices import find_device, parse_memory, parse_processes, pr
 from tuner.profile.measure import Measurement, MeasureOptions, measure
 from tuner.profile.predict import Target
 from tuner.run.launch import Placement, local_processes
-from tuner.run.options import HandedOver, Job, LaunchOptions
-from tuner.run.settle import Place, settle
+from tuner.run.options import HandedOver, LaunchOptions, RankJob
+from tuner.run.settle import LaunchData, settle
 from tuner.runtime.console import Console, Level
 from tuner.runtime.deterministic import tf32_products
 from tuner.runtime.dist import RankInfo
@@ -33,7 +33,7 @@ from tuner.setup.timetable import timetable
 class MeasureJob:
     """What each rank measures; the data was prepared by the process that started it."""
 
-    job: Job
+    job: RankJob
     options: MeasureOptions
 
 
@@ -82,7 +82,7 @@ def measure_recipe(loaded: LoadedRecipe, options: MeasureOptions, level: Level) 
     place.check(loaded)
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     directory = prepare_to_use(spec, console)
-    at = Place.of(directory, spec.cache_dir, options.dry_run, starts=place.local > 1)
+    at = LaunchData.of(directory, spec.cache_dir, options.dry_run, starts=place.local > 1)
     settled = settle(loaded, {}, place.planned, at, console)
     for key, reason in settled.reasons.items():
         console.say("settled", f"{key} {settled.values[key]}: {reason}")
@@ -90,7 +90,7 @@ def measure_recipe(loaded: LoadedRecipe, options: MeasureOptions, level: Level) 
     if place.local == 1 or options.dry_run:
         return _measured(loaded.recipe, directory, options, place.planned, console)
     given = HandedOver(directory.absolute(), None, ())
-    job = MeasureJob(Job.of(loaded, LaunchOptions(level=level, handed_over=given)), options)
+    job = MeasureJob(RankJob.of(loaded, LaunchOptions(level=level, handed_over=given)), options)
     plain = MEASURE_JOB.dump_python(job, mode="json")
     return MEASURED.validate_python(run_apart(measure_rank, plain, place.local, "profile", console.is_heard))
 

@@ -54,7 +54,7 @@ class LaunchOptions:
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """The work of a rank that a launch starts: the recipe, and the options."""
 
     recipe: dict[str, Any]
@@ -63,9 +63,9 @@ class Job:
     options: LaunchOptions
 
     @staticmethod
-    def of(loaded: LoadedRecipe, options: LaunchOptions) -> Job:
+    def of(loaded: LoadedRecipe, options: LaunchOptions) -> RankJob:
         """The job of every rank of a launch."""
-        return Job(recipe_dict(loaded.recipe), loaded.text, loaded.path, options)
+        return RankJob(recipe_dict(loaded.recipe), loaded.text, loaded.path, options)
 
     def loaded(self) -> LoadedRecipe:
         """The recipe as the command loaded it."""
@@ -84,6 +84,6 @@ class RunResult:
     metrics: dict[str, Any]
 
 
-JOB: TypeAdapter[Job] = TypeAdapter(Job)
+JOB: TypeAdapter[RankJob] = TypeAdapter(RankJob)
 RESULT: TypeAdapter[RunResult] = TypeAdapter(RunResult)
 """How they are written as JSON and read again."""

@@ -12,10 +12,10 @@ from tuner.data.prepared import open_prepared
 from tuner.errors import RecipeError
 from tuner.run.columns import Work
 from tuner.run.launch import Placement
-from tuner.run.options import JOB, HandedOver, Job, LaunchOptions
+from tuner.run.options import JOB, HandedOver, LaunchOptions, RankJob
 from tuner.run.parts.exactness import exactness
 from tuner.run.reference import values_of, with_reference
-from tuner.run.settle import Place, settle
+from tuner.run.settle import LaunchData, settle
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import process_group
@@ -36,13 +36,13 @@ def prepare_reference(loaded: LoadedRecipe, prepared: Path, console: Console, op
         raise RecipeError(f"--reference: method.kind {recipe.method.kind} has no reference", hint="leave it out")
     place.check(loaded)
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
-    at = Place.of(prepared, spec.cache_dir, False, starts=place.local > 1)
+    at = LaunchData.of(prepared, spec.cache_dir, False, starts=place.local > 1)
     settled = settle(loaded, {}, place.planned, at, console)
     loaded = replace(loaded, recipe=settled.of(recipe))
     if place.local == 1:
         return _computed(loaded, prepared, place.rank_info, console)
     given = HandedOver(prepared.absolute(), None, ())
-    job = JOB.dump_python(Job.of(loaded, replace(options, handed_over=given)), mode="json")
+    job = JOB.dump_python(RankJob.of(loaded, replace(options, handed_over=given)), mode="json")
     return Path(run_apart(reference_rank, job, place.local, "reference", console.is_heard)["path"])
 
 

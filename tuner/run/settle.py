@@ -62,7 +62,7 @@ PARTS = ("model", "tokenizer", "adapter", "method", "data", "train", "optimizer"
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchData:
     """Where a launch has its data, where outcomes are kept, whether other ranks of it wait for this process, and
     whether it only starts ranks."""
 
@@ -72,9 +72,9 @@ class Place:
     starts: bool = False
 
     @staticmethod
-    def of(data: Path, cache: Path, is_planned: bool, starts: bool = False) -> Place:
+    def of(data: Path, cache: Path, is_planned: bool, starts: bool = False) -> LaunchData:
         """That of this process; ranks that it starts itself, or only plans, are none that wait."""
-        return Place(data.absolute(), cache, RankInfo.is_given() and not is_planned, starts)
+        return LaunchData(data.absolute(), cache, RankInfo.is_given() and not is_planned, starts)
 
 
 def run_before(recipe: LoadedRecipe | None, record: Mapping[str, Any] | None, processes: int) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def run_before(recipe: LoadedRecipe | None, record: Mapping[str, Any] | None, pr
 
 
 def settle(
-    loaded: LoadedRecipe, before: Mapping[str, Any], rank_info: RankInfo, place: Place, console: Console
+    loaded: LoadedRecipe, before: Mapping[str, Any], rank_info: RankInfo, place: LaunchData, console: Console
 ) -> Settled:
     """Settle what a recipe leaves open, and its global batch where the default does not divide.
 
@@ -243,5 +243,5 @@ def settled_for(
     if options.handed_over is not None:
         return options.handed_over.settled
     before = run_before(ready.status.run.recipe(ready.status.record), ready.status.record, rank_info.world_size)
-    place = Place.of(ready.data_dir, ready.spec.cache_dir, options.dry_run, starts)
+    place = LaunchData.of(ready.data_dir, ready.spec.cache_dir, options.dry_run, starts)
     return settle(loaded, before, rank_info, place, console)

@@ -195,13 +195,13 @@ def to_device(array: object, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-class Moment(Protocol):
+class DeviceMark(Protocol):
     """When the device has done what was queued before."""
 
     def wait(self) -> None:
         """Return once the device has got there."""
 
-    def seconds_since(self, earlier: Moment) -> float:
+    def seconds_since(self, earlier: DeviceMark) -> float:
         """Seconds between two moments of one timeline, both of which the device has reached."""
 
 
@@ -215,7 +215,7 @@ class Timeline(Protocol):
     def now(self) -> float:
         """The host's time, in seconds of a monotonic clock."""
 
-    def mark(self) -> Moment:
+    def mark(self) -> DeviceMark:
         """The moment at which the device will have done all that is queued by now. Nothing waits."""
 
 
@@ -226,7 +226,7 @@ class _HostMoment:
     def wait(self) -> None:
         """It is now, or was."""
 
-    def seconds_since(self, earlier: Moment) -> float:
+    def seconds_since(self, earlier: DeviceMark) -> float:
         assert isinstance(earlier, _HostMoment)
         return self.at - earlier.at
 
@@ -239,7 +239,7 @@ class _CudaMoment:
     def wait(self) -> None:
         self.event.synchronize()
 
-    def seconds_since(self, earlier: Moment) -> float:
+    def seconds_since(self, earlier: DeviceMark) -> float:
         assert isinstance(earlier, _CudaMoment)
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
@@ -251,7 +251,7 @@ class _DeviceTimeline:
     def now(self) -> float:
         return time.monotonic()
 
-    def mark(self) -> Moment:
+    def mark(self) -> DeviceMark:
         return _CudaMoment() if self.is_behind else _HostMoment()
 
 

@@ -71,26 +71,26 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """What one process has of a tensor: boxes that fill its part, none where that is empty."""
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
 
 
-def part_of(tensor: DTensor) -> Part:
+def part_of(tensor: DTensor) -> TensorPart:
     """What this process has of a tensor. Raises ValueError for one that is a sum over processes."""
     mesh = tensor.device_mesh
     place = mesh.get_coordinate()
     if place is None:
-        return Part((0,) * tensor.ndim, ())
+        return TensorPart((0,) * tensor.ndim, ())
     return part_at(tuple(tensor.shape), tuple(mesh.shape), cuts_of(tensor), tuple(place))
 
 
 @lru_cache(maxsize=4096)
 def part_at(
     shape: tuple[int, ...], axes: tuple[int, ...], cuts: tuple[Cut | None, ...], place: tuple[int, ...]
-) -> Part:
+) -> TensorPart:
     """What the process at a ``place`` of a mesh with ``axes`` of these sizes has of a tensor that they cut in order."""
     runs = [[range(size)] if size else [] for size in shape]
     for size, index, own in zip(axes, place, cuts, strict=True):
@@ -98,14 +98,14 @@ def part_at(
             runs[own.dim] = _piece(runs[own.dim], size, index, own.parts)
     found = tuple(sum(map(len, of_dim)) for of_dim in runs)
     if not all(runs):
-        return Part(found, ())
+        return TensorPart(found, ())
     starts = [[0, *accumulate(map(len, of_dim))] for of_dim in runs]
     boxes = []
     for numbers in product(*(range(len(of_dim)) for of_dim in runs)):
         chosen = [of_dim[number] for of_dim, number in zip(runs, numbers, strict=True)]
         at = tuple(of_dim[number] for of_dim, number in zip(starts, numbers, strict=True))
         boxes.append(Box(tuple(run.start for run in chosen), tuple(map(len, chosen)), at))
-    return Part(found, tuple(boxes))
+    return TensorPart(found, tuple(boxes))
 
 
 def cut_of(placement: Any) -> Cut | None:

@@ -37,7 +37,7 @@ JOB, WORKER = "job.json", "tuner.runtime.worker"
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """How a rank's work ended: its result, or the error in words. `at_s` is read from the monotonic clock."""
 
     rank: int
@@ -102,7 +102,7 @@ class _End:
     rank: int
     code: int
     at_s: float
-    report: Report | None
+    report: RankReport | None
 
     def is_cut_short(self, number: int) -> bool:
         """Whether the stop signal came before the rank could heed it."""
@@ -175,9 +175,9 @@ class _Ranks:
         """What a rank was doing when it last said so, to follow its name; empty where it said nothing."""
         return phase.at_last(rank_file(self.place, rank, "phase"))
 
-    def _report(self, rank: int) -> Report | None:
+    def _report(self, rank: int) -> RankReport | None:
         path = rank_file(self.place, rank, "json")
-        return Report(**read_json(path)) if path.is_file() else None
+        return RankReport(**read_json(path)) if path.is_file() else None
 
 
 def _result(ranks: _Ranks) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def _result(ranks: _Ranks) -> dict[str, Any]:
     raise _told(ranks, min(failed, key=lambda report: report.at_s), failed)
 
 
-def _told(ranks: _Ranks, report: Report, failed: list[Report]) -> TunerError:
+def _told(ranks: _Ranks, report: RankReport, failed: list[RankReport]) -> TunerError:
     """A rank's error for the user; an error that all ranks agreed on is nobody's own."""
     agreed = len(failed) > 1 and all(other.message == report.message for other in failed)
     is_named = agreed or report.message.startswith("rank ")

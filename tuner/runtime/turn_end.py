@@ -11,7 +11,7 @@ _EXCHANGE: tuple[Mapping[str, Any], ...] = (
 )
 
 
-class Exchange(NamedTuple):
+class ChatConvention(NamedTuple):
     """How a tokenizer writes messages and finds control tokens, and what it knows of them."""
 
     render: Callable[[Sequence[Mapping[str, Any]], bool], str | None]
@@ -24,7 +24,7 @@ class Exchange(NamedTuple):
     """The token that begins a text."""
 
 
-def turn_end(exchange: Exchange) -> str | None:
+def turn_end(exchange: ChatConvention) -> str | None:
     """Return the token that ends an answer where none of `exchange.ends` does; None where one does, or none is there.
 
     Other control tokens may stand before it (`</answer><|im_end|>`), and the next turn's header right after it. It is
@@ -48,7 +48,7 @@ def turn_end(exchange: Exchange) -> str | None:
     return None if end not in last and any(token in exchange.ends for token in last) else end
 
 
-def _run_after(exchange: Exchange, text: str, words: str) -> list[str]:
+def _run_after(exchange: ChatConvention, text: str, words: str) -> list[str]:
     """The control tokens after `words` with nothing but white space between them, whatever stands before the first."""
     start = text.find(words)
     if start < 0:
@@ -65,7 +65,7 @@ def _run_after(exchange: Exchange, text: str, words: str) -> list[str]:
     return run
 
 
-def _prompt_tokens(exchange: Exchange) -> list[str]:
+def _prompt_tokens(exchange: ChatConvention) -> list[str]:
     """The control tokens of the generation prompt."""
     before, prompt = (exchange.render(_EXCHANGE[:1], wanted) for wanted in (False, True))
     if before is None or prompt is None or not prompt.startswith(before):

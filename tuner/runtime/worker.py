@@ -22,7 +22,7 @@ from tuner.runtime.activity import STDERR
 from tuner.runtime.console import escape
 from tuner.runtime.dist import log_name
 from tuner.runtime.files import read_json, write_atomic
-from tuner.runtime.spawn import JOB, Report, rank_file
+from tuner.runtime.spawn import JOB, RankReport, rank_file
 from tuner.runtime.warned import Warned, collected
 
 WATCH_S = 1.0
@@ -48,14 +48,14 @@ def main() -> NoReturn:
             with STDERR.doing(job["says"]) if rank == 0 and job["says"] else contextlib.nullcontext():
                 work = getattr(import_module(module), function)
             result = work(job["job"])
-        report = Report(rank, time.monotonic(), result=result)
+        report = RankReport(rank, time.monotonic(), result=result)
     except BaseException as error:  # noqa: BLE001 - reported to the parent, which reports it to the user
         at_s = time.monotonic()
         os.write(log, "".join(traceback.format_exception(error)).encode(errors="backslashreplace"))
         known = as_tuner_error(error)
         code = int(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else known.exit_code)
         message = known.message or type(error).__name__
-        report = Report(rank, at_s, None, type(error).__name__, code, message, known.hint)
+        report = RankReport(rank, at_s, None, type(error).__name__, code, message, known.hint)
     write_atomic(rank_file(place, rank, "json"), json.dumps(dataclasses.asdict(report)).encode())
     if report.exit_code == 0:
         raise SystemExit(0)

@@ -15,7 +15,7 @@ from tuner.init_from.give import Giver
 from tuner.init_from.match import MOST, matched, plan_of
 from tuner.init_from.plan import KEY, InitPlan
 from tuner.init_from.report import report, summary
-from tuner.init_from.target import Target, target_of
+from tuner.init_from.target import InitTarget, target_of
 from tuner.model.build import meta_model, model_config
 from tuner.model.quantize.layers import quantizable
 from tuner.model.trainable import TrainableSpec
@@ -44,7 +44,7 @@ def check_initial(recipe: Recipe, trainable: TrainableSpec, found: Findings) -> 
         found.add(KEY, f"{len(problems) - MOST} more problems of this kind")
 
 
-def _target(recipe: Recipe, config: PretrainedConfig, trainable: TrainableSpec) -> Target:
+def _target(recipe: Recipe, config: PretrainedConfig, trainable: TrainableSpec) -> InitTarget:
     head = head_of(recipe.method)
     plain, adapted = (meta_model(config, torch.float32, head) for _ in range(2))
     coded = frozenset[str]()

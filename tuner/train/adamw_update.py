@@ -13,14 +13,14 @@ import torch
 
 from tuner.model.native import library
 from tuner.runtime.device import is_traced, target, triton_problem
-from tuner.train.moments import BLOCK, FIRST_CELL, LAST_CELL, At, CodeMap, Moment, Part, Step, decode, encode
+from tuner.train.moments import BLOCK, FIRST_CELL, LAST_CELL, At, CodeMap, Moment, MomentPart, Step, decode, encode
 from tuner.train.stochastic import noise, rounded
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
 """Numbers that plain torch takes at a time: about 80 bytes of temporary memory each."""
 
 
-def update(part: Part, step: Step) -> None:
+def update(part: MomentPart, step: Step) -> None:
     """Take a step, in place."""
     if not part.weight.numel():
         return
@@ -46,7 +46,7 @@ def _has_triton() -> bool:
     return triton_problem() is None
 
 
-def _update_native(part: Part, step: Step) -> None:
+def _update_native(part: MomentPart, step: Step) -> None:
     weight = part.weight
     rows, width = weight.shape
     signed, unsigned = step.average_codes, step.square_codes
@@ -79,7 +79,7 @@ def _update_native(part: Part, step: Step) -> None:
     )
 
 
-def update_plainly(part: Part, step: Step) -> None:
+def update_plainly(part: MomentPart, step: Step) -> None:
     """The same in plain torch, a piece at a time."""
     rows, width = part.weight.shape
     for where in _pieces(rows, width, CHUNK[part.weight.device.type]):
@@ -95,7 +95,7 @@ def _pieces(rows: int, width: int, size: int) -> Iterator[tuple[slice, slice]]:
             yield slice(row, min(row + high, rows)), slice(column, min(column + wide, width))
 
 
-def _update_piece(part: Part, step: Step, where: tuple[slice, slice]) -> None:
+def _update_piece(part: MomentPart, step: Step, where: tuple[slice, slice]) -> None:
     numbers, (rows, columns) = step.numbers, where
     weight, gradient = part.weight[where], part.gradient[where].float() / numbers[At.DIVISOR]
     average = _read(part.average, step.average_codes, where) * numbers[At.BETA1] + gradient * numbers[At.REST1]

@@ -14,7 +14,7 @@ import torch
 
 from tuner.config.optimizers import AdamwOptimizer
 from tuner.errors import RecipeError
-from tuner.parallel.layouts import Layout
+from tuner.parallel.layouts import ShardLayout
 from tuner.runtime.parts import Box
 from tuner.train.adamw_update import update
 from tuner.train.moments import (
@@ -24,7 +24,7 @@ from tuner.train.moments import (
     CodeMap,
     FlaggedOptimizer,
     Moment,
-    Part,
+    MomentPart,
     Step,
     code_map,
     placed,
@@ -45,7 +45,7 @@ class CompactAdamW(FlaggedOptimizer):
     def __init__(
         self,
         groups: list[dict[str, Any]],
-        layouts: Mapping[torch.Tensor, Layout],
+        layouts: Mapping[torch.Tensor, ShardLayout],
         coded: Set[torch.Tensor],
         section: AdamwOptimizer,
         seed: int,
@@ -100,7 +100,7 @@ class CompactAdamW(FlaggedOptimizer):
         numbers[At.RATE].copy_(group["lr"] / (1 - beta1**count))
         numbers[At.ROOT].copy_((1 - beta2**count).sqrt())
 
-    def _part(self, parameter: torch.Tensor, piece: _Piece, key: torch.Tensor | None) -> Part:
+    def _part(self, parameter: torch.Tensor, piece: _Piece, key: torch.Tensor | None) -> MomentPart:
         """Rows of a parameter that lie together, of its gradient and of its moments."""
         state, gradient, own = self.state[parameter], parameter.grad, piece.rows
         assert gradient is not None, "the caller has looked"
@@ -114,12 +114,12 @@ class CompactAdamW(FlaggedOptimizer):
         )
         weight = parameter.detach().view(shape)[own]
         numbers = gradient.contiguous().view(shape)[own]
-        return Part(numbers, weight, average, square, piece.first_row, key, piece.first_column, piece.whole_width)
+        return MomentPart(numbers, weight, average, square, piece.first_row, key, piece.first_column, piece.whole_width)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows of a process's part of a parameter that lie together in the whole, and where: as :class:`Part` has it."""
+    """Rows of a process's part of a parameter that lie together in the whole, and where: as a :class:`MomentPart`."""
 
     rows: slice
     first_row: int
@@ -127,7 +127,7 @@ class _Piece:
     whole_width: int
 
 
-def _pieces(name: str, layout: Layout, unit: int) -> list[_Piece]:
+def _pieces(name: str, layout: ShardLayout, unit: int) -> list[_Piece]:
     """What a process has of a parameter, whose rows may be cut at multiples of ``unit`` numbers alone.
 
     Raises RecipeError where they are cut elsewhere, on any process.

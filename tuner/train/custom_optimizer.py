@@ -10,7 +10,7 @@ import torch
 
 from tuner.config.optimizers import CustomOptimizer
 from tuner.errors import PluginError, RecipeError, TunerError
-from tuner.parallel.layouts import Layout
+from tuner.parallel.layouts import ShardLayout
 from tuner.runtime.plugins import load, naming, require_call, source_file
 
 
@@ -18,7 +18,7 @@ class OwnOptimizer:
     """A torch optimizer of the user's own, whose failure names it and the line of its own code."""
 
     def __init__(
-        self, inner: torch.optim.Optimizer, use: str, file: Path | None, layouts: Mapping[torch.Tensor, Layout]
+        self, inner: torch.optim.Optimizer, use: str, file: Path | None, layouts: Mapping[torch.Tensor, ShardLayout]
     ) -> None:
         self._inner, self._use, self._file, self._layouts = inner, use, file, layouts
 
@@ -56,7 +56,7 @@ class OwnOptimizer:
 
 
 def build_own_optimizer(
-    section: CustomOptimizer, groups: Sequence[dict[str, Any]], layouts: Mapping[torch.Tensor, Layout]
+    section: CustomOptimizer, groups: Sequence[dict[str, Any]], layouts: Mapping[torch.Tensor, ShardLayout]
 ) -> OwnOptimizer:
     """Call what ``use`` names with groups of ``params``, ``names``, ``lr`` and ``weight_decay``.
 

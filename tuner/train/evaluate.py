@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from tuner.data.batches import Batch, GlobalBatches, selected, step_of, without_targets
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.prepared import PackedRows, Sample
+from tuner.data.prepared import PackedRows, PreparedSample
 from tuner.errors import RecipeError
 from tuner.model.build import position_limit
 from tuner.model.root import CausalLM
@@ -347,7 +347,10 @@ def _evaluate_terms(
 
 
 def answer_samples(
-    state: TrainState, samples: Sequence[Sample], tokenizer: TextTokenizer, between: Callable[[], None] = lambda: None
+    state: TrainState,
+    samples: Sequence[PreparedSample],
+    tokenizer: TextTokenizer,
+    between: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """Greedy answers to held-out prompts. Collective: every rank decodes the same prompts, all of them together.
 
@@ -365,7 +368,7 @@ def answer_samples(
     return [tokenizer.decode(ids) for ids in answers]
 
 
-def answer_limits(samples: Sequence[Sample], tokenizer: TextTokenizer, config: PretrainedConfig) -> list[int]:
+def answer_limits(samples: Sequence[PreparedSample], tokenizer: TextTokenizer, config: PretrainedConfig) -> list[int]:
     """The most tokens that the answer to each prompt may have."""
     max_positions = position_limit(config) or sys.maxsize
     wanted = [len(tokenizer.encode(sample.reference)) for sample in samples]

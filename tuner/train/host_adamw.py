@@ -123,7 +123,7 @@ STATE_BYTES, DOWN_BYTES, UP_BYTES = 8, 8, 4
 
 
 @dataclass(frozen=True)
-class Piece:
+class StatePiece:
     """Elements ``start`` to ``end`` of a parameter, at ``at`` in the buffers of its bucket."""
 
     parameter: torch.Tensor
@@ -212,12 +212,12 @@ class HostAdamW(FlaggedOptimizer):
         divisor = torch.ones_like(self.found_inf) if self.grad_scale is None else self.grad_scale
         return float(torch.where(self.found_inf > 0, 0.0, divisor))
 
-    def _fetch(self, pieces: Sequence[Piece], slot: Slot, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def _fetch(self, pieces: Sequence[StatePiece], slot: Slot, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
         of_gradients = [(piece.within(slot.gradients), piece.of(gradients[piece.parameter])) for piece in pieces]
         of_weights = [(piece.within(slot.weights), piece.of(piece.parameter)) for piece in pieces]
         self._link.fetch(slot, [*of_gradients, *of_weights])
 
-    def _update(self, pieces: Sequence[Piece], slot: Slot, scale: torch.Tensor | None) -> None:
+    def _update(self, pieces: Sequence[StatePiece], slot: Slot, scale: torch.Tensor | None) -> None:
         for _, found in groupby(pieces, key=lambda piece: id(piece.group)):
             own = list(found)
             states, group = [self.state[piece.parameter] for piece in own], own[0].group
@@ -240,10 +240,10 @@ class HostAdamW(FlaggedOptimizer):
             )
 
 
-def buckets(groups: Iterable[dict[str, Any]], limit: int) -> list[list[Piece]]:
+def buckets(groups: Iterable[dict[str, Any]], limit: int) -> list[list[StatePiece]]:
     """Parameters in their order, in buckets of up to ``limit`` elements; larger ones are cut."""
     limit = max(UNIT, limit // UNIT * UNIT)
-    found: list[list[Piece]] = []
+    found: list[list[StatePiece]] = []
     at = limit
     for group in groups:
         for parameter in group["params"]:
@@ -253,7 +253,7 @@ def buckets(groups: Iterable[dict[str, Any]], limit: int) -> list[list[Piece]]:
                     found.append([])
                     at = 0
                 end = min(size, start + limit - at)
-                found[-1].append(Piece(parameter, group, start, end, at))
+                found[-1].append(StatePiece(parameter, group, start, end, at))
                 at += -(-(end - start) // UNIT) * UNIT
                 start = end
     return found

@@ -46,7 +46,7 @@ def rows_at(step: int) -> float:
     return step * _GOLDEN % 1.0
 
 
-class StepWatch:
+class InternalsWatch:
     """Sums of squares of a step's gradients, of its update and of the weights after it, by layer.
 
     The weights before the update are copied: on a CUDA device to the host's memory, so that its own peak stays.

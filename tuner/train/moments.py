@@ -178,7 +178,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Part:
+class MomentPart:
     """What a step works on: rows of a parameter, or columns of rows, all ``[rows, width]``, changed in place.
 
     ``first_row`` and ``first_column``, a multiple of 4, are the first of them in the whole parameter, whose rows have

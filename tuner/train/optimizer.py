@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
     from tuner.model.touched_rows import TouchedRows
-    from tuner.parallel.layouts import Layout
+    from tuner.parallel.layouts import ShardLayout
     from tuner.train.custom_optimizer import OwnOptimizer
     from tuner.train.host_adamw import HostAdamW
     from tuner.train.row_adamw import RowAdamW
@@ -212,7 +212,7 @@ class _Built:
 
     parameters: Mapping[str, nn.Parameter]
     groups: Grouped
-    layouts: Callable[[], Mapping[torch.Tensor, Layout]]
+    layouts: Callable[[], Mapping[torch.Tensor, ShardLayout]]
     outer: Set[str]
     embeddings: Set[str]
     seed: int
@@ -245,7 +245,9 @@ def _of_kind(section: Optimizer, built: _Built) -> list[torch.optim.Optimizer | 
             return [build_own_optimizer(section, groups(rest, lr), built.layouts())]
 
 
-def _layouts(parameters: Mapping[str, nn.Parameter], held: Mapping[str, nn.Parameter]) -> dict[torch.Tensor, Layout]:
+def _layouts(
+    parameters: Mapping[str, nn.Parameter], held: Mapping[str, nn.Parameter]
+) -> dict[torch.Tensor, ShardLayout]:
     """How each parameter lies over processes, by what this one holds of it."""
     from tuner.parallel.layouts import layouts_of  # an update of single elements needs none
 
@@ -256,7 +258,7 @@ def _adamw_and_compact(
     section: AdamwOptimizer,
     parameters: Mapping[str, nn.Parameter],
     in_8_bits: Sequence[str],
-    layouts: Callable[[], Mapping[torch.Tensor, Layout]],
+    layouts: Callable[[], Mapping[torch.Tensor, ShardLayout]],
     groups: Grouped,
     seed: int,
 ) -> list[torch.optim.Optimizer | OwnOptimizer]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from tuner.config.methods import Figure
+from tuner.config.methods import LoggedFigure
 from tuner.config.recipe import EvalSection
 from tuner.data.batches import Batch, StepBatches
 from tuner.train.plan import Plan
@@ -31,7 +31,7 @@ class Criterion:
     better: Literal["higher", "lower"] = "lower"
 
     @staticmethod
-    def of(metric: str | None, figures: Mapping[str, Figure]) -> Criterion | None:
+    def of(metric: str | None, figures: Mapping[str, LoggedFigure]) -> Criterion | None:
         """That of a metric of `checkpoint.keep_best`, where the method has these figures."""
         if metric is None:
             return None

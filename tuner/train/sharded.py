@@ -12,7 +12,7 @@ from torch import nn
 
 from tuner.config.optimizers import AdafactorOptimizer, MuonOptimizer
 from tuner.parallel.fsdp import sum_of_squares
-from tuner.parallel.layouts import Layout, added_up, map_whole_matrices
+from tuner.parallel.layouts import ShardLayout, added_up, map_whole_matrices
 from tuner.train.moments import FlaggedOptimizer, zeros_like
 
 SMALL_SQUARE = 1e-30
@@ -24,7 +24,7 @@ SMALL_SCALE = 1e-3
 class ShardedOptimizer(FlaggedOptimizer):
     """What both have: layouts, and gradients that a step uses up."""
 
-    def __init__(self, groups: list[dict[str, Any]], layouts: Mapping[torch.Tensor, Layout]) -> None:
+    def __init__(self, groups: list[dict[str, Any]], layouts: Mapping[torch.Tensor, ShardLayout]) -> None:
         super().__init__(groups)
         self._layouts = layouts
         self._keep: torch.Tensor | None = None
@@ -56,7 +56,7 @@ class ShardedAdafactor(ShardedOptimizer):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], layouts: Mapping[torch.Tensor, Layout], section: AdafactorOptimizer
+        self, groups: list[dict[str, Any]], layouts: Mapping[torch.Tensor, ShardLayout], section: AdafactorOptimizer
     ) -> None:
         super().__init__(groups, layouts)
         self._section = section
@@ -109,7 +109,7 @@ class ShardedAdafactor(ShardedOptimizer):
         state["exp_avg_sq_col"].lerp_(squares.of_columns / shape[-2] + SMALL_SQUARE, share)
 
     def _means(
-        self, parameters: Sequence[torch.Tensor], layouts: Sequence[Layout]
+        self, parameters: Sequence[torch.Tensor], layouts: Sequence[ShardLayout]
     ) -> Mapping[torch.Tensor, torch.Tensor]:
         """The mean of all squares of each matrix ``[..., 1]``: that of its columns, as of its rows."""
         columns = [self.state[parameter]["exp_avg_sq_col"] for parameter in parameters]
@@ -136,12 +136,12 @@ class ShardedAdafactor(ShardedOptimizer):
 class _Squares:
     """Sums of a matrix's squares, of those that a process has or of all: ``[..., M]`` over rows, ``[..., N]``."""
 
-    layout: Layout
+    layout: ShardLayout
     of_rows: torch.Tensor
     of_columns: torch.Tensor
 
     @staticmethod
-    def of(gradient: torch.Tensor, layout: Layout) -> _Squares:
+    def of(gradient: torch.Tensor, layout: ShardLayout) -> _Squares:
         """Those of this process."""
         rows, columns = (torch.linalg.vector_norm(gradient, dim=dim).square_() for dim in (-1, -2))
         return _Squares(layout, rows, columns)
@@ -156,7 +156,7 @@ def _added_up(squares: Sequence[_Squares]) -> list[_Squares]:
     return [_Squares(layout, rows, columns) for layout, rows, columns in pairs]
 
 
-def _is_split(layout: Layout, dim: int) -> bool:
+def _is_split(layout: ShardLayout, dim: int) -> bool:
     return any(split.dim == dim for split in layout.splits)
 
 
@@ -179,7 +179,7 @@ class ShardedMuon(ShardedOptimizer):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], layouts: Mapping[torch.Tensor, Layout], section: MuonOptimizer
+        self, groups: list[dict[str, Any]], layouts: Mapping[torch.Tensor, ShardLayout], section: MuonOptimizer
     ) -> None:
         super().__init__(groups, layouts)
         self._section, self._orthogonal = section, _Orthogonal(section.ns_steps)

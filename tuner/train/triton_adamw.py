@@ -16,7 +16,7 @@ from triton import language as tl
 from tuner.train.moments import BLOCK, FIRST_CELL, LAST_CELL
 
 if TYPE_CHECKING:
-    from tuner.train.moments import Part, Step
+    from tuner.train.moments import MomentPart, Step
 
 BLOCKS = 4
 """Of a program."""
@@ -129,7 +129,7 @@ def _adamw(  # noqa: PLR0913, PLR0917 - pointers and sizes
         tl.store(square + at, v, mask=mask)
 
 
-def launch(part: Part, step: Step) -> None:
+def launch(part: MomentPart, step: Step) -> None:
     """Take the step of a part, all of whose tensors lie on one device."""
     rows, width = part.weight.shape
     n_blocks = rows * -(-width // BLOCK)

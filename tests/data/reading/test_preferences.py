@@ -14,7 +14,7 @@ from tuner.config.methods import ExampleKind
 from tuner.data.reading.block import RawRecord
 from tuner.data.reading.blocks import position_of
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.proposals import Reading, proposals, reading_for
+from tuner.data.reading.proposals import ProposedReading, proposals, reading_for
 from tuner.data.reading.records import (
     Labelled,
     Pair,
@@ -34,7 +34,7 @@ def parsed(kind: ExampleKind, row: dict[str, Any], *given: Any) -> Any:
 def test_pairs_of_every_form(row: dict[str, Any], wanted: Pair) -> None:
     before = copy.deepcopy(row)
     assert parsed("preference", row) == wanted
-    assert row == before and reading_for([row], chats=True) == Reading("preference")
+    assert row == before and reading_for([row], chats=True) == ProposedReading("preference")
 
 
 @pytest.mark.parametrize(("row", "wanted"), cases("labelled", "row", "example"))
@@ -68,7 +68,7 @@ def test_rows_of_another_method_name_it(
 ) -> None:
     with pytest.raises(RecordProblem, match=reason):
         parsed(kind, row)
-    assert [proposal.lines for proposal in proposals(row, [row], Reading(kind), chats=True)] == lines
+    assert [proposal.lines for proposal in proposals(row, [row], ProposedReading(kind), chats=True)] == lines
 
 
 def test_columns_and_forms_of_pairs() -> None:

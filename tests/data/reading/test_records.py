@@ -11,7 +11,7 @@ from tuner.data.reading.block import RawRecord
 from tuner.data.reading.blocks import position_of
 from tuner.data.reading.jsonl import parse_json_record
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.proposals import Reading, proposals, ways_out
+from tuner.data.reading.proposals import ProposedReading, proposals, ways_out
 from tuner.data.reading.records import Conversation, PlainText, PromptCompletion, parse_record, unused_texts
 
 
@@ -68,8 +68,8 @@ def test_a_problem_names_the_line_that_helps(
     with pytest.raises(RecordProblem) as caught:
         parse_record(row)
     assert caught.value.hint is None
-    proposed = proposals(row, [row], Reading("sft"), chats=False)[0]
-    assert proposed.reading == Reading("sft", format, columns)
+    proposed = proposals(row, [row], ProposedReading("sft"), chats=False)[0]
+    assert proposed.reading == ProposedReading("sft", format, columns)
     line = proposed.text("rows.jsonl")
     given = YAML(typ="safe").load(line[line.index("{") : line.rindex("}") + 1])
     assert given == {"path": "rows.jsonl", **({"columns": columns} if columns else {"format": format})}
@@ -79,12 +79,12 @@ def test_a_problem_names_the_line_that_helps(
 
 @pytest.mark.parametrize("row", [{"question": "q"}, {"a": "b", "c": "d"}, {"prompt": 3}, {"messages": []}, {}])
 def test_nothing_is_proposed_where_nothing_is_likely(row: dict[str, Any]) -> None:
-    assert proposals(row, [row], Reading("sft"), chats=True) == []
+    assert proposals(row, [row], ProposedReading("sft"), chats=True) == []
 
 
 @pytest.mark.parametrize(("row", "columns"), cases("asked", "row", "columns", name="row"))
 def test_for_a_chat_template_questions_and_answers_become_turns(row: dict[str, Any], columns: dict[str, str]) -> None:
-    proposed = proposals(row, [row], Reading("sft"), chats=True)[0]
+    proposed = proposals(row, [row], ProposedReading("sft"), chats=True)[0]
     assert proposed.reading.columns == columns and not proposed.needs_template
     example = parse_record(row, "auto", columns)
     assert isinstance(example, Conversation)
@@ -95,8 +95,9 @@ def test_for_a_chat_template_questions_and_answers_become_turns(row: dict[str, A
 def test_where_no_key_is_known_the_form_of_columns_is_shown() -> None:
     form = "write the source as {path: rows.jsonl, columns: {instruction: YOURS, output: YOURS}}"
     row = {"q": "x", "a": "y"}
-    assert ways_out(row, [row], Reading("sft"), True, "rows.jsonl") == [f"{form}, with the row's own keys as YOURS"]
-    for row, given in (({"q": "x"}, Reading("sft")), ({"q": "x", "a": "y"}, Reading("sft", "messages"))):
+    sft, chats = ProposedReading("sft"), ProposedReading("sft", "messages")
+    assert ways_out(row, [row], sft, True, "rows.jsonl") == [f"{form}, with the row's own keys as YOURS"]
+    for row, given in (({"q": "x"}, sft), ({"q": "x", "a": "y"}, chats)):
         assert ways_out(row, [row], given, True, "rows.jsonl") == []
 
 
@@ -124,8 +125,8 @@ def test_sharegpt_by_name_reads_other_names_of_roles_alone() -> None:
     assert (caught.value.path, caught.value.hint) == (("messages", 0, "role"), None)
     with pytest.raises(RecordProblem, match="no conversations; the row has 'text'"):
         parse_record({"text": "x"}, "sharegpt")
-    proposed = proposals({"text": "x"}, [], Reading("sft", "sharegpt"), chats=True)
-    assert [one.reading for one in proposed] == [Reading("sft", "text")]
+    proposed = proposals({"text": "x"}, [], ProposedReading("sft", "sharegpt"), chats=True)
+    assert [one.reading for one in proposed] == [ProposedReading("sft", "text")]
 
 
 def test_a_format_forces_the_form() -> None:

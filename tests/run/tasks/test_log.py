@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.fixtures.queued_device import QueuedDevice
-from tuner.config.methods import DpoMethod, Figure
+from tuner.config.methods import DpoMethod, LoggedFigure
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.flops import Flops
 from tuner.run.tasks import log
@@ -45,7 +45,7 @@ def log_task(flops: Flops = FLOPS, step: int = 1) -> LogTask:
     return LogTask(progress, Records(None), MfuMeter(flops, peak=1e4), torch.device("cpu"))
 
 
-def console_task(figures: Mapping[str, Figure] | None = None) -> tuple[ConsoleTask, Progress, list[str]]:
+def console_task(figures: Mapping[str, LoggedFigure] | None = None) -> tuple[ConsoleTask, Progress, list[str]]:
     """A console task of five steps that evaluates after each second one, and the lines that it prints."""
     shown: list[str] = []
     console = Console(main=False)

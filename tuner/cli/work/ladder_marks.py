@@ -16,8 +16,8 @@ from tuner.errors import RecipeError
 from tuner.ladder import score
 from tuner.ladder.fit import Estimate, Parameter, Settings, parameters_of
 from tuner.ladder.fit_page import PAGE, check_output, figures_of, is_covered, shown_parameter, write_fit_page
-from tuner.ladder.forecast import Forecast, Question, forecast
-from tuner.ladder.held_out import HeldOut
+from tuner.ladder.forecast import Forecast, ForecastQuestion, forecast
+from tuner.ladder.held_out import LadderHeldOut
 from tuner.ladder.law import Size
 from tuner.ladder.marks import marks_csv, read_marks, statuses
 from tuner.ladder.points import Point, by_rung, point_of, read_points, short
@@ -99,7 +99,7 @@ def fit(ladder: str | None, overrides: Sequence[Override], options: FitOptions) 
     check_output(page)
     rung, size = _asked(read, options.target, options.tokens)
     settings = Settings(options.level, options.samples)
-    question = Question(settings, options.loss, options.scores, options.chance, rung, size)
+    question = ForecastQuestion(settings, options.loss, options.scores, options.chance, rung, size)
     found = forecast(read.points, question)
     write_fit_page(page, read.name, found)
     _show(found, Console())
@@ -213,7 +213,7 @@ def _parameter_lines(parameters: Sequence[Parameter]) -> list[str]:
     return columns(lines, right=(1,)).split("\n")
 
 
-def _left_out_lines(left: Sequence[HeldOut]) -> list[str]:
+def _left_out_lines(left: Sequence[LadderHeldOut]) -> list[str]:
     lines = [["rung", "parameters", "tokens", "measured", "predicted", "interval", "error", ""]]
     lines += [
         [

@@ -14,7 +14,7 @@ from tuner.errors import MemoryLimitError
 from tuner.profile.choose import predict_settled
 from tuner.profile.devices import parse_memory
 from tuner.profile.fit import SHOWN, fit
-from tuner.profile.kept import Answer, keep, key_of, known
+from tuner.profile.kept import KeptAnswer, keep, key_of, known
 from tuner.profile.measure import Measurement, MeasureOptions
 from tuner.profile.options import lines_to_write
 from tuner.profile.predict import Target, predict
@@ -110,7 +110,7 @@ def _fitted(loaded: LoadedRecipe, options: ProfileOptions, console: Console) -> 
     return Outcome(answer.flags, artifacts=overrides, metrics=metrics, warnings=answer.warnings, is_text=True)
 
 
-def _searched(whole: Recipe, target: Target, console: Console) -> Answer:
+def _searched(whole: Recipe, target: Target, console: Console) -> KeptAnswer:
     """Search, with a line for each prediction."""
     began = time.monotonic()
     found = fit(whole, target, lambda line: console.say("tried", line))
@@ -120,7 +120,7 @@ def _searched(whole: Recipe, target: Target, console: Console) -> Answer:
     metrics = {**plain(best.prediction), "runners_up": runners_up, **found.as_json()}
     warnings = [*best.prediction.warnings, *found.warnings()]
     table = choices_table(found.choices)
-    return Answer(table, flags(best), metrics, warnings, best.overrides, found.predictions, took_s)
+    return KeptAnswer(table, flags(best), metrics, warnings, best.overrides, found.predictions, took_s)
 
 
 def _measured(loaded: LoadedRecipe, options: ProfileOptions, console: Console, level: Level) -> Outcome:

@@ -8,7 +8,7 @@ from tuner.cli.command import Outcome
 from tuner.cli.output import fitted
 from tuner.config.load import LoadedRecipe
 from tuner.errors import ExitCode
-from tuner.prove.compare import EXACT, Proof, unequal
+from tuner.prove.compare import EXACT, LayoutProof, unequal
 from tuner.prove.prove import Proven, prove
 from tuner.prove.training import prove_weights
 from tuner.runtime.console import LABEL_WIDTH, Console
@@ -50,7 +50,7 @@ def table(found: Proven) -> list[list[str]]:
     return [["layout", *COLUMNS.values(), "verdict"], *rows]
 
 
-def _cells(proof: Proof) -> list[str]:
+def _cells(proof: LayoutProof) -> list[str]:
     wrong = unequal(proof.figures)
 
     def cell(name: str) -> str:

@@ -31,8 +31,8 @@ from tuner.data.building.encoded import (
 )
 from tuner.data.building.pool import WorkerDiedError, WorkerPool, answers
 from tuner.data.building.report import pace
-from tuner.data.building.sampling import Split, SplitSelection, shared
-from tuner.data.building.spec import Keys, PrepareSpec, expected_bytes
+from tuner.data.building.sampling import SampledSplit, SplitSelection, shared
+from tuner.data.building.spec import PreparedKeys, PrepareSpec, expected_bytes
 from tuner.data.building.stream_file import StreamFiles
 from tuner.data.encoding.encode import FAST_FROM_BYTES, FastEncoderMismatch
 from tuner.data.encoding.fast import NOT_INSTALLED, is_installed
@@ -56,7 +56,7 @@ BUNDLE_BYTES = BLOCK_BYTES
 class _Origin:
     """Where a block comes from."""
 
-    split: "Split"
+    split: "SampledSplit"
     source: int
     block: int
     """Its number in its file, from 0."""
@@ -78,7 +78,7 @@ def start_pool(spec: PrepareSpec, count: int) -> EncodingPool:
 
 
 def build_documents(
-    spec: PrepareSpec, keys: Keys, tmp: Path, console: Console | None, pool: EncodingPool | None = None
+    spec: PrepareSpec, keys: PreparedKeys, tmp: Path, console: Console | None, pool: EncodingPool | None = None
 ) -> dict[str, Any]:
     """Write train.arrow, eval.arrow and rejects.jsonl into `tmp`; return the manifest's body.
 
@@ -109,16 +109,16 @@ def _job(spec: PrepareSpec, much: bool, fast: bool = True) -> EncodeJob:
 
 def _build(
     spec: PrepareSpec,
-    keys: Keys,
+    keys: PreparedKeys,
     tmp: Path,
     console: Console | None,
     pool: EncodingPool | None = None,
     slow_reason: str | None = None,
 ) -> dict[str, Any]:
     held_out = spec.data.eval if isinstance(spec.data.eval, Duration) else None
-    splits = [Split("train", keys.train, held_out is not None)]
+    splits = [SampledSplit("train", keys.train, held_out is not None)]
     if keys.eval is not None:
-        splits.append(Split("eval", keys.eval))
+        splits.append(SampledSplit("eval", keys.eval))
     expected = expected_bytes(source for split in splits for source in split.sources)
     job = _job(spec, much=False, fast=slow_reason is None)
     with pace(console, expected) as done:
@@ -152,7 +152,7 @@ def _missing_encoder(spec: PrepareSpec, size: int) -> str | None:
 
 
 def _read(
-    splits: Sequence[Split],
+    splits: Sequence[SampledSplit],
     job: EncodeJob,
     workers: int,
     tmp: Path,
@@ -202,7 +202,7 @@ def _read(
     return {name: entries[name] for name in kept}
 
 
-def _bundles(splits: Sequence[Split], ahead: "deque[list[_Origin]]") -> Iterator[Bundle]:
+def _bundles(splits: Sequence[SampledSplit], ahead: "deque[list[_Origin]]") -> Iterator[Bundle]:
     """Every block, in order, small ones together; where they come from is appended to `ahead`.
 
     How blocks come together follows from their sizes, and from the sources only where a share is taken of each.
@@ -213,7 +213,7 @@ def _bundles(splits: Sequence[Split], ahead: "deque[list[_Origin]]") -> Iterator
             yield tuple(block for _, block in group)
 
 
-def _grouped(split: Split) -> Iterator[list[tuple[_Origin, Block]]]:
+def _grouped(split: SampledSplit) -> Iterator[list[tuple[_Origin, Block]]]:
     group: list[tuple[_Origin, Block]] = []
     for number, file in ((number, file) for number, source in enumerate(split.sources) for file in source.files):
         for block in blocks(file):
@@ -227,7 +227,7 @@ def _grouped(split: Split) -> Iterator[list[tuple[_Origin, Block]]]:
 
 
 def _write_chosen(
-    split: Split,
+    split: SampledSplit,
     tmp: Path,
     copies: Mapping[str, npt.NDArray[np.int32]],
     schema: pa.Schema,
@@ -266,10 +266,10 @@ def _filtered(path: Path, kept: npt.NDArray[np.bool_]) -> Iterator[pa.RecordBatc
 
 def _body(
     spec: PrepareSpec,
-    splits: Sequence[Split],
+    splits: Sequence[SampledSplit],
     taken: Sequence[SplitSelection],
     chosen: Mapping[str, SplitSelection],
-    keys: Keys,
+    keys: PreparedKeys,
     slow_reason: str | None,
 ) -> dict[str, Any]:
     """What the manifest says of the documents: nothing in it depends on the clock or on the workers."""
@@ -310,12 +310,12 @@ def _body(
     }
 
 
-def _by_source(split: Split, often: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
+def _by_source(split: SampledSplit, often: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
     """Of each source, how often each of its documents is taken: they lie source by source."""
     return np.split(often, np.cumsum([counts.documents for counts in split.counts])[:-1])
 
 
-def _source_reports(split: Split, often: npt.NDArray[np.int32], kind: ExampleKind) -> list[dict[str, Any]]:
+def _source_reports(split: SampledSplit, often: npt.NDArray[np.int32], kind: ExampleKind) -> list[dict[str, Any]]:
     """Of each source, in order: what was read and how much of it is taken."""
     return [
         {
@@ -334,7 +334,7 @@ def _source_reports(split: Split, often: npt.NDArray[np.int32], kind: ExampleKin
     ]
 
 
-def _refuse_nothing(split: Split, documents: int, unit: str) -> None:
+def _refuse_nothing(split: SampledSplit, documents: int, unit: str) -> None:
     """DataError where a split has no document (or other `unit`) at all, with the reasons."""
     if documents:
         return
@@ -380,9 +380,9 @@ def bad_record_error(
     ways = [f"write {bad.hint}"] if bad.hint is not None else []
     last = _FIX_OR_SKIP
     if bad.value is not None:
-        from tuner.data.reading.proposals import Reading, ways_out
+        from tuner.data.reading.proposals import ProposedReading, ways_out
 
-        given, first = Reading(kind, file.format, dict(file.columns)), first_records(file)
+        given, first = ProposedReading(kind, file.format, dict(file.columns)), first_records(file)
         ways += ways_out(bad.value, first, given, has_template, Path(file.name).name)
         last = _FIX_OR_SKIP if any(given.try_on(record) is not None for record in first) else _FIX
     hint = "; or ".join([*ways, last])

@@ -61,7 +61,7 @@ class BadRecord(NamedTuple):
     """The record, for what may be proposed: of the first one of a bundle that is no example."""
 
 
-class _Summed:
+class _AddedCounts:
     """Counts that are added up field by field."""
 
     @classmethod
@@ -79,7 +79,7 @@ class _Summed:
 
 
 @dataclass
-class Counts(_Summed):
+class Counts(_AddedCounts):
     """What became of records: of one block, one source or one split."""
 
     records: int = 0
@@ -94,7 +94,7 @@ class Counts(_Summed):
 
 
 @dataclass
-class Tally(_Summed):
+class Tally(_AddedCounts):
     """What is said of the documents of a bundle or a split."""
 
     fast: int = 0
@@ -196,7 +196,7 @@ def digest(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64]) -> npt.N
 
 def _encode(bundle: Bundle, encoder: AnyEncoder, schema: pa.Schema, job: EncodeJob) -> EncodedBundle:
     """The kept documents of a bundle."""
-    gathered = _Gathered(bundle, schema, job.examples.documents)
+    gathered = _KeptDocuments(bundle, schema, job.examples.documents)
     checks = CHECKS if gathered.size <= SLICE_BYTES else SLICE_CHECKS
     stop = job.stop_at_bad_row
     for part in _slices(bundle, job):
@@ -224,7 +224,7 @@ def _slices(bundle: Bundle, job: EncodeJob) -> Iterator[list[_Found]]:
     yield part
 
 
-class _Gathered:
+class _KeptDocuments:
     """The kept documents of a bundle, as flat arrays that grow slice by slice, and what became of its records."""
 
     def __init__(self, bundle: Bundle, schema: pa.Schema, each: int) -> None:

@@ -53,7 +53,7 @@ _QUIET = {
 }
 
 
-class Job(Protocol[Item_contra, Answer_co]):
+class PoolJob(Protocol[Item_contra, Answer_co]):
     """What workers do; it and what it refers to can be pickled."""
 
     def start(self) -> Callable[[Item_contra], Answer_co]:
@@ -70,7 +70,7 @@ class WorkerPool(Generic[Item, Answer]):
     They load the job from the moment on that the pool is made. OSError where they cannot be started.
     """
 
-    def __init__(self, job: Job[Item, Answer], count: int) -> None:
+    def __init__(self, job: PoolJob[Item, Answer], count: int) -> None:
         with ExitStack() as theirs, ExitStack() as ours:
             pairs = [socket.socketpair() for _ in range(count + 1)]
             for mine, its in pairs:
@@ -210,7 +210,7 @@ class _Worker:
 
 
 def answers(
-    job: Job[Item, Answer], items: Iterable[Item], workers: int, pool: WorkerPool[Item, Answer] | None = None
+    job: PoolJob[Item, Answer], items: Iterable[Item], workers: int, pool: WorkerPool[Item, Answer] | None = None
 ) -> Generator[Answer, None, None]:
     """Yield the answer to every item in order: by this process where `workers` is 1, else by `pool` or a new one.
 

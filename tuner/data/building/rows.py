@@ -21,7 +21,7 @@ from tuner.data.building.documents import REJECTS, EncodingPool, build_documents
 from tuner.data.building.encoded import digest, record_batches
 from tuner.data.building.pack import cut, row_batches
 from tuner.data.building.report import WHOLE, kept_by, lengths_that_keep, raised
-from tuner.data.building.spec import Keys, PrepareSpec
+from tuner.data.building.spec import PreparedKeys, PrepareSpec
 from tuner.data.encoding.compared import answers_of
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.id_probes import ID_PROBES, IdProbe, id_probe, write_probes
@@ -40,7 +40,7 @@ MAX_PROBES, MAX_PROBE_CHARS = 16, 4000
 
 
 def build_rows(
-    spec: PrepareSpec, keys: Keys, tmp: Path, console: Console | None, pool: EncodingPool | None
+    spec: PrepareSpec, keys: PreparedKeys, tmp: Path, console: Console | None, pool: EncodingPool | None
 ) -> dict[str, Any]:
     """The second level: documents linked from the first, which is built where it is missing, and the packed rows."""
 
@@ -116,7 +116,9 @@ def _write_rows(spec: PrepareSpec, tmp: Path, split: str) -> dict[str, Any]:
     }
 
 
-def _nothing_left(spec: PrepareSpec, keys: Keys, path: Path, documents: int, dropped: Mapping[str, int]) -> DataError:
+def _nothing_left(
+    spec: PrepareSpec, keys: PreparedKeys, path: Path, documents: int, dropped: Mapping[str, int]
+) -> DataError:
     split = path.name.partition(".")[0]
     reasons = "; ".join(f"{count:,} {why}" for why, count in dropped.items())
     lengths = lengths_that_keep(path, WHOLE, spec.examples.documents)
@@ -130,7 +132,7 @@ def _nothing_left(spec: PrepareSpec, keys: Keys, path: Path, documents: int, dro
     )
 
 
-def _is_plain_text(keys: Keys) -> bool:
+def _is_plain_text(keys: PreparedKeys) -> bool:
     """Whether the first record of the training data is plain text."""
     files = (file for source in keys.train for file in source.files)
     examples = (example for file in files for block in blocks(file) for _, example in examples_of(block))
@@ -164,7 +166,7 @@ def _answer(ids: list[int], spec: PrepareSpec) -> list[int]:
     return ids[: next((i for i, token in enumerate(ids) if token in ends), len(ids))]
 
 
-def _record_probes(keys: Keys, tokenizer: TextTokenizer, kind: ExampleKind) -> Iterator[IdProbe]:
+def _record_probes(keys: PreparedKeys, tokenizer: TextTokenizer, kind: ExampleKind) -> Iterator[IdProbe]:
     """Yield up to `MAX_PROBES` probes: of the first records of every file that can be used."""
     files = [file for source in keys.train for file in source.files][:MAX_PROBES]
     for file in files:

@@ -165,7 +165,7 @@ def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 @dataclass
-class Split:
+class SampledSplit:
     """The documents of `data.train` or `data.eval` as they are read: counts of sources, tables of bundles."""
 
     name: str

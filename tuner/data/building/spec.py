@@ -149,7 +149,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Keys:
+class PreparedKeys:
     """The names of both directories of a spec, and the sources, which were read for them."""
 
     encoded: str
@@ -190,7 +190,7 @@ def sources_of(spec: PrepareSpec) -> SplitSources:
     return SplitSources(_only(_sources(of_window(data, window.name).train), window), held)
 
 
-def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> Keys:
+def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> PreparedKeys:
     """Read the sources and hash what decides the result. DataError for a source that cannot be read."""
     data = spec.data
     sources = sources or sources_of(spec)
@@ -220,7 +220,7 @@ def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> Keys:
         "too_long": spec.too_long,
         "packing": data.packs_rows,
     }
-    return Keys(encoded, _hash(rows), fields, train, held, stamps)
+    return PreparedKeys(encoded, _hash(rows), fields, train, held, stamps)
 
 
 def _sources(sections: "Sequence[DataSource]") -> list[Source]:

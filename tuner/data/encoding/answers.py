@@ -22,7 +22,7 @@ OWN_THOUGHT = "reasoning written into answers after a prompt that opens a though
 _OPEN_THOUGHT = re.compile(r"<(think|thinking|thought|reasoning)>(\n*)\Z")
 
 
-class Answer(NamedTuple):
+class EncodedAnswer(NamedTuple):
     """A prompt and the answer after it: characters [start, stop) of the text are the answer with its end of turn."""
 
     text: str
@@ -31,7 +31,7 @@ class Answer(NamedTuple):
     notes: tuple[str, ...]
 
 
-def write_answer(tokenizer: TextTokenizer, messages: list[dict[str, Any]], tools: Any) -> Answer:
+def write_answer(tokenizer: TextTokenizer, messages: list[dict[str, Any]], tools: Any) -> EncodedAnswer:
     """Return the last of `messages` after its prompt. Raises RecordProblem where the template writes it after none.
 
     The prompt is the plain generation prompt where the template writes the answer so that it continues from there. Else
@@ -67,7 +67,7 @@ def _callers(template: ChatTemplate) -> Iterator[Mapping[str, Any]]:
         yield {name: True}
 
 
-def _continued(chat: Chat) -> Answer:
+def _continued(chat: Chat) -> EncodedAnswer:
     """The prompt and what the template writes of the answer after it. RecordProblem, DataError."""
     answers = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     last = answers[-1]
@@ -82,10 +82,10 @@ def _continued(chat: Chat) -> Answer:
         start = len(prompt)
     # What stands before the answer is the prompt, though the template may write it otherwise with an answer after it.
     notes = tuple(note for note in chat.notes if note != REWRITTEN)
-    return Answer(prompt + chat.text[start:], len(prompt), len(prompt) + stop - start, notes)
+    return EncodedAnswer(prompt + chat.text[start:], len(prompt), len(prompt) + stop - start, notes)
 
 
-def _after_open_thought(tokenizer: TextTokenizer, messages: list[dict[str, Any]], tools: Any) -> Answer | None:
+def _after_open_thought(tokenizer: TextTokenizer, messages: list[dict[str, Any]], tools: Any) -> EncodedAnswer | None:
     """The answer with its thought, or an empty one, where the prompt opens a thought and the template drops it.
 
     The templates of DeepSeek's R1 and its distillates: `<think>` ends the prompt, and all up to `</think>` is cut from
@@ -111,7 +111,7 @@ def _after_open_thought(tokenizer: TextTokenizer, messages: list[dict[str, Any]]
     if stop is None:
         notes.append(NO_END)
         stop = len(text) if around.calls else words
-    return Answer(text, len(prompt), stop, tuple(notes))
+    return EncodedAnswer(text, len(prompt), stop, tuple(notes))
 
 
 class _Around(NamedTuple):

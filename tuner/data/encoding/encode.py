@@ -21,7 +21,7 @@ from tuner.data.encoding.template_layout import Shape, TemplateLayouts
 from tuner.data.encoding.template_spy import has_reserved
 from tuner.data.encoding.tokenizer import Encoded, TextTokenizer
 from tuner.data.encoding.tokenizer_json import ByteTable, Unproven
-from tuner.data.encoding.turns import Plan, Planner, SpecialTokens, TrainOn
+from tuner.data.encoding.turns import Planner, SpecialTokens, TrainOn, TurnPlan
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Conversation, Example, Tokens
 
@@ -156,7 +156,7 @@ class Encoder:
         for plan in plans.plans:
             self._add_plan(texts, i, plan)
 
-    def _add_plan(self, texts: BatchTexts, i: int, plan: Plan) -> None:
+    def _add_plan(self, texts: BatchTexts, i: int, plan: TurnPlan) -> None:
         text = plan.text
         ascii_text = text.isascii()
         for turn in plan.turns:
@@ -166,7 +166,7 @@ class Encoder:
         texts.pieces.append(text)
         texts.close(i, len(text) if ascii_text else len(text.encode()), plan.default, plan.framed, -1)
 
-    def _prompt(self, plan: Plan, start: int) -> str:
+    def _prompt(self, plan: TurnPlan, start: int) -> str:
         last = self._tokenizer.last_special(plan.text, max(0, start - 256), start)
         if last is None:
             last = self._tokenizer.last_special(plan.text, 0, start)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tuner.data.encoding.tokenizer import Encoded, TextTokenizer
-from tuner.data.encoding.turns import BREAK, GUARD, Plan, Planner, Plans, TrainOn, Turn
+from tuner.data.encoding.turns import BREAK, GUARD, Planner, Plans, TrainOn, Turn, TurnPlan
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Conversation, Example, Tokens
 
@@ -66,7 +66,7 @@ class Placer:
         self.long: Callable[[str], Encoded | None] = lambda _: None
         """What encodes a long text in less memory, to the same ids and characters; None for a text that it cannot."""
 
-    def place(self, plan: Plan) -> Document:
+    def place(self, plan: TurnPlan) -> Document:
         """Return the document of a plan. Raises RecordProblem where a turn does not end between two tokens."""
         guarded, encoded = plan, self._encoded(plan.text, plan.escaped)
         if plan.escaped:
@@ -108,7 +108,7 @@ class Placer:
         spans = [TokenSpan(a, b, rules[int(trained[a])]) for a, b in zip(edges, edges[1:], strict=False) if b > a]
         return Document(ids, trained, first or len(ids) // 2, spans)
 
-    def _prompt_is_exact(self, plan: Plan, encoded: Encoded, turn: Turn, start: int) -> bool:
+    def _prompt_is_exact(self, plan: TurnPlan, encoded: Encoded, turn: Turn, start: int) -> bool:
         """Whether the text before an answer, encoded alone, gives the ids that stand before it."""
         if start == 0:
             return True
@@ -155,7 +155,7 @@ class Placer:
             np.concatenate([part.stops for part in parts]),
         )
 
-    def _apart(self, plan: Plan) -> Document:
+    def _apart(self, plan: TurnPlan) -> Document:
         """Encode prompt and answer one by one: the prompt's ids are then those of the prompt alone. RecordProblem."""
         answer = plan.turns[-1]
         prompt = self._encoded(plan.text[: answer.start], plan.escaped)
@@ -206,7 +206,7 @@ class Placer:
         return Document(ids, trained, prompt, spans, document.apart)
 
 
-def _unguarded(plan: Plan) -> Plan:
+def _unguarded(plan: TurnPlan) -> TurnPlan:
     """The plan of the text without its guards."""
     text = plan.text
 

@@ -49,7 +49,7 @@ class Shape(NamedTuple):
     train: tuple[bool | None, ...]
 
 
-class Mark(NamedTuple):
+class LayoutMark(NamedTuple):
     """A turn by the constant parts: it starts `start` bytes into part `start_part`, and so its stop."""
 
     start_part: int
@@ -67,7 +67,7 @@ class TemplateLayout(NamedTuple):
 
     parts: tuple[str, ...]
     part_bytes: tuple[int, ...]
-    marks: tuple[Mark, ...]
+    marks: tuple[LayoutMark, ...]
     default: bool
     specials: int
     """Control tokens in the parts: one more in a record's ids was written out by a user."""
@@ -141,7 +141,7 @@ class TemplateLayouts:
             if prompt is None:
                 return None
             first, last = (len(parts[part][:at].encode()) for part, at in (start, stop))
-            marks.append(Mark(start[0], first, stop[0], last, turn.trained, turn.is_answer, prompt))
+            marks.append(LayoutMark(start[0], first, stop[0], last, turn.trained, turn.is_answer, prompt))
         return TemplateLayout(
             parts=parts,
             part_bytes=tuple(len(part.encode()) for part in parts),

@@ -27,7 +27,7 @@ from tuner.data.encoding.template import (
 from tuner.data.encoding.tokenizer_json import ByteTable, Unproven
 from tuner.errors import DataError
 from tuner.runtime.files import write_atomic
-from tuner.runtime.turn_end import Exchange, turn_end
+from tuner.runtime.turn_end import ChatConvention, turn_end
 
 _OTHERS = ", ".join(name for name in CHAT_TEMPLATES if name != "chatml")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -108,7 +108,7 @@ class TextTokenizer:
             return tuple(ids)
         ends = {str(self._backend.id_to_token(i)) for i in ids}
         begin = self.special_tokens.get("bos_token")
-        end = turn_end(Exchange(partial(unless_refused, self.render), self.specials, ends, begin))
+        end = turn_end(ChatConvention(partial(unless_refused, self.render), self.specials, ends, begin))
         found = None if end is None else self._backend.token_to_id(end)
         return tuple(ids) if found is None else (*ids, found)
 

@@ -51,7 +51,7 @@ class Turn(NamedTuple):
     is_answer: bool
 
 
-class Plan(NamedTuple):
+class TurnPlan(NamedTuple):
     """A text with its turns; tokens outside of them get `default`."""
 
     text: str
@@ -70,7 +70,7 @@ class Plan(NamedTuple):
 class Plans(NamedTuple):
     """The documents of an example: one, or one for each answer of a conversation."""
 
-    plans: list[Plan]
+    plans: list[TurnPlan]
     by_answer: bool = False
     left_out: tuple[str, ...] = ()
     """The reasons of answers that have no document."""
@@ -110,7 +110,7 @@ class Planner:
             self._tokenizer.render(messages, tools=example.tools)
         except DataError:
             raise problem from None  # the template refuses the conversation, not the mask
-        plans: list[Plan] = []
+        plans: list[TurnPlan] = []
         left_out: list[RecordProblem] = []
         for i in wanted:
             try:
@@ -121,19 +121,19 @@ class Planner:
             raise left_out[0]
         return Plans(plans, True, tuple(refused.kind for refused in left_out))
 
-    def _plan(self, example: PlainText | PromptCompletion) -> Plan:
+    def _plan(self, example: PlainText | PromptCompletion) -> TurnPlan:
         everything = self._train_on == "all"
         if isinstance(example, PlainText):
             text = self._checked(example.text, ("text",))
-            return Plan(text, (), True, "text", framed=True, escaped=GUARD in text)
+            return TurnPlan(text, (), True, "text", framed=True, escaped=GUARD in text)
         prompt = self._checked(example.prompt, ("prompt",))
         text, cut = prompt + self._checked(example.completion, ("completion",)), len(prompt)
         if self._tokenizer.find_special(text) is not None:
             raise RecordProblem("prompt and completion together write out a control token", path=("completion",))
         turns = [Turn(0, cut, everything, "prompt", False), Turn(cut, len(text), True, "completion", True)]
-        return Plan(text, turns, everything, "start of text", True, GUARD in text, apart=True)
+        return TurnPlan(text, turns, everything, "start of text", True, GUARD in text, apart=True)
 
-    def _whole(self, example: Conversation, messages: list[dict[str, Any]]) -> Plan:
+    def _whole(self, example: Conversation, messages: list[dict[str, Any]]) -> TurnPlan:
         chat = Chat(self._tokenizer, messages, example.tools)
         everything = self._train_on == "all"
         answers = _answers(messages)
@@ -158,15 +158,15 @@ class Planner:
         # One answer after its own prompt, and nothing after it, is what a model is asked for.
         is_one = len(turns) == 1 and turns[0].is_answer and messages[-1]["role"] == "assistant"
         apart = is_one and not (everything or chat.is_marked or REWRITTEN in notes)
-        return Plan(text, turns, everything, rule, False, GUARD in text, notes, apart)
+        return TurnPlan(text, turns, everything, rule, False, GUARD in text, notes, apart)
 
-    def _answer(self, example: Conversation, messages: list[dict[str, Any]]) -> Plan:
+    def _answer(self, example: Conversation, messages: list[dict[str, Any]]) -> TurnPlan:
         """The plan of the last of `messages` as it is written at its turn. RecordProblem."""
         answer = write_answer(self._tokenizer, messages, example.tools)
         rule = _rule(example, len(messages) - 1, messages[-1], True)
         turns = [Turn(answer.start, answer.stop, True, rule, True)]
         notes = self._notes(answer.notes, example, own_words(messages), answer.text)
-        return Plan(answer.text, turns, False, "prompt", False, GUARD in answer.text, notes, apart=True)
+        return TurnPlan(answer.text, turns, False, "prompt", False, GUARD in answer.text, notes, apart=True)
 
     def _wanted(self, example: Conversation, answers: list[int]) -> list[bool]:
         by_rule = {"assistant": answers, "last_assistant": answers[-1:], "all": range(len(example.messages))}

@@ -33,7 +33,7 @@ PROMPTS = {
 _Answer = str | list[Message]
 
 
-class Prompt(NamedTuple):
+class RecordPrompt(NamedTuple):
     """What is answered, and the key that it stands under."""
 
     key: str | None
@@ -80,7 +80,7 @@ def _parts(
     keys: Sequence[str],
     format: str,  # noqa: A002 (the recipe's word)
     learned: bool = False,
-) -> tuple[Prompt, Sequence[_Answer]]:
+) -> tuple[RecordPrompt, Sequence[_Answer]]:
     """The prompt, a text or messages, and each answer to it in the same form; of one that is learned that alone."""
     prompt = _prompt(value, format)
     answers = [_answer(value, key, format == "sharegpt") for key in keys[: 1 if learned else None]]
@@ -125,21 +125,21 @@ def _is_whole(answer: _Answer) -> bool:
     return not isinstance(answer, str) and answer[0]["role"] != "assistant"
 
 
-def _prompt(value: Record, format: str) -> Prompt:  # noqa: A002 (the recipe's word)
+def _prompt(value: Record, format: str) -> RecordPrompt:  # noqa: A002 (the recipe's word)
     keys = PROMPTS.values() if format == "auto" else (PROMPTS[format],)
     key = next((key for key in keys if value.get(key) is not None), None)
     if key is None and format == "sharegpt" and value.get("messages") is not None:
         key = "messages"
     if key is None:
-        return Prompt(None, None)
+        return RecordPrompt(None, None)
     if key == "instruction":
-        return Prompt(key, alpaca_question(value))
+        return RecordPrompt(key, alpaca_question(value))
     given = value[key]
     if key == "prompt" and isinstance(given, dict):
-        return Prompt(key, _one_message(key, given, format == "sharegpt"))
+        return RecordPrompt(key, _one_message(key, given, format == "sharegpt"))
     if key == "prompt" and (not isinstance(given, (str, list)) or (isinstance(given, str) and turns_in(given) is None)):
-        return Prompt(key, check_string(given, (key,)))
-    return Prompt(key, turns_of(value, key, format == "sharegpt"))
+        return RecordPrompt(key, check_string(given, (key,)))
+    return RecordPrompt(key, turns_of(value, key, format == "sharegpt"))
 
 
 def _answer(value: Record, key: str, by_speaker: bool) -> _Answer:
@@ -168,7 +168,7 @@ def _refuse_equal(answers: Sequence[Any], keys: Sequence[str]) -> None:
         raise RecordProblem(f"{keys[0]} and {keys[1]} are equal", path=(keys[1],))
 
 
-def _shared_text(value: Record, texts: list[str], keys: Sequence[str]) -> tuple[Prompt, list[str]]:
+def _shared_text(value: Record, texts: list[str], keys: Sequence[str]) -> tuple[RecordPrompt, list[str]]:
     """What texts begin with, up to a space before a word in which they differ, and the rest of each."""
     shared = os.path.commonprefix(texts) if len(texts) > 1 else ""
     stop = len(shared)
@@ -179,7 +179,7 @@ def _shared_text(value: Record, texts: list[str], keys: Sequence[str]) -> tuple[
     if not prompt:
         what = f"{' and '.join(keys)} do not begin with the same words" if len(texts) > 1 else f"{keys[0]} has none"
         raise RecordProblem(f"no prompt: {what}", path=(keys[0],))
-    return Prompt(None, prompt), [text[len(prompt) :] for text in texts]
+    return RecordPrompt(None, prompt), [text[len(prompt) :] for text in texts]
 
 
 def _refuse_unread(value: Record, prompt: Sequence[str], keys: Sequence[str]) -> None:
@@ -201,8 +201,8 @@ def texts_of(item: Any) -> list[str]:
 
 
 def _after_prompt(
-    value: Record, prompt: Prompt, said: list[list[Message]], keys: Sequence[str]
-) -> tuple[Prompt, list[list[Message]]]:
+    value: Record, prompt: RecordPrompt, said: list[list[Message]], keys: Sequence[str]
+) -> tuple[RecordPrompt, list[list[Message]]]:
     """The messages of the prompt, and of each answer what follows it where it repeats it."""
     whole = [_is_whole(messages) for messages in said]
     given = prompt.given
@@ -210,7 +210,7 @@ def _after_prompt(
         if given is None:
             _refuse_unread(value, (), keys)
             raise RecordProblem(f"no prompt: {' and '.join(keys)} begin with an answer", path=(keys[0],))
-        return Prompt(prompt.key, [said_by("user", given)] if isinstance(given, str) else given), said
+        return RecordPrompt(prompt.key, [said_by("user", given)] if isinstance(given, str) else given), said
     if isinstance(given, list) and prompt.key != "messages":
         shared = len(given)
         agrees = all(messages[:shared] == given for messages in said)
@@ -228,7 +228,7 @@ def _after_prompt(
             raise RecordProblem(f"{reason}: {what}", path=(key, shared))
     if given is None:
         _refuse_unread(value, [str(message["content"]) for message in said[0][:shared]], keys)
-    return Prompt(prompt.key, said[0][:shared]), [messages[shared:] for messages in said]
+    return RecordPrompt(prompt.key, said[0][:shared]), [messages[shared:] for messages in said]
 
 
 def _equal_messages(said: list[list[Message]]) -> int:
@@ -249,7 +249,7 @@ def check_said(answer: Sequence[Message], key: str) -> None:
         raise RecordProblem(f"{key} is empty: no word and no tool call of the assistant", path=(key,))
 
 
-def joined(value: Record, prompt: Prompt, answer: list[Message], key: str) -> Conversation:
+def joined(value: Record, prompt: RecordPrompt, answer: list[Message], key: str) -> Conversation:
     """A conversation of prompt and answer, of which the assistant's messages in the answer are trained."""
     given = prompt.given if isinstance(prompt.given, list) else []
     for part, place, trains in ((given, prompt.key or key, False), (answer, key, True)):
@@ -330,7 +330,7 @@ def _last_answer(value: Record, key: str, format: str) -> Conversation:  # noqa:
     if not prompt:
         raise RecordProblem(f"{key} has no prompt before the answer", path=(key,))
     check_said(answer, key)
-    return joined(value, Prompt(key, prompt), answer, key)
+    return joined(value, RecordPrompt(key, prompt), answer, key)
 
 
 def _margin(value: Record) -> float | None:

@@ -45,7 +45,7 @@ def key_names() -> KeyNames:
 
 
 @dataclass
-class Keys:
+class ColumnKeys:
     """The keys of a record by what they may hold, each by its name in lower case."""
 
     texts: dict[str, str] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Keys:
     """Of a preferred answer and the other."""
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> "Keys":
+    def of(cls, record: Mapping[str, Any]) -> "ColumnKeys":
         """Sort the first keys of a record."""
         found = cls()
         names = {key.lower(): key for key in list(record)[:_MOST_KEYS] if record[key] is not None}
@@ -85,7 +85,7 @@ def learned(record: Mapping[str, Any], chats: bool) -> Iterator[dict[str, str]]:
 
     With `chats` the model has a chat template: a question and its answer become turns.
     """
-    keys = Keys.of(record)
+    keys = ColumnKeys.of(record)
     if keys.sides is not None:
         for prompt in _prompts(record, keys, chats):
             yield _other({**prompt, "completion": keys.sides[0]})
@@ -103,7 +103,7 @@ def learned(record: Mapping[str, Any], chats: bool) -> Iterator[dict[str, str]]:
 
 def compared(record: Mapping[str, Any], chats: bool) -> Iterator[dict[str, str]]:
     """Yield `columns`, ours to theirs, under which a record may be a pair of answers; `chats` as for `learned`."""
-    keys = Keys.of(record)
+    keys = ColumnKeys.of(record)
     if keys.sides is not None:
         for prompt in _prompts(record, keys, chats):
             yield _other({**prompt, "chosen": keys.sides[0], "rejected": keys.sides[1]})
@@ -114,7 +114,7 @@ def labelled(record: Mapping[str, Any], chats: bool) -> Iterator[dict[str, str]]
     yield from (columns for columns in learned(record, chats) if "text" not in columns)
 
 
-def _prompts(record: Mapping[str, Any], keys: Keys, chats: bool) -> Iterator[dict[str, str]]:
+def _prompts(record: Mapping[str, Any], keys: ColumnKeys, chats: bool) -> Iterator[dict[str, str]]:
     """Where the prompt may be: under a key that is ours, in turns, or in a text, as a turn and as it is."""
     yield {}
     for name, key in keys.turns.items():
@@ -125,7 +125,7 @@ def _prompts(record: Mapping[str, Any], keys: Keys, chats: bool) -> Iterator[dic
         yield from (turn, {"prompt": key}) if chats else ({"prompt": key}, turn)
 
 
-def _system(keys: Keys, form: str) -> dict[str, str]:
+def _system(keys: ColumnKeys, form: str) -> dict[str, str]:
     key = next(keys.named(key_names().systems), None)
     return {} if key is None or not form else {"system": key}
 

@@ -15,7 +15,7 @@ import orjson
 from tuner.config.dump import flow
 from tuner.config.methods import ExampleKind
 from tuner.data.reading.answers import label_key
-from tuner.data.reading.columns import Keys, compared, is_part, key_names, labelled, learned, turns_in, words_of
+from tuner.data.reading.columns import ColumnKeys, compared, is_part, key_names, labelled, learned, turns_in, words_of
 from tuner.data.reading.examples import (
     Compared,
     Conversation,
@@ -49,7 +49,7 @@ Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Reading:
+class ProposedReading:
     """How records are read: by what kind of method, and by what their source says."""
 
     kind: ExampleKind
@@ -75,8 +75,8 @@ class Reading:
 class Proposal:
     """A reading under which a record is an example, and what of its text is left out."""
 
-    reading: Reading
-    given: Reading
+    reading: ProposedReading
+    given: ProposedReading
     """How the recipe has it."""
     unread: tuple[str, ...]
     needs_template: bool
@@ -118,21 +118,22 @@ class Proposal:
         return self.reading.kind in {"sft", "pretrain"} and any(learned == side for side, _ in key_names().sides)
 
 
-def ways_out(bad: Record, sample: Sequence[Record], given: Reading, chats: bool, path: str) -> list[str]:
+def ways_out(bad: Record, sample: Sequence[Record], given: ProposedReading, chats: bool, path: str) -> list[str]:
     """Return in words what may be written for a record of the source at `path`; the arguments as for `proposals`.
 
     Where nothing of a record's keys is known but texts, it is the form of the line.
     """
     found = proposals(bad, sample, given, chats)
-    if found or given.kind not in {"sft", "pretrain"} or given != Reading(given.kind) or form_of(bad) is not None:
+    is_default = given.kind in {"sft", "pretrain"} and given == ProposedReading(given.kind)
+    if found or not is_default or form_of(bad) is not None:
         return [proposal.text(path) for proposal in found]
-    keys = Keys.of(bad)
+    keys = ColumnKeys.of(bad)
     if len(keys.texts) < 2 or keys.turns or keys.sides or sum(map(is_part, bad)) > 1:
         return []  # what is known of it was tried, and does not do
     return [f"write the source as {{path: {flow(path)}, {COLUMNS_FORM}}}, with the row's own keys as YOURS"]
 
 
-def proposals(bad: Record, sample: Sequence[Record], given: Reading, chats: bool) -> list[Proposal]:
+def proposals(bad: Record, sample: Sequence[Record], given: ProposedReading, chats: bool) -> list[Proposal]:
     """Return what may be written for a record that is not read as `given`, the likeliest first; at most one a method.
 
     `sample` are records of the same source, `chats` says whether the model has a chat template.
@@ -155,17 +156,17 @@ def _kinds(given: ExampleKind) -> tuple[ExampleKind, ...]:
     return (given, *(kind for kind in others if kind != given and not {kind, given} <= alike))
 
 
-def reading_for(records: Sequence[Record], chats: bool) -> Reading:
+def reading_for(records: Sequence[Record], chats: bool) -> ProposedReading:
     """Return the reading that makes the most of the first records of a source: the plainest of those that do."""
     typical = _typical({}, records)
     kinds: tuple[ExampleKind, ...] = ("preference", "unpaired", "sft")
-    mapped = (candidate for kind in kinds for candidate in _candidates(typical, kind, Reading(kind), chats))
-    readings = [*map(Reading, kinds), *mapped]
+    mapped = (candidate for kind in kinds for candidate in _candidates(typical, kind, ProposedReading(kind), chats))
+    readings = [*map(ProposedReading, kinds), *mapped]
     best = max(readings, key=lambda reading: _used(reading, records))
-    return best if _used(best, records) else Reading("sft")
+    return best if _used(best, records) else ProposedReading("sft")
 
 
-def _used(reading: Reading, records: Sequence[Record]) -> int:
+def _used(reading: ProposedReading, records: Sequence[Record]) -> int:
     """Two points for each record that is read; one where a part of it is not, which is no reason for `columns`."""
     points = 0
     for record in records:
@@ -175,7 +176,7 @@ def _used(reading: Reading, records: Sequence[Record]) -> int:
     return points
 
 
-def _is_learned(example: Example | Compared, reading: Reading, record: Record) -> bool:
+def _is_learned(example: Example | Compared, reading: ProposedReading, record: Record) -> bool:
     """Whether an example has something to learn; numbers for labels may be classes of anything."""
     if isinstance(example, Labelled):
         label = record.get(reading.columns.get("label", label_key(record) or "label"))
@@ -199,19 +200,21 @@ def _commonest(values: Sequence[Any]) -> Any:
     return next(value for value in values if type(value) is kind)
 
 
-def _candidates(typical: Record, kind: ExampleKind, given: Reading, chats: bool) -> Iterator[Reading]:
+def _candidates(typical: Record, kind: ExampleKind, given: ProposedReading, chats: bool) -> Iterator[ProposedReading]:
     """Readings that may be meant, the likeliest first."""
     if given.format != "auto":
         form = form_of(typical)
-        yield from [Reading(kind, form, given.columns)] if form is not None else []
-    yield Reading(kind, "auto", given.columns)
+        yield from [ProposedReading(kind, form, given.columns)] if form is not None else []
+    yield ProposedReading(kind, "auto", given.columns)
     if has_speakers(typical):
-        yield Reading(kind, "sharegpt", given.columns)
+        yield ProposedReading(kind, "sharegpt", given.columns)
     suggested = {"preference": compared, "unpaired": labelled}.get(kind, learned)
-    yield from (Reading(kind, "auto", columns) for columns in suggested(typical, chats))
+    yield from (ProposedReading(kind, "auto", columns) for columns in suggested(typical, chats))
 
 
-def _tried(candidate: Reading, given: Reading, bad: Record, sample: Sequence[Record], chats: bool) -> Proposal | None:
+def _tried(
+    candidate: ProposedReading, given: ProposedReading, bad: Record, sample: Sequence[Record], chats: bool
+) -> Proposal | None:
     """The proposal of a reading; None where it does not do."""
     example = candidate.try_on(bad)
     if candidate == given or example is None or not is_whole(example) or lost(bad, example, candidate):
@@ -247,10 +250,10 @@ def has_answer(example: Conversation) -> bool:
     return any(role == "assistant" and example.train[i] is not False for i, role in enumerate(roles) if i > first)
 
 
-def lost(record: Record, example: Example | Compared, reading: Reading) -> list[str]:
+def lost(record: Record, example: Example | Compared, reading: ProposedReading) -> list[str]:
     """Return the keys of what belongs to a prompt or an answer, by their names, and is in no part of the example."""
     said = "\n".join(texts_in(_values(example)))
-    sides = Keys.of(record).sides or ()
+    sides = ColumnKeys.of(record).sides or ()
     found = []
     for key in unread_keys(record, reading.columns, reading.kind):
         value = record[key]
@@ -259,10 +262,10 @@ def lost(record: Record, example: Example | Compared, reading: Reading) -> list[
     return found
 
 
-def _aside(record: Record, example: Example | Compared, reading: Reading) -> tuple[str, ...]:
+def _aside(record: Record, example: Example | Compared, reading: ProposedReading) -> tuple[str, ...]:
     """The keys of texts of several words that are not read, though their names do not say that they are aside."""
     said = "\n".join(texts_in(_values(example)))
-    sides = Keys.of(record).sides or ()
+    sides = ColumnKeys.of(record).sides or ()
     unread = (key for key in unread_keys(record, reading.columns, reading.kind) if key not in sides)
     texts = ((key, record[key]) for key in unread if isinstance(record[key], str) and _ASIDE.isdisjoint(words_of(key)))
     return tuple(key for key, text in texts if len(text.split()) > 1 and text.strip() not in said)

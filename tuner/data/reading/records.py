@@ -292,7 +292,7 @@ def _from_prompt(value: Record) -> Example:
     return text_answer(value) or learned_answer(value, "completion", None, "prompt_completion")
 
 
-class Form(NamedTuple):
+class RecordForm(NamedTuple):
     """A form of record, which one is told by: it has all of the ``keys``."""
 
     keys: tuple[str, ...]
@@ -302,13 +302,13 @@ class Form(NamedTuple):
 
 
 _OF_CHATS = ("system", "tools")
-FORMS: dict[str, Form] = {
-    "messages": Form(("messages",), lambda value: from_turns(value, "messages"), _OF_CHATS),
-    "sharegpt": Form(("conversations",), from_turns, _OF_CHATS),
-    "prompt_completion": Form(("prompt", "completion"), _from_prompt, _OF_CHATS),
-    "alpaca": Form(("instruction", "output"), from_alpaca, ("input", "history", *_OF_CHATS)),
-    "text": Form(("text",), from_text),
-    "tokens": Form(("input_ids",), from_tokens),
+FORMS: dict[str, RecordForm] = {
+    "messages": RecordForm(("messages",), lambda value: from_turns(value, "messages"), _OF_CHATS),
+    "sharegpt": RecordForm(("conversations",), from_turns, _OF_CHATS),
+    "prompt_completion": RecordForm(("prompt", "completion"), _from_prompt, _OF_CHATS),
+    "alpaca": RecordForm(("instruction", "output"), from_alpaca, ("input", "history", *_OF_CHATS)),
+    "text": RecordForm(("text",), from_text),
+    "tokens": RecordForm(("input_ids",), from_tokens),
 }
 _OPTIONAL = frozenset(
     ("system", "tools", "input", "history", "labels", "loss_mask", "margin", "score_chosen", "score_rejected")

@@ -47,7 +47,7 @@ def _read(stored: Stored, name: str) -> torch.Tensor:
     return found
 
 
-class Reading:
+class QuantizedReading:
     """Quantises the weights of linear layers while they are read, one after the other.
 
     An error is raised when all is read: transformers would make a report without its hint of it.
@@ -129,10 +129,10 @@ class ReadingQuantizer:
         """What weights become."""
         return self.spec.kind
 
-    def reader(self, name_or_path: str, revision: str | None) -> Reading:
+    def reader(self, name_or_path: str, revision: str | None) -> QuantizedReading:
         """What is given the weights of a model's files one by one."""
         is_stored = holds_codes(name_or_path, revision)
-        return Reading(self.spec, PublishedCodes(name_or_path, revision) if is_stored else None)
+        return QuantizedReading(self.spec, PublishedCodes(name_or_path, revision) if is_stored else None)
 
     def finish(self, model: PreTrainedModel) -> None:
         """Quantise what is not yet, in place."""

@@ -78,7 +78,7 @@ class GatheredColumns(Columns):
         return gathered(super().__call__(given), self._group)
 
 
-class Rows:
+class RowParallel:
     """The forward of a linear layer that takes some inputs on each process: ``[..., in / T]`` to ``[..., out]``.
 
     Its bias is whole everywhere, and is added to the sum.
@@ -94,7 +94,7 @@ class Rows:
         return total if bias is None else total + bias.to(total.dtype)
 
 
-class RowsOfOwn(Rows):
+class RowsOfOwn(RowParallel):
     """The same where every process has the whole input: ``[..., in]`` to ``[..., out]``."""
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:

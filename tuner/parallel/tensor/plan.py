@@ -69,7 +69,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerSplit:
     """A module, such as the attention of a layer, some of whose own layers are split: their ways by their names."""
 
     name: str
@@ -91,7 +91,7 @@ def check_split(model: PreTrainedModel, size: int) -> None:
     parts_of(model, size)
 
 
-def parts_of(model: PreTrainedModel, size: int) -> list[Part]:
+def parts_of(model: PreTrainedModel, size: int) -> list[LayerSplit]:
     """What of a model is split over so many processes, in order. Raises RecipeError as :func:`check_split` does."""
     decoder, kind = decoder_of(model), model.config.get_text_config().model_type
     plan: Mapping[str, str] | None = getattr(decoder.config, "base_model_tp_plan", None)
@@ -105,7 +105,7 @@ def parts_of(model: PreTrainedModel, size: int) -> list[Part]:
     parts = []
     for name, styles in by_part.items():
         module = decoder.get_submodule(name)
-        part = Part(name, module, _ways(kind, name, module, styles), _head_dim(decoder, module))
+        part = LayerSplit(name, module, _ways(kind, name, module, styles), _head_dim(decoder, module))
         _require_known(kind, part)
         parts.append(_over(part, decoder, size))
     if not parts:
@@ -145,7 +145,7 @@ def _ways(kind: str, name: str, module: nn.Module, styles: Mapping[str, str]) ->
     return ways
 
 
-def _require_known(kind: str, part: Part) -> None:
+def _require_known(kind: str, part: LayerSplit) -> None:
     """Raise RecipeError where a part has anything that might see some of the columns, and is not in the plan."""
     columns, rows = part.named("columns"), part.named("rows")
     if bool(part.named("columns_gathered")) != bool(part.named("rows_of_own")):
@@ -170,7 +170,7 @@ def _require_known(kind: str, part: Part) -> None:
         raise _refused(f"{part.name}.{wide[0]} of a {kind} model has more weights than a head has numbers")
 
 
-def _over(part: Part, decoder: nn.Module, size: int) -> Part:
+def _over(part: LayerSplit, decoder: nn.Module, size: int) -> LayerSplit:
     """The part as so many processes compute it. Raises RecipeError where they cannot."""
     ways = dict(part.ways)
     heads = int(getattr(decoder.config, "num_attention_heads", 0))
@@ -182,10 +182,10 @@ def _over(part: Part, decoder: nn.Module, size: int) -> Part:
             ways[name] = _way_of_heads(part, name, heads, size)
         elif width % size:
             raise _refused(f"{part.name}.{name} is {width:,} wide, which {size} does not divide", _instead(width))
-    return Part(part.name, part.module, ways, part.head_dim)
+    return LayerSplit(part.name, part.module, ways, part.head_dim)
 
 
-def _way_of_heads(part: Part, name: str, heads: int, size: int) -> SplitWay:
+def _way_of_heads(part: LayerSplit, name: str, heads: int, size: int) -> SplitWay:
     """How a layer is computed that gives heads: as many as the config counts, or fewer, of keys or values."""
     there = _width(part, name, "columns") // part.head_dim
     if heads % size:
@@ -203,7 +203,7 @@ def _way_of_heads(part: Part, name: str, heads: int, size: int) -> SplitWay:
     )
 
 
-def _norms_over_heads(part: Part) -> list[str]:
+def _norms_over_heads(part: LayerSplit) -> list[str]:
     """Norms over all heads at once, between projections that the plan therefore gathers (OLMo 2)."""
     if set(part.named("columns_gathered")) != {"q_proj", "k_proj", "v_proj"} or part.named("rows_of_own") != ["o_proj"]:
         return []
@@ -214,7 +214,7 @@ def _norms_over_heads(part: Part) -> list[str]:
     return [*widths] if whole and others == {*part.ways, *widths} else []
 
 
-def _by_heads(part: Part, norms: list[str], size: int) -> dict[str, SplitWay]:
+def _by_heads(part: LayerSplit, norms: list[str], size: int) -> dict[str, SplitWay]:
     """Such a part with its heads split: they are gathered for the norms alone, and attention is not repeated."""
     if not norms or any(_width(part, name, "columns") // part.head_dim % size for name in ("k_proj", "v_proj")):
         return {}
@@ -222,7 +222,7 @@ def _by_heads(part: Part, norms: list[str], size: int) -> dict[str, SplitWay]:
     return {**ways, "o_proj": "rows", **dict.fromkeys(norms, "gathered_norm")}
 
 
-def _width(part: Part, name: str, way: SplitWay) -> int:
+def _width(part: LayerSplit, name: str, way: SplitWay) -> int:
     """What is divided: outputs or inputs of a linear layer; nothing of a norm."""
     layer = getattr(part.module, name)
     if way in ("partial_norm", "gathered_norm"):

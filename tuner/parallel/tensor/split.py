@@ -27,7 +27,7 @@ from tuner.parallel.tensor.layers import (
     GatheredColumns,
     OwnDropout,
     OwnRows,
-    Rows,
+    RowParallel,
     RowsOfOwn,
     SharedInput,
     gather_heads,
@@ -37,7 +37,7 @@ from tuner.parallel.tensor.layers import (
     own_weight,
     repeat_heads,
 )
-from tuner.parallel.tensor.plan import Part, SplitWay, parts_of
+from tuner.parallel.tensor.plan import LayerSplit, SplitWay, parts_of
 from tuner.parallel.vocabulary import split_head
 
 
@@ -65,7 +65,7 @@ class _Splitter:
         self._dims: dict[nn.Parameter, int] = {}
         """Along which dim a parameter is to be split."""
 
-    def split(self, part: Part) -> None:
+    def split(self, part: LayerSplit) -> None:
         """Give the layers of a part their forwards, and note what becomes of their parameters."""
         enter = SharedInput(self.group)
         enter.clear_after(part.module)
@@ -88,7 +88,7 @@ class _Splitter:
         base, group = layer.get_base_layer() if adapted else layer, self.group
         forwards: dict[SplitWay, Callable[..., Any]] = {
             "columns": Columns(base, enter),
-            "rows": Rows(base, group),
+            "rows": RowParallel(base, group),
             "columns_gathered": GatheredColumns(base, enter, group),
             "rows_of_own": RowsOfOwn(base, group),
         }
@@ -101,11 +101,11 @@ class _Splitter:
             split_adapter(layer, way, group)
             self._dims |= split_parameters(layer, way)
 
-    def _heads_of(self, name: str, part: Part) -> int:
+    def _heads_of(self, name: str, part: LayerSplit) -> int:
         """How many heads a layer of a part gives in one process."""
         return int(getattr(part.module, name).out_features) // part.head_dim
 
-    def _own_heads(self, name: str, part: Part) -> slice:
+    def _own_heads(self, name: str, part: LayerSplit) -> slice:
         """The columns of the heads of keys or values that this process's queries go with."""
         heads = self._heads_of(name, part)
         own = self.group.rank() * heads // self.group.size()
@@ -160,7 +160,7 @@ def split_adapter(layer: Any, way: SplitWay, group: Group) -> None:
         if takes_product(layer, ADAPTER):
             wrap(layer, Wrapper.SPLIT, MethodType(_columns_forward, layer))
     elif way == "rows":
-        wrap(down, Wrapper.SPLIT, Rows(down, group))
+        wrap(down, Wrapper.SPLIT, RowParallel(down, group))
         if not isinstance(dropout := layer.lora_dropout[ADAPTER], nn.Identity):
             layer.lora_dropout[ADAPTER] = OwnDropout(dropout.p, group)
     if layer.lora_magnitude_vector:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from types import MappingProxyType
 from typing import Any
 
-from tuner.config.methods import Figure
+from tuner.config.methods import LoggedFigure
 from tuner.run.tasks.time_left import TimeLeft
 from tuner.rundir.records import Records
 from tuner.runtime.console import Console, ProgressBar, clock
@@ -17,7 +17,7 @@ SHOWN_FIGURES = 2
 """Figures of a method that have a column: its first ones. MFU and the wait for data give way to them."""
 
 
-def header(figures: Mapping[str, Figure]) -> str:
+def header(figures: Mapping[str, LoggedFigure]) -> str:
     """The names of the columns, which fit a terminal of 80; the method's first figures stand next to its loss."""
     own = "".join(f" {figure.heading:>7}" for figure in list(figures.values())[:SHOWN_FIGURES])
     rates = "" if own else f" {'mfu':>6} {'wait':>6}"
@@ -38,7 +38,7 @@ class ConsoleTask(Task):
         progress: Progress,
         time_left: TimeLeft,
         compiles: bool = False,
-        figures: Mapping[str, Figure] = MappingProxyType({}),
+        figures: Mapping[str, LoggedFigure] = MappingProxyType({}),
     ) -> None:
         self._console, self._records, self._refresh_s = console, records, refresh_s
         self._progress, self._time_left = progress, time_left

@@ -8,7 +8,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from tuner.config.recipe import EvalSection
-from tuner.data.prepared import Sample
+from tuner.data.prepared import PreparedSample
 from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.log import LogTask
 from tuner.rundir.layout import SAMPLES
@@ -31,11 +31,11 @@ ROOM_FOR_SAMPLES = 1.2
 
 
 @dataclass(frozen=True)
-class Measured:
+class EvaluationResult:
     """What an evaluation measured: the held-out rows, where there are any, answers to prompts, and scores of tasks."""
 
     rows: Evaluation | None
-    answers: list[tuple[Sample, str]]
+    answers: list[tuple[PreparedSample, str]]
     scores: list["TaskScore"]
     averaged: dict[str, float]
     """The rows' figures of the averaged weights, by names that begin with ``ema/``."""
@@ -124,7 +124,7 @@ class EvaluateTask(Task):
 
             say_scores(self._console, found.scores, found.tasks_s)
 
-    def _found(self, held: HeldOut | None, tasks: "Sequence[ScoredTask]") -> Measured:
+    def _found(self, held: HeldOut | None, tasks: "Sequence[ScoredTask]") -> EvaluationResult:
         """All that is due now. Raises EvaluationCutError on every rank where a signal came. Collective."""
         rows = None if held is None else self._measure(held)
         averaged = {} if held is None else self._measure_averages(held)
@@ -138,7 +138,7 @@ class EvaluateTask(Task):
             with self._console.doing("scoring tasks") as doing:
                 heed = self._heeding(doing, lambda forwards: f"scoring tasks, {forwards:,} forwards")
                 scores = self._tasks.score(tasks, is_whole, heed)
-        return Measured(rows, answers, scores, averaged, answered - measured, time.monotonic() - answered)
+        return EvaluationResult(rows, answers, scores, averaged, answered - measured, time.monotonic() - answered)
 
     def _measure(self, held: HeldOut) -> Evaluation:
         """The losses of the held-out rows. Raises EvaluationCutError on every rank where a signal came."""
@@ -178,7 +178,7 @@ class EvaluateTask(Task):
         """Whether prompts are answered at this evaluation."""
         return self._settings.samples_at == "all" or self._progress.step == 0 or self._progress.is_last_step
 
-    def _answer_samples(self) -> list[tuple[Sample, str]]:
+    def _answer_samples(self) -> list[tuple[PreparedSample, str]]:
         assembly = self._assembly
         samples = assembly.prepared.samples[: self._settings.samples]
         alone = assembly.rank_info.world_size == 1
@@ -221,14 +221,14 @@ class EvaluateTask(Task):
         self._has_warned = self._has_warned or warns
         return False
 
-    def _keep(self, found: Measured) -> None:
+    def _keep(self, found: EvaluationResult) -> None:
         if self._tasks is not None and found.scores:
             self._tasks.keep(self._progress.step, found.scores)
         for sample, answer in found.answers:
             said = {"prompt": sample.prompt_text, "answer": answer, "reference": sample.reference}
             self._samples.add({"step": self._progress.step, **said})
 
-    def _show(self, answers: list[tuple[Sample, str]]) -> None:
+    def _show(self, answers: list[tuple[PreparedSample, str]]) -> None:
         """The first answer, with what was asked and wanted; the file has them all."""
         if not answers:
             return

@@ -19,7 +19,7 @@ from tuner.train.tasks import Event, Request, Task
 
 
 @dataclass(frozen=True)
-class Finding:
+class HealthFinding:
     """What a rank found of its own device."""
 
     where: str
@@ -96,7 +96,7 @@ class HealthTask(Task):
         assert products is not None, "the launch has begun"
         computed, carried = products.problem(), wrong_collective(device, ranks)
         where = f"{socket.gethostname()}, {device}"
-        own = Finding(where, computed or carried, products.kind, products.result)
+        own = HealthFinding(where, computed or carried, products.kind, products.result)
         found = ranks.on_all_ranks(lambda: own)
         for rank, one in enumerate(found):
             if one.problem is not None:

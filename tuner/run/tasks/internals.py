@@ -13,7 +13,7 @@ from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.log import LogTask
 from tuner.rundir.layout import METRICS
 from tuner.runtime import phase
-from tuner.train.internals import EARLIER, Divergence, Inside, StepWatch, added_up
+from tuner.train.internals import EARLIER, Divergence, Inside, InternalsWatch, added_up
 from tuner.train.plan import cadence
 from tuner.train.progress import finite
 from tuner.train.tasks import Event, Request, TakenStep, Task
@@ -33,7 +33,7 @@ class InternalsTask(Task):
         self._state, self._console, self._log = assembly.train_state, context.console, log
         self._due = cadence(every, assembly.timetable.plan, assembly.prepared.train.tokens_per_row)
         self._metrics = context.run.path / METRICS
-        self._watch = StepWatch(self._state)
+        self._watch = InternalsWatch(self._state)
         self._divergence = Divergence()
         self._taken: TakenStep | None = None
         self._sums: dict[str, torch.Tensor] = {}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tuner.rundir.records import Records
-from tuner.runtime.device import Moment, timeline_of
+from tuner.runtime.device import DeviceMark, timeline_of
 from tuner.runtime.memory import FreedMemory, peak_resident_bytes
 from tuner.train.progress import MfuMeter, Progress, finite
 from tuner.train.step import StepResult
@@ -41,14 +41,14 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self._timeline = timeline_of(device)
         self._from, self._has_begun = self._timeline.mark(), False
-        self._pauses: list[tuple[Moment, Moment]] = []
+        self._pauses: list[tuple[DeviceMark, DeviceMark]] = []
 
     def begin(self) -> None:
         """The first step of a launch begins now; other steps begin where the one before them ended."""
         if not self._has_begun:
             self._from, self._has_begun, self._pauses = self._timeline.mark(), True, []
 
-    def lap(self, ended: Moment) -> float:
+    def lap(self, ended: DeviceMark) -> float:
         """Seconds of the step that ended then, more than none. The device has got there."""
         paused = sum(end.seconds_since(begun) for begun, end in self._pauses)
         seconds = ended.seconds_since(self._from) - paused

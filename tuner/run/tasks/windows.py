@@ -29,7 +29,7 @@ LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
-class Look:
+class WindowLook:
     """What rank 0 found, with the windows that were opened or left out by then."""
 
     found: Found
@@ -119,7 +119,7 @@ class WindowTask(Task):
                 progress.awaiting = look.found.words
                 self._console.say("waiting", f"{look.found.words}; the run can be resumed")
 
-    def _wait(self) -> Look:
+    def _wait(self) -> WindowLook:
         """Look until the next window is ready, there is none, it was waited for long enough, or a signal came."""
         wait = self._windows.spec.data.windows.wait
         patience, since, decided = 0.0 if wait is None else wait.seconds, time.monotonic(), 0
@@ -136,10 +136,10 @@ class WindowTask(Task):
                 doing.update(look.found.words)
                 time.sleep(POLL_S)
 
-    def _look(self, overdue: bool) -> Look:
+    def _look(self, overdue: bool) -> WindowLook:
         assert self._finder is not None  # on rank 0
         found = self._finder.look(overdue)
-        return Look(found, tuple(self._finder.entries))
+        return WindowLook(found, tuple(self._finder.entries))
 
     def _note_opened(self, entry: WindowEntry) -> None:
         assert self._finder is not None  # on rank 0

@@ -15,7 +15,7 @@ import torch
 
 from tuner.config.methods import DistillMethod
 from tuner.data.batches import Batch, StepBatches
-from tuner.model.divergence import Distillation, Tail, Teacher, TopTeacher, WholeTeacher, distil
+from tuner.model.divergence import Distillation, Tail, TeacherLogits, TopTeacher, WholeTeacher, distil
 from tuner.model.output_layer import Objective, OutputLayer, Result
 from tuner.model.root import CausalLM
 from tuner.train.methods.method import Counts, Method, Microbatch, Sum, Terms
@@ -78,7 +78,7 @@ class Distill(Method):
         head: OutputLayer,
         targets: torch.Tensor,
         columns: Mapping[str, torch.Tensor],
-        teacher: Teacher | None = None,
+        teacher: TeacherLogits | None = None,
     ) -> Terms:
         """The loss against the teacher, or what the columns hold of it."""
         known = teacher

@@ -16,7 +16,7 @@ from tuner.errors import MachineError
 from tuner.run.tasks.hooks import Hooks, RunFacts
 from tuner.run.tasks.trackers import choose
 from tuner.run.tasks.trackers.choose import TRACKERS, check_trackers, tracker_hooks
-from tuner.run.tasks.trackers.tracker import Point, TrackedRun
+from tuner.run.tasks.trackers.tracker import TrackedPoint, TrackedRun
 from tuner.train.plan import Plan
 from tuner.train.progress import Progress
 from tuner.train.tasks import Event
@@ -35,7 +35,7 @@ class Server:
     def held(self) -> Mapping[str, int] | None:
         return self._held
 
-    def send(self, points: Sequence[Point]) -> None:
+    def send(self, points: Sequence[TrackedPoint]) -> None:
         self.got += [(point.kind, point.step) for point in points]
 
     def close(self, status: str) -> None:
@@ -114,7 +114,7 @@ def test_mlflow_takes_the_environments_store(tmp_path: Path, monkeypatch: pytest
     run = TrackedRun(tmp_path / "run", "abc", "r", "demo", (), {"name": "r", "seed": 1}, 0)
     tracker = TRACKERS["mlflow"].open(run, None)
     assert tracker.held() == {}
-    tracker.send([Point("train", step, {"train/tokens": step * 10.0}, 0.0) for step in (1, 2)])
+    tracker.send([TrackedPoint("train", step, {"train/tokens": step * 10.0}, 0.0) for step in (1, 2)])
     again = TRACKERS["mlflow"].open(run, tracker.id)
     assert (again.id, again.held()) == (tracker.id, {"train": 2})
     again.close("stopped")

@@ -11,7 +11,7 @@ import pytest
 from tuner.errors import DataError
 from tuner.run.tasks.trackers import outbox as module
 from tuner.run.tasks.trackers.outbox import Memory, Outbox
-from tuner.run.tasks.trackers.tracker import Point, point_of, points_of_file
+from tuner.run.tasks.trackers.tracker import TrackedPoint, point_of, points_of_file
 
 
 class Store:
@@ -29,7 +29,7 @@ class Store:
     def held(self) -> None:
         pass
 
-    def send(self, points: Sequence[Point]) -> None:
+    def send(self, points: Sequence[TrackedPoint]) -> None:
         self.attempts += 1
         if self.down:
             raise ConnectionError("refused\nby the server")
@@ -45,8 +45,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LONGEST_WAIT_S", 0.002)
 
 
-def train(*steps: int) -> list[Point]:
-    return [Point("train", step, {"train/loss": 1.0}, 0.0) for step in steps]
+def train(*steps: int) -> list[TrackedPoint]:
+    return [TrackedPoint("train", step, {"train/loss": 1.0}, 0.0) for step in steps]
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -81,7 +81,7 @@ def test_every_point_is_sent_once_and_remembered(tmp_path: Path) -> None:
     assert memory.read() == ("run-1", {}), "the id is kept before anything is sent"
     box.put(train(1, 2))
     until(lambda: memory.read()[1] == {"train": 2})
-    box.put([*train(3), Point("eval", 3, {}, 0.0)])
+    box.put([*train(3), TrackedPoint("eval", 3, {}, 0.0)])
     box.close("finished")
     assert store.points == [("train", 1), ("train", 2), ("train", 3), ("eval", 3)]
     assert store.closed == "finished"

@@ -9,7 +9,7 @@ from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
 from tuner.config.dump import flatten
-from tuner.run.tasks.trackers.tracker import Point, TrackedRun
+from tuner.run.tasks.trackers.tracker import TrackedPoint, TrackedRun
 
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 EVERY_LINE = {
@@ -40,7 +40,7 @@ class Mlflow:
         found = {kind: self._client.get_metric_history(self.id, name) for kind, name in EVERY_LINE.items()}
         return {kind: max(item.step for item in history) for kind, history in found.items() if history}
 
-    def send(self, points: Sequence[Point]) -> None:
+    def send(self, points: Sequence[TrackedPoint]) -> None:
         """Log every number of the points at its step."""
         metrics = [
             Metric(name, value, round(point.time_s * 1000), point.step)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import DataError
-from tuner.run.tasks.trackers.tracker import Point, Tracker
+from tuner.run.tasks.trackers.tracker import TrackedPoint, Tracker
 from tuner.runtime.files import read_json, write_json
 
 SCHEMA = "tuner.tracker/1"
@@ -56,7 +56,7 @@ class Outbox:
         self._memory = memory
         self._sent = dict(sent)
         self._warn = warn
-        self._waiting: list[Point] = []
+        self._waiting: list[TrackedPoint] = []
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._failures = 0
@@ -64,7 +64,7 @@ class Outbox:
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, points: Sequence[Point]) -> None:
+    def put(self, points: Sequence[TrackedPoint]) -> None:
         """Have points sent, unless an earlier launch sent them already. Returns at once."""
         fresh = [point for point in points if point.step > self._sent.get(point.kind, -1)]
         with self._lock:

@@ -6,7 +6,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from tuner.run.tasks.trackers.tracker import Point, TrackedRun
+from tuner.run.tasks.trackers.tracker import TrackedPoint, TrackedRun
 
 
 class TensorBoard:
@@ -24,7 +24,7 @@ class TensorBoard:
     def held(self) -> None:
         """Its files are not read: what is taken again replaces what was there."""
 
-    def send(self, points: Sequence[Point]) -> None:
+    def send(self, points: Sequence[TrackedPoint]) -> None:
         """Write one event a point, through to the file."""
         for point in points:
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in point.values.items()]

@@ -10,7 +10,7 @@ import jsonlines
 
 
 @dataclass(frozen=True)
-class Point:
+class TrackedPoint:
     """One line of metrics.jsonl as numbers by name (`train/loss`), with the time it was seen (seconds since 1970)."""
 
     kind: str
@@ -47,20 +47,20 @@ class Tracker(Protocol):
     def held(self) -> Mapping[str, int] | None:
         """The newest step of each kind of line that the tracker itself holds; None where it cannot say."""
 
-    def send(self, points: Sequence[Point]) -> None:
+    def send(self, points: Sequence[TrackedPoint]) -> None:
         """Take points in the order of their steps, and keep them even if this process is killed right after."""
 
     def close(self, status: str) -> None:
         """The launch ended: finished, stopped or failed."""
 
 
-def point_of(line: Mapping[str, Any]) -> Point:
+def point_of(line: Mapping[str, Any]) -> TrackedPoint:
     """The numbers of a line, those of nested mappings joined with `/`; the line's kind comes first in each name."""
     kind, step = str(line["kind"]), int(line["step"])
-    return Point(kind, step, dict(_numbers(line, kind)), time.time())
+    return TrackedPoint(kind, step, dict(_numbers(line, kind)), time.time())
 
 
-def points_of_file(path: Path) -> list[Point]:
+def points_of_file(path: Path) -> list[TrackedPoint]:
     """All points of a metrics.jsonl; none where there is no file."""
     if not path.is_file():
         return []

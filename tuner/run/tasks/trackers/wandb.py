@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import wandb
 
 from tuner.errors import MachineError
-from tuner.run.tasks.trackers.tracker import Point, TrackedRun
+from tuner.run.tasks.trackers.tracker import TrackedPoint, TrackedRun
 
 FLUSH_S = 0.2
 """How often wandb's own process writes to its file; it does not outlive this one, and loses what it has not written."""
@@ -39,7 +39,7 @@ class Wandb:
         newest = None if self._run.offline or not self._run.resumed else self._run.summary.get("step")
         return None if newest is None else {"train": int(newest)}
 
-    def send(self, points: Sequence[Point]) -> None:
+    def send(self, points: Sequence[TrackedPoint]) -> None:
         """Hand the points to wandb's own process, and wait until it has written them down."""
         for point in points:
             self._run.log({"step": point.step, **point.values}, commit=True)
