@@ -4,7 +4,7 @@
 
 Full fine-tuning of SmolLM2 on the pages of docs/, of which every eighth is held out: adamw with float32 states from
 three seeds, and from the first of them with 8-bit states (`optimizer.state: 8bit`), with states and update on the host
-(`optimizer.offload: host`), and with bf16 weights that are rounded by chance. Each is a launch of `tuner train` that is
+(`optimizer.offload: host`), and with bf16 weights rounded stochastically. Each is a launch of `tuner train` that is
 resumed where it stopped before. Prints one JSON line per variant as it ends: the held-out losses before and at the end,
 and the mean training loss of the last tenth; and, once the three seeds are there, their least and largest held-out
 loss, which variants are between those, and how far each is from the run of its own seed, in shares of the spread. Exits

@@ -1,4 +1,4 @@
-"""Optimizer states in 8 bits and weights rounded by chance over one, two and four processes, against one alone.
+"""Optimizer states in 8 bits and weights rounded stochastically over one, two and four processes, against one alone.
 
     python tools/reshard_campaign.py --changes 1,2,4,1 1,4,2,1 --steps 3
 

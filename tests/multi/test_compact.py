@@ -1,4 +1,4 @@
-"""States in 8 bits and weights rounded by chance, resharded from one process to two and back, bit for bit."""
+"""States in 8 bits and weights rounded stochastically, resharded from one process to two and back, bit for bit."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits or rounding by chance: its formula, its kernels, its parts and what it leaves out."""
+"""AdamW with moments in 8 bits or stochastic rounding: its formula, its kernels, its parts and what it leaves out."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Rounding by chance: without bias, exact where bfloat16 is, and the same for every part of a parameter."""
+"""Stochastic rounding: without bias, exact where bfloat16 is, and the same for every part of a parameter."""
 
 import math
 

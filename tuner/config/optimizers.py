@@ -77,7 +77,7 @@ class AdamwOptimizer(Section):
     state: Word[Literal["fp32", "8bit"]] = "fp32"
     """Numbers of the running averages: fp32, or 8bit for matrices of 4,096 numbers or more other than embeddings."""
     rounding: Word[Literal["nearest", "stochastic"]] = "nearest"
-    """Of updated weights: nearest; or stochastic, up or down by chance, with which bf16 weights can be trained."""
+    """Of updated weights: nearest; or stochastic, whose mean is the number: with it bf16 weights can be trained."""
     weight_decay: DecoupledDecay = 0.0
     offload: Word[Literal["none", "host"]] = "none"
     """Where its states lie and the update is computed: none, on the device; host, in the host's memory and cores."""
@@ -171,7 +171,7 @@ Optimizer = Annotated[AdamwOptimizer | SgdOptimizer | AdafactorOptimizer | MuonO
 """One of them, by its `kind`."""
 
 
-def rounds_by_chance(section: Section) -> bool:
+def rounds_stochastically(section: Section) -> bool:
     """Whether bf16 weights can be trained with an optimizer: to the nearest, small updates would be lost."""
     return isinstance(section, AdamwOptimizer) and section.rounding == "stochastic"
 

@@ -14,7 +14,7 @@ from tuner.config.optimizers import (
     MuonOptimizer,
     SgdOptimizer,
     keeps_states_on_host,
-    rounds_by_chance,
+    rounds_stochastically,
 )
 from tuner.config.recipe import DoraAdapter, HealthSection, LowRankAdapter, Recipe
 from tuner.config.rule import Rule
@@ -238,7 +238,7 @@ def _nesterov_has_momentum(recipe: Recipe, given: Set[str]) -> str | None:
 
 def _stochastic_rounding_needs_bf16(recipe: Recipe, given: Set[str]) -> str | None:
     model = recipe.model
-    if not rounds_by_chance(recipe.optimizer):
+    if not rounds_stochastically(recipe.optimizer):
         return None
     if recipe.adapter.kind != "none":
         return "an adapter's weights are float32, which need no such rounding; write optimizer.rounding: nearest"
@@ -273,7 +273,7 @@ def _rows_are_fp32_on_the_device(recipe: Recipe, given: Set[str]) -> str | None:
         return None
     if keeps_states_on_host(optimizer):
         return "rows are updated on the device, where they lie; write optimizer.offload: none, or leave rows out"
-    if rounds_by_chance(optimizer):
+    if rounds_stochastically(optimizer):
         return "rows are updated in float32; write optimizer.rounding: nearest and model.dtype: auto, or leave rows out"
     return None
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from tuner.config.load import ReadRecipe
 from tuner.config.methods import CustomMethod, DistillMethod
-from tuner.config.optimizers import CustomOptimizer, rounds_by_chance
+from tuner.config.optimizers import CustomOptimizer, rounds_stochastically
 from tuner.config.recipe import DataSource, Recipe
 from tuner.config.schedules import CustomSchedule
 from tuner.config.windows import PLACE
@@ -81,8 +81,8 @@ def _check_values(recipe: Recipe, found: Findings) -> None:
     """Check values that a launch refuses, on any machine, once every `auto` is resolved."""
     model, train, frozen = recipe.model, recipe.train, recipe.adapter.kind != "none"
     kinds = found.sound("adapter", "model.dtype")
-    if model.dtype == "bf16" and not frozen and kinds and not rounds_by_chance(recipe.optimizer):
-        text = "trained weights are kept in fp32, unless their updates are rounded by chance"
+    if model.dtype == "bf16" and not frozen and kinds and not rounds_stochastically(recipe.optimizer):
+        text = "trained weights are kept in fp32, unless their updates are rounded stochastically"
         found.add("model.dtype", text, "write dtype: auto, or optimizer.rounding: stochastic")
     if model.dtype == "bf16" and train.precision == "fp32" and kinds:
         found.add("model.dtype", "bf16 weights cannot be computed with in train.precision: fp32", "write dtype: auto")

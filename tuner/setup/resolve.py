@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from tuner.config.dump import recipe_dict
 from tuner.config.methods import Method, head_of
-from tuner.config.optimizers import MuonOptimizer, keeps_states_on_host, rounds_by_chance
+from tuner.config.optimizers import MuonOptimizer, keeps_states_on_host, rounds_stochastically
 from tuner.config.recipe import LowRankAdapter, ParallelSection, Recipe
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
@@ -445,9 +445,9 @@ def _check_numerics(recipe: Recipe, facts: DeviceFacts) -> None:
     if recipe.model.kernels == "native" and facts.kind != "cpu":
         raise MachineError("model.kernels: native kernels are for the CPU", hint="write kernels: auto, liger or torch")
     require_precision(recipe.train.precision, facts)
-    if not frozen and recipe.model.dtype != "fp32" and not rounds_by_chance(recipe.optimizer):
+    if not frozen and recipe.model.dtype != "fp32" and not rounds_stochastically(recipe.optimizer):
         raise RecipeError(
-            "model.dtype: trained weights are kept in fp32, unless their updates are rounded by chance",
+            "model.dtype: trained weights are kept in fp32, unless their updates are rounded stochastically",
             hint="write dtype: auto, train.precision sets the computation; or optimizer.rounding: stochastic",
         )
     if recipe.model.dtype == "bf16" and recipe.train.precision == "fp32":

@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits (Dettmers et al. 2022) or of bf16 weights, whose updates are rounded by chance.
+"""AdamW with moments in 8 bits (Dettmers et al. 2022) or of bf16 weights, whose updates are rounded stochastically.
 
 The state of a matrix is as many plain tensors that lie over the processes as the matrix does, and nothing in an update
 depends on which process holds which rows, or which columns: runs are saved, resharded and resumed bit for bit.
@@ -104,7 +104,7 @@ class CompactAdamW(FlaggedOptimizer):
         """Rows of a parameter that lie together, of its gradient and of its moments."""
         state, gradient, own = self.state[parameter], parameter.grad, piece.rows
         assert gradient is not None, "the caller has looked"
-        assert (key is None) == (parameter.dtype == torch.float32), "bf16 weights are trained by chance alone"
+        assert (key is None) == (parameter.dtype == torch.float32), "bf16 weights need stochastic rounding"
         shape = rows_of(parameter.shape)
         average, square = (
             Moment(state[name].view(shape)[own], None)

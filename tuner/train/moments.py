@@ -182,7 +182,7 @@ class MomentPart:
     """What a step works on: rows of a parameter, or columns of rows, all ``[rows, width]``, changed in place.
 
     ``first_row`` and ``first_column``, a multiple of 4, are the first of them in the whole parameter, whose rows have
-    ``whole_width`` numbers; without it, as many as here. Weights are bf16 and rounded by chance with a ``key``, an
+    ``whole_width`` numbers; without it, as many as here. Weights are bf16 and rounded stochastically with a ``key``, an
     int64 scalar, and float32 without.
     """
 

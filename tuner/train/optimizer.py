@@ -178,7 +178,7 @@ def build_optimizer(
     """The optimizer of a resolved recipe over the parameters that are trained.
 
     ``outer`` names those of embeddings and of the output layer, which Muon leaves to AdamW; ``embeddings`` those whose
-    state is float32 whatever others have. ``seed`` is of what an optimizer does by chance. ``touched`` are those
+    state is float32 whatever others have. ``seed`` is of what an optimizer draws. ``touched`` are those
     that are updated row by row. Raises RecipeError where the section does not fit the parameters.
     """
     held = {name: _held(parameter) for name, parameter in parameters.items()}

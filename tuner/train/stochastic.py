@@ -1,4 +1,4 @@
-"""Rounding to bfloat16 up or down by chance, so that the mean is the number itself.
+"""Rounding to bfloat16 stochastically, so that the mean is the number itself.
 
 The chance depends on the run's seed, the parameter's name, the number of the update, and where a number lies in the
 whole parameter, and on nothing else: a run that is resumed, on any number of processes, rounds as one that is not. No

@@ -31,7 +31,7 @@ def _mixed(number):
 
 @triton.jit
 def _rounded(number, counter, lane, key):
-    """The upper half of a float32 number's bits, rounded by chance."""
+    """The upper half of a float32 number's bits, rounded stochastically."""
     bits = number.to(tl.uint32, bitcast=True)
     words = _mixed((counter * 0x9E3779B97F4A7C15) ^ key)
     plain = bits + ((words >> (lane * 16).to(tl.uint64)) & 0xFFFF).to(tl.uint32)
