@@ -81,7 +81,12 @@ def test_a_number_that_no_recipe_can_hold_is_refused(tmp_path: Path) -> None:
 def test_facts_that_no_checkpoint_can_hold_end_the_run_before_its_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meta, "_written", lambda config: {"key": float("inf")})
+    facts = meta.manifest_facts
+
+    def unwritable(*given: Any, **named: Any) -> dict[str, Any]:
+        return {**facts(*given, **named), "key": float("inf")}
+
+    monkeypatch.setattr(meta, "manifest_facts", unwritable)
     with pytest.raises(DataError, match="cannot be written into a checkpoint"):
         tuner.train(recipe(tmp_path, CONFIGS["gptj"]))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

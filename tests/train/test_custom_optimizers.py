@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.contracts.syntax import ROOT
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
 from tuner.config.load import load_recipe
@@ -244,8 +245,8 @@ def test_rates_of_its_own_groups_follow_the_schedule(tmp_path: Path) -> None:
     assert parameters["up.weight"][0].tolist() == pytest.approx([-0.025] * 2)
 
 
-def test_the_optimizer_in_the_docs_trains(workplace: Path, root: Path) -> None:
-    text = (root / "docs" / "optimizers.md").read_text(encoding="utf-8")
+def test_the_optimizer_in_the_docs_trains(workplace: Path) -> None:
+    text = (ROOT / "docs" / "optimizers.md").read_text(encoding="utf-8")
     code, schedule = (block.split("```")[0] for block in text.split("```python\n")[1:3])
     (workplace / "my_optimizer.py").write_text(code)
     (workplace / "my_schedule.py").write_text(schedule)

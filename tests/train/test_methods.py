@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.caches import new_cache
+from tests.contracts.syntax import ROOT
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
 from tests.train.synthetic import assembly_for, recipe_for, write_model
@@ -168,8 +169,8 @@ def test_evaluation_is_cross_entropy_whatever_the_loss(workplace: Path) -> None:
     assert torch.tensor(own[0]["loss"]).isfinite()
 
 
-def test_the_loss_in_the_docs_trains(workplace: Path, root: Path) -> None:
-    text = (root / "docs" / "methods.md").read_text(encoding="utf-8")
+def test_the_loss_in_the_docs_trains(workplace: Path) -> None:
+    text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     (workplace / "my_loss.py").write_text(text.split("```python\n")[1].split("```")[0])
     found = custom(workplace, "documented", "with_z_loss", method__options="{weight: 1e-4}")
     assert [line["step"] for line in found] == [1, 2, 3]
@@ -177,9 +178,9 @@ def test_the_loss_in_the_docs_trains(workplace: Path, root: Path) -> None:
 
 
 def test_the_method_in_the_docs_is_the_mean_over_documents(
-    workplace: Path, root: Path, plain: list[dict[str, Any]]
+    workplace: Path, plain: list[dict[str, Any]]
 ) -> None:
-    text = (root / "docs" / "methods.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     (workplace / "my_loss.py").write_text(text.split("```python\n")[2].split("```")[0])
     own = custom(workplace, "documented", "DocumentMean")
     ours = lines(launch(workplace, name="ours", train__stop_after="3 steps", method__reduction="document").run_dir)

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from tuner.config.dump import recipe_dict, recipe_yaml
-from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.config.load import load_recipe
 from tuner.config.recipe import TrainSection
 from tuner.errors import DataError, MachineError
 from tuner.run.meta import write_tokenizer
-from tuner.run.options import LaunchOptions
 from tuner.run.parts.part import Preflight
 from tuner.rundir.directory import RunDir
 from tuner.rundir.layout import INIT_REPORT, MODEL_CONFIG, TOKENIZER
@@ -23,11 +22,10 @@ from tuner.setup.build import Assembly
 from tuner.setup.resolve import Resolved, notes, recipe_again
 
 
-def begin_launch(
-    ready: Preflight, loaded: LoadedRecipe, assembly: Assembly, options: LaunchOptions
-) -> dict[str, Any]:
+def begin_launch(ready: Preflight, assembly: Assembly) -> dict[str, Any]:
     """Fill the run directory and note the launch in its record, which is returned. Rank 0, under the run's lock."""
-    run, record, found = ready.status.run, ready.status.record, ready.status.checkpoint
+    loaded, run = ready.before.loaded, ready.status.run
+    record, found = ready.status.record, ready.status.checkpoint
     if run.read_record() != record:
         raise MachineError(f"{run.path}: another launch used it meanwhile", hint="run the same command again")
     run.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -52,9 +50,9 @@ def begin_launch(
     work_dirs = [Path.cwd(), *([loaded.path.parent] if loaded.path is not None else [])]
     resets = ready.status.resets
     changed: dict[str, Any] = {"resets": [reset.as_state() for reset in resets]} if resets else {}
-    if record is not None and (options.reset or _skips_others(run, record, kept.train)):
+    if record is not None and (ready.before.options.reset or _skips_others(run, record, kept.train)):
         changed["recipe"] = recipe_dict(kept)
-    record = run.begin(record, _facts(ready, loaded, assembly, options), work_dirs, changed)
+    record = run.begin(record, _facts(ready, assembly), work_dirs, changed)
     for part in ready.parts:
         part.noted(run.path)
     if "recipe" in record:  # for people and other commands; launches read the record
@@ -68,17 +66,15 @@ def _skips_others(run: RunDir, record: Mapping[str, Any], kept: TrainSection) ->
     return before is not None and before.recipe.train.steps_to_skip != kept.steps_to_skip
 
 
-def _facts(
-    ready: Preflight, loaded: LoadedRecipe, assembly: Assembly, options: LaunchOptions
-) -> dict[str, Any]:
+def _facts(ready: Preflight, assembly: Assembly) -> dict[str, Any]:
     """What the record notes of this launch besides its command and versions."""
-    found, given = ready.status.checkpoint, options.handed_over
+    found, given = ready.status.checkpoint, ready.before.options.handed_over
     return {
         "world_size": assembly.rank_info.world_size,
         "threads": torch.get_num_threads(),
         "device": assembly.resolved.facts.name,
         "cuda": torch.version.cuda,
-        **noted(loaded, ready.status.run.path),
+        **noted(ready.before.loaded, ready.status.run.path),
         "from_step": 0 if found is None else found.step,
         "began_from": str(found.path) if found is not None and ready.status.record is None else None,
         "total_steps": assembly.timetable.plan.total_steps,

@@ -118,7 +118,7 @@ def _train_in_ranks(
     except OSError as error:
         raise MachineError(f"{logs}: {error.strerror}", hint="choose an output_dir that can be written") from error
     checkpoint = None if ready.status.checkpoint is None else ready.status.checkpoint.path
-    settled = settled_for(ready, loaded, options, place.planned, console, starts=True)
+    settled = settled_for(ready, place.planned, starts_ranks=True)
     parts = {part.name: plain for part in ready.parts if (plain := part.handed_over()) is not None}
     given = HandedOver(ready.data_dir.absolute(), checkpoint, tuple(command_line()), settled, parts)
     job = JOB.dump_python(RankJob.of(loaded, replace(options, handed_over=given)), mode="json")

@@ -62,7 +62,7 @@ def train(
     if isinstance(ready, RunResult):
         return ready
     with startup.phase("plan"), console.doing("planning the run"):
-        resolved, total_steps = plan_launch(ready, loaded, options, rank_info, console)
+        resolved, total_steps = plan_launch(ready, rank_info)
     if options.dry_run:
         from tuner.setup.check_model import check_setup  # what else is found when the model is built
 
@@ -77,7 +77,7 @@ def train(
         _around(ready, resolved, rank_info, console),
         memory_errors(resolved, rank_info.world_size),
     ):
-        ready = agreed(ready, options, Collective(gloo_group()))
+        ready = agreed(ready, Collective(gloo_group()))
         phase.enter("set-up of the model")
         for part in ready.parts:
             resolved = part.before_build(ready, resolved)
@@ -96,7 +96,7 @@ def train(
         progress = Progress(table.plan, table.data_start, early=early)
         for part in ready.parts:
             part.placed(ready, assembly, progress)
-        record = Collective(gloo_group()).on_rank0(lambda: begin_launch(ready, loaded, assembly, options))
+        record = Collective(gloo_group()).on_rank0(lambda: begin_launch(ready, assembly))
         console.keep(status.run.logs / log_name(rank_info.rank))
         context = LaunchContext(
             status.run, record, assembly, progress, status.resets, console, signals, ready.parts

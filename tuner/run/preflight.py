@@ -60,12 +60,13 @@ def preflight(
         return directory
     if directory is None:
         directory = _data_dir(before.spec, options, console)
-    return Preflight(status, before.spec, open_prepared(directory), directory, parts)
+    return Preflight(before, before.spec, open_prepared(directory), directory, parts)
 
 
-def agreed(ready: Preflight, options: LaunchOptions, ranks: Collective) -> Preflight:
+def agreed(ready: Preflight, ranks: Collective) -> Preflight:
     """What rank 0 saw before the launch, on every rank. Collective."""
-    ready = replace(ready, status=agreed_status(ready.status, options, ranks))
+    status = agreed_status(ready.status, ready.before.options, ranks)
+    ready = replace(ready, before=replace(ready.before, status=status))
     for part in ready.parts:
         ready = part.agree(ready, ranks)
     return ready
@@ -77,8 +78,8 @@ def _handed_over(loaded: LoadedRecipe, options: LaunchOptions, given: HandedOver
     for part in parts:
         if (plain := given.parts.get(part.name)) is not None:
             part.take_over(plain)
-    spec = Before(loaded, options, status, console).spec
-    return Preflight(status, spec, open_prepared(given.prepared), given.prepared, parts)
+    before = Before(loaded, options, status, console)
+    return Preflight(before, before.spec, open_prepared(given.prepared), given.prepared, parts)
 
 
 def _data_dir(spec: PrepareSpec, options: LaunchOptions, console: Console) -> Path:
@@ -97,24 +98,22 @@ def _data_dir(spec: PrepareSpec, options: LaunchOptions, console: Console) -> Pa
     return prepare_to_use(spec, console)
 
 
-def plan_launch(
-    ready: Preflight, loaded: LoadedRecipe, options: LaunchOptions, rank_info: RankInfo, console: Console
-) -> tuple[Resolved, int]:
+def plan_launch(ready: Preflight, rank_info: RankInfo) -> tuple[Resolved, int]:
     """The resolved recipe of a launch and the steps of the whole run, which are announced.
 
     Raises RecipeError where this machine resolves the recipe to another run than the one that is resumed.
     """
-    checkpoint = ready.status.checkpoint
-    if not options.dry_run and rank_info.local_rank == 0 and on_cuda(loaded.recipe.train.device):
+    loaded, console, checkpoint = ready.before.loaded, ready.before.console, ready.status.checkpoint
+    if not ready.before.options.dry_run and rank_info.local_rank == 0 and on_cuda(loaded.recipe.train.device):
         from tuner.model.read_ahead import begin_reading  # while memory is predicted; a CPU needs its cores
 
         begin_reading(model_spec(loaded.recipe, range(0)))
-    settled = settled_for(ready, loaded, options, rank_info, console, starts=False)
+    settled = settled_for(ready, rank_info, starts_ranks=False)
     recipe = settled.of(loaded.recipe)
     resolved = resolve(recipe, ready.spec.max_length, rank_info, ready.spec.tokenizer.new_ids)
     reasons = {**resolved.reasons, **settled.reasons}
     resolved = replace(resolved, reasons=reasons, settled=dict(settled.values))
-    require_same_choices(ready.status, loaded.recipe, resolved.recipe, options, console)
+    require_same_choices(ready.status, loaded.recipe, resolved.recipe, ready.before.options, console)
     table = timetable(resolved, ready.data, ready.starts)
     total_steps = table.plan.total_steps
     if ready.status.record is None and checkpoint is not None and checkpoint.step >= total_steps:

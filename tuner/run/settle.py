@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.errors import TunerError
-from tuner.run.options import LaunchOptions
 from tuner.run.parts.part import Preflight
 from tuner.runtime import startup
 from tuner.runtime.console import Console
@@ -233,15 +232,14 @@ if __name__ == "__main__":
     main()
 
 
-def settled_for(
-    ready: Preflight, loaded: LoadedRecipe, options: LaunchOptions, rank_info: RankInfo, console: Console, starts: bool
-) -> Settled:
+def settled_for(ready: Preflight, rank_info: RankInfo, starts_ranks: bool) -> Settled:
     """What is settled once for all ranks of a launch: handed over, as the run had it, or predicted.
 
-    Where torchrun or srun started them, rank 0 settles it, and the others wait for it; or this process ``starts`` them.
+    Where torchrun or srun started them, rank 0 settles it and the others wait; or this process ``starts_ranks``.
     """
+    options = ready.before.options
     if options.handed_over is not None:
         return options.handed_over.settled
     before = run_before(ready.status.run.recipe(ready.status.record), ready.status.record, rank_info.world_size)
-    place = LaunchData.of(ready.data_dir, ready.spec.cache_dir, options.dry_run, starts)
-    return settle(loaded, before, rank_info, place, console)
+    place = LaunchData.of(ready.data_dir, ready.spec.cache_dir, options.dry_run, starts_ranks)
+    return settle(ready.before.loaded, before, rank_info, place, ready.before.console)

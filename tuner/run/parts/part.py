@@ -35,7 +35,7 @@ from tuner.train.tasks import Request, Task, Tasks
 
 @dataclass(frozen=True)
 class Before:
-    """What is known before a launch: the recipe, and the run's directory and past."""
+    """What a launch is asked for, and what the run's directory says of it."""
 
     loaded: LoadedRecipe
     options: LaunchOptions
@@ -51,14 +51,19 @@ class Before:
 
 @dataclass(frozen=True)
 class Preflight:
-    """What is known before a launch: the run's directory and past, and its data."""
+    """A launch that is ready to be planned: what was asked, the run's directory and past, and its data."""
 
-    status: RunStatus
+    before: Before
     spec: PrepareSpec
     data: PreparedData
     data_dir: Path
     parts: tuple[Part, ...]
     """What the launch has besides."""
+
+    @property
+    def status(self) -> RunStatus:
+        """What the run's directory is to the launch."""
+        return self.before.status
 
     @property
     def starts(self) -> Starts:
