@@ -23,6 +23,7 @@ from tuner.model.build import decoder_blocks
 from tuner.model.few_layers import FewLayers, representatives, shared_kinds
 from tuner.model.probe import plain_twin, require_isolation
 from tuner.model.root import CausalLM
+from tuner.model.wrap import wrappers_of
 
 SAMPLED = (
     "documents are one in attention, llama, one in the middle", "a state over documents, mamba2, one in the middle",
@@ -175,19 +176,24 @@ def test_large_embeddings_and_output_layers_are_looked_at_in_part(
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
-def test_copies_of_linear_layers_take_the_same_memory_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_linear_layers_a_block_at_a_time_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE | {"num_hidden_layers": 4}), dtype=torch.bfloat16)
+    config = LlamaConfig(**SHAPE | {"num_hidden_layers": 4}, attention_bias=True)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
     ids = torch.arange(9)[None] * 7
     with torch.no_grad(), widened.Widened(model, narrow=True).computing(model):
         expected = model(input_ids=ids, use_cache=False).logits
-    monkeypatch.setattr(widened, "LENT", 1)
-    wide, taken = widened.Widened(model, narrow=True), set()
+    monkeypatch.setattr(widened, "BLOCK", 100)  # three rows, and what is left
+    types: set[torch.dtype] = set()
     for layer in (part for part in model.modules() if isinstance(part, nn.Linear)):
-        layer.register_forward_hook(lambda of, *_: taken.add(of.weight.untyped_storage().data_ptr()))
-    with torch.no_grad(), wide.computing(model):
-        assert torch.equal(model(input_ids=ids, use_cache=False).logits, expected)
-    assert len(taken) <= 3  # of 29 layers: as it grows
+        layer.register_forward_hook(lambda of, *_: types.add(of.weight.dtype))
+    with widened.Widened(model, narrow=True).computing(model):
+        found = model(input_ids=ids, use_cache=False).logits
+    assert found.requires_grad  # as what comes before them has a gradient
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert types == {torch.bfloat16} and not any(map(wrappers_of, model.modules()))
 
 
 SEES: dict[str, Callable[[int, int], Sequence[int]]] = {

@@ -5,15 +5,18 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
 from tuner.model.build import has_score, head_layer
 from tuner.model.tokens import TrainableTokens
+from tuner.model.wrap import Wrapper, wrapped, wrappers_of
 from tuner.runtime.torch_private import changes_in_place
 
 KEPT_BYTES = 2 << 30
@@ -22,8 +25,8 @@ LARGE = 1 << 24
 """Elements of an embedding or output layer from which on no more of it is copied than is used."""
 ROWS = 8192
 """Rows of a large output layer that are computed: tokens up to there have logits."""
-LENT = 1 << 18
-"""Elements of a linear layer's weight from which on its copy is made for each forward, in memory that is used again."""
+BLOCK = 1 << 21
+"""Elements of a linear layer's weight that are cast at once: they stay in the processor's cache for their product."""
 
 
 class Widened:
@@ -39,8 +42,6 @@ class Widened:
         if type(head) is nn.Linear and head.weight.numel() >= LARGE and len(head.weight) > ROWS:
             self._narrowed = {id(parameter) for parameter in head.parameters()}
         self._tokens = int(getattr(model.get_input_embeddings(), "num_embeddings", 0))
-        self._free: list[torch.UntypedStorage] = []
-        """Memory of copies that no module computes with now."""
 
     @contextmanager
     def computing(self, root: nn.Module, left_out: Collection[nn.Module] = ()) -> Iterator[None]:
@@ -58,13 +59,14 @@ class Widened:
 
         def restore(module: nn.Module, inputs: Any, output: Any) -> None:
             for parameter, data in zip(own[module], before.pop(module, []), strict=False):
-                if _is_lent(module, parameter):
-                    self._free.append(parameter.data.untyped_storage())
                 parameter.data = data
 
         with ExitStack() as hooks:
             for module, parameters in own.items():
-                if any(parameter.dtype != torch.float32 for parameter in parameters):
+                if _is_in_blocks(module):
+                    rows = ROWS if id(module.weight) in self._narrowed else len(module.weight)
+                    hooks.enter_context(wrapped(module, Wrapper.KERNEL, partial(_in_blocks, module, rows)))
+                elif any(parameter.dtype != torch.float32 for parameter in parameters):
                     hooks.callback(module.register_forward_pre_hook(widen).remove)
                     hooks.callback(module.register_forward_hook(restore, always_call=True).remove)
             yield
@@ -78,8 +80,6 @@ class Widened:
             return _rows_alone(data, inputs[0])
         if self._is_narrowed(module, parameter):
             data = data[:ROWS]
-        if _is_lent(module, parameter):
-            return self._lent(data)
         key = (id(parameter), len(data), changes_in_place(parameter))  # what is changed in place is another one
         if key in self._kept:
             return self._kept[key]
@@ -89,24 +89,33 @@ class Widened:
             self._left -= wide.nbytes
         return wide
 
-    def _lent(self, data: torch.Tensor) -> torch.Tensor:
-        """A copy that lasts until its module has run: to take memory for it costs several times as much as the cast."""
-        fitting = (one for one in self._free if one.nbytes() >= 4 * data.numel())
-        memory = min(fitting, key=torch.UntypedStorage.nbytes, default=None)
-        if memory is None:
-            return _copy_of(data)
-        self._free.remove(memory)
-        whole = torch.empty(0, dtype=torch.float32).set_(memory)
-        return whole[: data.numel()].view(data.shape).copy_(data)
-
     def _is_of_tokens(self, module: nn.Embedding) -> bool:
         """Whether its rows are those that it is given: embeddings of places may make these of what they are given."""
         return module.weight.numel() >= LARGE and 2 * module.num_embeddings > self._tokens > 0
 
 
-def _is_lent(module: nn.Module, parameter: nn.Parameter) -> bool:
-    """Whether nothing of it is left once its module has run: what a linear layer gives is no part of its weight."""
-    return type(module) is nn.Linear and parameter.numel() >= LENT
+def _is_in_blocks(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether it is a linear layer whose weight is cast a block at a time: a large one that computes as its class."""
+    if type(module) is not nn.Linear or wrappers_of(module):
+        return False
+    return module.weight.dtype in (torch.bfloat16, torch.float16) and module.weight.numel() > BLOCK
+
+
+def _in_blocks(module: nn.Linear, rows: int, inputs: torch.Tensor) -> torch.Tensor:
+    """``[..., rows]`` of a linear layer in float32, some rows of its weight after the others.
+
+    No copy of the weight is made: memory that is new to the process costs several times as much as the cast. No
+    gradient goes through it, but what is computed from it is known to have one.
+    """
+    weight, bias = module.weight.detach()[:rows], module.bias
+    step = max(1, BLOCK // weight.shape[1])
+    wide = torch.empty((step, weight.shape[1]), dtype=torch.float32)
+    with torch.no_grad():
+        parts = [F.linear(inputs, wide[: len(block)].copy_(block)) for block in weight.split(step)]
+        output = torch.cat(parts, dim=-1)
+        if bias is not None:
+            output += bias[:rows]
+    return output.requires_grad_(inputs.requires_grad)
 
 
 def _copy_of(data: torch.Tensor) -> torch.Tensor:

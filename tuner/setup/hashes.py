@@ -41,7 +41,8 @@ class FrozenHash:
     """SHA-256 of what of a model is not trained (:func:`~tuner.model.freeze.frozen_hash`), once it is called.
 
     A thread computes it from now on, of the tensors as they lie in the host's memory: they may go to a device
-    meanwhile. The process may end without it. On a CPU, whose cores train, it takes one of them.
+    meanwhile. A process that ends without it waits for the tensor at work alone. On a CPU, whose cores train, it takes
+    one of them.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class FrozenHash:
         self._unread = unread
         self._cache, self._threads = cache, 1 if device_type == "cpu" else torch.get_num_threads()
         self._taken: Future[str | None] = Future()
-        threading.Thread(target=self._take, name="hash", daemon=True).start()
+        threading.Thread(target=self._take, name="hash").start()
 
     def __call__(self) -> str | None:
         """Wait for it; None where all is trained. Raises what taking it raised."""
@@ -117,14 +118,19 @@ def _key_of(tensor: torch.Tensor, places: Sequence[InFile]) -> str:
 
 
 def _taken(tensors: Mapping[str, torch.Tensor], threads: int, unread: UnreadWeights | None) -> dict[str, Content]:
-    """The contents of tensors, by so many threads. A process that ends waits for none of them, as it would for a
-    pool's."""
+    """The contents of tensors, by so many threads. RuntimeError once the main thread has ended, which waits for them.
+
+    They are no daemons: Python ends one of these where it next takes the lock of the interpreter, and within an
+    operation of torch, whose C++ must not be unwound there, that ends the process by SIGABRT.
+    """
     waiting, found = list(tensors.items()), dict[str, Content]()
     problems: list[BaseException] = []
 
     def take() -> None:
         try:
             while not problems:
+                if not threading.main_thread().is_alive():
+                    raise RuntimeError("the process is ending")
                 name, tensor = waiting.pop()
                 found[name] = content_of(tensor, [tensor] if unread is None else unread.in_order(tensor))
         except IndexError:  # none is left
@@ -132,7 +138,7 @@ def _taken(tensors: Mapping[str, torch.Tensor], threads: int, unread: UnreadWeig
         except BaseException as error:  # noqa: BLE001 - raised below
             problems.append(error)
 
-    others = [threading.Thread(target=take, name="hash", daemon=True) for _ in range(threads - 1)]
+    others = [threading.Thread(target=take, name="hash") for _ in range(threads - 1)]
     for other in others:
         other.start()
     take()
