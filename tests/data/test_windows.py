@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tuner.config.portions import Late, Portion
 from tuner.config.recipe import DataSection
-from tuner.data.windows import END, Late, Window, first_window, next_window
+from tuner.config.windows import END
+from tuner.data.portions import first_portion, next_portion
 from tuner.errors import DataError
 
 
@@ -17,9 +19,9 @@ def section(*paths: Path | str, **windows: object) -> DataSection:
     return DataSection.model_validate({"train": [str(path) for path in paths], "windows": windows})
 
 
-def all_windows(data: DataSection) -> list[Window]:
-    done: list[Window] = []
-    while isinstance(found := next_window(data, done), Window):
+def all_windows(data: DataSection) -> list[Portion]:
+    done: list[Portion] = []
+    while isinstance(found := next_portion(data, done), Portion):
         done.append(found)
     return done
 
@@ -30,7 +32,7 @@ def files(directory: Path, *names: str) -> None:
         (directory / name).write_text('{"text": "x"}\n')
 
 
-def names(window: Window) -> list[str]:
+def names(window: Portion) -> list[str]:
     return [Path(file).name for file in window.files]
 
 
@@ -59,7 +61,7 @@ def test_windows_by_name_come_in_the_order_of_the_names(tmp_path: Path) -> None:
 def test_a_window_by_name_is_late_until_every_source_has_it(tmp_path: Path) -> None:
     files(tmp_path / "a", "1.jsonl")
     data = section(tmp_path / "a" / "{window}.jsonl", tmp_path / "b" / "{window}*.jsonl", names=["1"])
-    found = next_window(data, ())
+    found = next_portion(data, ())
     assert found == Late("1", f"{tmp_path / 'b' / '1*.jsonl'}: no such file")
     files(tmp_path / "b", "1-x.jsonl", "1-y.jsonl")
     assert names(all_windows(data)[0]) == ["1.jsonl", "1-x.jsonl", "1-y.jsonl"]
@@ -68,33 +70,33 @@ def test_a_window_by_name_is_late_until_every_source_has_it(tmp_path: Path) -> N
 def test_a_directory_that_grows_is_waited_for_until_it_is_ended(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     data = section(logs, files=2, grow=True)
-    assert isinstance(next_window(data, ()), Late)  # there is not even a directory
+    assert isinstance(next_portion(data, ()), Late)  # there is not even a directory
     files(logs, "1.jsonl", ".2.jsonl")
-    assert next_window(data, ()) == Late("number 1", f"{logs}: 1 of the next 2 files")
+    assert next_portion(data, ()) == Late("number 1", f"{logs}: 1 of the next 2 files")
     files(logs, "2.jsonl", "3.jsonl")
-    first = first_window(data)
+    first = first_portion(data)
     assert names(first) == ["1.jsonl", "2.jsonl"]
-    assert isinstance(next_window(data, [first]), Late)
+    assert isinstance(next_portion(data, [first]), Late)
     (logs / END).touch()
-    last = next_window(data, [first])
-    assert isinstance(last, Window) and names(last) == ["3.jsonl"]
-    assert next_window(data, [first, last]) is None
+    last = next_portion(data, [first])
+    assert isinstance(last, Portion) and names(last) == ["3.jsonl"]
+    assert next_portion(data, [first, last]) is None
 
 
 def test_a_file_that_sorts_before_those_that_are_done_is_taken_next(tmp_path: Path) -> None:
     files(tmp_path / "logs", "2.jsonl")
     data = section(tmp_path / "logs", files=1, grow=True)
-    first = first_window(data)
+    first = first_portion(data)
     files(tmp_path / "logs", "1.jsonl", "3.jsonl")
-    rest = next_window(data, [first])
-    assert isinstance(rest, Window) and names(rest) == ["1.jsonl"]
+    rest = next_portion(data, [first])
+    assert isinstance(rest, Portion) and names(rest) == ["1.jsonl"]
 
 
 def test_sources_by_count_that_are_not_there_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
-        next_window(section(tmp_path / "logs", files=1), ())
+        next_portion(section(tmp_path / "logs", files=1), ())
     with pytest.raises(DataError, match="window 1: .*no such file"):
-        first_window(section(tmp_path / "{window}.jsonl", names=["1"]))
+        first_portion(section(tmp_path / "{window}.jsonl", names=["1"]))
 
 
 @settings(deadline=None, max_examples=30)

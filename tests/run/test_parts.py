@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.contracts.syntax import trees
+from tests.contracts.syntax import nodes, trees
 from tests.contracts.test_import_law import imported_modules
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch
@@ -28,7 +29,7 @@ from tuner.train.progress import Progress
 SPINE = ("main", "preflight", "begin", "state", "launch", "options")
 OWNED = (
     "run.windows", "run.teacher", "run.teacher_versions", "run.reference", "run.tasks.windows", "run.tasks.teacher",
-    "rundir.windows", "rundir.teachers", "setup.initial", "setup.teacher", "setup.window_course", "setup.mock",
+    "rundir.windows", "rundir.teachers", "setup.initial", "setup.teacher", "setup.mock",
     "setup.offloaded", "setup.host_states", "runtime.numa", "runtime.deterministic",
 )  # fmt: skip
 """What a part works with."""
@@ -159,6 +160,18 @@ def test_the_spine_of_a_launch_names_no_part() -> None:
         assert parts <= {"tuner.run.parts", "tuner.run.parts.listed", "tuner.run.parts.part"}, name
         owned = {each for each in imported if any(f"{each}.".startswith(f"tuner.{own}.") for own in OWNED)}
         assert owned == set(), name
+
+
+def test_windows_are_deleted_with_their_files_and_two_lines() -> None:
+    """The key of the recipe and the line of PARTS, with their imports: what divides data is asked of no one else."""
+    known = trees()
+    own = {name for name in known if any(word in name.split(".") for word in ("windows", "window_rules"))}
+    outside = set(known) - own
+    assert {name for name in outside if imported_modules(known[name], known) & own} == {
+        "tuner.config.recipe", "tuner.run.parts.listed"
+    }  # fmt: skip
+    read = {name for name in outside for node in nodes(known[name], ast.Attribute) if node.attr == "windows"}
+    assert read == {"tuner.evals.task", "tuner.evals.harness"}  # those of a text
 
 
 def test_every_part_has_a_file_of_its_own_and_is_listed() -> None:

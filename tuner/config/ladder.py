@@ -10,12 +10,14 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, model_validator
 
 from tuner.config.duration import Duration, Span
+from tuner.config.ladder_rules import LADDER_RULES
 from tuner.config.numbers import DECIMAL_SUFFIXES, Real, Whole, parse_number, write_number
+from tuner.config.rule import Rule
 from tuner.config.schedules import DecayShape
 from tuner.config.section import Auto, Items, Section
 from tuner.config.value_types import Several, Table, Text, ValueType, refuse, shown
@@ -205,6 +207,8 @@ class LadderSection(Section):
     """Processes that each size gets at least."""
     max_processes: Annotated[int | Auto, Whole(ge=1, le=2**20)] = "auto"
     """Processes that a size gets at most; auto: as many as tuner train would start here."""
+
+    rules: ClassVar[tuple[Rule, ...]] = LADDER_RULES
 
     @property
     def is_on(self) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tuner.config.recipe import Recipe
 from tuner.config.rule import Rule
+
+if TYPE_CHECKING:
+    from tuner.config.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def _is_default(recipe: Recipe, key: str) -> bool:
     section, _, name = key.partition(".")
     value: Any = getattr(recipe, section)
     if not name:
-        return bool(value == Recipe.model_fields[section].default)
+        return bool(value == type(recipe).model_fields[section].default)
     return not hasattr(value, name) or bool(getattr(value, name) == type(value).model_fields[name].default)
 
 

@@ -17,6 +17,7 @@ from tuner.config.ladder import SIZES, LadderSection
 from tuner.config.methods import Method, SftMethod
 from tuner.config.numbers import Bytes, Real, Skips, Whole
 from tuner.config.optimizers import GROUPS, ROWS, AdamwOptimizer, Optimizer
+from tuner.config.portions import PortionsSection
 from tuner.config.schedules import (
     ConstantSchedule,
     CosineSchedule,
@@ -278,6 +279,12 @@ class DataSection(Section):
     cache_dir: Annotated[str | None, Text(kind="the path of a directory")] = None
     """Where prepared data is kept; null takes $TUNER_CACHE, else ~/.cache/tuner."""
     windows: WindowsSection = WindowsSection()
+
+    @property
+    def portions(self) -> PortionsSection | None:
+        """What divides the training data into portions that come one after the other; None where all are there."""
+        sections = (getattr(self, name) for name in type(self).model_fields)
+        return next((each for each in sections if isinstance(each, PortionsSection) and each.is_on), None)
 
     @property
     def packs_rows(self) -> bool:
@@ -591,8 +598,8 @@ class Recipe(Section):
 
     @property
     def has_open_end(self) -> bool:
-        """Whether the length of the run is known only once the windows of its data are."""
-        return self.data.windows.is_on and self.train.duration.unit == "epochs"
+        """Whether the length of the run is known only once the last portion of its data is."""
+        return self.data.portions is not None and self.train.duration.unit == "epochs"
 
 
 def _sections(owner: type[Section], above: str = "") -> Iterator[tuple[str, type[Section]]]:

@@ -1,9 +1,13 @@
 """What a rule between fields of the recipe is."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Set
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tuner.config.recipe import Recipe
+if TYPE_CHECKING:
+    from tuner.config.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Set
 
 from tuner.config.duration import Duration
 from tuner.config.eval_tasks import task_of
-from tuner.config.ladder_rules import LADDER_RULES
 from tuner.config.methods import head_of
 from tuner.config.optimizers import (
     AdafactorOptimizer,
@@ -16,9 +15,8 @@ from tuner.config.optimizers import (
     keeps_states_on_host,
     rounds_stochastically,
 )
-from tuner.config.recipe import DoraAdapter, HealthSection, LowRankAdapter, Recipe
+from tuner.config.recipe import SECTIONS, DoraAdapter, HealthSection, LowRankAdapter, Recipe
 from tuner.config.rule import Rule
-from tuner.config.window_rules import WINDOW_RULES
 
 
 def _cadence_needs_rows(recipe: Recipe, given: Set[str]) -> str | None:
@@ -450,6 +448,5 @@ RULES: tuple[Rule, ...] = (
     Rule(("method.kind", "parallel.tensor"), _losses_have_the_whole_vocabulary),
     Rule(("train.tiled_mlp", "parallel.expert"), _experts_elsewhere_take_rows_at_once),
     Rule(("health.slow_rank", "health.times_every"), _slow_rank_is_measured),
-    *WINDOW_RULES,
-    *LADDER_RULES,
+    *(rule for section in SECTIONS.values() for rule in section.rules),
 )

@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, GetC
 from pydantic_core import core_schema
 
 from tuner.config.duration import Duration
+from tuner.config.rule import Rule
 from tuner.config.value_types import Switch, Table, Text, refuse, shown
 
 Auto = Literal["auto"]
@@ -32,6 +33,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
     on_resume: ClassVar[Mapping[str, Effect]] = {}
     """What a change of a key means for a resumed run, where that differs from what it means for those above it."""
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    """What the section cannot be together with other keys."""
 
     @property
     def is_on(self) -> bool:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Set
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from tuner.config.duration import Duration
-from tuner.config.recipe import Recipe
 from tuner.config.rule import Rule
-from tuner.config.windows import PLACE, WindowsSection
 
+if TYPE_CHECKING:
+    from tuner.config.recipe import Recipe
+
+PLACE = "{window}"
+"""What the name of a window replaces in the paths of data.train."""
 OPEN_SCHEDULES = ("constant", "inverse_sqrt")
 """Kinds of schedule that need no length of the run."""
 
@@ -47,7 +51,7 @@ def skipped_have_names(recipe: Recipe, given: Set[str]) -> str | None:
 
 def keys_need_windows(recipe: Recipe, given: Set[str]) -> str | None:
     """The other keys mean nothing without windows."""
-    if recipe.data.windows == WindowsSection() or recipe.data.windows.is_on:
+    if recipe.data.windows == type(recipe.data.windows)() or recipe.data.windows.is_on:
         return None
     return "there are no windows; write data.windows.files: 1, or names: [...]"
 

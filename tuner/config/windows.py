@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator
 
 from tuner.config.duration import Duration, Span
 from tuner.config.numbers import Whole
-from tuner.config.section import Bool, Effect, Section
+from tuner.config.portions import Late, ListFiles, Portion, PortionsSection
+from tuner.config.rule import Rule
+from tuner.config.section import Bool, Effect
 from tuner.config.value_types import NEVER, Several, Text, Word, refuse
+from tuner.config.window_rules import PLACE, WINDOW_RULES
 
-PLACE = "{window}"
-"""What the name of a window replaces in the paths of data.train."""
+if TYPE_CHECKING:
+    from tuner.config.recipe import DataSource
+
+END = "END"
+"""The file that says of a directory that no more come."""
 
 
 def _no_name_twice(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -25,7 +32,7 @@ def _no_name_twice(names: tuple[str, ...]) -> tuple[str, ...]:
 NAMES = Several(item=Text(kind="names", pattern=r"[^/\x00]*[^/\x00.][^/\x00]*"), empty=True)
 
 
-class WindowsSection(Section):
+class WindowsSection(PortionsSection):
     """Training data in windows: each is prepared, trained, evaluated and saved before the next one begins."""
 
     files: Annotated[int | None, Whole(ge=1, le=2**31)] = None
@@ -41,9 +48,66 @@ class WindowsSection(Section):
     empty: Word[Literal["skip", "wait", "refuse"]] = "skip"
     """A window without a row: skip it for good, wait for it as for one that is late, or refuse it (exit code 3)."""
 
+    noun: ClassVar[str] = "window"
+    rules: ClassVar[tuple[Rule, ...]] = WINDOW_RULES
     on_resume: ClassVar[Mapping[str, Effect]] = {"wait": "safe", "late": "safe", "empty": "safe"}
 
     @property
     def is_on(self) -> bool:
         """Whether there are windows at all."""
         return self.files is not None or bool(self.names)
+
+    def next_portion(
+        self, sources: Sequence[DataSource], done: Sequence[Portion], files: ListFiles
+    ) -> Portion | Late | None:
+        """The window after those that are done or left out; None where there are no more.
+
+        It follows from these and from what lies there now, by names: no file's content is read. Raises DataError for
+        sources by count that are not there and are not said to grow.
+        """
+        if not self.names:
+            return self._counted(sources, {file for window in done for file in window.files}, len(done), files)
+        return None if len(done) >= len(self.names) else self._named(tuple(sources), self.names[len(done)], files)
+
+    def sources_of(self, sources: tuple[DataSource, ...], name: str) -> tuple[DataSource, ...]:
+        """With the name in their paths, where windows have names."""
+        if not self.names:
+            return sources
+        return tuple(source.model_copy(update={"path": source.path.replace(PLACE, name)}) for source in sources)
+
+    def may_come_later(self, source: DataSource) -> bool:
+        """Those of windows by name may."""
+        return PLACE in source.path
+
+    def _named(self, sources: tuple[DataSource, ...], name: str, files: ListFiles) -> Portion | Late:
+        every: list[str] = []
+        for source in self.sources_of(sources, name):
+            found = files(source, False)
+            if not found:
+                return Late(name, f"{source.path}: no such file")
+            every += found
+        return Portion(name, tuple(every))
+
+    def _counted(
+        self, sources: Sequence[DataSource], taken: set[str], number: int, files: ListFiles
+    ) -> Portion | Late | None:
+        """The next files of each source. Sources that end earlier than others have none in the last windows."""
+        assert self.files is not None
+        grows = self.grow and not all(_is_ended(source) for source in sources)
+        chosen: list[str] = []
+        for source in sources:
+            found = [file for file in files(source, not self.grow) if file not in taken]
+            if grows and len(found) < self.files:
+                missing = f"{source.path}: {len(found)} of the next {self.files} file{'s' if self.files > 1 else ''}"
+                return Late(f"number {number + 1}", missing)
+            chosen += found[: self.files]
+        if not chosen:
+            return None
+        first, last = Path(chosen[0]).name, Path(chosen[-1]).name
+        return Portion(first if len(chosen) == 1 else f"{first} to {last}", tuple(chosen))
+
+
+def _is_ended(source: DataSource) -> bool:
+    """Whether the file that ends a source lies in its directory, or next to the files that it names."""
+    path = Path(source.path)
+    return ((path if path.is_dir() else path.parent) / END).exists()

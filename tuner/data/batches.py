@@ -175,8 +175,8 @@ class GlobalBatches:
     rank: int = 0
     world_size: int = 1
     max_rows: int | None = None
-    window: int = 0
-    """Which part of a run's data the rows are: each has an order of its own."""
+    portion: int = 0
+    """Which portion of a run's data the rows are, from 0: each has an order of its own."""
     by_document: bool = False
     """Whether a step says of the whole global batch how much is trained in each document, and the columns."""
     mismatched: bool = False
@@ -193,15 +193,15 @@ class GlobalBatches:
         """Optimizer steps in one epoch, the last partial one included."""
         return math.ceil(self._n_rows / self.global_batch_size)
 
-    def go_over(self, rows: PackedRows, window: int) -> None:
-        """Take the rows of another window from now on; its first step is step 0. No step may be under way."""
-        self.rows, self.window, self._epoch_order = rows, window, None
+    def go_over(self, rows: PackedRows, portion: int) -> None:
+        """Take the rows of another portion from now on; its first step is step 0. No step may be under way."""
+        self.rows, self.portion, self._epoch_order = rows, portion, None
         self._n_rows = len(rows) if self.max_rows is None else min(self.max_rows, len(rows))
 
     def row_ids(self, i: int) -> npt.NDArray[np.int64]:
         """Return the rows of step i (from 0), in the order of the global batch."""
         epoch, step = divmod(i, self.steps_per_epoch)
-        epoch |= self.window << 32
+        epoch |= self.portion << 32
         if self._epoch_order is None or self._epoch_order[0] != epoch:
             self._epoch_order = (epoch, row_order(self.seed, epoch, self._n_rows, self.shuffle))
         start = step * self.global_batch_size

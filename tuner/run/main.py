@@ -149,7 +149,7 @@ def _run(context: LaunchContext, begins: CheckpointInfo | None, launch: LaunchTa
     finally:
         if main:
             record |= outcome(run_state(context, status == "finished"))
-            record["launches"][-1]["total_steps"] = progress.plan.total_steps  # of data in windows it grows
+            record["launches"][-1]["total_steps"] = progress.plan.total_steps  # of data in portions it grows
             run.end(record, status, progress.step, progress.saved_step, why)
         tasks.notify(Event("end", progress.step, progress.tokens, status=status))
     Collective(gloo_group()).on_rank0(launch.hooks.raise_error)

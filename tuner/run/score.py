@@ -133,7 +133,7 @@ def run_recipe(trained: Trained) -> Path | Mapping[str, Any]:
 
 def _require_same_rows(trained: Trained, recipe: Recipe, data: PreparedData) -> None:
     """Check that the rows that the run's own recipe names are those that it was trained with. Raises DataError."""
-    if not isinstance(trained, RunCheckpoint) or recipe.data.windows.is_on:  # each window has a key of its own
+    if not isinstance(trained, RunCheckpoint) or recipe.data.portions:  # each portion has a key of its own
         return
     own, had = load_recipe(run_recipe(trained)).recipe, trained.checkpoint.manifest["meta"].get("data_key")
     here = {"cache_dir": own.data.cache_dir, "workers": own.data.workers}  # these may be the machine's

@@ -6,7 +6,7 @@ RUN/
   recipe.resolved.yaml    the recipe without `auto`, with absolute paths
   metrics.jsonl           a line for each step and each evaluation
   samples.jsonl           answers to held-out prompts
-  windows.json            which windows of its data a run has opened or left out, where it has windows
+  windows.json            which portions of its data a run has opened or left out, where they come in portions
   teachers.json           which versions of its teacher a run has learned from, where it looks for newer ones
   evaluations/step-N/     TASK.jsonl: a line for each item of a task that was scored
   checkpoints/step-N/     what training resumes from (tuner.checkpoint.manifest names them)
@@ -37,7 +37,7 @@ RECIPE = "recipe.yaml"
 RESOLVED_RECIPE = "recipe.resolved.yaml"
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
-WINDOWS = "windows.json"
+PORTIONS = "windows.json"
 TEACHERS = "teachers.json"
 EVALUATIONS = "evaluations"
 CHECKPOINTS = "checkpoints"
@@ -49,7 +49,7 @@ ID_PROBES = "id_probes.jsonl"
 INIT_REPORT = "init_from.txt"
 LOGS = "logs"
 EXPORT_LOG = "export.log"
-WINDOWS_LOG = "windows.log"
+PORTIONS_LOG = "windows.log"
 LAUNCHES = "launches"
 SOURCE_DIFF = "git.diff"
 EXPORTS = "exports"
@@ -65,7 +65,7 @@ MODEL_PREFIX = "model/"
 EMA_PREFIX = "ema/"
 """Before the names of the averages of the model's tensors in a checkpoint."""
 NAMES = frozenset(
-    {RECORD, RECIPE, RESOLVED_RECIPE, METRICS, SAMPLES, WINDOWS, TEACHERS, EVALUATIONS, CHECKPOINTS, TOKENIZER}
+    {RECORD, RECIPE, RESOLVED_RECIPE, METRICS, SAMPLES, PORTIONS, TEACHERS, EVALUATIONS, CHECKPOINTS, TOKENIZER}
     | {MODEL_CONFIG, ID_PROBES, INIT_REPORT, LOGS, LAUNCHES, EXPORTS, PROFILE, PROBER, TRACKERS, CURVES, LOCK, STOP}
 )
 """All that a run directory may hold."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tuner.errors import DataError
-from tuner.rundir.layout import WINDOWS
+from tuner.rundir.layout import PORTIONS
 from tuner.runtime.files import read_json, write_json
 
 SCHEMA = "tuner.windows/1"
@@ -83,7 +83,7 @@ def entries_of(items: Sequence[Mapping[str, Any]]) -> tuple[WindowEntry, ...]:
 
 def read_windows(run_dir: Path) -> tuple[WindowEntry, ...]:
     """The windows of a run so far; none where it has written none. Raises DataError."""
-    path = run_dir / WINDOWS
+    path = run_dir / PORTIONS
     if not path.is_file():
         return ()
     try:
@@ -97,4 +97,4 @@ def read_windows(run_dir: Path) -> tuple[WindowEntry, ...]:
 
 def write_windows(run_dir: Path, entries: Sequence[WindowEntry]) -> None:
     """Replace `windows.json`. Raises MachineError."""
-    write_json(run_dir / WINDOWS, {"schema": SCHEMA, "windows": [entry.as_state() for entry in entries]})
+    write_json(run_dir / PORTIONS, {"schema": SCHEMA, "windows": [entry.as_state() for entry in entries]})

@@ -115,7 +115,7 @@ def build(
         micro_batch_size=rows_at_once(recipe.train),
         rank=mesh.data_rank,
         world_size=mesh.data_size,
-        window=starts.window,
+        portion=starts.portion,
         by_document=train_state.method.by_document,
         mismatched=train_state.method.mismatched,
     )
@@ -130,7 +130,7 @@ def build(
         mesh=mesh,
         facts=facts,
         teacher_facts=teacher_facts,
-        probes=probes_of(recipe, probed_rows(recipe, prepared)),
+        probes=probes_of(resolved, probed_rows(recipe, prepared)),
         held_out=held,
         mfu=MfuMeter(training_flops(train_state.root.model), peak, train_state.method.extra_forwards, mesh.row_holders),
         skipped=recipe.train.steps_to_skip,

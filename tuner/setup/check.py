@@ -19,7 +19,6 @@ from tuner.config.methods import CustomMethod, DistillMethod
 from tuner.config.optimizers import CustomOptimizer, rounds_stochastically
 from tuner.config.recipe import DataSource, Recipe
 from tuner.config.schedules import CustomSchedule
-from tuner.config.windows import PLACE
 from tuner.data.encoding.template import ChatTemplate
 from tuner.data.encoding.tokenizer_files import holds_tokenizer, without_files
 from tuner.data.sources import expand
@@ -67,7 +66,7 @@ def check_recipe(read: ReadRecipe) -> str:
 def schedule_warnings(recipe: Recipe) -> list[str]:
     """What of the schedule does not fit the run, as far as its length is known without the data."""
     section, duration = recipe.schedule, recipe.train.duration
-    if isinstance(section, CustomSchedule) or recipe.data.windows.is_on:
+    if isinstance(section, CustomSchedule) or recipe.data.portions:
         return []
     is_known = duration.unit == "steps"
     spans = [section.warmup, getattr(section, "decay", None), *getattr(section, "periods", ())]
@@ -131,6 +130,8 @@ def check_files(recipe: Recipe, found: Findings) -> None:
     _check_tokenizer(recipe, found)
     for name, sources in (("train", recipe.data.train), ("eval", recipe.data.eval)):
         for number, source in enumerate(sources if isinstance(sources, tuple) else ()):
+            if recipe.data.portions is not None and recipe.data.portions.may_come_later(source):
+                continue
             with found.of(f"data.{name}.{number}.path"):
                 _check_source(source)
     for key, use, group in _own_code(recipe):
@@ -237,11 +238,8 @@ def _check_template(path: Path) -> None:
 
 
 def _check_source(source: DataSource) -> None:
-    """Check that the files of a source are there. Hub data sets and standard input are left to the preparation.
-
-    So are the files of windows by name, which may come later.
-    """
-    if not os.path.isabs(source.path) or PLACE in source.path:
+    """Check that the files of a source are there. Hub data sets and standard input are left to the preparation."""
+    if not os.path.isabs(source.path):
         return
     files = expand([source])
     if all(file.size() == 0 for file in files):

@@ -11,6 +11,7 @@ from tuner.config.methods import head_of
 from tuner.config.recipe import Recipe
 from tuner.data.prepared import PackedRows, PreparedData
 from tuner.model.root import CausalLM
+from tuner.setup.resolve import Resolved
 
 MAX_PROBES = 20
 MAX_TOKENS = 64
@@ -108,9 +109,9 @@ def _of_row(root: CausalLM, documents: list[torch.Tensor], device: torch.device)
     return root.logits(torch.cat(documents).to(device), places.to(device), lengths, ends.to(device))
 
 
-def probes_of(recipe: Recipe, rows: PackedRows) -> list[torch.Tensor]:
+def probes_of(resolved: Resolved, rows: PackedRows) -> list[torch.Tensor]:
     """The beginnings of rows, int64 each, whose logits checkpoints record: of a score, the ends."""
-    return probe_inputs(rows, from_end=head_of(recipe.method) == "score")
+    return probe_inputs(rows, from_end=head_of(resolved.recipe.method) == "score")
 
 
 def probed_rows(recipe: Recipe, prepared: PreparedData) -> PackedRows:

@@ -1,17 +1,20 @@
 """The steps of a run and what is due at each: the plan, the schedule and the cadences."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from tuner.config.duration import Duration
 from tuner.config.recipe import Recipe
-from tuner.data.prepared import PackedRows, PreparedData
+from tuner.data.prepared import PreparedData
 from tuner.errors import RecipeError
+from tuner.setup.portions import extent_of
 from tuner.setup.settled import rows_at_once
-from tuner.train.plan import Cadence, Plan, cadence, mark_steps, plan_steps
+from tuner.train.plan import Cadence, Plan, cadence, mark_steps
 from tuner.train.schedule import Schedule, StartedLater, build_schedule, peak_factor, schedule_flaws
 
 if TYPE_CHECKING:
@@ -26,8 +29,8 @@ class Starts:
     data: int = 0
     rng: int = 0
     updates: int = 0
-    window: int = 0
-    """Of data in windows: which one is at hand; ``data`` is the step before its first."""
+    portion: int = 0
+    """Of data in portions: which one is trained, from 0; ``data`` is the step before its first."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def few_steps(recipe: Recipe, plan: Plan) -> str | None:
     Steps that the recipe itself counts are what was wanted.
     """
     duration = recipe.train.duration
-    if plan.total_steps >= FEW_STEPS or duration.unit == "steps" or recipe.data.windows.is_on:
+    if plan.total_steps >= FEW_STEPS or duration.unit == "steps" or recipe.data.portions:
         return None
     ways, micro = [], rows_at_once(recipe.train)
     if plan.global_batch_size > micro:
@@ -89,83 +92,53 @@ class Rates:
 
 
 def rates(resolved: "Resolved", prepared: PreparedData, table: Timetable, starts: Starts) -> Rates:
-    """The learning rate over a run; of windows whose end is not known, nothing is said of the schedule."""
-    recipe, plan, tokens = resolved.recipe, table.plan, prepared.train.tokens_per_row
-    written = float(recipe.optimizer.lr)
-    if recipe.data.windows.is_on:
-        from tuner.setup.window_course import total_steps
-
-        limit = total_steps(recipe)
-        if limit is None:
-            return Rates(written, written, [])
-        plan = replace(plan, total_steps=limit)
-        tokens = np.full(plan.global_batch_size, int(recipe.data.max_length), dtype=np.int64)
-    highest = written * peak_factor(table.schedule, starts.schedule + 1, plan.total_steps)
-    rest = replace(plan, total_steps=plan.total_steps - starts.schedule)
-    return Rates(written, highest, schedule_flaws(recipe.schedule, rest, tokens))
+    """The learning rate over a run; of portions whose end is not known, nothing is said of the schedule."""
+    recipe, extent = resolved.recipe, extent_of(resolved, prepared.train, starts.data)
+    written, limit = float(recipe.optimizer.lr), extent.limit
+    if limit is None:
+        return Rates(written, written, [])
+    highest = written * peak_factor(table.schedule, starts.schedule + 1, limit)
+    rest = replace(table.plan, total_steps=limit - starts.schedule)
+    return Rates(written, highest, schedule_flaws(recipe.schedule, rest, extent.tokens))
 
 
 def timetable(resolved: "Resolved", prepared: PreparedData, starts: Starts = Starts()) -> Timetable:  # noqa: B008 - frozen
     """The steps of a resolved recipe over prepared data; a schedule that was reset runs over the steps after that.
 
-    Raises RecipeError for a duration that cannot be.
+    Of data in portions the plan is that of the rows that are there; what is due when, and the learning rate, are those
+    of the whole run. Raises RecipeError for a duration that cannot be.
     """
     recipe = resolved.recipe
-    if recipe.data.windows.is_on:
-        return _of_windows(recipe, prepared.train, starts)
-    tokens = prepared.train.tokens_per_row
-    plan = plan_steps(recipe.train.duration, tokens, recipe.train.global_batch_size)
-    if plan.total_steps <= max(starts.schedule, starts.data, starts.rng):
-        raise RecipeError(f"train.duration: no steps of {plan.total_steps} are left", hint="lengthen it")
-    schedule = _schedule(recipe, plan, tokens, starts.schedule)
-    evaluated = prepared.eval is not None or recipe.eval.tasks
-    exporting = cadence(recipe.export.every, plan, tokens)
-    evaluation = cadence(recipe.eval.every if evaluated else None, plan, tokens)
-    if evaluated and recipe.eval.marks:
-        evaluation = replace(evaluation, at_steps=mark_steps(recipe.eval.marks, plan, tokens, "eval.marks"))
-    return Timetable(
-        plan,
-        schedule,
-        evaluation,
-        cadence(recipe.checkpoint.every, plan, tokens).or_of(exporting),
-        mark_steps(recipe.checkpoint.marks, plan, tokens),
-        exporting,
-        starts.data,
-        tuple(evaluation if task.every is None else cadence(task.every, plan, tokens) for task in recipe.eval.tasks),
-    )
-
-
-def _of_windows(recipe: Recipe, rows: PackedRows, starts: Starts) -> Timetable:
-    """The timetable at the window of such rows that begins after ``starts.data`` steps.
-
-    The plan is the window's; what is due when, and the learning rate, are those of the whole run.
-    """
-    from tuner.setup.window_course import full_steps, known, total_steps, window_plan  # few trainings have windows
-
-    plan, limit = window_plan(recipe, len(rows), starts.data), total_steps(recipe)
-    if limit is not None and limit <= max(starts.schedule, starts.rng):
+    extent = extent_of(resolved, prepared.train, starts.data)
+    whole, tokens, limit = extent.whole, extent.tokens, extent.limit
+    begun = max(starts.schedule, starts.rng, 0 if recipe.data.portions else starts.data)
+    if limit is not None and limit <= begun:
         raise RecipeError(f"train.duration: no steps of {limit} are left", hint="lengthen it")
-    course = replace(full_steps(recipe, recipe.train.duration), total_steps=limit or plan.total_steps)
-    full = np.full(course.rows, int(recipe.data.max_length), dtype=np.int64)
-    exporting = cadence(known(recipe.export.every, limit), course, full)
-    marked = course if limit is not None else replace(course, total_steps=2**53)  # no mark is known to be too late
-    evaluates = recipe.data.eval is not None or recipe.eval.tasks
-    evaluation = cadence(known(recipe.eval.every, limit) if evaluates else None, course, full)
-    if evaluates and recipe.eval.marks:
-        evaluation = replace(evaluation, at_steps=mark_steps(recipe.eval.marks, marked, full, "eval.marks"))
+
+    def due(every: Sequence[Duration] | None) -> Cadence:
+        return cadence(_known(every, limit), whole, tokens)
+
+    evaluated, exporting = prepared.eval is not None or recipe.eval.tasks, due(recipe.export.every)
+    evaluation = due(recipe.eval.every if evaluated else None)
+    if evaluated and recipe.eval.marks:
+        evaluation = replace(evaluation, at_steps=mark_steps(recipe.eval.marks, extent.longest, tokens, "eval.marks"))
     return Timetable(
-        plan,
-        _schedule(recipe, course, full, starts.schedule),
+        extent.plan,
+        _schedule(recipe, whole, tokens, starts.schedule),
         evaluation,
-        cadence(known(recipe.checkpoint.every, limit), course, full).or_of(exporting),
-        mark_steps(recipe.checkpoint.marks, marked, full),
+        due(recipe.checkpoint.every).or_of(exporting),
+        mark_steps(recipe.checkpoint.marks, extent.longest, tokens),
         exporting,
         starts.data,
-        tuple(
-            evaluation if task.every is None else cadence(known(task.every, limit), course, full)
-            for task in recipe.eval.tasks
-        ),
+        tuple(evaluation if task.every is None else due(task.every) for task in recipe.eval.tasks),
     )
+
+
+def _known(every: Sequence[Duration] | None, limit: int | None) -> Sequence[Duration] | None:
+    """A cadence without the shares of a run whose length is not known: those of a default, as others are refused."""
+    if every is None or limit is not None:
+        return every
+    return [duration for duration in every if duration.unit != "%"] or None
 
 
 def _schedule(recipe: Recipe, plan: Plan, row_tokens: npt.NDArray[np.int64], start: int) -> Schedule:

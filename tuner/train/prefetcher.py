@@ -12,7 +12,7 @@ from tuner.data.prepared import PackedRows
 # Where the rows of steps come from: the one thing that the loop knows of data.
 
 class BatchSource(Protocol):
-    """Rows prepared before, rows of windows that arrive, rows that a part of the launch makes during the run.
+    """Rows prepared before, rows of portions that come later, rows that a part of the launch makes during the run.
 
     Of rows in a fixed order the number of a step says all. A source with a position of its own is a part's, which notes
     it in checkpoints (``Part.state``) and finds it there.
@@ -48,10 +48,10 @@ class Prefetcher:
             self._ahead[index + 1] = self._submit(index + 1)
         return result
 
-    def go_over(self, rows: PackedRows, window: int, begun: int, end: int) -> None:
-        """Take other rows, those of a window by its number, after the last step of the ones before: none is ahead."""
-        assert not self._ahead, "the steps of a window end with it"
-        self._batches.go_over(rows, window)
+    def go_over(self, rows: PackedRows, portion: int, begun: int, end: int) -> None:
+        """Take other rows, those of a portion by its number, after the last step of the ones before: none is ahead."""
+        assert not self._ahead, "the steps of a portion end with it"
+        self._batches.go_over(rows, portion)
         self._begun, self._end = begun, end
 
     def _submit(self, index: int) -> Future[StepBatches]:

@@ -184,9 +184,9 @@ class Progress:
     early: EarlyStop | None = None
     """What ends the run early, where the recipe has a patience."""
     more_to_come: bool = False
-    """Whether other rows may follow the plan's last step: the plan is that of one window of several."""
+    """Whether other rows may follow the plan's last step: the plan is that of one portion of several."""
     awaiting: str | None = None
-    """The window that this launch ends without: it is not there."""
+    """The portion that this launch ends without: it is not there."""
 
     @property
     def epoch(self) -> float:
@@ -216,7 +216,7 @@ class Progress:
 
     @property
     def is_over(self) -> bool:
-        """Whether this launch takes no further step: at the run's end, after a cut evaluation, or without a window."""
+        """Whether this launch takes no further step: at the run's end, after a cut evaluation, or without a portion."""
         return self.is_at_end or self.evaluation_owed or self.awaiting is not None
 
     def advance(self, batches: StepBatches) -> None:

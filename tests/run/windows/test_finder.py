@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tuner.config.portions import Portion
 from tuner.config.recipe import DataSection
 from tuner.data.building.spec import PrepareSpec
-from tuner.data.windows import Window
 from tuner.errors import DataError
 from tuner.run.windows.finder import Finder
 from tuner.run.windows.preparation import PreparedWindow
@@ -23,10 +23,10 @@ class Slow:
 
     def __init__(self, looks: int = 0) -> None:
         self.looks, self.started = looks, 0
-        self._window: Window | None = None
+        self._window: Portion | None = None
         self._left = 0
 
-    def start(self, window: Window) -> None:
+    def start(self, window: Portion) -> None:
         assert self._window is None, "one at a time"
         self._window, self._left = window, self.looks
         self.started += 1

@@ -124,7 +124,7 @@ def test_a_known_window_is_trained_as_it_was_whatever_became_of_its_files(work: 
 @pytest.mark.slow
 def test_windows_of_a_lost_file_are_those_of_the_checkpoint(work: Path, unbroken: dict[str, Any]) -> None:
     run = made.launch(work, name="lost", train__stop_after="3 steps").run_dir
-    (run / layout.WINDOWS).unlink()
+    (run / layout.PORTIONS).unlink()
     assert trainings.outcome(made.launch(work, MUST, name="lost").run_dir) == unbroken
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from tuner.cli.command import Outcome
 from tuner.config.load import LoadedRecipe
 from tuner.data.building.cache import cache_path, valid
+from tuner.data.building.portions import prepare_portions
 from tuner.data.building.prepare import PreparedInfo, check_prepared, prepare
 from tuner.data.building.report import done_line, report_lines
 from tuner.data.building.spec import PrepareSpec, keys_of, prepare_spec
-from tuner.data.building.windows import prepare_windows
 from tuner.errors import counted
 from tuner.runtime.console import Console
 
@@ -24,10 +24,10 @@ def spec_of(loaded: LoadedRecipe) -> PrepareSpec:
 
 
 def prepared(loaded: LoadedRecipe, spec: PrepareSpec, reference: bool, console: Console, verbose: bool) -> Outcome:
-    """Prepare the data, or what is there of its windows; with `reference` its columns too."""
+    """Prepare the data, or what is there of its portions; with `reference` its columns too."""
     recipe = str(loaded.path) if loaded.path else None
-    if spec.data.windows.is_on and not reference:
-        return _prepared_windows(spec, console, recipe)
+    if spec.data.portions is not None and not reference:
+        return _prepared_portions(spec, spec.data.portions.noun, console, recipe)
     outcome = _prepared(spec, console, recipe)
     return _with_reference(loaded, outcome, console, verbose) if reference else outcome
 
@@ -48,24 +48,24 @@ def _prepared(spec: PrepareSpec, console: Console, recipe: str | None) -> Outcom
     )
 
 
-def _prepared_windows(spec: PrepareSpec, console: Console, recipe: str | None) -> Outcome:
-    """Prepare every window that is there, each on a line of its own; the result is their directories, in order."""
-    windows, warnings = [], []
+def _prepared_portions(spec: PrepareSpec, noun: str, console: Console, recipe: str | None) -> Outcome:
+    """Prepare every portion that is there, each on a line of its own; the result is their directories, in order."""
+    portions, warnings = [], []
     with console.doing("reading the sources"):
-        for window, info in prepare_windows(spec, console):
+        for portion, info in prepare_portions(spec, console):
             there = {} if info is None else {"path": str(info.path), "key": info.key, "cached": info.cached}
-            windows.append({"name": window.name, "files": list(window.files), **there})
+            portions.append({"name": portion.name, "files": list(portion.files), **there})
             if info is None:
-                console.say("window", f"{window.name}: no rows")
+                console.say(noun, f"{portion.name}: no rows")
                 continue
             documents = info.report["train"]["documents"]
             how = "already prepared" if info.cached else f"prepared in {info.seconds:.1f} s"
-            console.say("window", f"{window.name}: {counted(documents, 'document')}, {how}")
-            warnings += [f"window {window.name}: {text}" for text in info.warnings]
+            console.say(noun, f"{portion.name}: {counted(documents, 'document')}, {how}")
+            warnings += [f"{spec.called(portion)}: {text}" for text in info.warnings]
     return Outcome(
-        "\n".join(str(window["path"]) for window in windows if "path" in window),
-        artifacts={"windows": windows},
-        metrics={"windows": len(windows), "max_length": spec.max_length},
+        "\n".join(str(portion["path"]) for portion in portions if "path" in portion),
+        artifacts={f"{noun}s": portions},
+        metrics={f"{noun}s": len(portions), "max_length": spec.max_length},
         warnings=warnings,
         next=f"tuner train {recipe}" if recipe else None,
         is_text=True,

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tuner.config.duration import Duration
+from tuner.config.portions import Portion
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import cache_root, load_tokenizer, tokenizer_directory
+from tuner.data.portions import first_portion
 from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError, RecipeError
 from tuner.runtime.dist import cores
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from tuner.config.recipe import DataSection, DataSource, ModelSection, TokenizerSection
     from tuner.data.building.pack import TooLong
     from tuner.data.encoding.turns import SpecialTokens
-    from tuner.data.windows import Window
 
 
 AUTO_MAX_LENGTH = 2048
@@ -52,13 +53,17 @@ class PrepareSpec:
     special_tokens_in_text: "SpecialTokens" = "refuse"
     positions: int | None = None
     """The model's longest position, where its config names one."""
-    window: "Window | None" = None
-    """The part of the sources that is prepared, where they have windows; the first one where none is named."""
+    portion: Portion | None = None
+    """The files of divided sources that are prepared; None: those of the first portion."""
 
     @property
     def too_long(self) -> "TooLong":
         """The policy for long documents, `auto` resolved."""
         return self.examples.too_long if self.data.too_long == "auto" else self.data.too_long
+
+    def called(self, portion: Portion) -> str:
+        """A portion of the data, for people."""
+        return f"{self.data.portions.noun if self.data.portions else 'portion'} {portion.name}"
 
     def workers(self, expected: int) -> int:
         """Processes that encode so many bytes of records."""
@@ -182,12 +187,11 @@ def sources_of(spec: PrepareSpec) -> SplitSources:
     """The sources of `data.train`, and those of `data.eval` where it has its own. DataError where one is not there."""
     data = spec.data
     held = None if data.eval is None or isinstance(data.eval, Duration) else _sources(data.eval)
-    if not data.windows.is_on:
+    divided, portion = data.portions, spec.portion or first_portion(data)
+    if divided is None or portion is None:
         return SplitSources(_sources(data.train), held)
-    from tuner.data.windows import first_window, of_window  # few recipes have windows
-
-    window = spec.window or first_window(data)
-    return SplitSources(_only(_sources(of_window(data, window.name).train), window), held)
+    every = _sources(divided.sources_of(data.train, portion.name))
+    return SplitSources(_only(every, spec.called(portion), portion.files), held)
 
 
 def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> PreparedKeys:
@@ -231,11 +235,11 @@ def _sources(sections: "Sequence[DataSource]") -> list[Source]:
     ]
 
 
-def _only(sources: list[Source], window: "Window") -> list[Source]:
-    """The sources with the files of a window alone. Raises DataError for one that is gone."""
-    wanted = set(window.files)
+def _only(sources: list[Source], called: str, files: Sequence[str]) -> list[Source]:
+    """The sources with the files of a portion alone. Raises DataError for one that is gone."""
+    wanted = set(files)
     if gone := wanted - {str(file.path) for source in sources for file in source.files}:
-        raise DataError(f"window {window.name}: {min(gone)} is gone", hint="put it back")
+        raise DataError(f"{called}: {min(gone)} is gone", hint="put it back")
     kept = ([file for file in source.files if str(file.path) in wanted] for source in sources)
     return [replace(source, files=files) for source, files in zip(sources, kept, strict=True) if files]
 

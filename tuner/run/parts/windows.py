@@ -65,19 +65,19 @@ class Windows(Part):
 
     def starts(self, starts: Starts) -> Starts:
         """A window's rows are counted from its first step."""
-        return replace(starts, data=self._position.at_hand.first_step, window=self._position.number)
+        return replace(starts, data=self._position.at_hand.first_step, portion=self._position.number)
 
     def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
         """A reference of columns would have to know the windows that come later. Raises RecipeError."""
-        from tuner.setup.window_course import Course
+        from tuner.setup.portions import PortionPlans
 
-        Course(resolved).check()
+        PortionPlans(resolved).check()
 
     def derivation(self, resolved: Resolved, table: Timetable) -> str:
         """The steps of the current window."""
-        from tuner.setup.window_course import Course
+        from tuner.setup.portions import PortionPlans
 
-        return Course(resolved).words(table.plan, table.data_start)
+        return PortionPlans(resolved).words(table.plan, table.data_start)
 
     def agree(self, ready: Preflight, ranks: Collective) -> Preflight:
         """The window that rank 0 came upon: a late one may have come in between. Collective."""

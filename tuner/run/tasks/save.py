@@ -224,14 +224,14 @@ class SaveTask(Task):
         if Request.STOP in agreed or progress.is_over:
             return
         is_due = self._assembly.timetable.saving.due_at(progress.step)
-        if Request.SAVE in agreed or is_due or self._is_kept() or progress.is_last_step:  # of a window
+        if Request.SAVE in agreed or is_due or self._is_kept() or progress.is_last_step:  # of a portion
             yield from self._save(finished=False, last=False)
 
     def finish(self, finished: bool) -> Iterator[Event]:
         """Save what no checkpoint holds yet, unless a finished run is to have none at its end."""
         yield from self._settle()
         is_saved = self._progress.saved_step == self._progress.step
-        if is_saved and self._moves_on:  # the last window's end was not known to be the run's
+        if is_saved and self._moves_on:  # the last portion's end was not known to be the run's
             return
         if (self._saver.section.at_end or self._is_kept()) if finished else not is_saved:
             yield from self._save(finished, last=True)
@@ -277,7 +277,7 @@ class SaveTask(Task):
         assembly, progress = self._assembly, self._progress
         state, table = assembly.train_state, assembly.timetable
         kept = {*table.marks, *([] if progress.best is None else [progress.best.step])}
-        is_end = progress.is_at_end or progress.is_last_step  # of the run, or of a window
+        is_end = progress.is_at_end or progress.is_last_step  # of the run, or of a portion
         is_probed = is_end or self._is_kept() or table.exporting.due_at(progress.step)
         return Snapshot(
             progress.step,

@@ -16,12 +16,12 @@ from tuner.run.windows.finder import Finder, Found
 from tuner.run.windows.opened import OpenedWindows
 from tuner.run.windows.preparation import PreparedBeside
 from tuner.run.windows.start import POLL_S
-from tuner.rundir.layout import WINDOWS_LOG
+from tuner.rundir.layout import PORTIONS_LOG
 from tuner.rundir.windows import WindowEntry, write_windows
 from tuner.runtime import phase
 from tuner.runtime.process import Collective, any_rank, gloo_group
+from tuner.setup.portions import PortionPlans
 from tuner.setup.resolve import recipe_again
-from tuner.setup.window_course import Course
 from tuner.train.tasks import Event, Request, TakenStep, Task
 
 LOOK_S = 1.0
@@ -112,7 +112,7 @@ class WindowTask(Task):
                 self._say_opened(opened, waited)
             case "ended":
                 progress.more_to_come = False
-                limit = Course(self._context.assembly.resolved).limit
+                limit = PortionPlans(self._context.assembly.resolved).limit
                 if limit is not None:
                     self._console.warn(f"the windows end after step {progress.step:,} of {limit:,} (train.duration)")
             case _:
@@ -162,7 +162,7 @@ class WindowTask(Task):
 def _finder(context: LaunchContext, windows: OpenedWindows) -> Finder:
     """What looks for the windows after the one at hand, and notes those that are left out; on rank 0."""
     position, run = windows.position, context.run
-    preparation = PreparedBeside(recipe_dict(recipe_again(context.assembly.resolved, {})), run.logs / WINDOWS_LOG)
+    preparation = PreparedBeside(recipe_dict(recipe_again(context.assembly.resolved, {})), run.logs / PORTIONS_LOG)
     known = position.entries[position.number + 1 :]
     return Finder(windows.spec, preparation, position.decided, known, lambda entries: write_windows(run.path, entries))
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tuner.config.portions import Late, Portion
 from tuner.data.building.cache import cache_path, valid
 from tuner.data.building.spec import PrepareSpec
-from tuner.data.windows import Late, Window, next_window
+from tuner.data.portions import next_portion
 from tuner.errors import DataError, TunerError
 from tuner.run.windows.preparation import Preparation, PreparedWindow
 from tuner.rundir.windows import LeftOut, WindowEntry
@@ -34,7 +35,7 @@ class Found:
 class _Unusable:
     """A window that has no rows, or that cannot be prepared, as long as its files stay as they are."""
 
-    window: Window
+    window: Portion
     stamps: Stamps
     error: TunerError | None = None
 
@@ -57,7 +58,7 @@ class Finder:
         """Windows that were opened or left out so far; those of a launch that had come further."""
         self._spec, self._windows = spec, spec.data.windows
         self._preparation, self._note = preparation, note
-        self._under_way: Window | None = None
+        self._under_way: Portion | None = None
         self._stamps: Stamps = ()
         self._unusable: _Unusable | None = None
         self._ready: WindowEntry | None = None
@@ -108,7 +109,7 @@ class Finder:
         if window is None:
             return Found("ended")
         if isinstance(window, Late):
-            return self._late(Window(window.name, ()), window.missing, overdue)
+            return self._late(Portion(window.name, ()), window.missing, overdue)
         self._stamps = _stamps(window)
         unusable = self._unusable
         if unusable is not None and (unusable.window, unusable.stamps) == (window, self._stamps):
@@ -127,12 +128,12 @@ class Finder:
         self._preparation.start(window)
         return None
 
-    def _next(self) -> Window | Late | None:
+    def _next(self) -> Portion | Late | None:
         if self.known:
-            return Window(self.known[0].name, self.known[0].files)
-        return next_window(self._spec.data, [Window(entry.name, entry.files) for entry in self.entries])
+            return Portion(self.known[0].name, self.known[0].files)
+        return next_portion(self._spec.data, [Portion(entry.name, entry.files) for entry in self.entries])
 
-    def _late(self, window: Window, missing: str, overdue: bool) -> Found | None:
+    def _late(self, window: Portion, missing: str, overdue: bool) -> Found | None:
         if not overdue:
             return Found("late", f"window {window.name} is not there yet ({missing})")
         if self._windows.late == "skip":
@@ -140,11 +141,11 @@ class Finder:
             return None
         return Found("stop", f"window {window.name} is not there ({missing})")
 
-    def _leave_out(self, window: Window, why: LeftOut) -> None:
+    def _leave_out(self, window: Portion, why: LeftOut) -> None:
         self.entries.append(WindowEntry(window.name, window.files, why))
         self._note((*self.entries, *self.known))
 
-    def _outcome(self, window: Window) -> PreparedWindow | None:
+    def _outcome(self, window: Portion) -> PreparedWindow | None:
         try:
             return self._preparation.outcome()
         except TunerError as error:
@@ -154,7 +155,7 @@ class Finder:
             self._unusable = _Unusable(window, self._stamps, error)
             raise
 
-    def _entry(self, window: Window, outcome: PreparedWindow) -> WindowEntry:
+    def _entry(self, window: Portion, outcome: PreparedWindow) -> WindowEntry:
         if not self.known:
             return WindowEntry(window.name, window.files, key=outcome.key, rows=outcome.rows)
         entry = self.known[0]
@@ -166,7 +167,7 @@ class Finder:
         return entry
 
 
-def _stamps(window: Window) -> Stamps:
+def _stamps(window: Portion) -> Stamps:
     """What the files of a window are like: those that were repaired are other ones."""
     return tuple(_stamp(Path(file)) for file in window.files)
 

@@ -12,7 +12,8 @@ from tuner.errors import DataError
 from tuner.run.windows.preparation import prepared_window
 from tuner.rundir.windows import WindowEntry, WindowPosition, write_windows
 from tuner.setup.build import Assembly
-from tuner.setup.window_course import Course
+from tuner.setup.portions import PortionPlans
+from tuner.setup.probes import probes_of
 from tuner.train.prefetcher import Prefetcher
 from tuner.train.progress import Progress
 
@@ -41,15 +42,15 @@ class OpenedWindows:
 
         Raises DataError where its rows are not those that the run had there before.
         """
-        course, first = Course(assembly.resolved), progress.step
+        plans, first = PortionPlans(assembly.resolved), progress.step
         assert self.rows is not None
         rows = open_prepared(prepared_window(self.spec, entry)).train
-        plan = course.plan(len(rows), first)
+        plan = plans.plan(len(rows), first)
         opened = replace(entry, first_step=first, last_step=plan.total_steps)
         if entry.last_step and opened != entry:
             raise DataError(f"window {entry.name}: opened after step {entry.first_step} before, and after {first} now")
         self.position = WindowPosition((*decided, opened), len(decided))
-        assembly.probes[:] = course.probes(rows)
+        assembly.probes[:] = probes_of(assembly.resolved, rows)
         progress.plan, progress.data_start = plan, first
         progress.more_to_come = may_follow(assembly, progress)
         self.rows.go_over(rows, len(decided), first, plan.total_steps)
@@ -57,5 +58,5 @@ class OpenedWindows:
 
 def may_follow(assembly: Assembly, progress: Progress) -> bool:
     """Whether a window may follow the one at hand: the run does not end with it by its duration."""
-    limit = Course(assembly.resolved).limit
+    limit = PortionPlans(assembly.resolved).limit
     return limit is None or progress.plan.total_steps < limit

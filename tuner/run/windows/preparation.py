@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from tuner.config.portions import Portion
 from tuner.data.building.cache import cache_path
 from tuner.data.building.prepare import find_prepared, prepare
 from tuner.data.building.spec import PrepareSpec
 from tuner.data.prepared import open_prepared
-from tuner.data.windows import Window
 from tuner.errors import DataError, MachineError, NoRowsError, TunerError, rebuilt
 from tuner.rundir.windows import WindowEntry
 from tuner.runtime.console import Console
@@ -35,7 +35,7 @@ class PreparedWindow:
 class Preparation(Protocol):
     """Prepares one window at a time."""
 
-    def start(self, window: Window) -> None:
+    def start(self, window: Portion) -> None:
         """Begin with a window."""
 
     def outcome(self) -> PreparedWindow | None:
@@ -53,15 +53,15 @@ class PreparedHere:
     console: Console
     only_found: bool = False
     """Whether it must have been prepared before."""
-    _window: Window | None = None
+    _window: Portion | None = None
 
-    def start(self, window: Window) -> None:
+    def start(self, window: Portion) -> None:
         """Keep it for `outcome`."""
         self._window = window
 
     def outcome(self) -> PreparedWindow:
         """Prepare it now. Raises DataError for rows that cannot be used, MachineError."""
-        spec = replace(self.spec, window=self._window)
+        spec = replace(self.spec, portion=self._window)
         if self.only_found and find_prepared(spec) is None:
             raise DataError("it is not prepared", hint="run tuner prepare-data first, or leave out --no-prepare")
         try:
@@ -84,7 +84,7 @@ class PreparedBeside:
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     start_process: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
-    def start(self, window: Window) -> None:
+    def start(self, window: Portion) -> None:
         """Start the process. Raises MachineError."""
         job = {"recipe": dict(self.recipe), "window": {"name": window.name, "files": list(window.files)}}
         try:

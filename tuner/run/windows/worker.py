@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from tuner.config.load import load_recipe
+from tuner.config.portions import Portion
 from tuner.data.building.prepare import prepare
 from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import open_prepared
-from tuner.data.windows import Window
 from tuner.errors import NoRowsError, as_tuner_error
 from tuner.runtime.console import Console
 
@@ -37,9 +37,9 @@ def answered(job: dict[str, Any]) -> dict[str, Any]:
     """What came of a job, as JSON values."""
     try:
         recipe = load_recipe(job["recipe"]).recipe
-        window = Window(job["window"]["name"], tuple(job["window"]["files"]))
+        window = Portion(job["window"]["name"], tuple(job["window"]["files"]))
         spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
-        info = prepare(replace(spec, window=window), Console())
+        info = prepare(replace(spec, portion=window), Console())
         rows = len(open_prepared(info.path).train)
     except NoRowsError:
         return {"empty": True}

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError
+from tuner.setup.portions import PortionPlans
 from tuner.setup.timetable import Starts, timetable
-from tuner.setup.window_course import check_reference, total_steps, window_plan, window_words
 
 
 def recipe(duration: str = "1 epoch", **more: Any) -> Recipe:
@@ -29,6 +29,10 @@ def recipe(duration: str = "1 epoch", **more: Any) -> Recipe:
     return load_recipe(tree).recipe
 
 
+def plans(recipe: Recipe) -> PortionPlans:
+    resolved: Any = SimpleNamespace(recipe=recipe)
+    return PortionPlans(resolved)
+
 
 class Rows:
     def __init__(self, count: int) -> None:
@@ -40,20 +44,20 @@ class Rows:
 
 def course(recipe: Recipe, count: int, first: int) -> Any:
     resolved: Any = SimpleNamespace(recipe=recipe)
-    return timetable(resolved, SimpleNamespace(train=Rows(count)), Starts(data=first))  # type: ignore[arg-type]
+    return timetable(resolved, SimpleNamespace(train=Rows(count), eval=recipe.data.eval), Starts(data=first))  # type: ignore[arg-type]
 
 
 def test_a_window_begins_where_the_one_before_it_ended() -> None:
-    plan = window_plan(recipe(), rows=10, first_step=7)
+    plan = plans(recipe()).plan(rows=10, first_step=7)
     assert (plan.rows, plan.steps_per_epoch, plan.total_steps) == (10, 3, 10)
-    assert window_plan(recipe("2 epochs"), 10, 7).total_steps == 13
-    assert total_steps(recipe()) is None
+    assert plans(recipe("2 epochs")).plan(10, 7).total_steps == 13
+    assert plans(recipe()).limit is None
 
 
 def test_a_duration_ends_the_run_within_a_window() -> None:
-    assert total_steps(recipe("8 steps")) == 8
-    assert window_plan(recipe("8 steps"), 10, 7).total_steps == 8
-    assert total_steps(recipe(f"{4 * 64 * 5} tokens")) == 5  # counted in full rows
+    assert plans(recipe("8 steps")).limit == 8
+    assert plans(recipe("8 steps")).plan(10, 7).total_steps == 8
+    assert plans(recipe(f"{4 * 64 * 5} tokens")).limit == 5  # counted in full rows
 
 
 @settings(deadline=None, max_examples=30)
@@ -61,7 +65,7 @@ def test_a_duration_ends_the_run_within_a_window() -> None:
 def test_windows_follow_each_other_without_a_gap(windows: list[int], limit: int) -> None:
     bounded, step = recipe(f"{limit} steps"), 0
     for count in windows:
-        plan = window_plan(bounded, count, step)
+        plan = plans(bounded).plan(count, step)
         assert plan.total_steps == min(step + -(-count // 4), limit)
         step = plan.total_steps
 
@@ -98,11 +102,11 @@ def test_cadences_count_full_rows_and_shares_need_a_length() -> None:
 def test_timetable_takes_this_course_where_there_are_windows() -> None:
     table = course(recipe(), 8, 3)
     assert (table.plan.total_steps, table.data_start) == (5, 3)
-    assert window_words(recipe(), table.plan, 3) == "8 rows / 4 = steps 4 to 5"
-    assert window_words(recipe("9 steps"), table.plan, 3) == "8 rows / 4 = steps 4 to 5 of at most 9"
+    assert plans(recipe()).words(table.plan, 3) == "8 rows / 4 = steps 4 to 5"
+    assert plans(recipe("9 steps")).words(table.plan, 3) == "8 rows / 4 = steps 4 to 5 of at most 9"
 
 
 def test_a_reference_for_all_data_is_refused_once_it_is_resolved() -> None:
-    check_reference(recipe())
+    plans(recipe()).check()
     with pytest.raises(RecipeError, match="before the first step"):
-        check_reference(recipe().model_copy(update={"method": SimpleNamespace(reference="columns")}))
+        plans(recipe().model_copy(update={"method": SimpleNamespace(reference="columns")})).check()
