@@ -180,12 +180,3 @@ def test_reasons_are_short_and_of_few_kinds() -> None:
         parse_json_record(json.dumps({"k" * 9999: 1}).replace("1", '1, "' + "k" * 9999 + '": 2').encode())
     assert caught.value.reason == f"duplicate key '{'k' * 37}...'"
     assert caught.value.kind == "duplicate key '...'"
-
-
-def test_the_commonest_rows_are_taken_as_they_are() -> None:
-    messages = [{"role": "system", "content": "s"}, user(), answer()]
-    for row in ({"messages": messages}, {"messages": messages, "id": 3}):
-        example = parse_record(row)
-        assert isinstance(example, Conversation)
-        assert example.messages is messages
-        assert example == chat(*messages)

@@ -49,16 +49,6 @@ def compared_answers(value: Record, keys: Sequence[str], format: str) -> list[An
     return [joined(value, prompt, list(said), key) for key, said in zip(keys, answers, strict=True)]  # type: ignore[arg-type]
 
 
-def text_answer(value: Record) -> PromptCompletion | None:
-    """The commonest prompt and completion, two texts; None where a closer look is needed."""
-    prompt, answer, system = value.get("prompt"), value.get("completion"), value.get("system")
-    if type(prompt) is not str or type(answer) is not str or (isinstance(system, str) and system.strip()):
-        return None
-    if not answer.strip() or prompt.lstrip()[:1] == "[" or answer.lstrip()[:1] == "[":
-        return None  # an empty answer; a list of messages as JSON text
-    return PromptCompletion(prompt, answer)
-
-
 def learned_answer(value: Record, key: str, other: str | None, format: str) -> Answered:  # noqa: A002 (as above)
     """The prompt with the answer at `key`, which alone is learned. RecordProblem.
 

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 from tuner.config.methods import ExampleKind
 from tuner.data.reading.answers import (
-    LABELS,
     PROMPTS,
     SCORES,
     SIDES,
@@ -19,7 +18,6 @@ from tuner.data.reading.answers import (
     learned_answer,
     pair_of,
     sides_of,
-    text_answer,
 )
 from tuner.data.reading.columns import other_side
 from tuner.data.reading.examples import (
@@ -34,7 +32,6 @@ from tuner.data.reading.examples import (
     Tokens,
 )
 from tuner.data.reading.forms import (
-    MEDIA,
     ROLES,
     SPEAKERS,
     from_alpaca,
@@ -50,9 +47,6 @@ __all__ = [
     "Tokens", "parse_compared", "parse_record",
 ]  # fmt: skip
 
-_UNUSUAL = frozenset(("tools", "system", "train", *LABELS, *MEDIA, *(key for pair in SIDES for key in pair)))
-"""Keys next to `messages` that need a look."""
-_PLAIN_ROLES = frozenset(("system", "user", "assistant"))
 _NO_COLUMNS: Mapping[str, str] = {}
 
 
@@ -61,10 +55,6 @@ def parse_record(value: Record, format: str = "auto", columns: Mapping[str, str]
 
     Parts of `value` may be in the result: neither is to be changed. Raises RecordProblem.
     """
-    if not columns and format in {"auto", "messages"}:
-        plain = _plain(value)
-        if plain is not None:
-            return plain
     if format == "sharegpt" and not columns and value.get("conversations") is None and "messages" in value:
         columns = {"conversations": "messages"}
     try:
@@ -124,24 +114,6 @@ def _not_compared(value: Record, kind: str) -> RecordProblem:
     return RecordProblem(f"no {' + '.join(wanted)}{but}; the row has {names}", 1)
 
 
-def _plain(value: Record) -> Conversation | None:
-    """The commonest record, messages of a role and a string each; None where a closer look is needed."""
-    messages = value.get("messages")
-    if type(messages) is not list or not messages or (len(value) > 1 and not _UNUSUAL.isdisjoint(value)):
-        return None
-    for message in messages:
-        if (
-            type(message) is not dict
-            or len(message) != 2
-            or type(message.get("content")) is not str
-            or type(role := message.get("role")) is not str
-            or role not in _PLAIN_ROLES
-            or (role == "assistant" and (not (content := message["content"]) or content.isspace()))
-        ):
-            return None
-    return Conversation(messages, [None] * len(messages), None)
-
-
 def _parse(value: Record, format: str, columns: Mapping[str, str]) -> Example:  # noqa: A002 (the recipe's word)
     if format != "text":
         refuse_media(value)
@@ -149,8 +121,6 @@ def _parse(value: Record, format: str, columns: Mapping[str, str]) -> Example:  
     if format == "auto" and not columns:
         _refuse_compared(value)
     if format in {"auto", "prompt_completion"} and "completion" in columns and value.get("completion") is not None:
-        if (plain := text_answer(value)) is not None:
-            return plain
         return learned_answer(value, "completion", other_side(value, columns["completion"]), format)
     forms = FORMS if format == "auto" else {format: FORMS[format]}
     if format == "sharegpt":
@@ -288,10 +258,6 @@ def _at(value: Record, name: str) -> tuple[Any, bool]:
     return item, True
 
 
-def _from_prompt(value: Record) -> Example:
-    return text_answer(value) or learned_answer(value, "completion", None, "prompt_completion")
-
-
 class RecordForm(NamedTuple):
     """A form of record, which one is told by: it has all of the ``keys``."""
 
@@ -305,7 +271,11 @@ _OF_CHATS = ("system", "tools")
 FORMS: dict[str, RecordForm] = {
     "messages": RecordForm(("messages",), lambda value: from_turns(value, "messages"), _OF_CHATS),
     "sharegpt": RecordForm(("conversations",), from_turns, _OF_CHATS),
-    "prompt_completion": RecordForm(("prompt", "completion"), _from_prompt, _OF_CHATS),
+    "prompt_completion": RecordForm(
+        ("prompt", "completion"),
+        lambda value: learned_answer(value, "completion", None, "prompt_completion"),
+        _OF_CHATS,
+    ),
     "alpaca": RecordForm(("instruction", "output"), from_alpaca, ("input", "history", *_OF_CHATS)),
     "text": RecordForm(("text",), from_text),
     "tokens": RecordForm(("input_ids",), from_tokens),
