@@ -18,7 +18,7 @@ from tests.data.reading.test_blocks import one
 from tuner.config.methods import ExampleKind
 from tuner.data.building.prepare import prepare
 from tuner.data.reading.blocks import blocks, examples_of, records_of
-from tuner.data.reading.examples import PADDED
+from tuner.data.reading.examples import NULLS
 
 STRING = {"type": "string"}
 TOOLS = [
@@ -231,38 +231,28 @@ def test_what_a_table_fills_in_is_not_trained_and_in_json_lines_it_is_noted(tmp_
         for name in (f"rows.{suffix}", "meant.jsonl")
     }
     found, meant = (prepare(each) for each in spec.values())
-    notes = found.report["notes"].get(PADDED)
+    notes = found.report["notes"].get(NULLS)
     same = found.report["train"]["packed_tokens"] == meant.report["train"]["packed_tokens"]
     assert (notes, same) == ((2, False) if suffix == "jsonl" else (None, True))
-    assert PADDED not in meant.report["notes"]
+    assert NULLS not in meant.report["notes"]
 
 
-CALL = {"messages": [user("q"), calls("f", city="Rome", unit=None)]}
+ANSWER = {"role": "assistant", "content": "null"}
 
 
 @pytest.mark.parametrize(
-    ("rows", "count"),
+    ("row", "count"),
     [
-        ([CALL] * 3, 0),
-        ([CALL, {"messages": [user("q"), calls("g", other=1)]}], 0),
-        ([CALL, {"messages": [user("q"), calls("f", city="Oslo", unit="C")]}], 1),
-        ([CALL, {"messages": [user("q"), calls("f", city=None, unit="C")]}, {"messages": [user("null")]}], 2),
-        ([{"messages": [user("q")], "tools": TOOLS, "other": None}] * 3, 0),
-        ([{"messages": [user("q"), {"role": "assistant", "content": "null"}]}] * 3, 0),
-        ([{"messages": [user("q")], "tools": tools, "other": None} for tools in (TOOLS, None)] * 2, 0),
+        ({"messages": [user("q"), calls("f", city="Rome", unit=None)]}, 1),
+        ({"messages": [user("q"), calls("f", units=[{"of": [None]}])]}, 0),
+        ({"messages": [user("q"), ANSWER], "tools": [{"function": {"name": "f", "default": None}}]}, 1),
+        ({"messages": [user("q"), ANSWER], "tools": TOOLS, "other": None}, 0),
+        ({"messages": [user("null"), ANSWER], "tools": None}, 0),
     ],
-)  # fmt: skip
-def test_which_nulls_are_noted(tmp_path: Path, rows: list[dict[str, Any]], count: int) -> None:
-    tiny.write_rows(
-        tmp_path / "rows.jsonl",
-        [
-            row
-            if len(row["messages"]) > 1
-            else {**row, "messages": [*row["messages"], {"role": "assistant", "content": "a"}]}
-            for row in rows
-        ],
-    )
+)
+def test_which_nulls_are_noted(tmp_path: Path, row: dict[str, Any], count: int) -> None:
+    tiny.write_rows(tmp_path / "rows.jsonl", [row, {"messages": [user("q"), ANSWER]}])
     info = prepare(
         tiny.request(tmp_path, tmp_path / "rows.jsonl", tokenizer=tiny.tokenizer(WITH_TOOLS), max_length=2048)
     )
-    assert info.report["notes"].get(PADDED, 0) == count
+    assert info.report["notes"].get(NULLS, 0) == count

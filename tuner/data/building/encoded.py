@@ -4,8 +4,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -21,7 +19,7 @@ from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import SpecialTokens
 from tuner.data.prepared import arrow, arrow_bits
 from tuner.data.reading.blocks import Block, RawRecord, examples_of, lines_in, position_of
-from tuner.data.reading.examples import PADDED, has_null, padded_records
+from tuner.data.reading.examples import NULLS, has_null
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Compared, Example, form_read
 from tuner.runtime.memory import give_back
@@ -273,7 +271,7 @@ class _KeptDocuments:
         self._columns.append(self._kept(batch, targets, kept))
         answers = int(np.isin(batch.records[kept], list(batch.by_answer)).sum()) if batch.by_answer else 0
         left_out = Counter(reason for reasons in batch.by_answer.values() for reason in reasons)
-        notes = batch.notes + _padded(part)
+        notes = batch.notes + _nulls(part)
         self._tally.add(Tally(batch.fast, batch.escaped, notes, len(batch.by_answer), answers, left_out))
 
     def done(self) -> EncodedBundle:
@@ -330,16 +328,10 @@ class _KeptDocuments:
         return table, ids, trained, lengths.astype(np.uint32), prompts, *own
 
 
-def _padded(part: list[_Found]) -> Counter[str]:
-    """The note on nulls as a table fills them in, where records of one block have them."""
-    count = 0
-    if not any([b"null" in record.raw for _, record, _ in part]):
-        return Counter()  # most slices are so: nothing of them is looked at
-    for _, found in groupby(part, itemgetter(0)):
-        usable = [(record.raw, example) for _, record, example in found if not isinstance(example, RecordProblem)]
-        if any(b"null" in raw and has_null(answers_of(example)) for raw, example in usable):
-            count += padded_records([answers_of(example) for _, example in usable])
-    return Counter({PADDED: count}) if count else Counter()
+def _nulls(part: list[_Found]) -> Counter[str]:
+    """The note on nulls that are trained as they are written."""
+    usable = [(record.raw, example) for _, record, example in part if not isinstance(example, RecordProblem)]
+    return Counter({NULLS: sum(b"null" in raw and has_null(answers_of(example)) for raw, example in usable)})
 
 
 def _summed(values: npt.NDArray[np.int64], each: int) -> npt.NDArray[np.int64]:
