@@ -91,12 +91,15 @@ def _of_views(array: Any) -> int:
 
 def unfolded(batch: pa.RecordBatch) -> pa.RecordBatch:
     """A batch with each text in its own row: a dictionary would go along with every slice of it."""
-    columns = []
-    for column in batch.columns:
-        kind = _plain(column.type)
-        columns.append(column if kind.equals(column.type) else column.cast(kind))
+    columns = [_unfolded(column, _plain(column.type)) for column in batch.columns]
     fields = [field.with_type(column.type) for field, column in zip(batch.schema, columns, strict=True)]
     return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields, batch.schema.metadata))
+
+
+def _unfolded(column: Any, kind: Any) -> Any:
+    if kind.equals(column.type):
+        return column
+    return column.take(pa.array(range(len(column)), pa.int64())).cast(kind)  # a cast unfolds all before a slice, too
 
 
 def _plain(kind: Any) -> Any:
@@ -108,6 +111,8 @@ def _plain(kind: Any) -> Any:
         return pa.list_(kind.value_field.with_type(_plain(kind.value_type)))
     if pa.types.is_large_list(kind):
         return pa.large_list(kind.value_field.with_type(_plain(kind.value_type)))
+    if pa.types.is_map(kind):
+        return pa.map_(_plain(kind.key_type), _plain(kind.item_type))
     return kind
 
 

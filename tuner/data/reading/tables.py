@@ -7,7 +7,6 @@ from typing import Any
 import orjson
 import pyarrow as pa
 
-from tuner.data.reading import page_sizes
 from tuner.data.reading.arrow_values import plain_records, unfolded, unpacked_bytes
 from tuner.data.reading.block import AS_LINES, BLOCK_BYTES, LINE_BYTES, MAX_RATIO, RATIO_FROM, Block, RawRecord
 from tuner.data.reading.data_sets import arrow_batches
@@ -15,7 +14,7 @@ from tuner.data.reading.problems import RecordProblem, first_line
 from tuner.data.sources import SourceFile
 from tuner.errors import DataError
 
-MAX_BATCH_ROWS = 8192
+MAX_BATCH_ROWS = 1024
 _ROW_BYTES = 32
 """What a row takes at least, though it may have nothing in it."""
 _NUMBERS = 4
@@ -23,20 +22,26 @@ _NUMBERS = 4
 
 
 def parquet_batches(path: Path, batch_bytes: int) -> Iterator[pa.RecordBatch]:
-    """Yield record batches of about `batch_bytes`; a row group is never held whole. DataError."""
+    """Yield record batches of about `batch_bytes`; a row group is never held whole. DataError.
+
+    Texts of a dictionary stay one, since thousands of rows may mean a long one; but not where they are many: a batch
+    would hold those of all batches before it in the row group.
+    """
     import pyarrow.parquet as pq
 
     how = {"buffer_size": 1 << 20, "pre_buffer": False}
     try:
-        with pq.ParquetFile(path, **how) as file, path.open("rb", buffering=0) as raw:
-            facts, schema = file.metadata, file.schema
-            groups = [page_sizes.group_of(raw, facts.row_group(i), schema, path) for i in range(facts.num_row_groups)]
-        long = sorted({name for group in groups for name in group.long})
-        with pq.ParquetFile(path, read_dictionary=long, **how) as file:
-            size = sum(facts.row_group(i).total_byte_size for i in range(facts.num_row_groups))
-            records = batch_bytes * facts.num_rows // max(size, 1)
-            records = min(records, page_sizes.REPEATED_BYTES // max([1, *(group.row for group in groups)]))
-            yield from file.iter_batches(batch_size=min(max(records, 1), MAX_BATCH_ROWS), use_threads=False)
+        with pq.ParquetFile(path, **how) as file:
+            facts = file.metadata
+            groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
+        columns = [group.column(i) for group in groups for i in range(facts.num_columns)]
+        folded = {column.path_in_schema for column in columns if "DICTIONARY" in str(column.encodings)}
+        wide = {column.path_in_schema for column in columns if column.total_uncompressed_size > batch_bytes}
+        with pq.ParquetFile(path, read_dictionary=sorted(folded - wide), **how) as file:
+            records = batch_bytes * facts.num_rows // max(sum(group.total_byte_size for group in groups), 1)
+            records = min(max(records, 1), MAX_BATCH_ROWS)
+            for group in range(len(groups)):  # a batch of lists has one dictionary
+                yield from file.iter_batches(batch_size=records, row_groups=[group], use_threads=False)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(f"{path}: not a readable parquet file: {first_line(error)}") from error
 
@@ -138,7 +143,7 @@ def _pieces(file: SourceFile) -> Iterator[tuple[pa.RecordBatch, int]]:
                     raise DataError(f"{path}: two columns of one name: {', '.join(names)}")
                 begin, end = max(start - record, 0), min(stop - record, batch.num_rows)
                 record += batch.num_rows
-                pieces = _sound(batch.slice(begin, max(end - begin, 0)))
+                pieces = _sound(batch.slice(begin, max(end - begin, 0)), file.kind == "parquet")
                 del batch
                 for piece, size in pieces:
                     total += abs(size)
@@ -151,14 +156,15 @@ def _pieces(file: SourceFile) -> Iterator[tuple[pa.RecordBatch, int]]:
             raise DataError(f"{path}: damaged: {first_line(error)}") from error
 
 
-def _sound(batch: pa.RecordBatch) -> Iterator[tuple[pa.RecordBatch, int]]:
+def _sound(batch: pa.RecordBatch, is_made_here: bool) -> Iterator[tuple[pa.RecordBatch, int]]:
     """The pieces of a batch once its places and indices are shown to lead nowhere else. ArrowException.
 
-    Some rows at a time: to look at every text takes long where many mean one.
+    Some rows at a time: to look at every text takes long where many mean one. Where a dictionary has a text that is
+    none, the library's own places and indices (`is_made_here`) are good enough to look at what each row means of it.
     """
     if batch.num_rows > MAX_BATCH_ROWS:
         for at in range(0, batch.num_rows, MAX_BATCH_ROWS):
-            yield from _sound(batch.slice(at, MAX_BATCH_ROWS))
+            yield from _sound(batch.slice(at, MAX_BATCH_ROWS), is_made_here)
         return
     try:
         batch.validate(full=True)
@@ -166,11 +172,12 @@ def _sound(batch: pa.RecordBatch) -> Iterator[tuple[pa.RecordBatch, int]]:
         if "UTF8" not in str(error):
             raise
         if batch.num_rows == 1:
-            yield batch, -1
+            plain = unfolded(batch) if is_made_here else batch
+            yield from [(batch, -1)] if plain.schema.equals(batch.schema) else _sound(plain, is_made_here)
             return
         half = batch.num_rows // 2
-        yield from _sound(batch.slice(0, half))
-        yield from _sound(batch.slice(half))
+        yield from _sound(batch.slice(0, half), is_made_here)
+        yield from _sound(batch.slice(half), is_made_here)
     else:
         yield from _cut(batch)
 
