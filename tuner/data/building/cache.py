@@ -55,7 +55,6 @@ SCHEMAS: dict[Level, str] = {
 }
 SELF = "manifest_sha256"
 """The manifest's own digest in it: a key changed by hand or by the disk is damage, as in any other file."""
-LEFT_SPOOL = "standard input of a process that was killed"
 _KEY = re.compile(r"[0-9a-f]{16}")
 _LEFTOVER = re.compile(r"\.(?:(?:tmp|trash)-)+([0-9a-f]{16})-.+")
 
@@ -247,7 +246,7 @@ def others_may_write(cache_dir: Path) -> Iterator[str]:
 
 
 def collect(cache_dir: Path, unused: bool = False, verify: bool = False, dry_run: bool = False) -> list[Garbage]:
-    """Remove leftovers, those of standard input too, and damaged directories.
+    """Remove leftovers and damaged directories.
 
     With `unused` also encoded directories that no prepared one was made from, and references of none that is there.
 
@@ -255,9 +254,7 @@ def collect(cache_dir: Path, unused: bool = False, verify: bool = False, dry_run
     symbolic links and everything that is not named like a part of the cache. With `dry_run` nothing is removed.
     Raises MachineError where the cache cannot be written.
     """
-    from tuner.data.reading.spool import remove_left_spools
-
-    garbage = [Garbage(path, LEFT_SPOOL, size) for path, size in remove_left_spools(dry_run)]
+    garbage: list[Garbage] = []
     for level in LEVELS:
         needed = _needed(cache_dir, level, {item.path for item in garbage}) if unused and level != "prepared" else None
         root = unlinked(cache_dir, level)
