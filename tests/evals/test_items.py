@@ -62,7 +62,7 @@ def test_files_are_read_up_to_so_many_items(tmp_path: Path) -> None:
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     for name, text, said in (
         ("empty", "\n", "holds no items"),
-        ("broken", '{"text": "a"}\n{"text"\n', "broken.jsonl:2: is no JSON"),
+        ("broken", '{"text": "a"}\n{"text"\n', "broken.jsonl:2: not JSON"),
         ("mixed", '{"text": "a"}\n' + json.dumps(CHOICE), "mixed.jsonl:2: is of the kind choice, and those before"),
     ):
         (tmp_path / f"{name}.jsonl").write_text(text)
@@ -76,13 +76,12 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 def test_files_that_would_take_all_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(items_module, "LINE_BYTES", 100)
     monkeypatch.setattr(items_module, "MOST_ITEMS", 3)
     path = tmp_path / "bomb.jsonl.gz"
     for data, said in (
-        (b'{"text": "' + b"a" * 200, "bomb.jsonl.gz:1: is longer than"),
+        (b'{"text": "' + b"a" * (9 << 20), "bomb.jsonl.gz:1: the row is longer than"),
         (b'{"text": "a"}\n' * 4, "holds more than 3 items"),
-        (b'{"text": ' + b"[" * 80 + b"\n", "bomb.jsonl.gz:1: is no JSON"),
+        (b'{"text": ' + b"[" * 80 + b"\n", "bomb.jsonl.gz:1: not JSON"),
     ):
         path.write_bytes(gzip.compress(data))
         with pytest.raises(DataError, match=said):

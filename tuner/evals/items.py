@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tuner.data.reading.block import LINE_BYTES, open_stream
+from tuner.data.reading.blocks import blocks, lines_in, records_of
 from tuner.data.sources import SourceFile
 from tuner.errors import DataError
 
@@ -63,8 +62,6 @@ class TaskItems:
 
 def read_items(path: Path, max_items: int | None = None) -> TaskItems:
     """The items of a JSONL file, which may be compressed by gzip. Raises DataError with the line that is wrong."""
-    if max_items is None and sum(1 for _ in itertools.islice(_lines(path), MOST_ITEMS + 1)) > MOST_ITEMS:
-        raise _too_many(str(path))  # before any is held in memory
     return items_of(_records(path), str(path), max_items)
 
 
@@ -77,7 +74,9 @@ def items_of(records: Iterable[Mapping[str, Any]], source: str, max_items: int |
         if max_items is not None and len(items) == max_items:
             break
         if len(items) == MOST_ITEMS:
-            raise _too_many(source)
+            raise DataError(
+                f"{source}: holds more than {MOST_ITEMS:,} items", hint="set max_items, or divide the file"
+            )
         item = item_of(record, f"{source}:{number}")
         own = kind_of(item)
         if kind is not None and own != kind:
@@ -91,10 +90,6 @@ def items_of(records: Iterable[Mapping[str, Any]], source: str, max_items: int |
     if kind is None:
         raise DataError(f"{source}: holds no items", hint=f"write one a line: {FORMS}")
     return TaskItems(kind, items, kept, [id_of(record) for record in kept])
-
-
-def _too_many(source: str) -> DataError:
-    return DataError(f"{source}: holds more than {MOST_ITEMS:,} items", hint="set max_items, or divide the file")
 
 
 def kind_of(item: Item) -> Kind:
@@ -159,25 +154,11 @@ def _shown(value: object) -> str:
 
 
 def _records(path: Path) -> Iterator[Mapping[str, Any]]:
-    for number, raw in _lines(path):
-        try:
-            yield json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}:{number}: is no JSON: {error}") from error
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Each line that is not blank, with its number."""
     file = SourceFile(path, "jsonl", name=str(path), compression="gzip" if path.suffix == ".gz" else "")
-    try:
-        with open_stream(file) as stream:
-            for number in itertools.count(1):
-                raw = stream.readline(LINE_BYTES + 1)
-                if len(raw) > LINE_BYTES:
-                    raise DataError(f"{path}:{number}: is longer than {LINE_BYTES >> 20} MiB")
-                if not raw:
-                    return
-                if raw.strip():
-                    yield number, raw
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+    before = 0
+    for block in blocks(file):
+        for record in records_of(block):
+            if record.problem is not None:
+                raise DataError(f"{path}:{before + record.line}: {record.problem.reason}")
+            yield record.value or {}
+        before += lines_in(block)
