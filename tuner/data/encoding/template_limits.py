@@ -6,12 +6,15 @@ and each is charged for what it copies or compares. Whenever a slice of work is 
 memory are looked at: a render that uses up none, as most, pays for neither.
 """
 
+import re
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
+from string import Formatter
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from jinja2.exceptions import SecurityError
 from jinja2.utils import Namespace
 
 from tuner.runtime.memory import resident_bytes
@@ -34,7 +37,7 @@ MAX_DEPTH = 200
 MAX_BITS, MAX_POWER = 1 << 13, 1000
 """Of a whole number that a template computes; the largest exponent and number of decimals."""
 MAX_SLOW_CHARS = 1 << 16
-"""Of a text for filters that go through it character by character."""
+"""Of a text for `title`, which jinja2 goes through word by word."""
 MAX_TIME_CHARS = 1000
 """Of the form in which a template asks for the time."""
 MAX_SEARCH = 1 << 28
@@ -43,9 +46,30 @@ MAX_SEARCH = 1 << 28
 _SLICE = 1 << 17
 """Units of work between two looks at the clock: some ten milliseconds. A unit is about what a small operation takes."""
 _SMALL = 1 << 12
-VIEWS = tuple(map(type, ({}.keys(), {}.values(), {}.items())))
-_NESTS = (list, tuple, dict, set, frozenset, Namespace, MappingProxyType, *VIEWS)
+_MAPPINGS: tuple[Any, ...] = (dict, MappingProxyType, *map(type, ({}.keys(), {}.values(), {}.items())))
+_NESTS = (list, tuple, set, frozenset, Namespace, *_MAPPINGS)
 _NUMBER_CHARS, _OTHER_CHARS = 24, 100
+_CASES = frozenset({"upper", "lower", "title", "capitalize", "casefold", "swapcase"})
+_ESCAPES = frozenset({"e", "escape", "forceescape"})
+_SPLITS = frozenset({"split", "rsplit", "splitlines"})
+_FROM_THE_RIGHT = frozenset({"rfind", "rindex", "rpartition", "rsplit", "strip", "lstrip", "rstrip", "trim"})
+"""Of these a search may compare each character with each; only that from the left is as long as both texts are."""
+_ONCE = frozenset({"center", "ljust", "rjust", "zfill", "batch", "slice"})
+_LINES = frozenset({"expandtabs", "indent"})
+_GROWING = _CASES | _ESCAPES | _ONCE | _LINES | {"replace", "join", "round"}
+_KEPT = (
+    _SPLITS
+    | _FROM_THE_RIGHT
+    | {"find", "index", "count", "partition", "startswith", "endswith", "removeprefix", "removesuffix", "isdisjoint"}
+    | {"isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable"}
+    | {"isspace", "istitle", "isupper", "items", "keys", "values", "get", "copy", "as_integer_ratio", "bit_count"}
+    | {"bit_length", "conjugate", "is_integer", "truncate", "string", "safe", "int", "float", "list", "reverse"}
+    | {"dictsort", "fromkeys", "groupby", "max", "min", "sort", "unique"}
+)
+"""Methods and filters that give no more than they are given; a number that they are given is a place, or a value."""
+KNOWN = _GROWING | _KEPT
+_BLANKS = "".join(c for c in map(chr, range(0x3001)) if c.isspace())
+_WIDTHS = re.compile(r"\d+")
 
 
 class LimitError(Exception):
@@ -113,17 +137,45 @@ class Meter:
             refuse(f"a number of more than {MAX_BITS:,} bits")
         self.charge(count >> 6)
 
-    def slow(self, count: int) -> None:
-        """Count a text that is gone through character by character."""
-        if count > MAX_SLOW_CHARS:
-            refuse(f"a text of more than {MAX_SLOW_CHARS:,} characters for a slow filter")
-        self.charge(count)
+    def bound(self, name: str, value: Any, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+        """Count what a method or filter makes: at most `value`, with the largest argument in each of its places."""
+        if name not in KNOWN:
+            raise SecurityError(f"{name} is not known to be safe")
+        size = self.weigh(value) if not isinstance(value, _MAPPINGS) else len(value)  # a message asked for its content
+        largest = 8 if name in _LINES else 0
+        for each in (*args, *named.values()):
+            if not isinstance(each, int):
+                largest = max(largest, self.written(each))
+            elif name in _GROWING:
+                largest = max(largest, abs(each))
+                if largest > MAX_ITEMS:
+                    refuse(f"a number of more than {MAX_ITEMS:,}")
+        if name in _SPLITS and size > MAX_ITEMS:
+            texts = [each for each in (*args, *named.values()) if isinstance(each, str)]
+            self.items(sum(map(value.count, texts or _BLANKS)))
+        if name in _FROM_THE_RIGHT and size * largest > MAX_SEARCH:
+            refuse(f"a search of {largest:,} characters in {size:,}")
+        if name == "title" and size > MAX_SLOW_CHARS:
+            refuse(f"a text of more than {MAX_SLOW_CHARS:,} characters for `title`")
+        if name in _GROWING:
+            size += _grown(name, value, size, largest, args)
+        self.chars(size)
+        self.charge(size if name == "title" else size * largest >> 8)
 
-    def search(self, chars: int, wanted: int) -> None:
-        """Count a search that may compare each character with each that is wanted."""
-        if chars * wanted > MAX_SEARCH:
-            refuse(f"a search of {wanted:,} characters in {chars:,}")
-        self.charge(chars * wanted >> 8)
+    def formatted(self, text: str, opens: str, values: Sequence[Any]) -> None:
+        """Count what a text with places for `values`, each of which `opens` begins, comes to at most. LimitError."""
+        widths = _WIDTHS.findall(text)
+        if any(len(width) > 9 for width in widths):
+            refuse("a width of more than nine digits")
+        parsed = Formatter().parse(text) if opens == "{" else ()
+        if any("{" in (spec or "") for _, _, spec, _ in self.counted(parsed, 2)):
+            refuse("a width that is an argument")
+        escapes = 6 if hasattr(text, "__html__") else 10 if re.search(r"![ra]|%[^%]*[ra]", text) else 1
+        each = max((self.written(value) for value in values), default=0) * escapes
+        if opens == "%" and "*" in text:
+            numbers = [number for value in values for number in _inside(value) if isinstance(number, int)]
+            each += max(map(abs, numbers), default=0)
+        self.chars(len(text) + sum(map(int, widths)) + text.count(opens) * each)
 
     def bounded(self, values: Any) -> Any:
         """The values as something of a known and bounded size: themselves, or what an iterator gives, as a list."""
@@ -134,7 +186,11 @@ class Meter:
         self.items(len(values) if not isinstance(values, str) else str.__len__(values))
         return values
 
-    def counted(self, values: Iterator[Any], cost: int) -> Iterator[Any]:
+    def listed(self, value: Any) -> Any:
+        """An argument: a text as it is, anything else `bounded`."""
+        return value if isinstance(value, str) else self.bounded(value)
+
+    def counted(self, values: Iterable[Any], cost: int) -> Iterator[Any]:
         """The same values, each of which is charged as it is taken."""
         for value in values:
             self.charge(cost)
@@ -188,13 +244,31 @@ class Meter:
             refuse(f"more than {self._seconds:.2g} s of processor time")
 
 
+def _grown(name: str, value: Any, size: int, largest: int, args: Sequence[Any]) -> int:
+    """The characters that come to a value of so many; `largest` is the size of the largest argument."""
+    if name in _CASES:
+        return 0 if size < 1024 or (isinstance(value, str) and value.isascii()) else 2 * size
+    html = 6 if any(hasattr(each, "__html__") for each in (value, *args)) else 1
+    largest = 5 if name in _ESCAPES else largest * html
+    if name == "join":
+        return size * (html - 1) + largest * (len(value) if isinstance(value, Sized) else 0)
+    if name in _ONCE:
+        return largest
+    if not isinstance(value, str) or (size + 1) * largest <= MAX_ITEMS:
+        return largest * size
+    if name in _ESCAPES:
+        return largest * sum(map(value.count, "&<>'\""))
+    if name == "replace" and args:
+        return largest * value.count(str(args[0]))
+    return largest * (value.count("\t") + value.count("\n") + 1 if name in _LINES else size + 1)
+
+
 def _inside(nest: Any) -> Iterable[Any]:
     if isinstance(nest, (dict, MappingProxyType)):
         return [*nest.keys(), *nest.values()]
     if isinstance(nest, Namespace):
         return list(object.__getattribute__(nest, "__dict__").values())  # it shows its own names alone
-    found: Iterable[Any] = nest
-    return found
+    return nest if isinstance(nest, _NESTS) else [nest]
 
 
 def _chars_of(value: Any) -> int:

@@ -1,8 +1,8 @@
 """The sandbox in which chat templates render: jinja2's, in which no single operation takes much time or memory either.
 
-Whatever a template can ask of C is bounded before it is done: operators, comparisons and texts here, the methods of
-texts, lists and numbers in `template_methods.py`, filters and tests in `template_filters.py`. A name that is on none of
-their lists is refused, so that what a newer Python or jinja2 brings is looked at first. The bounds are put into a
+Whatever a template can ask of C is bounded before it is done: operators, comparisons, texts and the methods of texts,
+lists and numbers here, filters and tests in `template_filters.py`. A name that is on none of the lists is refused, so
+that what a newer Python or jinja2 brings is looked at first. The bounds are put into a
 template's syntax tree as filters with names that no template can write; those of other nodes cost nothing.
 """
 
@@ -25,6 +25,7 @@ from jinja2.visitor import NodeTransformer
 
 from tuner.data.encoding.template_filters import TEXT_FILTERS, bounded_filters, bounded_tests
 from tuner.data.encoding.template_limits import (
+    KNOWN,
     MAX_BITS,
     MAX_NESTING,
     MAX_POWER,
@@ -33,13 +34,12 @@ from tuner.data.encoding.template_limits import (
     Meter,
     refuse,
 )
-from tuner.data.encoding.template_methods import OWNERS, bound_arguments, formatted
 from tuner.data.encoding.template_spy import TemplateSpy
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Marks of a generation block in the rendered text. Noncharacters: no valid text interchange holds them."""
 _STEP, _TEXT, _JOIN, _WEIGH, _KEY, _CUT = "+step", "+text", "+join", "+weigh", "+key", "+cut"
-_SMALL, _SMALL_INT = 1 << 10, 1 << 62
+_SMALL, _SHORT, _SMALL_INT = 1 << 10, 1 << 8, 1 << 62
 _ALWAYS_TEXT = frozenset({*TEXT_FILTERS, _JOIN})
 
 
@@ -56,7 +56,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.meter = meter = Meter()
         self.code_generator_class = _Code
         self.filters = bounded_filters(self, meter)
-        self.tests = bounded_tests(self, meter)  # type: ignore[assignment]
+        self.tests = bounded_tests(meter)  # type: ignore[assignment]
         own: dict[str, Callable[..., Any]] = {
             _STEP: meter.step, _TEXT: self._text, _JOIN: self._join, _WEIGH: self._weigh, _KEY: self._weigh,
             _CUT: self._cut,
@@ -101,11 +101,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "+":
             if isinstance(left, str):
                 meter.chars(str.__len__(left) + meter.weigh(right) * _escapes(left, right))
-            elif isinstance(left, (list, tuple, bytes)) and isinstance(right, (list, tuple, bytes)):
+            elif isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
                 meter.items(len(left) + len(right))
         elif operator == "*":
             for many, times in ((left, right), (right, left)):
-                if isinstance(times, int) and isinstance(many, (str, list, tuple, bytes)):
+                if isinstance(times, int) and isinstance(many, (str, list, tuple)):
                     (meter.chars if isinstance(many, str) else meter.items)(len(many) * max(times, 0))
             if isinstance(left, int) and isinstance(right, int):
                 meter.bits(left.bit_length() + right.bit_length())
@@ -114,8 +114,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 refuse(f"an exponent of more than {MAX_POWER:,}")
             if isinstance(left, int) and isinstance(right, int):
                 meter.bits(left.bit_length() * abs(right))
-        elif operator == "%" and isinstance(left, (str, bytes)):
-            formatted(meter, left, "%", (right,))
+        elif operator == "%" and isinstance(left, str):
+            meter.formatted(left, "%", (right,))
         elif operator == "-":
             meter.weigh(left)
             meter.weigh(right)
@@ -130,7 +130,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         text, meter, bare = value.__self__, self.meter, inner
 
         def limited(*args: Any, **kwargs: Any) -> str:
-            formatted(meter, text, "{", (*args, *kwargs.values()))
+            meter.formatted(text, "{", (*args, *kwargs.values()))
             return bare(*args, **kwargs)
 
         return limited
@@ -140,28 +140,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
         meter = self.meter
         meter.charge(8)
         owner = getattr(obj, "__self__", None)
-        if owner is None and obj is not str.maketrans:
-            if obj is _Namespace or type(obj) is _Dict:
-                args = self._mapping(args)
-        elif isinstance(owner, OWNERS) or obj is str.maketrans:
+        if type(obj) is BuiltinMethodType or (isinstance(owner, (str, type)) and type(owner) is not TemplateSpy):
             for name in ("_loop_vars", "_block_vars"):  # what jinja2 hands to its own functions
                 kwargs.pop(name, None)
-            if type(obj) is BuiltinMethodType or type(owner) is not TemplateSpy:
-                return obj(*bound_arguments(meter, owner, obj.__name__, args, kwargs), **kwargs)
-            meter.charge(meter.weigh(args))  # it answers for contents of any kind, and is short itself
-        elif type(owner) is _Dict:
-            args = self._mapping(args)
-        elif isinstance(owner, LoopContext):
-            meter.weigh(args)  # `changed` compares them
+            name = obj.__name__
+            if kwargs or name not in KNOWN or not all(type(o) is str and len(o) < _SHORT for o in (owner, *args)):
+                args = tuple(map(meter.listed, args))
+                of, given = (args[0], (owner,)) if name in ("join", "escape") and args else (owner, args)
+                meter.bound(name, of, given, kwargs)
+            return obj(*args, **kwargs)
+        if obj is _Namespace or type(obj) is _Dict or isinstance(owner, (_Dict, LoopContext, TemplateSpy)):
+            args = tuple(map(meter.listed, args))
+            meter.weigh(args)
         return super().call(context, obj, *args, **kwargs)
-
-    def _mapping(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a dict is made of."""
-        if args:
-            args = tuple(self.meter.bounded(each) for each in args)
-            self.meter.charge(sum(len(each) for each in args if hasattr(each, "__len__")))
-            self.meter.weigh([each for each in args if not isinstance(each, dict)])
-        return args
 
     def _concat(self, parts: Iterable[str]) -> str:
         pieces = parts if isinstance(parts, list) else list(parts)
