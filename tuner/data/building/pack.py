@@ -20,7 +20,6 @@ TooLong = Literal["truncate", "split", "drop"]
 NO_TARGET = "no trained token within max_length"
 TOO_LONG = "longer than max_length"
 MAX_DOCUMENTS = 1 << 32
-SLICE_DOCUMENTS = 1 << 15
 BATCH_ROWS, BATCH_SEGMENTS = 1 << 16, 1 << 19
 """Rows and segments of one record batch: a batch ends before either bound is passed, but holds a row at least."""
 
@@ -62,9 +61,8 @@ def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong, e
     segments = _Columns(3 + (too_long == "split"))
     dropped = {TOO_LONG: 0, NO_TARGET: 0}
     base = truncated = n_split = pieces_dropped = tokens_dropped = 0
-    for batch in _sliced(batches):
-        targets = _TrainedBefore(batch)
-        offsets = targets.offsets
+    for batch in batches:
+        before, offsets = _trained_before(batch)
         lengths = np.diff(offsets)
         long = lengths > max_length
         document = np.arange(len(lengths), dtype=np.int64)
@@ -83,7 +81,7 @@ def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong, e
         start = number * max_length
         stop = np.minimum(start + max_length, lengths[document])
         # The first token of a segment is never a target.
-        trained = targets[offsets[document] + stop] - targets[np.minimum(offsets[document] + start + 1, offsets[-1])]
+        trained = before[offsets[document] + stop] - before[np.minimum(offsets[document] + start + 1, offsets[-1])]
         kept = trained > 0
         left = np.zeros(len(lengths), dtype=np.bool_)
         left[document[kept]] = True
@@ -107,9 +105,9 @@ def _cut_pairs(batches: Iterator[pa.RecordBatch], max_length: int, too_long: Too
     segments = _Columns(3)
     dropped = {TOO_LONG: 0, NO_TARGET: 0}
     base = truncated = 0
-    for batch in _sliced(batches):
-        targets = _TrainedBefore(batch)
-        starts, lengths = targets.offsets[:-1], np.diff(targets.offsets)
+    for batch in batches:
+        before, offsets = _trained_before(batch)
+        starts, lengths = offsets[:-1], np.diff(offsets)
         both = lengths.reshape(-1, 2)
         long = both.sum(axis=1) > max_length
         stop = lengths
@@ -120,7 +118,7 @@ def _cut_pairs(batches: Iterator[pa.RecordBatch], max_length: int, too_long: Too
         else:
             dropped[TOO_LONG] += int(long.sum())
         # The first token of a document is never a target.
-        trained = targets[starts + stop] - targets[np.minimum(starts + 1, starts + stop)]
+        trained = before[starts + stop] - before[np.minimum(starts + 1, starts + stop)]
         learned = (trained > 0).reshape(-1, 2).all(axis=1)
         considered = ~long | (too_long == "truncate")
         dropped[NO_TARGET] += int((considered & ~learned).sum())
@@ -142,13 +140,6 @@ def pair_limit(max_length: int, shorter: npt.NDArray[np.int64]) -> npt.NDArray[n
     The longer one is cut first, to what the `shorter` one leaves but at least to half a row; then both are cut to that.
     """
     return np.maximum(max_length - shorter, max_length // 2)
-
-
-def _sliced(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The batches in slices of bounded size: what is worked out in 64 bits is a hundred bytes a document."""
-    for batch in batches:
-        for start in range(0, batch.num_rows, SLICE_DOCUMENTS):
-            yield batch.slice(start, SLICE_DOCUMENTS)
 
 
 def row_batches(
@@ -235,23 +226,10 @@ def _counted(pieces: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.arange(pieces.sum(), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
 
 
-class _TrainedBefore:
-    """How many tokens of a record batch are trained before a position, from its bits: a count for each byte is kept."""
-
-    def __init__(self, batch: pa.RecordBatch) -> None:
-        column = batch.column("trained")
-        flags = Flags(column.values)
-        offsets = view(column.offsets).astype(np.int64) + flags.offset
-        first, last = int(offsets[0]) >> 3, (int(offsets[-1]) + 7) >> 3
-        self._bytes = flags.bytes[first:last] if last > first else np.zeros(1, dtype=np.uint8)
-        self._before = np.zeros(len(self._bytes) + 1, dtype=np.int32)
-        np.cumsum(np.bitwise_count(self._bytes), out=self._before[1:])
-        self.offsets = offsets - (first << 3)
-        """int64[documents + 1]: where each document's tokens begin, in bits from the first of these bytes."""
-
-    def __getitem__(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        at = positions >> 3
-        below = (1 << (positions & 7)) - 1
-        inside = np.bitwise_count(self._bytes[np.minimum(at, len(self._bytes) - 1)] & below)
-        before: npt.NDArray[np.int64] = np.add(self._before[at], inside, dtype=np.int64)
-        return before
+def _trained_before(batch: pa.RecordBatch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """int32[tokens + 1]: how many tokens of a record batch are trained before each; int64: where documents begin."""
+    column = batch.column("trained")
+    offsets = view(column.offsets).astype(np.int64)
+    before = np.zeros(offsets[-1] - offsets[0] + 1, dtype=np.int32)
+    np.cumsum(Flags(column.values).read(offsets[0], offsets[-1]), out=before[1:])
+    return before, offsets - offsets[0]
