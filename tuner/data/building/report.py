@@ -26,8 +26,6 @@ MANY, MOST = 0.02, 0.5
 """Shares of a split's documents: a loss above the first is warned of; above the second it is an error by default."""
 WHOLE = (0.95, 0.99)
 """Shares of the documents for which the row length that keeps them whole is named."""
-_EXACT_BITS = 7
-"""Lengths below 128 are counted one by one, longer ones in steps of at most 1/64 of them: memory stays bounded."""
 
 
 def length_warnings(spec: PrepareSpec, report: Mapping[str, Any], directory: Path) -> list[str]:
@@ -56,21 +54,12 @@ def length_warnings(spec: PrepareSpec, report: Mapping[str, Any], directory: Pat
 
 
 def lengths_that_keep(documents: Path, shares: Sequence[float], each: int = 1) -> tuple[int, ...]:
-    """The row length with which each of these shares of a file's documents stays whole, at most 1/64 too large.
+    """The row length with which each of these shares of a file's documents stays whole.
 
     Where an example is `each` neighbours, of the examples, which need the sum of their lengths.
     """
-    counts: dict[int, int] = {}
-    longest = 0
-    for lengths in (lengths.reshape(-1, each).sum(axis=1) for lengths in _lengths(documents)):
-        values, often = np.unique(_rounded_up(lengths), return_counts=True)
-        for value, count in zip(values.tolist(), often.tolist(), strict=True):
-            counts[value] = counts.get(value, 0) + count
-        longest = max(longest, int(lengths.max()))
-    ordered = sorted(counts)
-    reached = np.cumsum([counts[length] for length in ordered])
-    at = [int(np.searchsorted(reached, np.ceil(share * reached[-1]))) for share in shares]
-    return tuple(min(ordered[i], longest) for i in at)
+    lengths = np.sort(np.concatenate([part.reshape(-1, each).sum(axis=1) for part in _lengths(documents)]))
+    return tuple(int(lengths[int(np.ceil(share * len(lengths))) - 1]) for share in shares)
 
 
 def kept_by(lengths: Sequence[int]) -> str:
@@ -98,12 +87,6 @@ def _lengths(documents: Path) -> Iterator[npt.NDArray[np.int64]]:
     for chunk in open_stream(documents).column("input_ids").chunks:
         if len(chunk):
             yield np.diff(view(chunk.offsets)).astype(np.int64)
-
-
-def _rounded_up(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    steps = np.maximum(np.frexp(lengths)[1] - _EXACT_BITS, 0)
-    rounded: npt.NDArray[np.int64] = -(-lengths >> steps) << steps
-    return rounded
 
 
 Line = tuple[str, str]
