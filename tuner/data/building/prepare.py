@@ -118,15 +118,13 @@ def prepared_path(spec: PrepareSpec) -> Path:
 
 def _with_own_names(report: dict[str, Any], sources: "SplitSources") -> dict[str, Any]:
     """The report with the names of this recipe's sources: who built the directory may have had others."""
-    by_split = {"train": sources.train, "eval": sources.held or []}
-    if all(
-        [known["path"] for known in report["sources"].get(split, [])] == [source.path for source in given]
-        for split, given in by_split.items()
-    ):
-        return report
-    from tuner.data.building.report import with_names
-
-    return with_names(report, by_split)
+    renamed: dict[str, list[dict[str, Any]]] = {}
+    for split, known in report["sources"].items():
+        given = sources.train if split == "train" else sources.held or []
+        alike = [counts["files"] for counts in known] == [len(source.files) for source in given]
+        names = [{"path": source.path} for source in given] if alike else [{}] * len(known)
+        renamed[split] = [counts | name for counts, name in zip(known, names, strict=True)]
+    return {**report, "sources": renamed}
 
 
 def _warnings(spec: PrepareSpec, report: dict[str, Any], directory: Path) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tuner.config.methods import ExampleKind, Examples
 from tuner.data.building.pack import NO_TARGET, TOO_LONG
-from tuner.data.building.spec import PrepareSpec, Source
+from tuner.data.building.spec import PrepareSpec
 from tuner.data.encoding.turns import CALLS_NOT_SHOWN, NOT_SHOWN
 from tuner.data.prepared import open_stream, view
 from tuner.errors import DataError, counted
@@ -102,7 +102,6 @@ LOST = (
     (CALLS_NOT_SHOWN, "they are neither learned nor shown: tokenizer.chat_template: chatml writes them"),
 )
 """Notes about what of the rows the template leaves out that is to be learned from, and the way out."""
-_SUMMED = ("files", "rows", "documents", "sampled", "repeated")
 PLAIN_EVERY_S = 30.0
 """Seconds between two lines where no bar can be drawn."""
 MB = 1_000_000
@@ -233,22 +232,6 @@ def _split_warnings(split: str, counts: Mapping[str, Any], rejects: str, unit: s
         what = f"{counts['duplicates']:,} of {documents:,} {unit}s ({counts['duplicates'] / documents:.0%})"
         warnings.append(f"data.{split}: {what} are exact duplicates of others, which is no reason to leave them out")
     return warnings
-
-
-def with_names(report: Mapping[str, Any], sources: Mapping[str, Sequence[Source]]) -> dict[str, Any]:
-    """The report of a cached directory with the sources of this recipe: those of equal bytes may have other names."""
-    renamed = {split: _renamed(known, sources[split]) for split, known in report["sources"].items()}
-    return {**report, "sources": renamed}
-
-
-def _renamed(known: list[dict[str, Any]], sources: Sequence[Source]) -> list[dict[str, Any]]:
-    if [source["files"] for source in known] == [len(source.files) for source in sources]:
-        return [{**counts, "path": source.path} for counts, source in zip(known, sources, strict=True)]
-    if any(counts["weight"] != 1 or counts["count"] is not None for counts in known):
-        return known
-    # The same files by other sources, such as a directory and the list of its files: only the sums are known.
-    summed = {name: sum(counts[name] for counts in known) for name in _SUMMED}
-    return [{"path": ", ".join(source.path for source in sources), **summed, "weight": 1.0, "count": None}]
 
 
 def _tokenizer_lines(tokenizer: Mapping[str, Any] | None) -> list[Line]:
