@@ -23,13 +23,12 @@ from tuner.data.building.encoded import (
     BadRecord,
     Bundle,
     Counts,
-    EncodedBundle,
     EncodeJob,
     Tally,
     documents_schema,
     record_batches,
 )
-from tuner.data.building.pool import WorkerDiedError, WorkerPool, answers
+from tuner.data.building.pool import WorkerDiedError, answers
 from tuner.data.building.report import pace
 from tuner.data.building.sampling import SampledSplit, SplitSelection, shared
 from tuner.data.building.spec import PreparedKeys, PrepareSpec, expected_bytes
@@ -69,24 +68,14 @@ class _Origin:
         return self.file.name
 
 
-EncodingPool = WorkerPool[Bundle, EncodedBundle]
-
-
-def start_pool(spec: PrepareSpec, count: int) -> EncodingPool:
-    """Start so many of the workers that `build_documents` needs."""
-    return WorkerPool(_job(spec, much=True), count)
-
-
-def build_documents(
-    spec: PrepareSpec, keys: PreparedKeys, tmp: Path, console: Console | None, pool: EncodingPool | None = None
-) -> dict[str, Any]:
+def build_documents(spec: PrepareSpec, keys: PreparedKeys, tmp: Path, console: Console | None) -> dict[str, Any]:
     """Write train.arrow, eval.arrow and rejects.jsonl into `tmp`; return the manifest's body.
 
-    `pool` is that of `start_pool`. Raises DataError for the first bad record in the order of the input, and where
-    nothing is left to train on; MachineError where a worker dies or nothing can be written.
+    Raises DataError for the first bad record in the order of the input, and where nothing is left to train on;
+    MachineError where a worker dies or nothing can be written.
     """
     try:
-        return _build(spec, keys, tmp, console, pool)
+        return _build(spec, keys, tmp, console)
     except FastEncoderMismatch as mismatch:
         reason = str(mismatch)
     if console is not None:
@@ -96,7 +85,7 @@ def build_documents(
     return _build(spec, keys, tmp, console, slow_reason=reason)
 
 
-def _job(spec: PrepareSpec, much: bool, fast: bool = True) -> EncodeJob:
+def _job(spec: PrepareSpec, much: bool, fast: bool) -> EncodeJob:
     return EncodeJob(
         tokenizer=spec.tokenizer,
         examples=spec.examples,
@@ -108,21 +97,17 @@ def _job(spec: PrepareSpec, much: bool, fast: bool = True) -> EncodeJob:
 
 
 def _build(
-    spec: PrepareSpec,
-    keys: PreparedKeys,
-    tmp: Path,
-    console: Console | None,
-    pool: EncodingPool | None = None,
-    slow_reason: str | None = None,
+    spec: PrepareSpec, keys: PreparedKeys, tmp: Path, console: Console | None, slow_reason: str | None = None
 ) -> dict[str, Any]:
     held_out = spec.data.eval if isinstance(spec.data.eval, Duration) else None
     splits = [SampledSplit("train", keys.train, held_out is not None)]
     if keys.eval is not None:
         splits.append(SampledSplit("eval", keys.eval))
     expected = expected_bytes(source for split in splits for source in split.sources)
-    job = _job(spec, much=False, fast=slow_reason is None)
+    workers = spec.workers(expected)
+    job = _job(spec, much=workers > 1, fast=slow_reason is None)
     with pace(console, expected) as done:
-        hashed = _read(splits, job, spec.workers(expected), tmp, done, pool)
+        hashed = _read(splits, job, workers, tmp, done)
     keys.refuse_changed()
     give_back()  # what encoding held: choosing documents needs its own
     taken = [split.taken(spec.seed) for split in splits]
@@ -152,12 +137,7 @@ def _missing_encoder(spec: PrepareSpec, size: int) -> str | None:
 
 
 def _read(
-    splits: Sequence[SampledSplit],
-    job: EncodeJob,
-    workers: int,
-    tmp: Path,
-    done: Callable[[int], None],
-    pool: EncodingPool | None,
+    splits: Sequence[SampledSplit], job: EncodeJob, workers: int, tmp: Path, done: Callable[[int], None]
 ) -> dict[str, Any]:
     """Encode every block of every split; write documents and bad records in the order of the input.
 
@@ -167,7 +147,7 @@ def _read(
     lines = 0
     with (
         StreamFiles(documents_schema(job.tokenizer.vocab_size, job.examples)) as files,
-        closing(answers(job, _bundles(splits, ahead), workers, pool)) as encoded,
+        closing(answers(job, _bundles(splits, ahead), workers)) as encoded,
         (tmp / REJECTS).open("w", encoding="utf-8") as rejects,
     ):
         try:

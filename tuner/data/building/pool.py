@@ -209,16 +209,11 @@ class _Worker:
     numbers: deque[int] = field(default_factory=deque)
 
 
-def answers(
-    job: PoolJob[Item, Answer], items: Iterable[Item], workers: int, pool: WorkerPool[Item, Answer] | None = None
-) -> Generator[Answer, None, None]:
-    """Yield the answer to every item in order: by this process where `workers` is 1, else by `pool` or a new one.
-
-    The pool is ended here.
-    """
+def answers(job: PoolJob[Item, Answer], items: Iterable[Item], workers: int) -> Generator[Answer, None, None]:
+    """Yield the answer to every item in order: by this process where `workers` is 1, else by so many of a pool."""
     if workers > 1:
-        with pool or WorkerPool(job, workers) as several:
-            yield from several.answers(items)
+        with WorkerPool(job, workers) as pool:
+            yield from pool.answers(items)
         return
     with calm_collector():
         yield from map(job.start(), items)

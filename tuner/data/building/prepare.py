@@ -8,7 +8,6 @@ where the cache lacks something: a training of data that is prepared starts with
 
 import sys
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,7 @@ from tuner.data.building.spec import PrepareSpec, expected_bytes, keys_of, sourc
 from tuner.errors import DataError
 
 if TYPE_CHECKING:
-    from tuner.data.building.documents import EncodingPool
-    from tuner.data.building.spec import Source, SplitSources
+    from tuner.data.building.spec import SplitSources
     from tuner.runtime.console import Console
 
 @dataclass(frozen=True)
@@ -48,26 +46,23 @@ def prepare(spec: PrepareSpec, console: "Console | None" = None) -> PreparedInfo
     """
     started = time.monotonic()
     sources = sources_of(spec)
-    with _early_pool(spec, sources.every()) or nullcontext() as pool:
-        keys = keys_of(spec, sources)
-        final = cache_path(spec.cache_dir, "prepared", keys.prepared)
-        manifest = valid(final, "prepared")
-        cached = manifest is not None
-        if manifest is None and pool is None and "torch" in sys.modules:
-            from tuner.data.building import apart
+    keys = keys_of(spec, sources)
+    final = cache_path(spec.cache_dir, "prepared", keys.prepared)
+    manifest = valid(final, "prepared")
+    cached = manifest is not None
+    if manifest is None and "torch" in sys.modules and spec.workers(expected_bytes(sources.every())) == 1:
+        from tuner.data.building import apart
 
-            if apart.is_better_apart(sources.every()):
-                apart.prepare_apart(prepare, spec, console is not None and console.is_heard)
-                manifest = valid(final, "prepared")
-        if manifest is None:
-            from tuner.data.building.rows import build_rows
+        if apart.is_better_apart(sources.every()):
+            apart.prepare_apart(prepare, spec, console is not None and console.is_heard)
+            manifest = valid(final, "prepared")
+    if manifest is None:
+        from tuner.data.building.rows import build_rows
 
-            def make(tmp: Path) -> dict[str, Any]:
-                return build_rows(spec, keys, tmp, console, pool)
+        def make(tmp: Path) -> dict[str, Any]:
+            return build_rows(spec, keys, tmp, console)
 
-            manifest, cached = build_once(spec.cache_dir, "prepared", keys.prepared, make, console)
-        elif pool is not None:
-            pool.end(at_once=True)
+        manifest, cached = build_once(spec.cache_dir, "prepared", keys.prepared, make, console)
     report = _with_own_names(manifest["report"], sources)
     warnings = (*_warnings(spec, report, final), *others_may_write(spec.cache_dir))
     return PreparedInfo(final, keys.prepared, cached, report, time.monotonic() - started, warnings)
@@ -143,13 +138,3 @@ def _warnings(spec: PrepareSpec, report: dict[str, Any], directory: Path) -> tup
 
     found = warnings_of(report, str(directory / "rejects.jsonl"), spec.examples.unit)
     return (*found, *length_warnings(spec, report, directory))
-
-
-def _early_pool(spec: PrepareSpec, sources: "list[Source]") -> "EncodingPool | None":
-    """Workers for much data, before it is known whether they are needed: they start while the sources are hashed."""
-    count = spec.workers(expected_bytes(sources))
-    if count == 1:
-        return None
-    from tuner.data.building.documents import start_pool
-
-    return start_pool(spec, count)

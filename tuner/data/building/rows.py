@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from tuner.config.methods import ExampleKind
 from tuner.data.building.cache import build_once
-from tuner.data.building.documents import REJECTS, EncodingPool, build_documents
+from tuner.data.building.documents import REJECTS, build_documents
 from tuner.data.building.encoded import digest, record_batches
 from tuner.data.building.pack import cut, row_batches
 from tuner.data.building.report import WHOLE, kept_by, lengths_that_keep, raised
@@ -39,9 +39,7 @@ MAX_PROBES, MAX_PROBE_CHARS = 16, 4000
 """Records with the ids that training sees of them; a longer text is left out."""
 
 
-def build_rows(
-    spec: PrepareSpec, keys: PreparedKeys, tmp: Path, console: Console | None, pool: EncodingPool | None
-) -> dict[str, Any]:
+def build_rows(spec: PrepareSpec, keys: PreparedKeys, tmp: Path, console: Console | None) -> dict[str, Any]:
     """The second level: documents linked from the first, which is built where it is missing, and the packed rows."""
 
     def link(encoded: Path) -> None:
@@ -49,7 +47,7 @@ def build_rows(
             _link(source, tmp / _linked_name(source.name))
 
     def make(new: Path) -> dict[str, Any]:
-        return build_documents(spec, keys, new, console, pool)
+        return build_documents(spec, keys, new, console)
 
     encoded, _ = build_once(spec.cache_dir, "encoded", keys.encoded, make, console, link)
     give_back()  # what the tables of documents held: packing needs its own
