@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tuner.config.chat_templates import CHAT_TEMPLATES, is_template_word
 from tuner.config.eval_tasks import FILES, HARNESS
-from tuner.config.recipe import is_split
+from tuner.config.recipe import ITEMS, is_split
 from tuner.config.tree import KeyPath, Node, Problems, dotted
 
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
@@ -28,8 +28,11 @@ def recipes_dir() -> Path:
 def resolve_paths(tree: Node, problems: Problems, environ: Mapping[str, str] | None = None) -> None:
     """Make every path in the tree absolute, in place; hub names and keywords stay as they are."""
     environ = os.environ if environ is None else environ
-    for path, node, resolve in _path_nodes(tree):
-        if not isinstance(node.value, str) or not node.value.strip() or not node.value.isprintable():
+    for path, node in tree.leaves():
+        resolve = _RESOLVERS.get(_key_of(path))
+        if resolve is None or not isinstance(node.value, str) or not node.value.strip() or not node.value.isprintable():
+            continue
+        if path == ("data", "eval") and is_split(node.value):
             continue
         unset = [name for name in _VARIABLE.findall(node.value) if name not in environ]
         if unset:
@@ -41,59 +44,10 @@ def resolve_paths(tree: Node, problems: Problems, environ: Mapping[str, str] | N
         node.value = resolve(text, node.base)
 
 
-def _path_nodes(tree: Node) -> Iterator[tuple[KeyPath, Node, Callable[[str, Path], str]]]:
-    for path, resolve in (
-        (("output_dir",), _always),
-        (("model", "name_or_path"), _hub_or_path),
-        (("method", "teacher"), _hub_or_path),
-        (("tokenizer", "name_or_path"), _tokenizer),
-        (("tokenizer", "chat_template"), _template),
-        (("data", "cache_dir"), _always),
-    ):
-        if tree.has(path):
-            yield path, tree.at(path), resolve
-    yield from _tasks(tree)
-    hooks = tree.child("hooks")
-    items = hooks.value if hooks is not None and isinstance(hooks.value, list) else []
-    uses: list[KeyPath] = [("optimizer", "use"), ("schedule", "use"), ("method", "use")]
-    uses += [("hooks", index, "use") if item.child("use") else ("hooks", index) for index, item in enumerate(items)]
-    for use in uses:
-        if tree.has(use):
-            yield use, tree.at(use), _plugin
-    givers = tree.at(("model", "init_from")) if tree.has(("model", "init_from")) else None
-    for index, item in enumerate(givers.value if givers is not None and isinstance(givers.value, list) else ()):
-        path = item.child("path") if isinstance(item.value, dict) else item
-        if path is not None:
-            yield ("model", "init_from", index, *(("path",) if isinstance(item.value, dict) else ())), path, _always
-    for name in ("train", "eval"):
-        key: KeyPath = ("data", name)
-        if not tree.has(key):
-            continue
-        node = tree.at(key)
-        if name == "eval" and isinstance(node.value, str) and is_split(node.value):
-            continue
-        items = list(enumerate(node.value)) if isinstance(node.value, list) else []
-        entries = [(key, node), *(((*key, index), item) for index, item in items)]
-        for at, entry in entries:
-            source = entry.child("path") if isinstance(entry.value, dict) else None
-            yield ((*at, "path"), source, _rows) if source is not None else (at, entry, _rows)
-
-
-def _tasks(tree: Node) -> Iterator[tuple[KeyPath, Node, Callable[[str, Path], str]]]:
-    """The files and code of `eval.tasks`."""
-    key: KeyPath = ("eval", "tasks")
-    if not tree.has(key):
-        return
-    node = tree.at(key)
-    items = list(enumerate(node.value)) if isinstance(node.value, list) else []
-    for at, item in [(key, node), *(((*key, index), item) for index, item in items)]:
-        if not isinstance(item.value, dict):
-            yield at, item, _task
-            continue
-        for name, resolve in (("task", _task), ("scorer", _plugin)):
-            child = item.child(name)
-            if child is not None:
-                yield (*at, name), child, resolve
+def _key_of(path: KeyPath) -> str:
+    """The key that a value is of; a bare item of a list of sections is their first key."""
+    key = ".".join(part for part in path if isinstance(part, str))
+    return f"{key}.{next(iter(ITEMS[key].section.model_fields))}" if key in ITEMS else key
 
 
 def _task(text: str, base: Path) -> str:
@@ -135,3 +89,19 @@ def _template(text: str, base: Path) -> str:
 def _hub_or_path(text: str, base: Path) -> str:
     looks_local = text.startswith(_LOCAL) or text in _LOCAL_WORDS
     return _always(text, base) if looks_local or (base / text).exists() else text
+
+
+_RESOLVERS: dict[str, Callable[[str, Path], str]] = {
+    "output_dir": _always,
+    "model.name_or_path": _hub_or_path,
+    "model.init_from.path": _always,
+    "tokenizer.name_or_path": _tokenizer,
+    "tokenizer.chat_template": _template,
+    "data.train.path": _rows,
+    "data.eval.path": _rows,
+    "data.cache_dir": _always,
+    "method.teacher": _hub_or_path,
+    "eval.tasks.task": _task,
+    "eval.tasks.scorer": _plugin,
+} | dict.fromkeys(("method.use", "optimizer.use", "schedule.use", "hooks.use"), _plugin)
+"""The keys that are paths, and what becomes of each."""
