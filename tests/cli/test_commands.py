@@ -226,18 +226,6 @@ def test_a_copied_recipe_checks_where_it_is(name: str, tmp_path: Path, monkeypat
     assert all(Path(source.path).parent.is_relative_to(tmp_path) for source in loaded.recipe.data.train)
 
 
-def test_rows_that_do_not_ship_get_a_placeholder(tmp_path: Path) -> None:
-    (tmp_path / "shipped").mkdir()
-    recipe = tmp_path / "shipped" / "own.yaml"
-    recipe.write_text("# Own rows.\nmodel: {name_or_path: owner/name}\ndata: {train: rows.jsonl, eval: 2%}\n")
-    files, warnings = copy_named(recipe, tmp_path)
-    rows = (tmp_path / "rows.jsonl").read_text().splitlines()
-    assert files == [str(tmp_path / "rows.jsonl")]
-    assert {tuple(json.loads(row)) for row in rows} == {("messages",)} and len(rows) == 50
-    assert warnings == [f"{tmp_path / 'rows.jsonl'} holds 50 placeholder rows: put yours there"]
-    assert copy_named(recipe, tmp_path) == ([], [f"{tmp_path / 'rows.jsonl'} was there already and is left as it is"])
-
-
 def test_commands_without_a_recipe_refuse_its_flags(tmp_path: Path) -> None:
     done = tuner("export-hf", "run", "--optimizer.lr", "1", cwd=tmp_path)
     assert done.returncode == 2

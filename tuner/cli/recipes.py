@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import textwrap
@@ -19,20 +18,6 @@ from tuner.errors import RecipeError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 NameArgument = Annotated[str, typer.Argument(help="Name of a shipped recipe or script.")]
-
-
-PLACEHOLDER_ROWS = [
-    json.dumps(
-        {
-            "messages": [
-                {"role": "user", "content": f"Question {number}: put your own rows into this file."},
-                {"role": "assistant", "content": f"Answer {number}."},
-            ]
-        }
-    )
-    for number in range(1, 51)
-]
-"""Rows that stand for the user's own until they are there: as many as a share of 2% needs."""
 
 
 def _find(name: str) -> Path:
@@ -101,7 +86,7 @@ def copy(
 def copy_named(recipe: Path, directory: Path) -> tuple[list[str], list[str]]:
     """Copy what a shipped recipe names next to its copy; return the files, and what the user should know of them.
 
-    A file that is there already stays as it is. Rows that do not ship are the user's own: a few stand in for them.
+    A file that is there already stays as it is.
     """
     from tuner.config.shipped import named_files
 
@@ -114,12 +99,8 @@ def copy_named(recipe: Path, directory: Path) -> tuple[list[str], list[str]]:
         place.parent.mkdir(parents=True, exist_ok=True)
         if shipped.is_dir():
             shutil.copytree(shipped, place)
-        elif shipped.is_file():
-            shutil.copyfile(shipped, place)
         else:
-            with place.open("x", encoding="utf-8") as file:
-                file.write("".join(f"{row}\n" for row in PLACEHOLDER_ROWS))
-            warnings.append(f"{place} holds {len(PLACEHOLDER_ROWS)} placeholder rows: put yours there")
+            shutil.copyfile(shipped, place)
         print(f"copied    {place}", file=sys.stderr)
         files.append(str(place))
     return files, warnings

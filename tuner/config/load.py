@@ -15,6 +15,7 @@ from tuner.config.dump import recipe_yaml
 from tuner.config.overrides import Override, merge
 from tuner.config.paths import recipes_dir, resolve_paths
 from tuner.config.recipe import NAME, Recipe
+from tuner.config.shipped import shipped_recipes, ships
 from tuner.config.tree import Node, Problems, dotted, tree_of
 from tuner.config.yaml import MAX_BYTES, read_yaml
 from tuner.errors import Problem, RecipeError
@@ -145,8 +146,6 @@ def _locate(source: Path | str, cwd: Path) -> Path:
     path = cwd / Path(source).expanduser()
     if path.is_file():
         return Path(os.path.normpath(path))
-    from tuner.config.shipped import shipped_recipes
-
     shipped = shipped_recipes()
     name = str(source)
     if name in shipped:
@@ -183,7 +182,7 @@ def _read_text(path: Path, name: str, problems: Problems) -> str:
 def _start_from(tree: Node, recipes: Path, cwd: Path) -> None:
     """Let a shipped recipe's paths start from the working directory, unless the file ships with it."""
     for _, node in tree.leaves():
-        if isinstance(node.value, str) and not (recipes / node.value).exists():
+        if not ships(recipes, node):
             node.base = cwd
 
 

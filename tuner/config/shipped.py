@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from tuner.config.paths import recipes_dir
-from tuner.config.tree import Problems, dotted
+from tuner.config.tree import Node, Problems
 from tuner.config.yaml import read_yaml
 
 SUFFIX = ".yaml"
-_FILE_KEYS = ("model.name", "tokenizer.", "data.train", "data.eval")
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -23,22 +22,14 @@ def shipped_scripts() -> dict[str, Path]:
 
 
 def named_files(path: Path) -> list[Path]:
-    """The relative paths that a shipped recipe names and that are local files or directories of the user or of ours.
+    """The files and directories that a shipped recipe names and that ship next to it, relative to it."""
+    tree = read_yaml(path.read_text(encoding="utf-8"), path.name, path.parent, Problems())
+    return list(dict.fromkeys(Path(str(node.value)) for _, node in tree.leaves() if ships(path.parent, node)))
 
-    Hub names are not among them; what ships lies next to the recipe under the same name.
-    """
-    problems = Problems()
-    tree = read_yaml(path.read_text(encoding="utf-8"), path.name, path.parent, problems)
-    found: list[Path] = []
-    for key, node in tree.leaves():
-        name = dotted(key)
-        if not isinstance(node.value, str) or not name.startswith(_FILE_KEYS):
-            continue
-        there = path.parent / node.value
-        is_rows = name.startswith("data.") and Path(node.value).suffix in {".jsonl", ".json", ".txt", ".csv"}
-        if not Path(node.value).is_absolute() and (there.exists() or is_rows):
-            found.append(Path(node.value))
-    return list(dict.fromkeys(found))
+
+def ships(recipes: Path, node: Node) -> bool:
+    """Whether a value of a shipped recipe is the name of what lies next to it."""
+    return isinstance(node.value, str) and (recipes / node.value).exists()
 
 
 def summary(path: Path) -> str:
