@@ -6,14 +6,14 @@ import json
 import re
 import shlex
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from tuner.config.not_supported import absent
 from tuner.config.other_configs import TOOLS, Tool
 from tuner.config.other_tools import of_value
-from tuner.config.tree import Node, Problems
-from tuner.config.yaml import read_yaml, resolve
+from tuner.config.yaml import resolve
 from tuner.errors import RecipeError
 
 _SINGLE = ("column_map", "deepspeed", "fsdp", "datasets", "dataset", "test_datasets", "val_dataset", "eval_dataset",
@@ -32,10 +32,10 @@ def read_given(text: str, name: str, processes: int | None, directory: Path) -> 
         command = read_script(text, name)
         tool = next((known for known in TOOLS if known == command.tool), None)
         processes = processes or command.processes
-        base = {} if command.config is None else _values(_file(directory / command.config), command.config, directory)
-        given = base | _values(json.dumps(command.flags), name, directory)
+        base = {} if command.config is None else _values(_file(directory / command.config), command.config)
+        given = base | _given(command.flags)
     else:
-        given = _values(text, name, directory)
+        given = _values(text, name)
     return given | {"processes": processes or 1}, tool
 
 
@@ -46,29 +46,29 @@ def _file(path: Path) -> str:
         raise RecipeError(f"{path}: the file that the command reads: {error.strerror}") from None
 
 
-def _values(text: str, name: str, directory: Path) -> dict[str, Any]:
-    problems = Problems()
-    tree = read_yaml(text, name, directory, problems, aliases=True)
-    if problems.found:
-        raise RecipeError.of(problems.found)
-    return _given(tree)
+def _values(text: str, name: str) -> dict[str, Any]:
+    from ruamel.yaml import YAML, YAMLError
+
+    try:
+        return _given(YAML(typ="safe", pure=True).load(text))
+    except (YAMLError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
 
 
-def _given(tree: Node) -> dict[str, Any]:
+def _given(values: Any) -> dict[str, Any]:
     """Every value that is written, by its dotted key; `${key}` in a text is that key's value."""
     found: dict[str, Any] = {}
 
-    def walk(node: Node, path: tuple[str, ...]) -> None:
-        name = ".".join(path)
-        is_component = isinstance(node.value, dict) and "_component_" in node.value
+    def walk(value: Any, path: tuple[str, ...]) -> None:
+        is_component = isinstance(value, dict) and "_component_" in value
         whole = bool(path) and (path[-1] in _SINGLE or absent(path[-1]) is not None)
-        if path and (whole or not isinstance(node.value, dict)):
-            found[name] = node.plain()
-        if isinstance(node.value, dict) and (not whole or is_component):
-            for key, child in node.value.items():
-                walk(child, (*path, key))
+        if path and (whole or not isinstance(value, dict)):
+            found[".".join(path)] = str(value) if isinstance(value, date) else value
+        if isinstance(value, dict) and (not whole or is_component):
+            for key, child in value.items():
+                walk(child, (*path, str(key)))
 
-    walk(tree, ())
+    walk(values, ())
     texts = {key: value for key, value in found.items() if isinstance(value, str)}
     for key, value in texts.items():
         found[key] = re.sub(r"\$\{(\w+)\}", lambda match: str(found.get(match[1], match[0])), value)
@@ -80,9 +80,11 @@ def dataset_info(directory: Path, name: str) -> dict[str, Any]:
     path = directory / name / "dataset_info.json"
     if not path.is_file():
         return {}
-    tree = read_yaml(path.read_text(encoding="utf-8"), path.name, directory, Problems(), aliases=True)
-    plain = tree.plain()
-    return plain if isinstance(plain, dict) else {}
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return {}
+    return table if isinstance(table, dict) else {}
 
 
 _PROGRAMS: dict[str, str] = {

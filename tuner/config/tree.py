@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,6 @@ class Node:
         if isinstance(self.value, list):
             return [child.plain() for child in self.value]
         return self.value
-
-    def copy(self) -> Node:
-        """The same tree of new nodes."""
-        value = self.value
-        if isinstance(value, dict):
-            value = {key: child.copy() for key, child in value.items()}
-        elif isinstance(value, list):
-            value = [child.copy() for child in value]
-        return replace(self, value=value)
 
     def at(self, path: KeyPath) -> Node:
         """Return the node at a path, or its nearest existing ancestor."""

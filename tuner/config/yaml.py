@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tuner.config.tree import KeyPath, Node, Problems, dotted
-from tuner.errors import Problem
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 20
@@ -42,27 +41,16 @@ def resolve(text: str) -> Any:
     return text
 
 
-def read_yaml(text: str, name: str, base: Path, problems: Problems, aliases: bool = False) -> Node:
+def read_yaml(text: str, name: str, base: Path, problems: Problems) -> Node:
     """Build the tree of one YAML document; whatever is wrong goes to `problems`, with its line and column.
 
-    `name` is the file as shown to people. Files of other tools may have anchors, `aliases` and merged mappings (`<<`),
-    written out in the tree, which is as large as it may be without them. The result is an empty mapping when the text
-    is not YAML at all.
+    `name` is the file as shown to people. The result is an empty mapping when the text is not YAML at all.
     """
     empty = Node({}, f"{name}:1:1", base, f"{name}:1:1")
     if len(text) > MAX_BYTES:
         problems.add(f"{name}:1:1", "", f"larger than {MAX_BYTES:,} characters: not a recipe")
         return empty
-    tree, found = _read(text, name, base, aliases)
-    problems.take(found)
-    return empty if tree is None else tree.copy()
-
-
-@lru_cache(maxsize=8)  # a launch reads its own recipe three times, and each takes 30 ms
-def _read(text: str, name: str, base: Path, aliases: bool) -> tuple[Node | None, tuple[Problem, ...]]:
-    problems = Problems()
-    tree = _Builder(name, base, problems, aliases).build(text)
-    return tree, tuple(problems.found)
+    return _Builder(name, base, problems).build(text) or empty
 
 
 @cache
@@ -83,11 +71,9 @@ class _Stop(Exception):
 class _Builder:
     """Builds nodes from the parser's events, without recursion into the parser's own loader."""
 
-    def __init__(self, name: str, base: Path, problems: Problems, aliases: bool) -> None:
+    def __init__(self, name: str, base: Path, problems: Problems) -> None:
         self.name, self.base, self.problems = name, base, problems
         self.nodes = 0
-        self.anchored: dict[str, tuple[Node, int]] | None = {} if aliases else None
-        """Nodes by their anchors, with how many there are in each; None where a file has none."""
 
     def build(self, text: str) -> Node | None:
         from ruamel import yaml
@@ -132,9 +118,6 @@ class _Builder:
             self.nodes += 1
             if self.nodes > MAX_NODES:
                 self._fail(event, f"more than {MAX_NODES:,} values: not a recipe")
-            if self.anchored is not None:
-                yield event
-                continue
             if type(event).__name__ == "AliasEvent":
                 self._fail(event, f"alias *{event.anchor}; write the value out, a recipe has no aliases")
             if getattr(event, "anchor", None) is not None:
@@ -147,26 +130,6 @@ class _Builder:
         if len(path) > MAX_DEPTH:
             self._fail(event, f"nested more than {MAX_DEPTH} deep")
         kind = type(event).__name__
-        if kind == "AliasEvent":
-            return self._alias(event)
-        before = self.nodes
-        node = self._written(kind, event, events, path)
-        if self.anchored is not None and event.anchor is not None:
-            self.anchored[str(event.anchor)] = node, self.nodes - before + 1
-        return node
-
-    def _alias(self, event: Any) -> Node:
-        """The node that an alias stands for, which counts as if it were written again."""
-        found = (self.anchored or {}).get(str(event.anchor))
-        if found is None:
-            self._fail(event, f"alias *{event.anchor} of nothing that is written before it")
-        node, count = found
-        self.nodes += count
-        if self.nodes > MAX_NODES:
-            self._fail(event, f"more than {MAX_NODES:,} values with what its aliases stand for: not a configuration")
-        return node.copy()
-
-    def _written(self, kind: str, event: Any, events: Iterator[Any], path: KeyPath) -> Node:
         if kind == "MappingStartEvent":
             return self._mapping(event, events, path)
         if kind == "SequenceStartEvent":
@@ -179,21 +142,15 @@ class _Builder:
 
     def _mapping(self, event: Any, events: Iterator[Any], path: KeyPath) -> Node:
         children: dict[str, Node] = {}
-        merged: list[Node] = []
         while type(key := next(events)).__name__ != "MappingEndEvent":
             if type(key).__name__ != "ScalarEvent":
                 self._fail(key, "a key is plain text")
             where = self._where(key)
             child = self._node(next(events), events, (*path, key.value))
             child.key_where = where
-            if key.value == "<<" and self.anchored is not None:
-                merged.append(child)
-            elif key.value in children:
+            if key.value in children:
                 first = children[key.value].key_where.rsplit(":", 2)[1]
                 self.problems.add(where, dotted((*path, key.value)), f"duplicate key; first written on line {first}")
             else:
                 children[key.value] = child
-        for node in merged:  # what is written in the mapping itself wins, then what is merged first
-            for source in node.value if isinstance(node.value, list) else [node]:
-                children = {**(source.value if isinstance(source.value, dict) else {}), **children}
         return Node(children, self._where(event), self.base)
