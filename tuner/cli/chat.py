@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
-from tuner.cli.command import DebugOption, JsonOption, Outcome, OutputOptions, VerboseOption, console_of, run_command
+from tuner.cli.command import JsonOption, Outcome, VerboseOption, command, console_of
 from tuner.cli.generate import (
     BaseOption,
     NewTokensOption,
@@ -15,9 +13,11 @@ from tuner.cli.generate import (
     TopPOption,
 )
 from tuner.cli.named import ModelArgument, model_name
+from tuner.cli.output import real_stdout
 
 
-def chat(
+@command("chat")
+def chat(  # noqa: PLR0913, PLR0917 - one parameter for each option
     model: ModelArgument,
     system: SystemOption = None,
     max_new_tokens: NewTokensOption = 1024,
@@ -28,18 +28,12 @@ def chat(
     base: BaseOption = None,
     json: JsonOption = False,
     verbose: VerboseOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Outcome:
     """Talk to a model, which is loaded once and remembers what was said; on a pipe, answer one prompt per line."""
-    stdout = os.dup(1)
+    name = model_name(model)
+    console = console_of("debug" if verbose else "info")
+    with console.doing("loading torch", at_once=True):
+        from tuner.cli.work import talk as work
 
-    def body() -> Outcome:
-        name = model_name(model)
-        console = console_of("debug" if verbose else "info")
-        with console.doing("loading torch", at_once=True):
-            from tuner.cli.work import talk as work
-
-        sampling = work.Sampling(max_new_tokens, temperature, seed, top_p, top_k)
-        return work.talk_to(name, base, sampling, system, None if json else stdout, console)
-
-    run_command("chat", OutputOptions(json, verbose, debug), body)
+    sampling = work.Sampling(max_new_tokens, temperature, seed, top_p, top_k)
+    return work.talk_to(name, base, sampling, system, None if json else real_stdout(), console)

@@ -8,8 +8,8 @@ A command's file holds one function that Typer reads; what it returns is the com
         ...                                  # heavy imports here
         return Outcome(result=str(report.path), metrics={...}, next="tuner generate ...")
 
-Commands that take a recipe call `load_for_command(recipe, overrides_of(ctx))`. A command that needs the real stdout
-before it runs calls `run_command` itself.
+Commands that take a recipe call `load_for_command(recipe, overrides_of(ctx))`. `output.real_stdout()` is where
+the result goes.
 """
 
 from __future__ import annotations

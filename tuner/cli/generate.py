@@ -6,15 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tuner.cli.command import (
-    DebugOption,
-    JsonOption,
-    Outcome,
-    OutputOptions,
-    VerboseOption,
-    console_of,
-    run_command,
-)
+from tuner.cli.command import Outcome, VerboseOption, command, console_of
 from tuner.cli.named import ModelArgument, model_name
 
 BaseOption = Annotated[str | None, typer.Option(help="The base model, where the directory does not say.")]
@@ -30,6 +22,7 @@ TopPOption = Annotated[
 TopKOption = Annotated[int, typer.Option(min=0, help="Draw from so many of the most likely tokens; 0: from all.")]
 
 
+@command("generate")
 def generate(  # noqa: PLR0913, PLR0917 - one parameter for each option
     model: ModelArgument,
     prompt: Annotated[list[str] | None, typer.Option(help="Text to answer; may be given several times.")] = None,
@@ -48,20 +41,14 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter for each option
     seed: SeedOption = 42,
     system: SystemOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")] = False,
-    json: JsonOption = False,
     verbose: VerboseOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Outcome:
     """Answer prompts with a model, greedily unless a temperature is given."""
+    name = model_name(model)
+    console = console_of("debug" if verbose else "info")
+    with console.doing("loading torch", at_once=True):
+        from tuner.cli.work import generate as work
 
-    def body() -> Outcome:
-        name = model_name(model)
-        console = console_of("debug" if verbose else "info")
-        with console.doing("loading torch", at_once=True):
-            from tuner.cli.work import generate as work
-
-        prompts = work.prompts_of(prompt or [], file, system, raw)
-        sampling = work.Sampling(max_new_tokens, temperature, seed, top_p, top_k)
-        return work.answer(name, base, compare is not None, prompts, sampling, console)
-
-    run_command("generate", OutputOptions(json, verbose, debug), body)
+    prompts = work.prompts_of(prompt or [], file, system, raw)
+    sampling = work.Sampling(max_new_tokens, temperature, seed, top_p, top_k)
+    return work.answer(name, base, compare is not None, prompts, sampling, console)

@@ -107,6 +107,7 @@ def _jsonable(value: Any) -> Any:
 
 
 UNBOUNDED = 1 << 20
+_real_stdout: ContextVar[int] = ContextVar("real_stdout", default=1)
 _stdout_columns: ContextVar[int] = ContextVar("stdout_columns", default=UNBOUNDED)
 
 
@@ -130,7 +131,8 @@ def _escaped(text: str) -> str:
 
 
 def note_stdout(descriptor: int) -> None:
-    """Remember how wide the terminal is that a command's result goes to; a file or a pipe has no width."""
+    """Remember where a command's result goes, and how wide its terminal is; a file or a pipe has no width."""
+    _real_stdout.set(descriptor)
     try:
         _stdout_columns.set(os.get_terminal_size(descriptor).columns or UNBOUNDED)
     except OSError:
@@ -157,6 +159,11 @@ def _broken(line: str, width: int, indent: int) -> str:
         replace_whitespace=False, drop_whitespace=True,
     )  # fmt: skip
     return "\n".join(broken)
+
+
+def real_stdout() -> int:
+    """The descriptor that a command's result goes to, while 1 is stderr."""
+    return _real_stdout.get()
 
 
 def stdout_columns() -> int:

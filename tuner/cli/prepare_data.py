@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from typing import Annotated
 
 import typer
 
 from tuner.cli.command import (
-    DebugOption,
-    JsonOption,
     Outcome,
-    OutputOptions,
     RecipeArgument,
     VerboseOption,
+    command,
     console_of,
     load_for_command,
     overrides_of,
-    run_command,
 )
+from tuner.cli.output import real_stdout
 from tuner.errors import RecipeError
 from tuner.runtime.memory import calm_collector
 
 
+@command("prepare-data")
 def prepare_data(
     ctx: typer.Context,
     recipe: RecipeArgument = None,
@@ -42,18 +41,12 @@ def prepare_data(
         bool,
         typer.Option("--reference", help="Also compute columns of a reference or teacher, as training would."),
     ] = False,
-    json: JsonOption = False,
     verbose: VerboseOption = False,
-    debug: DebugOption = False,
-) -> None:
+) -> Outcome:
     """Turn rows into packed, encoded data and print its directory; what is prepared already is found again."""
-    terminal = sys.stdout.isatty()  # the body's stdout is another one
-
-    def body() -> Outcome:
-        if sum((explain is not None, check, dry_run, reference)) > 1:
-            raise RecipeError(
-                "--explain, --check, --dry-run and --reference exclude each other", hint="give one of them"
-            )
+    if sum((explain is not None, check, dry_run, reference)) > 1:
+        raise RecipeError("--explain, --check, --dry-run and --reference exclude each other", hint="give one of them")
+    with calm_collector():
         loaded = load_for_command(recipe, overrides_of(ctx))
         console = console_of("debug" if verbose else "info")
         with console.doing("loading tokenizer", at_once=True):
@@ -61,11 +54,9 @@ def prepare_data(
 
             spec = work.spec_of(loaded)
         if explain is not None:
-            return work.explained(spec, explain, terminal, verbose)
+            return work.explained(spec, explain, os.isatty(real_stdout()), verbose)
         if check:
             return work.checked(spec)
         if dry_run:
             return work.planned(spec, console)
         return work.prepared(loaded, spec, reference, console, verbose)
-
-    run_command("prepare-data", OutputOptions(json, verbose, debug), calm_collector()(body))
