@@ -10,7 +10,7 @@ from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
 from tests.rundir import made
 from tuner.cli.named import HUB_SECONDS, model_name, run_or_hub, run_path
-from tuner.errors import MachineError, RecipeError
+from tuner.errors import RecipeError
 from tuner.rundir.model_path import HubModel
 
 
@@ -28,13 +28,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_name_is_a_run_under_runs_and_a_path_wins(place: Path) -> None:
     assert run_path("l") == place / "runs" / "l" == run_path("runs/l") == run_path(place / "runs" / "l")
     assert model_name("l") == str(place / "runs" / "l")
-    assert model_name("owner/name") == "owner/name"
     (place / "l").mkdir()
     assert run_path("l") == place / "runs" / "l" != run_path("l", others=True) == place / "l"
     (place / "l").rmdir()
     made.run(place / "l")
     assert run_path("l") == place / "l"
-    assert model_name("l") == "l"
+    assert model_name("l") == str(place / "l")
 
 
 def test_a_recipe_stands_for_its_run(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +88,7 @@ def test_a_name_that_is_no_run_and_not_on_the_hub_is_said_at_once(
     made.run(tmp_path / "runs" / "first")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", answer)
-    with pytest.raises(MachineError, match=f"nope: no run of that name in ./runs, .*and {why}") as refused:
+    with pytest.raises(RecipeError, match=f"nope: no such directory, and no run of that name .*and {why}") as refused:
         model_name("nope")
     assert refused.value.hint == "there are: first (tuner runs list)"
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: f"/cache/{name}/{file}")
@@ -99,22 +98,10 @@ def test_a_name_that_is_no_run_and_not_on_the_hub_is_said_at_once(
     assert model_name("nope") == "nope"
 
 
-def test_what_is_no_run_and_no_directory_is_a_model_of_the_hub_where_it_has_one(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_that_is_not_there_is_no_name_of_the_hub(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_or_hub("l") == place / "runs" / "l"
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda api, name, timeout: None)
     assert run_or_hub("owner/name") == HubModel("owner/name")
-    monkeypatch.undo()
-    monkeypatch.chdir(place)
-
-    def down(api: object, name: str, timeout: float) -> None:
-        raise ConnectionError("down")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", down)
-    with pytest.raises(RecipeError, match=r"owner/name: no such directory.*, no model in.*, and the hub ca") as nothing:
-        run_or_hub("owner/name")
-    assert nothing.value.hint == "there are: l, m (tuner runs list)"
     for text in ("./name", "later.yaml"):  # a directory and a recipe are no names of the hub
         with pytest.raises(RecipeError) as refused:
             run_or_hub(text)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tuner.cli.command import console_of, input_path
-from tuner.errors import MachineError, RecipeError, TunerError
+from tuner.errors import RecipeError, TunerError
 from tuner.rundir.model_path import HubModel, is_run_path
 from tuner.rundir.run_json import is_run
 
@@ -66,24 +66,9 @@ def run_path(argument: str | Path, recipes: bool = True, others: bool = False) -
 
 
 def model_name(argument: str) -> str:
-    """Return a run's or model's directory, or the hub name that the argument is; `-` reads it from stdin.
-
-    Raises MachineError, with the runs that there are, for a name without an owner that is no run, not in the hub's
-    cache, and not available from the hub.
-    """
-    if argument == "-":
-        return str(input_path(argument))
-    path = Path(os.path.expanduser(argument))
-    if path.is_file() and path.suffix in RECIPES:
-        return str(_run_of(path.absolute()))
-    if path.exists():
-        return str(path)
-    named = _named(argument)
-    if named is None and os.sep not in argument and (why := _not_on_hub(argument)) is not None:
-        raise MachineError(
-            f"{argument}: no run of that name in ./{RUNS}, no model in the hub's cache, and {why}", hint=known_runs()
-        )
-    return str(path) if named is None else str(named)
+    """The directory or the hub name that `run_or_hub` finds; raises what it raises."""
+    found = run_or_hub(argument)
+    return found.name if isinstance(found, HubModel) else str(found)
 
 
 def run_or_hub(argument: str) -> Path | HubModel:
