@@ -47,7 +47,8 @@ def _file(path: Path) -> str:
 
 
 def _values(text: str, name: str) -> dict[str, Any]:
-    from ruamel.yaml import YAML, YAMLError
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
 
     try:
         return _given(YAML(typ="safe", pure=True).load(text))

@@ -91,7 +91,7 @@ def _hub_or_path(text: str, base: Path) -> str:
     return _always(text, base) if looks_local or (base / text).exists() else text
 
 
-_RESOLVERS: dict[str, Callable[[str, Path], str]] = {
+_RESOLVERS: Mapping[str, Callable[[str, Path], str]] = {
     "output_dir": _always,
     "model.name_or_path": _hub_or_path,
     "model.init_from.path": _always,
