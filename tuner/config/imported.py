@@ -15,7 +15,6 @@ from tuner.config.dump import flow
 from tuner.config.fields import fields
 from tuner.config.load import RecipeText, load_recipe
 from tuner.config.not_supported import absent
-from tuner.config.numbers import write_number
 from tuner.config.other_configs import Dialect, Tool, detect, dialects
 from tuner.config.other_data import guessed, is_text, unread
 from tuner.config.other_input import dataset_info, read_given
@@ -149,14 +148,6 @@ def _carry(key: str, value: Any, given: Mapping[str, Any], dialect: Dialect, dra
         draft.leave(key, value, f"not a value of {', '.join(converted)}")
 
 
-def _shown_processes(given: Mapping[str, Any], with_own_rows: Fraction) -> str:
-    """The processes in words, in groups where some share rows."""
-    shared = (number(given["processes"]) or Fraction(1)) / with_own_rows
-    if shared <= 1:
-        return _counted(given["processes"], "process")
-    return _counted(with_own_rows, "group", f" of {write_number(shared)} processes")
-
-
 def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     """Make the parts fit together: batch, adapter, method, and what needs held-out rows."""
     values = draft.values
@@ -169,12 +160,8 @@ def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     steps = max(steps or Fraction(1), Fraction(1))
     if micro is not None:
         rows = int(micro * steps * processes)
-        shown = (
-            _counted(micro, "row", " per process"),
-            _counted(steps, "accumulation step"),
-            _shown_processes(given, processes),
-        )
-        draft.put({"train.global_batch_size": rows}, " x ".join(shown))
+        read = f"{micro} rows x {steps} accumulation x {processes} processes with rows of their own"
+        draft.put({"train.global_batch_size": rows}, read)
         accumulated = "gradient_accumulation_steps"
         draft.left[:] = [item for item in draft.left if item.partition(":")[0].rpartition(".")[2] != accumulated]
     if any("lora" in str(given.get(name, "")).lower() for name in ("adapter", "finetuning_type")):
@@ -260,11 +247,6 @@ def _settle_preferences(draft: _Draft, given: Mapping[str, Any], method: str) ->
     template = template_of(given.get("datasets"))
     if template is not None and "tokenizer.chat_template" not in values:
         draft.put({"tokenizer.chat_template": template}, "the type of its data sets, which write it themselves")
-
-
-def _counted(count: Any, word: str, of: str = "") -> str:
-    plural = "" if count == 1 else "es" if word.endswith("s") else "s"
-    return f"{count} {word}{plural}{of}"
 
 
 def _loaded(draft: _Draft, origin: str) -> tuple[Recipe, str]:
