@@ -42,7 +42,7 @@ def test_what_differs_from_the_commit(tree: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("GIT_DIR", "/nowhere")
     changed = source_tree(tree / "below")
     assert changed is not None
-    assert (changed.dirty, changed.untracked, changed.diff_cut) == (True, ("secret.env",), False)
+    assert (changed.dirty, changed.untracked) == (True, ("secret.env",))
     assert b"-one\n+two\n" in changed.diff
     assert b"PASSWORD" not in changed.diff
     assert "diff" not in changed.facts()
@@ -56,10 +56,9 @@ def test_a_long_diff_is_cut_at_a_line_and_many_names_too(tree: Path, monkeypatch
         (tree / f"new{i}").touch()
     found = source_tree(tree)
     assert found is not None
-    assert found.diff_cut
     assert 200 < len(found.diff) <= 300
     assert found.diff.endswith(b"\n")
-    assert (found.untracked, found.more_untracked) == (("new0", "new1", "new2"), True)
+    assert found.untracked == ("new0", "new1", "new2")
 
 
 def test_nothing_that_the_configuration_names_is_run(tree: Path) -> None:
@@ -86,7 +85,7 @@ def test_without_an_answer_there_is_none(tmp_path: Path, monkeypatch: pytest.Mon
     assert source_tree(tmp_path) is None
     (tmp_path / "bin").mkdir()
     slow = tmp_path / "bin" / "git"
-    slow.write_text("#!/bin/sh\nsleep 60\n")
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setattr(module, "LIMIT_S", 0.1)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
-import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
-from typing import IO, Any, cast
+from subprocess import DEVNULL, SubprocessError, run
+from typing import Any
 
 DIFF_BYTES = 256 << 10
 """More of a diff is cut."""
 MOST_UNTRACKED = 200
 LIMIT_S = 10.0
-"""Seconds that all questions about one tree may take together."""
+"""Seconds that one question may take."""
 # What a configuration may name to be run. Filters (large files, notebooks) have names of their own: they are asked for.
 _NOTHING_RUNS = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "core.pager=cat", "diff.external=")
 _FILTERS = r"^filter\..*\.(clean|smudge|process|required)$"
@@ -31,88 +29,49 @@ class SourceTree:
     branch: str | None
     dirty: bool
     untracked: tuple[str, ...]
-    more_untracked: bool
     diff: bytes
-    """Against the commit, at most DIFF_BYTES of it."""
-    diff_cut: bool
+    """Against the commit, whole lines of at most DIFF_BYTES."""
 
     def facts(self) -> dict[str, Any]:
-        """All but the diff, as JSON values."""
-        return {
-            "root": self.root,
-            "commit": self.commit,
-            "branch": self.branch,
-            "dirty": self.dirty,
-            "untracked": list(self.untracked),
-            "more_untracked": self.more_untracked,
-            "diff_cut": self.diff_cut,
-        }
+        """All but the diff."""
+        return {key: value for key, value in asdict(self).items() if key != "diff"}
 
 
 def source_tree(directory: Path) -> SourceTree | None:
     """The working tree that holds `directory`; None without git, outside of one, before a commit, or out of time."""
-    git = _Git(directory, time.monotonic() + LIMIT_S, _NOTHING_RUNS)
-    found = git.line("rev-parse", "--show-toplevel", "HEAD")
+    found = _line(_ask(directory, (), "rev-parse", "--show-toplevel", "HEAD"))
     if found is None:
         return None
     root, _, commit = found.rpartition("\n")
-    filters = git.read(1 << 16, "config", "--name-only", "-z", "--get-regexp", _FILTERS) or (b"", False)
-    off = [f"{name}={'false' if name.endswith('.required') else ''}" for name in _names(filters[0])]
-    git = _Git(directory, git.deadline, (*_NOTHING_RUNS, *off))
-    diff = git.read(DIFF_BYTES, *_DIFF)
-    names = git.read(DIFF_BYTES, "-C", root, "ls-files", "-z", "--others", "--exclude-standard")
+    filters = _names(_ask(directory, (), "config", "--name-only", "-z", "--get-regexp", _FILTERS) or b"")
+    off = [f"{name}={'false' if name.endswith('.required') else ''}" for name in filters]
+    diff = _ask(directory, off, *_DIFF)
+    names = _ask(directory, off, "-C", root, "ls-files", "-z", "--others", "--exclude-standard")
     if diff is None or names is None:
         return None
-    untracked = _names(names[0])
-    text, cut = diff
     return SourceTree(
         root=root,
         commit=commit,
-        branch=git.line("symbolic-ref", "--short", "-q", "HEAD"),
-        dirty=bool(text),
-        untracked=tuple(untracked[:MOST_UNTRACKED]),
-        more_untracked=names[1] or len(untracked) > MOST_UNTRACKED,
-        diff=text[: text.rfind(b"\n") + 1] if cut else text,
-        diff_cut=cut,
+        branch=_line(_ask(directory, off, "symbolic-ref", "--short", "-q", "HEAD")),
+        dirty=bool(diff),
+        untracked=tuple(_names(names)[:MOST_UNTRACKED]),
+        diff=diff if len(diff) <= DIFF_BYTES else diff[: diff.rfind(b"\n", 0, DIFF_BYTES) + 1],
     )
 
 
-@dataclass(frozen=True)
-class _Git:
-    """Questions to git about one directory, until a moment of the monotonic clock."""
+def _ask(directory: Path, settings: Sequence[str], *arguments: str) -> bytes | None:
+    """The answer of git under `key=value` settings above its configuration; None where it fails or takes too long."""
+    above = [word for setting in (*_NOTHING_RUNS, *settings) for word in ("-c", setting)]
+    command = ["git", "--no-pager", *above, "-C", str(directory), *arguments]
+    try:
+        done = run(command, env=_environment(), stdin=DEVNULL, capture_output=True, timeout=LIMIT_S, check=True)
+    except (OSError, ValueError, SubprocessError):
+        return None
+    return done.stdout
 
-    directory: Path
-    deadline: float
-    settings: tuple[str, ...]
-    """`key=value` each, above whatever the configuration says."""
 
-    def line(self, *arguments: str) -> str | None:
-        """A one-line answer; None where git has none."""
-        answer = self.read(1 << 16, *arguments)
-        return None if answer is None else answer[0].decode(errors="backslashreplace").strip()
-
-    def read(self, most: int, *arguments: str) -> tuple[bytes, bool] | None:
-        """At most so many bytes of an answer, and whether there was more; None where git fails or takes too long."""
-        settings = [word for setting in self.settings for word in ("-c", setting)]
-        command = ["git", "--no-pager", *settings, "-C", str(self.directory), *arguments]
-        try:
-            process = Popen(command, env=_environment(), stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, process_group=0)
-        except (OSError, ValueError):
-            return None
-
-        def end() -> None:
-            if process.poll() is None:  # with whatever it started
-                os.killpg(process.pid, signal.SIGKILL)
-
-        timer = threading.Timer(max(0.0, self.deadline - time.monotonic()), end)
-        with process:
-            timer.start()
-            data = cast("IO[bytes]", process.stdout).read(most + 1)
-            if len(data) > most:
-                end()
-        timer.cancel()
-        cut = len(data) > most
-        return (data[:most], cut) if cut or process.returncode == 0 else None
+def _line(answer: bytes | None) -> str | None:
+    return None if answer is None else answer.decode(errors="backslashreplace").strip()
 
 
 def _environment() -> dict[str, str]:
