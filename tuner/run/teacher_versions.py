@@ -144,18 +144,9 @@ def require_version(directory: Path, entry: TeacherEntry) -> Path:
 
 def _noted(status: RunStatus) -> Teachers | None:
     """The versions that a run has learned from, or the one that its checkpoint comes from; None where it begins."""
-    run_dir, checkpoint = status.run.path, status.checkpoint
-    noted = None if status.record is None else read_teachers(run_dir)
-    plain = None if checkpoint is None else checkpoint.state.get("teachers")
-    saved = None if plain is None else Teachers.of(plain)
-    if noted is None or checkpoint is None or saved is None:
-        return noted or saved
-    if noted.until(checkpoint.step).entries != saved.entries:
-        raise DataError(
-            f"{run_dir}: teachers.json and {checkpoint.path} name other teachers",
-            hint="start another run: --name NEW-NAME",
-        )
-    return noted
+    noted = None if status.record is None else read_teachers(status.run.path)
+    plain = None if status.checkpoint is None else status.checkpoint.state.get("teachers")
+    return noted or (None if plain is None else Teachers.of(plain))
 
 
 def _shape(directory: Path) -> dict[str, Any]:

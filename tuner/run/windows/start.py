@@ -88,17 +88,9 @@ def _wait(finder: Finder, spec: PrepareSpec, options: LaunchOptions, console: Co
 
 def _noted(status: RunStatus) -> tuple[WindowEntry, ...]:
     """The windows that a run has opened or left out, or the one that its checkpoint comes from."""
-    run_dir, record, checkpoint = status.run.path, status.record, status.checkpoint
-    noted = () if record is None else read_windows(run_dir)
-    saved = () if checkpoint is None else entries_of(checkpoint.state.get("windows", ()))
-    if noted[: len(saved)] == saved:
-        return noted
-    if record is None or not noted:
-        return saved
-    raise DataError(
-        f"{run_dir}: windows.json and {checkpoint.path if checkpoint else 'its checkpoint'} name other windows",
-        hint="start another run: --name NEW-NAME",
-    )
+    noted = () if status.record is None else read_windows(status.run.path)
+    saved = () if status.checkpoint is None else entries_of(status.checkpoint.state.get("windows", ()))
+    return max(noted, saved, key=len)
 
 
 def _done(entries: Sequence[WindowEntry], step: int) -> int:
