@@ -1,19 +1,15 @@
 """The task that writes figures of each decoder layer, and names a layer that diverges."""
 
-import json
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 
 import torch
 
 from tuner.config.duration import Duration
 from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.log import LogTask
-from tuner.rundir.layout import METRICS
 from tuner.runtime import phase
-from tuner.train.internals import EARLIER, Divergence, Inside, InternalsWatch, added_up
+from tuner.train.internals import Divergence, Inside, InternalsWatch, added_up
 from tuner.train.plan import cadence
 from tuner.train.progress import finite
 from tuner.train.tasks import Event, Request, TakenStep, Task
@@ -32,17 +28,10 @@ class InternalsTask(Task):
         assembly = context.assembly
         self._state, self._console, self._log = assembly.train_state, context.console, log
         self._due = cadence(every, assembly.timetable.plan, assembly.prepared.train.tokens_per_row)
-        self._metrics = context.run.path / METRICS
         self._watch = InternalsWatch(self._state)
         self._divergence = Divergence()
         self._taken: TakenStep | None = None
         self._sums: dict[str, torch.Tensor] = {}
-
-    def start(self) -> Iterable[Event]:
-        """Take note of what earlier launches measured."""
-        for line in _earlier(self._metrics):
-            self._divergence.note(line)
-        return ()
 
     def around_step(self, number: int) -> AbstractContextManager[None]:
         """Watch the step where it is due."""
@@ -78,12 +67,3 @@ class InternalsTask(Task):
         with self._watch.around_update():
             yield
         self._sums = self._watch.sums()
-
-
-def _earlier(metrics: Path) -> list[dict[str, float | None]]:
-    """The figures of the newest lines of this kind; none on ranks that cannot read the file, which warn of nothing."""
-    if not metrics.is_file():
-        return []
-    with metrics.open("rb") as file:
-        raw = deque((line for line in file if f'"{KIND}"'.encode() in line), maxlen=EARLIER)
-    return [{name: value for name, value in json.loads(line).items() if "/" in name} for line in raw]
