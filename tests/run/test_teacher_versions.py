@@ -157,7 +157,7 @@ def test_a_branch_of_a_run_begins_with_the_version_of_its_checkpoint(workplace: 
     assert noted(child.run_dir) == [(0, "step-10"), (4, "step-20")]
 
 
-def test_versions_that_are_gone_changed_or_of_another_shape_are_refused(workplace: Path) -> None:
+def test_versions_that_are_gone_or_changed_are_refused(workplace: Path) -> None:
     launch(workplace, **flags(workplace, train__stop_after="3 steps"))
     path = workplace / "teacher" / "step-10"
     shift(path, 3)
@@ -170,11 +170,6 @@ def test_versions_that_are_gone_changed_or_of_another_shape_are_refused(workplac
     shutil.rmtree(path.with_name("elsewhere"))
     shutil.rmtree(workplace / "teacher" / "step-20")
     publish(workplace, 10)
-    facts = json.loads((publish(workplace, 30) / "config.json").read_text())
-    (path.with_name("step-30") / "config.json").write_text(json.dumps(facts | {"rms_norm_eps": 0.25}))
-    with pytest.raises(RecipeError, match=r"its config has rms_norm_eps 0.25, that of step-10 1e-06"):
-        launch(workplace, RESUME, **flags(workplace))
-    shutil.rmtree(path.with_name("step-30"))
     assert launch(workplace, RESUME, **flags(workplace)).status == "finished"
 
 

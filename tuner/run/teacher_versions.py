@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tuner.config.methods import DistillMethod
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.errors import DataError, RecipeError
-from tuner.model.build import ModelSpec, model_config
+from tuner.errors import DataError
 from tuner.run.status import RunStatus
 from tuner.rundir.exports import version_dirs
 from tuner.rundir.teachers import TeacherEntry, Teachers, read_teachers
@@ -20,9 +18,6 @@ from tuner.setup.build import Assembly
 from tuner.setup.model import assemble_teacher
 from tuner.setup.teacher import check_teacher, files_read, incomplete, newest_teacher
 from tuner.setup.weight_facts import WeightFacts
-
-_OWN = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
-"""Of a config, what two versions of one model need not have in common."""
 
 
 @dataclass
@@ -33,10 +28,8 @@ class TeacherVersions:
     cache_dir: Path
     known: Teachers
     at_hand: TeacherEntry
-    _shape: Mapping[str, Any] = field(default_factory=dict)
-    """The config of the version at hand, whose directory may go once it is loaded."""
     _files: frozenset[str] = frozenset()
-    """The names of its config's and tokenizer's files."""
+    """The names of its config's and tokenizer's files; its directory may go once it is loaded."""
     passed_over: dict[str, str] = field(default_factory=dict)
     """Versions that were not whole when they were looked at, and what they lacked."""
 
@@ -58,7 +51,7 @@ class TeacherVersions:
                 f"{self.path}: the teacher changed since the run learned from it ({self.at_hand.sha256} -> {found})",
                 hint="restore it; or start a new run with --name",
             )
-        self._shape, self._files = _shape(self.path), files_read(self.path)
+        self._files = files_read(self.path)
         entry = replace(self.at_hand, sha256=found)
         others = tuple(each for each in self.known.entries if each.step != entry.step)
         self.at_hand = entry
@@ -81,21 +74,10 @@ class TeacherVersions:
         return self.at_hand
 
     def check(self, entry: TeacherEntry, student: TextTokenizer) -> None:
-        """Check, on rank 0, that a version is there, reads the student's tokens, and has the shape of the one at hand.
-
-        Raises DataError, RecipeError.
-        """
+        """Check, on rank 0, that a version is there and reads the student's tokens. Raises DataError, RecipeError."""
         path = require_version(Path(self.method.teacher), entry)
         update: dict[str, Any] = {"teacher": str(path), "teacher_every": None}
         check_teacher(self.method.model_copy(update=update), student, self.cache_dir)
-        before, now = self._shape, _shape(path)
-        if differs := sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key)):
-            key = differs[0]
-            raise RecipeError(
-                f"{path}: is no version of the teacher at hand: its config has {key} {now.get(key)!r}, that of "
-                f"{self.path.name} {before.get(key)!r}",
-                hint=f"remove it from {path.parent}, and resume the run",
-            )
 
     def take(self, entry: TeacherEntry, assembly: Assembly) -> None:
         """Learn from another version from now on; the one before is freed first. Collective. Raises DataError."""
@@ -147,9 +129,3 @@ def _noted(status: RunStatus) -> Teachers | None:
     noted = None if status.record is None else read_teachers(status.run.path)
     plain = None if status.checkpoint is None else status.checkpoint.state.get("teachers")
     return noted or (None if plain is None else Teachers.of(plain))
-
-
-def _shape(directory: Path) -> dict[str, Any]:
-    """The config of a version without what is its own."""
-    facts = model_config(ModelSpec(str(directory))).to_dict()
-    return {key: value for key, value in facts.items() if key not in _OWN}
