@@ -102,7 +102,7 @@ def _edit(field: str, value: object) -> Callable[[dict], None]:
         (_edit("offsets", [1, 0]), "outside the tensor"),
         (_edit("sizes", [7]), "dimensions"),
         (lambda entry: entry.update(chunks=[]), "do not fill"),
-        (lambda entry: entry.update(dtype="Q4"), "malformed"),
+        (lambda entry: entry.update(dtype="Q4"), "no type that can be saved"),
         (lambda entry: entry.update(shape="75"), "malformed"),
         (lambda entry: entry.clear(), "malformed"),
     ],

@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from tuner.checkpoint.manifest import INDEX_NAME
-from tuner.checkpoint.shard_hash import Chunk
+from tuner.checkpoint.shard_hash import Chunk, Count
 from tuner.errors import DataError
 from tuner.runtime.files import inside, json_bytes, read_json
 from tuner.runtime.safetensors_header import TYPES
@@ -23,8 +25,8 @@ SCHEMA = 2
 class TensorEntry:
     """One tensor: its type by its safetensors name, global shape, and the chunks that fill it without overlap."""
 
-    dtype_name: str
-    shape: tuple[int, ...]
+    dtype_name: Annotated[str, Field(alias="dtype")]
+    shape: tuple[Count, ...]
     chunks: tuple[Chunk, ...]
 
     @property
@@ -47,18 +49,12 @@ class TensorEntry:
 
 
 Index = dict[str, TensorEntry]
+_ENTRY = TypeAdapter(TensorEntry)
 
 
 def index_bytes(index: Mapping[str, TensorEntry]) -> bytes:
     """The index as JSON."""
-    tensors = {
-        name: {
-            "dtype": entry.dtype_name,
-            "shape": list(entry.shape),
-            "chunks": [vars(chunk) for chunk in entry.chunks],
-        }
-        for name, entry in index.items()
-    }
+    tensors = {name: _ENTRY.dump_python(entry, by_alias=True) for name, entry in index.items()}
     return json_bytes({"schema": SCHEMA, "tensors": tensors})
 
 
@@ -75,46 +71,18 @@ def read_index(directory: Path, files: Mapping[str, int]) -> Index:
     index: Index = {}
     for name, fields in document["tensors"].items():
         try:
-            index[name] = _entry(fields)
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{path}: tensor {name!r}: malformed entry ({error})") from error
+            index[name] = _ENTRY.validate_python(fields)
+        except ValidationError as error:
+            raise DataError(f"{path}: tensor {name!r}: malformed entry ({error.errors()[0]['msg']})") from error
         problem = _problem(index[name], directory, files)
         if problem is not None:
             raise DataError(f"{path}: tensor {name!r}: {problem}")
     return index
 
 
-def _entry(fields: Any) -> TensorEntry:
-    chunks = tuple(
-        Chunk(
-            file=str(chunk["file"]),
-            start=_count(chunk["start"]),
-            length=_count(chunk["length"]),
-            offsets=_counts(chunk["offsets"]),
-            sizes=_counts(chunk["sizes"]),
-            sha256=str(chunk["sha256"]),
-        )
-        for chunk in fields["chunks"]
-    )
-    dtype_name = str(fields["dtype"])
-    if dtype_name not in TYPES:
-        raise ValueError(f"{dtype_name!r} is no type that can be saved")
-    return TensorEntry(dtype_name, _counts(fields["shape"]), chunks)
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a count")
-    return value
-
-
-def _counts(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        raise TypeError(f"{values!r} is not a list of counts")
-    return tuple(_count(value) for value in values)
-
-
 def _problem(entry: TensorEntry, directory: Path, files: Mapping[str, int]) -> str | None:
+    if entry.dtype_name not in TYPES:
+        return f"{entry.dtype_name!r} is no type that can be saved"
     dims = len(entry.shape)
     for chunk in entry.chunks:
         if len(chunk.offsets) != dims or len(chunk.sizes) != dims:

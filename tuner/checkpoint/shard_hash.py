@@ -7,6 +7,9 @@ from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from tuner.errors import DataError
 from tuner.runtime.dist import cores
@@ -14,6 +17,7 @@ from tuner.runtime.files import HASH_BLOCK_BYTES, regular_size
 
 HASHERS = min(4, cores())
 """Threads that hash a file's chunks: one does 1 to 2 GB/s, less than a good disk writes."""
+Count = Annotated[int, Field(strict=True, ge=0)]
 
 
 @dataclass(frozen=True)
@@ -24,10 +28,10 @@ class Chunk:
     """
 
     file: str
-    start: int
-    length: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    start: Count
+    length: Count
+    offsets: tuple[Count, ...]
+    sizes: tuple[Count, ...]
     sha256: str
 
 
