@@ -27,6 +27,9 @@ from tuner.runtime.files import gib, machine_error
 from tuner.train.plan import Cadence
 from tuner.train.tasks import Event, Task
 
+NICENESS = 10
+"""Of an export beside training, above this process's own: training goes first."""
+
 
 @dataclass
 class Exporter:
@@ -98,13 +101,12 @@ class Exporter:
             future.result()
 
     def _wait(self) -> None:
-        """Until no export runs, in normal priority now that training waits; say so where that takes a while."""
+        """Until no export runs; say so where that takes a while."""
         left = [(process, future) for process, future in self._jobs if not future.done()]
         if left:
             names = ", ".join(process.output.name for process, _ in left)
             self.console.say("export", f"training is over, {names} is being exported: {self.log}")
-        for process, future in left:
-            process.hurry()
+        for _, future in left:
             future.exception()
 
     def __enter__(self) -> Exporter:
@@ -127,13 +129,10 @@ class Exporter:
     def _add_missing(self, checkpoint: Path, step: int) -> None:
         asked = any(process.held.path == checkpoint for process, _ in self._jobs)
         if not asked and not is_export(self.exports / step_name(step), step, self.options):
-            self._add(checkpoint, is_urgent=True)
+            self._add(checkpoint, niceness=0)  # training waits for it
 
-    def _add(self, checkpoint: Path, is_urgent: bool = False) -> None:
-        """Queue one, in normal priority where it is urgent.
-
-        One that still waits gives way, so that slow exports neither pile up nor keep checkpoints.
-        """
+    def _add(self, checkpoint: Path, niceness: int = NICENESS) -> None:
+        """Queue one; one that still waits gives way, so that slow exports neither pile up nor keep checkpoints."""
         for process, future in self._jobs:
             if future.cancel():
                 process.held.close()
@@ -142,9 +141,7 @@ class Exporter:
         self._jobs = [job for job in self._jobs if not job[1].cancelled()]
         hold = CheckpointHold(checkpoint)
         output = self.exports / checkpoint.name
-        process = ExportProcess(hold, output, self.recipe.export, self._base, self.log, self.console.warn)
-        if is_urgent:
-            process.hurry()
+        process = ExportProcess(hold, output, self.recipe.export, self._base, self.log, self.console.warn, niceness)
         future = self._pool.submit(self._export, process)
         future.add_done_callback(self._say_failure)
         self._jobs.append((process, future))

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,6 @@ from tuner.config.numbers import byte_text
 from tuner.config.recipe import ExportSection
 from tuner.errors import ExitCode, MachineError, TunerError, rebuilt
 from tuner.rundir.keep import CheckpointHold
-
-NICENESS = 10
-"""Of an export beside training, above this process's own: training goes first."""
 
 
 @dataclass
@@ -34,9 +30,10 @@ class ExportProcess:
     log: Path
     warn: Callable[[str], None]
     """Told of what the command warned of."""
+    niceness: int
+    """Above this process's own."""
     _process: subprocess.Popen[bytes] | None = None
     _ending: threading.Event = field(default_factory=threading.Event)
-    _is_urgent: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> dict[str, Any]:
         """Export; returns the figures that the command reports. Raises the command's error, MachineError where killed.
@@ -55,22 +52,14 @@ class ExportProcess:
                     stderr=log,
                     env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
                 )
+                own = os.getpriority(os.PRIO_PROCESS, 0)
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, own + self.niceness)  # its threads inherit it
                 if self._ending.is_set():
                     self._process.terminate()
-                if not self._is_urgent.is_set():
-                    _set_niceness(self._process.pid, NICENESS)
-                if self._is_urgent.is_set():
-                    _set_niceness(self._process.pid, 0)
                 out, _ = self._process.communicate()
         except OSError as error:
             raise MachineError(f"{self.output}: the export could not be started: {error.strerror or error}") from error
         return self._figures(out, self._process.returncode)
-
-    def hurry(self) -> None:
-        """Training is over and waits for it: it is started in normal priority, or gets it where the system allows."""
-        self._is_urgent.set()
-        if self._process is not None:
-            _set_niceness(self._process.pid, 0)
 
     def end(self) -> None:
         """End it: what it has written so far goes, what it has published stays."""
@@ -109,12 +98,3 @@ class ExportProcess:
         )
         error.exit_code = ExitCode.INTERRUPTED
         return error
-
-
-def _set_niceness(pid: int, above: int) -> None:
-    """Set that of every thread of a process, so far above this process's own."""
-    wanted = min(os.getpriority(os.PRIO_PROCESS, 0) + above, 19)
-    with suppress(OSError):  # it may have ended already, and only a privileged user lowers one
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            if os.getpriority(os.PRIO_PROCESS, int(thread)) != wanted:
-                os.setpriority(os.PRIO_PROCESS, int(thread), wanted)
