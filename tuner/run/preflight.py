@@ -65,7 +65,7 @@ def preflight(
 
 def agreed(ready: Preflight, ranks: Collective) -> Preflight:
     """What rank 0 saw before the launch, on every rank. Collective."""
-    status = agreed_status(ready.status, ready.before.options, ranks)
+    status = agreed_status(ready.status, ranks)
     ready = replace(ready, before=replace(ready.before, status=status))
     for part in ready.parts:
         ready = part.agree(ready, ranks)

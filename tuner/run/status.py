@@ -93,30 +93,23 @@ def status_from(checkpoint: Path | None, loaded: LoadedRecipe, options: LaunchOp
     return RunStatus(run, record, opened, resets_for(record, opened, options.reset))
 
 
-def agreed_status(status: RunStatus, options: LaunchOptions, ranks: Collective) -> RunStatus:
+def agreed_status(status: RunStatus, ranks: Collective) -> RunStatus:
     """What rank 0 found, which alone hashed the tensors, on every rank. Collective.
 
-    Each rank looked for itself. Raises DataError on all where one reads another manifest at the same path.
+    Raises DataError on all where one reads no manifest, or another one, at the checkpoint's path.
     """
-    checkpoint = status.checkpoint
-    seals = ranks.on_all_ranks(
-        lambda: None if checkpoint is None else (str(checkpoint.path), str(checkpoint.manifest[SEAL]))
-    )
+    agreed = ranks.on_rank0(lambda: status)
+    checkpoint = agreed.checkpoint
 
-    def of_rank0() -> RunStatus:
-        if seals[0] == seals[ranks.rank]:
-            return status
-        opened = None if seals[0] is None else open_checkpoint(Path(seals[0][0]), verify=False)
-        if opened is not None and seals[0] is not None and opened.manifest[SEAL] != seals[0][1]:
+    def read() -> None:
+        if checkpoint and open_checkpoint(checkpoint.path, verify=False).manifest[SEAL] != checkpoint.manifest[SEAL]:
             raise DataError(
-                f"{opened.path}: another manifest than rank 0 reads there",
+                f"{checkpoint.path}: another manifest than rank 0 reads there",
                 hint="all processes must see one file system",
             )
-        return replace(status, checkpoint=opened, resets=resets_for(status.record, opened, options.reset))
 
-    agreed: list[RunStatus] = []
-    ranks.on_all_ranks(lambda: agreed.append(of_rank0()))  # an error of one rank is raised on all
-    return agreed[0]
+    ranks.on_all_ranks(read)
+    return agreed
 
 
 def nothing_to_do(status: RunStatus, section: ExportSection) -> RunResult | None:
