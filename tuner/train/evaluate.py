@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -35,39 +35,6 @@ if TYPE_CHECKING:
 
 # What a method measures of held-out documents: its own loss and figures, of each source and of all.
 
-class Means(NamedTuple):
-    """A method's loss, its figures by name (a mean over nothing is left out), and how many tokens were trained."""
-
-    loss: float
-    figures: dict[str, float]
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Sources:
-    """How many sources the documents are from, and from which each is."""
-
-    count: int
-    of: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
-    """From the numbers of documents to their sources."""
-
-    def split(self, batch: Batch, expected: Sequence[int]) -> Iterator[tuple[int, Batch]]:
-        """The batch's documents, those of each source by themselves; of a source without any, where one is
-        ``expected``, a batch that adds nothing."""
-        if self.count == 1:
-            yield 0, batch
-            return
-        source = self.of(batch.documents)
-        for i in sorted({*source.tolist(), *expected}):
-            yield i, selected(batch, source == i) if (source == i).any() else without_targets(batch)
-
-    def of_rows(self, rows: PackedRows, row_ids: npt.NDArray[np.int64]) -> Sequence[int]:
-        """The sources of which there are documents in these rows."""
-        if self.count == 1:
-            return (0,)
-        documents = np.concatenate([rows.row(int(i)).documents for i in row_ids])
-        return tuple(np.unique(self.of(documents)).tolist())
-
 
 class Totals:
     """Sums of a method's terms and what they are divided by, of each source, in float64; read once."""
@@ -89,7 +56,7 @@ class Totals:
         self._sums[source] += values
         self._counts[source] += (*counts.values(), trained)
 
-    def means(self) -> tuple[Means, list[Means]]:
+    def means(self) -> tuple[Evaluation, list[Evaluation]]:
         """The means over all sources, and over each; over the documents of all processes. Collective."""
         both = torch.cat([self._sums, torch.as_tensor(self._counts).to(self._sums)], 1)
         if dist.is_initialized():
@@ -99,7 +66,7 @@ class Totals:
         each = [self._means(row) for row in both.tolist()]
         return self._means(both.sum(0).tolist()), each
 
-    def _means(self, row: Sequence[float]) -> Means:
+    def _means(self, row: Sequence[float]) -> Evaluation:
         assert self._terms is not None, "there is at least one batch"
         losses, figures = self._terms
         values = dict(zip((*losses, *figures), row, strict=False))
@@ -108,7 +75,7 @@ class Totals:
         pers = {name: one.per for name, one in (losses | figures).items()}
         means = {name: values[name] / counts[per] for name, per in pers.items() if counts[per]}
         loss = sum(means.get(name, 0.0) for name in losses)
-        return Means(loss, {n: means[n] for n in logged(self._terms) if n in means}, int(trained))
+        return Evaluation(loss, int(trained), figures={n: means[n] for n in logged(self._terms) if n in means})
 
 
 @torch.no_grad()
@@ -117,25 +84,25 @@ def term_means(
     step_config: StepConfig,
     method: Method,
     batches: GlobalBatches,
-    sources: Sources,
+    held: HeldOut,
     between: Callable[[], None],
     routing: HeldOutRouting | None = None,
-) -> tuple[Means, list[Means]]:
+) -> tuple[Evaluation, list[Evaluation]]:
     """The method's means over all rows, and over those of each source, every process taking its share. Collective.
 
     Documents of one source go through the model by themselves. No document sees another: nothing changes by that but
     whose figures they are. What their routers choose is counted by ``routing``.
     """
-    totals = Totals(sources.count, step_config)
+    totals = Totals(len(held.sources), step_config)
     sync_gradients(root, True)
     for index in range(batches.steps_per_epoch):
         step = batches.step(index)
         shared = step_estimates(root, method, step, step_config)
         # Sharded processes compute together: each takes every source that any of them has.
-        expected = sources.of_rows(batches.rows, step.row_ids) if step_config.mesh.data_size > 1 else ()
+        expected = held.of_rows(step.row_ids) if step_config.mesh.data_size > 1 else ()
         for batch in step.micro:
             between()
-            for source, part in sources.split(batch, expected):
+            for source, part in held.split(batch, expected):
                 terms = microbatch_terms(root, method, part, step_config, shared)
                 if routing is not None:
                     routing.note(part)
@@ -171,6 +138,23 @@ class HeldOut:
         source = self.source_of(batch.documents[batch.document_of_trained])
         order = np.argsort(source, kind="stable")
         return batch.trained_positions[order], np.bincount(source, minlength=len(self.sources))
+
+    def split(self, batch: Batch, expected: Sequence[int]) -> Iterator[tuple[int, Batch]]:
+        """The batch's documents, those of each source by themselves; of a source without any, where one is
+        ``expected``, a batch that adds nothing."""
+        if len(self.sources) == 1:
+            yield 0, batch
+            return
+        source = self.source_of(batch.documents)
+        for i in sorted({*source.tolist(), *expected}):
+            yield i, selected(batch, source == i) if (source == i).any() else without_targets(batch)
+
+    def of_rows(self, row_ids: npt.NDArray[np.int64]) -> Sequence[int]:
+        """The sources of which there are documents in these rows."""
+        if len(self.sources) == 1:
+            return (0,)
+        documents = np.concatenate([self.rows.row(int(i)).documents for i in row_ids])
+        return tuple(np.unique(self.source_of(documents)).tolist())
 
 
 @dataclass(frozen=True)
@@ -328,7 +312,7 @@ def _evaluate_terms(
     by_terms: ByTerms,
 ) -> Evaluation:
     """What a method measures of itself."""
-    method, sources = by_terms.method, Sources(len(held.sources), held.source_of)
+    method = by_terms.method
     batches = replace(
         batches,
         global_batch_size=by_terms.global_batch_size,
@@ -336,14 +320,10 @@ def _evaluate_terms(
         mismatched=method.mismatched,
     )
     routing = _routing(root, step_config)
-    whole, each = term_means(root, step_config, method, batches, sources, between, routing)
-    parts = {
-        name: Evaluation(one.loss, one.tokens, figures=one.figures)
-        for name, one in zip(held.sources, each, strict=True)
-        if one.tokens
-    }
+    whole, each = term_means(root, step_config, method, batches, held, between, routing)
+    parts = {name: one for name, one in zip(held.sources, each, strict=True) if one.tokens}
     figures = whole.figures if routing is None else {**whole.figures, **routing.figures()}
-    return Evaluation(whole.loss, whole.tokens, parts if len(held.sources) > 1 else {}, figures)
+    return replace(whole, sources=parts if len(held.sources) > 1 else {}, figures=figures)
 
 
 def answer_samples(
