@@ -83,8 +83,6 @@ def test_it_goes_by_what_the_best_is_kept_by() -> None:
     other = EarlyStop(2, 0.1)
     other.restore(whole.as_state())
     assert other == EarlyStop(2, 0.1), "another figure is counted from its first evaluation"
-    other.restore({"lowest": 0.25, "lowest_step": 3, "stale": 1})
-    assert (other.best, other.best_step, other.stale) == (0.25, 3, 1), "as an older version wrote it"
 
 
 def test_only_a_run_with_a_patience_has_it_in_its_state() -> None:

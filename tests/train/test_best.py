@@ -75,7 +75,6 @@ def test_the_best_is_the_lowest_and_the_earlier_of_equals() -> None:
     assert first is not None
     assert best_of(json.loads(json.dumps(first.as_state())), "eval/loss") == first
     assert best_of(first.as_state(), "eval/loss/b") is None
-    assert best_of({"metric": "eval/loss", "step": 4, "loss": 1.0}, "eval/loss") == first  # an older version's
 
 
 def test_the_best_is_the_highest_where_that_is_better() -> None:

@@ -23,7 +23,7 @@ from tuner.rundir.curves import Chart, charts
 from tuner.rundir.given import sources_of
 from tuner.rundir.last_checkpoint import any_valid, problem_of, way_to_whole
 from tuner.rundir.layout import CHECKPOINTS, CURVES
-from tuner.rundir.record import Run, best_value, differing, find_runs, read_run, read_runs, source_losses, summary
+from tuner.rundir.record import Run, differing, find_runs, read_run, read_runs, source_losses, summary
 from tuner.rundir.remove import remove_runs
 from tuner.rundir.run_json import TIME_FORMAT
 from tuner.rundir.terminal import LETTERS, draw
@@ -254,7 +254,7 @@ def _shown(run: Run) -> str:
         lines.append(("task", f"{task}  {'  '.join(f'{name} {value:.4f}' for name, value in figures.items())}"))
     best = run.record.get("best")
     if best and best["metric"] != "eval/loss":
-        lines.append(("best", f"{best['metric']} {best_value(best):.4f} at {best['step']:,}"))
+        lines.append(("best", f"{best['metric']} {best['value']:.4f} at {best['step']:,}"))
     lines += [("eval", f"{loss:.4f}  {name}") for name, loss in source_losses(run).items()]
     lines += [(f"launch {number}", _launch(launch)) for number, launch in enumerate(run.launches, 1)]
     lines += [_saved(run, path) for path in run.every_checkpoint]

@@ -14,7 +14,7 @@ from tuner.config.methods import Head
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.layout import EMA_PREFIX, MODEL_PREFIX
 from tuner.rundir.model_path import HfDirectory, RunCheckpoint, Warn, Which, ignore_warning, resolve_model_path
-from tuner.rundir.record import best_value, read_run
+from tuner.rundir.record import read_run
 from tuner.rundir.run_json import is_run
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def warn_of_better(source: ExportSource, warn: Warn) -> None:
     kept = {step for step, _ in step_dirs(source.checkpoint.path.parent)} - {source.step}
     best = source.checkpoint.state.get("best")
     if isinstance(best, Mapping):
-        choice, step, value = "best", best["step"], best_value(best)
+        choice, step, value = "best", best["step"], float(best["value"])
         figure = str(best["metric"]).split("/")[1]
     else:
         losses = _losses(source.run_dir)

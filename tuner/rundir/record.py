@@ -309,11 +309,6 @@ def summary(run: Run) -> dict[str, Any]:
     }
 
 
-def best_value(best: Mapping[str, Any]) -> float:
-    """What an evaluation measured that a state or record calls the best; older ones knew losses alone."""
-    return float(best["value"] if "value" in best else best["loss"])
-
-
 def source_losses(run: Run) -> dict[str, float]:
     """The newest evaluation's loss of each source by name; empty where there is one source alone."""
     newest = run.latest.evaluations[-1] if run.latest.evaluations else {}

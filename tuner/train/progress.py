@@ -82,13 +82,8 @@ def best_after(best: Best | None, keeps: Criterion | None, step: int, line: Mapp
 
 
 def best_of(state: Mapping[str, Any] | None, metric: str | None) -> Best | None:
-    """The best in a checkpoint's JSON state; None where the recipe now goes by another metric.
-
-    Versions that knew losses alone called the value one.
-    """
-    if state is None or state["metric"] != metric:
-        return None
-    return Best(state["metric"], int(state["step"]), float(state["value"] if "value" in state else state["loss"]))
+    """The best in a checkpoint's JSON state; None where the recipe now goes by another metric."""
+    return None if state is None or state["metric"] != metric else Best(**state)
 
 
 @dataclass
@@ -149,16 +144,10 @@ class EarlyStop:
         return {"metric": self.criterion.metric, **counted}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over a checkpoint's JSON state, unless the recipe goes by another metric by now.
-
-        Versions that knew `eval/loss` alone called the best value the lowest; older ones do not note the latest step.
-        """
-        if state.get("metric", "eval/loss") != self.criterion.metric:
-            return
-        older = "lowest" in state
-        self.best = state["lowest" if older else "best"]
-        self.best_step, self.stale = int(state["lowest_step" if older else "best_step"]), int(state["stale"])
-        self.latest = int(state.get("latest", self.best_step))
+        """Take over a checkpoint's JSON state, unless the recipe goes by another metric by now."""
+        if state["metric"] == self.criterion.metric:
+            self.best, self.best_step = state["best"], int(state["best_step"])
+            self.stale, self.latest = int(state["stale"]), int(state["latest"])
 
 
 @dataclass
@@ -259,7 +248,7 @@ class Progress:
         self.step = self.saved_step = int(state["step"])
         self.tokens, self.trained_tokens = int(state["tokens"]), int(state["trained_tokens"])
         self.eval_loss, self.first_eval_loss = state["eval_loss"], state["first_eval_loss"]
-        self.eval_step, self.first_eval_step = state.get("eval_step"), state.get("first_eval_step")
+        self.eval_step, self.first_eval_step = state["eval_step"], state["first_eval_step"]
         self.loss, self.evaluation_owed = state["loss"], bool(state["evaluation_owed"])
         self.best = best_of(state.get("best"), keep_best)
         if self.early is not None and "early_stop" in state:

@@ -125,11 +125,9 @@ def _better(result: RunResult) -> str:
     best = result.metrics.get("best")
     if not best or best["step"] == result.step:
         return ""
-    from tuner.rundir.record import best_value  # which every other end of a run does without
-
     name = str(best["metric"]).removeprefix("eval/")
     named = "" if name == "loss" else f"{name} "
-    return f" · best {named}{best_value(best):.3f} at step {best['step']}"
+    return f" · best {named}{best['value']:.3f} at step {best['step']}"
 
 
 def _shown(path: Path) -> str:
