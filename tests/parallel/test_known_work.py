@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.fixtures.processes import run_ranks
-from tuner.parallel.known_work import KnownProducts, odd_one_out, wrong_collective
+from tuner.parallel.known_work import KnownProducts, wrong_collective
 from tuner.runtime.process import Collective, gloo_group
 
 CPU = torch.device("cpu")
@@ -25,10 +25,7 @@ AUTOCASTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("precision", AUTOCASTS)
 def test_products_of_integers_are_exact_in_every_type(precision: str) -> None:
-    products = KnownProducts(CPU, AUTOCASTS[precision])
-    assert products.problem() is None
-    assert products.result == KnownProducts(CPU, AUTOCASTS[precision]).result
-    assert products.kind.strip()
+    assert KnownProducts(CPU, AUTOCASTS[precision]).problem() is None
 
 
 def test_what_a_device_computes_wrongly_is_named() -> None:
@@ -40,20 +37,6 @@ def test_what_a_device_computes_wrongly_is_named() -> None:
     products = KnownProducts(CPU, nullcontext)
     products._drawn[0][0, 0] += 1e-6
     assert products.problem() == "a product of matrices is not what it was when the launch began"
-
-
-@pytest.mark.parametrize(
-    ("kinds", "results", "odd"),
-    [
-        ("aaa", "xxx", None),
-        ("aaa", "xyx", 1),
-        ("aba", "xyx", None),  # another kind of device may compute other bits
-        ("aabb", "xxyz", 3),
-        ("a", "x", None),
-    ],
-)
-def test_the_odd_one_out(kinds: str, results: str, odd: int | None) -> None:
-    assert odd_one_out(list(kinds), [one.encode() for one in results]) == odd
 
 
 @pytest.mark.multi

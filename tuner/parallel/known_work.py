@@ -3,13 +3,12 @@
 A device that computes wrongly without an error, or a link that loses bits, shows in no loss for a long time (Dixit et
 al. 2021, https://arxiv.org/abs/2102.11245). Products of the numbers -1, 0 and 1 are small integers, exact in every type
 of a training and in any order of additions: each device is held to the very result, not to what others found. A product
-of drawn numbers uses all bits; it has to be what the device itself computed first, and what devices of its kind did.
+of drawn numbers uses all bits; it has to be what the device itself computed first.
 """
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -39,8 +38,6 @@ class KnownProducts:
         self._expected = (whole[0].double() @ whole[1].double()).to(device)
         self._whole, self._drawn = ([one.to(device) for one in pair] for pair in (whole, drawn))
         self._first = self._of_drawn()
-        self.kind = _kind(device)
-        """What devices that compute the same bits have in common."""
 
     @torch.no_grad()
     def problem(self) -> str | None:
@@ -59,39 +56,10 @@ class KnownProducts:
             return "a product of matrices is not what it was when the launch began"
         return None
 
-    @property
-    def result(self) -> bytes:
-        """The bits of the drawn product's sums, for comparing with other devices of this kind."""
-        return bytes(self._first.sum(0, dtype=torch.float32).cpu().view(torch.uint8).tolist())
-
     @torch.no_grad()
     def _of_drawn(self) -> torch.Tensor:
         with self._autocast():
             return self._drawn[0] @ self._drawn[1]
-
-
-def _kind(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} {_processor()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
-
-
-def _processor() -> str:
-    """The model of this machine's processor, as Linux has it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
-    except OSError:
-        return platform.processor()
-
-
-def odd_one_out(kinds: Sequence[str], results: Sequence[bytes]) -> int | None:
-    """The first rank whose result is not that of most ranks with a device of its kind; None where there is none."""
-    for rank, kind in enumerate(kinds):
-        peers = [result for other, result in zip(kinds, results, strict=True) if other == kind]
-        if results[rank] != max(peers, key=peers.count):
-            return rank
-    return None
 
 
 @torch.no_grad()

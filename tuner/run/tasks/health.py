@@ -2,12 +2,11 @@
 
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tuner.checkpoint.manifest import step_name
 from tuner.config.recipe import HealthSection
 from tuner.errors import MachineError, TunerError, VerificationError, counted
-from tuner.parallel.known_work import KnownProducts, odd_one_out, wrong_collective
+from tuner.parallel.known_work import KnownProducts, wrong_collective
 from tuner.parallel.replicas import Copy, first_difference, sums_of
 from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.log import LogTask
@@ -16,17 +15,6 @@ from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import run_tensors
 from tuner.train.plan import cadence
 from tuner.train.tasks import Event, Request, Task
-
-
-@dataclass(frozen=True)
-class HealthFinding:
-    """What a rank found of its own device."""
-
-    where: str
-    problem: str | None
-    kind: str
-    """What devices that compute the same bits have in common."""
-    result: bytes
 
 
 class HealthTask(Task):
@@ -95,16 +83,10 @@ class HealthTask(Task):
         products, device = self._products, self._assembly.train_state.step_config.device
         assert products is not None, "the launch has begun"
         computed, carried = products.problem(), wrong_collective(device, ranks)
-        where = f"{socket.gethostname()}, {device}"
-        own = HealthFinding(where, computed or carried, products.kind, products.result)
-        found = ranks.on_all_ranks(lambda: own)
-        for rank, one in enumerate(found):
-            if one.problem is not None:
-                raise self._failed(MachineError, f"rank {rank} ({one.where}): {one.problem}")
-        odd = odd_one_out([one.kind for one in found], [one.result for one in found])
-        if odd is not None:
-            what = "a product of matrices has other bits than on other devices of its kind"
-            raise self._failed(MachineError, f"rank {odd} ({found[odd].where}): {what}")
+        own = f"{socket.gethostname()}, {device}", computed or carried
+        for rank, (where, problem) in enumerate(ranks.on_all_ranks(lambda: own)):
+            if problem is not None:
+                raise self._failed(MachineError, f"rank {rank} ({where}): {problem}")
 
     def _check_copies(self, ranks: Collective) -> int:
         named = self._frozen | run_tensors(self._assembly.train_state)
