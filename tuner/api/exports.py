@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from tuner.api.given import absolute, console_of
+from tuner.api.given import absolute
 from tuner.config.numbers import parse_bytes
 from tuner.export.hf import run_export
 from tuner.export.hub import PushReport, find_export, plan_push
@@ -44,10 +44,9 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     return run_export(plan_export(absolute(path), target, options, step=step))
 
 
-def push(path: str | Path, repo: str, private: bool = False, quiet: bool = False) -> PushReport:
+def push(path: str | Path, repo: str, private: bool = False) -> PushReport:
     """Upload a verified export, or the newest one of a run, to the hub's repository `repo`, ``"owner/name"``.
 
     Raises MachineError without a token, and where the hub cannot be reached or refuses.
     """
-    console = console_of("info", quiet)
-    return upload(plan_push(find_export(absolute(path)), repo), private, say=console.warn)
+    return upload(plan_push(find_export(absolute(path)), repo), private)

@@ -26,7 +26,7 @@ def push(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the export and upload nothing.")] = False,
     verbose: VerboseOption = False,
 ) -> Outcome:
-    """Upload a verified export with its model card, and compare what the hub holds with it.
+    """Upload a verified export with its model card.
 
     The token is that of HF_TOKEN, or of hf auth login; HF_ENDPOINT names another hub.
     """
@@ -40,7 +40,7 @@ def push(
     if dry_run:
         metrics = {"files": len(plan.files), "bytes": plan.bytes, "dry_run": True}
         return Outcome(str(plan.directory), artifacts={"files": sorted(plan.files), "repo": repo}, metrics=metrics)
-    report = hub.push(plan, private, say=console.warn)
-    console.say("pushed", f"{report.url}, commit {report.commit[:12]}: every file compared ({report.seconds:.1f} s)")
+    report = hub.push(plan, private)
+    console.say("pushed", f"{report.url}, commit {report.commit[:12]} ({report.seconds:.1f} s)")
     metrics = {key: value for key, value in asdict(report).items() if key not in ("url", "repo")}
     return Outcome(report.url, artifacts={"repo": repo}, metrics=metrics, is_text=True)

@@ -1,20 +1,21 @@
-"""An export on the Hugging Face hub: checked before it is uploaded, and compared with what the hub holds after."""
+"""An export on the Hugging Face hub: checked before it is uploaded, in one commit."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from tuner.checkpoint.manifest import step_dirs
-from tuner.errors import DataError, MachineError, RecipeError, TunerError, VerificationError
+from tuner.errors import DataError, MachineError, RecipeError
 from tuner.export.card import CARD
 from tuner.rundir.exports import LINEAGE
 from tuner.rundir.layout import EXPORTS, LATEST
@@ -24,10 +25,6 @@ from tuner.runtime.files import json_bytes, read_json, verify_entries
 
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", flags=re.ASCII)
 ADAPTER_CONFIG = "adapter_config.json"
-WAITS = (1.0, 4.0, 15.0)
-"""Seconds before each new attempt where the hub or the way to it fails."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,34 +98,22 @@ def plan_push(directory: Path, repo: str) -> Upload:
     return Upload(directory, repo, files, step if type(step) is int else None)
 
 
-def push(
-    upload: Upload,
-    private: bool = False,
-    endpoint: str | None = None,
-    say: Callable[[str], None] = lambda text: None,
-    waits: tuple[float, ...] = WAITS,
-) -> PushReport:
-    """Create the repository where it is not there, upload in one commit, and compare what the hub holds.
+def push(upload: Upload, private: bool = False, endpoint: str | None = None) -> PushReport:
+    """Create the repository where it is not there, and upload in one commit.
 
-    The token is that of HF_TOKEN, or of `hf auth login`. ``endpoint`` is by default HF_ENDPOINT's. What fails in the
-    hub or on the way is tried again. Raises MachineError, and VerificationError where the hub holds other bytes.
+    The token is that of HF_TOKEN, or of `hf auth login`. ``endpoint`` is by default HF_ENDPOINT's. The hub's library
+    sends a file again where that fails, and the hub takes a large one by its SHA-256 alone. Raises MachineError.
     """
     started = time.perf_counter()
     token = get_token()
     if token is None:
         raise MachineError("there is no token for the hub", hint="set HF_TOKEN, or log in: hf auth login")
     api = HfApi(endpoint=endpoint or constants.ENDPOINT, token=token, library_name="tuner")
-    tries = _Tries(upload.repo, waits, say)
-    tries.run(lambda: api.create_repo(upload.repo, private=True if private else None, exist_ok=True))
     message = "Upload by tuner" + ("" if upload.step is None else f", step {upload.step}")
-
-    def commit() -> Any:
-        added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in upload.files.items()]
-        return api.create_commit(upload.repo, operations=added, commit_message=message)
-
-    done = tries.run(commit)
-    held = tries.run(lambda: api.get_paths_info(upload.repo, list(upload.files), revision=done.oid))
-    _require_same(upload, {each.path: each for each in held})
+    added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in upload.files.items()]
+    with _hub_errors(upload.repo):
+        api.create_repo(upload.repo, private=True if private else None, exist_ok=True)
+        done = api.create_commit(upload.repo, operations=added, commit_message=message)
     url = f"{api.endpoint}/{upload.repo}"
     return PushReport(url, done.oid, upload.repo, len(upload.files), upload.bytes, time.perf_counter() - started)
 
@@ -154,54 +139,23 @@ def _card_for(repo: str, card: str, base: str | None) -> bytes:
     return text.encode()
 
 
-def _require_same(upload: Upload, held: Mapping[str, Any]) -> None:
-    """Compare sizes, and the SHA-256 of what the hub knows it of, with what was uploaded. Raises VerificationError."""
-    for name, data in upload.files.items():
-        there = held.get(name)
-        size = len(data) if isinstance(data, bytes) else data.stat().st_size
-        if there is None or there.size != size:
-            found = "is missing" if there is None else f"has {there.size:,} bytes, not {size:,}"
-            raise VerificationError(f"{upload.repo}: {name} {found} on the hub", hint="push it again")
-        if there.lfs is not None:
-            content = data if isinstance(data, bytes) else None
-            sha256 = hashlib.sha256(content).hexdigest() if content is not None else _sha256(upload, name)
-            if there.lfs.sha256 != sha256:
-                raise VerificationError(f"{upload.repo}: {name} has another SHA-256 on the hub", hint="push it again")
-
-
-def _sha256(upload: Upload, name: str) -> str:
-    lineage = read_json(upload.directory / LINEAGE)
-    return str(lineage["files"][name]["sha256"])
-
-
-@dataclass(frozen=True)
-class _Tries:
-    """Runs a request again where the hub, or the way to it, fails; what it refuses is an error at once."""
-
-    repo: str
-    waits: tuple[float, ...]
-    say: Callable[[str], None]
-
-    def run(self, request: Callable[[], T]) -> T:
-        for wait in (*self.waits, None):
-            try:
-                return request()
-            except TunerError:
-                raise
-            except Exception as error:  # what the library's HTTP client raises has no promised class
-                kind, reason = _kind(error), (str(error).strip().splitlines() or [type(error).__name__])[0]
-                if kind == "other":
-                    raise
-                if kind == "refused":
-                    raise MachineError(
-                        f"the hub refuses {self.repo}: {reason}",
-                        hint="the token needs the right to write there: hf auth login, or HF_TOKEN",
-                    ) from error
-                if wait is None:
-                    raise MachineError(f"{self.repo}: the hub cannot be reached: {reason}", hint="try again") from error
-                self.say(f"{reason}; again in {wait:g} s")
-                time.sleep(wait)
-        raise AssertionError("the last attempt returns or raises")
+@contextmanager
+def _hub_errors(repo: str) -> Iterator[None]:
+    """Raise MachineError where the hub, or the way to it, fails, or the hub refuses."""
+    try:
+        yield
+    except Exception as error:  # what the library's HTTP client raises has no promised class
+        kind, reason = _kind(error), (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if kind == "other":
+            raise
+        if kind == "refused":
+            raise MachineError(
+                f"the hub refuses {repo}: {reason}",
+                hint="the token needs the right to write there: hf auth login, or HF_TOKEN",
+            ) from error
+        raise MachineError(
+            f"{repo}: the hub cannot be reached: {reason}", hint="push it again: large files that are there stay"
+        ) from error
 
 
 def _kind(error: Exception) -> Literal["transient", "refused", "other"]:
