@@ -1,8 +1,7 @@
 """Tensors in files: one safetensors file per rank and a JSON index; tensors only, no pickle.
 
-DCP (torch.distributed.checkpoint) decides who writes and reads which box of which tensor; this file turns the decision
-into bytes. What a process has of a tensor may be several boxes, where DCP knows one. One thread per rank writes, and a
-failure is raised on every rank. Bytes are hashed while they are written.
+Each process says which boxes it has of which tensor; one that several have is written by one of them. One thread per
+rank writes, and a failure is raised on every rank. Bytes are hashed while they are written.
 """
 
 from __future__ import annotations
@@ -13,21 +12,11 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
 from tuner.checkpoint.index import Index, TensorEntry, index_bytes
@@ -36,16 +25,9 @@ from tuner.checkpoint.shard_hash import HASHERS, Chunk, read_bytes, shard_sha256
 from tuner.checkpoint.staging import Staged
 from tuner.errors import TunerError
 from tuner.runtime.files import fsync_dir, machine_error, write_all, write_new
-from tuner.runtime.parts import part_of
+from tuner.runtime.parts import Box, part_of
 from tuner.runtime.process import Collective
 from tuner.runtime.safetensors_header import TYPES, safetensors_header
-
-if TYPE_CHECKING:
-    from tuner.runtime.parts import Box
-
-INLINE_BYTES = 1 << 16
-"""Below this size, handing a chunk to a thread costs more than hashing it."""
-
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, (torch_name, _) in TYPES.items()}
 """The safetensors name of every dtype that can be saved."""
@@ -64,42 +46,26 @@ class WrittenFile:
     """In the order of the file, each with its tensor's name."""
 
 
-class _SavePlanner(DefaultSavePlanner):
-    """DCP's planner; it plans with the tensors, and gives out the bytes of a staged copy where there is one."""
+class _Piece(NamedTuple):
+    """A box of a tensor that a process has."""
 
-    def __init__(self, staged: Staged | None) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._staged = staged
+    name: str
+    dtype: str
+    """By its safetensors name."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
 
-    def create_local_plan(self) -> SavePlan:
-        """The plan without empty chunks of tensors that are not empty; two such chunks may share one offset.
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the box."""
+        return math.prod(self.box.sizes) * TYPES[self.dtype][1]
 
-        Raises TypeError on a value that is not a tensor of a known dtype.
-        """
-        plan = super().create_local_plan()
-        items = [own for item in plan.items for own in self._by_boxes(item)]
-        return replace(plan, items=[item for item in items if _is_wanted(item)])
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """What this process has of the tensor of that name; of one that is split, the box that begins there."""
-        tensor = self.state_dict[index.fqn]
-        part = _local(tensor) if self._staged is None else self._staged.tensors[index.fqn]
-        if not isinstance(tensor, DTensor) or not tensor.numel():
-            return part
-        return next(box.within(part) for box in _boxes(tensor) if box.offsets == tuple(index.offset or ()))
-
-    def _by_boxes(self, item: WriteItem) -> list[WriteItem]:
-        """An item for each box of what this process has of a tensor."""
-        tensor = self.state_dict[item.index.fqn]
-        if not isinstance(tensor, DTensor) or not tensor.numel():
-            return [item]
-        found = []
-        for box in _boxes(tensor):
-            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            facts = replace(_facts(item), chunk=chunk)
-            index = MetadataIndex(item.index.fqn, chunk.offsets)
-            found.append(WriteItem(index, WriteItemType.SHARD, tensor_data=facts))
-        return found
+    @property
+    def name_in_file(self) -> str:
+        """The tensor's name; of a part of it also its offsets."""
+        is_whole = self.shape == self.box.sizes
+        return self.name if is_whole else f"{self.name}@{','.join(map(str, self.box.offsets))}"
 
 
 def write_shards(
@@ -109,91 +75,101 @@ def write_shards(
 
     Raises MachineError naming the file and the bytes it needs.
     """
-    planner = _SavePlanner(staged)
-    planner.set_up_planner(dict(tensors), is_coordinator=ranks.rank == 0)
     if staged is not None:
         staged.wait()
-    local_plans = ranks.on_all_ranks(planner.create_local_plan)
-    plans, metadata = planner.create_global_plan(local_plans)  # of the same plans, so the same on every rank
+    held = ranks.on_all_ranks(lambda: _pieces(tensors))
+    own = _dealt(held, ranks.rank)
+    parts = [_local(tensors[one.name]) if staged is None else staged.tensors[one.name] for one in own]
     path = directory / shard_name(ranks.rank, ranks.size)
-    written = ranks.on_all_ranks(lambda: _write_shard(path, planner, planner.finish_plan(plans[ranks.rank])))
-    ranks.on_rank0(lambda: write_new(directory / INDEX_NAME, index_bytes(_index_of(metadata, written))))
+    written = ranks.on_all_ranks(lambda: _write_shard(path, own, parts))
+    ranks.on_rank0(lambda: write_new(directory / INDEX_NAME, index_bytes(_index_of(held, written))))
     return written
 
 
-def _write_shard(path: Path, planner: _SavePlanner, plan: SavePlan) -> WrittenFile:
-    items = sorted(plan.items, key=_file_order)
-    facts = [_facts(item) for item in items]
-    names = map(_name_in_file, items)
-    header, spans = safetensors_header(
-        (name, DTYPE_NAMES[one.properties.dtype], one.chunk.sizes) for name, one in zip(names, facts, strict=True)
-    )
+def _pieces(tensors: Mapping[str, torch.Tensor]) -> list[_Piece]:
+    """What this process has of each tensor. Raises TypeError for a type that cannot be saved."""
+    found = []
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise TypeError(f"{name}: dtype {tensor.dtype} cannot be saved")
+        found += [_Piece(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), box) for box in _boxes(tensor)]
+    return found
+
+
+def _dealt(held: Sequence[Sequence[_Piece]], rank: int) -> list[_Piece]:
+    """Of the boxes that processes have those that one writes, in the order of its file.
+
+    One that several have goes to that of them with the fewest bytes so far.
+    """
+    holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, _Piece]]] = defaultdict(list)
+    for number, pieces in enumerate(held):
+        for piece in pieces:
+            holders[piece.name, piece.box.offsets].append((number, piece))
+    sizes, own = [0] * len(held), []
+    for of_box in holders.values():
+        number, piece = min(of_box, key=lambda one: sizes[one[0]])
+        sizes[number] += max(piece.nbytes, 1)
+        if number == rank:
+            own.append(piece)
+    # Wide elements first: safetensors allows no gaps, and so every tensor starts at a multiple of its item size.
+    return sorted(own, key=lambda piece: (-TYPES[piece.dtype][1], piece.name, piece.box.offsets))
+
+
+def _write_shard(path: Path, pieces: Sequence[_Piece], parts: Sequence[torch.Tensor]) -> WrittenFile:
+    """Write boxes, each of what this process has of its tensor."""
+    header, spans = safetensors_header((piece.name_in_file, piece.dtype, piece.box.sizes) for piece in pieces)
     size = len(header) + (spans[-1][1] if spans else 0)
     try:
-        tensors = (planner.resolve_data(item) for item in items)
+        tensors = (
+            piece.box.within(part) if part.numel() else part for piece, part in zip(pieces, parts, strict=True)
+        )
         digest, of_chunks = _write_file(path, header, tensors, spans)
         fsync_dir(path.parent)
     except OSError as error:
         raise machine_error(path, error, size) from error
-    chunks = []
-    for item, one, (start, end), sha256 in zip(items, facts, spans, of_chunks, strict=True):
-        offsets, sizes = tuple(one.chunk.offsets), tuple(one.chunk.sizes)
-        chunks.append((item.index.fqn, Chunk(path.name, len(header) + start, end - start, offsets, sizes, sha256)))
+    chunks = [
+        (one.name, Chunk(path.name, len(header) + start, end - start, one.box.offsets, one.box.sizes, sha256))
+        for one, (start, end), sha256 in zip(pieces, spans, of_chunks, strict=True)
+    ]
     return WrittenFile(path.name, size, digest, chunks)
 
 
-def _index_of(metadata: Metadata, written: Sequence[WrittenFile]) -> Index:
+def _index_of(held: Sequence[Sequence[_Piece]], written: Sequence[WrittenFile]) -> Index:
     chunks: dict[str, list[Chunk]] = defaultdict(list)
     for file in written:
         for name, chunk in file.chunks:
             chunks[name].append(chunk)
-    index: Index = {}
-    for name, facts in metadata.state_dict_metadata.items():
-        assert isinstance(facts, TensorStorageMetadata)  # plans hold nothing else
-        ordered = tuple(sorted(chunks[name], key=lambda chunk: chunk.offsets))
-        index[name] = TensorEntry(DTYPE_NAMES[facts.properties.dtype], tuple(facts.size), ordered)
-    return index
+    return {
+        piece.name: TensorEntry(
+            piece.dtype, piece.shape, tuple(sorted(chunks[piece.name], key=lambda chunk: chunk.offsets))
+        )
+        for pieces in held
+        for piece in pieces
+    }
 
 
 @torch.no_grad()
 def read_into(directory: Path, index: Index, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fill this rank's part of `tensors` from the files that the index names. Raises DataError naming the file."""
-    facts = {
-        name: TensorStorageMetadata(
-            TensorProperties(dtype=entry.dtype),
-            torch.Size(entry.shape),
-            [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks],
-        )
-        for name, entry in index.items()
-    }
     planned = []
     for name, tensor in tensors.items():
-        chunks = {chunk.offsets: chunk for chunk in index[name].chunks}
-        wanted = _wanted(tensor)
-        places = {tuple(there.offsets): place for there, place in wanted}
-        for item in create_read_items_for_chunk_list(name, facts[name], [there for there, _ in wanted]):
-            place = places[tuple(item.dest_index.offset or ())]
-            for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-                place = place.narrow(dim, start, length)
-            planned.append((chunks[tuple(item.storage_index.offset or ())], item, place))
-    for chunk, item, place in sorted(planned, key=lambda one: (one[0].file, one[0].start)):
-        dtype = index[item.storage_index.fqn].dtype
-        place.copy_(read_box(directory, dtype, chunk, item.storage_offsets, item.lengths))
+        part = _local(tensor.detach())
+        for own in _boxes(tensor):
+            for chunk in index[name].chunks:
+                common = own.common(Box(chunk.offsets, chunk.sizes, (0,) * tensor.ndim))
+                if common is not None:
+                    planned.append((chunk, common, common.within(part)))
+    for chunk, common, place in sorted(planned, key=lambda one: (one[0].file, one[0].start)):
+        offsets = [own - of_chunk for own, of_chunk in zip(common.offsets, chunk.offsets, strict=True)]
+        place.copy_(read_box(directory, place.dtype, chunk, offsets, common.sizes))
 
 
-def _wanted(tensor: torch.Tensor) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
-    """What this process has of a tensor: boxes of the whole, with the place in its memory of each."""
-    part = _local(tensor.detach())
-    if not isinstance(tensor, DTensor):
-        return [(ChunkStorageMetadata(torch.Size([0] * part.ndim), part.shape), part)]
-    return [
-        (ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)), box.within(part))
-        for box in _boxes(tensor)
-    ]
-
-
-def _boxes(tensor: DTensor) -> tuple[Box, ...]:
-    return part_of(tensor).boxes
+def _boxes(tensor: torch.Tensor) -> tuple[Box, ...]:
+    """What this process has of a tensor; one without elements is a box that all processes have."""
+    if isinstance(tensor, DTensor) and tensor.numel():
+        return part_of(tensor).boxes
+    zeros = (0,) * tensor.ndim
+    return (Box(zeros, tuple(tensor.shape), zeros),)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -223,36 +199,10 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _facts(item: WriteItem) -> TensorWriteData:
-    if item.tensor_data is None:
-        raise TypeError(f"{item.index.fqn}: only tensors can be saved")
-    return item.tensor_data
-
-
-def _is_wanted(item: WriteItem) -> bool:
-    facts = _facts(item)
-    if facts.properties.dtype not in DTYPE_NAMES:
-        raise TypeError(f"{item.index.fqn}: dtype {facts.properties.dtype} cannot be saved")
-    return math.prod(facts.chunk.sizes) > 0 or math.prod(facts.size) == 0
-
-
-def _file_order(item: WriteItem) -> tuple[int, str, tuple[int, ...]]:
-    """Wide elements first: safetensors allows no gaps, and so every tensor starts at a multiple of its item size."""
-    facts = _facts(item)
-    return -facts.properties.dtype.itemsize, item.index.fqn, tuple(facts.chunk.offsets)
-
-
-def _name_in_file(item: WriteItem) -> str:
-    """The tensor's name; of a part of it also its offsets."""
-    facts = _facts(item)
-    is_whole = tuple(facts.size) == tuple(facts.chunk.sizes)
-    return item.index.fqn if is_whole else f"{item.index.fqn}@{','.join(map(str, facts.chunk.offsets))}"
-
-
 def _write_file(path: Path, header: bytes, tensors: Any, spans: Sequence[tuple[int, int]]) -> tuple[str, list[str]]:
     """`shard_sha256` of the file and the SHA-256 of each tensor in it."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-    digests: list[Future[str] | str] = []
+    digests: list[Future[str]] = []
     try:
         with ThreadPoolExecutor(max_workers=HASHERS, thread_name_prefix="sha256") as pool:
             write_all(descriptor, header)
@@ -260,20 +210,16 @@ def _write_file(path: Path, header: bytes, tensors: Any, spans: Sequence[tuple[i
                 data = tensor_bytes(tensor)
                 if len(data) != end - start:
                     raise TunerError(f"{path}: a tensor has {len(data):,} bytes where {end - start:,} were planned")
-                digests.append(pool.submit(_sha256, data) if len(data) > INLINE_BYTES else _sha256(data))
+                digests.append(pool.submit(_sha256, data))
                 write_all(descriptor, data)
                 if tensor.is_cuda and number >= HASHERS:  # a copy stays in memory until it is hashed: a few at a time
-                    _known(digests[number - HASHERS])
+                    digests[number - HASHERS].result()
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    of_tensors = [_known(digest) for digest in digests]
+    of_tensors = [digest.result() for digest in digests]
     return shard_sha256([header], of_tensors), of_tensors
 
 
 def _sha256(data: memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _known(digest: Future[str] | str) -> str:
-    return digest if isinstance(digest, str) else digest.result()
