@@ -13,10 +13,10 @@ from pathlib import Path
 
 from tests.contracts.syntax import ROOT, modules, nodes, trees
 
-LINES = {"tuner": 57_540, "tests": 51_950, "tools": 17_630}
+LINES = {"tuner": 56_890, "tests": 51_880, "tools": 17_630}
 """Of code: without docstrings, comments and blank lines."""
 SPINE = ("train/loop", "train/step", "parallel/assemble", "run/main", "run/preflight", "setup/build", "model/root")
-SPINE_LINES = 1_830
+SPINE_LINES = 1_770
 """Of these and of checkpoint/, which are what every training is: read top to bottom in an hour (docs/code.md)."""
 LAZY_IMPORTS = 290
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -46,7 +46,7 @@ class WrittenFile:
     """In the order of the file, each with its tensor's name."""
 
 
-class _Piece(NamedTuple):
+class _HeldBox(NamedTuple):
     """A box of a tensor that a process has."""
 
     name: str
@@ -86,22 +86,22 @@ def write_shards(
     return written
 
 
-def _pieces(tensors: Mapping[str, torch.Tensor]) -> list[_Piece]:
+def _pieces(tensors: Mapping[str, torch.Tensor]) -> list[_HeldBox]:
     """What this process has of each tensor. Raises TypeError for a type that cannot be saved."""
     found = []
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise TypeError(f"{name}: dtype {tensor.dtype} cannot be saved")
-        found += [_Piece(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), box) for box in _boxes(tensor)]
+        found += [_HeldBox(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), box) for box in _boxes(tensor)]
     return found
 
 
-def _dealt(held: Sequence[Sequence[_Piece]], rank: int) -> list[_Piece]:
+def _dealt(held: Sequence[Sequence[_HeldBox]], rank: int) -> list[_HeldBox]:
     """Of the boxes that processes have those that one writes, in the order of its file.
 
     One that several have goes to that of them with the fewest bytes so far.
     """
-    holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, _Piece]]] = defaultdict(list)
+    holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, _HeldBox]]] = defaultdict(list)
     for number, pieces in enumerate(held):
         for piece in pieces:
             holders[piece.name, piece.box.offsets].append((number, piece))
@@ -115,7 +115,7 @@ def _dealt(held: Sequence[Sequence[_Piece]], rank: int) -> list[_Piece]:
     return sorted(own, key=lambda piece: (-TYPES[piece.dtype][1], piece.name, piece.box.offsets))
 
 
-def _write_shard(path: Path, pieces: Sequence[_Piece], parts: Sequence[torch.Tensor]) -> WrittenFile:
+def _write_shard(path: Path, pieces: Sequence[_HeldBox], parts: Sequence[torch.Tensor]) -> WrittenFile:
     """Write boxes, each of what this process has of its tensor."""
     header, spans = safetensors_header((piece.name_in_file, piece.dtype, piece.box.sizes) for piece in pieces)
     size = len(header) + (spans[-1][1] if spans else 0)
@@ -134,7 +134,7 @@ def _write_shard(path: Path, pieces: Sequence[_Piece], parts: Sequence[torch.Ten
     return WrittenFile(path.name, size, digest, chunks)
 
 
-def _index_of(held: Sequence[Sequence[_Piece]], written: Sequence[WrittenFile]) -> Index:
+def _index_of(held: Sequence[Sequence[_HeldBox]], written: Sequence[WrittenFile]) -> Index:
     chunks: dict[str, list[Chunk]] = defaultdict(list)
     for file in written:
         for name, chunk in file.chunks:
