@@ -135,8 +135,9 @@ class Bench:
         return [call for call in trace.strays if call.path not in own]
 
     def _result(self, job: Job) -> Path:
-        """What a job makes, whose bytes are always the same."""
-        return Path("cache") if job.name == "prepare" else RUN / "exports" / f"step-{max(self.sound.sha256)}"
+        """What a job makes, whose bytes are always the same: of an export the model, or the adapter alone."""
+        exports = RUN / "exports"
+        return Path("cache") if job.name == "prepare" else exports / os.readlink(self.root / exports / "latest")
 
     def work(self, command: tuple[str, ...]) -> int:
         """Do a command line in this process, a child at the root; returns its exit code."""
@@ -160,6 +161,7 @@ class Bench:
             raise RuntimeError(f"{self.case} {name}: exit code {trace.code}, {self.outside(trace)}\n{trace.output}")
         if name in ("prepare", "export"):
             self.made[name] = contents(self.root / self._result(job))
+            assert self.made[name], f"{name} made nothing"
         if name == "train":
             self.sound.note(self.root / RUN, self.directory / ORDER)
         elif name == "resume" and self.anew is not self.sound:

@@ -27,6 +27,17 @@ def test_write_atomic_replaces_and_leaves_nothing_beside(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == ["a.json"]
 
 
+def test_what_is_kept_for_later_takes_what_killed_writers_left(tmp_path: Path) -> None:
+    record = tmp_path / "hashes" / "a.json"
+    files.keep_json(record, {"a": 1})
+    for name in (".tmp-a.json-12-abcdef00", ".tmp-b.json-12-abcdef00"):
+        (record.parent / name).write_bytes(b"{")
+    files.keep_json(record, {"a": 2})
+    assert files.read_json(record) == {"a": 2}
+    assert sorted(os.listdir(record.parent)) == [".tmp-b.json-12-abcdef00", "a.json"]
+    files.keep_json(record / "below" / "a.json", {})  # no place: nothing is kept, and nothing ends
+
+
 @pytest.mark.parametrize("call", ["write", "fsync", "rename"])
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     target = tmp_path / "a"

@@ -16,7 +16,7 @@ from tuner.errors import TunerError
 from tuner.profile.predict import Target
 from tuner.profile.workload import prepared_for
 from tuner.runtime.environment import versions
-from tuner.runtime.files import read_json, write_json
+from tuner.runtime.files import keep_json, read_json
 from tuner.setup.proven import source_hash
 
 KEPT = "fits"
@@ -64,10 +64,7 @@ def known(key: str, recipe: Recipe) -> KeptAnswer | None:
 
 def keep(key: str, recipe: Recipe, answer: KeptAnswer) -> None:
     """Keep an answer, where the cache can be written."""
-    with suppress(TunerError, OSError):
-        path = _path(key, recipe)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, asdict(answer))
+    keep_json(_path(key, recipe), asdict(answer))
 
 
 def _path(key: str, recipe: Recipe) -> Path:

@@ -27,7 +27,7 @@ from tuner.run.parts.part import Preflight
 from tuner.runtime import startup
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
-from tuner.runtime.files import read_json, scratch_dir, write_json
+from tuner.runtime.files import keep_json, read_json, scratch_dir, write_json
 from tuner.runtime.process import from_rank0
 from tuner.setup.settled import (
     LEVEL,
@@ -186,9 +186,7 @@ def answer_of(job: Mapping[str, Any]) -> dict[str, Any]:
             return {"values": values, "reasons": {key: str(known["reasons"][key]) for key in wanted}}
     settled, prediction = choose(recipe, target, Path(job["data"]))
     answer = {"values": dict(settled.values), "reasons": dict(settled.reasons)}
-    with suppress(TunerError, OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_json(kept, {**answer, "host": [prediction.host_bytes, target.host_bytes]})
+    keep_json(kept, {**answer, "host": [prediction.host_bytes, target.host_bytes]})
     return answer
 
 

@@ -186,6 +186,19 @@ def write_json(path: Path, obj: Any) -> None:
     write_atomic(path, json_bytes(obj))
 
 
+def keep_json(path: Path, obj: Any) -> None:
+    """Keep a JSON object in the cache for later launches, where that can be written.
+
+    What writers of the same that were killed left behind goes; where one is still at it, its own name is gone then, and
+    this one's words stay.
+    """
+    with suppress(OSError, TunerError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in path.parent.glob(f"{TMP_PREFIX}{path.name}-*"):
+            leftover.unlink(missing_ok=True)
+        write_json(path, obj)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises DataError naming the file when it is missing, unreadable or no object."""
     try:

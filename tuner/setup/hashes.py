@@ -8,7 +8,6 @@ long as the file is the same one, by its inode, size and times.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import threading
 import time
@@ -24,7 +23,7 @@ import torch
 from tuner.data.encoding.tokenizer_files import cache_root
 from tuner.errors import TunerError
 from tuner.model.freeze import Content, all_tensors, content_of, frozen_tensors, hash_of_frozen
-from tuner.runtime.files import read_json, write_atomic
+from tuner.runtime.files import keep_json, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -180,9 +179,7 @@ class _File:
         """Keep hashes that were taken since, unless it was changed meanwhile or just before."""
         if _File.of(self.path) != self or time.time_ns() - self.changed_ns < SETTLED_NS:
             return
-        with suppress(OSError, TunerError):  # a cache that cannot be written is no reason to end a training
-            cache.mkdir(parents=True, exist_ok=True)
-            write_atomic(self._record(cache), json.dumps({"file": asdict(self), "sha256": dict(hashes)}).encode())
+        keep_json(self._record(cache), {"file": asdict(self), "sha256": dict(hashes)})
 
     def _record(self, cache: Path) -> Path:
         return cache / f"{hashlib.sha256(self.path.encode()).hexdigest()[:32]}.json"

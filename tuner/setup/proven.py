@@ -23,7 +23,7 @@ import torch
 from tuner.data.encoding.tokenizer_files import cache_root
 from tuner.errors import TunerError
 from tuner.runtime.environment import versions
-from tuner.runtime.files import read_json, write_atomic
+from tuner.runtime.files import keep_json, read_json
 
 if TYPE_CHECKING:
     from tuner.model.root import CausalLM
@@ -83,10 +83,7 @@ def known(key: str, cache: Path | None) -> Verdict | None:
 def keep(key: str, verdict: Verdict, cache: Path | None) -> None:
     """Keep a verdict; where the cache cannot be written, for this process alone."""
     _known[key] = verdict
-    with suppress(OSError, TunerError):
-        path = _path(key, cache)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps({"verdict": asdict(verdict)}).encode())
+    keep_json(_path(key, cache), {"verdict": asdict(verdict)})
 
 
 def _path(key: str, cache: Path | None) -> Path:

@@ -17,15 +17,19 @@ import pytest
 from tests.data import tiny
 from tests.fixtures import forked
 from tuner.config.recipe import TokenizerSection
-from tuner.data.building.cache import LEVELS, Entry, build_once, collect, damages, entries, find, valid
+from tuner.data.building.cache import LEVELS, RECORDS, Entry, build_once, collect, damages, entries, find, valid
 from tuner.data.building.columns import building
 from tuner.data.building.prepare import PreparedInfo, check_prepared, prepare
 from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.data.prepared import open_prepared
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.generate import base_record
+from tuner.profile.kept import KEPT
+from tuner.run.settle import CHOICES
 from tuner.runtime.console import Console, Level
 from tuner.runtime.lock import FileLock
+from tuner.setup.hashes import HASHES
+from tuner.setup.proven import PROOFS
 
 ROOT = Path(__file__).parents[3]
 KEY = "0123456789abcdef"
@@ -157,6 +161,19 @@ def test_leftovers_and_damage_go_and_nothing_else(tmp_path: Path) -> None:
     open_prepared(info.path, verify=True)
     assert collect(cache) == []
     assert collect(tmp_path / "none") == []
+
+
+def test_records_that_launches_were_killed_over_go(tmp_path: Path) -> None:
+    assert set(RECORDS) >= {CHOICES, HASHES, KEPT, PROOFS, base_record("0").parent.name}
+    for name in RECORDS:
+        (tmp_path / name).mkdir()
+        for file in ("a.json", ".tmp-a.json-12-abcdef00"):
+            (tmp_path / name / file).write_bytes(b"{}")
+        (tmp_path / name / ".tmp-b").symlink_to(tmp_path)
+    left = [tmp_path / name / ".tmp-a.json-12-abcdef00" for name in RECORDS]
+    assert [item.path for item in collect(tmp_path, dry_run=True)] == left and all(path.exists() for path in left)
+    assert [item.path for item in collect(tmp_path)] == left
+    assert [sorted(os.listdir(tmp_path / name)) for name in RECORDS] == [[".tmp-b", "a.json"]] * len(RECORDS)
 
 
 def test_what_is_being_built_is_left_alone(tmp_path: Path) -> None:

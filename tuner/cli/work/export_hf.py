@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from tuner.cli.command import Outcome
-from tuner.errors import DataError, MachineError
+from tuner.errors import DataError
 from tuner.export.hf import run_export
 from tuner.export.plan import ExportOptions, ExportPlan, plan_export
 from tuner.export.report import ExportReport
@@ -17,7 +17,7 @@ from tuner.generate import base_record
 from tuner.rundir.exports import LINEAGE
 from tuner.rundir.layout import RESOLVED_RECIPE
 from tuner.runtime.console import Console
-from tuner.runtime.files import TMP_PREFIX, gib, sha256_file, write_json
+from tuner.runtime.files import gib, keep_json, sha256_file
 
 __all__ = ["ExportOptions", "Weights", "export"]
 
@@ -78,9 +78,6 @@ def _remember_base(plan: ExportPlan) -> None:
     if source.hub_name is not None or source.is_random:
         return
     # A cache that cannot be written, or has a link there, costs `--compare base` its default, nothing else.
-    with suppress(OSError, MachineError, DataError):
+    with suppress(DataError):
         record = base_record(sha256_file(plan.output / LINEAGE))
-        record.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in record.parent.glob(f"{TMP_PREFIX}{record.name}-*"):
-            leftover.unlink(missing_ok=True)
-        write_json(record, {"base": source.name_or_path, "revision": source.revision})
+        keep_json(record, {"base": source.name_or_path, "revision": source.revision})

@@ -4,6 +4,7 @@
     <cache>/reference/<key>/   what a model gives the documents of prepared rows (`data/building/columns.py`)
     <cache>/teacher/<key>/     the same of their trained tokens
     <cache>/<level>/.<key>.lock   held by whoever builds or removes that key; the file itself is never removed
+    <cache>/{choices,exports,fits,hashes,proofs}/<key>.json   what launches found out and keep for later ones
     <cache>/<level>/.tmp-<key>-*, .trash-*<key>-*   leftovers of a builder that was killed
 
 No name among these may be a link: nothing is read or written through one. `collect` leaves links alone.
@@ -35,6 +36,7 @@ from tuner.runtime.files import (
     publish_dir,
     read_json,
     regular_size,
+    unfinished,
     unlinked,
     verify_entries,
     write_json,
@@ -53,6 +55,8 @@ SCHEMAS: dict[Level, str] = {
     "reference": REFERENCE_SCHEMA,
     "teacher": TEACHER_SCHEMA,
 }
+RECORDS = ("choices", "exports", "fits", "hashes", "proofs")
+"""Directories of what launches keep for later ones (:func:`~tuner.runtime.files.keep_json`), one file each."""
 SELF = "manifest_sha256"
 """The manifest's own digest in it: a key changed by hand or by the disk is damage, as in any other file."""
 _KEY = re.compile(r"[0-9a-f]{16}")
@@ -254,7 +258,7 @@ def collect(cache_dir: Path, unused: bool = False, verify: bool = False, dry_run
     symbolic links and everything that is not named like a part of the cache. With `dry_run` nothing is removed.
     Raises MachineError where the cache cannot be written.
     """
-    garbage: list[Garbage] = []
+    garbage = [item for name in RECORDS for item in _unwritten(unlinked(cache_dir, name), dry_run)]
     for level in LEVELS:
         needed = _needed(cache_dir, level, {item.path for item in garbage}) if unused and level != "prepared" else None
         root = unlinked(cache_dir, level)
@@ -269,6 +273,15 @@ def collect(cache_dir: Path, unused: bool = False, verify: bool = False, dry_run
                         discard_dir(item.path)
                     garbage.append(item)
     return garbage
+
+
+def _unwritten(root: Path, dry_run: bool) -> Iterator[Garbage]:
+    """Records that a launch was killed over. One that is being written now is lost at that, and found out again."""
+    for path in unfinished(root):
+        if path.is_file() and not path.is_symlink():
+            yield Garbage(path, "left by a launch that was killed", path.stat().st_size)
+            if not dry_run:
+                path.unlink(missing_ok=True)
 
 
 def _condemned(final: Path, level: Level, needed: set[str] | None, verify: bool) -> list[Garbage]:
