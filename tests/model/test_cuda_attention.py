@@ -162,7 +162,7 @@ def test_each_kernel_has_its_models(  # noqa: PLR0917 - a table
     found = way_and_reason(generation, dtype, widest, is_capped)
     assert found[0] == way and words in found[1]
     with traced_for("cuda", generation=generation):
-        assert cuda_attention.way_on(None, dtype, widest, is_capped) == way
+        assert cuda_attention.way_on(None, dtype, (widest, widest), True, is_capped) == way
 
 
 def test_without_a_compiler_capped_scores_take_the_slow_way_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

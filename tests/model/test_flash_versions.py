@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma4TextConfig, MambaConfig
+from transformers import Gemma4TextConfig, MambaConfig, PretrainedConfig
 
-from tests.model.cuda_branch import config_of
+from tests.model.cuda_branch import config_of, triton_stand_in
+from tests.model.flash4_stand_in import StandIn, flash4_stand_in
 from tests.model.varlen_stand_in import CALLS
 from tuner.config.load import load_recipe
-from tuner.model import flash_attention, flash_versions
-from tuner.model.flash_versions import Heads, kernel_and_reason, use_flash_version
+from tuner.model import cuda_attention, flash4_attention, flash_attention, flash_versions
+from tuner.model.flash_versions import (
+    FLASH_3,
+    FLASH_4,
+    WAY_TO_FLASH_4,
+    Heads,
+    Version,
+    fastest_version,
+    kernel_and_reason,
+    use_flash_version,
+)
 from tuner.runtime.device import traced_for
 from tuner.runtime.dist import RankInfo
 
-CPU = torch.device("cpu")
+CPU, NOWHERE = torch.device("cpu"), Path("cache")
+FA2_OF_4 = f"flash attention 2 (for this device there is flash attention 4: {WAY_TO_FLASH_4})"
+FA3, FA4 = "flash attention 3: flash-attn-3 is installed", "flash attention 4: flash-attn-4 is installed"
 
 
 @dataclass
 class Torch:
     """What torch would have activated, and how it computes."""
 
+    package: StandIn
+    """Of flash attention 4."""
     active: str | None = None
     changes: list[str] = field(default_factory=list)
     factor: float = 1.0
@@ -40,104 +55,194 @@ class Torch:
 
 
 @pytest.fixture
-def there(monkeypatch: pytest.MonkeyPatch) -> Torch:
+def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
     """Both packages are installed; what is active computes with the stand-in's numbers times a factor, or fails."""
-    found = Torch()
-    plain = flash_attention.varlen_attn
+    with flash4_stand_in(is_taken=False) as package:
+        found = Torch(package)
+        plain = flash_attention.varlen_attn
 
-    def varlen_attn(*given: Any, **options: Any) -> Any:
-        output, normaliser = plain(*given, **options)
-        if found.active is not None and found.problem is not None:
-            raise RuntimeError(found.problem)
-        return output * (found.factor if found.active else 1.0), normaliser
+        def varlen_attn(*given: Any, **options: Any) -> Any:
+            output, normaliser = plain(*given, **options)
+            if found.active is not None and found.problem is not None:
+                raise RuntimeError(found.problem)
+            return output * (found.factor if found.active else 1.0), normaliser
 
-    monkeypatch.setattr(flash_attention, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", found.activate)
-    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", found.restore)
-    monkeypatch.setattr(flash_versions, "_is_there", lambda module: True)
-    monkeypatch.setattr(flash_versions, "_problems", {})
-    monkeypatch.setattr(flash_versions, "_ours", [])
-    CALLS.clear()
-    return found
+        monkeypatch.setattr(flash_attention, "varlen_attn", varlen_attn)
+        monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", found.activate)
+        monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", found.restore)
+        monkeypatch.setattr(flash_versions, "_is_there", lambda module: True)
+        monkeypatch.setattr(flash_versions, "_problems", {})
+        monkeypatch.setattr(flash_versions, "_ours", [])
+        CALLS.clear()
+        with triton_stand_in():
+            yield found
 
 
-def use(kind: str, generation: int, **changes: Any) -> str:
+def only(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    monkeypatch.setattr(flash_versions, "_is_there", lambda module: module in modules)
+
+
+def changed(kind: str, **changes: Any) -> PretrainedConfig:
     config = config_of(kind)
     for name, value in {"num_attention_heads": 2, "num_key_value_heads": 1, **changes}.items():
         setattr(config, name, value)
+    return config
+
+
+def use(kind: str, generation: int, wanted: str | None = None, **changes: Any) -> str:
+    config = changed(kind, **changes)
     with traced_for("cuda", generation=generation):
-        use_flash_version(config, CPU)
-    return kernel_and_reason(config, generation, "bf16", is_here=True)
+        use_flash_version(config, CPU, NOWHERE, wanted)
+        return kernel_and_reason(config, generation, "bf16", is_here=True)
 
 
 @pytest.mark.parametrize(
-    ("generation", "width", "name", "words"),
+    ("generation", "width", "installed", "taken"),
     [
-        (9, 256, "FA3", "flash attention 3: flash_attn_interface is installed"),
-        (10, 128, "FA4", "flash attention 4: flash_attn.cute.interface is installed"),
-        (10, 256, None, "flash attention 2"),
-        (8, 64, None, "flash attention 2"),
-        (12, 64, None, "flash attention 2"),
+        (9, 256, (FLASH_3, FLASH_4), FA4),
+        (9, 256, (FLASH_3,), FA3),
+        (10, 128, (FLASH_3, FLASH_4), FA4),
+        (10, 256, (FLASH_4,), FA4),
+        (10, 320, (FLASH_4,), "tuner's Triton kernel: heads have 320 channels"),
+        (12, 64, (FLASH_4,), FA4),
+        (12, 256, (FLASH_4,), "flash attention 2"),
+        (10, 64, (FLASH_3,), FA2_OF_4),
+        (8, 64, (FLASH_3, FLASH_4), "flash attention 2"),
     ],
 )
 def test_each_is_for_its_devices_and_heads(
-    generation: int, width: int, name: str | None, words: str, there: Torch
-) -> None:
-    assert use("llama", generation, head_dim=width) == words
-    assert there.active == name
+    generation: int, width: int, installed: tuple[Version, ...], taken: str, there: Torch,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    only(monkeypatch, *(version.module for version in installed))
+    monkeypatch.setattr(cuda_attention, "_triton_problem", lambda: None)
+    assert use("llama", generation, head_dim=width) == taken
+    assert there.active == ("FA3" if taken == FA3 else None)
+    assert flash4_attention.is_taken() == (taken == FA4)
 
 
-def test_what_is_right_is_tried_once_and_stays(there: Torch) -> None:
+def test_what_is_right_is_tried_once_and_stays(there: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, FLASH_3.module)
     use("llama", 9)
     assert (there.active, there.changes) == ("FA3", ["FA3", "restored", "FA3"])
     tried = len(CALLS)
     assert tried == 8, "with a window and without, forward and backward, by both"
     use("llama", 9)
     assert len(CALLS) == tried and there.active == "FA3"
-    assert use("gemma2", 9) == "tuner's Triton kernel: scores have a soft cap"
+    monkeypatch.setattr(cuda_attention, "_triton_problem", lambda: None)
+    assert use("gemma2", 9).startswith("tuner's Triton kernel: scores have a soft cap (for this device there is")
     assert there.active is None, "a model that it does not serve has torch's own again"
+    only(monkeypatch, FLASH_4.module)
+    assert use("gemma2", 9) == FA4
+    tried = len(there.package.launches)
+    assert {one.cap for one in there.package.launches} == {50.0} and tried == 4
+    assert use("gpt_oss", 9) == FA4
+    assert {one.has_sink for one in there.package.launches[tried:] if one.which == "forward"} == {True}
 
 
 @pytest.mark.parametrize(
     ("factor", "problem", "said"),
     [(1.1, None, r"its results differ by \d+\.\d%"), (1.0, "no kernel image", "no kernel image")],
 )
+@pytest.mark.parametrize("version", [FLASH_3, FLASH_4])
 def test_what_is_wrong_or_fails_is_not_used_and_that_is_said(
-    factor: float, problem: str | None, said: str, there: Torch
+    version: Version, factor: float, problem: str | None, said: str, there: Torch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there.factor, there.problem = factor, problem
-    with pytest.warns(UserWarning, match=f"flash_attn_interface is installed, and flash attention 2 is used: {said}"):
-        use("llama", 9)
-    assert there.active is None and there.changes == ["FA3", "restored"]
-    with pytest.warns(UserWarning, match="is used"):
-        use("llama", 9)
-    assert there.changes == ["FA3", "restored"], "tried once"
+    only(monkeypatch, version.module)
+    for one in (there, there.package):
+        one.factor, one.problem = factor, problem
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=f"{version.package} is installed, and flash attention 2 is used: {said}"):
+            use("llama", 9)
+        assert there.active is None and not flash4_attention.is_taken()
+    assert there.changes == (["FA3", "restored"] if version is FLASH_3 else []), "tried once"
+    assert len(there.package.launches) <= 4
 
 
-def test_layers_of_several_kinds_are_told_apart(there: Torch) -> None:
+def test_a_run_keeps_the_version_that_it_has_and_a_lack_is_named(there: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    use("llama", 9, FLASH_3.name)
+    assert (there.active, flash4_attention.is_taken()) == ("FA3", False)
+    use("llama", 9, "flash attention 2")
+    assert (there.active, flash4_attention.is_taken()) == (None, False)
+    only(monkeypatch)
+    with pytest.warns(UserWarning, match="trained with flash attention 4, which is not here: results may round"):
+        use("llama", 9, FLASH_4.name)
+    assert not flash4_attention.is_taken()
+
+
+@pytest.mark.parametrize(
+    ("times", "factor", "name"),
+    [
+        ({"flash attention 3": 0.8, "flash attention 4": 0.5}, 1.0, "flash attention 4"),
+        ({"flash attention 3": 0.5, "flash attention 4": 0.8}, 1.0, "flash attention 3"),
+        ({"flash attention 3": 0.99, "flash attention 4": 1.2}, 1.0, "flash attention 2"),
+        ({"flash attention 3": 0.9, "flash attention 4": 0.1}, 1.1, "flash attention 3"),
+    ],
+)
+def test_the_fastest_right_one_is_found(
+    times: dict[str, float], factor: float, name: str, there: Torch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there.package.factor = factor
+    taken: list[float] = []
+
+    def seconds(work: Any) -> float:
+        work()
+        which = FLASH_4.name if there.package.launches else FLASH_3.name if "FA3" in there.changes else "usual"
+        there.package.launches.clear()
+        there.changes.clear()
+        taken.append(times.get(which, 1.0))
+        return taken[-1]
+
+    def passes(*given: Any) -> Any:
+        found = plain(*given)
+        if given[2].device.numel() != 2:  # results, which are compared: only work counts
+            there.package.launches.clear()
+            there.changes.clear()
+        return found
+
+    plain = flash_versions._pass
+    monkeypatch.setattr(flash_versions, "_pass", passes)
+    monkeypatch.setattr(flash_versions, "seconds_on", lambda device: seconds)
+    with traced_for("cuda", generation=9):
+        found = fastest_version(changed("llama"), CPU, NOWHERE, 300)
+    assert found is not None and found.name == name
+    assert list(found.passed_over) == (["flash attention 4"] if factor != 1.0 else [])
+    assert there.active is None and not flash4_attention.is_taken(), "nothing is taken yet"
+
+
+def test_nothing_is_measured_where_there_is_one_way(there: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch)
+    with traced_for("cuda", generation=9):
+        assert fastest_version(changed("llama"), CPU, NOWHERE, 300) is None
+    assert not CALLS
+
+
+def test_layers_of_several_kinds_are_told_apart(there: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 4's layers with a window have heads of 256 channels, the others of 512; a model without heads has none."""
     config = Gemma4TextConfig(num_attention_heads=2, num_key_value_heads=1)
     assert {heads.widest for heads in Heads.of(config)} == {256, 512}
     words = "tuner's Triton kernel: heads have 512 channels"
     assert set(kernel_and_reason(config, 8, "bf16", is_here=False).split("; ")) == {"flash attention 2", words}
+    only(monkeypatch, FLASH_3.module)
     with traced_for("cuda", generation=9):
-        use_flash_version(config, CPU)
+        use_flash_version(config, CPU, NOWHERE)
     assert there.active == "FA3"
     assert (Heads.of(MambaConfig()), kernel_and_reason(MambaConfig(), 9, "bf16", True)) == ([], "the model's own")
 
 
 def test_attention_with_dropout_keeps_torchs_own(there: Torch) -> None:
     assert use("llama", 9, attention_dropout=0.1) == "torch's, document by document: attention has dropout"
-    assert there.active is None
+    assert there.active is None and not flash4_attention.is_taken()
 
 
 def test_without_a_package_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", pytest.fail)
     monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: pytest.fail("restored"))
-    assert use("llama", 9) == use("llama", 10) == "flash attention 2"
+    assert use("llama", 8) == "flash attention 2"
+    assert use("llama", 9) == use("llama", 10) != "flash attention 2"
     monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
-    monkeypatch.setattr(flash_versions, "_is_there", lambda module: True)
-    assert use("llama", 9) == "flash attention 2"
+    only(monkeypatch, FLASH_3.module)
+    assert use("llama", 9).startswith("flash attention 2")
 
 
 def test_a_package_is_looked_for_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +261,7 @@ def test_it_is_chosen_where_a_model_is_built_for_a_gpu(monkeypatch: pytest.Monke
     resolved, chosen = resolve(recipe.recipe, 64, RankInfo()), []
     monkeypatch.setattr(model, "_device", lambda facts, rank_info: torch.device("cuda", 0))
     take = "use_flash_version"
-    monkeypatch.setattr(flash_versions, take, lambda config, device: chosen.append((config.model_type, device)))
+    monkeypatch.setattr(flash_versions, take, lambda config, device, *_: chosen.append((config.model_type, device)))
     monkeypatch.setattr(model, "assembled", lambda *args: None)
     model.assemble_model(resolved, RankInfo())
     assert chosen == [("llama", torch.device("cuda", 0))]

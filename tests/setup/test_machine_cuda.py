@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from tests.fixtures.cuda_stub import CudaStub, cuda_stub
+from tuner.model import flash_versions
+from tuner.model.flash_versions import WAY_TO_FLASH_4
 from tuner.setup import machine_cuda
 from tuner.setup.machine_check import Check
 from tuner.setup.machine_torch import _kernels
@@ -20,6 +22,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaStub]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
         monkeypatch.setattr(machine_cuda, "LOCKED", 1 << 20)
+        monkeypatch.setattr(machine_cuda, "generation", lambda index: 9)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(machine_cuda, "triton_problem", lambda: "there is no C compiler (gcc, clang)")
         yield stub
 
@@ -41,6 +45,25 @@ def test_kernels_that_fail_are_no_reason_not_to_train(monkeypatch: pytest.Monkey
     monkeypatch.setattr(machine_cuda, "triton_problem", lambda: None)
     kernels = found()["kernels"]  # there is no GPU here
     assert kernels.status == "warning" and kernels.found.startswith("liger fails on the GPU: ")
+
+
+@pytest.mark.parametrize(
+    ("major", "installed", "status", "shown", "fix"),
+    [
+        (9, ("flash_attn.cute.interface",), "ok", "flash attention 4: flash-attn-4 is installed", ""),
+        (9, (), "missing", "flash attention 2, which torch brings", WAY_TO_FLASH_4),
+        (12, ("flash_attn_interface",), "missing", "flash attention 2, which torch brings", WAY_TO_FLASH_4),
+        (8, (), "ok", "flash attention 2: there is no later one for compute capability 8.x", ""),
+    ],
+)
+@pytest.mark.usefixtures("cuda")
+def test_which_attention_there_is(  # noqa: PLR0917 - a table
+    major: int, installed: tuple[str, ...], status: str, shown: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_versions, "_is_there", lambda module: module in installed)
+    monkeypatch.setattr(machine_cuda, "generation", lambda index: major)
+    check = found()["attention"]
+    assert (check.status, check.found, check.fix) == (status, shown, fix)
 
 
 def test_a_refused_page_lock_is_a_warning(cuda: CudaStub) -> None:

@@ -100,6 +100,7 @@ _KEPT = {
     "tuner::attend_documents",
     "tuner::attend_with_sinks",
     "tuner::flash_attention",
+    "tuner::flash_attention_4",
     "tuner::native_attention",
     "tuner::quantized_linear",
     "tuner::triton_attention",

@@ -7,19 +7,33 @@ from typing import Literal
 
 import torch
 
+from tuner.model import flash4_attention as flash4
 from tuner.model import flash_attention as flash
 from tuner.model import triton_attention as by_triton
 from tuner.model.blocked_attention import attend_documents, attend_with_sinks
 from tuner.model.documents import Documents
 from tuner.runtime.device import AMPERE, generation, is_traced, triton_problem
 
-Way = Literal["flash", "triton", "blocks"]
+Way = Literal["flash4", "flash", "triton", "blocks"]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def way_on(index: int | None, dtype: torch.dtype, widest: int, is_capped: bool, has_sinks: bool = False) -> Way:
-    """Whose kernel attends on CUDA device ``index``, to compilers a constant; the widest head has so many channels."""
-    return way_and_reason(generation(index), dtype, widest, is_capped, has_sinks=has_sinks)[0]
+def way_on(  # noqa: PLR0917 - what all of them depend on
+    index: int | None,
+    dtype: torch.dtype,
+    widths: tuple[int, int],
+    is_grouped: bool,
+    is_capped: bool,
+    has_sinks: bool = False,
+) -> Way:
+    """Whose kernel attends on CUDA device ``index``, to compilers a constant; keys and values have these widths.
+
+    Heads are grouped where several of queries share one of keys.
+    """
+    major = generation(index)
+    if flash4.is_taken() and dtype in flash4.TYPES and not flash4.problem(major, *widths, is_grouped, is_capped):
+        return "flash4"
+    return way_and_reason(major, dtype, max(widths), is_capped, has_sinks=has_sinks)[0]
 
 
 def way_and_reason(  # noqa: PLR0917 - what all of them depend on
@@ -30,7 +44,7 @@ def way_and_reason(  # noqa: PLR0917 - what all of them depend on
     is_here: bool = True,
     has_sinks: bool = False,
 ) -> tuple[Way, str]:
-    """The kernel for a generation of devices, in a word and in words that say why.
+    """The kernel for a generation of devices, in a word and in words that say why, without a package for attention.
 
     Of a device that is not here, all is taken to be installed.
     """
@@ -72,10 +86,12 @@ def attend(  # noqa: PLR0913, PLR0917 - what all kernels are given
     A query sees ``window`` tokens, all before it for 0; a ``cap`` above 0 bends scores s to cap·tanh(s/cap). A ``sink``
     for each head, float32 ``[heads]``, is one more score of each query, whose value is zero.
     """
-    widest = max(query.shape[-1], value.shape[-1])
-    way = way_on(query.device.index, query.dtype, widest, cap > 0, sink is not None)
+    widths, is_grouped = (query.shape[-1], value.shape[-1]), len(query) != len(key)
+    way = way_on(query.device.index, query.dtype, widths, is_grouped, cap > 0, sink is not None)
     bounds, longest, output = documents.device, documents.longest, query
-    if way == "flash" and flash.TAKES_TENSOR:
+    if way == "flash4":
+        output, _ = flash4.flash_attention_4(query, key, value, bounds, longest, window, scale, cap, sink)
+    elif way == "flash" and flash.TAKES_TENSOR:
         output, _ = flash.flash_attention(query, key, value, bounds, longest, window, scale, sink)
     elif way == "flash":
         output = flash.with_number(query, key, value, documents, window, scale)

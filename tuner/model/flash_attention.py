@@ -48,7 +48,7 @@ def flash_attention(  # noqa: PLR0913, PLR0917 - an operation's arguments are te
     result is for the backward pass: the logarithm of the normaliser, float32 ``[heads, T]``. Raises ValueError for
     what the kernel does not take, on fake tensors too.
     """
-    output, normaliser = _run(_Heads(query, key, value), bounds, int(longest), window, scale)
+    output, normaliser = _run(QueryKeyValue(query, key, value), bounds, int(longest), window, scale)
     if sink is None:
         return output, normaliser
     return with_sinks(output, normaliser, sink)
@@ -76,17 +76,17 @@ def _backward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors 
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value; tokens are their outer dimension in memory, as projections want them."""
-    given = _Heads(query, key, value)
+    given = QueryKeyValue(query, key, value)
     wide_query, wide_key, wide_value = _taken(given)
     width, most = wide_query.shape[2], int(longest)
     backward = varlen_backward()
     assert backward is not None, "without it this operation is not called"
     grads = backward(
-        _wide(upstream.to(value.dtype), width),
+        wide(upstream.to(value.dtype), width),
         wide_query,
         wide_key,
         wide_value,
-        _wide(output, width),
+        wide(output, width),
         normaliser,
         bounds,
         bounds,
@@ -97,7 +97,7 @@ def _backward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors 
         scale,
         [window - 1, 0],
     )
-    found = [_ungrouped(grad, tensor) for grad, tensor in zip(grads, given, strict=True)]
+    found = [ungrouped(grad, tensor) for grad, tensor in zip(grads, given, strict=True)]
     return found[0], found[1], found[2]
 
 
@@ -121,10 +121,10 @@ def with_number(
 
     The longest document is a constant to the compiler: the longest that there may be.
     """
-    return _run(_Heads(query, key, value), documents.device, documents.bound, window, scale)[0]
+    return _run(QueryKeyValue(query, key, value), documents.device, documents.bound, window, scale)[0]
 
 
-class _Heads(NamedTuple):
+class QueryKeyValue(NamedTuple):
     """Query, key and value."""
 
     query: torch.Tensor
@@ -133,7 +133,7 @@ class _Heads(NamedTuple):
 
 
 def _run(
-    given: _Heads, bounds: torch.Tensor, longest: int, window: int, scale: float
+    given: QueryKeyValue, bounds: torch.Tensor, longest: int, window: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run torch's function in documents of these bounds and at most so many tokens."""
     _require(given.query, given.key, given.value)
@@ -152,30 +152,36 @@ def _run(
         window_size=(window - 1, 0),
         **options,
     )
-    return output[..., : given.value.shape[2]].contiguous(), normaliser
+    return narrow(output, given.value.shape[2]), normaliser
 
 
-def _taken(given: _Heads) -> _Heads:
+def _taken(given: QueryKeyValue) -> QueryKeyValue:
     """Heads ``[n, T, d]`` as the kernel takes them: ``[T, n, width]``, one width for all that is a multiple of 8."""
     width = -(-max(given.query.shape[2], given.value.shape[2]) // _MULTIPLE) * _MULTIPLE
-    query, key, value = (_wide(tensor.transpose(0, 1), width) for tensor in given)
+    query, key, value = (wide(tensor.transpose(0, 1), width) for tensor in given)
     groups = query.shape[1] // key.shape[1]
     if groups == 1 or _GROUPS:
-        return _Heads(query, key, value)
-    return _Heads(query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
+        return QueryKeyValue(query, key, value)
+    return QueryKeyValue(query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
 
 
-def _wide(tensor: torch.Tensor, width: int) -> torch.Tensor:
+def wide(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """Channels filled up with zeros to this width, each head's next to one another in memory."""
     if tensor.shape[-1] < width:
         return pad(tensor, (0, width - tensor.shape[-1]))
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _ungrouped(grad: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+def ungrouped(grad: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     """The gradient ``[T, heads, width]`` of what the kernel took as that of what was given, ``[n, T, d]``."""
     if grad.shape[1] != len(given):
         grad = grad.unflatten(1, (len(given), -1)).sum(2)
-    return grad[..., : given.shape[2]].contiguous().transpose(0, 1)
+    return narrow(grad, given.shape[2]).transpose(0, 1)
+
+
+def narrow(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """The first channels, next to one another in memory: without those that were filled up."""
+    return tensor.contiguous() if tensor.shape[-1] == width else tensor[..., :width].contiguous()
 
 
 register_backward(flash_attention, _backward)

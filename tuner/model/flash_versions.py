@@ -1,36 +1,47 @@
 """Later flash attentions in place of the second, which torch brings: where installed, and seen to give its results.
 
-The third is for Hopper and the fourth for Blackwell. Torch has them take the place of its own in the whole process
-(`torch.nn.attention.activate_flash_attention_impl`).
+The third is for Hopper, and torch has it take the place of its own in the whole process
+(`torch.nn.attention.activate_flash_attention_impl`). The fourth is for Hopper and Blackwell and is called by tuner
+itself (:mod:`.flash4_attention`).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import warnings
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
 
+from tuner.model import flash4_attention as flash4
 from tuner.model.cuda_attention import attend, way_and_reason
 from tuner.model.documents import Documents
-from tuner.model.transformers_private import takes_our_attention
+from tuner.model.fastest import Candidate, Fastest, fastest, seconds_on
+from tuner.model.transformers_private import has_sinks, takes_our_attention
 from tuner.runtime.device import generation
 
 
 @dataclass(frozen=True)
 class Version:
-    """A later flash attention: its name in torch, the package that brings it, and what it takes."""
+    """A later flash attention: its name, the package that brings it, and the module that is looked for."""
 
     name: str
+    package: str
     module: str
-    generation: int
-    widest: int
 
 
-VERSIONS = (Version("FA3", "flash_attn_interface", 9, 256), Version("FA4", "flash_attn.cute.interface", 10, 128))
+FLASH_3 = Version("flash attention 3", "flash-attn-3", "flash_attn_interface")
+FLASH_4 = Version("flash attention 4", "flash-attn-4", flash4.MODULE)
+VERSIONS = (FLASH_4, FLASH_3)
+"""The newest first."""
+KERNELS = "kernels"
+"""Of the cache: what is compiled, and what was measured."""
+USUAL = "flash attention 2"
+WAY_TO_FLASH_4 = "pip install flash-attn-4==4.0.0b36"
 ALLOWED = 2e-2
 """How far results in bf16 may be from those of the second version, relative: twice what rounding makes of them."""
 
@@ -43,8 +54,15 @@ class Heads:
     keys: int
     width: int
     value_width: int
-    is_capped: bool
+    cap: float
+    """Soft bound of the scores; 0: none."""
     dropout: float
+    has_sinks: bool = False
+
+    @property
+    def is_capped(self) -> bool:
+        """Whether scores have a soft bound."""
+        return self.cap > 0
 
     @property
     def widest(self) -> int:
@@ -57,7 +75,8 @@ class Heads:
         with suppress(Exception):  # configs of other kinds of model raise errors of their own
             text = config.get_text_config()
             layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
-            return list(dict.fromkeys(Heads._of_layer(layer) for layer in layers))
+            sinks = has_sinks(config)
+            return list(dict.fromkeys(replace(Heads._of_layer(layer), has_sinks=sinks) for layer in layers))
         return []
 
     @staticmethod
@@ -69,9 +88,9 @@ class Heads:
         value_width = getattr(config, "v_head_dim", None) or width
         names = ("attention_dropout", "attn_pdrop", "attn_dropout")
         dropout = max(getattr(config, name, None) or 0.0 for name in names)
-        is_capped = bool(getattr(config, "attn_logit_softcapping", None))
+        cap = float(getattr(config, "attn_logit_softcapping", None) or 0.0)
         keys = int(getattr(config, "num_key_value_heads", None) or queries)
-        return Heads(queries, keys, int(width), int(value_width), is_capped, float(dropout))
+        return Heads(queries, keys, int(width), int(value_width), cap, float(dropout))
 
 
 def kernel_and_reason(config: PretrainedConfig, device_generation: int, precision: str, is_here: bool) -> str:
@@ -83,38 +102,48 @@ def kernel_and_reason(config: PretrainedConfig, device_generation: int, precisio
     if not kinds or not takes_our_attention(config):
         return "the model's own"
     dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
-    version = wanted_version(kinds, device_generation) if is_here else None
+    there = versions_for(kinds, device_generation) if is_here and dtype in flash4.TYPES else ()
     for heads in kinds:
-        way, words = way_and_reason(device_generation, dtype, heads.widest, heads.is_capped, is_here)
+        _, words = way_and_reason(device_generation, dtype, heads.widest, heads.is_capped, is_here, heads.has_sinks)
+        version = next((one for one in there if _serves(one, heads, device_generation)), None)
         if heads.dropout:
             words = "torch's, document by document: attention has dropout"
-        elif way == "flash" and version is not None:
-            words = f"flash attention {version.name[-1]}: {version.module} is installed"
-        elif way == "flash":
-            words = "flash attention 2"
+        elif version is not None:
+            words = f"{version.name}: {version.package} is installed"
+        elif words == "flash attention":
+            words = USUAL
+        if is_here and not there and dtype in flash4.TYPES and _serves(FLASH_4, heads, device_generation):
+            words += f" (for this device there is {FLASH_4.name}: {WAY_TO_FLASH_4})"
         found[words] = None
     return "; ".join(found)
 
 
-def wanted_version(kinds: list[Heads], device_generation: int) -> Version | None:
-    """The later flash attention that is for this device and all of these heads that take one, and installed."""
-    served = _served(kinds, device_generation)
-    # It takes the place of torch's in all that torch does, and none takes dropout.
-    if not served or any(heads.dropout for heads in kinds):
-        return None
-    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):  # not in torch 2.11
-        return None
-    for version in VERSIONS:
-        fits = version.generation == device_generation and all(heads.widest <= version.widest for heads in served)
-        if fits and version.name in torch.nn.attention.list_flash_attention_impls() and _is_there(version.module):
-            return version
-    return None
+def versions_for(kinds: Sequence[Heads], device_generation: int) -> tuple[Version, ...]:
+    """The later flash attentions that are installed and take some of these heads on such a device, the newest first."""
+    return tuple(
+        version
+        for version in VERSIONS
+        if any(_serves(version, heads, device_generation) for heads in kinds) and _can_be_taken(version, kinds)
+    )
 
 
-def _served(kinds: list[Heads], device_generation: int) -> list[Heads]:
-    """The heads that flash attention serves, in bf16."""
-    ways = [way_and_reason(device_generation, torch.bfloat16, one.widest, one.is_capped, False)[0] for one in kinds]
-    return [heads for heads, way in zip(kinds, ways, strict=True) if way == "flash"]
+def _serves(version: Version, heads: Heads, device_generation: int) -> bool:
+    if heads.dropout:
+        return False
+    if version is FLASH_4:
+        is_grouped = heads.queries != heads.keys
+        return not flash4.problem(device_generation, heads.width, heads.value_width, is_grouped, heads.is_capped)
+    way, _ = way_and_reason(device_generation, torch.bfloat16, heads.widest, heads.is_capped, is_here=False)
+    return device_generation == 9 and way == "flash"
+
+
+def _can_be_taken(version: Version, kinds: Sequence[Heads]) -> bool:
+    if version is FLASH_3:  # it takes the place of torch's in all that torch does, and none takes dropout
+        if any(heads.dropout for heads in kinds) or not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+            return False  # not in torch 2.11
+        if "FA3" not in torch.nn.attention.list_flash_attention_impls():
+            return False
+    return _is_there(version.module)
 
 
 def _is_there(module: str) -> bool:
@@ -124,32 +153,90 @@ def _is_there(module: str) -> bool:
         return False
 
 
-def use_flash_version(config: PretrainedConfig, device: torch.device) -> None:
-    """Let the process's flash attention be the latest that device and model take; warn where one turns out wrong.
+def use_flash_version(
+    config: PretrainedConfig, device: torch.device, cache: Path, wanted: str | None = None
+) -> None:
+    """Let attention be computed by the version of this name, else by the newest that device and model take.
 
-    Each process decides for itself, before its model attends on the device.
+    One that turns out wrong, or is ``wanted`` and cannot be had, is warned of. What is compiled for it is kept in the
+    ``cache``. Each process decides for itself, before its model attends on the device.
     """
+    flash4.keep_kernels(cache / KERNELS)
     kinds, major = Heads.of(config), generation(device.index)
-    version = wanted_version(kinds, major) if takes_our_attention(config) else None
-    if version is not None and (problem := _problem_with(version, _served(kinds, major), device)) is not None:
-        warnings.warn(f"{version.module} is installed, and flash attention 2 is used: {problem}", stacklevel=2)
-        version = None
-    _switch_to(version)
+    there = versions_for(kinds, major) if takes_our_attention(config) and wanted != USUAL else ()
+    chosen = None
+    for version in there:
+        if wanted in {None, version.name}:
+            problem = _problem_with(version, [heads for heads in kinds if _serves(version, heads, major)], device)
+            if problem is None:
+                chosen = version
+                break
+            warnings.warn(f"{version.package} is installed, and {USUAL} is used: {problem}", stacklevel=2)
+    if wanted is not None and wanted not in {USUAL, *(version.name for version in there)}:
+        said = f"the run was trained with {wanted}, which is not here: results may round otherwise"
+        warnings.warn(said, stacklevel=2)
+    _switch_to(chosen)
+
+
+def fastest_version(
+    config: PretrainedConfig, device: torch.device, cache: Path, tokens: int
+) -> Fastest | None:
+    """The fastest flash attention for a model's heads in one document of so many tokens, forward and backward.
+
+    None where no other than the usual one is installed that takes any of them.
+    """
+    flash4.keep_kernels(cache / KERNELS)
+    kinds, major = Heads.of(config), generation(device.index)
+    there = versions_for(kinds, major) if takes_our_attention(config) else ()
+    if not there:
+        return None
+    served = [heads for heads in kinds if any(_serves(version, heads, major) for version in there)]
+
+    def candidate(name: str, version: Version | None) -> Candidate:
+        def results() -> list[torch.Tensor]:
+            with _used(version):
+                return [tensor for heads in served for tensor in _results(heads, device)]
+
+        inputs = [_inputs(heads, (tokens,), device) for heads in served]
+
+        def work() -> None:
+            with _used(version):
+                for heads, leaves in zip(served, inputs, strict=True):
+                    _pass(heads, leaves, Documents.of((tokens,), device), 0)
+
+        return Candidate(name, results, work)
+
+    others = [candidate(version.name, version) for version in there]
+    return fastest(candidate(USUAL, None), others, ALLOWED, seconds_on(device))
 
 
 _problems: dict[tuple[str, Heads], str | None] = {}
 """What is wrong with a version for such heads in this process, once that was tried."""
 _ours: list[Version] = []
-"""The version that this module had torch take, if any: one that others chose stays."""
+"""The version that this module had the process take, if any: one that others chose stays."""
 
 
 def _switch_to(version: Version | None) -> None:
-    if _ours and _ours[0] != version:
+    before = _ours[0] if _ours else None
+    if before != version:
         _ours.clear()
-        torch.nn.attention.restore_flash_attention_impl()
-    if version is not None and not _ours:
-        torch.nn.attention.activate_flash_attention_impl(version.name)
-        _ours.append(version)
+        flash4.take(version is FLASH_4)
+        if before is FLASH_3:
+            torch.nn.attention.restore_flash_attention_impl()
+        if version is FLASH_3:
+            torch.nn.attention.activate_flash_attention_impl("FA3")
+        if version is not None:
+            _ours.append(version)
+
+
+@contextmanager
+def _used(version: Version | None) -> Iterator[None]:
+    before = _ours[0] if _ours else None
+    try:
+        _switch_to(version)
+        yield
+    finally:
+        _switch_to(before)
 
 
 def _problem_with(version: Version, kinds: list[Heads], device: torch.device) -> str | None:
@@ -164,28 +251,34 @@ def _problem_with(version: Version, kinds: list[Heads], device: torch.device) ->
 
 
 def _tried(version: Version, heads: Heads, device: torch.device) -> str | None:
-    _switch_to(None)
-    before = _results(heads, device)
+    with _used(None):
+        before = _results(heads, device)
     try:
-        _switch_to(version)
-        far = max(float((a - b).norm() / b.norm()) for a, b in zip(_results(heads, device), before, strict=True))
+        with _used(version):
+            far = max(float((a - b).norm() / b.norm()) for a, b in zip(_results(heads, device), before, strict=True))
     except Exception as error:  # noqa: BLE001 - whatever a package that is not ours raises
         return (str(error).splitlines() or [type(error).__name__])[0]
-    finally:
-        _switch_to(None)
     return None if far <= ALLOWED else f"its results differ by {far:.1%}"
 
 
 def _results(heads: Heads, device: torch.device) -> list[torch.Tensor]:
     """What attention and its gradients are for some documents, with a window and without."""
-    lengths, generator = (70, 200, 1, 113), torch.Generator().manual_seed(0)
-    documents, found = Documents.of(lengths, device), []
+    lengths = (70, 200, 1, 113)
+    leaves, documents = _inputs(heads, lengths, device), Documents.of(lengths, device)
+    return [tensor.float() for window in (0, 64) for tensor in _pass(heads, leaves, documents, window)]
+
+
+def _inputs(heads: Heads, lengths: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
+    """Query, key and value ``[heads, T, d]``, drawn."""
+    generator = torch.Generator().manual_seed(0)
     shapes = (heads.queries, heads.width), (heads.keys, heads.width), (heads.keys, heads.value_width)
-    for window in (0, 64):
-        given = [torch.randn(sum(lengths), *shape, generator=generator) for shape in shapes]
-        leaves = [one.to(device, torch.bfloat16).transpose(0, 1).requires_grad_() for one in given]
-        query, key, value = leaves
-        output = attend(query, key, value, documents, window, heads.width**-0.5, 0.0)
-        grads = torch.autograd.grad(output, leaves, torch.ones_like(output) / 2 + output.detach())
-        found += [tensor.detach().float() for tensor in (output, *grads)]
-    return found
+    drawn = [torch.randn(sum(lengths), *shape, generator=generator) for shape in shapes]
+    return [one.to(device, torch.bfloat16).transpose(0, 1).requires_grad_() for one in drawn]
+
+
+def _pass(heads: Heads, leaves: list[torch.Tensor], documents: Documents, window: int) -> list[torch.Tensor]:
+    """A forward and a backward pass: output and gradients."""
+    query, key, value = leaves
+    sink = torch.linspace(-1, 2, heads.queries, device=query.device) if heads.has_sinks else None
+    output = attend(query, key, value, documents, window, heads.width**-0.5, heads.cap, sink)
+    return [output.detach(), *torch.autograd.grad(output, leaves, output.detach() + 0.5)]

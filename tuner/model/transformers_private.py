@@ -215,13 +215,23 @@ def takes_our_attention(config: PretrainedConfig) -> bool:
     layers, but it decides whether they are given a causal mask. So do those that choose keys by content inside of that
     mask (Doge): they need it, and hand on what they made of it.
     """
-    text = config.get_text_config()
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if text is not config:  # of a whole multimodal model its language model decides, whatever attends to pictures
-        kind = MODEL_MAPPING.get(type(text), kind)
-    kinds = [each for each in (kind if isinstance(kind, tuple) else (kind,)) if each is not None]
+    kinds = _classes(config)
     takes = all(private_attribute(each, "_can_set_attn_implementation", _BUILDING)() for each in kinds)
     return takes and not any(_masks_by_content(each) for each in kinds)
+
+
+def has_sinks(config: PretrainedConfig) -> bool:
+    """Whether layers of the class behind a config give attention a learned sink for each head."""
+    return any("s_aux=" in inspect.getsource(sys.modules[kind.__module__]) for kind in _classes(config))
+
+
+def _classes(config: PretrainedConfig) -> list[type[nn.Module]]:
+    """The classes behind a config; of a multimodal model its language model's, whatever attends to pictures."""
+    text = config.get_text_config()
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if text is not config:
+        kind = MODEL_MAPPING.get(type(text), kind)
+    return [each for each in (kind if isinstance(kind, tuple) else (kind,)) if each is not None]
 
 
 def _masks_by_content(kind: type[nn.Module]) -> bool:

@@ -17,7 +17,8 @@ from tuner.runtime.dist import cores
 
 PACKAGES = (
     "torch", "transformers", "peft", "liger-kernel", "tokenizers", "safetensors", "pyarrow", "numpy",
-    "huggingface-hub", "pydantic", "datasets", "triton", "flash-attn", "bitsandbytes", "accelerate",
+    "huggingface-hub", "pydantic", "datasets", "triton", "flash-attn", "flash-attn-4",
+    "nvidia-cutlass-dsl", "bitsandbytes", "accelerate",
 )  # fmt: skip
 """Whose versions are recorded, besides Python's and the program's own, whatever it is published as."""
 VARIABLES = (

@@ -8,9 +8,11 @@ from collections.abc import Iterator
 import torch
 
 from tuner.errors import MachineError
+from tuner.model.flash4_attention import problem
+from tuner.model.flash_versions import FLASH_4, USUAL, WAY_TO_FLASH_4, Heads, versions_for
 from tuner.model.kernels import has_liger
 from tuner.runtime.before_torch import ALLOCATOR, SEGMENTS, is_wsl
-from tuner.runtime.device import TO_COMPILE, forget_cuda_error, triton_problem
+from tuner.runtime.device import TO_COMPILE, forget_cuda_error, generation, triton_problem
 from tuner.runtime.dist import RankInfo
 from tuner.setup.machine_check import Check
 
@@ -24,6 +26,7 @@ def examine_cuda() -> Iterator[Check]:
     if not torch.cuda.is_available():
         return
     yield _liger()
+    yield _attention()
     yield _page_lock()
     yield _allocator()
     if torch.cuda.device_count() > 1:
@@ -48,6 +51,19 @@ def _liger() -> Check:
     if not right:
         return Check("kernels", "broken", "liger gives numbers that are not finite on the GPU")
     return Check("kernels", "ok", "liger computes on the GPU")
+
+
+def _attention() -> Check:
+    """Which flash attention there is for this device; whether it is right is tried on each model's own heads."""
+    major = generation(torch.cuda.current_device())
+    usual = [Heads(32, 8, 128, 128, 0.0, 0.0)]  # of most models with 7 billion parameters and more
+    there = versions_for(usual, major)
+    if there:
+        return Check("attention", "ok", f"{there[0].name}: {there[0].package} is installed")
+    if problem(major, 128, 128, is_grouped=True, is_capped=False) is not None:
+        return Check("attention", "ok", f"{USUAL}: there is no later one for compute capability {major}.x")
+    means = f"attention takes longer than by {FLASH_4.name}, which is for this device"
+    return Check("attention", "missing", f"{USUAL}, which torch brings", means, WAY_TO_FLASH_4)
 
 
 def _page_lock() -> Check:

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tuner.config.methods import DistillMethod
+from tuner.data.encoding.tokenizer_files import cache_root
 from tuner.errors import RecipeError
 from tuner.model.build import build_model, is_part
 from tuner.model.probe import Read, RouteRefused, are_there, prove_route, require_isolation
@@ -48,7 +49,9 @@ def assemble_model(resolved: Resolved, rank_info: RankInfo) -> tuple[Built, Step
     else:
         from tuner.model.flash_versions import use_flash_version  # with the kernels of GPUs
 
-        use_flash_version(resolved.config, device)
+        cache = resolved.recipe.data.cache_dir
+        place = cache_root() if cache is None else Path(cache)
+        use_flash_version(resolved.config, device, place, resolved.settled.get("attention"))
     step_config = step_config_of(resolved, device, rank_info)
     return assembled(resolved, assembly_spec(resolved), step_config.mesh, device), step_config
 

@@ -4,7 +4,7 @@
     <cache>/reference/<key>/   what a model gives the documents of prepared rows (`data/building/columns.py`)
     <cache>/teacher/<key>/     the same of their trained tokens
     <cache>/<level>/.<key>.lock   held by whoever builds or removes that key; the file itself is never removed
-    <cache>/{choices,exports,fits,hashes,proofs}/<key>.json   what launches found out and keep for later ones
+    <cache>/{choices,exports,fits,hashes,kernels,proofs}/<key>.json   what launches found out and keep for later ones
     <cache>/<level>/.tmp-<key>-*, .trash-*<key>-*   leftovers of a builder that was killed
 
 No name among these may be a link: nothing is read or written through one. `collect` leaves links alone.
@@ -55,7 +55,7 @@ SCHEMAS: dict[Level, str] = {
     "reference": REFERENCE_SCHEMA,
     "teacher": TEACHER_SCHEMA,
 }
-RECORDS = ("choices", "exports", "fits", "hashes", "proofs")
+RECORDS = ("choices", "exports", "fits", "hashes", "kernels", "proofs")
 """Directories of what launches keep for later ones (:func:`~tuner.runtime.files.keep_json`), one file each."""
 SELF = "manifest_sha256"
 """The manifest's own digest in it: a key changed by hand or by the disk is damage, as in any other file."""

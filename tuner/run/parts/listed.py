@@ -4,6 +4,7 @@ from tuner.config.recipe import Recipe
 from tuner.run.parts.cores import Cores
 from tuner.run.parts.exactness import Exactness
 from tuner.run.parts.initial_weights import InitialWeights
+from tuner.run.parts.kernels import Kernels
 from tuner.run.parts.mock_batch import MockBatch
 from tuner.run.parts.offload import Offload
 from tuner.run.parts.own_code import OwnCode
@@ -18,6 +19,7 @@ PARTS: tuple[type[Part], ...] = (
     Cores,
     Exactness,
     InitialWeights,
+    Kernels,
     Reference,
     Teacher,
     Windows,

@@ -1,0 +1,112 @@
+"""Whose kernels compute: measured once by rank 0 and kept; a run that is resumed keeps what its checkpoint names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.model.tiny import tiny_config
+from tuner.config.load import load_recipe
+from tuner.model import flash_versions
+from tuner.model.fastest import Fastest
+from tuner.run.parts import kernels
+from tuner.run.parts.kernels import LEAST_STEPS, Kernels
+from tuner.run.parts.listed import parts_of
+from tuner.runtime.console import Console
+from tuner.setup.resolve import Resolved
+
+FOURTH = Fastest("flash attention 4", {"flash attention 2": 9.7, "flash attention 4": 5.1}, {})
+
+
+class Ranks:
+    """Rank 0 of a group that no other is in."""
+
+    def __init__(self, group: object) -> None:
+        pass
+
+    def on_rank0(self, work: Any) -> Any:
+        return work()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each measurement that is made."""
+    found: list[int] = []
+
+    def measured(config: Any, device: torch.device, cache: Path, tokens: int) -> Fastest:
+        found.append(tokens)
+        return FOURTH
+
+    monkeypatch.setattr(kernels, "Collective", Ranks)
+    monkeypatch.setattr(kernels, "gloo_group", lambda: None)
+    monkeypatch.setattr(flash_versions, "fastest_version", measured)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return found
+
+
+def launch(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, steps: int = LEAST_STEPS, state: dict[str, Any] | None = None,
+    device: str = "cuda",
+) -> tuple[Kernels, Resolved]:  # fmt: skip
+    tree = {"model": {"name_or_path": "owner/name"}, "data": {"train": "r.jsonl", "max_length": 64}}
+    recipe = load_recipe(tree).recipe
+    plan = SimpleNamespace(plan=SimpleNamespace(total_steps=steps))
+    monkeypatch.setattr(kernels, "timetable", lambda *given: plan)
+    facts: Any = SimpleNamespace(kind=device, name="NVIDIA H200")
+    resolved = Resolved(recipe, facts, tiny_config("llama"), None, 1, {}, settled={"train.micro_batch_size": 2})  # type: ignore[arg-type]
+    checkpoint = None if state is None else SimpleNamespace(state=state)
+    ready: Any = SimpleNamespace(
+        status=SimpleNamespace(checkpoint=checkpoint), data=None, starts=None, spec=SimpleNamespace(cache_dir=cache),
+        before=SimpleNamespace(console=Console(True, "info")),
+    )  # fmt: skip
+    part = Kernels(recipe)
+    return part, part.before_build(ready, resolved)
+
+
+def test_the_fastest_is_measured_once_said_and_noted(
+    asked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part, resolved = launch(tmp_path, monkeypatch)
+    assert resolved.settled == {"train.micro_batch_size": 2, "attention": "flash attention 4"}
+    assert part.state(3) == {"kernels": {"attention": "flash attention 4"}}
+    assert "attention: flash attention 4 5.1 ms, flash attention 2 9.7 ms" in capsys.readouterr().err
+    assert launch(tmp_path, monkeypatch)[1] == resolved and asked == [64], "what was measured is kept"
+    monkeypatch.setattr(kernels, "versions", lambda: {"torch": "other"})
+    launch(tmp_path, monkeypatch)
+    assert asked == [64, 64], "for the same device, shapes and versions"
+
+
+@pytest.mark.parametrize("had", ["flash attention 2", "flash attention 3"])
+def test_a_resumed_run_keeps_what_its_checkpoint_names(
+    had: str, asked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, resolved = launch(tmp_path, monkeypatch, state={"kernels": {"attention": had}})
+    assert (resolved.settled["attention"], asked) == (had, [])
+    assert part.state(9) == {"kernels": {"attention": had}}
+
+
+@pytest.mark.parametrize("state", [{}, {"kernels": "flash"}])
+def test_a_checkpoint_without_a_choice_leads_to_one(
+    state: dict[str, Any], asked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert launch(tmp_path, monkeypatch, state=state)[1].settled["attention"] == FOURTH.name and asked == [64]
+
+
+@pytest.mark.parametrize(("steps", "device"), [(LEAST_STEPS - 1, "cuda"), (1000, "cpu")])
+def test_short_runs_and_cpus_measure_nothing(
+    steps: int, device: str, asked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, resolved = launch(tmp_path, monkeypatch, steps, device=device)
+    assert (part.state(1), asked) == ({}, []) and "attention" not in resolved.settled
+
+
+def test_a_recipe_for_a_cpu_has_no_such_part() -> None:
+    def names(device: str) -> list[str]:
+        tree = {"model": {"name_or_path": "m"}, "data": {"train": "r.jsonl"}, "train": {"device": device}}
+        return [type(part).__name__ for part in parts_of(load_recipe(tree).recipe)]
+
+    assert "Kernels" in names("auto") and "Kernels" in names("cuda") and "Kernels" not in names("cpu")

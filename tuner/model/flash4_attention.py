@@ -1,0 +1,183 @@
+"""Flash attention 4 inside documents, on Hopper and Blackwell: the package `flash-attn-4` as one opaque operation.
+
+Torch has it take the place of its own attention in the whole process, and for Blackwell alone. Called here it serves
+compute capability 9.x to 12.x, and what torch's own does not take: soft caps (Gemma 2), and sinks (gpt-oss) without a
+pass of their own. Its kernels are written in Python and compiled at their first call, 10 s for forward and backward;
+:func:`keep_kernels` has it keep them. What it takes follows from the asserts of its backward pass, version 4.0.0b36;
+`tools/attention_campaign.py flash4` compiles every call that is made here, without a device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tuner.model.attention_ops import new_gradients, new_results, register_backward
+from tuner.model.flash_attention import QueryKeyValue, narrow, ungrouped, wide
+from tuner.runtime.device import generation
+from tuner.runtime.torch_private import Need, private_attribute
+
+MODULE = "flash_attn.cute.interface"
+TYPES = (torch.bfloat16, torch.float16)
+_WIDEST = {9: 256, 10: 128, 11: 128, 12: 128}
+"""Channels of the widest head by the major number of the compute capability, where keys and values have as many."""
+_BLACKWELLS_WIDE = 256
+"""The one width above 128 for which data centres' Blackwell has a kernel; it takes neither caps nor sinks."""
+_LATENT = (192, 128)
+"""Widths of keys and values that need not be made one, where each head has keys of its own (DeepSeek)."""
+_MULTIPLE = 8
+_LEAST = 256
+"""The longest document that is said, at least. Where all fit a block it would compile other kernels, amid training."""
+_NEED = Need("attention by flash attention 4", "without the package the second computes it")
+_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
+
+
+def widths(major: int, width: int, value_width: int, is_grouped: bool) -> tuple[int, int] | None:
+    """Channels of keys and of values that the kernel is given for such heads, the rest zeros; None: it takes none."""
+    if (width, value_width) == _LATENT and not is_grouped and major in (9, 10, 11):
+        return _LATENT
+    widest = -(-max(width, value_width) // _MULTIPLE) * _MULTIPLE
+    if widest <= _WIDEST.get(major, 0):
+        return widest, widest
+    return (_BLACKWELLS_WIDE, _BLACKWELLS_WIDE) if major in (10, 11) and widest <= _BLACKWELLS_WIDE else None
+
+
+def problem(major: int, width: int, value_width: int, is_grouped: bool, is_capped: bool) -> str | None:
+    """Why heads in bf16 are not computed by it on a device of this compute capability, in words; None where they are.
+
+    Sinks are taken wherever heads are: the backward pass needs none of the kernel's own (:mod:`.attention_ops`).
+    """
+    given = widths(major, width, value_width, is_grouped)
+    if major not in _WIDEST:
+        return "it is for compute capability 9.x to 12.x"
+    if given is None:
+        return f"it takes no heads of {max(width, value_width)} channels here"
+    if is_capped and major in (10, 11) and given[0] > _WIDEST[major]:
+        return f"it takes no soft cap with heads of {given[0]} channels here"
+    if torch.are_deterministic_algorithms_enabled() and major == 12:
+        return "its backward pass is not deterministic here"
+    return None
+
+
+def keep_kernels(directory: Path) -> None:
+    """Have what is compiled kept here for later processes: to be called before the package is loaded."""
+    os.environ.setdefault(f"{_CACHE}_ENABLED", "1")
+    os.environ.setdefault(f"{_CACHE}_DIR", str(directory))
+
+
+_taken_now: list[bool] = [False]
+
+
+def take(wanted: bool) -> None:
+    """Have attention of this process be computed by it wherever it takes the heads, or no longer."""
+    _taken_now[0] = wanted
+
+
+def is_taken() -> bool:
+    """Whether it is."""
+    return _taken_now[0]
+
+
+@cache
+def _package() -> Any:
+    return importlib.import_module(MODULE)
+
+
+@torch.library.custom_op("tuner::flash_attention_4", mutates_args=())
+def flash_attention_4(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: torch.Tensor,
+    window: int,
+    scale: float,
+    cap: float,
+    sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention ``[T, heads, d_value]`` of query ``[heads, T, d]`` to key ``[kv_heads, T, d]`` and value.
+
+    All are of one of :data:`TYPES`. ``bounds`` int32 ``[documents + 1]`` lies on their device, ``longest`` int32
+    ``[1]`` on the CPU: no document has more tokens. A query sees ``window`` tokens, all before it for 0. A ``cap``
+    above 0 bends scores s to cap·tanh(s/cap). A ``sink`` for each head, float32 ``[heads]``, is one more score of each
+    query, whose value is zero. The second result, float32 ``[heads, T]``, is for the backward pass: the logarithm of
+    the normaliser, sink included. Raises ValueError for what the kernel does not take.
+    """
+    given = _taken(QueryKeyValue(query, key, value))
+    # Caps and sinks are parts of the kernel: one without the other is another program, compiled at its first call.
+    output, normaliser, *_ = private_attribute(_package(), "_flash_attn_fwd", _NEED)(
+        *given, softcap=cap or None, learnable_sink=sink, return_lse=True, **_asked(bounds, longest, window, scale)
+    )
+    return narrow(output, value.shape[2]), normaliser
+
+
+flash_attention_4.register_fake(new_results)
+
+
+@torch.library.custom_op("tuner::flash_attention_4_backward", mutates_args=())
+def _backward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
+    upstream: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    normaliser: torch.Tensor,
+    bounds: torch.Tensor,
+    longest: torch.Tensor,
+    window: int,
+    scale: float,
+    cap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value; tokens are their outer dimension in memory, as projections want them."""
+    heads = QueryKeyValue(query, key, value)
+    given = _taken(heads)
+    width = given.value.shape[2]
+    # The sum over a query's gradient is taken in the order in which blocks finish, unless it is to be the same twice.
+    grads = private_attribute(_package(), "_flash_attn_bwd", _NEED)(
+        *given,
+        wide(output, width),
+        wide(upstream.to(value.dtype), width).contiguous(),
+        normaliser.contiguous(),
+        softcap=cap,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        **_asked(bounds, longest, window, scale),
+    )
+    found = [ungrouped(grad, tensor) for grad, tensor in zip(grads[:3], heads, strict=True)]
+    return found[0], found[1], found[2]
+
+
+_backward.register_fake(new_gradients)
+register_backward(flash_attention_4, _backward)
+
+
+def _taken(given: QueryKeyValue) -> QueryKeyValue:
+    """Heads ``[n, T, d]`` as the kernel takes them: ``[T, n, width]``, filled up with zeros. Raises ValueError."""
+    query, key, value = given
+    major = generation(query.device.index)
+    wanted = widths(major, query.shape[2], value.shape[2], len(query) != len(key))
+    if wanted is None or {tensor.dtype for tensor in given} - {query.dtype} or query.dtype not in TYPES:
+        found = f"{query.shape[2]} and {value.shape[2]} channels in {query.dtype}"
+        raise ValueError(f"flash attention 4 takes no heads of {found} on compute capability {major}.x")
+    sizes = (wanted[0], wanted[0], wanted[1])
+    query, key, value = (wide(tensor.transpose(0, 1), size) for tensor, size in zip(given, sizes, strict=True))
+    return QueryKeyValue(query, key, value)
+
+
+def _asked(bounds: torch.Tensor, longest: torch.Tensor, window: int, scale: float) -> dict[str, Any]:
+    """What forward and backward are asked alike. A window counts the tokens before a query's own."""
+    most = max(int(longest), _LEAST)
+    return {
+        "cu_seqlens_q": bounds,
+        "cu_seqlens_k": bounds,
+        "max_seqlen_q": most,
+        "max_seqlen_k": most,
+        "softmax_scale": scale,
+        "causal": True,
+        "window_size_left": window - 1 if window else None,
+        "window_size_right": 0 if window else None,
+    }
