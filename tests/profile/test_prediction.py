@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tuner.profile.devices import MEASURED
+from tuner.profile import devices
 from tuner.profile.prediction import NAMES, PARTS, MemoryMoment, MemoryTimeline, Part, Phase, Prediction, TimeEstimate
 from tuner.profile.report import plain, sentence, table
 
@@ -48,13 +48,13 @@ def test_verdict_allows_for_the_stated_error(limit: int, verdict: str) -> None:
 def test_a_prediction_decides_only_for_devices_that_it_was_held_against(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Prediction("cpu, 2 cores", "cpu", 1, 1, COURSE, 99, 0.02, TIME)
     assert here.verified and here.refuses and not here.warnings and not replace(here, limit_bytes=102).refuses
-    there = replace(here, device="NVIDIA H200", device_kind="cuda")
+    there = replace(here, device="NVIDIA L40S", device_kind="cuda")
     assert there.verdict == "does not fit" and not there.verified and not there.refuses
-    assert "predictions for NVIDIA H200 are unverified" in there.warnings[0]
+    assert "predictions for NVIDIA L40S are unverified" in there.warnings[0]
     assert "stated error 2%, unverified" in sentence(there) and "unverified" not in sentence(here)
     assert (plain(there)["verified"], plain(here)["verified"]) == (False, True)
     assert not replace(there, limit_bytes=102).warnings
-    monkeypatch.setitem(MEASURED, "NVIDIA H200", "docs/performance.md")
+    monkeypatch.setattr(devices, "stated_error", {"NVIDIA L40S": 0.03}.get)
     assert there.verified and there.refuses and not replace(there, device="NVIDIA H100 SXM").verified
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -67,33 +68,69 @@ class Flops:
         return sum(self.parts(lengths, n_trained).values())
 
 
+class Product(NamedTuple):
+    """A weight that tokens are multiplied by, or several of one shape."""
+
+    inputs: int
+    outputs: int
+    copies: int
+    """How many there are."""
+    share: float
+    """Of the tokens, that one of them meets: of routed experts the part that goes to each."""
+    cost: int
+    """Operations of each number for each token: :data:`TRAINED` or :data:`FROZEN`."""
+    is_output: bool
+    """Whether it is the output layer's, which is asked for trained tokens alone."""
+
+    @property
+    def numbers(self) -> float:
+        """Those of all of them that a token meets, on the average."""
+        return self.inputs * self.outputs * self.copies * self.share
+
+
+def products_of(model: PreTrainedModel) -> list[Product]:
+    """The products of a model as it is trained, a line for each weight: whole or sharded, on any device."""
+    head = head_layer(model)
+    of_head = set() if head is None else {id(weight) for weight in head.parameters()}
+    chosen, experts = 1.0, 0
+    with suppress(Exception):  # configs of other kinds of model raise errors of their own
+        chosen, experts = _routed(model.config.get_text_config())
+    found = []
+    for name, weight in _weights(model):
+        cost, copies = TRAINED if weight.requires_grad else FROZEN, 1
+        outputs, inputs = _shape(model, name, weight)
+        is_routed = _is_of_experts(name, weight, experts)
+        if is_routed and weight.ndim == 3:
+            copies, outputs, inputs = weight.shape
+        found.append(Product(inputs, outputs, copies, chosen if is_routed else 1.0, cost, id(weight) in of_head))
+    return found
+
+
+def _shape(model: nn.Module, name: str, weight: nn.Parameter) -> tuple[int, int]:
+    """Outputs and inputs of a weight; of a convolution those of a place are inputs, too."""
+    if weight.dtype in _CODES:
+        layer: Any = model.get_submodule(name)
+        return layer.out_features, layer.in_features
+    return weight.shape[0], weight.numel() // max(1, weight.shape[0])
+
+
 def training_flops(model: PreTrainedModel) -> Flops:
     """Count a model as it is trained: with its adapters and frozen weights, whole or sharded, on any device.
 
     Never raises: a config that does not say heads and layers gives a count that is not ``complete``.
     """
-    head = head_layer(model)
-    of_head = set() if head is None else {id(weight) for weight in head.parameters()}
-    config = model.config.get_text_config()
-    routed: tuple[float, int] = (1.0, 0)
     attention: dict[int | None, float] | None = None
     chunks: dict[int, float] = {}
     with suppress(Exception):  # configs of other kinds of model raise errors of their own
-        routed, (attention, chunks) = _routed(config), _attention(config)
+        attention, chunks = _attention(model.config.get_text_config())
     products = output = forward_products = forward_output = 0.0
-    for name, weight in _weights(model):
-        cost = TRAINED if weight.requires_grad else FROZEN
-        numbers = weight.numel()
-        if weight.dtype in _CODES:
-            layer = model.get_submodule(name)
-            numbers = layer.in_features * layer.out_features  # type: ignore[operator,assignment]  # of a linear layer
-        if id(weight) in of_head:
-            output += numbers * cost
-            forward_output += numbers * FORWARD
+    for product in products_of(model):
+        if product.is_output:
+            output += product.numbers * product.cost
+            forward_output += product.numbers * FORWARD
         else:
-            met = numbers * (routed[0] if _is_of_experts(name, weight, routed[1]) else 1.0)
-            products += met * cost
-            forward_products += met * FORWARD
+            products += product.numbers * product.cost
+            forward_products += product.numbers * FORWARD
     is_complete = attention is not None
     return Flops(products, output, attention or {}, is_complete, forward_products, forward_output, chunks)
 

@@ -21,6 +21,7 @@ from typing import Literal
 
 from tuner.config.numbers import parse_bytes
 from tuner.errors import RecipeError
+from tuner.profile.rates import stated_error
 from tuner.runtime.device import ADA, AMPERE, DeviceFacts, device_facts
 from tuner.runtime.memory import host_memory
 
@@ -73,17 +74,16 @@ def _card(
     return Device(name, "cuda", size, rate, shown, generation, has_fp8, is_fast, PCIE[pcie], host_bytes)
 
 
-MEASURED: dict[str, str] = {"cpu": "docs/memory.md#predicted-and-counted"}
-"""What predictions were held against: a kind of device, or a GPU's name as in ``shown``; and where the figures are.
+MEASURED = ("cpu",)
+"""Kinds of device that predictions were held against, whatever its name; GPUs are in `measured.json`.
 
-The one place that says so. Predictions for all other devices are shown as unverified, and no command ends because of
-one.
+Predictions for all other devices are shown as unverified, and no command ends because of one.
 """
 
 
 def is_verified(kind: str, name: str) -> bool:
     """Whether predictions were held against measurements on a device of this kind, or of this name."""
-    return kind in MEASURED or any(name.startswith(known) for known in MEASURED)
+    return kind in MEASURED or stated_error(name) is not None
 
 
 def present_device(kind: Literal["auto", "cuda", "cpu"]) -> Device:

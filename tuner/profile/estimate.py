@@ -9,9 +9,16 @@ from math import ceil, gcd
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tuner.config.optimizers import AdamwOptimizer
-from tuner.model.flops import FROZEN, TRAINED, Flops, experts_of_token
+from tuner.model.flops import FROZEN, TRAINED, Flops, Product, experts_of_token, products_of
 from tuner.profile.devices import Device
 from tuner.profile.prediction import TimeEstimate
+from tuner.profile.rates import (
+    HALF_REACHED,
+    rates_of,
+    seconds_of_attention,
+    seconds_of_products,
+    seconds_of_weights,
+)
 from tuner.profile.traffic import Traffic
 from tuner.profile.workload import Workload
 from tuner.runtime.device import measured_peak
@@ -21,8 +28,6 @@ from tuner.setup.specs import StepSections, weight_parts
 
 REACHED = 0.4
 """Share of the rate of large products: published full steps on H100 reach 33 to 46 % of the data sheet's."""
-HALF_REACHED = 512
-"""Tokens of a microbatch at which a device reaches half of what it reaches with many."""
 AGAIN = {"none": 0.0, "selective": 0.1, "full": 1.0}
 """Share of the forward pass of a layer that is computed again in its backward pass."""
 OF_MLP = 2 / 3
@@ -82,8 +87,18 @@ def computing(sections: StepSections, flops: Flops, sizes: Sizes, place: StepSet
     parts |= _repeated(sections, flops, parts)
     if work.extra_forwards:
         parts["extra"] = work.extra_forwards * flops.forward_of(lengths, trained) * share
-    rate, basis = _rate(device, str(train.precision))
-    pace = rate * REACHED * tokens / (tokens + HALF_REACHED * shared)
+    rates = None if train.precision not in {"bf16", "fp8"} else rates_of(device.shown)
+    if rates is None:
+        rate, basis = _rate(device, str(train.precision))
+        pace = rate * REACHED * tokens / (tokens + HALF_REACHED * shared)
+        weights_s = 0.0
+    else:
+        # What the model asks for takes as long as its parts; the rest is as much longer as it has more operations.
+        basis = f"by rates that were measured on {rates.device} on {rates.date}"
+        taken = seconds_of_products(rates, sizes.products, tokens, trained * tokens / sum(lengths), shared)
+        taken += share * seconds_of_attention(rates, lengths, lambda one: flops.parts((one,), 0)["attention"])
+        pace = sum(parts[name] for name in ("layers", "attention", "output")) / taken
+        weights_s = seconds_of_weights(rates, sizes.trained / weight_parts(sections.parallel, rank_info), micro)
     arithmetic_s, forward_s = _operations(sections, device, parts) / pace, forward / pace
     copied_s = 0.0
     if train.offload_activations is True:
@@ -91,7 +106,7 @@ def computing(sections: StepSections, flops: Flops, sizes: Sizes, place: StepSet
         copied_s = _kept_bytes(sections) * sizes.layers * sizes.width * own / device.host_link
     # what is kept goes down in the forward pass, and comes up in the backward pass
     each_s = max(forward_s, copied_s) + max(arithmetic_s - forward_s, copied_s)
-    return Computing(micro * each_s + _host_step_s(sections, sizes, place), micro, parts, basis)
+    return Computing(micro * each_s + weights_s + _host_step_s(sections, sizes, place), micro, parts, basis)
 
 
 def _operations(sections: StepSections, device: Device, parts: Mapping[str, float]) -> float:
@@ -233,15 +248,17 @@ def _number_bytes(sections: StepSections) -> int:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What of a model is copied between a device and its host: counts of the whole model."""
+    """What of a model is computed and copied: counts of the whole model."""
 
     layers: int
     width: int
     trained: int
+    products: tuple[Product, ...]
 
     @staticmethod
     def of(model: PreTrainedModel) -> Sizes:
         """Those of a model as it is trained, whole or sharded, with storage or without."""
         config = model.config.get_text_config()
         trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-        return Sizes(int(getattr(config, "num_hidden_layers", 0)), int(getattr(config, "hidden_size", 0)), trained)
+        layers, width = int(getattr(config, "num_hidden_layers", 0)), int(getattr(config, "hidden_size", 0))
+        return Sizes(layers, width, trained, tuple(products_of(model)))

@@ -21,6 +21,7 @@ from tuner.model.probe import RouteRefused
 from tuner.profile.devices import Device
 from tuner.profile.estimate import StepSetting, estimate, seconds_of
 from tuner.profile.prediction import PARTS, MemoryMoment, MemoryTimeline, Part, Phase, Prediction, largest_first
+from tuner.profile.rates import stated_error
 from tuner.profile.timeline import expands_segments, memory_timeline
 from tuner.profile.tracing import StepTrace, trace_step
 from tuner.profile.traffic import Traffic
@@ -39,7 +40,7 @@ COMMUNICATOR_BYTES = {1: 400 * MIB, 2: 1024 * MIB}
 """Buffers of NCCL among the processes of one machine, and of several."""
 GLOO_THREADS = 2
 ERRORS = {"cpu": 0.02, "cuda": 0.05, "compiled": 0.1}
-"""The stated error of a peak, as a share of it."""
+"""The stated error of a peak, as a share of it, where none was measured on the device."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def predict(recipe: Recipe, target: Target, prepared: Path | None = None, layers
         local_processes=rank_info.local_world_size,
         memory=replace(timeline, moments=(*timeline.moments, *_others(trace, timeline, rank_info))),
         limit_bytes=target.limit_bytes,
-        error=ERRORS["compiled" if wants_compiled(recipe, resolved, device) else device.kind],
+        error=stated_error(device.shown)
+        or ERRORS["compiled" if wants_compiled(recipe, resolved, device) else device.kind],
         time=estimate(step_sections(resolved), trace.flops, trace.sizes, trace.traffic, place, total_steps),
         assumptions=(*work.assumptions, *assumptions, *constants, *_of_host(timeline, target)),
         host_limit_bytes=target.host_limit_bytes,
