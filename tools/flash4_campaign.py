@@ -8,7 +8,8 @@
 Heads of 43 models, in windows, with soft caps, with sinks, all at once, and with sums in one order: the operation's own
 code runs on fake tensors, and its package compiles each kernel with the assembler for the device. A case that
 `flash4_attention.problem` refuses is counted as such, by its words, and its kernel is not tried. Prints a line for
-each; exits with 1 where one that is taken does not compile. With ``--out`` it continues where it stopped.
+each, those with the kernels of one before as such; exits with 1 where one that is taken does not compile. With ``--out``
+it continues where it stopped.
 """
 
 from __future__ import annotations
@@ -128,10 +129,14 @@ def prepare(arch: int) -> None:
 def run(arch: int, done: set[str], out: Path | None) -> int:
     """Compile for one device what is not `done`, each case in a process of its own; how many do not."""
     prepare(arch)
-    failed = 0
+    failed, kernels = 0, dict[object, str]()
     for name, (heads, way) in cases().items():
-        key = f"sm_{arch}a {name}"
+        key, asked = f"sm_{arch}a {name}", kernels_of(arch, heads, way)
+        first = kernels.setdefault(asked, key)
         if key in done:
+            continue
+        if first != key:
+            note({"case": key, "same_kernels_as": first}, out)
             continue
         reading, writing = os.pipe()
         if (child := os.fork()) == 0:  # what is loaded is shared; what a case leaves behind goes with it
@@ -146,11 +151,23 @@ def run(arch: int, done: set[str], out: Path | None) -> int:
             found = json.loads(answer.read() or '{"error": "the process died"}')
         os.waitpid(child, 0)
         failed += "error" in found
-        print(json.dumps({"case": key, **found}), flush=True)
-        if out is not None:
-            with out.open("a") as file:
-                file.write(json.dumps({"case": key, **found}) + "\n")
+        note({"case": key, **found}, out)
     return failed
+
+
+def kernels_of(arch: int, heads: tuple[int, int, int, int], way: Way) -> object:
+    """What programs are made of: heads that share it have the same ones."""
+    queries, keys, *sizes = heads
+    given = flash4_attention.widths(arch // 10, *sizes, queries != keys)
+    return given or heads, queries // keys, way._replace(window=bool(way.window))
+
+
+def note(found: dict[str, Any], out: Path | None) -> None:
+    """Print a line, and keep it."""
+    print(json.dumps(found), flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps(found) + "\n")
 
 
 def main() -> int:
@@ -171,7 +188,7 @@ def main() -> int:
         failed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if options.out is not None:
         found = [json.loads(line) for line in options.out.read_text().splitlines()]
-        kinds = Counter("error" if "error" in one else one.get("refused", "compiled") for one in found)
+        kinds = Counter(next(iter({"error", "refused", "same_kernels_as"} & one.keys()), "compiled") for one in found)
         print(json.dumps({"heads": len(HEADS), "cases": len(found), **kinds}))
     return 1 if failed else 0
 

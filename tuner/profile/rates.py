@@ -125,7 +125,8 @@ def measured() -> tuple[DeviceRates, ...]:
     """The devices whose rates were measured."""
     return tuple(
         DeviceRates(
-            one["device"], one["date"], of["tokens"], [ProductRate(inputs, outputs, rate) for inputs, outputs, rate in of["products"]],
+            one["device"], one["date"], of["tokens"],
+            [ProductRate(inputs, outputs, rate) for inputs, outputs, rate in of["products"]],
             [tuple(each) for each in of["attention"]], of["copy"], of["thin"],
         )
         for one in _table()
