@@ -8,7 +8,7 @@
 Heads of 43 models, in windows, with soft caps, with sinks, all at once, and with sums in one order: the operation's own
 code runs on fake tensors, and its package compiles each kernel with the assembler for the device. A case that
 `flash4_attention.problem` refuses is counted as such, by its words, and its kernel is not tried. Prints a line for
-each, those with the kernels of one before as such; exits with 1 where one that is taken does not compile. With ``--out``
+each, those with the kernels of one before as such; exits with 1 where one that is taken does not compile. With `--out`
 it continues where it stopped.
 """
 
