@@ -200,8 +200,8 @@ def test_the_fastest_right_one_is_found(
             there.changes.clear()
         return found
 
-    plain = flash_versions._pass
-    monkeypatch.setattr(flash_versions, "_pass", passes)
+    plain = flash_versions.one_pass
+    monkeypatch.setattr(flash_versions, "one_pass", passes)
     monkeypatch.setattr(flash_versions, "seconds_on", lambda device: seconds)
     with traced_for("cuda", generation=9):
         found = fastest_version(changed("llama"), CPU, NOWHERE, 300)

@@ -13,12 +13,16 @@ import torch
 from packaging.requirements import Requirement
 
 from tools.gpu_day import __main__ as day_command
-from tools.gpu_day import attention, layers, pack, runs
+from tools.gpu_day import attention, layers, pack, rates, runs
 from tools.gpu_day.parts import PARTS, Part
 from tools.gpu_day.record import Day
 from tools.gpu_day.report import read, table
+from tuner.profile import rates as profile_rates
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # a tool's own, whoever's they are
+SMALL_PARTS = [
+    "machine", "rates", "steps", "traces", "attention", "layers", "arithmetic", "attention-cost", "first", "starts",
+]  # fmt: skip
 HERE = ["--device", "cpu", "--small"]
 
 
@@ -33,7 +37,7 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_children")
-@pytest.mark.parametrize("name", ["machine", "attention", "layers", "arithmetic", "attention-cost", "first", "starts"])
+@pytest.mark.parametrize("name", SMALL_PARTS)
 def test_a_part_runs_in_small(name: str, tmp_path: Path) -> None:
     assert day_command.main(["part", name, str(tmp_path / "out"), "--work", str(tmp_path / "work"), *HERE]) == 0
     lines = lines_of(tmp_path / "out")
@@ -49,6 +53,30 @@ def test_predicted_stands_beside_measured(day: Day) -> None:
     found = runs.profiled(day, runs.write_recipe(day, "0.6B"), "one", "--train.micro_batch_size", "1")
     assert found["exit code"] == 0 and found["tokens/s"] > 0
     assert found["predicted by measured"] == pytest.approx(1, abs=0.05)
+
+
+def test_what_was_measured_goes_into_the_table_of_predictions(tmp_path: Path) -> None:
+    path = tmp_path / "measured.json"
+    path.write_text('[{"device": "NVIDIA A10"}, {"device": "NVIDIA H200"}]')
+    machine = {"part": "machine", "what": "machine", "device": "NVIDIA H200", "date": "2027-01-01", "torch": "2.13"}
+    lines: list[dict[str, Any]] = [{**machine, "cuda": "13", "transformers": "5.23"}]
+    with pytest.raises(ValueError, match="there are no rates"):
+        rates.record(lines, path)
+    for sides in (*rates.PRODUCTS, *rates.THIN):
+        lines.append({"part": "rates", "what": rates._named(*sides), "op/s": 6e14, "bytes/s": 1.5e12})
+    lines.append({"part": "rates", "what": "copy", "bytes/s": 4e12})
+    for name in rates.ATTENTION:
+        by = {"flash attention 2": 2e14, "flash attention 4": 4e14}
+        lines.append({"part": "rates", "what": f"attention, {name}", **by})
+    first, *others = profile_rates.steps_of("NVIDIA H200")
+    lines.append({"part": "steps", "what": str(first), "measured s": 0.9, "measured GiB": 22.0})
+    assert rates.record(lines, path).startswith(f"NVIDIA H200: {len(rates.PRODUCTS)} products, 3 of ")
+    other, found = json.loads(path.read_text())
+    assert other == {"device": "NVIDIA A10"}
+    assert found["versions"] == {"torch": "2.13", "cuda": "13", "transformers": "5.23"}
+    assert found["rates"]["attention"] == [[512, 2e14], [4096, 2e14]] and found["rates"]["thin"] == 1.5e12
+    assert found["steps"][0] == {**vars(first), "measured_s": 0.9, "measured_gib": 22.0}
+    assert found["steps"][1:] == [vars(step) for step in others], "what was predicted before stays"
 
 
 def test_a_command_that_fails_is_told(day: Day, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@
     python -m tools.gpu_day pack WHEELS [--there FILE]            here, with a network
     python -m tools.gpu_day run OUT [--wheels WHEELS] [--only PART ...] [--seconds N] [--device cpu] [--small]
     python -m tools.gpu_day table OUT [OUT ...]
+    python -m tools.gpu_day record OUT [OUT ...]
 
 `run` takes the parts one by one, the most valuable first, each in a process of its own that is ended at its limit, and
 writes OUT/lines.jsonl (a check or a figure in each line), OUT/log.txt, and at the end OUT/table.md; `--seconds` bounds
-all of them together. Several calls may share the day: `table` takes all their directories. Nothing is fetched: models
+all of them together. Several calls may share the day: `table` takes all their directories, and so does `record`, which
+puts rates and steps into `tuner/profile/measured.json`. Nothing is fetched: models
 have random weights, and libraries that the machine lacks come as WHEELS that `pack` downloaded. `--small` runs
 everything in tiny shapes, on a CPU too: what a test does, so that no part fails on its first day by a slip.
 """
@@ -55,6 +57,9 @@ def main(words: list[str] | None = None) -> int:
     run.add_argument("--seconds", type=float, default=float("inf"))
     shown = commands.add_parser("table", help="print the table")
     shown.add_argument("outs", type=Path, nargs="+")
+    noted = commands.add_parser("record", help="put measured rates and steps into the table of predictions")
+    noted.add_argument("outs", type=Path, nargs="+")
+    noted.add_argument("--table", type=Path, default=ROOT / "tuner" / "profile" / "measured.json")
     commands.add_parser("list", help="name the parts")
     options = parser.parse_args(words)
     if options.command == "pack":
@@ -63,6 +68,11 @@ def main(words: list[str] | None = None) -> int:
         return download(options.wheels, options.there, options.python)
     if options.command == "table":
         print(table(read(options.outs)), end="")
+        return 0
+    if options.command == "record":
+        from tools.gpu_day.rates import record
+
+        print(record(read(options.outs), options.table))
         return 0
     if options.command == "list":
         for one in PARTS:

@@ -30,6 +30,10 @@ class Part:
 
 PARTS = (
     Part("machine", "parts.machine", 60, "device, driver and versions"),
+    Part("rates", "rates.rates", 60, "products, attention by each kernel, loss, a copy: what predictions are made of"),
+    Part("steps", "steps.steps", 420, "steps as they were predicted before, measured"),
+    Part("peer", "peer.cost", 560, "TRL at its defaults and in four configurations, in turns with us"),
+    Part("traces", "steps.traces", 150, "where a step goes, by kernel"),
     Part("starts", "starts.starts", 300, "what is before the first step; methods with a reference"),
     Part("attention", "attention.correctness", 150, "values and gradients of packed attention, of every shape"),
     Part(
@@ -40,17 +44,17 @@ PARTS = (
     Part("resume", "runs.resume", 300, "saves beside steps, resuming bit for bit, deterministic kernels"),
     Part("predicted", "runs.predicted", 420, "predicted against measured memory and time"),
     Part("small-card", "runs.small_card", 180, "8B LoRA where 23 GiB are to be had"),
-    Part("peer", "peer.cost", 560, "TRL at its defaults and at its best, in turns with us"),
     Part("choices", "choices.cost", 420, "gathers, loss, recomputing and compiling, sample answers"),
     Part("attention-cost", "attention.cost", 60, "the bound of lengths that the kernel is given"),
 )
-LIBRARIES = ("torch", "transformers", "peft", "liger_kernel", "triton", "trl")
+LIBRARIES = ("torch", "transformers", "peft", "liger_kernel", "triton", "trl", "flash-attn-4")
 
 
 def machine(day: Day) -> None:
     """What the figures are made on."""
     import os
     import sys
+    import time
 
     import torch
 
@@ -67,4 +71,5 @@ def machine(day: Day) -> None:
             "device": properties.name, "compute capability": f"{properties.major}.{properties.minor}",
             "cuda": torch.version.cuda, "GiB": round(total / 2**30, 1), "free GiB": round(free / 2**30, 1),
         }  # fmt: skip
+    device["date"] = time.strftime("%Y-%m-%d")
     day.say("machine", python=sys.version.split()[0], **device, **versions)

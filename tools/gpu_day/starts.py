@@ -30,7 +30,7 @@ def starts(day: Day) -> None:
     """Seconds by phase, and whether every method begins and computes what the CPU does."""
     for turn in ("first", "second"):
         day.figure(f"bare imports, {turn} time", _imports)
-    files = _files(day, day.work / "files-8B", config_of(day, "8B"))
+    files = saved_model(day, day.work / "files-8B", config_of(day, "8B"))
     recipe = {
         "adapter": {"kind": "lora"}, "method": {"kind": "pretrain"}, "tokenizer": {"name_or_path": "byte"},
         "data": {"train": str(write_documents(day)), "max_length": 64 if day.small else 4096},
@@ -38,7 +38,7 @@ def starts(day: Day) -> None:
     shutil.rmtree(day.work / "cache-starts", ignore_errors=True)
     for turn in ("first", "second"):
         day.check(f"8B LoRA from files, {turn} launch", lambda: _launched(day, "8B", files, recipe)[0])
-    tiny = _files(day, day.work / "files-tiny", type(config_of(day, "8B"))(**SMALL))
+    tiny = saved_model(day, day.work / "files-tiny", type(config_of(day, "8B"))(**SMALL))
     rows = _pairs(day)
     for name, sections in METHODS.items():
         asked = {**sections, "data": {"train": str(rows[sections["method"]["kind"]]), "max_length": 256}}
@@ -51,7 +51,7 @@ def _imports() -> dict[str, Any]:
     return {"s": round(time.monotonic() - began, 2)}
 
 
-def _files(day: Day, place: Path, config: Any) -> Path:
+def saved_model(day: Day, place: Path, config: Any) -> Path:
     """A model with drawn weights in bf16, as files; they are in the page cache then."""
     import torch
     from transformers import AutoModelForCausalLM

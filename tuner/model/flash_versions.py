@@ -194,15 +194,15 @@ def fastest_version(
 
     def candidate(name: str, version: Version | None) -> Candidate:
         def results() -> list[torch.Tensor]:
-            with _used(version):
+            with used(version):
                 return [tensor for heads in served for tensor in _results(heads, device)]
 
-        inputs = [_inputs(heads, (tokens,), device) for heads in served]
+        inputs = [random_inputs(heads, (tokens,), device) for heads in served]
 
         def work() -> None:
-            with _used(version):
+            with used(version):
                 for heads, leaves in zip(served, inputs, strict=True):
-                    _pass(heads, leaves, Documents.of((tokens,), device), 0)
+                    one_pass(heads, leaves, Documents.of((tokens,), device), 0)
 
         return Candidate(name, results, work)
 
@@ -230,7 +230,8 @@ def _switch_to(version: Version | None) -> None:
 
 
 @contextmanager
-def _used(version: Version | None) -> Iterator[None]:
+def used(version: Version | None) -> Iterator[None]:
+    """Within, attention is computed by a version, by the usual one for None."""
     before = _ours[0] if _ours else None
     try:
         _switch_to(version)
@@ -251,10 +252,10 @@ def _problem_with(version: Version, kinds: list[Heads], device: torch.device) ->
 
 
 def _tried(version: Version, heads: Heads, device: torch.device) -> str | None:
-    with _used(None):
+    with used(None):
         before = _results(heads, device)
     try:
-        with _used(version):
+        with used(version):
             far = max(float((a - b).norm() / b.norm()) for a, b in zip(_results(heads, device), before, strict=True))
     except Exception as error:  # noqa: BLE001 - whatever a package that is not ours raises
         return (str(error).splitlines() or [type(error).__name__])[0]
@@ -264,11 +265,11 @@ def _tried(version: Version, heads: Heads, device: torch.device) -> str | None:
 def _results(heads: Heads, device: torch.device) -> list[torch.Tensor]:
     """What attention and its gradients are for some documents, with a window and without."""
     lengths = (70, 200, 1, 113)
-    leaves, documents = _inputs(heads, lengths, device), Documents.of(lengths, device)
-    return [tensor.float() for window in (0, 64) for tensor in _pass(heads, leaves, documents, window)]
+    leaves, documents = random_inputs(heads, lengths, device), Documents.of(lengths, device)
+    return [tensor.float() for window in (0, 64) for tensor in one_pass(heads, leaves, documents, window)]
 
 
-def _inputs(heads: Heads, lengths: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
+def random_inputs(heads: Heads, lengths: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
     """Query, key and value ``[heads, T, d]``, drawn."""
     generator = torch.Generator().manual_seed(0)
     shapes = (heads.queries, heads.width), (heads.keys, heads.width), (heads.keys, heads.value_width)
@@ -276,7 +277,7 @@ def _inputs(heads: Heads, lengths: tuple[int, ...], device: torch.device) -> lis
     return [one.to(device, torch.bfloat16).transpose(0, 1).requires_grad_() for one in drawn]
 
 
-def _pass(heads: Heads, leaves: list[torch.Tensor], documents: Documents, window: int) -> list[torch.Tensor]:
+def one_pass(heads: Heads, leaves: list[torch.Tensor], documents: Documents, window: int) -> list[torch.Tensor]:
     """A forward and a backward pass: output and gradients."""
     query, key, value = leaves
     sink = torch.linspace(-1, 2, heads.queries, device=query.device) if heads.has_sinks else None
