@@ -92,6 +92,6 @@ def test_the_estimated_time_goes_by_precision(model: Path, precision: str, times
     train = {"precision": precision, "gradient_checkpointing": "none", "micro_batch_size": 1, "global_batch_size": 1}
     place = StepSetting(find_device("h100-80g"), RankInfo(), work)
     sections = step_sections(SimpleNamespace(recipe=recipe_for(model, train=train)))  # type: ignore[arg-type]
-    found = computing(sections, flops, Sizes(1, 64, 0), place)
+    found = computing(sections, flops, Sizes(1, 64, 0, ()), place)
     reached = 989.4e12 * REACHED * 8192 / (8192 + HALF_REACHED)
     assert found.seconds == pytest.approx(times * 1e16 / reached, rel=5e-3)
