@@ -1,15 +1,12 @@
 """Compile what tuner asks of flash attention 4 for GPUs that are not here, forward and backward.
 
-    pip install --no-deps --target DIR flash-attn-4 nvidia-cutlass-dsl nvidia-cutlass-dsl-libs-base \\
-        nvidia-cutlass-dsl-libs-core nvidia-cutlass-dsl-libs-cu13 quack-kernels "apache-tvm-ffi<0.2" \\
-        torch-c-dlpack-ext einops cuda-python cuda-bindings cuda-pathfinder cuda-core
-    python tools/flash4_campaign.py --packages DIR [--archs 90 100 120] [--out FILE]
+    python tools/flash4_campaign.py [--archs 90 100 120] [--out FILE] [--packages DIR]
 
 Heads of 43 models, in windows, with soft caps, with sinks, all at once, and with sums in one order: the operation's own
 code runs on fake tensors, and its package compiles each kernel with the assembler for the device. A case that
 `flash4_attention.problem` refuses is counted as such, by its words, and its kernel is not tried. Prints a line for
 each, those with the kernels of one before as such; exits with 1 where one that is taken does not compile. With `--out`
-it continues where it stopped.
+it continues where it stopped. The packages are installed into a directory of their own, without those of CUDA.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import argparse
 import json
 import os
 import site
+import subprocess
 import sys
 import time
 import traceback
@@ -35,6 +33,12 @@ from tuner.model import flash4_attention
 from tuner.runtime.deterministic import deterministic
 from tuner.runtime.device import traced_for
 
+PLACE = Path(__file__).resolve().parents[1] / ".demo" / "flash4"
+PACKAGES = (
+    "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base", "nvidia-cutlass-dsl-libs-core",
+    "nvidia-cutlass-dsl-libs-cu13", "quack-kernels", "apache-tvm-ffi", "torch-c-dlpack-ext", "einops", "cuda-python",
+    "cuda-bindings", "cuda-pathfinder", "cuda-core",
+)  # fmt: skip
 TOKENS, LONGEST = 8192, 4096
 ARCHS = (90, 100, 120)
 HEADS: dict[str, tuple[int, int, int, int]] = {
@@ -173,12 +177,15 @@ def note(found: dict[str, Any], out: Path | None) -> None:
 def main() -> int:
     """Run those that were asked for, a process for each device."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--packages", type=Path, help="a directory that pip installed the package into")
+    parser.add_argument("--packages", type=Path, default=PLACE, help="where the packages are, or are installed")
     parser.add_argument("--archs", type=int, nargs="+", default=ARCHS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.packages is not None:
-        site.addsitedir(str(options.packages.resolve()))
+    if not (options.packages / "flash_attn").is_dir():
+        pins = Path(__file__).resolve().parents[1] / "constraints.txt"
+        words = ["install", "-q", "--no-deps", "--target", str(options.packages), "-c", str(pins), *PACKAGES]
+        subprocess.run([sys.executable, "-m", "pip", *words], check=True)
+    site.addsitedir(str(options.packages.resolve()))
     lines = options.out.read_text().splitlines() if options.out is not None and options.out.exists() else []
     before = [json.loads(line) for line in lines]
     done, failed = {one["case"] for one in before}, sum("error" in one for one in before)

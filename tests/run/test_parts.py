@@ -184,7 +184,7 @@ def test_a_launch_loads_nothing_of_the_parts_that_it_has_not(tmp_path: Path) -> 
     (tmp_path / "r.yaml").write_text("model: {name_or_path: m}\ndata: {train: rows.jsonl}\n")
     recipe = load_recipe(tmp_path / "r.yaml", cwd=tmp_path).recipe
     kept = {type(part).__name__ for part in parts_of(recipe)}
-    assert kept == {"OwnCode", "Reference", "Offload", "MockBatch"}
+    assert kept == {"OwnCode", "Kernels", "Reference", "Offload", "MockBatch"}
     unused = [f"tuner.{name}" for name in OWNED if name != "run.reference"]
     code = f"import sys, tuner.run.main; print([name for name in {unused!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
