@@ -94,7 +94,7 @@ def compiled(arch: int, heads: tuple[int, int, int, int], way: Way) -> dict[str,
     """Compile forward and backward; seconds of each, or why they are not taken."""
     queries, keys, width, value_width = heads
     with traced_for("cuda", generation=arch // 10), deterministic(way.in_order):
-        refused = flash4_attention.problem(arch // 10, width, value_width, queries != keys, way.cap > 0)
+        refused = flash4_attention.problem(arch // 10, width, value_width, queries != keys, way.cap > 0, way.window > 0)
         if refused is not None:
             return {"refused": refused}
         longest: Any = LONGEST  # a tensor's value is not known on fakes

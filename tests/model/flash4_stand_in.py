@@ -70,7 +70,8 @@ class StandIn:
         assert lse.dtype == torch.float32 and dout.is_contiguous() and out.stride(-1) == 1
         assert heads == k.shape[1] or width == value_width, "GQA backward requires head_dim == head_dim_v"
         assert not (major == 12 and deterministic), "deterministic backward not supported on SM 12.0"
-        assert not (major in (10, 11) and width == 256 and softcap), "head_dim=256 does not support softcap"
+        of_256 = major in (10, 11) and width == 256
+        assert not (of_256 and (softcap or window)), "head_dim=256 supports neither softcap nor local attention"
         self.launches.append(Asked(
             "backward", asked["max_seqlen_q"], longest, window, (width, value_width), softcap,
             deterministic=deterministic,

@@ -50,15 +50,15 @@ def test_gradients_are_those_of_the_blocks(kind: str, level: str, lora: Any, tmp
 @pytest.mark.parametrize("major", [9, 10, 12])
 @pytest.mark.parametrize("sizes", [(64, 64), (20, 36), (192, 128), (256, 256), (160, 160)])
 @pytest.mark.parametrize("n", [(4, 4), (4, 2)])
-@pytest.mark.parametrize(("window", "cap", "has_sink"), [(0, 0.0, False), (9, 3.0, True)])
+@pytest.mark.parametrize(("window", "cap", "has_sink"), [(0, 0.0, False), (9, 3.0, True), (9, 0.0, False)])
 def test_what_it_takes_is_computed_and_the_rest_goes_elsewhere(
     major: int, sizes: tuple[int, int], n: tuple[int, int], window: int, cap: float, has_sink: bool
 ) -> None:
     documents, leaves = Documents.of(LENGTHS, CPU), list(heads_in(BF16, n, sizes, sum(LENGTHS)))
     sink = torch.linspace(-1, 1, n[0]).requires_grad_() if has_sink else None
-    is_taken = problem(major, *sizes, n[0] != n[1], cap > 0) is None
+    is_taken = problem(major, *sizes, n[0] != n[1], cap > 0, window > 0) is None
     with traced_for("cuda", generation=major), flash4_stand_in() as package:
-        assert (way_on(None, BF16, sizes, n[0] != n[1], cap > 0, has_sink) == "flash4") == is_taken
+        assert (way_on(None, BF16, sizes, n[0] != n[1], cap > 0, has_sink, window > 0) == "flash4") == is_taken
         if not is_taken:
             return
         found = attend(*leaves, documents, window, 0.1, cap, sink)
@@ -105,7 +105,8 @@ def test_what_is_refused_says_why() -> None:
     assert problem(8, 64, 64, True, False) == "it is for compute capability 9.x to 12.x"
     assert problem(12, 256, 256, True, False) == "it takes no heads of 256 channels here"
     assert problem(10, 256, 256, True, True) == "it takes no soft cap with heads of 256 channels here"
-    assert problem(9, 256, 256, True, True) is None
+    assert problem(10, 256, 256, True, False, True) == "it takes no window with heads of 256 channels here"
+    assert problem(9, 256, 256, True, True, True) is None and problem(10, 192, 128, False, True, True) is None
     with deterministic(True):
         assert problem(12, 64, 64, True, False) == "its backward pass is not deterministic here"
         assert problem(9, 64, 64, True, False) is None

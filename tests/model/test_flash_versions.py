@@ -210,6 +210,22 @@ def test_the_fastest_right_one_is_found(
     assert there.active is None and not flash4_attention.is_taken(), "nothing is taken yet"
 
 
+def test_what_is_timed_is_bounded(there: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[int] = []
+    monkeypatch.setattr(flash_versions, "MOST_TOKENS", 300)
+    monkeypatch.setattr(flash_versions, "seconds_on", lambda device: lambda work: work() or 1.0)
+    plain = flash_versions.one_pass
+
+    def passes(*given: Any) -> Any:
+        timed.extend(given[2].device.tolist()[-1:])
+        return plain(*given)
+
+    monkeypatch.setattr(flash_versions, "one_pass", passes)
+    with traced_for("cuda", generation=9):
+        assert fastest_version(changed("llama"), CPU, NOWHERE, 10**6) is not None
+    assert max(timed) == 384, "documents that are compared; timed ones have 300 tokens"
+
+
 def test_nothing_is_measured_where_there_is_one_way(there: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch)
     with traced_for("cuda", generation=9):
@@ -228,6 +244,15 @@ def test_layers_of_several_kinds_are_told_apart(there: Torch, monkeypatch: pytes
         use_flash_version(config, CPU, NOWHERE)
     assert there.active == "FA3"
     assert (Heads.of(MambaConfig()), kernel_and_reason(MambaConfig(), 9, "bf16", True)) == ([], "the model's own")
+
+
+def test_layers_that_a_version_does_not_take_are_named(there: Torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3's heads of 256 channels on Blackwell: with a window they go by the second, without one by the fourth."""
+    only(monkeypatch, FLASH_4.module)
+    why = "it takes no window with heads of 256 channels here"
+    assert use("gemma3", 10, head_dim=256) == f"{FA4}, but for layers with a window: {why}"
+    assert use("gemma3", 9, head_dim=256) == use("gemma3", 10, head_dim=128) == FA4
+    assert {(one.window, one.widths) for one in there.package.launches} >= {(0, (256, 256)), (64, (128, 128))}
 
 
 def test_attention_with_dropout_keeps_torchs_own(there: Torch) -> None:

@@ -25,13 +25,15 @@ def way_on(  # noqa: PLR0917 - what all of them depend on
     is_grouped: bool,
     is_capped: bool,
     has_sinks: bool = False,
+    has_window: bool = False,
 ) -> Way:
     """Whose kernel attends on CUDA device ``index``, to compilers a constant; keys and values have these widths.
 
     Heads are grouped where several of queries share one of keys.
     """
     major = generation(index)
-    if flash4.is_taken() and dtype in flash4.TYPES and not flash4.problem(major, *widths, is_grouped, is_capped):
+    is_served = dtype in flash4.TYPES and not flash4.problem(major, *widths, is_grouped, is_capped, has_window)
+    if is_served and flash4.is_taken():
         return "flash4"
     return way_and_reason(major, dtype, max(widths), is_capped, has_sinks=has_sinks)[0]
 
@@ -87,7 +89,7 @@ def attend(  # noqa: PLR0913, PLR0917 - what all kernels are given
     for each head, float32 ``[heads]``, is one more score of each query, whose value is zero.
     """
     widths, is_grouped = (query.shape[-1], value.shape[-1]), len(query) != len(key)
-    way = way_on(query.device.index, query.dtype, widths, is_grouped, cap > 0, sink is not None)
+    way = way_on(query.device.index, query.dtype, widths, is_grouped, cap > 0, sink is not None, window > 0)
     bounds, longest, output = documents.device, documents.longest, query
     if way == "flash4":
         output, _ = flash4.flash_attention_4(query, key, value, bounds, longest, window, scale, cap, sink)

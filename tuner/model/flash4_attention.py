@@ -27,7 +27,7 @@ TYPES = (torch.bfloat16, torch.float16)
 _WIDEST = {9: 256, 10: 128, 11: 128, 12: 128}
 """Channels of the widest head by the major number of the compute capability, where keys and values have as many."""
 _BLACKWELLS_WIDE = 256
-"""The one width above 128 for which data centres' Blackwell has a kernel; it takes neither caps nor sinks."""
+"""The one width above 128 for which data centres' Blackwell has a kernel; its backward takes no caps, no windows."""
 _LATENT = (192, 128)
 """Widths of keys and values that need not be made one, where each head has keys of its own (DeepSeek)."""
 _MULTIPLE = 8
@@ -47,7 +47,9 @@ def widths(major: int, width: int, value_width: int, is_grouped: bool) -> tuple[
     return (_BLACKWELLS_WIDE, _BLACKWELLS_WIDE) if major in (10, 11) and widest <= _BLACKWELLS_WIDE else None
 
 
-def problem(major: int, width: int, value_width: int, is_grouped: bool, is_capped: bool) -> str | None:
+def problem(  # noqa: PLR0917 - what all of them depend on
+    major: int, width: int, value_width: int, is_grouped: bool, is_capped: bool, has_window: bool = False
+) -> str | None:
     """Why heads in bf16 are not computed by it on a device of this compute capability, in words; None where they are.
 
     Sinks are taken wherever heads are: the backward pass needs none of the kernel's own (:mod:`.attention_ops`).
@@ -57,8 +59,8 @@ def problem(major: int, width: int, value_width: int, is_grouped: bool, is_cappe
         return "it is for compute capability 9.x to 12.x"
     if given is None:
         return f"it takes no heads of {max(width, value_width)} channels here"
-    if is_capped and major in (10, 11) and given[0] > _WIDEST[major]:
-        return f"it takes no soft cap with heads of {given[0]} channels here"
+    if (is_capped or has_window) and major in (10, 11) and given == (_BLACKWELLS_WIDE, _BLACKWELLS_WIDE):
+        return f"it takes no {'soft cap' if is_capped else 'window'} with heads of {given[0]} channels here"
     if torch.are_deterministic_algorithms_enabled() and major == 12:
         return "its backward pass is not deterministic here"
     return None

@@ -18,6 +18,7 @@ import torch
 from transformers import PretrainedConfig
 
 from tuner.model import flash4_attention as flash4
+from tuner.model.attention import window_of
 from tuner.model.cuda_attention import attend, way_and_reason
 from tuner.model.documents import Documents
 from tuner.model.fastest import Candidate, Fastest, fastest, seconds_on
@@ -42,6 +43,8 @@ KERNELS = "kernels"
 """Of the cache: what is compiled, and what was measured."""
 USUAL = "flash attention 2"
 WAY_TO_FLASH_4 = "pip install flash-attn-4==4.0.0b36"
+MOST_TOKENS = 16384
+"""Of the document that is timed: a pass over one of 100,000 takes a second, and rates hardly grow beyond this."""
 ALLOWED = 2e-2
 """How far results in bf16 may be from those of the second version, relative: twice what rounding makes of them."""
 
@@ -110,12 +113,24 @@ def kernel_and_reason(config: PretrainedConfig, device_generation: int, precisio
             words = "torch's, document by document: attention has dropout"
         elif version is not None:
             words = f"{version.name}: {version.package} is installed"
+            if version is FLASH_4 and (why := _without_windows(config, heads, device_generation)) is not None:
+                words += f", but for layers with a window: {why}"
         elif words == "flash attention":
             words = USUAL
         if is_here and not there and dtype in flash4.TYPES and _serves(FLASH_4, heads, device_generation):
             words += f" (for this device there is {FLASH_4.name}: {WAY_TO_FLASH_4})"
         found[words] = None
     return "; ".join(found)
+
+
+def _without_windows(config: PretrainedConfig, heads: Heads, device_generation: int) -> str | None:
+    """Why the fourth does not serve such heads where they have the model's window; None where it does, or has none."""
+    if window_of(config.get_text_config()) is None:
+        return None
+    is_grouped = heads.queries != heads.keys
+    return flash4.problem(
+        device_generation, heads.width, heads.value_width, is_grouped, heads.is_capped, has_window=True
+    )
 
 
 def versions_for(kinds: Sequence[Heads], device_generation: int) -> tuple[Version, ...]:
@@ -186,7 +201,7 @@ def fastest_version(
     None where no other than the usual one is installed that takes any of them.
     """
     flash4.keep_kernels(cache / KERNELS)
-    kinds, major = Heads.of(config), generation(device.index)
+    kinds, major, tokens = Heads.of(config), generation(device.index), min(tokens, MOST_TOKENS)
     there = versions_for(kinds, major) if takes_our_attention(config) else ()
     if not there:
         return None
