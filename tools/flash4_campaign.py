@@ -106,7 +106,7 @@ def compiled(arch: int, heads: tuple[int, int, int, int], way: Way) -> dict[str,
             given = [torch.empty(TOKENS, n, d, device="cuda", dtype=torch.bfloat16).transpose(0, 1) for n, d in sizes]
             bounds = torch.empty(5, device="cuda", dtype=torch.int32)
             asked = (bounds, longest, way.window, width**-0.5, way.cap)
-            sink = torch.empty(queries, device="cuda") if way.has_sink else None
+            sink = torch.empty(queries, device="cuda") if has_sink(arch, way) else None
             output, normaliser = flash4_attention.flash_attention_4._init_fn(*given, *asked, sink)
             forward = time.monotonic()
             upstream = torch.empty_like(output)
@@ -163,7 +163,12 @@ def kernels_of(arch: int, heads: tuple[int, int, int, int], way: Way) -> object:
     """What programs are made of: heads that share it have the same ones."""
     queries, keys, *sizes = heads
     given = flash4_attention.widths(arch // 10, *sizes, queries != keys)
-    return given or heads, queries // keys, way._replace(window=bool(way.window))
+    return given or heads, queries // keys, way._replace(window=bool(way.window), has_sink=has_sink(arch, way))
+
+
+def has_sink(arch: int, way: Way) -> bool:
+    """Whether the kernel is given the sinks; else they are put into its result."""
+    return way.has_sink and arch // 10 not in flash4_attention.WITHOUT_SINKS
 
 
 def note(found: dict[str, Any], out: Path | None) -> None:

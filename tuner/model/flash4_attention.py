@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tuner.model.attention_ops import new_gradients, new_results, register_backward
+from tuner.model.attention_ops import new_gradients, new_results, register_backward, with_sinks
 from tuner.model.flash_attention import QueryKeyValue, narrow, ungrouped, wide
 from tuner.runtime.device import generation
 from tuner.runtime.torch_private import Need, private_attribute
@@ -28,6 +28,8 @@ _WIDEST = {9: 256, 10: 128, 11: 128, 12: 128}
 """Channels of the widest head by the major number of the compute capability, where keys and values have as many."""
 _BLACKWELLS_WIDE = 256
 """The one width above 128 for which data centres' Blackwell has a kernel; its backward takes no caps, no windows."""
+WITHOUT_SINKS = (12,)
+"""Whose kernel has none: they are put into its result (:func:`.attention_ops.with_sinks`)."""
 _LATENT = (192, 128)
 """Widths of keys and values that need not be made one, where each head has keys of its own (DeepSeek)."""
 _MULTIPLE = 8
@@ -52,7 +54,7 @@ def problem(  # noqa: PLR0917 - what all of them depend on
 ) -> str | None:
     """Why heads in bf16 are not computed by it on a device of this compute capability, in words; None where they are.
 
-    Sinks are taken wherever heads are: the backward pass needs none of the kernel's own (:mod:`.attention_ops`).
+    Sinks are taken wherever heads are: neither pass needs any of the kernel's own (:mod:`.attention_ops`).
     """
     given = widths(major, width, value_width, is_grouped)
     if major not in _WIDEST:
@@ -111,11 +113,13 @@ def flash_attention_4(  # noqa: PLR0913, PLR0917 - an operation's arguments are 
     the normaliser, sink included. Raises ValueError for what the kernel does not take.
     """
     given = _taken(QueryKeyValue(query, key, value))
+    own = None if generation(query.device.index) in WITHOUT_SINKS else sink
     # Caps and sinks are parts of the kernel: one without the other is another program, compiled at its first call.
     output, normaliser, *_ = private_attribute(_package(), "_flash_attn_fwd", _NEED)(
-        *given, softcap=cap or None, learnable_sink=sink, return_lse=True, **_asked(bounds, longest, window, scale)
+        *given, softcap=cap or None, learnable_sink=own, return_lse=True, **_asked(bounds, longest, window, scale)
     )
-    return narrow(output, value.shape[2]), normaliser
+    output = narrow(output, value.shape[2])
+    return (output, normaliser) if sink is None or own is not None else with_sinks(output, normaliser, sink)
 
 
 flash_attention_4.register_fake(new_results)
