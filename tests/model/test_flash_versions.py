@@ -142,7 +142,10 @@ def test_what_is_right_is_tried_once_and_stays(there: Torch, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("factor", "problem", "said"),
-    [(1.1, None, r"its results differ by \d+\.\d%"), (1.0, "no kernel image", "no kernel image")],
+    [
+        (1.1, None, r"its results differ by \d+\.\d%"), (float("nan"), None, "its results differ by nan%"),
+        (1.0, "no kernel image", "no kernel image"),
+    ],
 )
 @pytest.mark.parametrize("version", [FLASH_3, FLASH_4])
 def test_what_is_wrong_or_fails_is_not_used_and_that_is_said(

@@ -51,7 +51,7 @@ def fastest(
     times, passed_over = {usual.name: seconds(usual.work) * 1e3}, dict[str, str]()
     for other in others:
         try:
-            problem = _problem(other.results(), wanted, allowed)
+            problem = problem_with(other.results(), wanted, allowed)
             if problem is None:
                 times[other.name] = seconds(other.work) * 1e3
         except Exception as error:  # noqa: BLE001 - whatever a package that is not ours raises
@@ -62,7 +62,8 @@ def fastest(
     return Fastest(best if times[best] <= GAIN * times[usual.name] else usual.name, times, passed_over)
 
 
-def _problem(results: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], allowed: float) -> str | None:
+def problem_with(results: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], allowed: float) -> str | None:
+    """How far results are from those that are ``wanted``, by their norms, in words; None within ``allowed``."""
     far = [float((a.detach().float() - b).norm() / b.norm()) for a, b in zip(results, wanted, strict=True)]
     if all(each <= allowed for each in far):  # NaN is not
         return None

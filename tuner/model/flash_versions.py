@@ -21,7 +21,7 @@ from tuner.model import flash4_attention as flash4
 from tuner.model.attention import window_of
 from tuner.model.cuda_attention import attend, way_and_reason
 from tuner.model.documents import Documents
-from tuner.model.fastest import Candidate, Fastest, fastest, seconds_on
+from tuner.model.fastest import Candidate, Fastest, fastest, problem_with, seconds_on
 from tuner.model.transformers_private import has_sinks, takes_our_attention
 from tuner.runtime.device import generation
 
@@ -271,10 +271,9 @@ def _tried(version: Version, heads: Heads, device: torch.device) -> str | None:
         before = _results(heads, device)
     try:
         with used(version):
-            far = max(float((a - b).norm() / b.norm()) for a, b in zip(_results(heads, device), before, strict=True))
+            return problem_with(_results(heads, device), before, ALLOWED)
     except Exception as error:  # noqa: BLE001 - whatever a package that is not ours raises
         return (str(error).splitlines() or [type(error).__name__])[0]
-    return None if far <= ALLOWED else f"its results differ by {far:.1%}"
 
 
 def _results(heads: Heads, device: torch.device) -> list[torch.Tensor]:
