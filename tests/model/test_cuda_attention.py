@@ -69,13 +69,14 @@ def test_gradients_are_those_of_the_blocks(kind: str, level: str, lora: Any, tmp
 def test_one_graph_for_every_packing_and_the_kernel_knows_the_longest_document(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """Of the layers; another is the last norm's."""
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
     plain, root = root_for("llama", tmp_path), root_for("llama", tmp_path, level="selective")
     counters.clear()
     compile_blocks(root, Padding(TOKENS, LONGEST))
     with traced_for("cuda"):
         found = [take(root, packing(number)) for number in range(ROWS)]
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
     assert len(CALLS) == 4 * ROWS and all(call.bound == call.longest for call in CALLS)
     assert len({call.bound for call in CALLS}) >= ROWS - 2, "documents of many lengths"
     loss, expected = take(plain, packing(ROWS - 1))

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from tuner.model.wrap import Wrapper, wrap
+from tuner.runtime.device import target
 
 _READ = re.compile(r"\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|ndim|size|data)\b|\[|\s*=[^=])")
 """A weight that code computes with. What it asks about one, or changes in place, is no such reading; nor is a slice,
@@ -30,6 +31,8 @@ READ = "its weight is read without a call: an adapter learns nothing"
 SWITCH = "tuner_switch"
 """The attribute of an adapted layer that holds a number ``[]``, 1 or 0, where a compiled program reads whether the
 adapter is on."""
+TOGETHER = "tuner_together"
+"""The attribute of an adapted layer that holds those it is computed with on a GPU, and its place among them."""
 SHARED = "blocks share its weight, and their adapters cannot be merged"
 
 
@@ -125,12 +128,12 @@ def add_in_product(layer: Any) -> None:
 
 
 def _forward(layer: Any, source: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    return added_in_product(layer, lambda up, inner: (inner, up.weight), source, *args, **options)
+    return added_in_product(layer, None, source, *args, **options)
 
 
 def added_in_product(
     layer: Any,
-    second: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    second: Callable[[Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None,
     source: torch.Tensor,
     *args: Any,
     **options: Any,
@@ -138,7 +141,8 @@ def added_in_product(
     """The forward of such a layer, with peft's arguments; ``source`` is ``[..., in]``, what is returned ``[..., out]``.
 
     ``second`` gives what the adapter's second layer multiplies, of it and of what its first made: rows ``[..., r]`` and
-    a weight ``[out, r]``.
+    a weight ``[out, r]``; None: what its first made, and its own weight. On a GPU such layers are computed by
+    :mod:`tuner.model.adapted_products`. On a CPU reading an input once more costs nothing that could be measured.
     """
     (adapter,) = layer.active_adapters
     down, up = layer.lora_A[adapter], layer.lora_B[adapter]
@@ -147,9 +151,13 @@ def added_in_product(
     if layer.merged or layer.disable_adapters or args or options or not one_type:
         plain: torch.Tensor = type(layer).forward(layer, source, *args, **options)
         return plain if switch is None else torch.where(switch > 0, plain, layer.base_layer(source))
+    together, number = getattr(layer, TOGETHER, (None, 0))
+    if second is None and target(source) == "cuda" and together is not None and together.is_plain:
+        found: torch.Tensor = together.result(number, source, adapter, switch)
+        return found
     result = layer.base_layer(source)
     inner = down(layer.lora_dropout[adapter](layer._cast_input_dtype(source, down.weight.dtype)))
-    rows, weight = second(up, inner)
+    rows, weight = (inner, up.weight) if second is None else second(up, inner)
     if switch is not None:
         rows = rows * switch
     summed = torch.addmm(result.flatten(0, -2), rows.flatten(0, -2), weight.T, alpha=layer.scaling[adapter])

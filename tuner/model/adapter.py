@@ -123,6 +123,9 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
             _leave_input(layer)
         if takes_product(layer, ADAPTER):
             add_in_product(layer)
+    from tuner.model.adapted_products import take_together  # in a training without an adapter, nothing's
+
+    take_together(model, ADAPTER)
     model.eval()
 
 

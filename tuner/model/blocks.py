@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
 
 from tuner.model import transformers_private
 from tuner.model.build import decoder_blocks, decoder_of
@@ -95,8 +96,10 @@ def _noting(said: list[Any], found: Recorded) -> Callable[..., None]:
 
 
 BACKEND = "inductor"
+_LAST_NORMS = ("norm", "final_norm", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm")
 Level = Literal["selective", "full"]
 _KEPT = {
+    "tuner::adapted_products",
     "tuner::attend_documents",
     "tuner::attend_with_sinks",
     "tuner::flash_attention",
@@ -236,7 +239,7 @@ def compile_blocks(root: CausalLM, padding: Padding) -> None:
             module._cache_clear = lambda: None  # type: ignore[method-assign]
     if root.layout.mixers is not None:
         root.layout.mixers.keep_from_compiler(root.model)
-    blocks = decoder_blocks(root.model, "train.compile")
+    blocks = [*decoder_blocks(root.model, "train.compile"), *_last_norms(root.model)]
     for block, has_gradient in zip(blocks, _inputs_with_gradient(root, blocks), strict=True):
         first = next(iter(inspect.signature(block.forward).parameters))
         keep_outside(block)
@@ -248,6 +251,11 @@ def compile_blocks(root: CausalLM, padding: Padding) -> None:
         if has_router:
             _note_routers(block, kind)
     root.parts.complete(padding=padding)
+
+
+def _last_norms(model: PreTrainedModel) -> list[nn.Module]:
+    """The norm after the last layer, as classes of transformers name it: by itself it is twenty small kernels."""
+    return [each for name, each in decoder_of(model).named_children() if name in _LAST_NORMS]
 
 
 def _inputs_with_gradient(root: CausalLM, blocks: Sequence[nn.Module]) -> Iterator[bool]:

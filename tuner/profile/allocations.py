@@ -159,6 +159,8 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
 
         with ExitStack() as stack:
             for name, module in root.named_modules():
+                if name.endswith(".base_layer"):  # watched, it would be computed apart from its adapter
+                    continue
                 stack.callback(module.register_forward_pre_hook(self._entering(name)).remove)
                 stack.callback(module.register_forward_hook(self._leaving, always_call=True).remove)
             stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize))

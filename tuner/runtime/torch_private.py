@@ -185,6 +185,20 @@ def each_norm(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return fused(list(tensors)) if fused else [torch.linalg.vector_norm(tensor) for tensor in tensors]
 
 
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether something looks at what a module computes, or changes it."""
+    return any(getattr(module, name, None) for name in ("_forward_hooks", "_forward_pre_hooks"))
+
+
+def add_each(sums: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> None:
+    """Add to each tensor a term of its shape, in place: on CUDA one launch for all, where torch has its private one."""
+    if fused := getattr(torch, "_foreach_add_", None):
+        fused(list(sums), list(terms))
+    else:
+        for total, term in zip(sums, terms, strict=True):
+            total.add_(term)
+
+
 def divide_(tensors: Sequence[torch.Tensor], divisor: torch.Tensor) -> None:
     """Divide each tensor in place: on CUDA one launch for all of them, where torch has its private one."""
     if fused := getattr(torch, "_foreach_div_", None):

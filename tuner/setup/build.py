@@ -21,7 +21,7 @@ from tuner.model.root import CausalLM, embedding_parameters, outer_parameters, t
 from tuner.model.vetting import require_known_losses, weighs_routers
 from tuner.parallel.mesh import Mesh
 from tuner.rundir.layout import EMA_PREFIX, MODEL_PREFIX
-from tuner.runtime.device import measured_peak
+from tuner.runtime.device import measured_peak, target
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import device_index
 from tuner.runtime.warned import pass_on
@@ -172,6 +172,10 @@ def _step_parts(
         from tuner.train.row_gradients import RowGradients
 
         yield RowGradients(root.parts.touched_rows, step_config.mesh, step_config.device)
+    if target(next(iter(parameters.values()))) == "cuda":  # on a CPU no kernel is launched
+        from tuner.train.grouped_gradients import GroupedGradients
+
+        yield GroupedGradients(parameters)
     if root.parts.router_loss is not None:
         from tuner.train.routing import Routing
 

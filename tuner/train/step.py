@@ -255,6 +255,8 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
 def _sum_over_processes(state: TrainState) -> None:
     """Add up the gradients that FSDP2 does not. All four are sums: their order matters to none, and is every rank's."""
     root, mesh = state.root, state.step_config.mesh
+    for part in state.parts:
+        part.after_backward()
     if mesh.weight_size > 1:
         own = (p for name, p in state.parameters.items() if not any(part.owns(name) for part in state.parts))
         sum_whole_gradients(own, root.parts.data_mesh)
@@ -262,8 +264,6 @@ def _sum_over_processes(state: TrainState) -> None:
         from tuner.parallel.lookup import sum_over_copies
 
         sum_over_copies(root)
-    for part in state.parts:
-        part.after_backward()
     root.parts.sum_partial_gradients()
 
 

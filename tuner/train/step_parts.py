@@ -35,11 +35,11 @@ class StepPart:
         """The step begins; gradients are zero."""
 
     def terms(self, batch: Batch, terms: Terms) -> Terms:
-        """The sums of a micro-batch whose forward was the last that the model did."""
+        """The sums of a micro-batch whose forward was the last that the model did; its backward pass is next."""
         return terms
 
     def after_backward(self) -> None:
-        """All micro-batches' backward passes are done: gradients that are the part's own are added up."""
+        """All micro-batches' backward passes are done: the part adds up its own gradients, and hands on all others."""
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
         """Those of parameters that have none of their own (``grad``), by name, one row of a gradient only once."""

@@ -65,13 +65,32 @@ def _backward(
     upstream: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, columns: int, native: bool
 ) -> torch.Tensor:
     """The gradient of the source: ``upstream`` ``[..., out]`` times the weight."""
-    rows, tile = upstream.reshape(-1, len(codes)), _Tile(upstream, native)
-    result, kind = upstream.new_empty(len(rows), columns), kind_of(codes)
-    for first, last in tiles(columns, len(codes) * upstream.element_size(), target(upstream)):
-        own = codes[:, code_columns(kind, first) : code_columns(kind, last)]
-        weight = tile.of(own, scales[:, first // BLOCK :], last - first)
-        torch.mm(rows, weight, out=result[:, first:last])
+    rows = upstream.reshape(-1, len(codes))
+    result = upstream.new_empty(len(rows), columns)
+    gradient_into(result, rows, (codes, scales), native)
     return result.view(*upstream.shape[:-1], columns)
+
+
+def gradient_into(
+    result: torch.Tensor,
+    rows: torch.Tensor,
+    held: tuple[torch.Tensor, torch.Tensor],
+    native: bool = False,
+    adds: bool = False,
+) -> None:
+    """Put ``rows`` ``[T, out]`` times the weight of ``held`` codes and scales into ``result`` ``[T, columns]``.
+
+    Or what is there already and that product (``adds``): each number is a sum that is rounded once more.
+    """
+    (codes, scales), tile, columns = held, _Tile(rows, native), result.shape[1]
+    kind = kind_of(codes)
+    for first, last in tiles(columns, len(codes) * rows.element_size(), target(rows)):
+        own = codes[:, code_columns(kind, first) : code_columns(kind, last)]
+        weight, part = tile.of(own, scales[:, first // BLOCK :], last - first), result[:, first:last]
+        if adds:
+            part.addmm_(rows, weight)
+        else:
+            torch.mm(rows, weight, out=part)
 
 
 @_backward.register_fake

@@ -1,0 +1,203 @@
+"""On a GPU a layer's gradients are added to earlier ones by one kernel: the same bits, and a third of the kernels."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.model.test_compile import LONGEST, TOKENS, root_for
+from tests.profile.test_rates import tree_of
+from tuner.config.load import load_recipe
+from tuner.model import blocks
+from tuner.model.blocks import compile_blocks
+from tuner.model.documents import Padding
+from tuner.parallel import assemble
+from tuner.profile.allocations import AllocationTracker
+from tuner.profile.devices import find_device
+from tuner.profile.predict import Target, predict
+from tuner.profile.rates import steps_of
+from tuner.runtime import torch_private
+from tuner.runtime.device import compiler_problem
+from tuner.runtime.dist import RankInfo
+from tuner.setup import build
+from tuner.train.grouped_gradients import GroupedGradients
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.sometimes = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, rows: torch.Tensor, all_of_it: bool) -> torch.Tensor:
+        made: torch.Tensor = self.second(self.first(rows).tanh())
+        return made + self.sometimes(rows) if all_of_it else made
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layers = nn.Linear(4, 4), nn.ModuleList(Layer() for _ in range(3))
+        self.layers[1].first.requires_grad_(False)
+
+    def forward(self, rows: torch.Tensor, all_of_it: bool) -> torch.Tensor:
+        rows = self.embedding(rows)
+        for layer in self.layers:
+            rows = layer(rows, all_of_it)
+        return rows
+
+
+class Sums(TorchDispatchMode):
+    """Counts what adds a gradient of a layer to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        node = torch_private.current_autograd_node()
+        if "foreach_add" in func.name() or (node is not None and "AccumulateGrad" in node.name()):
+            self.found[func.name()] += func.name() != "aten::detach"
+        return func(*args, **(kwargs or {}))
+
+
+def trained() -> tuple[Model, dict[str, nn.Parameter]]:
+    torch.manual_seed(0)
+    model = Model()
+    return model, {name: one for name, one in model.named_parameters() if one.requires_grad}
+
+
+@pytest.mark.parametrize("which", [(True,), (True, True, True), (False, True, False), (True, False), (False, False)])
+def test_sums_are_autograds_to_the_bit(which: tuple[bool, ...]) -> None:
+    (plain, wanted), (model, found) = trained(), trained()
+    part = GroupedGradients(found)
+    for step in range(2):
+        part.before_forward(None)  # type: ignore[arg-type]
+        for number, all_of_it in enumerate(which):
+            rows = torch.randn(5, 4, generator=torch.Generator().manual_seed(7 * step + number))
+            plain(rows, all_of_it).square().sum().backward()
+            loss = model(rows, all_of_it).square().sum()
+            part.terms(None, None)  # type: ignore[arg-type]
+            loss.backward()
+        part.after_backward()
+        for name, parameter in found.items():
+            other = wanted[name].grad
+            assert (parameter.grad is None) is (other is None)
+            assert other is None or torch.equal(parameter.grad, other)  # type: ignore[arg-type]
+        for one in (*wanted.values(), *found.values()):
+            one.grad = None
+
+
+def test_a_step_that_failed_leaves_nothing() -> None:
+    (plain, wanted), (model, found) = trained(), trained()
+    part, rows = GroupedGradients(found), torch.ones(2, 4)
+    for _ in range(2):  # what the first of these makes is no step's
+        part.before_forward(None)  # type: ignore[arg-type]
+        for one in found.values():
+            one.grad = None
+        part.terms(None, None)  # type: ignore[arg-type]
+        model(rows, True).sum().backward()
+    part.after_backward()
+    plain(rows, True).sum().backward()
+    assert all(torch.equal(found[name].grad, one.grad) for name, one in wanted.items())  # type: ignore[arg-type]
+
+
+def test_a_layer_takes_one_kernel() -> None:
+    model, found = trained()
+    part, rows = GroupedGradients(found), torch.ones(2, 4)
+    part.before_forward(None)  # type: ignore[arg-type]
+    part.terms(None, None)  # type: ignore[arg-type]
+    model(rows, True).sum().backward()
+    part.terms(None, None)  # type: ignore[arg-type]
+    loss = model(rows, True).sum()
+    with Sums() as sums:
+        loss.backward()
+    # Of the embedding, which is in no layer, each parameter is added by itself.
+    assert sums.found == {"aten::_foreach_add_.List": 3, "aten::add_.Tensor": 2, "aten::detach": 0}
+
+
+NO_KERNELS = {
+    "prim::device",
+    "aten::slice_backward",
+    "aten::promote_types",
+    "aten::lift_fresh",
+    "aten::is_pinned",
+    "aten::_local_scalar_dense",
+}
+
+
+class Kernels:
+    """What a traced step asks for outside of its decoder layers in its last micro-batch, forward and backward."""
+
+    def __init__(self) -> None:
+        self.found: Counter[str] = Counter()
+
+    def note(self, tracker: AllocationTracker, func: Any) -> None:
+        node = torch_private.current_autograd_node() if tracker.phase == "backward" else None
+        added = node is not None and "AccumulateGrad" in node.name()
+        views = func.is_view or "empty" in func.name() or func.name() in NO_KERNELS | {"aten::detach"}
+        if tracker.phase in {"forward", "backward"} and not views and (added or ".layers." not in tracker.module):
+            self.found["norm" if tracker.module.endswith(".norm") and not added else func.name()] += 1
+
+
+def kernels(place: Path, micro_batches: int) -> Counter[str]:
+    """Those of Qwen3 0.6B in full, two rows of 4,096 at a time; liger has no part in what is compiled."""
+    steps = (one for one in steps_of("NVIDIA H200") if str(one).startswith("Qwen3 0.6B full bf16"))
+    step = next(one for one in steps if one.micro_rows == 2)  # noqa: PLR2004
+    tree: Mapping[str, Any] = tree_of(step, place)
+    tree["train"]["global_batch_size"] = 2 * micro_batches
+    counted, plain, device = Kernels(), AllocationTracker.__torch_dispatch__, find_device("h200-141g")
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch_private.custom_body(func) is None:
+            counted.note(self, func)
+        return plain(self, func, types, args, kwargs)
+
+    with patch.object(AllocationTracker, "__torch_dispatch__", dispatch), patch.object(assemble, "apply_liger"):
+        predict(load_recipe(tree).recipe, Target(device, RankInfo(), device.memory_bytes))
+    return counted.found
+
+
+def test_a_micro_batch_has_a_third_of_the_kernels(tmp_path: Path) -> None:
+    """Outside of compiled layers; the last norm is a program, too: one kernel forward, and three backward."""
+    before, after = [], []
+    for found, off in ((after, False), (before, True)):
+        for micro_batches in (1, 2):
+            with ExitStack() as stack:
+                if off:
+                    stack.enter_context(patch.object(GroupedGradients, "__init__", lambda *given: None))
+                    for name in ("before_forward", "terms", "after_backward"):
+                        stack.enter_context(patch.object(GroupedGradients, name, getattr(build.StepPart, name)))
+                found.append(kernels(tmp_path / f"{off}{micro_batches}", micro_batches))
+    added, left = (found[1] - found[0] for found in (before, after))
+    norm = added.pop("norm")
+    left["norm"] = min(left["norm"], 4)
+    assert norm == 20
+    assert (added.total() + norm, left.total()) == (437, 141)
+
+
+@pytest.mark.filterwarnings("ignore:dynamo_pgo")
+@pytest.mark.skipif(compiler_problem("cpu") is not None, reason="no compiler")
+def test_the_last_norm_is_one_program(tmp_path: Path) -> None:
+    """One kernel forward, and one backward, of which a GPU makes three where rows are many."""
+    root = root_for("qwen3", tmp_path)
+    norm = root.model.model.norm
+
+    def run() -> None:
+        norm(torch.randn(1, TOKENS, 32, requires_grad=True)).sum().backward()
+
+    with patch.object(blocks, "decoder_blocks", lambda *given: []):
+        compile_blocks(root, Padding(TOKENS, LONGEST))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, programs = run_and_get_code(run)
+    assert [len(re.findall(r"^\w+_fused_\w+ = async_compile", each, re.MULTILINE)) for each in programs] == [1, 1]
