@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -89,10 +90,51 @@ def wanted(model: Path) -> Found:
     return Found(gradients_of(plain), out.loss.item(), WEIGHT * out.aux_loss.item())
 
 
-def assembled(model: Path, packed: bool, rank: RankInfo = ONE, **sections: Any) -> Assembly:
+def padded(rows: list[int]) -> dict[str, torch.Tensor]:
+    """The documents of some rows as transformers takes them: filled up on the right, and masked there."""
+    batches = [collate([SyntheticRows(TRAINED).row(i)]) for i in rows]
+    parts = [
+        (batch.input_ids[start:end], batch.targets[start:end])
+        for batch in batches
+        for start, end in pairwise(accumulate(batch.lengths, initial=0))
+    ]
+    longest = max(len(ids) for ids, _ in parts)
+    ids, mask, labels = (np.full((len(parts), longest), fill) for fill in (0, 0, IGNORED))
+    for i, (tokens, targets) in enumerate(parts):
+        ids[i, : len(tokens)], mask[i, : len(tokens)], labels[i, 1 : len(tokens)] = tokens, 1, targets[:-1]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask), "labels": torch.tensor(labels)}
+
+
+@pytest.mark.parametrize("micro", [1, 5])
+def test_by_micro_batch_it_is_the_mean_of_what_transformers_has_for_each(micro: int, model: Path) -> None:
+    """And no forward comes before those that are trained."""
+    plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    terms = []
+    for first in range(0, 5, micro):
+        given = padded(list(range(first, first + micro)))
+        made = plain(**given, use_cache=False)
+        counted = int((given["labels"][:, 1:] != IGNORED).sum())
+        terms.append(made.aux_loss)
+        ((made.loss - WEIGHT * made.aux_loss) * counted / sum(TRAINED)).backward(retain_graph=True)
+    term = WEIGHT * torch.stack(terms).mean()
+    term.backward()
+    sections = {
+        "train": {"global_batch_size": 5, "micro_batch_size": micro},
+        "model": {"router_balance": "micro_batch"},
+    }
+    assembly = assembled(model, packed=True, **sections)
+    forwards: list[int] = []
+    assembly.train_state.root.model.model.layers[0].register_forward_hook(lambda *_: forwards.append(1))
+    ours = found(assembly)
+    assert len(forwards) == 5 // micro
+    assert ours.term == pytest.approx(float(term.detach()), rel=1e-5)
+    assert Found(gradients_of(plain), ours.loss, ours.term).off(ours) < 1e-5
+
+
+def assembled(base: Path, packed: bool, rank: RankInfo = ONE, **sections: Any) -> Assembly:
     sections = {"train": {"global_batch_size": 5 if packed else 10, "micro_batch_size": 5}, **sections}
     sections["data"] = {"packing": packed, **sections.get("data", {})}
-    return assembly_for(recipe_for(model, **sections), TRAINED, rank, packed=packed)
+    return assembly_for(recipe_for(base, **sections), TRAINED, rank, packed=packed)
 
 
 def found(assembly: Assembly) -> Found:

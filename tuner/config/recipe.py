@@ -93,6 +93,8 @@ class ModelSection(Section):
     """Fused kernels: auto takes liger on CUDA; on a CPU native ones, compiled on it, where there is a C compiler."""
     router_aux_loss_coef: Annotated[float | None, Real(ge=0)] = None
     """Weight of the loss that keeps experts evenly busy; null leaves it to the model's config, 0 adds none."""
+    router_balance: Word[Literal["step", "micro_batch"]] = "step"
+    """Over what that loss counts: a whole step, which takes one more forward of it, or each micro-batch by itself."""
     freeze: Globs = ()
     """Parameters not trained in full fine-tuning: names or globs, e.g. [embed_tokens, model.layers.0]."""
     init_from: Annotated[tuple[InitFrom, ...], SOURCES_OF_WEIGHTS] = ()

@@ -179,7 +179,7 @@ def _step_parts(
     if root.parts.router_loss is not None:
         from tuner.train.routing import Routing
 
-        yield Routing(root.parts.router_loss, step_config.mesh)
+        yield Routing(root.parts.router_loss, step_config.mesh, recipe.model.router_balance)
     if recipe.ema.is_on:
         from tuner.train.ema import Ema, decay_of
 

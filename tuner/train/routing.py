@@ -21,12 +21,16 @@ class Routing(StepPart):
     """How often each expert was chosen by the documents of a step, of all micro-batches and all processes.
 
     A micro-batch's part of the loss needs it: :meth:`note` each forward, then :meth:`agree`, then :meth:`with_loss`.
+    With a ``balance`` by ``micro_batch`` each process takes its own counts of each, and the loss is the mean over all:
+    no forward comes before, and experts are asked to be evenly busy in each part of a step, as other trainers ask.
     """
 
-    def __init__(self, router: RouterLoss, mesh: Mesh) -> None:
-        self._router, self._mesh = router, mesh
+    def __init__(self, router: RouterLoss, mesh: Mesh, balance: str = "step") -> None:
+        self._router, self._mesh, self._is_global = router, mesh, balance == "step"
         self._chosen: torch.Tensor | None = None
         self._is_agreed = False
+        self._parts = 1
+        """How many values of the loss a step has; it is their mean."""
 
     def counts(self, counts: Counts) -> Counts:
         """With the one step that the router's loss is divided by."""
@@ -36,16 +40,20 @@ class Routing(StepPart):
     def before_forward(self, step: StepForwards) -> None:
         """Of several micro-batches, have the routers choose for all of them first, in a forward of each with the same
         dropout as the one that is trained. Collective."""
-        self._chosen, self._is_agreed = None, False
-        if len(step.batches.micro) > 1:
+        self._chosen, self._is_agreed, self._parts = None, False, 1
+        if not self._is_global:
+            self._parts = len(step.batches.micro) * self._mesh.size // self._mesh.tensor
+        elif len(step.batches.micro) > 1:
             for number, batch in enumerate(step.batches.micro):
                 step.forward(number)
                 self.note(batch)
             self.agree()
 
     def terms(self, batch: Batch, terms: Terms) -> Terms:
-        """With the micro-batch's part of the router's loss. Collective where it is the only one."""
-        if not self._is_agreed:
+        """With the micro-batch's part of the router's loss. Collective where it is the only one, and asked globally."""
+        if not self._is_global:
+            self._chosen = _counting(self._router, batch).chosen
+        elif not self._is_agreed:
             self.note(batch)
             self.agree()
         return self.with_loss(terms, batch)
@@ -67,7 +75,7 @@ class Routing(StepPart):
         """The micro-batch's terms with its part of the router's loss, from the forward that gave them; as a figure
         without its weight and over k, which is 1 where the experts are evenly busy."""
         assert self._chosen is not None, "the step was counted"
-        value = self._router.value(self._chosen, _counting(self._router, batch).probability)
+        value = self._router.value(self._chosen, _counting(self._router, batch).probability) / self._parts
         balance = Sum(value.detach() / self._router.per_token, _PER)
         losses = {**terms.losses, TERM: Sum(self._router.weight * value, _PER)}
         return Terms(losses, {**terms.figures, BALANCE: balance})
