@@ -69,22 +69,22 @@ def settled(place: Path, limit: int, machines: int = 1, each: int = 1, **section
 
 def test_rows_are_added_while_they_fit_and_pay(tmp_path: Path, counted: Counted) -> None:
     found = settled(tmp_path, 80)
-    assert found.values == {MICRO: 4, LEVEL: "none", **OFF}  # 8,192 tokens: twice as many are estimated to save 3 %
-    assert counted.asked == [("auto", "none", 4)]  # the largest that pays comes first where there is much room
-    assert found.reasons[MICRO] == "4 rows of 2,048 tokens at a time: predicted peak 24.00 GiB of 80.00 GiB"
-    assert found.reasons[LEVEL] == "it fits without: predicted peak 24.00 GiB of 80.00 GiB"
-    assert settled(tmp_path, 80, train={"global_batch_size": 6}).values[MICRO] == 3  # what divides the batch
-    assert settled(tmp_path, 80, train={"global_batch_size": 15}).values[MICRO] == 3
+    assert found.values == {MICRO: 16, LEVEL: "none", **OFF}  # 32,768 tokens: twice as many are estimated to save 0.8 %
+    assert counted.asked == [("auto", "none", 16)]  # the largest that pays comes first where there is much room
+    assert found.reasons[MICRO] == "16 rows of 2,048 tokens at a time: predicted peak 72.00 GiB of 80.00 GiB"
+    assert found.reasons[LEVEL] == "it fits without: predicted peak 72.00 GiB of 80.00 GiB"
+    assert settled(tmp_path, 80, train={"global_batch_size": 6}).values[MICRO] == 6  # what divides the batch
+    assert settled(tmp_path, 80, train={"global_batch_size": 15}).values[MICRO] == 15
     assert settled(tmp_path, 80, train={"global_batch_size": 5}).values[MICRO] == 5  # four fifths of a step of one row
     assert settled(tmp_path, 80, data={"max_length": 512}).values[MICRO] == 16
     counted.asked.clear()
     assert settled(tmp_path, 17, train={"gradient_checkpointing": "none"}).values == {MICRO: 2, **OFF}
-    assert counted.asked == [("auto", "none", rows) for rows in (4, 1, 2)]
+    assert counted.asked == [("auto", "none", rows) for rows in (16, 1, 2)]
 
 
 def test_what_is_written_stays(tmp_path: Path, counted: Counted) -> None:
     assert settled(tmp_path, 80, train={"micro_batch_size": 16}).values == {LEVEL: "none", **OFF}
-    assert settled(tmp_path, 80, train={"gradient_checkpointing": "full"}).values == {MICRO: 4, **OFF}
+    assert settled(tmp_path, 80, train={"gradient_checkpointing": "full"}).values == {MICRO: 16, **OFF}
     assert {level for _, level, _ in counted.asked[1:]} == {"full"}
     alone = settled(tmp_path, 80, data={"max_length": 2048, "packing": False})
     assert alone.values[MICRO] == 1 and "not packed stay alone" in alone.reasons[MICRO]

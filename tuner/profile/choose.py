@@ -2,8 +2,8 @@
 
 Ways of sharding are tried from the one with the least to send on; the first with which anything fits is taken. More is
 recomputed where nothing fits with less, or where the rows that then fit save a twentieth of the estimated step. A
-micro-batch is the largest that fits, up to the size from which on twice the rows save less than a twentieth. Tiles of
-the MLP, then activations on the host, are taken only where without them nothing fits.
+micro-batch has the highest rate of those that fit: up to the size from which on twice the rows save less than a
+hundredth. Tiles of the MLP, then activations on the host, are taken only where without them nothing fits.
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ from tuner.setup.specs import StepSections, assembly_spec, mesh_of, meta_model_o
 Values = Mapping[str, Any]
 LEVELS = ("none", "selective", "full")
 PAYS = 0.95
-"""What the estimated time of a step must come down to for the memory, or the arithmetic, that it costs."""
+"""What the estimated time of a step must come down to for the arithmetic of recomputing."""
+ROWS_PAY = 0.99
+"""The same for twice the rows at once, which cost memory alone, and that is free once they fit."""
 BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -105,7 +107,7 @@ class Speed:
         """
         paying, before = [*sizes[:1]], sizes[0]
         for size in sizes[1:]:
-            if self.step_s({**values, MICRO: size}) > PAYS * self.step_s({**values, MICRO: min(size / 2, before)}):
+            if self.step_s({**values, MICRO: size}) > ROWS_PAY * self.step_s({**values, MICRO: min(size / 2, before)}):
                 break
             paying.append(size)
             before = size
