@@ -377,7 +377,7 @@ def test_hooks_load_and_are_written_back(tmp_path: Path) -> None:
     recipe = load_recipe(tmp_path / "r.yaml", flags, cwd=tmp_path).recipe
     first, second = recipe.hooks
     assert (first.use, str(first.every[0] if first.every else "")) == (f"{tmp_path}/my_hooks.py:Notify", "100 steps")
-    assert first.stages == ("start", "step", "evaluation", "save", "end")
+    assert first.stages == ("start", "window", "epoch", "step", "evaluation", "save", "export", "end")
     assert (second.use, second.stages, second.options) == ("named", ("step", "end"), {"channel": "runs", "level": 4})
     (tmp_path / "again.yaml").write_text(recipe_yaml(recipe))
     assert load_recipe(tmp_path / "again.yaml").recipe == recipe

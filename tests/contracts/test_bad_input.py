@@ -301,10 +301,10 @@ def test_items_of_sources_are_checked_too(tmp_path: Path) -> None:
     [
         ("{use: x, stage: [end]}", "hooks.0.stage  unknown; did you mean hooks.0.stages?"),
         ("{use: x.py}", "hooks.0.use  got 'x.py'; allowed: FILE.py:NAME or the name of an entry point"),
-        ("{use: x, stages: [begin]}", "got 'begin'; allowed: start or step or evaluation or save or end"),
+        ("{use: x, stages: [begin]}", "got 'begin'; allowed: start or window or epoch or batch or step or evaluation"),
         ("{use: x, every: 100}", "hooks.0.every  100 what? write 100 steps, 100 epochs"),
         ("{stages: [end]}", "hooks.0.use  missing; FILE.py:NAME"),
-        ("7", "hooks.0  got 7; allowed: a mapping with keys use, stages, every, options"),
+        ("7", "hooks.0  got 7; allowed: a mapping with keys use, stages, every, ranks, options"),
     ],
 )
 def test_a_hook_is_checked(item: str, expected: str, tmp_path: Path) -> None:

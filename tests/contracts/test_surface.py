@@ -48,6 +48,7 @@ SURFACE = {
     "prove": "(RECIPE) --steps --layouts --weights",
     "config check": "(RECIPE)",
     "config show": "(RECIPE) --origin --plot-schedule",
+    "config diff": "OLD NEW",
     "config schema": "",
     "doctor": "(DIRECTORY)",
     "help": "(TOPIC)",

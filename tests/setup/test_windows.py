@@ -94,7 +94,7 @@ def test_cadences_count_full_rows_and_shares_need_a_length() -> None:
     held = {"data": {"train": "logs", "eval": "eval.jsonl", "windows": {"files": 1}, "max_length": 64}}
     assert course(recipe(**held), 8, 0).evaluation.every_steps == ()  # its default is a share
     assert course(recipe("50 steps", **held), 8, 0).evaluation.every_steps == (5,)
-    assert course(recipe(checkpoint={"marks": ["900 steps"]}), 8, 0).marks == {900}
+    assert course(recipe(checkpoint={"marks": ["900 steps"]}), 8, 0).keeping.at_steps == {900}
     with pytest.raises(RecipeError, match="900 steps is step 900, the run ends at 50"):
         course(recipe("50 steps", checkpoint={"marks": ["900 steps"]}), 8, 0)
 

@@ -75,7 +75,7 @@ class OutputOptions:
 
 @dataclass
 class Invocation:
-    """What `main` took from the command line before Typer saw it; it is `ctx.obj`."""
+    """What `main` took from environment and command line before Typer saw it; it is `ctx.obj`."""
 
     overrides: list[Override] = field(default_factory=list)
 
@@ -89,7 +89,7 @@ class _PassedOn(Exception):
 
 
 def overrides_of(ctx: typer.Context) -> list[Override]:
-    """Return the `--section.key value` flags of this command line, in order."""
+    """Return what variables such as `TUNER_SECTION__KEY` say, then the `--section.key value` flags, in order."""
     invocation = ctx.find_root().obj
     return invocation.overrides if isinstance(invocation, Invocation) else []
 

@@ -68,6 +68,22 @@ def _schedule(recipe: Recipe) -> Outcome:
 
 
 @app.command()
+@command("config diff")
+def diff(
+    old: Annotated[str, typer.Argument(help="A recipe: a YAML file, a shipped recipe's name, or a run's recipe.yaml.")],
+    new: Annotated[str, typer.Argument(help="Another one.")],
+) -> Outcome:
+    """Print the keys in which two recipes differ, defaults included."""
+    from tuner.config.dump import flatten, recipe_dict
+
+    one, other = (flatten(recipe_dict(load_for_command(each).recipe)) for each in (old, new))
+    keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+    found = {key: [one.get(key), other.get(key)] for key in keys}
+    lines = (f"{key}  {json.dumps(before)} -> {json.dumps(after)}" for key, (before, after) in found.items())
+    return Outcome("\n".join(lines) or "no key differs", artifacts={"differences": found}, is_text=True)
+
+
+@app.command()
 @command("config schema")
 def schema() -> Outcome:
     """Print the recipe's JSON schema, for editors."""

@@ -44,7 +44,7 @@ def run(args: list[str]) -> int:
             return _usage(command, args, f"tuner {_full_name(command, rest)} takes no recipe keys: --{flags[0][0]}")
         if command in TAKES_RECIPE and "--help-recipe" in rest:
             return _print_recipe_keys()
-        code = build(command)(args=rest, prog_name="tuner", standalone_mode=False, obj=_invocation(flags))
+        code = build(command)(args=rest, prog_name="tuner", standalone_mode=False, obj=_invocation(command, flags))
     except TyperException as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
@@ -90,13 +90,15 @@ def _print_recipe_keys() -> int:
     return 0
 
 
-def _invocation(flags: list[tuple[str, str | None]]) -> Any:
-    if not flags:
+def _invocation(command: str, flags: list[tuple[str, str | None]]) -> Any:
+    variables = {name: text for name, text in os.environ.items() if name.startswith("TUNER_") and "__" in name}
+    if command not in TAKES_RECIPE or not (flags or variables):
         return None
     from tuner.cli.command import Invocation
-    from tuner.config.overrides import Override
+    from tuner.config.overrides import Override, from_environment
 
-    return Invocation([Override(key, text) for key, text in flags])
+    typed = [Override(key, text) for key, text in flags]
+    return Invocation([*from_environment(variables, typed), *typed])
 
 
 def _meant(word: str) -> str:

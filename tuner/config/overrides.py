@@ -11,6 +11,9 @@ from tuner.config.fields import fields, find, item_fields, list_of
 from tuner.config.tree import KeyPath, Node, Problems, tree_of
 from tuner.config.yaml import read_yaml, resolve
 
+PREFIX = "TUNER_"
+"""Of variables of the environment that are tuner's."""
+
 
 @dataclass(frozen=True)
 class Override:
@@ -18,17 +21,39 @@ class Override:
 
     key: str
     text: str | None
+    variable: str | None = None
+    """The variable of the environment that it comes from, where it is no flag."""
 
     @property
     def flag(self) -> str:
-        """The flag as typed, without its value."""
+        """The flag as typed, without its value; of a variable the one that would say the same."""
         return f"--{self.key}"
 
     @property
+    def name(self) -> str:
+        """What it is, as messages name it."""
+        return f"flag {self.flag}" if self.variable is None else f"variable {self.variable}"
+
+    @property
     def where(self) -> str:
-        """The flag as messages show it."""
+        """The same with its value."""
         text = self.text if self.text is None or len(self.text) <= 60 else self.text[:57] + "..."
-        return f"flag {self.flag}" if text is None else f"flag {self.flag} {text!s}".replace("\n", "\\n")
+        between = " " if self.variable is None else "="
+        return self.name if text is None else f"{self.name}{between}{text!s}".replace("\n", "\\n")
+
+
+def from_environment(variables: Mapping[str, str], typed: Sequence[Override]) -> list[Override]:
+    """What variables such as ``TUNER_OPTIMIZER__LR=3e-4`` say of a recipe, less what is typed as flags.
+
+    Two underscores are a dot. A variable without them is none of a recipe's (``TUNER_CACHE``).
+    """
+    known = {override.key.replace("-", "_") for override in typed}
+    found = []
+    for name, text in sorted(variables.items()):
+        key = name.removeprefix(PREFIX).lower().replace("__", ".")
+        if name.startswith(PREFIX) and "." in key and key not in known:
+            found.append(Override(key, text, name))
+    return found
 
 
 def merge(tree: Node, overrides: Sequence[Override], cwd: Path, problems: Problems) -> None:
@@ -43,7 +68,7 @@ def merge(tree: Node, overrides: Sequence[Override], cwd: Path, problems: Proble
         if find(key) is None:
             from tuner.config.advice import given_in
 
-            problems.add(f"flag {override.flag}", "", unknown(key, override.text, given_in(tree)))
+            problems.add(override.name, "", unknown(key, override.text, given_in(tree)))
         elif override.text is None:
             problems.add(override.where, "", f"needs a value; write {override.flag} VALUE")
         else:

@@ -100,6 +100,7 @@ _RESOLVERS: Mapping[str, Callable[[str, Path], str]] = {
     "data.train.path": _rows,
     "data.eval.path": _rows,
     "data.cache_dir": _always,
+    "train.stop_file": _always,
     "method.teacher": _hub_or_path,
     "eval.tasks.task": _task,
     "eval.tasks.scorer": _plugin,

@@ -46,7 +46,7 @@ from tuner.config.windows import WindowsSection
 
 TIMES = ("s", "min", "h")
 COUNTS = ("steps", "epochs", "tokens", "%")
-Stage = Literal["start", "step", "evaluation", "save", "end"]
+Stage = Literal["start", "window", "epoch", "batch", "step", "evaluation", "save", "export", "end"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 """When a hook may be called, in the order of a run."""
 Globs = Annotated[tuple[str, ...], Several(item=Text(kind="names or globs"), empty=True)]
@@ -301,6 +301,10 @@ class TrainSection(Section):
     """How long the whole run is."""
     stop_after: Annotated[Duration | None, Span(units=(*COUNTS, *TIMES), aliases=NEVER)] = None
     """Save and stop this launch after this long (exit code 75); the run can be resumed."""
+    stop_file: Annotated[str | None, Text(kind="the path of a file")] = None
+    """A file that stops this launch as RUN/STOP does when it is there, and stays: one for many runs."""
+    end_at: Annotated[int | None, Whole(ge=1, le=2**53)] = None
+    """Step at which the run ends, finished, under the schedule of the whole duration; null ends it there."""
     min_steps: Annotated[int | None, Whole(ge=1, le=2**53)] = None
     """Steps that are taken at least: no early stop by eval.patience before; null sets no such bound."""
     global_batch_size: Annotated[int, Whole(ge=1, le=2**20)] = 16
@@ -402,6 +406,10 @@ class CheckpointSection(Section):
     """Loss or figure that decides which checkpoint is best: it is saved at its evaluation and never pruned."""
     marks: Annotated[Durations, Several(item=Span(units=COUNTS), empty=True)] = ()
     """Points of the run that are saved and never pruned, such as [1000 steps, 2B tokens]."""
+    keep_every: Annotated[Durations | None, CadenceSpan(units=COUNTS)] = None
+    """How often a checkpoint is saved that is never pruned, besides those of every, such as 1000 steps."""
+    not_within: Annotated[int | None, Whole(ge=1, le=2**53)] = None
+    """Steps before and after a checkpoint that is never pruned in which every saves none, such as 250."""
     async_save: Annotated[bool | Auto, Switch()] = "auto"
     """Copy to memory, then write while training continues: training waits only for the copy; auto: on a GPU."""
 
@@ -526,15 +534,17 @@ class HookSection(Section):
 
     use: Use
     """FILE.py:NAME, or the name of an entry point of the group tuner.hooks: a class or a function."""
-    stages: Annotated[tuple[Stage, ...], Several(item=OneOf())] = STAGES
-    """What it is notified of: start, step, evaluation, save and end of a launch."""
+    stages: Annotated[tuple[Stage, ...], Several(item=OneOf())] = tuple(one for one in STAGES if one != "batch")
+    """What it is notified of; without a list all but batch."""
     every: Annotated[Durations | None, CadenceSpan(units=(*COUNTS, *TIMES))] = (Duration.parse("1 step"),)
-    """How often it is notified of a step."""
+    """How often it is notified of a step, or of its batch."""
+    ranks: Word[Literal["main", "all"]] = "main"
+    """Processes that call it: rank 0, or each, with what it knows of its own rows."""
     options: Options = {}
     """Keyword arguments of the class or function."""
 
 
-HOOKS = Items(HookSection, "a list of {use, stages, every, options}")
+HOOKS = Items(HookSection, "a list of {use, stages, every, ranks, options}")
 ITEMS: dict[str, Items] = {
     "model.init_from": SOURCES_OF_WEIGHTS,
     "tokenizer.add_tokens": NEW_TOKENS,

@@ -131,7 +131,9 @@ def columns_of_the_first_model(recipe: Recipe, given: Set[str]) -> str | None:
     return None
 
 
-_CADENCES = ("eval.every", "checkpoint.every", "checkpoint.marks", "export.every", "train.stop_after")
+_CADENCES = (
+    "eval.every", "checkpoint.every", "checkpoint.marks", "checkpoint.keep_every", "export.every", "train.stop_after",
+)  # fmt: skip
 _DIVIDED = ("data.windows.files", "data.windows.names")
 WINDOW_RULES = (
     Rule(_DIVIDED, one_way_to_divide),

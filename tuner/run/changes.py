@@ -37,6 +37,8 @@ ON_RESUME: dict[str, Effect] = {
     "data.cache_dir": "safe",
     "train.duration": "refuse",
     "train.stop_after": "safe",
+    "train.stop_file": "safe",
+    "train.end_at": "safe",
     "train.min_steps": "safe",
     "train.global_batch_size": "refuse",
     "train.micro_batch_size": "warn",

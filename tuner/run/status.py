@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from tuner.runtime.process import Collective
 
 
+END_AT = "end_at"
+"""Of a checkpoint's state: the step at which `train.end_at` ended the run, or was to end it."""
+
+
 @dataclass(frozen=True)
 class RunStatus:
     """A run directory as a launch finds it: without a record of no run yet, with a result of one that is finished."""
@@ -76,7 +80,7 @@ def status_of(loaded: LoadedRecipe, options: LaunchOptions, console: Console, ha
     _require_same_recipe(run, record, loaded, options, console)
     checkpoint = _own_checkpoint(run, record, loaded, options, console, hashes)
     resets = resets_for(record, checkpoint, options.reset)
-    if options.reset or not _is_finished(record, checkpoint, loaded.recipe.checkpoint.at_end):
+    if options.reset or not _is_finished(record, checkpoint, loaded.recipe):
         return RunStatus(run, record, checkpoint, resets)
     steps = int(record["launches"][-1].get("step") or (checkpoint.step if checkpoint is not None else 0))
     _say_finished(run, record, loaded, steps, console)
@@ -209,9 +213,9 @@ def _own_checkpoint(
     hashes: bool,
 ) -> CheckpointInfo | None:
     """The newest valid checkpoint of a run, or the one that it began from."""
-    at_end = loaded.recipe.checkpoint.at_end
+    recipe = loaded.recipe
     found = newest(run.checkpoints, console.warn, shards=hashes)
-    if found is not None and not hashes and _is_finished(record, found, at_end):
+    if found is not None and not hashes and _is_finished(record, found, recipe):
         found = newest(run.checkpoints, console.warn)  # every rank must say the same of it
     if found is None and step_dirs(run.checkpoints):
         raise DataError(
@@ -221,7 +225,7 @@ def _own_checkpoint(
     branched = began(record)
     if found is None and branched is not None:
         found = open_checkpoint(branched, shards=hashes)  # it ended before it saved one of its own, or lost them
-    if options.resume == "never" and not _is_finished(record, found, at_end) and not options.dry_run:
+    if options.resume == "never" and not _is_finished(record, found, recipe) and not options.dry_run:
         at = f"at step {found.step}" if found is not None else "without a checkpoint"
         way = f"resume it: tuner resume {run.path}      start another run: --name NEW-NAME"
         if not run.keeps_recipe(record):
@@ -358,13 +362,17 @@ def _warn_of_losses(run: RunDir, record: Mapping[str, Any], found: CheckpointInf
         console.warn(f"{run.checkpoints / step_name(last)}, the last checkpoint, is gone: trained again from step {at}")
 
 
-def _is_finished(record: Mapping[str, Any], found: CheckpointInfo | None, at_end: bool) -> bool:
+def _is_finished(record: Mapping[str, Any], found: CheckpointInfo | None, recipe: Recipe) -> bool:
     """Whether nothing is left to train: by a final checkpoint, or by the record where what it kept is there.
 
     A launch may have been killed before it could write down that it finished; a run that was reset after that
     checkpoint has steps left. So has a finished run whose last checkpoint is damaged or gone: `found` is the newest
-    that is valid. With `at_end`, `checkpoint.at_end` of the recipe, that is the one of the last step.
+    that is valid. With `checkpoint.at_end` that is the one of the last step. One that `train.end_at` has ended goes on
+    where that is later now, or taken away.
     """
+    ended, at_end = None if found is None else found.state.get(END_AT), recipe.checkpoint.at_end
+    if ended is not None and (recipe.train.end_at is None or recipe.train.end_at > ended):
+        return False
     if found is not None and found.state.get("finished") and not pending(resets_of(record), found.step):
         return True
     if record["status"] != "finished":

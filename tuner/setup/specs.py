@@ -93,6 +93,7 @@ class TaskSections:
     logging: config.LoggingSection
     hooks: tuple[config.HookSection, ...]
     stop_after: Duration | None
+    stop_file: str | None
     timeout_s: float
     """What processes wait for each other."""
 
@@ -102,7 +103,7 @@ def task_sections(resolved: Resolved) -> TaskSections:
     recipe = resolved.recipe
     return TaskSections(
         recipe.eval, recipe.checkpoint, recipe.health, recipe.profile, recipe.prober, recipe.logging, recipe.hooks,
-        recipe.train.stop_after, recipe.parallel.timeout.seconds,
+        recipe.train.stop_after, recipe.train.stop_file, recipe.parallel.timeout.seconds,
     )  # fmt: skip
 
 

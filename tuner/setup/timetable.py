@@ -41,7 +41,8 @@ class Timetable:
     schedule: Schedule
     evaluation: Cadence
     saving: Cadence
-    marks: frozenset[int]
+    """When checkpoints are saved, those that are never pruned among them, but for single steps of these."""
+    keeping: Cadence
     """Steps whose checkpoints are never pruned."""
     exporting: Cadence
     """An export needs a checkpoint: each of its steps is one of `saving`, too."""
@@ -49,6 +50,23 @@ class Timetable:
     """The step after which the data was reset."""
     tasks: tuple[Cadence, ...] = ()
     """When each task of `eval.tasks` is scored, besides at the run's ends."""
+    apart: int = 0
+    """Steps around one whose checkpoint is never pruned in which no other is saved."""
+
+    def is_kept(self, step: int) -> bool:
+        """Whether the checkpoint after a step is never pruned."""
+        return self.keeping.due_at(step)
+
+    def saves_at(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step, whatever the clock says."""
+        if self.is_kept(step) or self.exporting.due_at(step):
+            return True
+        return self.saving.due_at(step) and not self.is_near_kept(step)
+
+    def is_near_kept(self, step: int) -> bool:
+        """Whether a checkpoint that is never pruned is so near that none is saved by `checkpoint.every`."""
+        near = range(max(1, step - self.apart), step + self.apart + 1)
+        return self.apart > 0 and any(self.is_kept(other) for other in near)
 
 
 FEW_STEPS = 20
@@ -118,6 +136,8 @@ def timetable(resolved: "Resolved", prepared: PreparedData, starts: Starts = Sta
     def due(every: Sequence[Duration] | None) -> Cadence:
         return cadence(_known(every, limit), whole, tokens)
 
+    kept = due(recipe.checkpoint.keep_every)
+    marks = mark_steps(recipe.checkpoint.marks, extent.longest, tokens)
     evaluated, exporting = prepared.eval is not None or recipe.eval.tasks, due(recipe.export.every)
     evaluation = due(recipe.eval.every if evaluated else None)
     if evaluated and recipe.eval.marks:
@@ -126,11 +146,12 @@ def timetable(resolved: "Resolved", prepared: PreparedData, starts: Starts = Sta
         extent.plan,
         _schedule(recipe, whole, tokens, starts.schedule),
         evaluation,
-        due(recipe.checkpoint.every).or_of(exporting),
-        mark_steps(recipe.checkpoint.marks, extent.longest, tokens),
+        due(recipe.checkpoint.every).or_of(exporting).or_of(kept),
+        replace(kept, at_steps=marks),
         exporting,
         starts.data,
         tuple(evaluation if task.every is None else due(task.every) for task in recipe.eval.tasks),
+        recipe.checkpoint.not_within or 0,
     )
 
 

@@ -170,6 +170,8 @@ class Progress:
     """Whether the evaluation of this step was cut short, so that the run resumes with it."""
     best: Best | None = None
     """The best evaluation so far, where the recipe keeps the best."""
+    ends_at: int | None = None
+    """The step at which the run ends, where the recipe ends it before the plan does."""
     early: EarlyStop | None = None
     """What ends the run early, where the recipe has a patience."""
     more_to_come: bool = False
@@ -184,19 +186,27 @@ class Progress:
 
     @property
     def is_last_step(self) -> bool:
-        """Whether the plan's last step was taken."""
-        return self.step >= self.plan.total_steps
+        """Whether the last step was taken: the plan's, or the run's where it ends before."""
+        return self.step >= self.plan.total_steps or self._is_ended
+
+    @property
+    def _is_ended(self) -> bool:
+        return self.ends_at is not None and self.step >= self.ends_at
 
     @property
     def why_early(self) -> str | None:
         """Why a finished run has fewer steps than were planned; None where it has all."""
-        return None if self.early is None or self.is_last_step else self.early.reason()
+        if self.step >= self.plan.total_steps:
+            return None
+        if self._is_ended:
+            return f"early: it was to end at step {self.ends_at} (train.end_at)"
+        return None if self.early is None else self.early.reason()
 
     @property
     def is_at_end(self) -> bool:
         """Whether the run takes no further step: the plan's last one was taken, or it ends early."""
-        is_done = self.is_last_step and not self.more_to_come
-        return is_done or (self.early is not None and self.early.is_due)
+        is_done = self.step >= self.plan.total_steps and not self.more_to_come
+        return is_done or self._is_ended or (self.early is not None and self.early.is_due)
 
     @property
     def is_finished(self) -> bool:

@@ -31,6 +31,10 @@ class Request(Flag):
     """Save after this step: the clock says so, which differs from rank to rank."""
     SETTLE = auto()
     """A save in the background is over: take note of it."""
+    EVALUATE = auto()
+    """Evaluate after this step."""
+    EXPORT = auto()
+    """Save and export after this step."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Event:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """The line of metrics.jsonl of a step or an evaluation."""
     path: Path | None = None
-    """The checkpoint of a save."""
+    """The checkpoint of a save, the directory of an export."""
     status: Status = "running"
 
 

@@ -61,6 +61,24 @@ def test_exports_of_a_run_are_the_commands(tmp_path: Path, monkeypatch: pytest.M
     assert os.readlink(run / "exports" / "latest") == "step-2"
 
 
+@pytest.mark.usefixtures("forked_children")
+def test_a_hook_asks_for_an_export_and_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNER_CACHE", str(new_cache(tmp_path / "cache")))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    trainings.prepare(tmp_path, 1, layers=1)
+    (tmp_path / "asks.py").write_text(
+        "def ask(report, out):\n    if report.stage == 'export':\n        with open(out, 'a') as file:\n"
+        "            file.write(f'{report.path}\\n')\n    if (report.stage, report.step) == ('step', 1):\n"
+        "        return 'export'\n"
+    )
+    hook = {"use": f"{tmp_path}/asks.py:ask", "options": {"out": f"{tmp_path}/told"}}
+    run = launch(tmp_path, export__at_end="true", export__adapter="keep", hooks=json.dumps([hook]))
+    exports = [run / "exports" / f"step-{step}" for step in (1, 3)]
+    assert sorted(path for path in (run / "exports").iterdir() if not path.is_symlink()) == exports
+    assert (tmp_path / "told").read_text().splitlines() == [str(path) for path in exports]
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step-1", "step-3"]
+
+
 @pytest.mark.multi
 @pytest.mark.slow
 def test_rank_0_exports_once(tmp_path: Path) -> None:

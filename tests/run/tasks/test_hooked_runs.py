@@ -72,7 +72,7 @@ def test_a_hook_is_told_of_everything_in_order(workplace: Path) -> None:
     reports = told(workplace)
     assert [(r["stage"], r["step"]) for r in reports] == [
         ("start", 0), ("evaluation", 0), ("step", 1), ("step", 2), ("step", 3), ("save", 3), ("step", 4),
-        ("evaluation", 4), ("step", 5), ("evaluation", 5), ("save", 5), ("end", 5),
+        ("evaluation", 4), ("step", 5), ("epoch", 5), ("evaluation", 5), ("save", 5), ("end", 5),
     ]  # fmt: skip
     lines = [json.loads(line) for line in (result.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [r["loss"] for r in reports if r["loss"] is not None] == [line["loss"] for line in lines]
@@ -187,7 +187,8 @@ def test_a_tracker_that_cannot_be_opened_stops_the_run_before_its_first_step(
 
 def test_the_documented_hook_runs_as_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (Path(__file__).parents[3] / "docs" / "hooks.md").read_text()
-    blocks = dict(re.findall(r"^```(python|yaml)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL))
+    found = re.findall(r"^```(python|yaml)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    blocks = dict(reversed(found))  # the first of each
     trainings.prepare(tmp_path, 1, layers=1)  # not where a file of that name was loaded before
     recipe = (tmp_path / "r.yaml").read_text().replace("3 epochs", "10 steps")
     recipe += blocks["yaml"].replace("below: 2.5", "below: 9")

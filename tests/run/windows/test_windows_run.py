@@ -68,6 +68,17 @@ def test_a_run_stopped_anywhere_ends_as_an_unbroken_one(
     assert len(first_of_a) == len(first_of_c) == 4 and first_of_a != first_of_c, "each has an order of its own"
 
 
+def test_hooks_hear_of_each_window_once(work: Path) -> None:
+    (work / "told.py").write_text(
+        "def note(report):\n    with open('told', 'a') as file:\n"
+        '        file.write(f\'{report.step} {report.metrics["window"]} {report.metrics["name"]}\\n\')\n'
+    )
+    told = {"hooks": json.dumps([{"use": f"{work}/told.py:note", "stages": ["window"]}])}
+    for options, steps in ((None, 3), (MUST, 2), (MUST, 9)):
+        made.launch(work, options, train__stop_after=f"{steps} steps", **told)
+    assert (work / "told").read_text().splitlines() == ["2 1 a", "5 2 b", "7 3 c"]
+
+
 @pytest.mark.slow
 def test_a_late_window_stops_the_run_which_goes_on_when_it_is_there(work: Path, unbroken: dict[str, Any]) -> None:
     late = work / "logs" / "b.jsonl"

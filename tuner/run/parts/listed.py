@@ -2,6 +2,7 @@
 
 from tuner.config.recipe import Recipe
 from tuner.run.parts.cores import Cores
+from tuner.run.parts.ends import EndAt
 from tuner.run.parts.exactness import Exactness
 from tuner.run.parts.initial_weights import InitialWeights
 from tuner.run.parts.kernels import Kernels
@@ -26,6 +27,7 @@ PARTS: tuple[type[Part], ...] = (
     Offload,
     MockBatch,
     SkippedSteps,
+    EndAt,
 )
 
 

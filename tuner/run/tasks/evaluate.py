@@ -85,6 +85,9 @@ class EvaluateTask(Task):
         if self._progress.is_last_step and self._settings.at_end:
             yield from self._evaluate(held, self._every_task())
             return
+        if Request.EVALUATE in agreed:
+            yield from self._evaluate(held, self._every_task())
+            return
         is_due = self._assembly.timetable.evaluation.due_at(step)
         yield from self._evaluate(held if is_due else None, [] if self._tasks is None else self._tasks.due_at(step))
 

@@ -8,6 +8,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +26,7 @@ from tuner.rundir.layout import EXPORT_LOG, EXPORTS, LOGS
 from tuner.runtime.console import Console
 from tuner.runtime.files import gib, machine_error
 from tuner.train.plan import Cadence
-from tuner.train.tasks import Event, Task
+from tuner.train.tasks import Event, Request, TakenStep, Task
 
 NICENESS = 10
 """Of an export beside training, above this process's own: training goes first."""
@@ -43,6 +44,10 @@ class Exporter:
     _prune: Callable[[], int] = field(default=lambda: 0)
     _every: Cadence = Cadence()
     _asked_at: float = field(default_factory=time.monotonic)
+    _made: SimpleQueue[Path] = field(default_factory=SimpleQueue)
+    """Exports that are done and were not told of yet."""
+    tell: Callable[[Path], None] = lambda path: None
+    """Called with each export by :meth:`tell_made`."""
     _jobs: list[tuple[ExportProcess, Future[None]]] = field(default_factory=list)
     _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="export"))
 
@@ -80,9 +85,9 @@ class Exporter:
         self.console, self._every, self._prune, self._asked_at = console, every, prune, time.monotonic()
         self._add_owed(checkpoints)
 
-    def saved(self, checkpoint: Path, step: int) -> None:
-        """A checkpoint was saved after `step`: export it where that is due."""
-        if self._every.due_at(step) or self._every.due_after(time.monotonic() - self._asked_at):
+    def saved(self, checkpoint: Path, step: int, is_asked: bool = False) -> None:
+        """A checkpoint was saved after `step`: export it where that is due, or asked for."""
+        if is_asked or self._every.due_at(step) or self._every.due_after(time.monotonic() - self._asked_at):
             self._asked_at = time.monotonic()
             self._add(checkpoint)
 
@@ -96,9 +101,15 @@ class Exporter:
         if at_end and self.recipe.export.at_end and result.checkpoint is not None:
             self._add_missing(result.checkpoint, result.step)
         self._wait()
+        self.tell_made()
         self._prune()
         for _, future in self._jobs:
             future.result()
+
+    def tell_made(self) -> None:
+        """Tell of the exports that are done, each once."""
+        while not self._made.empty():
+            self.tell(self._made.get())
 
     def _wait(self) -> None:
         """Until no export runs; say so where that takes a while."""
@@ -155,6 +166,7 @@ class Exporter:
         figures = process.run()
         link_latest(self.exports, process.output.name)
         prune_exports(self.exports, self.recipe.export.keep, self.options)
+        self._made.put(process.output)
         self.console.say("exported", f"{process.output} ({gib(figures['bytes'])} in {figures['seconds']:.1f} s)")
 
     def _say_failure(self, future: Future[None]) -> None:
@@ -173,16 +185,19 @@ class Exporter:
 class ExportTask(Task):
     """Hands saved checkpoints to the exporter of the run. Rank 0 alone has one; on the others it does nothing."""
 
-    def __init__(self, exporter: Exporter, context: LaunchContext, prune: Callable[[], int]) -> None:
+    def __init__(
+        self, exporter: Exporter, context: LaunchContext, prune: Callable[[], int], tell: Callable[[Path], None]
+    ) -> None:
         if exporter.recipe.export.adapter == "merge" and is_apart(context.assembly):
             raise RecipeError(
                 "export.adapter: merge: an adapted layer shares its weight with another, and merging would change both",
                 hint="write export.adapter: keep",
             )
         self._exporter, self._console, self._prune = exporter, context.console, prune
-        self._checkpoints = context.run.checkpoints
+        self._checkpoints, self._progress = context.run.checkpoints, context.progress
         self._every = context.assembly.timetable.exporting
-        self._is_on = context.assembly.rank_info.is_main and self._every != Cadence()
+        self._is_on, self._is_asked = context.assembly.rank_info.is_main, False
+        exporter.tell = tell
 
     def start(self) -> Iterable[Event]:
         """Make up for an export that an earlier launch owed."""
@@ -191,11 +206,22 @@ class ExportTask(Task):
                 self._exporter.start(self._every, self._console, self._checkpoints, self._prune)
         return ()
 
+    def step_taken(self, taken: TakenStep) -> Iterable[Event]:
+        """Tell of the exports that are done."""
+        self._exporter.tell_made()
+        return ()
+
+    def between_steps(self, agreed: Request) -> Iterable[Event]:
+        """Note that the checkpoint of this step is asked for."""
+        self._is_asked = self._is_asked or Request.EXPORT in agreed
+        return ()
+
     def notify(self, event: Event) -> None:
-        """Export a checkpoint where that is due."""
+        """Export a checkpoint where that is due, or asked for."""
         if self._is_on and event.stage == "save" and event.path is not None:
             with self._warned():
-                self._exporter.saved(event.path, event.step)
+                self._exporter.saved(event.path, event.step, self._is_asked)
+            self._is_asked = False
 
     @contextmanager
     def _warned(self) -> Iterator[None]:

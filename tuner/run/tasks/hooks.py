@@ -1,27 +1,63 @@
 """The task that calls user code and trackers with a frozen report of how a run is getting on; they never see the model.
 
-They are called on rank 0 alone, in the order of the recipe: what a report says is already global, and code that fails
-or waits on one rank of many would leave the others behind.
+They are called in the order of the recipe, on rank 0 alone unless the recipe says each: what a report says is global,
+but for a batch. What one asks for in return is agreed on by all ranks.
 """
+
+from __future__ import annotations
 
 import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from tuner.config.recipe import HookSection
+from tuner.data.batches import Batch, StepBatches
 from tuner.errors import PluginError, TunerError
 from tuner.runtime.plugins import Plugin, failure, load, require_call, source_file
 from tuner.runtime.process import Collective, gloo_group
 from tuner.train.plan import Cadence
 from tuner.train.progress import Progress
+from tuner.train.step_parts import StepForwards, StepPart
 from tuner.train.tasks import Event, EventStage, Request, Status, Task
 
 ANYWHERE = Path("/")
 """Files of a loaded recipe are absolute already."""
+
+
+ASKS = {"stop": Request.STOP, "save": Request.SAVE, "evaluate": Request.EVALUATE, "export": Request.EXPORT}
+"""What a hook may return, or a list of them, to have it done after the step at hand."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward of a step on this process, in arrays that cannot be written to."""
+
+    input_ids: npt.NDArray[np.int64]
+    """int64[T]: tokens of documents that lie end to end."""
+    targets: npt.NDArray[np.int64]
+    """int64[T]: the token after each, -100 where it is not trained."""
+    lengths: tuple[int, ...]
+    """Tokens of each document."""
+    documents: npt.NDArray[np.int64]
+    """int64[len(lengths)]: their numbers in the prepared data; none of rows that only keep this process in step."""
+
+    @staticmethod
+    def of(batch: Batch) -> Forward:
+        """That of a batch; its arrays are the batch's own memory."""
+        views = [one.view() for one in (batch.input_ids, batch.targets, batch.documents)]
+        for view in views:
+            view.flags.writeable = False
+        ids, targets, documents = views
+        return Forward(ids, targets, batch.lengths, documents)
 
 
 @dataclass(frozen=True)
@@ -29,32 +65,36 @@ class Report:
     """What a hook is called with. Its mappings are the hook's own copies: changing them changes nothing elsewhere."""
 
     stage: EventStage
-    """start, step, evaluation, save or end."""
+    """start, window, epoch, batch, step, evaluation, save, export or end."""
     run_dir: Path
     run_id: str
     """The same for every launch of a run."""
     step: int
-    """Optimizer steps taken so far."""
+    """Optimizer steps taken so far; at batch the step that is about to be taken."""
     total_steps: int
     tokens: int
     """Tokens seen so far, padding and prompts included."""
     metrics: Mapping[str, Any]
-    """The line of metrics.jsonl at step and evaluation; empty elsewhere."""
+    """The line of metrics.jsonl at step and evaluation, which window or epoch is over; empty elsewhere."""
     path: Path | None
-    """The checkpoint at save; None elsewhere."""
+    """The checkpoint at save, the directory at export; None elsewhere."""
     recipe: Mapping[str, Any]
     """The resolved recipe as plain values."""
     from_step: int
     """The step that this launch began at: 0, or the one it resumed from."""
     status: Status
     """running; at end how the launch ended."""
+    rank: int = 0
+    """The process that calls the hook."""
+    batch: tuple[Forward, ...] = ()
+    """At batch the forwards of the step on this process; empty elsewhere."""
 
 
 class Hook(Protocol):
     """Anything that is called with a report."""
 
-    def __call__(self, report: Report) -> None:
-        """Take note of the report; an exception stops the run in order."""
+    def __call__(self, report: Report) -> Request | None:
+        """Take note of the report, and ask for something; an exception stops the run in order."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +106,12 @@ class RunFacts:
     total_steps: int
     recipe: Mapping[str, Any]
     from_step: int
+    rank: int = 0
 
 
 @dataclass(eq=False)
 class Registration:
-    """A hook, and when it is called: at its stages, and of the steps at those of its cadence."""
+    """A hook, and when it is called: at its stages, and of steps and batches at those of its cadence."""
 
     hook: Hook
     stages: frozenset[EventStage]
@@ -81,11 +122,12 @@ class Registration:
         """Whether it is called at this stage of this step; ``now`` is in seconds of a monotonic clock."""
         if stage not in self.stages:
             return False
-        return stage != "step" or self.cadence.due_at(step) or self.cadence.due_after(now - self.called_at)
+        is_rare = stage not in {"step", "batch"}
+        return is_rare or self.cadence.due_at(step) or self.cadence.due_after(now - self.called_at)
 
 
 class Hooks(Task):
-    """The trackers and hooks of a launch. Empty on every rank but 0."""
+    """The trackers and hooks of a launch, on ranks other than 0 those that each calls."""
 
     def __init__(
         self,
@@ -97,34 +139,59 @@ class Hooks(Task):
         self._progress = progress
         self._active = [(item, replace(facts, recipe=copy.deepcopy(facts.recipe))) for item in registrations]
         self._clock = clock
+        self._asked, self._epoch, self._begun = Request.NONE, 0, False
         self.error: TunerError | None = None
         """What the first hook that failed raised: the run is to save, stop, and raise it."""
 
     def start(self) -> Iterable[Event]:
         """Report the start. Collective; raises on every rank what a hook raises."""
+        self._epoch, self._begun = int(self._progress.epoch), True
         self.notify(Event("start", self._progress.step, self._progress.tokens))
-        Collective(gloo_group()).on_rank0(self.raise_error)
+        Collective(gloo_group()).on_all_ranks(self.raise_error)
         return ()
 
-    def request(self) -> Request:
-        """A stop, where a hook has failed."""
-        return Request.NONE if self.error is None else Request.STOP
+    def between_steps(self, agreed: Request) -> Iterable[Event]:
+        """An epoch is over with the step that takes its last row."""
+        progress = self._progress
+        if int(progress.epoch) > self._epoch:
+            self._epoch = int(progress.epoch)
+            yield Event("epoch", progress.step, progress.tokens, {"epoch": self._epoch})
 
-    def notify(self, event: Event) -> None:
+    def request(self) -> Request:
+        """What hooks asked for since the last step; a stop, where one has failed."""
+        asked, self._asked = self._asked, Request.NONE
+        return asked if self.error is None else asked | Request.STOP
+
+    def of_batches(self) -> list[StepPart]:
+        """What has the hooks that want them see the batches of a step, before its first forward."""
+        return [_Batches(self)] if any("batch" in item.stages for item, _ in self._active) else []
+
+    def batches(self, batches: StepBatches) -> None:
+        """A step begins that has these; before the launch has begun it is none of the run's."""
+        if self._begun:
+            event = Event("batch", self._progress.step + 1, self._progress.tokens)
+            self.notify(event, tuple(map(Forward.of, batches.micro)))
+
+    def exported(self, path: Path) -> None:
+        """An export is done."""
+        self.notify(Event("export", self._progress.step, self._progress.tokens, path=path))
+
+    def notify(self, event: Event, batch: tuple[Forward, ...] = ()) -> None:
         """Call every hook that wants this stage. It never raises: a hook that fails is dropped and kept in `error`."""
         now = self._clock()
         for entry in list(self._active):
             registration, facts = entry
             if not registration.wants(event.stage, event.step, now):
                 continue
-            if event.stage == "step":
+            if event.stage == "step" or (event.stage == "batch" and "step" not in registration.stages):
                 registration.called_at = now
             report = Report(
                 event.stage, facts.run_dir, facts.run_id, event.step, facts.total_steps, event.tokens,
                 copy.deepcopy(event.metrics), event.path, facts.recipe, facts.from_step, event.status,
+                facts.rank, batch,
             )  # fmt: skip
             try:
-                registration.hook(report)
+                self._asked |= registration.hook(report) or Request.NONE
             except TunerError as error:
                 self._active.remove(entry)
                 self.error = self.error or error
@@ -143,14 +210,39 @@ class UserHook:
     call: Callable[[Report], object]
     file: Path | None
 
-    def __call__(self, report: Report) -> None:
-        """Call it. Raises PluginError for whatever it raises."""
+    def __call__(self, report: Report) -> Request:
+        """Call it; what it asks for. Raises PluginError for whatever it raises, and for what nobody can ask for."""
+        at = f"hook {self.name} failed at {report.stage}, step {report.step}"
         try:
-            self.call(report)
+            returned = self.call(report)
         except (Exception, SystemExit) as error:
-            raised = failure(f"hook {self.name} failed at {report.stage}, step {report.step}", error, self.file)
+            raised = failure(at, error, self.file)
             raised.hint = f"fix it, then resume with: tuner resume {report.run_dir}"
             raise raised from error
+        return _requests(returned, report, at)
+
+
+def _requests(returned: object, report: Report, at: str) -> Request:
+    """What a hook asks for by what it returned. Raises PluginError for anything else, and for what cannot be done."""
+    wanted: Sequence[Any] = [] if returned is None else returned if isinstance(returned, (list, tuple)) else [returned]
+    if not all(isinstance(one, str) and one in ASKS for one in wanted):
+        raise PluginError(f"{at}: it returned {returned!r}; what it may return is None, {', '.join(ASKS)}, or a list")
+    section = report.recipe.get("export", {})
+    if "export" in wanted and section.get("every") in {None, "never"} and not section.get("at_end"):
+        raise PluginError(
+            f"{at}: it asked for an export, and the recipe has none",
+            hint=f"tuner resume {report.run_dir} --export.at_end true",
+        )
+    return reduce(or_, (ASKS[one] for one in wanted), Request.NONE)
+
+
+class _Batches(StepPart):
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+
+    def before_forward(self, step: StepForwards) -> None:
+        """Show them."""
+        self._hooks.batches(step.batches)
 
 
 def check_hooks(sections: Sequence[HookSection]) -> None:

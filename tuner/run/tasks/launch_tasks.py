@@ -62,8 +62,11 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     metrics, samples = (Records(run.path / name if main else None) for name in (METRICS, SAMPLES))
     from_step = 0 if found is None else found.step
     meta = run_meta(assembly) | (tokenizer_meta(run) if main else {"tokenizer_files": {}})
-    facts = RunFacts(run.path, context.run_id, progress.plan.total_steps, meta["recipe"], from_step)
+    facts = RunFacts(
+        run.path, context.run_id, progress.plan.total_steps, meta["recipe"], from_step, assembly.rank_info.rank
+    )
     hooks = Hooks(_registrations(context, sections), facts, progress)
+    assembly.train_state.parts += tuple(hooks.of_batches())
     free_bytes = resolved.facts.free_bytes // assembly.rank_info.local_world_size
     log = LogTask(progress, metrics, assembly.mfu, assembly.train_state.step_config.device)
     health = _health(context, sections.health, log)
@@ -74,7 +77,7 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
         sections.timeout_s, verify,
     )  # fmt: skip
     resumed_from = found.path if found is not None and found.path.parent == run.checkpoints else None
-    stop = StopTask(context, sections.stop_after)
+    stop = StopTask(context, sections.stop_after, sections.stop_file)
     refresh_s = sections.logging.console_every.seconds
     has_held_out, at_end = assembly.held_out is not None, sections.checkpoint.at_end
     time_left = TimeLeft(Due.of(assembly.timetable, sections.eval, has_held_out, at_end))
@@ -82,7 +85,7 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     tasks: list[Task] = [
         *([StartupTask(run, context.record, console, resolved.compiles)] if main else []),
         hooks,
-        *_exports(context, exporter, saver),
+        *_exports(context, exporter, saver, hooks),
         RecordTask(assembly, sections.profile, run.path, console),
         *_prober(context, sections.prober),
         saver,
@@ -101,20 +104,23 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
 
 
 def _registrations(context: LaunchContext, sections: TaskSections) -> list[Registration]:
-    """Trackers first, then the user's hooks in their order; none on ranks other than 0. Collective."""
+    """Trackers first, then the user's hooks in their order; on ranks other than 0 those that each calls. Collective."""
     assembly, console = context.assembly, context.console
     tokens = assembly.prepared.train.tokens_per_row
     built: list[Registration] = []
 
+    main = assembly.rank_info.is_main
+
     def build() -> None:
-        if sections.logging.trackers:
+        if sections.logging.trackers and main:
             from tuner.run.tasks.trackers.choose import tracker_hooks
 
             built.extend(tracker_hooks(sections.logging, console.say, console.warn))
         plan = assembly.timetable.plan
-        built.extend(user_hook(section, cadence(section.every, plan, tokens)) for section in sections.hooks)
+        own = (section for section in sections.hooks if main or section.ranks == "all")
+        built.extend(user_hook(section, cadence(section.every, plan, tokens)) for section in own)
 
-    Collective(gloo_group()).on_rank0(build)
+    Collective(gloo_group()).on_all_ranks(build)
     return built
 
 
@@ -141,13 +147,13 @@ def _task_scores(context: LaunchContext, sections: TaskSections) -> TaskScores |
     return TaskScores(context, sections.eval.tasks, sections.checkpoint.keep_best)
 
 
-def _exports(context: LaunchContext, exporter: Exporter | None, saver: Saver) -> list[Task]:
+def _exports(context: LaunchContext, exporter: Exporter | None, saver: Saver, hooks: Hooks) -> list[Task]:
     """The task that exports during the run, where the recipe asks for it: training knows no export otherwise."""
     if exporter is None:
         return []
     from tuner.run.tasks.export import ExportTask
 
-    return [ExportTask(exporter, context, saver.prune)]
+    return [ExportTask(exporter, context, saver.prune, hooks.exported)]
 
 
 def _health(context: LaunchContext, section: HealthSection, log: LogTask) -> HealthTask | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tuner.checkpoint.manifest import step_name
+from tuner.checkpoint.manifest import step_dirs, step_name
 from tuner.checkpoint.save import CheckpointDir, require_room, save
 from tuner.checkpoint.staging import Staged, Staging
 from tuner.config.recipe import CheckpointSection
@@ -212,7 +212,9 @@ class SaveTask(Task):
 
     def request(self) -> Request:
         """A save, where the clock says so; and to take note of one that has ended in the background."""
-        is_due = self._assembly.timetable.saving.due_after(time.monotonic() - self._saved_at)
+        table = self._assembly.timetable
+        is_due = table.saving.due_after(time.monotonic() - self._saved_at)
+        is_due = is_due and not table.is_near_kept(self._progress.step)
         asked = Request.SAVE if is_due else Request.NONE
         return asked | Request.SETTLE if self._saver.ended else asked
 
@@ -223,8 +225,9 @@ class SaveTask(Task):
         progress = self._progress
         if Request.STOP in agreed or progress.is_over:
             return
-        is_due = self._assembly.timetable.saving.due_at(progress.step)
-        if Request.SAVE in agreed or is_due or self._is_kept() or progress.is_last_step:  # of a portion
+        is_due = self._assembly.timetable.saves_at(progress.step)
+        is_asked = Request.SAVE in agreed or Request.EXPORT in agreed
+        if is_asked or is_due or self._is_kept() or progress.is_last_step:  # of a portion
             yield from self._save(finished=False, last=False)
 
     def finish(self, finished: bool) -> Iterator[Event]:
@@ -246,7 +249,7 @@ class SaveTask(Task):
     def _is_kept(self) -> bool:
         """Whether the step just taken is one of which pruning leaves the checkpoint alone."""
         step, best = self._progress.step, self._progress.best
-        return step in self._assembly.timetable.marks or (best is not None and best.step == step)
+        return self._assembly.timetable.is_kept(step) or (best is not None and best.step == step)
 
     def _save(self, finished: bool, last: bool) -> Iterator[Event]:
         """Save the run as it is: at once if the launch ends here, ``last``, else in the background. Collective."""
@@ -276,7 +279,9 @@ class SaveTask(Task):
     def _snapshot(self, finished: bool) -> Snapshot:
         assembly, progress = self._assembly, self._progress
         state, table = assembly.train_state, assembly.timetable
-        kept = {*table.marks, *([] if progress.best is None else [progress.best.step])}
+        kept = {step for step, _ in step_dirs(self._saver.checkpoints.path) if table.is_kept(step)}
+        if progress.best is not None:
+            kept.add(progress.best.step)
         is_end = progress.is_at_end or progress.is_last_step  # of the run, or of a portion
         is_probed = is_end or self._is_kept() or table.exporting.due_at(progress.step)
         return Snapshot(

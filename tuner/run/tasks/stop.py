@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 from tuner.config.duration import Duration
 from tuner.config.recipe import TIMES
@@ -13,11 +14,13 @@ from tuner.train.tasks import Event, Request, Task
 
 
 class StopTask(Task):
-    """Asks for a stop on a signal, for a file named STOP in the run directory, and after `train.stop_after`."""
+    """Asks for a stop on a signal, for a file (STOP in the run directory, or `train.stop_file`), and after
+    `train.stop_after`."""
 
-    def __init__(self, context: LaunchContext, stop_after: Duration | None) -> None:
+    def __init__(self, context: LaunchContext, stop_after: Duration | None, stop_file: str | None) -> None:
         self._progress, self._signals = context.progress, context.signals
         self._file = context.run.path / STOP
+        self._shared = None if stop_file is None else Path(stop_file)
         self._steps, self._seconds = _limits(context.assembly, stop_after)
         self._first_step, self._started = self._progress.step, time.monotonic()
 
@@ -32,14 +35,21 @@ class StopTask(Task):
         is_due = (self._steps is not None and steps >= self._steps) or (
             self._seconds is not None and seconds >= self._seconds
         )
-        return Request.STOP if self._signals.requested or is_due or self._file.exists() else Request.NONE
+        is_asked = self._signals.requested or self._file.exists() or self._is_shared
+        return Request.STOP if is_asked or is_due else Request.NONE
+
+    @property
+    def _is_shared(self) -> bool:
+        return self._shared is not None and self._shared.exists()
 
     def reason(self, is_main: bool) -> str:
-        """What asked for the stop; a stop file has done its work then, and ``is_main`` removes it."""
+        """What asked for the stop; a file in the run directory has done its work then, and ``is_main`` removes it. One
+        of several runs stays for the others."""
         asked = self._file.exists()
         if asked and is_main:
             self._file.unlink(missing_ok=True)
-        return self._signals.signal_name or (STOP if asked else "stop_after")
+        shared = f"{self._shared} (train.stop_file)" if self._is_shared else "stop_after"
+        return self._signals.signal_name or (STOP if asked else shared)
 
 
 def _limits(assembly: Assembly, limit: Duration | None) -> tuple[int | None, float | None]:

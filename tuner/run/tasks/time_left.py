@@ -39,7 +39,7 @@ class Due:
             (has_held_out or bool(settings.tasks)) and settings.at_end,
             settings.samples_at == "all",
             table.saving,
-            table.marks,
+            table.keeping.at_steps,
             saves_at_end,
         )
 

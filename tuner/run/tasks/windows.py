@@ -72,6 +72,9 @@ class WindowTask(Task):
 
     def between_steps(self, agreed: Request) -> Iterator[Event]:
         """Open the next window where this one is done; it is waited for. Collective."""
+        if self._progress.is_last_step:
+            name = {"window": self._windows.position.number + 1, "name": self._windows.position.at_hand.name}
+            yield Event("window", self._progress.step, self._progress.tokens, name)
         if Request.STOP not in agreed and self._progress.is_last_step and not self._progress.is_over:
             phase.enter("wait for the next window")
             yield from self._log.settle()

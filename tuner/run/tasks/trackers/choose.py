@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from tuner.config.recipe import STAGES, LoggingSection
+from tuner.config.recipe import LoggingSection
 from tuner.errors import MachineError, TunerError
 from tuner.run.tasks.hooks import Registration, Report
 from tuner.run.tasks.trackers.outbox import Memory, Outbox
@@ -14,6 +14,8 @@ from tuner.rundir.layout import METRICS
 from tuner.rundir.layout import TRACKERS as TRACKERS_DIR
 from tuner.train.plan import Cadence
 from tuner.train.tasks import EventStage
+
+_STAGES: tuple[EventStage, ...] = ("start", "step", "evaluation", "save", "end", "figures")
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def tracker_hooks(
     section: LoggingSection, say: Callable[[str, str], None], warn: Callable[[str], None]
 ) -> list[Registration]:
     """The hooks of the recipe's trackers. They are notified of every step."""
-    every_step, stages = Cadence((1,)), frozenset[EventStage]({*STAGES, "figures"})
+    every_step, stages = Cadence((1,)), frozenset[EventStage](_STAGES)
     names = dict.fromkeys(section.trackers)
     return [Registration(TrackerHook(name, section, say, warn), stages, every_step) for name in names]
 

@@ -1,0 +1,41 @@
+"""A run that ends at a step before its plan does (`train.end_at`), under the schedule of the whole plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tuner.config.recipe import Recipe
+from tuner.run.parts.part import Part, Preflight
+from tuner.run.status import END_AT
+from tuner.runtime.console import Console
+from tuner.runtime.stop import StopSignals
+from tuner.setup.build import Assembly
+from tuner.train.progress import Progress
+
+
+class EndAt(Part):
+    """The step is noted in checkpoints: a launch with a later one goes on from there."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._step = recipe.train.end_at
+
+    @staticmethod
+    def wanted(recipe: Recipe) -> bool:
+        """Where the recipe names the step."""
+        return recipe.train.end_at is not None
+
+    def built(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
+        """Say where the run ends."""
+        total = assembly.timetable.plan.total_steps
+        if self._step is not None and self._step < total:
+            console.say("ending", f"at step {self._step:,} of {total:,}, under their schedule (train.end_at)")
+        return assembly
+
+    def placed(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:
+        """Have the run end there."""
+        progress.ends_at = self._step
+
+    def state(self, step: int) -> Mapping[str, Any]:
+        """What a later launch holds its own step against."""
+        return {END_AT: self._step}
