@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.contracts.syntax import ROOT, modules, nodes, trees
 
-LINES = {"tuner": 57_850, "tests": 53_260, "tools": 18_030}
+LINES = {"tuner": 57_870, "tests": 53_290, "tools": 18_030}
 """Of code: without docstrings, comments and blank lines."""
 SPINE = ("train/loop", "train/step", "parallel/assemble", "run/main", "run/preflight", "setup/build", "model/root")
 SPINE_LINES = 1_770

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.model.tiny import tiny_config
+from tests.model.tiny import VOCAB, tiny_config
 from tuner.config.load import load_recipe
-from tuner.model import flash_versions
+from tuner.model import flash_versions, loss_kernels
 from tuner.model.fastest import Fastest
+from tuner.model.output_layer import softmax_into_gradient
 from tuner.run.parts import kernels
 from tuner.run.parts.kernels import LEAST_STEPS, Kernels
 from tuner.run.parts.listed import parts_of
@@ -50,9 +51,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def launch(
     cache: Path, monkeypatch: pytest.MonkeyPatch, steps: int = LEAST_STEPS, state: dict[str, Any] | None = None,
-    device: str = "cuda",
+    device: str = "cuda", kernel: str = "auto", precision: str = "bf16",
 ) -> tuple[Kernels, Resolved]:  # fmt: skip
-    tree = {"model": {"name_or_path": "owner/name"}, "data": {"train": "r.jsonl", "max_length": 64}}
+    tree = {
+        "model": {"name_or_path": "owner/name", "kernels": kernel}, "data": {"train": "r.jsonl", "max_length": 64},
+        "train": {"precision": precision},
+    }  # fmt: skip
     recipe = load_recipe(tree).recipe
     plan = SimpleNamespace(plan=SimpleNamespace(total_steps=steps))
     monkeypatch.setattr(kernels, "timetable", lambda *given: plan)
@@ -102,6 +106,57 @@ def test_short_runs_and_cpus_measure_nothing(
 ) -> None:
     part, resolved = launch(tmp_path, monkeypatch, steps, device=device)
     assert (part.state(1), asked) == ({}, []) and "attention" not in resolved.settled
+
+
+def test_the_loss_is_chosen_too_where_ligers_would_compute_it(
+    asked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vocabularies: list[int] = []
+
+    def measured(vocabulary: int, device: torch.device) -> Fastest:
+        vocabularies.append(vocabulary)
+        return Fastest("torch", {"liger": 2.0, "torch": 1.0}, {})
+
+    monkeypatch.setattr(loss_kernels, "fastest_loss", measured)
+    part, resolved = launch(tmp_path, monkeypatch, kernel="liger")
+    both = {"attention": "flash attention 4", "loss": "torch"}
+    assert {**resolved.settled, **both} == resolved.settled and part.state(1) == {"kernels": both}
+    assert "loss: torch 1 ms, liger 2 ms" in capsys.readouterr().err
+    launch(tmp_path, monkeypatch, kernel="liger")
+    assert vocabularies == [VOCAB], "what was measured is kept"
+    for kernel, precision in (("torch", "bf16"), ("liger", "fp16"), ("liger", "fp32")):
+        assert "loss" not in launch(tmp_path, monkeypatch, kernel=kernel, precision=precision)[1].settled
+    had = {"kernels": {"attention": "flash attention 2"}}  # by a version that chose attention alone
+    assert "loss" not in launch(tmp_path, monkeypatch, state=had, kernel="liger")[1].settled
+
+
+@pytest.mark.parametrize(("speed", "factor", "name"), [(0.5, 1.0, "torch"), (2.0, 1.0, "liger"), (0.5, 1.1, "liger")])
+def test_the_fastest_loss_that_is_right_is_taken(
+    speed: float, factor: float, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins: one is so many times as fast as the usual one, and its gradients so many times as large."""
+    clock = [0.0]
+
+    def kernel(seconds: float, scale: float) -> Any:
+        def run(logits: torch.Tensor, *given: Any) -> torch.Tensor:
+            clock[0] += seconds
+            loss = softmax_into_gradient(logits, *given)
+            logits.mul_(scale)
+            return loss
+
+        return run
+
+    monkeypatch.setattr(loss_kernels, "KERNELS", {"liger": kernel(1.0, 1.0), "torch": kernel(speed, factor)})
+    monkeypatch.setattr(loss_kernels, "positions_of_chunk", lambda *given: 80)
+
+    def seconds(work: Any) -> float:
+        before = clock[0]
+        work()
+        return clock[0] - before
+
+    monkeypatch.setattr(loss_kernels, "seconds_on", lambda device: seconds)
+    found = loss_kernels.fastest_loss(97, torch.device("cpu"))
+    assert found.name == name and ("torch" in found.passed_over) is (factor != 1.0)
 
 
 def test_a_recipe_for_a_cpu_has_no_such_part() -> None:

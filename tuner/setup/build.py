@@ -147,7 +147,8 @@ def build_train_state(resolved: Resolved, root: CausalLM, step_config: StepConfi
     guard = Guard(step_config.device, recipe.train.nonfinite, recipe.train.skip_spikes)
     in_fp16 = recipe.train.precision == "fp16"
     # Liger's kernel rounds a gradient before it is weighed, and scaled: in fp16 small ones would be zeros by then.
-    kernels = "torch" if in_fp16 and recipe.model.kernels == "liger" else recipe.model.kernels
+    kernels = resolved.settled.get("loss", recipe.model.kernels)
+    kernels = "torch" if in_fp16 and kernels == "liger" else kernels
     root.parts.complete(loss_kernel=KERNELS[kernels])
     require_known_losses(root.model.config)
     if recipe.model.router_aux_loss_coef or weighs_routers(root.model.config):

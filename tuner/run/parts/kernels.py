@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -17,22 +17,25 @@ from tuner.runtime.environment import versions
 from tuner.runtime.files import keep_json, read_json
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.resolve import Resolved
+from tuner.setup.specs import step_sections
 from tuner.setup.timetable import timetable
 
 if TYPE_CHECKING:
     from tuner.model.fastest import Fastest
 
-KERNELS, ATTENTION = "kernels", "attention"
-"""Of a checkpoint's state and of the cache; and which of them."""
+KERNELS = "kernels"
+"""Of a checkpoint's state and of the cache."""
+ATTENTION, LOSS = "attention", "loss"
+"""What may be computed by one of several."""
 LEAST_STEPS = 20
 """A run of fewer steps is over before a faster kernel has made up for the time of measuring."""
 
 
 class Kernels(Part):
-    """The version of flash attention, on CUDA. A run that is resumed keeps the one that it has."""
+    """The version of flash attention, and the loss, on CUDA. A run that is resumed keeps those that it has."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._chosen: str | None = None
+        self._chosen: dict[str, str] = {}
 
     @staticmethod
     def wanted(recipe: Recipe) -> bool:
@@ -44,44 +47,57 @@ class Kernels(Part):
         if resolved.facts.kind != "cuda":
             return resolved
         before = None if ready.status.checkpoint is None else ready.status.checkpoint.state.get(KERNELS)
-        name = before.get(ATTENTION) if isinstance(before, Mapping) else None
-        found = None
-        if name is None and timetable(resolved, ready.data, ready.starts).plan.total_steps >= LEAST_STEPS:
+        if isinstance(before, Mapping):  # by others, what is trained would be another run
+            self._chosen = dict(before)
+        elif timetable(resolved, ready.data, ready.starts).plan.total_steps >= LEAST_STEPS:
             with startup.phase("kernels"):
-                found = Collective(gloo_group()).on_rank0(lambda: self._measured(ready, resolved))
-            name = None if found is None else found.name
-        if name is None:
-            return resolved
-        if found is not None:
-            ready.before.console.say("kernels", f"{ATTENTION}: {found}")
-        self._chosen = name
-        return replace(resolved, settled={**resolved.settled, ATTENTION: name})
+                measured = Collective(gloo_group()).on_rank0(lambda: self._measured(ready, resolved))
+            for what, found in measured.items():
+                ready.before.console.say("kernels", f"{what}: {found}")
+                self._chosen[what] = found.name
+        return replace(resolved, settled={**resolved.settled, **self._chosen})
 
     def state(self, step: int) -> Mapping[str, Any]:
         """What a launch that resumes the run computes by, whatever it would find faster."""
-        return {} if self._chosen is None else {KERNELS: {ATTENTION: self._chosen}}
+        return {KERNELS: self._chosen} if self._chosen else {}
 
-    def _measured(self, ready: Preflight, resolved: Resolved) -> Fastest | None:
-        """What was measured before for the same device, shapes and versions, or is now."""
+    def _measured(self, ready: Preflight, resolved: Resolved) -> dict[str, Fastest]:
+        """What each is computed by, where there is a choice."""
         import torch
 
-        from tuner.model.fastest import Fastest
-        from tuner.model.flash_versions import Heads, fastest_version
+        from tuner.model import flash_versions, loss_kernels
 
-        facts = {
-            "device": resolved.facts.name,
-            "heads": [asdict(heads) for heads in Heads.of(resolved.config)],
-            "tokens": resolved.max_length,
-            "deterministic": resolved.numerics.deterministic,
-            "versions": versions(),
+        cache, sections = ready.spec.cache_dir, step_sections(resolved)
+        device, config = torch.device("cuda", torch.cuda.current_device()), resolved.config
+        heads = [asdict(heads) for heads in flash_versions.Heads.of(config)]
+        shapes: dict[str, dict[str, Any]] = {ATTENTION: {"heads": heads, "tokens": resolved.max_length}}
+        if sections.model.kernels == loss_kernels.USUAL and sections.train.precision in {"bf16", "fp8"}:
+            shapes[LOSS] = {"vocabulary": config.get_text_config().vocab_size}
+        ways: dict[str, Callable[[], Fastest | None]] = {
+            ATTENTION: lambda: flash_versions.fastest_version(config, device, cache, resolved.max_length),
+            LOSS: lambda: loss_kernels.fastest_loss(shapes[LOSS]["vocabulary"], device),
         }
-        key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-        path = ready.spec.cache_dir / KERNELS / f"{key}.json"
-        with suppress(TunerError, TypeError):
-            return Fastest(**read_json(path))
-        with ready.before.console.doing("measuring whose attention is the fastest"):
-            device = torch.device("cuda", torch.cuda.current_device())
-            found = fastest_version(resolved.config, device, ready.spec.cache_dir, resolved.max_length)
-        if found is not None:
-            keep_json(path, asdict(found))
-        return found
+        found = {what: _kept(what, facts, ready, resolved, ways[what]) for what, facts in shapes.items()}
+        return {what: one for what, one in found.items() if one is not None}
+
+
+def _kept(
+    what: str,
+    shapes: Mapping[str, Any],
+    ready: Preflight,
+    resolved: Resolved,
+    measure: Callable[[], Fastest | None],
+) -> Fastest | None:
+    """What was measured before for the same device, shapes and versions, or is now."""
+    from tuner.model.fastest import Fastest
+
+    same = {"device": resolved.facts.name, "deterministic": resolved.numerics.deterministic, "versions": versions()}
+    key = hashlib.sha256(json.dumps({what: {**same, **shapes}}, sort_keys=True).encode()).hexdigest()[:32]
+    path = ready.spec.cache_dir / KERNELS / f"{key}.json"
+    with suppress(TunerError, TypeError):
+        return Fastest(**read_json(path))
+    with ready.before.console.doing(f"measuring whose {what} is the fastest"):
+        found = measure()
+    if found is not None:
+        keep_json(path, asdict(found))
+    return found
