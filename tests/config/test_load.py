@@ -400,3 +400,17 @@ def test_a_base_to_merge_into_is_a_choice_of_quantised_runs(more: dict[str, Any]
         load_recipe({"model": {"name_or_path": "x"}, "data": {"train": "x"}, **more})
     (found,) = caught.value.problems
     assert found.key == "export.base" and expected in found.message
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("adapter.r: 16", "adapter.r  this is how a flag names it; in a recipe it is adapter: {r: VALUE}"),
+        ("data.windows.names: [a]", "in a recipe it is data: {windows: {names: VALUE}}"),
+    ],
+)
+def test_a_key_that_is_written_as_its_flag_is_told_apart(line: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(f"model: {{name_or_path: a/b}}\ndata: {{train: rows.jsonl}}\n{line}\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(tmp_path / "r.yaml")
+    assert said in str(caught.value)

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from tests.contracts.syntax import ROOT, modules, nodes, trees
 
-LINES = {"tuner": 57_870, "tests": 53_290, "tools": 18_030}
+LINES = {"tuner": 58_170, "tests": 53_600, "tools": 18_110}
 """Of code: without docstrings, comments and blank lines."""
 SPINE = ("train/loop", "train/step", "parallel/assemble", "run/main", "run/preflight", "setup/build", "model/root")
 SPINE_LINES = 1_770
 """Of these and of checkpoint/, which are what every training is: read top to bottom in an hour (docs/code.md)."""
-LAZY_IMPORTS = 290
+LAZY_IMPORTS = 295
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -121,6 +121,10 @@ def _meant(key: str, value: Any) -> str | None:
 def _unknown(tree: Node, path: KeyPath, flag: bool) -> str:
     key = dotted(path)
     field = find(key)
+    if field is not None and len(path) == 1 and "." in key:  # as a flag has it
+        *sections, last = key.split(".")
+        nested = f"{': {'.join([*sections, last])}: VALUE{'}' * len(sections)}"
+        return f"this is how a flag names it; in a recipe it is {nested}"
     if field is not None and field.kinds:
         section = str(path[0])
         kinds = [kind for kind in field.kinds if _has_its_keys(tree, section, kind)] or field.kinds

@@ -27,7 +27,7 @@ from tuner.config.schedules import (
     WsdPeriodsSchedule,
     WsdSchedule,
 )
-from tuner.config.section import Auto, Bool, ByKind, Durations, Items, Options, Section, Use, members
+from tuner.config.section import PLUGIN, Auto, Bool, ByKind, Durations, Items, Options, Section, Use, members
 from tuner.config.value_types import (
     NEVER,
     Names,
@@ -202,8 +202,12 @@ COLUMNS = (
 class DataSource(Section):
     """One source of records, and its share of them."""
 
-    path: Annotated[str, Text(kind="a file, a directory, a glob, - or owner/name:split")]
+    path: Annotated[str, Text(kind="a file, a directory, a glob, - or owner/name:split")] = ""
     """File, directory, glob, - for stdin, or hub data set with its split, such as owner/name:train[:5%]."""
+    use: Annotated[str | None, Text(kind="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)] = None
+    """In the place of path: FILE.py:NAME, or an entry point of tuner.data_sources, a function that yields records."""
+    args: Options = {}
+    """Its keyword arguments."""
     format: Word[Format] = "auto"
     """Form of the records; auto recognises it by the keys of each."""
     columns: Annotated[dict[str, str], Names(keys=COLUMNS)] = {}
@@ -213,8 +217,16 @@ class DataSource(Section):
     count: Annotated[int | None, Whole(ge=1, le=2**53)] = None
     """Documents taken from the source, drawn by the seed; more than there are repeats them. Not with weight."""
 
+    @property
+    def name(self) -> str:
+        """What it is, for people: its path, or the user's code."""
+        return self.path or str(self.use)
+
     @model_validator(mode="after")
     def _one_share(self) -> DataSource:
+        if bool(self.path) is (self.use is not None):
+            raise refuse("path and use exclude each other; remove one" if self.path else "path: missing; a file, a "
+                         "directory, a glob, - or owner/name:split; or use: FILE.py:NAME")
         if self.count is not None and self.weight != 1:
             raise refuse("weight and count exclude each other; remove one")
         return self
@@ -232,7 +244,7 @@ def is_split(text: object) -> bool:
     return True
 
 
-SOURCES = Items(DataSource, "a path, a list of paths or of {path, format, columns, weight, count}", one=True)
+SOURCES = Items(DataSource, "a path, a list of paths or of {path, use, args, format, columns, weight, count}", one=True)
 HELD_OUT = Items(DataSource, f"{SOURCES.allowed}, 2%, 200 documents or null", one=True)
 
 
@@ -263,7 +275,7 @@ class DataSection(Section):
     """Training and held-out records, and how they become batches."""
 
     train: Annotated[tuple[DataSource, ...], SOURCES]
-    """Training records: a path, or a list of paths and {path, format, columns, weight, count} (required)."""
+    """Training records: a path, or a list of paths and {path, use, format, columns, weight, count} (required)."""
     eval: EvalSources = None
     """Held-out records: the same forms, or `2%` or `200 documents` split off the training documents."""
     max_length: Annotated[int | Auto, Whole(ge=2, le=2**24)] = "auto"
@@ -499,8 +511,8 @@ class LoggingSection(Section):
 
     level: Word[Literal["debug", "info", "warning", "error"]] = "info"
     """Minimum log level."""
-    console_every: Annotated[Duration, Span(units=TIMES)] = Duration.parse("2 s")
-    """Time between two refreshes of the console and of metrics.jsonl."""
+    console_every: Annotated[Duration, Span(units=(*TIMES, "steps"))] = Duration.parse("2 s")
+    """Time, or steps, between two refreshes of the console and of metrics.jsonl, which has every step."""
     internals: Annotated[Durations | None, CadenceSpan(units=COUNTS)] = None
     """How often figures of each decoder layer (RMS of weights, gradients, updates; largest logits) are written."""
     trackers: Annotated[tuple[Tracker, ...], Several(item=OneOf(), empty=True)] = ()

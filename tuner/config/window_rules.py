@@ -29,7 +29,7 @@ def one_way_to_divide(recipe: Recipe, given: Set[str]) -> str | None:
 def names_have_a_place(recipe: Recipe, given: Set[str]) -> str | None:
     """Each source has {window} in its path exactly where windows have names."""
     windows = recipe.data.windows
-    lacking = [source.path for source in recipe.data.train if PLACE not in source.path]
+    lacking = [source.name for source in recipe.data.train if PLACE not in source.path]
     if windows.names and lacking:
         return f"{lacking[0]} has no {PLACE} for a window's name; write the source as logs/{PLACE}.jsonl"
     return None

@@ -118,18 +118,23 @@ def file_error(file: SourceFile, error: OSError) -> DataError:
     return DataError(f"{file.name}: {error.strerror or error}")
 
 
-def expand(sources: "Sequence[DataSource]") -> list[SourceFile]:
+def expand(sources: "Sequence[DataSource]", cache: Path | None = None) -> list[SourceFile]:
     """Return the files of the recipe's sources, in order; those of a directory or a glob are sorted by name.
 
-    Standard input is copied to a temporary file, once for the process. DataError for what is not there or of an unknown
-    kind, MachineError for a hub data set that cannot be fetched.
+    Standard input, and what code yields, is copied to a file: a temporary one, once for the process, or one in the
+    ``cache`` where the code has a key for it. PluginError for such code, DataError for what is not there or of an
+    unknown kind, MachineError for a hub data set that cannot be fetched.
     """
     if sum(source.path == "-" for source in sources) > 1:
         raise DataError("two sources read standard input", hint="name it once")
-    return [file for index, source in enumerate(sources) for file in _expand(source, index)]
+    return [file for index, source in enumerate(sources) for file in _expand(source, index, cache)]
 
 
-def _expand(source: "DataSource", index: int) -> list[SourceFile]:
+def _expand(source: "DataSource", index: int, cache: Path | None) -> list[SourceFile]:
+    if source.use is not None:
+        from tuner.data.reading.made import made
+
+        return [_source_file(made(source.use, source.args, cache), "jsonl", source, index, name=source.use)]
     if source.path == "-":
         from tuner.data.reading.spool import spooled
 

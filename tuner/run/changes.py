@@ -282,7 +282,7 @@ def sources_of_eval(data: DataSection) -> Sequence[DataSource]:
 def modified_since(data: DataSection, since: str) -> list[str]:
     """The local files of the recipe's data that were modified after `since`, a time as `run.json` notes it, UTC."""
     time = datetime.fromisoformat(since).timestamp() + 1  # the record counts whole seconds
-    local = [source for source in (*data.train, *sources_of_eval(data)) if Path(source.path).exists()]
+    local = [source for source in (*data.train, *sources_of_eval(data)) if source.path and Path(source.path).exists()]
     try:
         return [file.name for file in expand(local) if file.path.stat().st_mtime > time]
     except (DataError, MachineError, OSError):

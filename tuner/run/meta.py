@@ -112,7 +112,7 @@ def require_same_data(
         if meta.get(key) != now and not (other_data and key == "data_key"):
             of, ways = "", "restore it"
             if key == "data_key":
-                of = f" of {', '.join(str(source.path) for source in (*section.train, *sources_of_eval(section)))}"
+                of = f" of {', '.join(source.name for source in (*section.train, *sources_of_eval(section)))}"
                 ways += f"; or train on the changed data from here: --reset {','.join([*reset, 'data'])}"
             raise DataError(
                 f"{found.path}: the {what}{of} changed since this checkpoint was saved ({meta.get(key)} -> {now})",

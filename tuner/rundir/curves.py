@@ -35,7 +35,9 @@ LABELS = {
     "trained_per_s": ("throughput of trained tokens", "tokens/s"),
     "mfu": ("MFU (model FLOPs, of the measured peak rate)", "%"),
     "mem_gib": ("peak memory", "GiB"),
+    "mem_reserved_gib": ("memory reserved on the GPU", "GiB"),
     "data_wait": ("waiting for data (of the step)", "%"),
+    "attention_share": ("attention's share of the operations", "%"),
     "weight_rms": ("RMS of weights by layer", ""),
     "grad_rms": ("RMS of gradients by layer", ""),
     "update_rms": ("RMS of updates by layer", ""),
@@ -61,7 +63,8 @@ MEASURED_PER_TOKEN = PER_TOKEN | {"custom"}
 MEMORY = {"cpu": "peak memory of the process (RSS)", "cuda": "peak memory allocated on the GPU"}
 """What `mem_gib` is, by the device of a run."""
 POSITIONS = frozenset(
-    {"kind", "step", "epoch", "tokens", "step_s", "data_s", "eval_s", "samples_s", "tasks_s", "internals_s", "check_s"}
+    {"kind", "step", "epoch", "tokens", "step_s", "data_s", "eval_s", "samples_s", "tasks_s", "internals_s", "check_s",
+     "elapsed_s"}
 )
 """Numbers of a line that say where and when, and are no curves."""
 BY_SOURCE = frozenset({"eval", "internals"})

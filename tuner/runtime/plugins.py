@@ -21,7 +21,8 @@ from typing import Any, Literal
 from tuner.errors import PluginError, is_out_of_memory
 
 Group = Literal[
-    "tuner.hooks", "tuner.optimizers", "tuner.schedules", "tuner.methods", "tuner.tasks", "tuner.scorers"
+    "tuner.hooks", "tuner.optimizers", "tuner.schedules", "tuner.methods", "tuner.tasks", "tuner.scorers",
+    "tuner.data_sources",
 ]
 Plugin = Callable[..., Any]
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

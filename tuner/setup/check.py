@@ -256,6 +256,11 @@ def _own_code(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
         yield "schedule.use", recipe.schedule.use, "tuner.schedules"
     for number, hook in enumerate(recipe.hooks):
         yield f"hooks.{number}.use", hook.use, "tuner.hooks"
+    for split in ("train", "eval"):
+        sources = getattr(recipe.data, split)
+        for number, source in enumerate(sources if isinstance(sources, tuple) else ()):
+            if source.use is not None:
+                yield f"data.{split}.{number}.use", source.use, "tuner.data_sources"
 
 
 def _check_code(use: str, group: str) -> None:

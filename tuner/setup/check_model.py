@@ -165,7 +165,7 @@ def _check_best(recipe: Recipe, found: Findings) -> None:
         return
     sources = recipe.data.train if isinstance(held, Duration) else held
     with found.of("checkpoint.keep_best"):
-        require_metric(metric, source_names([source.path for source in sources]), recipe.method.figures)
+        require_metric(metric, source_names([source.name for source in sources]), recipe.method.figures)
 
 
 def _check_shapes(recipe: Recipe, directory: Path, model: PreTrainedModel, found: Findings) -> None:

@@ -19,8 +19,12 @@ METRICS = (
     "step", "tokens", "trained_tokens", "loss", "eval_loss", "eval_step", "first_eval_loss", "first_eval_step", "best",
 )  # fmt: skip
 """What a launch gives back about where it ended, out of a state."""
-CLOCKED = ("step_s", "data_s", "tok_per_s", "trained_per_s", "mem_gib", "data_wait", "mfu")
-"""What the clock and the machine say in a line of metrics.jsonl; the rest follows from the recipe."""
+CLOCKED = (
+    "step_s", "data_s", "tok_per_s", "trained_per_s", "mem_gib", "data_wait", "mfu", "attention_share", "elapsed_s",
+)  # fmt: skip
+OF_CUDA = ("mem_reserved_gib",)
+"""What the clock and the machine say in a line of metrics.jsonl, or this process's rows; the rest follows from the
+recipe. Others are there on a GPU alone."""
 
 
 @dataclass(frozen=True)
@@ -290,6 +294,13 @@ class MfuMeter:
         """
         operations = self.operations(batches)
         return None if operations is None or self.peak is None else operations / seconds / self.peak
+
+    def attention_share(self, batches: Sequence[Batch]) -> float | None:
+        """The share of attention in the arithmetic of these microbatches; None where that is not known."""
+        if not self.flops.complete:
+            return None
+        parts = [self.flops.parts(batch.lengths, len(batch.trained_positions)) for batch in batches]
+        return sum(part["attention"] for part in parts) / max(1.0, sum(sum(part.values()) for part in parts))
 
     def operations(self, batches: Sequence[Batch]) -> float | None:
         """What training on these microbatches asks of this process, forwards of a reference too.

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.fixtures.queued_device import QueuedDevice
+from tuner.config.duration import Duration
 from tuner.config.methods import DpoMethod, LoggedFigure
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.flops import Flops
@@ -45,7 +46,9 @@ def log_task(flops: Flops = FLOPS, step: int = 1) -> LogTask:
     return LogTask(progress, Records(None), MfuMeter(flops, peak=1e4), torch.device("cpu"))
 
 
-def console_task(figures: Mapping[str, LoggedFigure] | None = None) -> tuple[ConsoleTask, Progress, list[str]]:
+def console_task(
+    figures: Mapping[str, LoggedFigure] | None = None, every: str = "1000 s"
+) -> tuple[ConsoleTask, Progress, list[str]]:
     """A console task of five steps that evaluates after each second one, and the lines that it prints."""
     shown: list[str] = []
     console = Console(main=False)
@@ -53,7 +56,7 @@ def console_task(figures: Mapping[str, LoggedFigure] | None = None) -> tuple[Con
     console.say = lambda label, text, level="info": shown.append(f"{label} {text}")  # type: ignore[method-assign]
     progress = Progress(Plan(4, 4, 1, 5))
     due = Due(5, Cadence((2,)), False, False, Cadence(), frozenset(), False)
-    task = ConsoleTask(console, Records(None), 1000.0, progress, TimeLeft(due), figures=figures or {})
+    task = ConsoleTask(console, Records(None), Duration.parse(every), progress, TimeLeft(due), figures=figures or {})
     return task, progress, shown
 
 
@@ -148,3 +151,15 @@ def test_a_step_after_which_the_run_must_end_is_not_counted(tmp_path: Path) -> N
     assert raised.value.taken.index == 1 and raised.value.result.skipped
     assert task._progress.step == 1 and task._progress.loss is None
     assert list(task.finish(False)) == []
+
+
+def test_the_console_may_go_by_steps() -> None:
+    view, _, shown = console_task(every="2 steps")
+    task = log_task()
+    for index in range(5):
+        (event,) = task.step_taken(taken(index, StepBatches(np.arange(4), 6, 40, [batch(4, trained=1)])))
+        view.notify(event)
+        view.between_steps(Request.NONE)
+    assert [line.split()[0] for line in shown] == ["step", "2", "4"]
+    view.finish(True)
+    assert shown[-1].split()[0] == "5"

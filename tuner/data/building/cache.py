@@ -55,7 +55,7 @@ SCHEMAS: dict[Level, str] = {
     "reference": REFERENCE_SCHEMA,
     "teacher": TEACHER_SCHEMA,
 }
-RECORDS = ("choices", "exports", "fits", "hashes", "kernels", "proofs")
+RECORDS = ("choices", "exports", "fits", "hashes", "kernels", "proofs", "sources")
 """Directories of what launches keep for later ones (:func:`~tuner.runtime.files.keep_json`), one file each."""
 SELF = "manifest_sha256"
 """The manifest's own digest in it: a key changed by hand or by the disk is damage, as in any other file."""

@@ -186,11 +186,11 @@ class SplitSources(NamedTuple):
 def sources_of(spec: PrepareSpec) -> SplitSources:
     """The sources of `data.train`, and those of `data.eval` where it has its own. DataError where one is not there."""
     data = spec.data
-    held = None if data.eval is None or isinstance(data.eval, Duration) else _sources(data.eval)
+    held = None if data.eval is None or isinstance(data.eval, Duration) else _sources(data.eval, spec.cache_dir)
     divided, portion = data.portions, spec.portion or first_portion(data)
     if divided is None or portion is None:
-        return SplitSources(_sources(data.train), held)
-    every = _sources(divided.sources_of(data.train, portion.name))
+        return SplitSources(_sources(data.train, spec.cache_dir), held)
+    every = _sources(divided.sources_of(data.train, portion.name), spec.cache_dir)
     return SplitSources(_only(every, spec.called(portion), portion.files), held)
 
 
@@ -227,10 +227,10 @@ def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> PreparedK
     return PreparedKeys(encoded, _hash(rows), fields, train, held, stamps)
 
 
-def _sources(sections: "Sequence[DataSource]") -> list[Source]:
-    files = expand(sections)
+def _sources(sections: "Sequence[DataSource]", cache: Path) -> list[Source]:
+    files = expand(sections, cache)
     return [
-        Source(section.path, [file for file in files if file.source == number], section.weight, section.count)
+        Source(section.name, [file for file in files if file.source == number], section.weight, section.count)
         for number, section in enumerate(sections)
     ]
 

@@ -23,6 +23,12 @@ class OwnCode(Part):
             from tuner.run.trial import try_optimizer
 
             try_optimizer(recipe.optimizer)
+        data = recipe.data
+        for source in (*data.train, *(data.eval if isinstance(data.eval, tuple) else ())):
+            if source.use is not None:
+                from tuner.data.reading.made import check_source
+
+                check_source(source.use, source.args)
         if recipe.eval.tasks:
             from tuner.evals.load import check_tasks
 

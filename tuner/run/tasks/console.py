@@ -1,11 +1,13 @@
 """The task that tells the person at the terminal how the run is getting on."""
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
+from tuner.config.duration import Duration
 from tuner.config.methods import LoggedFigure
 from tuner.run.tasks.time_left import TimeLeft
 from tuner.rundir.records import Records
@@ -25,7 +27,7 @@ def header(figures: Mapping[str, LoggedFigure]) -> str:
 
 
 class ConsoleTask(Task):
-    """Prints a line of the newest step, and writes the records so far, whenever ``refresh_s`` seconds have passed.
+    """Prints a line of the newest step, and writes the records so far, ``every`` so many seconds or steps.
 
     An evaluation or a save is printed after the line of the step that it follows.
     """
@@ -34,13 +36,15 @@ class ConsoleTask(Task):
         self,
         console: Console,
         records: Records,
-        refresh_s: float,
+        every: Duration,
         progress: Progress,
         time_left: TimeLeft,
         compiles: bool = False,
         figures: Mapping[str, LoggedFigure] = MappingProxyType({}),
     ) -> None:
-        self._console, self._records, self._refresh_s = console, records, refresh_s
+        self._console, self._records = console, records
+        self._steps = int(every.count) if every.unit == "steps" else None
+        self._refresh_s = math.inf if self._steps is not None else every.seconds
         self._progress, self._time_left = progress, time_left
         self._open = ExitStack()
         self._bar: ProgressBar | None = None
@@ -71,6 +75,9 @@ class ConsoleTask(Task):
         """Keep the newest step; print an evaluation or a save, after the step's line."""
         if event.stage == "step":
             self._line = event.metrics
+            if self._steps is not None and event.step % self._steps == 0:
+                self._show()
+                self._records.flush()
             if "reason" not in event.metrics:  # else nothing was computed
                 self._time_left.stepped(event.metrics["step_s"])
         elif event.stage == "evaluation":

@@ -78,7 +78,6 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     )  # fmt: skip
     resumed_from = found.path if found is not None and found.path.parent == run.checkpoints else None
     stop = StopTask(context, sections.stop_after, sections.stop_file)
-    refresh_s = sections.logging.console_every.seconds
     has_held_out, at_end = assembly.held_out is not None, sections.checkpoint.at_end
     time_left = TimeLeft(Due.of(assembly.timetable, sections.eval, has_held_out, at_end))
     needs = TaskNeeds(log, stop.request, time_left)
@@ -97,7 +96,7 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
         *_of_parts(context, needs, after_saves=False),
         EvaluateTask(context, sections.eval, log, samples, _task_scores(context, sections)),
         SaveTask(context, saver, log, samples, time_left, resumed_from),
-        ConsoleTask(console, metrics, refresh_s, progress, time_left, resolved.compiles, figures),
+        ConsoleTask(console, metrics, sections.logging.console_every, progress, time_left, resolved.compiles, figures),
         *_of_parts(context, needs, after_saves=True),
     ]
     return LaunchTasks(Tasks(tasks), hooks, stop, (metrics, samples))

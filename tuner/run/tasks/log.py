@@ -77,6 +77,7 @@ class LogTask(Task):
         self.metrics, self.clock = metrics, StepClock(device)
         self._progress, self._mfu, self._device = progress, mfu, device
         self._unread: deque[TakenStep] = deque()
+        self._elapsed_s = 0.0  # of the steps of this launch
 
     def around_step(self, number: int) -> AbstractContextManager[None]:
         """Start the clock with the first step."""
@@ -116,6 +117,8 @@ class LogTask(Task):
         """What the clock says of a step; ``mfu`` is left out where the model's arithmetic is not known."""
         step_s, batches = self.clock.lap(taken.scalars.ended), taken.batches
         mfu = None if taken.left_out else self._mfu.mfu(batches.micro, step_s)
+        share = None if taken.left_out else self._mfu.attention_share(batches.micro)
+        self._elapsed_s += step_s
         trained = 0 if taken.left_out else 1  # a speed is of what was computed
         return {
             "step_s": round(step_s, 4),
@@ -125,6 +128,9 @@ class LogTask(Task):
             "mem_gib": round(peak_memory_bytes(self._device) / 2**30, 3),
             "data_wait": round(min(1.0, taken.data_s / step_s), 4),
             **({} if mfu is None else {"mfu": round(mfu, 4)}),
+            **({} if share is None else {"attention_share": round(share, 4)}),
+            "elapsed_s": round(self._elapsed_s, 3),
+            **reserved_memory(self._device),
         }
 
 
@@ -168,3 +174,10 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return peak_resident_bytes()
+
+
+def reserved_memory(device: torch.device) -> dict[str, float]:
+    """What the allocator of a GPU holds at its fullest, tensors or not, as a line of metrics.jsonl has it."""
+    if device.type != "cuda":
+        return {}
+    return {"mem_reserved_gib": round(torch.cuda.max_memory_reserved(device) / 2**30, 3)}

@@ -1,0 +1,150 @@
+"""Records that code of the user's own yields: they train as a file of them does, and the code runs when it has to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fixtures import trainings
+from tests.fixtures.commands import tuner
+from tests.fixtures.trainings import launch, outcome
+from tuner.config.recipe import DataSource
+from tuner.data.reading import made as module
+from tuner.data.sources import expand
+from tuner.errors import DataError, PluginError, TunerError
+
+CODE = """\
+from pathlib import Path
+
+def rows(count, word="a"):
+    log = Path(__file__).with_name("ran")
+    log.write_text(log.read_text() + "x" if log.exists() else "x")
+    for number in range(count):
+        yield {"prompt": f"{word}{number} ", "completion": word * 9}
+
+def keyed(count):
+    return rows(count)
+
+keyed.content_key = lambda count: Path(__file__).with_name("version").read_text()
+
+def lists(count):
+    yield {"prompt": "a", "completion": "b"}
+    yield [count]
+
+def sets():
+    yield {"prompt": {1}, "completion": "b"}
+
+def nothing():
+    return []
+
+def fails():
+    yield {"prompt": "a", "completion": "b"}
+    raise KeyError("no such table")
+
+def unopened():
+    yield {"prompt": "a", "completion": "b"}
+    open("/nowhere/at/all")
+
+unopened.content_key = lambda: "1"
+
+def odd():
+    return []
+
+odd.content_key = lambda: 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "my_rows.py").write_text(CODE)
+    (tmp_path / "version").write_text("1")
+    return tmp_path / "my_rows.py"
+
+
+def source(file: Path, name: str, **args: Any) -> DataSource:
+    return DataSource(use=f"{file}:{name}", args=args)
+
+
+def ran(file: Path) -> int:
+    log = file.with_name("ran")
+    return len(log.read_text()) if log.exists() else 0
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_it_yields_is_a_file_of_records(file: Path) -> None:
+    (found,) = expand([source(file, "rows", count=3)])
+    assert (found.kind, found.name) == ("jsonl", f"{file}:rows")
+    assert read(found.path)[2] == {"prompt": "a2 ", "completion": "a" * 9}
+    expand([source(file, "rows", count=3)])
+    assert ran(file) == 1, "once in a process"
+    (other,) = expand([source(file, "rows", count=3, word="b")])
+    assert read(other.path)[0]["completion"] == "b" * 9 and ran(file) == 2
+
+
+def test_with_a_key_it_runs_again_only_for_another_one(file: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    (found,) = expand([source(file, "keyed", count=3)], cache)
+    assert found.path.parent == cache / module.KEPT and len(read(found.path)) == 3
+    assert expand([source(file, "keyed", count=3)], cache) == [found] and ran(file) == 1
+    assert expand([source(file, "keyed", count=4)], cache) != [found] and ran(file) == 2
+    file.with_name("version").write_text("2")
+    assert expand([source(file, "keyed", count=3)], cache) != [found] and ran(file) == 3
+    assert len(list((cache / module.KEPT).iterdir())) == 3, "nothing half written is left"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("lists", DataError, "record 2 is a list, and has to be a mapping"),
+        ("sets", DataError, "record 1 is no JSON"),
+        ("nothing", DataError, "it yielded no record"),
+        ("fails", PluginError, "KeyError: 'no such table' .*my_rows.py:26"),
+        ("unopened", PluginError, "No such file or directory: '/nowhere/at/all' .*my_rows.py:30"),
+        ("odd", PluginError, "content_key returned 3"),
+        ("absent", PluginError, "has no absent"),
+    ],
+)
+def test_what_is_wrong_with_it_is_said_by_name(
+    name: str, kind: type[TunerError], said: str, file: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=said):
+        expand([source(file, name, **({"count": 1} if name == "lists" else {}))], tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*/*"))
+
+
+def test_arguments_that_it_does_not_take_are_refused(file: Path) -> None:
+    with pytest.raises(PluginError, match="has no option counts"):
+        expand([source(file, "rows", counts=3)])
+
+
+def test_a_run_on_it_is_the_run_on_its_file(workplace: Path, file: Path) -> None:
+    (found,) = expand([source(file, "rows", count=24)])
+    (workplace / "plain.jsonl").write_bytes(found.path.read_bytes())
+    plain = launch(workplace, name="plain", data__train="plain.jsonl")
+    for name in ("rows", "keyed"):
+        given = json.dumps([{"use": f"{file}:{name}", "args": {"count": 24}}])
+        made = launch(workplace, name=name, data__train=given)
+        assert outcome(made.run_dir) == outcome(plain.run_dir)
+    report = (made.run_dir / "run.json").read_text()
+    assert "my_rows.py:keyed" in report or made.status == "finished"
+
+
+def test_a_recipe_with_it_is_checked_and_written_back(file: Path, tmp_path: Path) -> None:
+    trainings.prepare(tmp_path, 1, layers=1)
+    text = (tmp_path / "r.yaml").read_text()
+    lines = [line for line in text.splitlines() if "train:" not in line or "rows" not in line]
+    assert len(lines) < len(text.splitlines())
+    for given, said in (
+        ("[{use: my_rows.py:rows, args: {count: 24}}]", ""),
+        ("[{use: my_rows.py:absent}]", "absent"),
+        ("[{use: my_rows.py:rows, path: x.jsonl}]", "path and use exclude each other"),
+        ("[{weight: 2}]", "path: missing"),
+    ):
+        done = tuner("config", "check", "r.yaml", "--data.train", given, cwd=tmp_path)
+        assert (done.returncode, said in done.stderr) == (2 if said else 0, True), done.stderr
