@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tools.parent_fields import TITLES  # noqa: E402
+from tools.parent_fields import page as parent_page  # noqa: E402
 from tuner.config.fields import Field, fields, item_fields  # noqa: E402
 from tuner.config.not_supported import Absent, absent_features  # noqa: E402
 from tuner.config.other_tools import foreign  # noqa: E402
@@ -104,7 +108,10 @@ def _absent_row(feature: Absent) -> str:
     return f"| {cell(feature.what)} | {cell(feature.instead)} | {keys} |"
 
 
-PAGES = {"docs/not-supported.md": absent_page, "docs/recipe.md": recipe_page, "docs/coming-from.md": foreign_page}
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/not-supported.md": absent_page, "docs/recipe.md": recipe_page, "docs/coming-from.md": foreign_page,
+    **{f"docs/how-to/from-{name.replace('_', '-')}.md": partial(parent_page, name) for name in TITLES},
+}  # fmt: skip
 
 
 def main() -> int:

@@ -141,7 +141,15 @@ def test_every_page_is_in_the_navigation_and_in_the_index() -> None:
     assert pages - index == {"README.md"}
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "how-to").glob("from-*.md")), ids=lambda path: path.stem)
+PARENTS = {"from-arctictraining", "from-xtuner-v1", "from-olmo-core", "from-recis"}
+"""Pages whose rows are held by tests/tools/test_parent_fields.py."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted((ROOT / "docs" / "how-to").glob("from-*.md")) if path.stem not in PARENTS],
+    ids=lambda path: path.stem,
+)
 def test_names_of_another_tool_are_those_of_the_table(path: Path) -> None:
     from tuner.config.other_tools import theirs
 

@@ -26,7 +26,7 @@ from tuner.config.other_methods import PAIRS
 from tuner.errors import RecipeError
 
 TABLE = Path(__file__).resolve().parent / "files.jsonl"
-READ = {"axolotl", "LLaMA-Factory", "TRL", "torchtune", "ms-swift", "unsloth"}
+READ = {"axolotl", "LLaMA-Factory", "TRL", "torchtune", "ms-swift", "unsloth", "ArcticTraining"}
 
 
 class Found(NamedTuple):

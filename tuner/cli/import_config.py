@@ -28,7 +28,7 @@ def import_config(
         typer.Option("--processes", min=1, help="On how many GPUs it ran, which its batch depends on; default: 1."),
     ] = None,
 ) -> Outcome:
-    """Convert a configuration of axolotl, LLaMA-Factory, TRL, torchtune, ms-swift or Unsloth to a commented recipe."""
+    """Convert a configuration of axolotl, LLaMA-Factory, TRL, ArcticTraining and others to a commented recipe."""
     from tuner.config import dump, imported, other_configs
 
     known = next((name for name in other_configs.TOOLS if name == tool), None)

@@ -18,7 +18,7 @@ from tuner.errors import RecipeError
 
 _SINGLE = ("column_map", "deepspeed", "fsdp", "datasets", "dataset", "test_datasets", "val_dataset", "eval_dataset",
            "special_tokens", "tokens", "lora_target_modules", "target_modules", "lr_scheduler_kwargs",
-           "lora_modules_to_save")  # fmt: skip
+           "lora_modules_to_save", "peft_config", "dataset_cfg", "dataset_config_list")  # fmt: skip
 """Keys whose mapping or list is one value."""
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from tuner.config.conversion import known_names
 from tuner.config.fields import fields
+from tuner.config.other_arctic import METHODS
 from tuner.config.other_configs import Tool, dialects
 from tuner.config.other_methods import kind_of
 from tuner.config.other_tools import of_value
@@ -17,9 +18,16 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_SECTIONS: dict[Tool, tuple[str, ...]] = {"unsloth": ("training", "lora", "logging")}
+_SECTIONS: dict[Tool, tuple[str, ...]] = {
+    "unsloth": ("training", "lora", "logging"),
+    "xtuner": ("model_cfg", "dataloader_cfg", "optim_cfg", "lr_cfg", "fsdp_cfg", "loss_cfg", "resume_cfg", "trainer"),
+    "arctictraining": ("model", "tokenizer", "data", "optimizer", "scheduler", "logger", "wandb"),
+}
 """Sections of a file, of a tool that has any; those of torchtune are components."""
-_READ = "files of axolotl, LLaMA-Factory, TRL, torchtune, ms-swift and Unsloth, and shell scripts with their commands"
+_READ = (
+    "files of axolotl, LLaMA-Factory, TRL, torchtune, ms-swift, Unsloth, ArcticTraining and XTuner V1, and shell "
+    "scripts with their commands"
+)
 _DATA = _names(
     "datasets dataset dataset_name train_file train_files dataset_path train_dataset pretraining_dataset "
     "cached_dataset dataset_mixture"
@@ -54,6 +62,11 @@ def require_training(given: Mapping[str, Any], name: str, tool: Tool, is_said: b
         raise RecipeError(
             f"{name}: trains nothing: it has no data set, no learning rate and no number of steps or epochs",
             hint=f"read are {_READ}, each of a training",
+        )
+    if tool == "arctictraining" and given.get("type", "sft") not in METHODS:
+        raise RecipeError(
+            f"{name}: type: {given['type']}: a trainer of its own, whose code says what is trained",
+            hint="write a recipe; a loss of your own is method.kind: custom with method.use: FILE.py:NAME",
         )
     if tool == "llama-factory" and not last & _DATA and "do_train" not in last and "stage" not in last:
         raise RecipeError(f"{name}: names no data set, so it trains nothing")
