@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.contracts.syntax import ROOT, modules, nodes, trees
 
-LINES = {"tuner": 58_170, "tests": 53_600, "tools": 18_110}
+LINES = {"tuner": 58_190, "tests": 53_610, "tools": 18_110}
 """Of code: without docstrings, comments and blank lines."""
 SPINE = ("train/loop", "train/step", "parallel/assemble", "run/main", "run/preflight", "setup/build", "model/root")
 SPINE_LINES = 1_770

@@ -135,6 +135,15 @@ def test_a_run_on_it_is_the_run_on_its_file(workplace: Path, file: Path) -> None
     assert "my_rows.py:keyed" in report or made.status == "finished"
 
 
+def test_a_run_on_it_is_resumed_by_its_directory(workplace: Path, file: Path) -> None:
+    given = json.dumps([{"use": f"{file}:keyed", "args": {"count": 24}}])
+    whole = launch(workplace, name="whole", data__train=given, train__duration="4 steps")
+    launch(workplace, name="broken", data__train=given, train__duration="4 steps", train__stop_after="2 steps")
+    done = tuner("resume", "runs/broken", cwd=workplace)
+    assert done.returncode == 0, done.stderr
+    assert outcome(workplace / "runs" / "broken") == outcome(whole.run_dir)
+
+
 def test_a_recipe_with_it_is_checked_and_written_back(file: Path, tmp_path: Path) -> None:
     trainings.prepare(tmp_path, 1, layers=1)
     text = (tmp_path / "r.yaml").read_text()

@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Tag,
+    model_serializer,
+    model_validator,
+)
 
 from tuner.config.chat_templates import TemplateNameOrPath
 from tuner.config.duration import CadenceSpan, Duration, Span, StepRange, Steps, bare_number
@@ -221,6 +230,12 @@ class DataSource(Section):
     def name(self) -> str:
         """What it is, for people: its path, or the user's code."""
         return self.path or str(self.use)
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Without the keys of the other form: what is written back has to load, and older runs have no `use`.
+        others = {"path"} if self.use is not None else {"use", "args"}
+        return {key: value for key, value in handler(self).items() if key not in others}
 
     @model_validator(mode="after")
     def _one_share(self) -> DataSource:

@@ -367,7 +367,7 @@ def _is_finished(record: Mapping[str, Any], found: CheckpointInfo | None, recipe
 
     A launch may have been killed before it could write down that it finished; a run that was reset after that
     checkpoint has steps left. So has a finished run whose last checkpoint is damaged or gone: `found` is the newest
-    that is valid. With `checkpoint.at_end` that is the one of the last step. One that `train.end_at` has ended goes on
+    that is valid. With `checkpoint.at_end` that is the one of the last step. One that `train.end_at` ended continues
     where that is later now, or taken away.
     """
     ended, at_end = None if found is None else found.state.get(END_AT), recipe.checkpoint.at_end

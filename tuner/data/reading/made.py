@@ -1,6 +1,6 @@
 """Records that code of the user's own yields: written down as JSON Lines, which is what everything else reads.
 
-The code runs once in a process, where the data are looked for or prepared. With a ``content_key`` beside the function,
+The code runs once in a process, where the data are looked for or prepared. With a ``content_key`` of the function,
 called with the same arguments, what it yielded is kept under that key, and it runs again only where the key is another.
 """
 

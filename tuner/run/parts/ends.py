@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tuner.config.recipe import Recipe
-from tuner.run.parts.part import Part, Preflight
+from tuner.run.parts.part import LaunchContext, Part, Preflight, TaskNeeds
 from tuner.run.status import END_AT
 from tuner.runtime.console import Console
 from tuner.runtime.stop import StopSignals
 from tuner.setup.build import Assembly
 from tuner.train.progress import Progress
+from tuner.train.tasks import Task
 
 
 class EndAt(Part):
-    """The step is noted in checkpoints: a launch with a later one goes on from there."""
+    """The step is noted in checkpoints: a launch with a later one continues from there."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._step = recipe.train.end_at
@@ -35,6 +37,13 @@ class EndAt(Part):
     def placed(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:
         """Have the run end there."""
         progress.ends_at = self._step
+
+    def tasks(self, context: LaunchContext, needs: TaskNeeds) -> Sequence[Task]:
+        """None; but the time that is left is that to this step."""
+        due = needs.time_left.due
+        if self._step is not None:
+            needs.time_left.due = replace(due, total_steps=min(due.total_steps, self._step))
+        return ()
 
     def state(self, step: int) -> Mapping[str, Any]:
         """What a later launch holds its own step against."""

@@ -45,7 +45,7 @@ class Exporter:
     _every: Cadence = Cadence()
     _asked_at: float = field(default_factory=time.monotonic)
     _made: SimpleQueue[Path] = field(default_factory=SimpleQueue)
-    """Exports that are done and were not told of yet."""
+    """Exports that are done and were not reported yet."""
     tell: Callable[[Path], None] = lambda path: None
     """Called with each export by :meth:`tell_made`."""
     _jobs: list[tuple[ExportProcess, Future[None]]] = field(default_factory=list)

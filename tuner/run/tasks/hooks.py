@@ -34,7 +34,7 @@ ANYWHERE = Path("/")
 
 
 ASKS = {"stop": Request.STOP, "save": Request.SAVE, "evaluate": Request.EVALUATE, "export": Request.EXPORT}
-"""What a hook may return, or a list of them, to have it done after the step at hand."""
+"""What a hook may return, or a list of them, to have it done after the current step."""
 
 
 @dataclass(frozen=True)
