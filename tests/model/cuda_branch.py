@@ -58,11 +58,14 @@ def root_for(kind: str, directory: Path, lora: LoraSpec | None = None, level: An
     return root.train()
 
 
-def take(root: CausalLM, lengths: tuple[int, ...]) -> tuple[float, torch.Tensor]:
-    """Loss and gradient of a packed row in bf16."""
+def take(
+    root: CausalLM, lengths: tuple[int, ...], precision: torch.dtype = torch.bfloat16
+) -> tuple[float, torch.Tensor]:
+    """Loss and gradient of a packed row."""
     ids = torch.randint(3, VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(3))
     root.zero_grad()
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+    torch.manual_seed(4)  # of dropout
+    with torch.autocast("cpu", torch.bfloat16, precision == torch.bfloat16, cache_enabled=False):
         loss = root(document_lengths=lengths, **packed_inputs(ids, lengths))
     loss.backward()
     return float(loss.detach()), gradient(root)

@@ -49,10 +49,8 @@ class StandIn:
         if learnable_sink is not None:
             assert learnable_sink.shape == (q.shape[1],) and learnable_sink.is_contiguous()
             assert generation(None) != 12, "Learnable sink is not supported in this kernel"
-        self.launches.append(Asked(
-            "forward", asked["max_seqlen_q"], longest, window, (q.shape[2], v.shape[2]), softcap or 0.0,
-            learnable_sink is not None,
-        ))  # fmt: skip
+        where = (asked["max_seqlen_q"], longest, window, (q.shape[2], v.shape[2]))
+        self.launches.append(Asked("forward", *where, softcap or 0.0, has_sink=learnable_sink is not None))
         if self.problem is not None:
             raise RuntimeError(self.problem)
         sink = torch.full((q.shape[1],), -torch.inf) if learnable_sink is None else learnable_sink
@@ -73,10 +71,8 @@ class StandIn:
         assert not (major == 12 and deterministic), "deterministic backward not supported on SM 12.0"
         of_256 = major in (10, 11) and width == 256
         assert not (of_256 and (softcap or window)), "head_dim=256 supports neither softcap nor local attention"
-        self.launches.append(Asked(
-            "backward", asked["max_seqlen_q"], longest, window, (width, value_width), softcap,
-            deterministic=deterministic,
-        ))  # fmt: skip
+        where = (asked["max_seqlen_q"], longest, window, (width, value_width))
+        self.launches.append(Asked("backward", *where, softcap, deterministic=deterministic))
         given = [tensor.transpose(0, 1) for tensor in (q, k, v)]
         grads = blocked_attention._backward(dout, *given, bounds, window, asked["softmax_scale"], softcap, lse)
         return tuple(grad.transpose(0, 1).contiguous() for grad in grads)

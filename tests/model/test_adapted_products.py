@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,18 +13,19 @@ from unittest.mock import patch
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fixtures.packed import gradient, packed_inputs, relative
-from tests.model import varlen_stand_in  # noqa: F401 - torch's flash attention has its kernels
+from tests.fixtures.packed import packed_inputs, relative
+from tests.model.cuda_branch import take
 from tests.model.test_compile import LONGEST, TOKENS, packing
 from tests.model.tiny import VOCAB, family_config
 from tuner.model import blocks as compiling
 from tuner.model import cuda_attention
-from tuner.model.adaptable import TOGETHER
-from tuner.model.adapted_products import Together, adapted_products
+from tuner.model.adaptable import TOGETHER, add_in_product
+from tuner.model.adapted_products import Together, adapted_products, take_together
 from tuner.model.adapter import ADAPTER, LoraSpec, adapter_off, add_lora, lora_layers
 from tuner.model.blocks import apply_recompute, compile_blocks
 from tuner.model.build import ModelSpec, build_model
@@ -60,14 +60,10 @@ def given(count: int, dtype: torch.dtype, bias: bool = False, kind: Kind | None 
     }
 
 
-def ours(values: dict[str, Any], is_whole: bool) -> list[torch.Tensor]:
+def asked(values: dict[str, Any], is_whole: bool) -> tuple[Any, ...]:
     source, downs = values["source"], values["downs"]
     inner = source.detach() @ downs.detach().T if is_whole else source.cos() @ downs.T
-    given_downs = downs if is_whole else None
-    found: list[torch.Tensor] = adapted_products(
-        source, inner, values["held"], values["biases"], given_downs, values["ups"]
-    )
-    return found
+    return source, inner, values["held"], values["biases"], downs if is_whole else None, values["ups"]
 
 
 def plain(values: dict[str, Any], is_whole: bool) -> list[torch.Tensor]:
@@ -93,83 +89,61 @@ def test_values_and_gradients_are_the_plain_ones(
     monkeypatch.setitem(product.TILE_BYTES, "cpu", 4096)  # several tiles of a quantised weight
     values = given(count, torch.float32 if kind else torch.float64, bias, kind)
     leaves = [values["source"], values["downs"], *values["ups"]]
-    found, wanted = ours(values, is_whole), plain(values, is_whole)
+    found, wanted = adapted_products(*asked(values, is_whole)), plain(values, is_whole)
     upstream = [torch.randn(one.shape, generator=torch.Generator().manual_seed(9)).to(one.dtype) for one in wanted]
     grads = [torch.autograd.grad(made, leaves, upstream) for made in (found, wanted)]
     for one, other in zip((*found, *grads[0]), (*wanted, *grads[1]), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5 if kind else 1e-12, atol=1e-4 if kind else 1e-12)
     first = [values["source"], *values["ups"]]  # an input without a gradient, as the first layer's may be
     values["source"] = values["source"].detach()
-    alone = torch.autograd.grad(ours(values, is_whole), first[1:], upstream)
+    alone = torch.autograd.grad(adapted_products(*asked(values, is_whole)), first[1:], upstream)
     for one, other in zip(alone, grads[0][2:], strict=True):
         assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_it_is_an_operation_as_torch_wants_them(is_whole: bool) -> None:
-    values = given(2, torch.float64, bias=True)
-    inner = (values["source"] @ values["downs"].T).detach().requires_grad_(not is_whole)
-    downs = values["downs"] if is_whole else None
-    given_ = (values["source"], inner, values["held"], values["biases"], downs, values["ups"])
-    torch.library.opcheck(adapted_products, given_)
+    source, inner, *others = asked(given(2, torch.float64, bias=True), is_whole)
+    torch.library.opcheck(adapted_products, (source, inner.detach().requires_grad_(not is_whole), *others))
 
 
-@dataclass(frozen=True)
-class AdapterKind:
-    """A model and an adapter on it."""
-
-    family: str = "qwen3"
-    lora: LoraSpec = LORA
-    quantize: Kind | None = None
-    config: tuple[tuple[str, Any], ...] = ()
-    level: Any = "none"
-    is_together: bool = True
-    """Whether a group is computed at once."""
-
-
-KINDS = {
-    "lora": AdapterKind(),
-    "rslora": AdapterKind(lora=replace(LORA, use_rslora=True)),
-    "recomputed": AdapterKind(level="full"),
-    "selective": AdapterKind(level="selective"),
-    "dropout": AdapterKind(lora=replace(LORA, dropout=0.3), is_together=False),
-    "some": AdapterKind(lora=replace(LORA, target_modules=["q_proj", "v_proj", "down_proj"])),
-    "biases": AdapterKind("llama", config=(("attention_bias", True),)),
-    "nf4": AdapterKind(quantize="nf4"),
-    "int8": AdapterKind(quantize="int8", level="selective"),
-    "dora": AdapterKind(lora=replace(LORA, use_dora=True), is_together=False),
-    "conv1d": AdapterKind("gpt2", is_together=False),
-    "fused": AdapterKind("phi3", is_together=False),
-    "experts": AdapterKind("qwen3-moe", lora=replace(LORA, experts=True)),
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rslora": {"lora": replace(LORA, use_rslora=True)},
+    "recomputed": {"level": "full"},
+    "selective": {"level": "selective"},
+    "dropout": {"lora": replace(LORA, dropout=0.3)},
+    "some": {"lora": replace(LORA, target_modules=["q_proj", "v_proj", "down_proj"])},
+    "biases": {"family": "llama", "biases": True},
+    "nf4": {"quantized": "nf4"},
+    "int8": {"quantized": "int8", "level": "selective"},
+    "dora": {"lora": replace(LORA, use_dora=True)},
+    "conv1d": {"family": "gpt2"},
+    "fused": {"family": "phi3"},
+    "experts": {"family": "qwen3-moe", "lora": replace(LORA, experts=True)},
 }
+APART = {"dropout", "dora", "conv1d", "fused"}
+"""Kinds whose layers are computed one at a time."""
 
 
-def root_of(kind: AdapterKind, directory: Path) -> CausalLM:
-    config = family_config(kind.family, tied=False)
-    config.update(dict(kind.config))
+def root_of(
+    directory: Path, *, family: str = "qwen3", lora: LoraSpec = LORA, quantized: Kind | None = None,
+    biases: bool = False, level: Any = "none",
+) -> CausalLM:  # fmt: skip
+    config = family_config(family, tied=False)
+    config.update({"attention_bias": True} if biases else {})
     config.save_pretrained(directory)
     root = CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=1))
-    if kind.quantize is not None:
-        quantize_(root.model, QuantizeSpec(kind.quantize))
-    add_lora(root.model, kind.lora, seed=2)
+    if quantized is not None:
+        quantize_(root.model, QuantizeSpec(quantized))
+    add_lora(root.model, lora, seed=2)
     generator = torch.Generator().manual_seed(3)
     for name, parameter in root.named_parameters():
         if "lora_B" in name or name.endswith("_lora_B"):
             parameter.data = torch.randn(parameter.shape, generator=generator) / 20
-    if kind.level != "none":
-        apply_recompute(root, kind.level)
+    if level != "none":
+        apply_recompute(root, level)
     return root.train()
-
-
-def taken(root: CausalLM, bf16: bool = True) -> tuple[float, torch.Tensor]:
-    """Loss and gradients of a packed row."""
-    ids = torch.randint(3, VOCAB, (sum(packing(0)),), generator=torch.Generator().manual_seed(3))
-    root.zero_grad()
-    torch.manual_seed(4)
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False) if bf16 else nullcontext():
-        loss = root(document_lengths=packing(0), **packed_inputs(ids, packing(0)))
-    loss.backward()
-    return float(loss.detach()), gradient(root)
 
 
 def on_gpu(run: Callable[[], Any]) -> Any:
@@ -183,16 +157,15 @@ def on_gpu(run: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_are_within_the_rounding_of_bf16(name: str, tmp_path: Path) -> None:
-    kind = KINDS[name]
-    root = root_of(kind, tmp_path)
-    exact_loss, exact = taken(root, bf16=False)
-    _, rounded = taken(root)
-    loss, found = on_gpu(lambda: taken(root))
+    root = root_of(tmp_path, **KINDS[name])
+    exact_loss, exact = take(root, packing(0), torch.float32)
+    _, rounded = take(root, packing(0))
+    loss, found = on_gpu(lambda: take(root, packing(0)))
     assert loss == pytest.approx(exact_loss, rel=5e-3)
     # No farther from float32 than the branch of the CPU, whose roundings are others.
     assert relative(found, exact) < 1.15 * relative(rounded, exact) + 1e-6
     groups = (getattr(layer, TOGETHER)[0] for _, layer in lora_layers(root.model) if hasattr(layer, TOGETHER))
-    assert any(len(group._layers) > 1 for group in groups) is kind.is_together
+    assert any(len(group._layers) > 1 for group in groups) is (name not in APART)
 
 
 class Operations(TorchDispatchMode):
@@ -226,13 +199,13 @@ class Operations(TorchDispatchMode):
 
 def counted(root: CausalLM) -> Operations:
     with Operations() as operations:
-        on_gpu(lambda: taken(root))
+        on_gpu(lambda: take(root, packing(0)))
     return operations
 
 
 def test_an_input_is_read_once_and_nothing_is_copied(tmp_path: Path) -> None:
     rank = 5  # no side of anything else
-    root = root_of(AdapterKind(lora=replace(LORA, r=rank)), tmp_path)
+    root = root_of(tmp_path, lora=replace(LORA, r=rank))
     layers = [layer for _, layer in lora_layers(root.model)]
     after = counted(root)
     with patch.object(Together, "is_plain", False):
@@ -254,17 +227,15 @@ def test_compiled_layers_leave_it_as_it_is(tmp_path: Path) -> None:
         return make_boxed_func(module.forward)
 
     backend = aot_autograd(fw_compiler=note, bw_compiler=note)
-    root = root_of(AdapterKind(), tmp_path)
-    expected = on_gpu(lambda: taken(root))
+    root = root_of(tmp_path)
+    expected = on_gpu(lambda: take(root, packing(0)))
     with patch.object(compiling, "BACKEND", backend):
         compile_blocks(root, Padding(TOKENS, LONGEST))
-    loss, found = on_gpu(lambda: taken(root))
+    loss, found = on_gpu(lambda: take(root, packing(0)))
     assert loss == pytest.approx(expected[0], rel=1e-4) and relative(found, expected[1]) < 1e-3
-    forward = [graph for graph in graphs if graph["tuner.adapted_products.default"]]
-    backward = [graph for graph in graphs if graph["tuner.adapted_products_backward.default"]]
-    assert [graph["tuner.adapted_products.default"] for graph in forward] == [4, 4]
-    assert [graph["tuner.adapted_products_backward.default"] for graph in backward] == [4, 4]
-    assert all(graph["aten.mm.default"] == 4 for graph in forward) and not any(g["aten.mm.default"] for g in backward)
+    names = ("tuner.adapted_products.default", "tuner.adapted_products_backward.default", "aten.mm.default")
+    counts = [tuple(graph[name] for name in names) for graph in graphs if graph[names[0]] or graph[names[1]]]
+    assert sorted(counts) == 2 * [(0, 4, 0)] + 2 * [(4, 0, 4)], "of each of two layers, backward and forward"
 
 
 class Crossed(nn.Module):
@@ -279,15 +250,9 @@ class Crossed(nn.Module):
         return made
 
 
-def crossed() -> nn.Module:
-    from peft import LoraConfig, inject_adapter_in_model
-
-    from tuner.model.adaptable import add_in_product
-    from tuner.model.adapted_products import take_together
-
+def test_layers_with_another_input_get_their_own() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential()
-    model.add_module("attention", Crossed())
+    model = nn.Sequential(OrderedDict(attention=Crossed()))
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj"]), model, ADAPTER)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -295,11 +260,6 @@ def crossed() -> nn.Module:
     for _, layer in lora_layers(model):
         add_in_product(layer)
     take_together(model, ADAPTER)
-    return model
-
-
-def test_layers_with_another_input_get_their_own() -> None:
-    model = crossed()
     own, other = torch.randn(3, 8), torch.randn(3, 8)
     attention: Any = model.attention
     expected = attention(own, other)
@@ -318,14 +278,11 @@ def test_layers_with_another_input_get_their_own() -> None:
 
 
 def test_switched_off_it_computes_the_base(tmp_path: Path) -> None:
-    root = root_of(AdapterKind(), tmp_path)
-    plainly = root_of(AdapterKind(), tmp_path)
+    root, plainly = root_of(tmp_path), root_of(tmp_path)
     for name, parameter in plainly.named_parameters():
         if "lora_B" in name:
             parameter.data.zero_()
-    compiled = list(root.model.model.layers)
-    with torch.no_grad(), adapter_off(root.model, compiled):
-        ids = torch.arange(3, 3 + TOKENS) % VOCAB
-        off = on_gpu(lambda: root(document_lengths=(TOKENS,), **packed_inputs(ids, (TOKENS,))))
-    base = on_gpu(lambda: plainly(document_lengths=(TOKENS,), **packed_inputs(ids, (TOKENS,))))
-    assert torch.equal(off, base.detach())
+    given_ = {"document_lengths": (TOKENS,), **packed_inputs(torch.arange(3, 3 + TOKENS) % VOCAB, (TOKENS,))}
+    with torch.no_grad(), adapter_off(root.model, list(root.model.model.layers)):
+        off = on_gpu(lambda: root(**given_))
+    assert torch.equal(off, on_gpu(lambda: plainly(**given_)).detach())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,13 +15,18 @@ OFF = [torch.tensor([1.0, -2.0]), torch.tensor([3.2])]
 NAN = [torch.tensor([1.0, torch.nan]), torch.tensor([3.0])]
 
 
-def candidate(name: str, results: Sequence[torch.Tensor] | str, took: float | str) -> tuple[Candidate, float | str]:
-    def given() -> Sequence[torch.Tensor]:
-        if isinstance(results, str):
-            raise RuntimeError(f"{results}\nand more")
-        return results
+def candidate(name: str, results: Sequence[torch.Tensor] | str, took: float | str) -> Candidate:
+    def given(value: Any) -> Any:
+        if isinstance(value, str):
+            raise RuntimeError(f"{value}\nand more")
+        return value
 
-    return Candidate(name, given, lambda: took), took
+    return Candidate(name, lambda: given(results), lambda: given(took))
+
+
+def seconds(work: Any) -> float:
+    took: float = work()
+    return took
 
 
 @pytest.mark.parametrize(
@@ -41,24 +46,16 @@ def candidate(name: str, results: Sequence[torch.Tensor] | str, took: float | st
 def test_the_fastest_right_one_is_taken(
     others: list[tuple[Any, ...]], taken: str, passed_over: dict[str, str]
 ) -> None:
-    def seconds(work: Callable[[], object]) -> float:
-        took = work()
-        if isinstance(took, str):
-            raise RuntimeError(took)
-        assert isinstance(took, float)
-        return took
-
-    usual, _ = candidate("usual", RIGHT, 1.0)
-    found = fastest(usual, [candidate(*other)[0] for other in others], 2e-2, seconds)
+    given = [candidate(*other) for other in others]
+    found = fastest(candidate("usual", RIGHT, 1.0), given, 2e-2, seconds)
     assert (found.name, found.passed_over) == (taken, passed_over)
     right = {name: took for name, results, took in others if name not in passed_over}
     assert found.milliseconds == pytest.approx({"usual": 1e3, **{name: took * 1e3 for name, took in right.items()}})
 
 
 def test_what_the_usual_way_raises_is_raised() -> None:
-    usual, _ = candidate("usual", "out of memory", 1.0)
     with pytest.raises(RuntimeError, match="out of memory"):
-        fastest(usual, [], 2e-2, lambda work: 1.0)
+        fastest(candidate("usual", "out of memory", 1.0), [], 2e-2, seconds)
 
 
 def test_it_is_said_in_a_few_words() -> None:

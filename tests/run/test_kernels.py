@@ -84,28 +84,22 @@ def test_the_fastest_is_measured_once_said_and_noted(
     assert asked == [64, 64], "for the same device, shapes and versions"
 
 
-@pytest.mark.parametrize("had", ["flash attention 2", "flash attention 3"])
-def test_a_resumed_run_keeps_what_its_checkpoint_names(
-    had: str, asked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part, resolved = launch(tmp_path, monkeypatch, state={"kernels": {"attention": had}})
-    assert (resolved.settled["attention"], asked) == (had, [])
-    assert part.state(9) == {"kernels": {"attention": had}}
-
-
-@pytest.mark.parametrize("state", [{}, {"kernels": "flash"}])
-def test_a_checkpoint_without_a_choice_leads_to_one(
-    state: dict[str, Any], asked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert launch(tmp_path, monkeypatch, state=state)[1].settled["attention"] == FOURTH.name and asked == [64]
-
-
-@pytest.mark.parametrize(("steps", "device"), [(LEAST_STEPS - 1, "cuda"), (1000, "cpu")])
-def test_short_runs_and_cpus_measure_nothing(
-    steps: int, device: str, asked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part, resolved = launch(tmp_path, monkeypatch, steps, device=device)
-    assert (part.state(1), asked) == ({}, []) and "attention" not in resolved.settled
+@pytest.mark.parametrize(
+    ("steps", "device", "state", "taken", "measured"),
+    [
+        (LEAST_STEPS, "cuda", {"kernels": {"attention": "flash attention 2"}}, "flash attention 2", []),
+        (LEAST_STEPS, "cuda", {"kernels": {"attention": "flash attention 3"}}, "flash attention 3", []),
+        (LEAST_STEPS, "cuda", {}, FOURTH.name, [64]), (LEAST_STEPS, "cuda", {"kernels": "flash"}, FOURTH.name, [64]),
+        (LEAST_STEPS - 1, "cuda", None, None, []), (1000, "cpu", None, None, []),
+    ],
+)  # fmt: skip
+def test_a_resumed_run_keeps_its_choice_and_short_runs_and_cpus_make_none(  # noqa: PLR0917 - a table
+    steps: int, device: str, state: dict[str, Any] | None, taken: str | None, measured: list[int], asked: list[int],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    part, resolved = launch(tmp_path, monkeypatch, steps, state, device)
+    assert (resolved.settled.get("attention"), asked) == (taken, measured)
+    assert part.state(9) == ({} if taken is None else {"kernels": {"attention": taken}})
 
 
 def test_the_loss_is_chosen_too_where_ligers_would_compute_it(
@@ -135,11 +129,11 @@ def test_the_fastest_loss_that_is_right_is_taken(
     speed: float, factor: float, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stand-ins: one is so many times as fast as the usual one, and its gradients so many times as large."""
-    clock = [0.0]
+    ran: list[float] = []
 
-    def kernel(seconds: float, scale: float) -> Any:
+    def kernel(took: float, scale: float) -> Any:
         def run(logits: torch.Tensor, *given: Any) -> torch.Tensor:
-            clock[0] += seconds
+            ran.append(took)
             loss = softmax_into_gradient(logits, *given)
             logits.mul_(scale)
             return loss
@@ -148,13 +142,7 @@ def test_the_fastest_loss_that_is_right_is_taken(
 
     monkeypatch.setattr(loss_kernels, "KERNELS", {"liger": kernel(1.0, 1.0), "torch": kernel(speed, factor)})
     monkeypatch.setattr(loss_kernels, "positions_of_chunk", lambda *given: 80)
-
-    def seconds(work: Any) -> float:
-        before = clock[0]
-        work()
-        return clock[0] - before
-
-    monkeypatch.setattr(loss_kernels, "seconds_on", lambda device: seconds)
+    monkeypatch.setattr(loss_kernels, "seconds_on", lambda device: lambda work: work() is not None and ran[-1])
     found = loss_kernels.fastest_loss(97, torch.device("cpu"))
     assert found.name == name and ("torch" in found.passed_over) is (factor != 1.0)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.model.test_compile import LONGEST, TOKENS, root_for
 from tests.profile.test_rates import tree_of
@@ -30,8 +28,9 @@ from tuner.profile.rates import steps_of
 from tuner.runtime import torch_private
 from tuner.runtime.device import compiler_problem
 from tuner.runtime.dist import RankInfo
-from tuner.setup import build
+from tuner.train import grouped_gradients
 from tuner.train.grouped_gradients import GroupedGradients
+from tuner.train.step_parts import StepPart
 
 
 class Layer(nn.Module):
@@ -57,20 +56,6 @@ class Model(nn.Module):
         return rows
 
 
-class Sums(TorchDispatchMode):
-    """Counts what adds a gradient of a layer to another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        node = torch_private.current_autograd_node()
-        if "foreach_add" in func.name() or (node is not None and "AccumulateGrad" in node.name()):
-            self.found[func.name()] += func.name() != "aten::detach"
-        return func(*args, **(kwargs or {}))
-
-
 def trained() -> tuple[Model, dict[str, nn.Parameter]]:
     torch.manual_seed(0)
     model = Model()
@@ -82,6 +67,10 @@ def test_sums_are_autograds_to_the_bit(which: tuple[bool, ...]) -> None:
     (plain, wanted), (model, found) = trained(), trained()
     part = GroupedGradients(found)
     for step in range(2):
+        part.before_forward(None)  # type: ignore[arg-type]
+        part.terms(None, None)  # type: ignore[arg-type]
+        model(torch.ones(2, 4), True).sum().backward()  # of a step that fails, which leaves nothing
+        model.zero_grad()
         part.before_forward(None)  # type: ignore[arg-type]
         for number, all_of_it in enumerate(which):
             rows = torch.randn(5, 4, generator=torch.Generator().manual_seed(7 * step + number))
@@ -98,42 +87,8 @@ def test_sums_are_autograds_to_the_bit(which: tuple[bool, ...]) -> None:
             one.grad = None
 
 
-def test_a_step_that_failed_leaves_nothing() -> None:
-    (plain, wanted), (model, found) = trained(), trained()
-    part, rows = GroupedGradients(found), torch.ones(2, 4)
-    for _ in range(2):  # what the first of these makes is no step's
-        part.before_forward(None)  # type: ignore[arg-type]
-        for one in found.values():
-            one.grad = None
-        part.terms(None, None)  # type: ignore[arg-type]
-        model(rows, True).sum().backward()
-    part.after_backward()
-    plain(rows, True).sum().backward()
-    assert all(torch.equal(found[name].grad, one.grad) for name, one in wanted.items())  # type: ignore[arg-type]
-
-
-def test_a_layer_takes_one_kernel() -> None:
-    model, found = trained()
-    part, rows = GroupedGradients(found), torch.ones(2, 4)
-    part.before_forward(None)  # type: ignore[arg-type]
-    part.terms(None, None)  # type: ignore[arg-type]
-    model(rows, True).sum().backward()
-    part.terms(None, None)  # type: ignore[arg-type]
-    loss = model(rows, True).sum()
-    with Sums() as sums:
-        loss.backward()
-    # Of the embedding, which is in no layer, each parameter is added by itself.
-    assert sums.found == {"aten::_foreach_add_.List": 3, "aten::add_.Tensor": 2, "aten::detach": 0}
-
-
-NO_KERNELS = {
-    "prim::device",
-    "aten::slice_backward",
-    "aten::promote_types",
-    "aten::lift_fresh",
-    "aten::is_pinned",
-    "aten::_local_scalar_dense",
-}
+NO_KERNELS = {"prim::device", "aten::slice_backward", "aten::promote_types", "aten::lift_fresh", "aten::is_pinned"}
+NO_KERNELS |= {"aten::_local_scalar_dense", "aten::detach"}
 
 
 class Kernels:
@@ -145,7 +100,7 @@ class Kernels:
     def note(self, tracker: AllocationTracker, func: Any) -> None:
         node = torch_private.current_autograd_node() if tracker.phase == "backward" else None
         added = node is not None and "AccumulateGrad" in node.name()
-        views = func.is_view or "empty" in func.name() or func.name() in NO_KERNELS | {"aten::detach"}
+        views = func.is_view or "empty" in func.name() or func.name() in NO_KERNELS
         if tracker.phase in {"forward", "backward"} and not views and (added or ".layers." not in tracker.module):
             self.found["norm" if tracker.module.endswith(".norm") and not added else func.name()] += 1
 
@@ -173,11 +128,8 @@ def test_a_micro_batch_has_a_third_of_the_kernels(tmp_path: Path) -> None:
     before, after = [], []
     for found, off in ((after, False), (before, True)):
         for micro_batches in (1, 2):
-            with ExitStack() as stack:
-                if off:
-                    stack.enter_context(patch.object(GroupedGradients, "__init__", lambda *given: None))
-                    for name in ("before_forward", "terms", "after_backward"):
-                        stack.enter_context(patch.object(GroupedGradients, name, getattr(build.StepPart, name)))
+            part: Any = (lambda *given: StepPart()) if off else GroupedGradients
+            with patch.object(grouped_gradients, "GroupedGradients", part):
                 found.append(kernels(tmp_path / f"{off}{micro_batches}", micro_batches))
     added, left = (found[1] - found[0] for found in (before, after))
     norm = added.pop("norm")

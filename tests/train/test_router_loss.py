@@ -24,7 +24,7 @@ from transformers import (
 from tests.fixtures.processes import run_ranks
 from tests.model.test_compile import traced_alone
 from tests.model.tiny import SHAPE, family_config, family_model
-from tests.train.synthetic import SyntheticRows, UnpackedRows, assembly_for, recipe_for
+from tests.train.synthetic import SyntheticRows, assembly_for, recipe_for
 from tuner.data.batches import IGNORED, collate
 from tuner.errors import RecipeError
 from tuner.model.build import meta_model
@@ -73,23 +73,6 @@ def gradients_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.double() for name, p in module.named_parameters() if p.grad is not None}
 
 
-@pytest.fixture(scope="module")
-def wanted(model: Path) -> Found:
-    """By transformers alone: one forward of all documents, filled up on the right and masked there."""
-    documents = UnpackedRows(SyntheticRows(TRAINED))
-    batches = [collate([documents.row(i)]) for i in range(len(documents))]
-    longest = max(len(batch.input_ids) for batch in batches)
-    ids, mask, labels = (np.full((len(batches), longest), fill) for fill in (0, 0, IGNORED))
-    for i, batch in enumerate(batches):
-        count = len(batch.input_ids)
-        ids[i, :count], mask[i, :count] = batch.input_ids, 1
-        labels[i, 1:count] = batch.targets[:-1]
-    plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    out = plain(torch.tensor(ids), attention_mask=torch.tensor(mask), labels=torch.tensor(labels), use_cache=False)
-    out.loss.backward()
-    return Found(gradients_of(plain), out.loss.item(), WEIGHT * out.aux_loss.item())
-
-
 def padded(rows: list[int]) -> dict[str, torch.Tensor]:
     """The documents of some rows as transformers takes them: filled up on the right, and masked there."""
     batches = [collate([SyntheticRows(TRAINED).row(i)]) for i in rows]
@@ -105,6 +88,15 @@ def padded(rows: list[int]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask), "labels": torch.tensor(labels)}
 
 
+@pytest.fixture(scope="module")
+def wanted(model: Path) -> Found:
+    """By transformers alone: one forward of all documents."""
+    plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    out = plain(**padded(list(range(len(TRAINED)))), use_cache=False)
+    out.loss.backward()
+    return Found(gradients_of(plain), out.loss.item(), WEIGHT * out.aux_loss.item())
+
+
 @pytest.mark.parametrize("micro", [1, 5])
 def test_by_micro_batch_it_is_the_mean_of_what_transformers_has_for_each(micro: int, model: Path) -> None:
     """And no forward comes before those that are trained."""
@@ -118,11 +110,8 @@ def test_by_micro_batch_it_is_the_mean_of_what_transformers_has_for_each(micro: 
         ((made.loss - WEIGHT * made.aux_loss) * counted / sum(TRAINED)).backward(retain_graph=True)
     term = WEIGHT * torch.stack(terms).mean()
     term.backward()
-    sections = {
-        "train": {"global_batch_size": 5, "micro_batch_size": micro},
-        "model": {"router_balance": "micro_batch"},
-    }
-    assembly = assembled(model, packed=True, **sections)
+    rows = {"global_batch_size": 5, "micro_batch_size": micro}
+    assembly = assembled(model, True, train=rows, model={"router_balance": "micro_batch"})
     forwards: list[int] = []
     assembly.train_state.root.model.model.layers[0].register_forward_hook(lambda *_: forwards.append(1))
     ours = found(assembly)
