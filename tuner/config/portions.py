@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from tuner.config.duration import Duration
 from tuner.config.section import Section
 
 if TYPE_CHECKING:
@@ -44,9 +45,16 @@ class PortionsSection(Section):
 
     @abstractmethod
     def next_portion(
-        self, sources: Sequence[DataSource], done: Sequence[Portion], files: ListFiles
+        self, sources: Sequence[DataSource], done: Sequence[Portion], files: ListFiles, passes: int | None = 1
     ) -> Portion | Late | None:
-        """The portion after those that are done or left out; None where there are no more. Raises DataError."""
+        """The portion after those that are done or left out, in so many ``passes`` over all (None: any number).
+
+        None where there are no more. Raises DataError.
+        """
+
+    def passes_in(self, duration: Duration) -> int | None:
+        """How often a run of this duration goes over all portions; None: as often as its steps want."""
+        return 1
 
     def sources_of(self, sources: tuple[DataSource, ...], name: str) -> tuple[DataSource, ...]:
         """The sources as a portion's name has them."""

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from tuner.config.duration import Duration
+from tuner.config.eval_tasks import task_of
 from tuner.config.rule import Rule
 
 if TYPE_CHECKING:
@@ -112,6 +113,28 @@ def cadences_without_an_end(recipe: Recipe, given: Set[str]) -> str | None:
     return next(filter(None, found), None)
 
 
+def passes_are_whole(recipe: Recipe, given: Set[str]) -> str | None:
+    """Over the stream of windows there are whole passes."""
+    duration = recipe.train.duration
+    if not recipe.has_open_end or recipe.data.windows.passes == "window" or duration.count == int(duration.count):
+        return None
+    return f"passes over the stream of windows are whole; write train.duration: {int(duration.count) + 1} epochs"
+
+
+def one_set_is_compared(recipe: Recipe, given: Set[str]) -> str | None:
+    """The best of several sets of held-out rows is none."""
+    eval_ = recipe.data.eval
+    if not isinstance(eval_, tuple) or not any(PLACE in source.path for source in eval_):
+        return None
+    if not recipe.data.windows.names:
+        return f"only windows with names have held-out rows of their own; write data.windows.names, or no {PLACE}"
+    if recipe.eval.patience is not None:
+        return "each window is evaluated on other rows, which cannot be compared; write eval.patience: null"
+    if recipe.checkpoint.keep_best is not None and task_of(recipe.checkpoint.keep_best, recipe.eval.tasks) is None:
+        return "each window is evaluated on other rows, which cannot be compared; write checkpoint.keep_best: null"
+    return None
+
+
 def one_batch_is_no_window(recipe: Recipe, given: Set[str]) -> str | None:
     """Overfitting one batch leaves nothing to divide."""
     if recipe.data.windows.is_on and recipe.train.overfit_first_batch:
@@ -134,18 +157,21 @@ def columns_of_the_first_model(recipe: Recipe, given: Set[str]) -> str | None:
 _CADENCES = (
     "eval.every", "checkpoint.every", "checkpoint.marks", "checkpoint.keep_every", "export.every", "train.stop_after",
 )  # fmt: skip
+_KEYS = ("passes", "wait", "late", "empty", "save_every", "per_launch")
 _DIVIDED = ("data.windows.files", "data.windows.names")
 WINDOW_RULES = (
     Rule(_DIVIDED, one_way_to_divide),
     Rule(("data.windows.names", "data.train"), names_have_a_place),
     Rule(("data.windows.grow", *_DIVIDED), grown_are_counted),
     Rule(("data.windows.late", *_DIVIDED), skipped_have_names),
-    Rule(("data.windows.wait", "data.windows.late", "data.windows.empty", *_DIVIDED), keys_need_windows),
+    Rule((*(f"data.windows.{key}" for key in _KEYS), *_DIVIDED), keys_need_windows),
     Rule((*_DIVIDED, "data.train"), windows_are_files),
     Rule(("data.eval", *_DIVIDED), held_out_stays),
     Rule(("schedule.kind", *_DIVIDED, "train.duration"), schedule_without_an_end),
     Rule(("schedule.warmup", "schedule.kind", *_DIVIDED, "train.duration"), warmup_without_an_end),
     Rule((*_DIVIDED, *_CADENCES, "hooks"), cadences_without_an_end),
+    Rule(("data.windows.passes", "train.duration", *_DIVIDED), passes_are_whole),
+    Rule(("data.eval", "data.windows.names", "eval.patience", "checkpoint.keep_best"), one_set_is_compared),
     Rule(("train.overfit_first_batch", *_DIVIDED), one_batch_is_no_window),
     Rule(("method.kind", *_DIVIDED), columns_of_the_first_model),
 )

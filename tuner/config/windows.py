@@ -39,6 +39,8 @@ class WindowsSection(PortionsSection):
     """Train in windows of so many files of each source, in the order of their names; null: not by count."""
     names: Annotated[tuple[str, ...], NAMES, AfterValidator(_no_name_twice)] = ()
     """Train in windows by name, in this order: each takes the place of {window} in the paths of data.train."""
+    passes: Word[Literal["window", "stream"]] = "window"
+    """What an epoch goes over: each window before the next one begins, or the stream of all windows."""
     grow: Bool = False
     """With files: more files may come, until one called END lies next to them, or the run has its steps."""
     wait: Annotated[Duration | None, Span(units=("s", "min", "h"), aliases=NEVER)] = Duration.parse("10 min")
@@ -50,7 +52,13 @@ class WindowsSection(PortionsSection):
 
     noun: ClassVar[str] = "window"
     rules: ClassVar[tuple[Rule, ...]] = WINDOW_RULES
-    on_resume: ClassVar[Mapping[str, Effect]] = {"wait": "safe", "late": "safe", "empty": "safe"}
+    save_every: Annotated[int, Whole(ge=1, le=2**31)] = 1
+    """Save at the end of every so many windows; where the run or a launch ends, there is a checkpoint anyway."""
+    per_launch: Annotated[int | None, Whole(ge=1, le=2**31)] = None
+    """End a launch at the end of so many windows, for the next one to resume; null: none ends it."""
+    on_resume: ClassVar[Mapping[str, Effect]] = dict.fromkeys(
+        ("wait", "late", "empty", "save_every", "per_launch"), "safe"
+    )
 
     @property
     def is_on(self) -> bool:
@@ -58,16 +66,30 @@ class WindowsSection(PortionsSection):
         return self.files is not None or bool(self.names)
 
     def next_portion(
-        self, sources: Sequence[DataSource], done: Sequence[Portion], files: ListFiles
+        self, sources: Sequence[DataSource], done: Sequence[Portion], files: ListFiles, passes: int | None = 1
     ) -> Portion | Late | None:
         """The window after those that are done or left out; None where there are no more.
 
-        It follows from these and from what lies there now, by names: no file's content is read. Raises DataError for
-        sources by count that are not there and are not said to grow.
+        It follows from these and from what lies there now, by names: no file's content is read. A later pass has the
+        windows of the first one: those by name as they are by then. Raises DataError for sources by count that are not
+        there and are not said to grow.
         """
-        if not self.names:
-            return self._counted(sources, {file for window in done for file in window.files}, len(done), files)
-        return None if len(done) >= len(self.names) else self._named(tuple(sources), self.names[len(done)], files)
+        count = len(self.names) or self._first_pass(done)
+        if count is None:
+            found = self._counted(sources, {file for window in done for file in window.files}, len(done), files)
+            if found is not None or not done:
+                return found
+            count = len(done)
+        if passes is not None and len(done) >= passes * count:
+            return None
+        number = len(done) % count
+        return self._named(tuple(sources), self.names[number], files) if self.names else done[number]
+
+    def passes_in(self, duration: Duration) -> int | None:
+        """One, unless an epoch is a pass over all windows; without an end where the steps say how long a run is."""
+        if self.passes == "window":
+            return 1
+        return int(duration.count) if duration.unit == "epochs" else None
 
     def sources_of(self, sources: tuple[DataSource, ...], name: str) -> tuple[DataSource, ...]:
         """With the name in their paths, where windows have names."""
@@ -78,6 +100,11 @@ class WindowsSection(PortionsSection):
     def may_come_later(self, source: DataSource) -> bool:
         """Those of windows by name may."""
         return PLACE in source.path
+
+    @staticmethod
+    def _first_pass(done: Sequence[Portion]) -> int | None:
+        """How many windows by count a pass has; None where none of them has come again yet."""
+        return next((number for number, window in enumerate(done) if number and window.files == done[0].files), None)
 
     def _named(self, sources: tuple[DataSource, ...], name: str, files: ListFiles) -> Portion | Late:
         every: list[str] = []

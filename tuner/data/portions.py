@@ -19,11 +19,19 @@ if TYPE_CHECKING:
     from tuner.config.recipe import DataSection, DataSource
 
 
-def next_portion(data: DataSection, done: Sequence[Portion]) -> Portion | Late | None:
-    """The portion after those that are done or left out; None where there are no more. Raises DataError."""
+def next_portion(data: DataSection, done: Sequence[Portion], passes: int | None = 1) -> Portion | Late | None:
+    """The portion after those that are done or left out; None where there are no more. Raises DataError.
+
+    It is late, too, as long as held-out rows of its own are not there.
+    """
     divided = data.portions
     assert divided is not None  # asked of divided data alone
-    return divided.next_portion(data.train, done, _files)
+    found = divided.next_portion(data.train, done, _files, passes)
+    if isinstance(found, Portion) and isinstance(data.eval, tuple):
+        for written, source in zip(data.eval, divided.sources_of(data.eval, found.name), strict=True):
+            if divided.may_come_later(written) and not _files(source, False):
+                return Late(found.name, f"{source.path}: no such file")
+    return found
 
 
 def first_portion(data: DataSection) -> Portion | None:

@@ -33,6 +33,12 @@ class PortionPlans:
         return None if self.resolved.recipe.has_open_end else self.full.total_steps
 
     @property
+    def passes(self) -> int | None:
+        """How often the run goes over all portions; None: as often as its steps want."""
+        portions = self.resolved.recipe.data.portions
+        return 1 if portions is None else portions.passes_in(self.resolved.recipe.train.duration)
+
+    @property
     def full(self) -> Plan:
         """The plan of a run whose rows are all full."""
         train = self.resolved.recipe.train
@@ -44,7 +50,9 @@ class PortionPlans:
         train, limit = self.resolved.recipe.train, self.limit
         batch, duration = train.global_batch_size, train.duration
         per_epoch = math.ceil(rows / batch)
-        steps = math.ceil(duration.count * per_epoch) if duration.unit == "epochs" else per_epoch
+        # An epoch is one of a portion by itself, or a pass over all, which comes to it once.
+        epochs = duration.count / (self.passes or 1)
+        steps = math.ceil(epochs * per_epoch) if duration.unit == "epochs" else per_epoch
         last = first_step + steps if limit is None else min(first_step + steps, limit)
         return Plan(rows, batch, per_epoch, last)
 

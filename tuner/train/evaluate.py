@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from tuner.data.batches import Batch, GlobalBatches, selected, step_of, without_targets
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PackedRows, PreparedSample
-from tuner.errors import RecipeError
+from tuner.errors import DataError, RecipeError
 from tuner.model.build import position_limit
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import sync_gradients
@@ -117,15 +117,21 @@ class EvaluationCutError(Exception):
     """Raised by what an evaluation calls between its forwards, on every rank alike, to end it without a result."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class HeldOut:
-    """Held-out rows, and whose their documents are."""
+    """Held-out rows, and whose their documents are; a portion of the data may have its own."""
 
     rows: PackedRows
     sources: tuple[str, ...]
     """The sources' names, each its own."""
     documents: tuple[int, ...]
     """Documents of each; those of one source lie together, in the order of the sources."""
+
+    def become(self, other: HeldOut | None, name: str) -> None:
+        """Be those that are held out with the portion of this name. Raises DataError where there are none."""
+        if other is None:
+            raise DataError(f"{name}: no held-out rows", hint="put rows there, or name one file for all in data.eval")
+        self.rows, self.sources, self.documents = other.rows, other.sources, other.documents
 
     def source_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """int64[documents]: the source of each, by its place."""

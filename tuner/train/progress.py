@@ -181,7 +181,9 @@ class Progress:
     more_to_come: bool = False
     """Whether other rows may follow the plan's last step: the plan is that of one portion of several."""
     awaiting: str | None = None
-    """The portion that this launch ends without: it is not there."""
+    """Why this launch ends before the next portion: it is not there, or is another launch's."""
+    saves_last: bool = True
+    """Whether the plan's last step is saved where other rows follow it."""
 
     @property
     def epoch(self) -> float:
@@ -219,7 +221,7 @@ class Progress:
 
     @property
     def is_over(self) -> bool:
-        """Whether this launch takes no further step: at the run's end, after a cut evaluation, or without a portion."""
+        """Whether this launch takes no further step: at the run's end, after a cut evaluation, or before a portion."""
         return self.is_at_end or self.evaluation_owed or self.awaiting is not None
 
     def advance(self, batches: StepBatches) -> None:

@@ -102,7 +102,8 @@ def prepare_at_once(patch: pytest.MonkeyPatch) -> None:
         position, run = windows.position, context.run
         known = position.entries[position.number + 1 :]
         note = lambda entries: task.write_windows(run.path, entries)  # noqa: E731
-        return task.Finder(windows.spec, preparation, position.decided, known, note)
+        passes = task.PortionPlans(context.assembly.resolved).passes
+        return task.Finder(windows.spec, preparation, position.decided, known, note, passes=passes)
 
     patch.setattr(task, "_finder", here)
 

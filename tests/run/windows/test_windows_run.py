@@ -188,3 +188,83 @@ def test_options_without_a_meaning_for_windows_are_refused(work: Path, options: 
         made.launch(work, train__stop_after="1 steps")
     with pytest.raises(RecipeError, match=said):
         made.launch(work, options)
+
+
+ORDER = ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "windows"),
+    [
+        (
+            {"train__duration": "2 epochs"},
+            [("a", 0, 2), ("b", 2, 5), ("c", 5, 7), ("a", 7, 9), ("b", 9, 12), ("c", 12, 14)],
+        ),
+        ({"train__duration": "8 steps"}, [("a", 0, 2), ("b", 2, 5), ("c", 5, 7), ("a", 7, 8)]),
+        (
+            {
+                "train__duration": "2 epochs", "data__windows__names": "[]", "data__windows__files": "2",
+                "data__train": "logs",
+            },
+            [("a.jsonl to b.jsonl", 0, 5), ("c.jsonl", 5, 7), ("a.jsonl to b.jsonl", 7, 12), ("c.jsonl", 12, 14)],
+        ),
+    ],
+    ids=["names", "steps", "files"],
+)  # fmt: skip
+def test_a_run_goes_over_the_stream_again(
+    flags: dict[str, str], windows: list[tuple[str, int, int]], work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pass has its own order of rows, and a run stopped in any of them ends as one that nobody stops."""
+    trained, flags = made.Trained(monkeypatch), {**flags, "data__windows__passes": "stream"}
+    whole = made.launch(work, name="whole", **flags)
+    assert [(one["name"], one["first_step"], one["last_step"]) for one in made.entries(whole.run_dir)] == windows
+    last = windows[-1][2]
+    assert (whole.status, whole.step, len(trained.steps)) == ("finished", last, last)
+    if "8" not in flags["train__duration"]:
+        assert set(trained.documents.values()) == {2}
+        assert trained.steps[0] != trained.steps[last // 2]
+    made.launch(work, name="parts", train__stop_after="3 steps", **flags)
+    for _ in range(5):
+        parts = made.launch(work, MUST, name="parts", train__stop_after="3 steps", **flags)
+    assert trainings.outcome(parts.run_dir) == trainings.outcome(whole.run_dir)
+
+
+def test_a_stream_of_nothing_ends(work: Path) -> None:
+    for name in "bc":
+        made.write(work, name, 0)
+    flags = {"train__duration": "9 steps", "data__windows__passes": "stream"}
+    with pytest.raises(DataError, match=r"no window has rows to train on: b \(empty\), c \(empty\)"):
+        made.launch(work, data__windows__names="[b, c]", **flags)
+
+
+def test_a_launch_trains_its_windows_and_every_second_is_saved(work: Path, unbroken: dict[str, Any]) -> None:
+    flags = {"name": "launches", "data__windows__per_launch": "1", "checkpoint__every": "null"}
+    saves = []
+    for options in (None, MUST, MUST):
+        result = made.launch(work, options, data__windows__save_every="2", **flags)
+        saves.append((result.status, result.step))
+    assert saves == [("stopped", 2), ("stopped", 5), ("finished", 7)]
+    assert trainings.outcome(result.run_dir)["sha256"] == unbroken["sha256"]
+    run = made.launch(work, name="second", data__windows__save_every="2", checkpoint__every="null").run_dir
+    assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == ["step-5", "step-7"]
+
+
+def test_held_out_rows_come_with_their_window(work: Path) -> None:
+    (work / "held").mkdir()
+    for name, count in zip(ORDER, (1, 2, 3), strict=True):
+        rows = [{"prompt": f"{name}{i} ", "completion": name * 9} for i in range(count)]
+        (work / "held" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {"data__eval": "held/{window}.jsonl"}
+    result = made.launch(work, name="all", **flags)
+    made.launch(work, name="parts", train__stop_after="4 steps", **flags)
+    parts = made.launch(work, MUST, name="parts", **flags)
+    fixed = made.launch(work, name="fixed", data__eval="held/b.jsonl")
+
+    def losses(run: Path) -> dict[int, float]:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return {line["step"]: line["loss"] for line in lines if line["kind"] == "eval"}
+
+    own, of_b = losses(result.run_dir), losses(fixed.run_dir)
+    assert list(own) == [0, 2, 5, 7]
+    assert [step for step, loss in own.items() if loss == of_b[step]] == [5]
+    assert trainings.outcome(parts.run_dir) == trainings.outcome(result.run_dir)

@@ -186,8 +186,11 @@ class SplitSources(NamedTuple):
 def sources_of(spec: PrepareSpec) -> SplitSources:
     """The sources of `data.train`, and those of `data.eval` where it has its own. DataError where one is not there."""
     data = spec.data
-    held = None if data.eval is None or isinstance(data.eval, Duration) else _sources(data.eval, spec.cache_dir)
+    own = None if data.eval is None or isinstance(data.eval, Duration) else data.eval
     divided, portion = data.portions, spec.portion or first_portion(data)
+    if divided is not None and portion is not None and own is not None:
+        own = divided.sources_of(own, portion.name)
+    held = None if own is None else _sources(own, spec.cache_dir)
     if divided is None or portion is None:
         return SplitSources(_sources(data.train, spec.cache_dir), held)
     every = _sources(divided.sources_of(data.train, portion.name), spec.cache_dir)

@@ -227,7 +227,7 @@ class SaveTask(Task):
             return
         is_due = self._assembly.timetable.saves_at(progress.step)
         is_asked = Request.SAVE in agreed or Request.EXPORT in agreed
-        if is_asked or is_due or self._is_kept() or progress.is_last_step:  # of a portion
+        if is_asked or is_due or self._is_kept() or (progress.is_last_step and progress.saves_last):  # of a portion
             yield from self._save(finished=False, last=False)
 
     def finish(self, finished: bool) -> Iterator[Event]:

@@ -56,7 +56,7 @@ class WindowTask(Task):
         self._log, self._request, self._time_left = log, request, time_left
         self._finder = _finder(context, windows) if context.assembly.rank_info.is_main else None
         self._looked_at = time.monotonic()
-        self._said = ""
+        self._said, self._trained = "", 0
 
     def start(self) -> Iterable[Event]:
         """Say which window is at hand, and begin to prepare the one after it."""
@@ -75,6 +75,7 @@ class WindowTask(Task):
         if self._progress.is_last_step:
             name = {"window": self._windows.position.number + 1, "name": self._windows.position.at_hand.name}
             yield Event("window", self._progress.step, self._progress.tokens, name)
+            self._end_launch()
         if Request.STOP not in agreed and self._progress.is_last_step and not self._progress.is_over:
             phase.enter("wait for the next window")
             yield from self._log.settle()
@@ -90,6 +91,23 @@ class WindowTask(Task):
         if self._finder is not None:
             self._finder.end()
         return ()
+
+    def _end_launch(self) -> None:
+        """End the launch where it has trained its windows, and others may follow. Collective."""
+        most = self._windows.spec.data.windows.per_launch
+        self._trained += 1
+        if most is None or self._trained < most or self._progress.is_over:
+            return
+        if Collective(gloo_group()).on_rank0(self._may_follow):
+            self._progress.awaiting = f"{counted(most, 'window')} a launch (data.windows.per_launch)"
+            self._console.say("ending", f"{self._progress.awaiting}; the run can be resumed")
+
+    def _may_follow(self) -> bool:
+        """Whether a window may follow: one that cannot be prepared does, and is the next launch's to refuse."""
+        try:
+            return self._look(overdue=False).found.kind != "ended"
+        except TunerError:
+            return True
 
     def _look_ahead(self) -> None:
         self._looked_at = time.monotonic()
@@ -167,7 +185,9 @@ def _finder(context: LaunchContext, windows: OpenedWindows) -> Finder:
     position, run = windows.position, context.run
     preparation = PreparedBeside(recipe_dict(recipe_again(context.assembly.resolved, {})), run.logs / PORTIONS_LOG)
     known = position.entries[position.number + 1 :]
-    return Finder(windows.spec, preparation, position.decided, known, lambda entries: write_windows(run.path, entries))
+    note = lambda entries: write_windows(run.path, entries)  # noqa: E731
+    passes = PortionPlans(context.assembly.resolved).passes
+    return Finder(windows.spec, preparation, position.decided, known, note, passes=passes)
 
 
 def _left_out_before(decided: Sequence[WindowEntry]) -> str:

@@ -43,7 +43,8 @@ class _Unusable:
 class Finder:
     """Looks for the window after those in ``entries``; ``known`` ones come first, as they were.
 
-    ``note`` is called with all entries whenever one is left out. Not collective: rank 0 looks for all.
+    ``note`` is called with all entries whenever one is left out. The windows come in so many ``passes``; None: again
+    and again. Not collective: rank 0 looks for all.
     """
 
     def __init__(
@@ -53,11 +54,13 @@ class Finder:
         entries: Sequence[WindowEntry],
         known: Sequence[WindowEntry] = (),
         note: Callable[[Sequence[WindowEntry]], None] = lambda entries: None,
+        *,
+        passes: int | None = 1,
     ) -> None:
         self.entries, self.known = list(entries), list(known)
         """Windows that were opened or left out so far; those of a launch that had come further."""
         self._spec, self._windows = spec, spec.data.windows
-        self._preparation, self._note = preparation, note
+        self._preparation, self._note, self._passes = preparation, note, passes
         self._under_way: Portion | None = None
         self._stamps: Stamps = ()
         self._unusable: _Unusable | None = None
@@ -131,7 +134,15 @@ class Finder:
     def _next(self) -> Portion | Late | None:
         if self.known:
             return Portion(self.known[0].name, self.known[0].files)
-        return next_portion(self._spec.data, [Portion(entry.name, entry.files) for entry in self.entries])
+        if self._passes is None and self._was_all_left_out():  # it would be looked for without an end
+            return None
+        return next_portion(self._spec.data, [Portion(each.name, each.files) for each in self.entries], self._passes)
+
+    def _was_all_left_out(self) -> bool:
+        """Whether a window was left out twice since the last one that was opened."""
+        since = next((n for n, entry in enumerate(reversed(self.entries)) if not entry.left_out), len(self.entries))
+        left_out = [entry.name for entry in self.entries[len(self.entries) - since :]]
+        return len(set(left_out)) < len(left_out)
 
     def _late(self, window: Portion, missing: str, overdue: bool) -> Found | None:
         if not overdue:

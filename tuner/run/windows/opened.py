@@ -11,7 +11,7 @@ from tuner.data.prepared import open_prepared
 from tuner.errors import DataError
 from tuner.run.windows.preparation import prepared_window
 from tuner.rundir.windows import WindowEntry, WindowPosition, write_windows
-from tuner.setup.build import Assembly
+from tuner.setup.build import Assembly, held_out_rows
 from tuner.setup.portions import PortionPlans
 from tuner.setup.probes import probes_of
 from tuner.train.prefetcher import Prefetcher
@@ -31,6 +31,12 @@ class OpenedWindows:
         """Their part of a checkpoint's JSON state: the window at hand is the last."""
         return [entry.as_state() for entry in self.position.decided]
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether there is a checkpoint at the end of the window at hand, though others follow."""
+        trained = sum(not entry.left_out for entry in self.position.decided)
+        return trained % self.spec.data.windows.save_every == 0
+
     def write(self, run_dir: Path) -> None:
         """Note the windows in the run directory. Raises MachineError."""
         write_windows(run_dir, self.position.entries)
@@ -44,15 +50,18 @@ class OpenedWindows:
         """
         plans, first = PortionPlans(assembly.resolved), progress.step
         assert self.rows is not None
-        rows = open_prepared(prepared_window(self.spec, entry)).train
-        plan = plans.plan(len(rows), first)
+        prepared = open_prepared(prepared_window(self.spec, entry))
+        rows, plan = prepared.train, plans.plan(len(prepared.train), first)
         opened = replace(entry, first_step=first, last_step=plan.total_steps)
         if entry.last_step and opened != entry:
             raise DataError(f"window {entry.name}: opened after step {entry.first_step} before, and after {first} now")
         self.position = WindowPosition((*decided, opened), len(decided))
         assembly.probes[:] = probes_of(assembly.resolved, rows)
+        if assembly.held_out is not None:
+            assembly.held_out.become(held_out_rows(self.spec.data, prepared), entry.name)
         progress.plan, progress.data_start = plan, first
         progress.more_to_come = may_follow(assembly, progress)
+        progress.saves_last = self.is_saved
         self.rows.go_over(rows, len(decided), first, plan.total_steps)
 
 

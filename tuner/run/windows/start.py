@@ -38,7 +38,7 @@ def begin_windows(before: Before) -> WindowPosition | RunResult:
             hint=f"train on from its weights: --name NEW-NAME --model.name_or_path {status.run.path}",
         )
     try:
-        return first_position(before.spec, status, options, before.console)
+        return first_position(before)
     except WindowIsLateError as error:
         saved = status.checkpoint
         if status.record is None or saved is None or options.dry_run:
@@ -47,18 +47,18 @@ def begin_windows(before: Before) -> WindowPosition | RunResult:
         return run_result(status.run, "stopped", saved, saved.step, saved.state)
 
 
-def first_position(
-    spec: PrepareSpec, status: RunStatus, options: LaunchOptions, console: Console
-) -> WindowPosition:
+def first_position(before: Before) -> WindowPosition:
     """The window at which a launch that resumes from a run's checkpoint begins, prepared; it is waited for.
 
     Raises WindowIsLateError where it does not come, DataError where it cannot be prepared or none is left to train on.
     """
+    spec, status, recipe = before.spec, before.status, before.loaded.recipe
     entries, step = _noted(status), 0 if status.checkpoint is None else status.checkpoint.step
     done = _done(entries, step)
-    preparation = PreparedHere(spec, console, only_found=options.no_prepare)
-    finder = Finder(spec, preparation, entries[:done], entries[done:])
-    late = _wait(finder, spec, options, console)
+    preparation = PreparedHere(spec, before.console, only_found=before.options.no_prepare)
+    passes = recipe.data.windows.passes_in(recipe.train.duration)
+    finder = Finder(spec, preparation, entries[:done], entries[done:], passes=passes)
+    late = _wait(finder, spec, before.options, before.console)
     if late.kind == "stop":
         raise WindowIsLateError(late.words, hint="run the same command again when it is")
     if late.kind == "ended":
