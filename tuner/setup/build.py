@@ -192,7 +192,9 @@ def held_out_rows(data: DataSection, prepared: PreparedData) -> HeldOut | None:
     if prepared.eval is None:
         return None
     sources = data.eval if isinstance(data.eval, tuple) else data.train
-    return held_out(prepared.eval, prepared.eval_documents, [source.name for source in sources])
+    held = held_out(prepared.eval, prepared.eval_documents, [source.name for source in sources])
+    held.samples = prepared.samples
+    return held
 
 
 def run_tensors(state: TrainState) -> dict[str, Any]:

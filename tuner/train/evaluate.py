@@ -126,12 +126,15 @@ class HeldOut:
     """The sources' names, each its own."""
     documents: tuple[int, ...]
     """Documents of each; those of one source lie together, in the order of the sources."""
+    samples: Sequence[PreparedSample] = ()
+    """Prompts of them that may be answered, with the answers that the data has."""
 
     def become(self, other: HeldOut | None, name: str) -> None:
         """Be those that are held out with the portion of this name. Raises DataError where there are none."""
         if other is None:
             raise DataError(f"{name}: no held-out rows", hint="put rows there, or name one file for all in data.eval")
         self.rows, self.sources, self.documents = other.rows, other.sources, other.documents
+        self.samples = other.samples
 
     def source_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """int64[documents]: the source of each, by its place."""

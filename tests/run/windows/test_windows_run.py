@@ -267,4 +267,7 @@ def test_held_out_rows_come_with_their_window(work: Path) -> None:
     own, of_b = losses(result.run_dir), losses(fixed.run_dir)
     assert list(own) == [0, 2, 5, 7]
     assert [step for step, loss in own.items() if loss == of_b[step]] == [5]
+    samples = [json.loads(line) for line in (parts.run_dir / "samples.jsonl").read_text().splitlines()]
+    prompts = [(one["step"], one["prompt"][:1]) for one in samples]
+    assert prompts == [(0, "a"), (2, "a"), *[(5, "b")] * 2, *[(7, "c")] * 3]
     assert trainings.outcome(parts.run_dir) == trainings.outcome(result.run_dir)

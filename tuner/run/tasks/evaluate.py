@@ -132,7 +132,7 @@ class EvaluateTask(Task):
         rows = None if held is None else self._measure(held)
         averaged = {} if held is None else self._measure_averages(held)
         measured = time.monotonic()
-        answers = self._answer_samples() if held is not None and self._answers_now() else []
+        answers = self._answer_samples(held) if held is not None and self._answers_now() else []
         answered = time.monotonic()
         scores: list[TaskScore] = []
         if tasks and self._tasks is not None:
@@ -181,9 +181,9 @@ class EvaluateTask(Task):
         """Whether prompts are answered at this evaluation."""
         return self._settings.samples_at == "all" or self._progress.step == 0 or self._progress.is_last_step
 
-    def _answer_samples(self) -> list[tuple[PreparedSample, str]]:
+    def _answer_samples(self, held: HeldOut) -> list[tuple[PreparedSample, str]]:
         assembly = self._assembly
-        samples = assembly.prepared.samples[: self._settings.samples]
+        samples = held.samples[: self._settings.samples]
         alone = assembly.rank_info.world_size == 1
         if not samples or not (alone or self._has_room()):
             return []
