@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tuner.train.guard import WINDOW, Guard
+from tuner.train.guard import Guard, GuardLimits
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def test_the_first_step_that_is_not_finite_shuts_the_guard_for_good(bad: tuple[f
 
 def test_as_many_as_allowed_are_left_out_and_one_more_shuts() -> None:
     nan = (math.nan, 1.0)
-    guard = Guard(CPU, nonfinite_skips=2)
+    guard = Guard(CPU, GuardLimits(nonfinite_skips=2))
     assert judged(guard, [nan, (1.0, 1.0), nan, (1.0, 1.0), nan]) == [
         (True, False),
         (False, False),
@@ -42,21 +42,22 @@ def test_as_many_as_allowed_are_left_out_and_one_more_shuts() -> None:
     assert guard.as_state() == {"judged": 5, "nonfinite": 3, "skipped": 3}
 
 
-def test_spikes_are_those_of_the_last_128_steps_by_numpy() -> None:
+@pytest.mark.parametrize("window", [128, 32])
+def test_spikes_are_those_of_the_last_steps_by_numpy(window: int) -> None:
     rng = np.random.default_rng(0)
     values = rng.normal([3.0, 1.0], [0.1, 0.2], (400, 2))
     values[200, 0] += 1.0  # a loss 10 sigmas high
     values[300, 1] += 3.0  # a norm 15 sigmas high
     values[310] -= 2.0  # far below: no spike
     values[350, 0] = math.nan
-    guard = Guard(CPU, nonfinite_skips=5, spike_sigmas=6.0)
+    guard = Guard(CPU, GuardLimits(nonfinite_skips=5, spike_sigmas=8.0, window=window))
     found = [skip for skip, _ in judged(guard, [tuple(v) for v in values])]
     recent: list[np.ndarray] = []
     wanted = []
     for value in values:
         finite = bool(np.isfinite(value).all())
-        last = np.array(recent[-WINDOW:])
-        spike = len(recent) >= WINDOW and bool((value > last.mean(0) + 6 * last.std(0, ddof=1)).any())
+        last = np.array(recent[-window:])
+        spike = len(recent) >= window and bool((value > last.mean(0) + 8 * last.std(0, ddof=1)).any())
         wanted.append(spike or not finite)
         recent.append(value if finite else recent[-1])
     assert found == wanted
@@ -64,14 +65,19 @@ def test_spikes_are_those_of_the_last_128_steps_by_numpy() -> None:
 
 
 def test_nothing_is_a_spike_before_there_is_a_whole_window() -> None:
-    values = [(3.0, 1.0)] * (WINDOW - 1) + [(30.0, 1.0)]
-    assert not any(skip for skip, _ in judged(Guard(CPU, spike_sigmas=3.0), values))
+    values = [(3.0, 1.0)] * 127 + [(30.0, 1.0)]
+    assert not any(skip for skip, _ in judged(Guard(CPU, GuardLimits(spike_sigmas=3.0)), values))
+
+
+def test_an_update_with_a_larger_norm_than_allowed_is_left_out() -> None:
+    guard = Guard(CPU, GuardLimits(most_norm=2.0))
+    assert [skip for skip, _ in judged(guard, [(9.0, 2.0), (1.0, 2.1), (1.0, 0.5)])] == [False, True, False]
 
 
 def test_a_restored_guard_goes_on_as_the_first_would_have() -> None:
     rng = np.random.default_rng(1)
     values = [tuple(v) for v in rng.normal(3.0, 0.5, (300, 2)) + (rng.random((300, 1)) > 0.97) * 4.0]
-    whole, first, second = (Guard(CPU, nonfinite_skips=1, spike_sigmas=3.0) for _ in range(3))
+    whole, first, second = (Guard(CPU, GuardLimits(nonfinite_skips=1, spike_sigmas=3.0)) for _ in range(3))
     expected = judged(whole, values)
     before = judged(first, values[:170])
     state = json.loads(json.dumps(first.as_state()))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tuner.train import loss_scale
-from tuner.train.guard import Guard
+from tuner.train.guard import Guard, GuardLimits
 from tuner.train.loss_scale import FLOOR, INITIAL, LossScale
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_the_scale_falls_to_its_floor_and_only_then_ends_the_run() -> None:
 
 
 def test_steps_without_a_number_are_the_guards_and_leave_the_scale() -> None:
-    scale, guard = LossScale(CPU), Guard(CPU, nonfinite_skips=1)
+    scale, guard = LossScale(CPU), Guard(CPU, GuardLimits(nonfinite_skips=1))
     found = [take(scale, guard, one) for one in (FINE, NO_NUMBER, FINE)]
     assert found == [(False, False), (True, False), (False, False)]
     assert (float(scale.scale), float(scale.state[1])) == (INITIAL, 2)
@@ -60,7 +60,7 @@ def test_steps_without_a_number_are_the_guards_and_leave_the_scale() -> None:
 
 
 def test_an_overflow_is_no_usual_norm() -> None:
-    guard = Guard(CPU, spike_sigmas=6.0)
+    guard = Guard(CPU, GuardLimits(spike_sigmas=6.0))
     scale = LossScale(CPU)
     take(scale, guard, FINE)
     take(scale, guard, TOO_LARGE)

@@ -359,7 +359,11 @@ class TrainSection(Section):
     nonfinite: Annotated[int, Skips()] = 0
     """On a loss or gradient that is not finite: stop (exit code 7), or skip up to N such updates with {skip: N}."""
     skip_spikes: Annotated[float | None, Real(gt=0, aliases=NEVER)] = None
-    """Skip an update whose loss or gradient norm is so many standard deviations above the last 128 steps' mean."""
+    """Skip an update whose loss or gradient norm is so many standard deviations above the last steps' mean."""
+    spike_window: Annotated[int, Whole(ge=2, le=4096)] = 128
+    """The last steps, whose mean and deviation skip_spikes goes by; none is skipped before there are as many."""
+    skip_above: Annotated[float | None, Real(gt=0, aliases=NEVER)] = None
+    """Skip an update whose gradient norm is above this."""
     steps_to_skip: Annotated[tuple[StepRange, ...], Several(item=Steps(), empty=True)] = ()
     """Steps left out with their batches, for bad data, such as [120, 300-310]; rows and schedule count them."""
     deterministic: Bool = False

@@ -53,6 +53,8 @@ ON_RESUME: dict[str, Effect] = {
     "train.max_grad_norm": "refuse",
     "train.nonfinite": "refuse",
     "train.skip_spikes": "refuse",
+    "train.spike_window": "refuse",
+    "train.skip_above": "warn",
     "train.steps_to_skip": "warn",
     "train.deterministic": "warn",
     "train.overfit_first_batch": "refuse",

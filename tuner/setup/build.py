@@ -33,7 +33,7 @@ from tuner.setup.specs import mesh_of
 from tuner.setup.timetable import Starts, Timetable, timetable
 from tuner.setup.weight_facts import WeightFacts
 from tuner.train.evaluate import HeldOut, check_metric, held_out
-from tuner.train.guard import Guard
+from tuner.train.guard import Guard, GuardLimits
 from tuner.train.methods.method import build_method, check_logits
 from tuner.train.optimizer import build_optimizer
 from tuner.train.progress import Criterion, MfuMeter
@@ -144,7 +144,7 @@ def build_train_state(resolved: Resolved, root: CausalLM, step_config: StepConfi
     outer, embeddings = outer_parameters(root), embedding_parameters(root)
     touched = root.parts.touched_rows
     optimizer = build_optimizer(recipe.optimizer, parameters, outer, embeddings, recipe.seed, touched)
-    guard = Guard(step_config.device, recipe.train.nonfinite, recipe.train.skip_spikes)
+    guard = Guard(step_config.device, GuardLimits.of(recipe.train))
     in_fp16 = recipe.train.precision == "fp16"
     # Liger's kernel rounds a gradient before it is weighed, and scaled: in fp16 small ones would be zeros by then.
     kernels = resolved.settled.get("loss", recipe.model.kernels)

@@ -3,32 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tuner.config.recipe import TrainSection
+
 if TYPE_CHECKING:
     from tuner.train.step_parts import Overflow
 
-WINDOW = 128
-"""Steps whose loss and gradient norm say what is usual (the window of OLMo-core's skipping optimizer)."""
+
+@dataclass(frozen=True)
+class GuardLimits:
+    """What a guard allows."""
+
+    nonfinite_skips: int = 0
+    """Steps that may be not finite."""
+    spike_sigmas: float | None = None
+    """Standard deviations above the mean at which loss and gradient norm are a spike; None: they are none."""
+    window: int = 128
+    """Steps whose loss and gradient norm say what is usual (by default those of OLMo-core's skipping optimizer)."""
+    most_norm: float | None = None
+    """The largest gradient norm of an update that happens; None: any."""
+
+    @staticmethod
+    def of(section: TrainSection) -> GuardLimits:
+        """Those of a recipe."""
+        return GuardLimits(section.nonfinite, section.skip_spikes, section.spike_window, section.skip_above)
 
 
 class Guard:
     """Judges each step's loss and gradient norm, which are equal on every rank, before its update.
 
-    A step that is not finite is left out, and so is one whose loss or norm is more than ``spike_sigmas`` standard
-    deviations above the mean of the last :data:`WINDOW` steps. Once more than ``nonfinite_skips`` were not finite the
-    guard is shut: every later update is left out too, so the host may learn of it late and still finds the weights as
-    they were before the bad step. Updates whose gradients overflow because the loss is scaled
-    (:mod:`tuner.train.loss_scale`) count among the skipped, not among those that were not finite.
+    A step that is not finite is left out, and so is one whose norm is above ``most_norm``, or whose loss or norm is
+    more than ``spike_sigmas`` standard deviations above the mean of the ``window`` steps before it. Once more than
+    ``nonfinite_skips`` were not finite the guard is shut: every later update is left out too, so the host may learn of
+    it late and still finds the weights as they were before the bad step. Updates whose gradients overflow because the
+    loss is scaled (:mod:`tuner.train.loss_scale`) count among the skipped, not among those that were not finite.
     """
 
-    def __init__(self, device: torch.device, nonfinite_skips: int = 0, spike_sigmas: float | None = None) -> None:
-        self._nonfinite_skips, self._spike_sigmas = nonfinite_skips, spike_sigmas
+    def __init__(self, device: torch.device, limits: GuardLimits = GuardLimits()) -> None:  # noqa: B008 - frozen
+        self._limits = limits
         self._nonfinite = torch.zeros((), dtype=torch.float64, device=device)
         self._skipped = torch.zeros((), dtype=torch.float64, device=device)
-        self._recent = torch.zeros((2, WINDOW), dtype=torch.float64, device=device)
+        self._recent = torch.zeros((2, limits.window), dtype=torch.float64, device=device)
         self._judged = 0
 
     @property
@@ -47,10 +66,12 @@ class Guard:
             self._nonfinite += bad
         else:
             self._nonfinite += bad & ~overflow.here
-            self._nonfinite.masked_fill_(overflow.at_floor, self._nonfinite_skips + 1.0)  # and none after it either
-        shut = self._nonfinite > self._nonfinite_skips
+            self._nonfinite.masked_fill_(overflow.at_floor, self._limits.nonfinite_skips + 1.0)  # nor any after it
+        shut = self._nonfinite > self._limits.nonfinite_skips
         skip = bad | shut
-        if self._spike_sigmas is not None:
+        if self._limits.most_norm is not None:
+            skip = skip | (values[1] > self._limits.most_norm)
+        if self._limits.spike_sigmas is not None:
             skip = skip | self._is_spike(values, bad)
         self._skipped += skip
         self._judged += 1
@@ -62,11 +83,11 @@ class Guard:
 
     def _is_spike(self, values: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
         spike = torch.zeros_like(bad)
-        if self._judged >= WINDOW:
+        if self._judged >= self._limits.window:
             deviation, mean = torch.std_mean(self._recent, dim=1)
-            assert self._spike_sigmas is not None
-            spike = (values > mean + self._spike_sigmas * deviation).any()
-        slot = self._judged % WINDOW
+            assert self._limits.spike_sigmas is not None
+            spike = (values > mean + self._limits.spike_sigmas * deviation).any()
+        slot = self._judged % self._limits.window
         self._recent[:, slot] = torch.where(bad, self._recent[:, slot - 1], values)
         return spike
 
@@ -77,7 +98,7 @@ class Guard:
             "nonfinite": int(self._nonfinite),
             "skipped": int(self._skipped),
         }
-        if self._spike_sigmas is not None:
+        if self._limits.spike_sigmas is not None:
             state["recent"] = self._recent.tolist()
         return state
 
