@@ -532,6 +532,8 @@ class LoggingSection(Section):
     """Minimum log level."""
     console_every: Annotated[Duration, Span(units=(*TIMES, "steps"))] = Duration.parse("2 s")
     """Time, or steps, between two refreshes of the console and of metrics.jsonl, which has every step."""
+    metrics_of: Word[Literal["main", "all"]] = "main"
+    """Processes that write metrics: rank 0, or each; the others to RUN/logs/rankN.metrics.jsonl, with own speeds."""
     internals: Annotated[Durations | None, CadenceSpan(units=COUNTS)] = None
     """How often figures of each decoder layer (RMS of weights, gradients, updates; largest logits) are written."""
     trackers: Annotated[tuple[Tracker, ...], Several(item=OneOf(), empty=True)] = ()

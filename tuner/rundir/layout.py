@@ -15,6 +15,7 @@ RUN/
   init_from.txt           what model.init_from gave the model before the first step
   id_probes.jsonl         texts with the ids that training sees of them
   logs/rankN.log          what each process said (tuner.runtime.dist.log_name); logs/export.log, logs/windows.log
+  logs/rankN.metrics.jsonl the steps as another process than rank 0 had them, where the recipe asks for it
   launches/N/git.diff     the source tree's changes at each launch
   exports/step-N/         Hugging Face directories (step-N-adapter, step-N-text); exports/latest leads to the newest
   profile/                recorded steps
@@ -73,6 +74,11 @@ LEFTOVERS = frozenset(
     {LOCK, CHECKPOINTS, RESOLVED_RECIPE, RECIPE, LOGS, LAUNCHES, TOKENIZER, MODEL_CONFIG, ID_PROBES, INIT_REPORT, STOP}
 )
 """What a launch that died before it wrote its record may leave, and what may ask it to stop."""
+
+
+def rank_metrics(rank: int) -> str:
+    """The file, in the directory of logs, of the metrics of a process other than rank 0."""
+    return f"rank{rank}.metrics.jsonl"
 
 
 def export_dir(run_dir: Path, step: int, kind: Literal["", "adapter", "text"] = "") -> Path:

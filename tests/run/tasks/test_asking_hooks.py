@@ -106,11 +106,14 @@ def test_each_process_may_call_it_and_ask(tmp_path: Path) -> None:
     note = {"use": "note", "options": {"out": f"{tmp_path}/told"}, "stages": ["batch", "step"], "ranks": "all"}
     main = {"use": "note", "options": {"out": f"{tmp_path}/main"}, "stages": ["step"]}
     only = {"use": "of_rank_1", "ranks": "all"}
-    flags = {**SIX, **hooks(tmp_path, note, main, only)}
+    flags = {**SIX, **hooks(tmp_path, note, main, only), "logging__metrics_of": "all"}
     words = [word for key, value in flags.items() for word in (f"--{key.replace('__', '.')}", value)]
     processes = start(["-m", "tuner", "train", "r.yaml", *words], 2, cwd=tmp_path)
     said = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [ExitCode.STOPPED] * 2, said  # what rank 1 alone asked for
+    lines = (tmp_path / "runs" / "r" / "logs" / "rank1.metrics.jsonl").read_text().splitlines()
+    steps = [line["step"] for line in map(json.loads, lines) if line["kind"] == "train"]
+    assert steps == [1, 2, 3, 4]
     first, second = (told(tmp_path, rank) for rank in (0, 1))
     assert [line[:3] for line in second] == [[stage, step, 1] for stage, step, *_ in first]
     assert first[-1][:2] == ["step", 4]

@@ -20,7 +20,7 @@ from tuner.run.tasks.save import Saver, SaveTask
 from tuner.run.tasks.startup import StartupTask
 from tuner.run.tasks.stop import StopTask
 from tuner.run.tasks.time_left import Due, TimeLeft
-from tuner.rundir.layout import METRICS, SAMPLES
+from tuner.rundir.layout import METRICS, SAMPLES, rank_metrics
 from tuner.rundir.records import Records
 from tuner.runtime.memory import FreedMemory
 from tuner.runtime.process import Collective, gloo_group
@@ -59,7 +59,8 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     assembly, progress, console = context.assembly, context.progress, context.console
     resolved, main, run = assembly.resolved, assembly.rank_info.is_main, context.run
     sections, figures = task_sections(resolved), method_section(resolved).figures
-    metrics, samples = (Records(run.path / name if main else None) for name in (METRICS, SAMPLES))
+    own = run.logs / rank_metrics(assembly.rank_info.rank) if sections.logging.metrics_of == "all" else None
+    metrics, samples = Records(run.path / METRICS if main else own), Records(run.path / SAMPLES if main else None)
     from_step = 0 if found is None else found.step
     meta = run_meta(assembly) | (tokenizer_meta(run) if main else {"tokenizer_files": {}})
     facts = RunFacts(
