@@ -10,7 +10,8 @@ training), in a step, an evaluation, a save (before and after its commit), after
 waited for, or at the very end. It must end with the same tensors (SHA-256) and the same log, with each document trained
 once. Then: a run over windows in order without shuffling is held against a plain run over one file of all of them, step
 for step and bit for bit; and windows of a directory that grows while the run reads it against all of them at once.
-Prints a JSON line for each, and exits with 1 where one differs.
+`stream` goes over the windows twice, each with held-out rows of its own, four windows a launch, in runs that are killed
+40 times, in phases that are drawn. Prints a JSON line for each, and exits with 1 where one differs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,12 @@ RECIPE = Path(__file__).with_suffix(".yaml")
 ROWS = {"w1": 12, "w2": 8, "w3": 0, "w4": 16, "w5": 8, "w6": 12}
 """Rows of each window; whole global batches, so that a plain run has the same steps."""
 LATE, DAMAGED = "w4", "w5"
+STOPPED, KILLS = 75, 40
 GROWING = ["--data.train", "more", "--data.windows.names", "[]", "--data.windows.files", "1"]
+STREAM = [
+    "--data.windows.passes", "stream", "--train.duration", "2 epochs", "--data.eval", "held/{window}.jsonl",
+    "--data.windows.save_every", "2", "--data.windows.per_launch", "4",
+]  # fmt: skip
 PLAIN = ["--data.windows.names", "[]", "--data.windows.wait", "null", "--data.train", "all.jsonl"]
 
 # Notes what each step trains, and dies at the given call of a function, before or after what it does.
@@ -264,6 +270,29 @@ def growing(work: Work) -> dict[str, Any]:
     }
 
 
+def stream(work: Work) -> dict[str, Any]:
+    """Two passes over the windows, each with its own held-out rows, killed in phases that are drawn until it ends."""
+    (work.directory / "held").mkdir()
+    for name in ROWS:
+        rows = (work.directory / "logs" / f"{name}.jsonl").read_text() or (work.directory / "held.jsonl").read_text()
+        (work.directory / "held" / f"{name}.jsonl").write_text(rows.replace(name, f"held {name}"))
+    codes = [STOPPED]
+    while codes[-1] == STOPPED:
+        codes.append(work.train("whole", *STREAM))
+    whole, drawn, runs = work.outcome("whole"), random.Random(1), list[bool]()
+    phases = [phase for name, phase in PHASES.items() if name not in ("wait", "prepare")]
+    while codes.count(-signal.SIGKILL) < KILLS and all(runs):
+        (work.directory / "trained.jsonl").unlink()
+        name, first = f"killed{len(runs)}", len(codes)
+        while len(codes) == first or (codes[-1] in (STOPPED, -signal.SIGKILL) and len(codes) < first + 90):
+            codes.append(work.train(name, *STREAM, phase=replace(drawn.choice(phases), nth=drawn.randint(1, 3))))
+        counts = Counter(json.dumps(document) for texts in work.trained().values() for document in texts)
+        is_each_twice = set(counts.values()) == {2} and len(counts) == sum(ROWS.values())
+        runs.append(codes[-1] == 0 and is_each_twice and work.outcome(name) == whole)
+    kills = codes.count(-signal.SIGKILL)
+    return {"phase": "stream", "runs": len(runs), "kills": kills, "identical_and_each_document_twice": all(runs)}
+
+
 def campaign(
     place: Path, world_size: int, phases: Sequence[str], start: Start = subprocess.Popen
 ) -> list[dict[str, Any]]:
@@ -282,7 +311,7 @@ def campaign(
     results = []
     for phase in phases:
         own = work(phase)
-        more = {"plain": plain, "growing": growing}
+        more = {"plain": plain, "growing": growing, "stream": stream}
         results.append(more[phase](own) if phase in more else trial(own, phase, unbroken))
         print(json.dumps(results[-1]), flush=True)
         if not is_good(results[-1]):
@@ -292,7 +321,7 @@ def campaign(
 
 def main() -> int:
     """Run the campaign."""
-    every = [*PHASES, "plain", "growing"]
+    every = [*PHASES, "plain", "growing", "stream"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--phases", nargs="+", default=every, choices=["none", *every])
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2])
