@@ -221,6 +221,10 @@ class DataSource(Section):
     """Form of the records; auto recognises it by the keys of each."""
     columns: Annotated[dict[str, str], Names(keys=COLUMNS)] = {}
     """Where our keys are in a record, e.g. {prompt: question, messages: chat.turns}; a dot goes into an object."""
+    dtype: Word[Literal["auto", "uint8", "uint16", "uint32", "int32", "int64"]] = "auto"
+    """Type of the token ids of a flat file, little-endian; auto: what the header of .npy or an .idx file says."""
+    end_id: Annotated[int | Auto | None, Whole(ge=0, le=2**31)] = "auto"
+    """Id that ends each document of an array; auto: by its index, else the tokenizer's; null: nothing parts it."""
     weight: Annotated[float, Real(gt=0, le=1000)] = 1.0
     """Share of the source's documents that is taken, drawn by the seed; above 1 repeats them."""
     count: Annotated[int | None, Whole(ge=1, le=2**53)] = None
@@ -299,6 +303,8 @@ class DataSection(Section):
     """What happens to longer documents or pairs, which are counted; auto: split for pretrain, drop for others."""
     packing: Annotated[bool | Auto, Switch()] = "auto"
     """Several documents to a row, isolated: end to end (true), or as a batch or one by one where need be (auto)."""
+    rows: Word[Literal["packed", "cut"]] = "packed"
+    """Documents are packed whole as they fit best, or cut: end to end in order, wherever a row is full (pretrain)."""
     shuffle: Bool = True
     """Visit the rows in a new order each epoch, given by the seed."""
     on_bad_row: Word[Literal["error", "skip"]] = "error"

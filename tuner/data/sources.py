@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,17 +16,20 @@ from tuner.runtime.dist import cores
 
 if TYPE_CHECKING:
     from tuner.config.recipe import DataSource
+    from tuner.data.id_arrays import IdArray
     from tuner.data.reading.data_sets import SplitFiles
 
 
-Kind = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow"]
+Kind = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "ids"]
 _KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
-    ".arrow": "arrow", ".feather": "arrow",
+    ".arrow": "arrow", ".feather": "arrow", ".npy": "ids",
     ".txt": "text", ".text": "text", ".md": "text", ".markdown": "text", ".rst": "text",
 }  # fmt: skip
 Compression = Literal["", "gzip", "zstd"]
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+INDEX = ".idx"
+"""Next to a `.bin` file of token ids: where Megatron's documents lie in it."""
 _MAGIC = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd"}
 _WITH_SPLIT = re.compile(r"(?s)(.+):([A-Za-z0-9][\w.+-]*)(?:\[([^\[\]]*)\])?")
 _COPY_BYTES = 1 << 20
@@ -56,6 +59,8 @@ class SourceFile:
     """The Arrow files of a data set, in order."""
     records: tuple[int, int] | None = None
     """Records [start, stop) of a data set that are read; None is all."""
+    array: "IdArray | None" = None
+    """Where the ids lie, of an array of them."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -86,6 +91,7 @@ class SourceFile:
             self.kind, self.compression, self.format, [list(pair) for pair in self.columns],
             self.weight, self.count, self.source if shared else None,
             None if self.records is None else list(self.records), digest.hexdigest(),
+            *([] if self.array is None else astuple(self.array)),
         ]  # fmt: skip
 
 
@@ -127,7 +133,17 @@ def expand(sources: "Sequence[DataSource]", cache: Path | None = None) -> list[S
     """
     if sum(source.path == "-" for source in sources) > 1:
         raise DataError("two sources read standard input", hint="name it once")
-    return [file for index, source in enumerate(sources) for file in _expand(source, index, cache)]
+    return [file for index, source in enumerate(sources) for file in _of_its_kind(source, index, cache)]
+
+
+def _of_its_kind(source: "DataSource", index: int, cache: Path | None) -> list[SourceFile]:
+    files = _expand(source, index, cache)
+    for file in files:
+        if file.array is None and (source.dtype != "auto" or source.end_id != "auto"):
+            raise DataError(f"{file.name}: dtype and end_id are of arrays of token ids", hint="remove them")
+        if file.array is not None and (source.columns or source.format not in {"auto", "tokens"}):
+            raise DataError(f"{file.name}: an array of token ids has no format and no columns", hint="remove them")
+    return files
 
 
 def _expand(source: "DataSource", index: int, cache: Path | None) -> list[SourceFile]:
@@ -182,13 +198,22 @@ def _kind_of(path: Path) -> tuple[Kind, Compression] | None:
     suffix = path.suffix.lower()
     compression: Compression = _COMPRESSIONS.get(suffix, "")
     kind = _KINDS.get(Path(path.stem).suffix.lower() if compression else suffix)
-    if kind is None or (compression and kind in {"parquet", "arrow"}):
+    if _index_of(path) is not None:
+        kind = "ids"
+    if kind is None or (compression and kind in {"parquet", "arrow", "ids"}):
         return None
     return kind, compression
 
 
+def _index_of(path: Path) -> Path | None:
+    index = path.with_suffix(INDEX)
+    return index if path.suffix == ".bin" and index.is_file() else None
+
+
 def _file(path: Path, source: "DataSource", index: int, name: str) -> SourceFile:
     known = _kind_of(path)
+    if source.dtype != "auto" or (known is not None and known[0] == "ids"):
+        return _array(path, source, index, name)
     if name == "-" or (known is None and source.format != "auto"):
         known = ("text" if source.format == "text" else "jsonl"), _sniffed(path)
     if known is None:
@@ -198,6 +223,19 @@ def _file(path: Path, source: "DataSource", index: int, name: str) -> SourceFile
         )
     parts = (path,) if known[0] == "arrow" else ()
     return _source_file(path, known[0], source, index, name=name, compression=known[1], parts=parts)
+
+
+def _array(path: Path, source: "DataSource", index: int, name: str) -> SourceFile:
+    """An array of ids; what parts and cuts it may not be known yet."""
+    from tuner.data.id_arrays import opened
+
+    index_file = _index_of(path)
+    try:
+        array = opened(path, index_file, source.dtype, source.end_id)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    parts = () if index_file is None else (path, index_file)
+    return _source_file(path, "ids", source, index, name=name, parts=parts, array=array)
 
 
 def _table(table: "SplitFiles", source: "DataSource", index: int) -> SourceFile:

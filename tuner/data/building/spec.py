@@ -186,11 +186,11 @@ class SplitSources(NamedTuple):
 def sources_of(spec: PrepareSpec) -> SplitSources:
     """The sources of `data.train`, and those of `data.eval` where it has its own. DataError where one is not there."""
     data = spec.data
-    held = None if data.eval is None or isinstance(data.eval, Duration) else _sources(data.eval, spec.cache_dir)
+    held = None if data.eval is None or isinstance(data.eval, Duration) else _sources(spec, data.eval)
     divided, portion = data.portions, spec.portion or first_portion(data)
     if divided is None or portion is None:
-        return SplitSources(_sources(data.train, spec.cache_dir), held)
-    every = _sources(divided.sources_of(data.train, portion.name), spec.cache_dir)
+        return SplitSources(_sources(spec, data.train), held)
+    every = _sources(spec, divided.sources_of(data.train, portion.name))
     return SplitSources(_only(every, spec.called(portion), portion.files), held)
 
 
@@ -223,12 +223,30 @@ def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> PreparedK
         "max_length": spec.max_length,
         "too_long": spec.too_long,
         "packing": data.packs_rows,
+        **({"rows": data.rows} if data.rows != "packed" else {}),
     }
     return PreparedKeys(encoded, _hash(rows), fields, train, held, stamps)
 
 
-def _sources(sections: "Sequence[DataSource]", cache: Path) -> list[Source]:
-    files = expand(sections, cache)
+def files_of(spec: PrepareSpec, sections: "Sequence[DataSource]") -> list[SourceFile]:
+    """The files of sources; arrays of ids with what parts them into documents and rows. DataError."""
+    return [file if file.array is None else _settled(spec, file) for file in expand(sections, spec.cache_dir)]
+
+
+def _settled(spec: PrepareSpec, file: SourceFile) -> SourceFile:
+    assert file.array is not None
+    array = replace(file.array, is_whole=spec.data.rows == "cut")
+    if array.end == "auto" and not array.is_indexed:
+        array = replace(array, end=spec.tokenizer.eos_id)
+        if array.end is None:
+            raise DataError(f"{file.name}: the tokenizer has no end token: end_id names the id that ends documents")
+    if array.is_whole or array.end is None:
+        array = replace(array, row=spec.max_length)
+    return replace(file, array=array)
+
+
+def _sources(spec: PrepareSpec, sections: "Sequence[DataSource]") -> list[Source]:
+    files = files_of(spec, sections)
     return [
         Source(section.name, [file for file in files if file.source == number], section.weight, section.count)
         for number, section in enumerate(sections)

@@ -63,6 +63,8 @@ class Block:
     """Lines (records of a table), where the cut found them out."""
     cut: tuple[int, ...] = ()
     """Lines of `data` that were too long, of which it has the beginning."""
+    ends: bytes = b""
+    """Of an array of ids: int64[records + 1], where its records begin and end."""
     problem: str = ""
     """Why its one record cannot be read, where it has none that can."""
 

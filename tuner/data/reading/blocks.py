@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 
 from tuner.config.methods import ExampleKind
 from tuner.data.reading.block import Block, RawRecord, parts
+from tuner.data.reading.id_blocks import id_blocks, id_records
 from tuner.data.reading.json_blocks import json_blocks, json_records
 from tuner.data.reading.jsonl import locate
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Compared, Example, document_of, parse_compared, parse_record
+from tuner.data.reading.records import Compared, Example, Tokens, document_of, parse_compared, parse_record
 from tuner.data.reading.tables import table_blocks, table_records
 from tuner.data.reading.text_blocks import csv_blocks, csv_records, text_blocks, text_records
 from tuner.data.sources import Kind, SourceFile, file_error
@@ -30,6 +31,7 @@ _WAYS: dict[Kind, tuple[Cut, Records]] = {
     "text": (text_blocks, text_records),
     "parquet": (table_blocks, table_records),
     "arrow": (table_blocks, table_records),
+    "ids": (id_blocks, id_records),
 }
 
 
@@ -58,6 +60,11 @@ def examples_of(block: Block, kind: ExampleKind = "sft") -> Iterator[tuple[RawRe
     for record in records_of(block):
         if record.value is None:
             yield record, record.problem or RecordProblem("the row cannot be read", 1)
+            continue
+        if block.file.array is not None:
+            no_answers = RecordProblem("token ids alone have no answers to compare", 1)
+            ids = Tokens(record.value["input_ids"], None, record.value["place"])
+            yield record._replace(value=None), no_answers if kind in {"preference", "unpaired"} else ids
             continue
         example: Read
         try:
