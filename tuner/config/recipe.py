@@ -212,7 +212,7 @@ class DataSource(Section):
     """One source of records, and its share of them."""
 
     path: Annotated[str, Text(kind="a file, a directory, a glob, - or owner/name:split")] = ""
-    """File, directory, glob, - for stdin, or hub data set with its split, such as owner/name:train[:5%]."""
+    """File, also cut as rows.jsonl[:10%], directory, glob, - for stdin, or hub data set as owner/name:train[:5%]."""
     use: Annotated[str | None, Text(kind="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)] = None
     """In the place of path: FILE.py:NAME, or an entry point of tuner.data_sources, a function that yields records."""
     args: Options = {}

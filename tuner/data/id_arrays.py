@@ -3,7 +3,7 @@
 Their headers are read here; the ids themselves are mapped into memory. OLMo-core's `.npy` files are flat: no header.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,8 @@ class IdArray:
     """Entries of the index that say where documents begin and end."""
     row: int | None = None
     """Ids of a row, where they are cut into rows."""
+    before: int = 0
+    """Ids of the file that are left out before the first one."""
     is_whole: bool = False
     """Whether what does not fill a row is left out."""
 
@@ -50,6 +52,11 @@ class IdArray:
     def is_indexed(self) -> bool:
         """Whether the index says what the documents are."""
         return self.sequences > 0 and self.end == "auto"
+
+    def within(self, start: int, stop: int) -> "IdArray":
+        """The ids [start, stop) alone."""
+        offset = self.offset + start * np.dtype(self.dtype).itemsize
+        return replace(self, offset=offset, count=stop - start, before=self.before + start)
 
     def mapped(self, path: Path) -> npt.NDArray[Any]:
         """The file's ids [count], not read yet. OSError."""

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +31,7 @@ _COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 INDEX = ".idx"
 """Next to a `.bin` file of token ids: where Megatron's documents lie in it."""
 _MAGIC = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd"}
+_SLICE = re.compile(r"(?s)(.+)\[([^\[\]]*)\]")
 _WITH_SPLIT = re.compile(r"(?s)(.+):([A-Za-z0-9][\w.+-]*)(?:\[([^\[\]]*)\])?")
 _COPY_BYTES = 1 << 20
 _PIECE_BYTES = 16 << 20
@@ -59,6 +60,8 @@ class SourceFile:
     """The Arrow files of a data set, in order."""
     records: tuple[int, int] | None = None
     """Records [start, stop) of a data set that are read; None is all."""
+    part: str = ""
+    """A slice of a file's records, such as `:10%`."""
     array: "IdArray | None" = None
     """Where the ids lie, of an array of them."""
 
@@ -91,6 +94,7 @@ class SourceFile:
             self.kind, self.compression, self.format, [list(pair) for pair in self.columns],
             self.weight, self.count, self.source if shared else None,
             None if self.records is None else list(self.records), digest.hexdigest(),
+            *([self.part] if self.part else []),
             *([] if self.array is None else astuple(self.array)),
         ]  # fmt: skip
 
@@ -160,6 +164,8 @@ def _expand(source: "DataSource", index: int, cache: Path | None) -> list[Source
         return _directory(path, source, index)
     if path.is_file():
         return [_file(path, source, index, str(path))]
+    if (cut := local_slice(source.path)) is not None:
+        return [_part(_file(cut[0], source, index, str(cut[0])), cut[1], source.path)]
     found = []
     if glob.has_magic(str(path)):
         found = [name for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
@@ -174,6 +180,27 @@ def _expand(source: "DataSource", index: int, cache: Path | None) -> list[Source
         raise DataError(f"{path}: not a regular file", hint="to read a pipe, write - and redirect standard input to it")
     hint = "a path starts from the recipe's directory; for a hub data set write owner/name:split, such as :train"
     raise DataError(f"{source.path}: no such file", hint=hint)
+
+
+def local_slice(text: str) -> tuple[Path, str] | None:
+    """The file that a path such as `rows.jsonl[:10%]` is a slice of, and the slice; None where it is none."""
+    found = _SLICE.fullmatch(text)
+    path = None if found is None else Path(found[1]).expanduser()
+    return (path, found[2]) if found is not None and path is not None and path.is_file() else None
+
+
+def _part(file: SourceFile, part: str, name: str) -> SourceFile:
+    """A slice of a file: of its records, of an array of its ids. DataError."""
+    from tuner.data.reading.data_sets import UNCOUNTED, records_in
+
+    if file.array is not None and not file.array.sequences:
+        start, stop = records_in(part, file.array.count, name) or (0, 0)
+        return replace(file, array=file.array.within(start, stop))
+    if file.kind == "text" or file.array is not None:
+        what = "a plain text is one document" if file.array is None else "an array with an index is taken whole"
+        raise DataError(f"{name}: {what}: it has no slices")
+    records_in(part, UNCOUNTED, name)
+    return replace(file, part=part)
 
 
 def _directory(path: Path, source: "DataSource", index: int) -> list[SourceFile]:

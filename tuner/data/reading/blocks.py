@@ -5,10 +5,14 @@ reads it opens for itself; what has to be inflated or decoded in order is done b
 along with the block.
 """
 
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
 
 from tuner.config.methods import ExampleKind
 from tuner.data.reading.block import Block, RawRecord, parts
+from tuner.data.reading.data_sets import UNCOUNTED, records_in
 from tuner.data.reading.id_blocks import id_blocks, id_records
 from tuner.data.reading.json_blocks import json_blocks, json_records
 from tuner.data.reading.jsonl import locate
@@ -38,7 +42,7 @@ _WAYS: dict[Kind, tuple[Cut, Records]] = {
 def blocks(file: SourceFile) -> Iterator[Block]:
     """Cut a file, reading it in bounded memory. DataError where it cannot be read on."""
     try:
-        yield from _WAYS[file.kind][0](file)
+        yield from _sliced(file) if file.part else _WAYS[file.kind][0](file)
     except OSError as error:
         raise file_error(file, error) from error
 
@@ -46,9 +50,29 @@ def blocks(file: SourceFile) -> Iterator[Block]:
 def records_of(block: Block) -> Iterator[RawRecord]:
     """Yield the records of a block; unreadable ones carry their problem. DataError where the file cannot be read."""
     try:
-        yield from _WAYS[block.file.kind][1](block)
+        yield from islice(_WAYS[block.file.kind][1](block), *(block.taken or (0, None)))
     except OSError as error:
         raise file_error(block.file, error) from error
+
+
+def _sliced(file: SourceFile) -> Iterator[Block]:
+    """The blocks of a slice, and those before it, of which no record is taken: lines are counted from the first."""
+    cut, records = _WAYS[file.kind]
+    total = UNCOUNTED
+    if re.search("[%-]", file.part):
+        total = sum(_records_in(block, records) for block in cut(file))
+    start, stop = records_in(file.part, total, file.name) or (0, total)
+    for block in cut(file):
+        count = _records_in(block, records)
+        yield replace(block, taken=(min(max(start, 0), count), min(stop, count)))
+        start, stop = start - count, stop - count
+        if stop <= 0:
+            return
+
+
+def _records_in(block: Block, records: Records) -> int:
+    is_table = block.file.kind in {"parquet", "arrow"} and block.lines is not None
+    return block.lines - block.start if is_table and block.lines is not None else sum(1 for _ in records(block))
 
 
 def examples_of(block: Block, kind: ExampleKind = "sft") -> Iterator[tuple[RawRecord, Read]]:

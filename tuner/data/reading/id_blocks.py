@@ -40,7 +40,7 @@ def id_records(block: Block) -> Iterator[RawRecord]:
     for line, (place, count) in enumerate(zip(places.tolist(), np.diff(ends).tolist(), strict=True), start=1):
         values = np.ascontiguousarray(ids[place : place + count], dtype=np.int64)
         raw = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
-        yield RawRecord(line, raw, {"input_ids": values, "place": place}, None, 0)
+        yield RawRecord(line, raw, {"input_ids": values, "place": array.before + place}, None, 0)
 
 
 def _record_ends(file: SourceFile, array: IdArray, step: int) -> Iterator[Ints]:
