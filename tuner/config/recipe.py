@@ -229,6 +229,8 @@ class DataSource(Section):
     """Share of the source's documents that is taken, drawn by the seed; above 1 repeats them."""
     count: Annotated[int | None, Whole(ge=1, le=2**53)] = None
     """Documents taken from the source, drawn by the seed; more than there are repeats them. Not with weight."""
+    seed: Annotated[int | None, Whole(ge=0, le=2**63 - 1)] = None
+    """Seed of that draw alone, which then stays, whatever the recipe's seed and the other sources are."""
 
     @property
     def name(self) -> str:
@@ -248,6 +250,8 @@ class DataSource(Section):
                          "directory, a glob, - or owner/name:split; or use: FILE.py:NAME")
         if self.count is not None and self.weight != 1:
             raise refuse("weight and count exclude each other; remove one")
+        if self.seed is not None and self.count is None and self.weight == int(self.weight):
+            raise refuse("seed draws a share of the documents, and neither count nor weight says which; remove it")
         return self
 
 
@@ -263,7 +267,8 @@ def is_split(text: object) -> bool:
     return True
 
 
-SOURCES = Items(DataSource, "a path, a list of paths or of {path, use, args, format, columns, weight, count}", one=True)
+_KEYS = "{path, use, args, format, columns, dtype, end_id, weight, count, seed}"
+SOURCES = Items(DataSource, f"a path, a list of paths or of {_KEYS}", one=True)
 HELD_OUT = Items(DataSource, f"{SOURCES.allowed}, 2%, 200 documents or null", one=True)
 
 

@@ -135,6 +135,8 @@ class Source:
     files: Sequence[SourceFile]
     weight: float = 1.0
     count: int | None = None
+    seed: int | None = None
+    """What the share is drawn by; None: by the recipe's seed and the source's place in it."""
 
     @property
     def is_whole(self) -> bool:
@@ -143,8 +145,8 @@ class Source:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the seed may decide what is taken; whole multiples need none."""
-        return self.count is not None or self.weight != math.floor(self.weight)
+        """Whether the recipe's seed may decide what is taken; whole multiples need none."""
+        return self.seed is None and (self.count is not None or self.weight != math.floor(self.weight))
 
     def total(self, documents: int) -> int:
         """Documents taken of so many, repeats counted; halves are rounded up."""
@@ -202,6 +204,7 @@ def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> PreparedK
     split = data.eval if isinstance(data.eval, Duration) else None
     stamps = {file.path: _stamp(file.path) for source in sources.every() for file in source.files}
     drawn = any(source.is_drawn for source in sources.every())
+    seeds = [source.seed for source in sources.every()]
     fields: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "train": _identity(train),
@@ -216,6 +219,7 @@ def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> PreparedK
         "method": spec.examples.kind,
         "train_on": spec.examples.train_on,
         "on_bad_row": data.on_bad_row,
+        **({"seeds": seeds} if any(seed is not None for seed in seeds) else {}),
     }
     encoded = _hash(fields)
     rows = {
@@ -248,8 +252,8 @@ def _settled(spec: PrepareSpec, file: SourceFile) -> SourceFile:
 def _sources(spec: PrepareSpec, sections: "Sequence[DataSource]") -> list[Source]:
     files = files_of(spec, sections)
     return [
-        Source(section.name, [file for file in files if file.source == number], section.weight, section.count)
-        for number, section in enumerate(sections)
+        Source(each.name, [file for file in files if file.source == number], each.weight, each.count, each.seed)
+        for number, each in enumerate(sections)
     ]
 
 
