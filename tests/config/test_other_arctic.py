@@ -30,7 +30,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "peft": (
         f"type: sft\nmicro_batch_size: 1\ngradient_accumulation_steps: 4\nseed: 7\n{MODEL}"
-        "data:\n  sources:\n    - {type: huggingface, name_or_path: ./rows.jsonl, sample_ratio: 0.5}\n"
+        "data:\n  sources:\n    - {type: huggingface, name_or_path: ./rows.jsonl, sample_ratio: 0.5, sample_seed: 3}\n"
         "  max_length: 64\n"
         "optimizer: {type: fused_adam, lr: 2e-4, betas: [0.9, 0.99]}\n",
         {"train.global_batch_size": 4, "seed": 7, "optimizer.betas": [0.9, 0.99], "optimizer.lr": 2e-4},
@@ -67,6 +67,7 @@ def test_a_file_becomes_what_it_says(name: str) -> None:
     assert made.tool == "arctictraining" and made.left == ()
     values = flatten(recipe_dict(made.recipe))
     assert {key: values.get(key) for key in wanted} == wanted
+    assert made.recipe.data.train[0].seed == (3 if name == "peft" else None)
 
 
 def two_steps(text: str, name: str, place: Path, **more: str) -> None:

@@ -41,6 +41,8 @@ def _source(item: Any, split: int) -> Any:
         source["weight"] = float(share)
     if (count := number(said.get("sample_count"))) is not None:
         source["count"] = int(count)
+    if (seed := number(said.get("sample_seed"))) is not None and ("count" in source or source.get("weight", 1) % 1):
+        source["seed"] = int(seed)
     if said.get("process") is False:
         source["format"] = "tokens"
     return source if len(source) > 1 else source["path"]

@@ -212,7 +212,7 @@ class DataSource(Section):
     """One source of records, and its share of them."""
 
     path: Annotated[str, Text(kind="a file, a directory, a glob, - or owner/name:split")] = ""
-    """File, directory, glob, - for stdin, or hub data set with its split, such as owner/name:train[:5%]."""
+    """File, also cut as rows.jsonl[:10%], directory, glob, - for stdin, or hub data set as owner/name:train[:5%]."""
     use: Annotated[str | None, Text(kind="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)] = None
     """In the place of path: FILE.py:NAME, or an entry point of tuner.data_sources, a function that yields records."""
     args: Options = {}
@@ -221,10 +221,16 @@ class DataSource(Section):
     """Form of the records; auto recognises it by the keys of each."""
     columns: Annotated[dict[str, str], Names(keys=COLUMNS)] = {}
     """Where our keys are in a record, e.g. {prompt: question, messages: chat.turns}; a dot goes into an object."""
+    dtype: Word[Literal["auto", "uint8", "uint16", "uint32", "int32", "int64"]] = "auto"
+    """Type of the token ids of a flat file, little-endian; auto: what the header of .npy or an .idx file says."""
+    end_id: Annotated[int | Auto | None, Whole(ge=0, le=2**31)] = "auto"
+    """Id that ends each document of an array; auto: by its index, else the tokenizer's; null: nothing parts it."""
     weight: Annotated[float, Real(gt=0, le=1000)] = 1.0
     """Share of the source's documents that is taken, drawn by the seed; above 1 repeats them."""
     count: Annotated[int | None, Whole(ge=1, le=2**53)] = None
     """Documents taken from the source, drawn by the seed; more than there are repeats them. Not with weight."""
+    seed: Annotated[int | None, Whole(ge=0, le=2**63 - 1)] = None
+    """Seed of that draw alone, which then stays, whatever the recipe's seed and the other sources are."""
 
     @property
     def name(self) -> str:
@@ -244,6 +250,8 @@ class DataSource(Section):
                          "directory, a glob, - or owner/name:split; or use: FILE.py:NAME")
         if self.count is not None and self.weight != 1:
             raise refuse("weight and count exclude each other; remove one")
+        if self.seed is not None and self.count is None and self.weight == int(self.weight):
+            raise refuse("seed draws a share of the documents, and neither count nor weight says which; remove it")
         return self
 
 
@@ -259,7 +267,8 @@ def is_split(text: object) -> bool:
     return True
 
 
-SOURCES = Items(DataSource, "a path, a list of paths or of {path, use, args, format, columns, weight, count}", one=True)
+_KEYS = "{path, use, args, format, columns, dtype, end_id, weight, count, seed}"
+SOURCES = Items(DataSource, f"a path, a list of paths or of {_KEYS}", one=True)
 HELD_OUT = Items(DataSource, f"{SOURCES.allowed}, 2%, 200 documents or null", one=True)
 
 
@@ -299,6 +308,8 @@ class DataSection(Section):
     """What happens to longer documents or pairs, which are counted; auto: split for pretrain, drop for others."""
     packing: Annotated[bool | Auto, Switch()] = "auto"
     """Several documents to a row, isolated: end to end (true), or as a batch or one by one where need be (auto)."""
+    rows: Word[Literal["packed", "cut"]] = "packed"
+    """Documents are packed whole as they fit best, or cut: end to end in order, wherever a row is full (pretrain)."""
     shuffle: Bool = True
     """Visit the rows in a new order each epoch, given by the seed."""
     on_bad_row: Word[Literal["error", "skip"]] = "error"

@@ -153,6 +153,18 @@ def _pretrain_has_no_turns(recipe: Recipe, given: Set[str]) -> str | None:
     return None
 
 
+def _cut_rows_are_of_documents_end_to_end(recipe: Recipe, given: Set[str]) -> str | None:
+    data = recipe.data
+    if data.rows != "cut":
+        return None
+    if recipe.method.examples.kind != "pretrain":
+        return "documents are cut wherever a row is full, answers and all; set method.kind: pretrain, or rows: packed"
+    if not data.packs_rows or data.too_long in {"truncate", "drop"}:
+        key = "too_long" if data.packs_rows else "packing"
+        return f"rows that are cut are filled by documents of any length; remove data.{key}, or set rows: packed"
+    return None
+
+
 def _compared_answers_are_chats_or_texts(recipe: Recipe, given: Set[str]) -> str | None:
     examples = recipe.method.examples
     if not examples.compares:
@@ -418,6 +430,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("train.compile", "data.packing"), _compiled_rows_are_packed),
     Rule(("data.train", "method.kind"), _pretrain_takes_text),
     Rule(("tokenizer.chat_template", "method.kind"), _pretrain_has_no_turns),
+    Rule(("data.rows", "data.packing", "data.too_long", "method.kind"), _cut_rows_are_of_documents_end_to_end),
     Rule(("data.train", "data.eval", "method.kind"), _compared_answers_are_chats_or_texts),
     Rule(("data.too_long", "method.kind"), _compared_answers_are_whole),
     Rule(("data.eval",), _split_fits_cap),

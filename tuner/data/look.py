@@ -100,6 +100,8 @@ def look(model: str, source: DataSource, progress: Callable[[str], None] = lambd
     """
     own, positions = _of_model(model)
     files = expand([source])
+    if any(file.array is not None for file in files):
+        raise DataError(f"{source.path}: an array of token ids, which init does not read")
     has_template = own is not None and own.has_template
     first = list(islice((value for file in files for value in first_records(file)), FIRST))
     reading = ProposedReading("sft", source.format, source.columns)

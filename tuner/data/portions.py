@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tuner.config.portions import Late, Portion
-from tuner.data.sources import expand
+from tuner.data.sources import expand, local_slice
 from tuner.errors import DataError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def first_portion(data: DataSection) -> Portion | None:
 def _files(source: DataSource, needed: bool) -> list[str]:
     """The files of a source by name; none where it is not there, unless they are `needed`. DataError."""
     path = Path(source.path)
-    if not needed and not path.is_file() and not _lists_any(path):
+    if not needed and not path.is_file() and local_slice(source.path) is None and not _lists_any(path):
         return []
     return [str(file.path) for file in expand([source])]
 

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,18 +16,22 @@ from tuner.runtime.dist import cores
 
 if TYPE_CHECKING:
     from tuner.config.recipe import DataSource
+    from tuner.data.id_arrays import IdArray
     from tuner.data.reading.data_sets import SplitFiles
 
 
-Kind = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow"]
+Kind = Literal["jsonl", "json", "csv", "tsv", "text", "parquet", "arrow", "ids"]
 _KINDS: dict[str, Kind] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet",
-    ".arrow": "arrow", ".feather": "arrow",
+    ".arrow": "arrow", ".feather": "arrow", ".npy": "ids",
     ".txt": "text", ".text": "text", ".md": "text", ".markdown": "text", ".rst": "text",
 }  # fmt: skip
 Compression = Literal["", "gzip", "zstd"]
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
+INDEX = ".idx"
+"""Next to a `.bin` file of token ids: where Megatron's documents lie in it."""
 _MAGIC = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd"}
+_SLICE = re.compile(r"(?s)(.+)\[([^\[\]]*)\]")
 _WITH_SPLIT = re.compile(r"(?s)(.+):([A-Za-z0-9][\w.+-]*)(?:\[([^\[\]]*)\])?")
 _COPY_BYTES = 1 << 20
 _PIECE_BYTES = 16 << 20
@@ -56,6 +60,10 @@ class SourceFile:
     """The Arrow files of a data set, in order."""
     records: tuple[int, int] | None = None
     """Records [start, stop) of a data set that are read; None is all."""
+    part: str = ""
+    """A slice of a file's records, such as `:10%`."""
+    array: "IdArray | None" = None
+    """Where the ids lie, of an array of them."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -86,6 +94,8 @@ class SourceFile:
             self.kind, self.compression, self.format, [list(pair) for pair in self.columns],
             self.weight, self.count, self.source if shared else None,
             None if self.records is None else list(self.records), digest.hexdigest(),
+            *([self.part] if self.part else []),
+            *([] if self.array is None else astuple(self.array)),
         ]  # fmt: skip
 
 
@@ -127,7 +137,17 @@ def expand(sources: "Sequence[DataSource]", cache: Path | None = None) -> list[S
     """
     if sum(source.path == "-" for source in sources) > 1:
         raise DataError("two sources read standard input", hint="name it once")
-    return [file for index, source in enumerate(sources) for file in _expand(source, index, cache)]
+    return [file for index, source in enumerate(sources) for file in _of_its_kind(source, index, cache)]
+
+
+def _of_its_kind(source: "DataSource", index: int, cache: Path | None) -> list[SourceFile]:
+    files = _expand(source, index, cache)
+    for file in files:
+        if file.array is None and (source.dtype != "auto" or source.end_id != "auto"):
+            raise DataError(f"{file.name}: dtype and end_id are of arrays of token ids", hint="remove them")
+        if file.array is not None and (source.columns or source.format not in {"auto", "tokens"}):
+            raise DataError(f"{file.name}: an array of token ids has no format and no columns", hint="remove them")
+    return files
 
 
 def _expand(source: "DataSource", index: int, cache: Path | None) -> list[SourceFile]:
@@ -144,6 +164,8 @@ def _expand(source: "DataSource", index: int, cache: Path | None) -> list[Source
         return _directory(path, source, index)
     if path.is_file():
         return [_file(path, source, index, str(path))]
+    if (cut := local_slice(source.path)) is not None:
+        return [_part(_file(cut[0], source, index, str(cut[0])), cut[1], source.path)]
     found = []
     if glob.has_magic(str(path)):
         found = [name for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
@@ -158,6 +180,27 @@ def _expand(source: "DataSource", index: int, cache: Path | None) -> list[Source
         raise DataError(f"{path}: not a regular file", hint="to read a pipe, write - and redirect standard input to it")
     hint = "a path starts from the recipe's directory; for a hub data set write owner/name:split, such as :train"
     raise DataError(f"{source.path}: no such file", hint=hint)
+
+
+def local_slice(text: str) -> tuple[Path, str] | None:
+    """The file that a path such as `rows.jsonl[:10%]` is a slice of, and the slice; None where it is none."""
+    found = _SLICE.fullmatch(text)
+    path = None if found is None else Path(found[1]).expanduser()
+    return (path, found[2]) if found is not None and path is not None and path.is_file() else None
+
+
+def _part(file: SourceFile, part: str, name: str) -> SourceFile:
+    """A slice of a file: of its records, of an array of its ids. DataError."""
+    from tuner.data.reading.data_sets import UNCOUNTED, records_in
+
+    if file.array is not None and not file.array.sequences:
+        start, stop = records_in(part, file.array.count, name) or (0, 0)
+        return replace(file, array=file.array.within(start, stop))
+    if file.kind == "text" or file.array is not None:
+        what = "a plain text is one document" if file.array is None else "an array with an index is taken whole"
+        raise DataError(f"{name}: {what}: it has no slices")
+    records_in(part, UNCOUNTED, name)
+    return replace(file, part=part)
 
 
 def _directory(path: Path, source: "DataSource", index: int) -> list[SourceFile]:
@@ -182,13 +225,22 @@ def _kind_of(path: Path) -> tuple[Kind, Compression] | None:
     suffix = path.suffix.lower()
     compression: Compression = _COMPRESSIONS.get(suffix, "")
     kind = _KINDS.get(Path(path.stem).suffix.lower() if compression else suffix)
-    if kind is None or (compression and kind in {"parquet", "arrow"}):
+    if _index_of(path) is not None:
+        kind = "ids"
+    if kind is None or (compression and kind in {"parquet", "arrow", "ids"}):
         return None
     return kind, compression
 
 
+def _index_of(path: Path) -> Path | None:
+    index = path.with_suffix(INDEX)
+    return index if path.suffix == ".bin" and index.is_file() else None
+
+
 def _file(path: Path, source: "DataSource", index: int, name: str) -> SourceFile:
     known = _kind_of(path)
+    if source.dtype != "auto" or (known is not None and known[0] == "ids"):
+        return _array(path, source, index, name)
     if name == "-" or (known is None and source.format != "auto"):
         known = ("text" if source.format == "text" else "jsonl"), _sniffed(path)
     if known is None:
@@ -198,6 +250,19 @@ def _file(path: Path, source: "DataSource", index: int, name: str) -> SourceFile
         )
     parts = (path,) if known[0] == "arrow" else ()
     return _source_file(path, known[0], source, index, name=name, compression=known[1], parts=parts)
+
+
+def _array(path: Path, source: "DataSource", index: int, name: str) -> SourceFile:
+    """An array of ids; what parts and cuts it may not be known yet."""
+    from tuner.data.id_arrays import opened
+
+    index_file = _index_of(path)
+    try:
+        array = opened(path, index_file, source.dtype, source.end_id)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    parts = () if index_file is None else (path, index_file)
+    return _source_file(path, "ids", source, index, name=name, parts=parts, array=array)
 
 
 def _table(table: "SplitFiles", source: "DataSource", index: int) -> SourceFile:

@@ -107,9 +107,13 @@ def test_the_seed_counts_where_it_is_used(tmp_path: Path) -> None:
 
     def key(seed: int, **data: Any) -> str:
         source = {"path": path, **{name: data.pop(name) for name in ("weight", "count") if name in data}}
+        source |= {"seed": data.pop("seed_of_source")} if "seed_of_source" in data else {}
         return keys_of(tiny.request(tmp_path / "cache", [source], seed=seed, **data)).encoded
 
     assert key(1) == key(2)
     assert key(1, weight=2.0) == key(2, weight=2.0)
     for data in ({"weight": 0.5}, {"weight": 2.5}, {"count": 7}, {"eval": "10%"}):
         assert key(1, **data) != key(2, **data), data
+    own = {"weight": 0.5, "seed_of_source": 7}
+    assert key(1, **own) == key(2, **own) != key(1, **{**own, "seed_of_source": 8})
+    assert key(1, **own, eval="10%") != key(2, **own, eval="10%")

@@ -296,6 +296,11 @@ def test_shares_of_sources_are_exact(tmp_path: Path) -> None:
     assert shares(other) == shares(info)
     assert other.key != info.key
     assert Counter(documents(open_prepared(other.path).train)) != found
+    # With seeds of their own the samples stay, whatever the recipe's seed and the places of the sources are.
+    own = [{**source, "seed": 5} for source in train]
+    drawn = [prepare(tiny.request(tmp_path / "cache", given, seed=seed)) for seed, given in ((1, own), (2, own[::-1]))]
+    first, second = (Counter(documents(open_prepared(info.path).train)) for info in drawn)
+    assert first == second != found
     # More than there are, and documents held out of what is drawn: each once, and none of them trained on.
     more = prepare(tiny.request(tmp_path / "cache", [{"path": str(files[1]), "count": 25}], eval="2 documents"))
     data = open_prepared(more.path)

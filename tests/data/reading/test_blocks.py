@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given, settings
@@ -581,3 +583,53 @@ def test_a_value_of_a_table_that_python_has_not_is_a_bad_row(tmp_path: Path) -> 
     rows = [row for block in blocks(file) for row in records_of(block)]
     assert [row.problem is None for row in rows] == [True, False, True]
     assert "not readable" in str(rows[1].problem)
+
+
+KINDS = ("rows.jsonl", "rows.jsonl.gz", "rows.json", "rows.csv", "rows.tsv.zst", "rows.parquet", "rows.feather")
+SLICES = ("[:10%]", "[90%:]", "[-5%:]", "[100:200]", "[ 37 : ]", "[:-30]", "[-3:]", "[:]", "[5:6]", "[0:1_000]")
+
+
+def write_kind(path: Path, rows: list[dict[str, str]]) -> None:
+    """Write rows as a file's name says; of JSON lines some are blank and one is none."""
+    table = pa.Table.from_pylist(rows)
+    if path.suffix in {".parquet", ".feather"}:
+        pq.write_table(table, path) if path.suffix == ".parquet" else pa.feather.write_feather(table, str(path))
+        return
+    mark = {".csv": ",", ".tsv": "\t"}.get(Path(path.name.removesuffix(".zst")).suffix)
+    lines = [json.dumps(row) for row in rows]
+    lines[7:9] = ["", "{", "", lines[8]] if ".jsonl" in path.name else lines[7:9]
+    text = "[" + ",\n".join(lines) + "]" if path.suffix == ".json" else "\n".join(lines)
+    if mark is not None:
+        text = "\n".join([mark.join(rows[0]), *(mark.join(row.values()) for row in rows)])
+    write(path, text.encode())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_slice_of_a_file(tmp_path: Path, name: str, small: None) -> None:
+    path = tmp_path / name
+    write_kind(path, [{"prompt": f"{i}", "completion": "x" * (i % 30)} for i in range(300)])
+    whole = list(all_rows(one(path)))
+    assert len(whole) == 300
+    for part in SLICES:
+        first, _, last = part.strip("[ ]").replace("_", "").partition(":")
+        bounds = [int(text.strip(" %")) * (3 if "%" in text else 1) if text.strip() else None for text in (first, last)]
+        found = list(all_rows(one(Path(f"{path}{part}"))))
+        assert str(found) == str(whole[slice(*bounds)]), part  # with the lines that they have in the file
+    assert one(Path(f"{path}[:3]")).identity() != one(Path(f"{path}[:4]")).identity()
+
+
+def test_a_slice_of_ids_and_what_has_none(tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.arange(50, dtype="<u2"))
+    file = one(tmp_path / "ids.npy[10%:20]")
+    assert file.array is not None and file.array.mapped(file.path).tolist() == list(range(5, 20))
+    (tmp_path / "a.txt").write_text("a b c")
+    write_kind(tmp_path / "rows.jsonl", [{"prompt": "a"}] * 12)
+    for name, reason in (
+        ("a.txt[:1]", "one document: it has no slices"), ("rows.jsonl[5]", "is no slice"),
+        ("rows.jsonl[a:]", "is no row"), ("rows.jsonl[9:5]", r"\[9:5\] leaves none"),
+        ("rows.jsonl[50:40%]", "leaves none"), ("none.jsonl[:5]", "no such"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=reason):
+            list(all_rows(one(tmp_path / name)))
+    (tmp_path / "rows.jsonl[:3]").write_text("what has the name comes first")
+    assert len(list(all_rows(one(tmp_path / "rows.jsonl[:3]", format="text")))) == 1

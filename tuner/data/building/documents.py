@@ -319,7 +319,8 @@ def _refuse_nothing(split: SampledSplit, documents: int, unit: str) -> None:
     if documents:
         return
     files = [file for source in split.sources for file in source.files]
-    names = ", ".join(file.name for file in files[:3]) + (", ..." if len(files) > 3 else "")
+    shown = [f"{file.name}[{file.part}]" if file.part else file.name for file in files[:3]]
+    names = ", ".join(shown) + (", ..." if len(files) > 3 else "")
     counts = Counts.sum(split.counts)
     if counts.records == 0:
         raise (NoRowsError if split.name == "train" else DataError)(f"{names}: no rows")

@@ -237,6 +237,7 @@ class _KeptDocuments:
         self._bad: list[list[tuple[int, int, BadRecord]]] = [[] for _ in bundle]
         """Of each block, with the place where the record begins."""
         self._tally = Tally()
+        self._is_array = np.array([block.file.array is not None for block in bundle])
         self._is_unread = False
         """Whether a record could not be read: the first such one goes along."""
 
@@ -251,6 +252,8 @@ class _KeptDocuments:
         targets = targets_of(batch.trained, batch.offsets)
         kept = np.repeat((targets > 0).reshape(-1, self._each).all(axis=1), self._each)
         owners = np.array([owner for owner, _ in read], dtype=np.int64)
+        if any(self._is_array):  # a lone id there has its place in a row
+            kept |= self._is_array[owners[batch.records]]
         self._count(owners, batch.records, kept)
         if (label := batch.columns.get("label")) is not None:
             wanted = np.bincount(owners[batch.records[kept & label.astype(np.bool_)]], minlength=len(self._bundle))

@@ -11,14 +11,14 @@ from tuner.config.duration import Duration
 from tuner.data.building.documents import bad_record_error
 from tuner.data.building.encoded import bad_record
 from tuner.data.building.pack import pair_limit
-from tuner.data.building.spec import PrepareSpec
+from tuner.data.building.spec import PrepareSpec, files_of
 from tuner.data.encoding.compared import AnyEncoder
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.place import Document
 from tuner.data.reading.blocks import blocks, examples_of, lines_in
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Compared, Example, Labelled, Pair
-from tuner.data.sources import SourceFile, expand
+from tuner.data.sources import SourceFile
 
 Fate = Literal["whole", "truncate", "split", "drop"]
 
@@ -76,7 +76,7 @@ def explain(spec: PrepareSpec, n: int) -> Iterator[DocumentView]:
 def _views(spec: PrepareSpec) -> Iterator[list[DocumentView]]:
     alone = Encoder(spec.tokenizer, spec.examples.train_on, spec.special_tokens_in_text)
     encoder = AnyEncoder(alone, spec.examples.kind)
-    for file in expand(spec.data.train):
+    for file in files_of(spec, spec.data.train):
         before, drawn = 0, _drawn(spec, file)
         for block in blocks(file):
             for record, example in examples_of(block, spec.examples.kind):

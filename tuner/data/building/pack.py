@@ -41,6 +41,8 @@ class Segments:
     dropped_pieces: int = 0
     """Pieces without a trained target of split documents of which other pieces are kept."""
     dropped_piece_tokens: int = 0
+    rows: npt.NDArray[np.int64] | None = None
+    """int64[rows + 1]: where rows begin and end, where that is decided."""
     each: int = 1
     """Neighbours that stand next to each other in a row: the documents of an example."""
 
@@ -134,6 +136,38 @@ def _cut_pairs(batches: Iterator[pa.RecordBatch], max_length: int, too_long: Too
     )
 
 
+def in_order(batches: Iterator[pa.RecordBatch], max_length: int) -> Segments:
+    """Cut documents, end to end in their order, wherever a row is full: the segments of every full row.
+
+    Left out are what comes after the last one, and rows without a trained target. DataError as for `cut`.
+    """
+    columns = _Columns(4)
+    base = seen = n_split = 0
+    for batch in batches:
+        before, offsets = _trained_before(batch)
+        lengths = np.diff(offsets)
+        phase = (seen + np.cumsum(lengths) - lengths) % max_length
+        pieces = -(-(phase + lengths) // max_length)
+        number, document = _counted(pieces), np.repeat(np.arange(len(lengths)), pieces)
+        start = np.maximum(number * max_length - phase[document], 0)
+        stop = np.minimum((number + 1) * max_length - phase[document], lengths[document])
+        trained = before[offsets[document] + stop] - before[np.minimum(offsets[document] + start + 1, offsets[-1])]
+        columns.append((document + base, stop, trained, start))
+        n_split += int((pieces > 1).sum())
+        seen, base = seen + int(lengths.sum()), base + len(lengths)
+        if base > MAX_DOCUMENTS:
+            raise DataError(f"more than {MAX_DOCUMENTS:,} documents in one split")
+    documents, stops, targeted, starts = columns.done()
+    after = np.cumsum(stops - starts, dtype=np.int64)
+    row = (after - 1) // max_length
+    learned = np.bincount(row, weights=targeted) > 0
+    learned[seen // max_length :] = False
+    kept = learned[row]
+    bounds = np.append(0, np.flatnonzero(after[kept] % max_length == 0) + 1)
+    documents, stops, targeted, starts = (column[kept] for column in (documents, stops, targeted, starts))
+    return Segments(documents, starts, stops, targeted, split=n_split, rows=bounds)
+
+
 def pair_limit(max_length: int, shorter: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """int64[pairs]: the most tokens of either document of pairs, so that both together have at most `max_length`.
 
@@ -146,7 +180,7 @@ def row_batches(
     segments: Segments, max_length: int, packing: bool, limits: tuple[int, int] = (BATCH_ROWS, BATCH_SEGMENTS)
 ) -> Iterator[pa.RecordBatch]:
     """Yield the packed rows in record batches of at most `limits` rows and segments (but of a row at least)."""
-    order, offsets = _packed(segments, max_length) if packing else _alone(segments)
+    order, offsets = _packed(segments, max_length) if packing and segments.rows is None else _alone(segments)
     max_rows, max_segments = limits
     first, n_rows = 0, len(offsets) - 1
     while first < n_rows:
@@ -170,9 +204,10 @@ def _packed(segments: Segments, max_length: int) -> tuple[Order, npt.NDArray[np.
 
 
 def _alone(segments: Segments) -> tuple[Order, npt.NDArray[np.int64]]:
-    """A row for each segment, or for those that belong together."""
+    """The rows that are decided, else one for each segment, or for those that belong together."""
     count = len(segments.document)
-    return np.arange(count, dtype=np.int32), np.arange(0, count + 1, segments.each, dtype=np.int64)
+    rows = np.arange(0, count + 1, segments.each, dtype=np.int64) if segments.rows is None else segments.rows
+    return np.arange(count, dtype=np.int32), rows
 
 
 def _record_batch(segments: Segments, chosen: Order, offsets: npt.NDArray[np.int64]) -> pa.RecordBatch:

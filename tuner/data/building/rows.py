@@ -19,7 +19,7 @@ from tuner.config.methods import ExampleKind
 from tuner.data.building.cache import build_once
 from tuner.data.building.documents import REJECTS, build_documents
 from tuner.data.building.encoded import digest, record_batches
-from tuner.data.building.pack import cut, row_batches
+from tuner.data.building.pack import cut, in_order, row_batches
 from tuner.data.building.report import WHOLE, kept_by, lengths_that_keep, raised
 from tuner.data.building.spec import PreparedKeys, PrepareSpec
 from tuner.data.encoding.compared import answers_of
@@ -90,7 +90,11 @@ def _linked_name(name: str) -> str:
 
 def _write_rows(spec: PrepareSpec, tmp: Path, split: str) -> dict[str, Any]:
     each = spec.examples.documents
-    segments = cut(record_batches(tmp / f"{split}.documents.arrow"), spec.max_length, spec.too_long, each)
+    documents = record_batches(tmp / f"{split}.documents.arrow")
+    if spec.data.rows == "cut":
+        segments = in_order(documents, spec.max_length)
+    else:
+        segments = cut(documents, spec.max_length, spec.too_long, each)
     n_rows = 0
     path = str(tmp / f"{split}.rows.arrow")
     with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, ROWS_SCHEMA) as writer:
@@ -166,7 +170,7 @@ def _answer(ids: list[int], spec: PrepareSpec) -> list[int]:
 
 def _record_probes(keys: PreparedKeys, tokenizer: TextTokenizer, kind: ExampleKind) -> Iterator[IdProbe]:
     """Yield up to `MAX_PROBES` probes: of the first records of every file that can be used."""
-    files = [file for source in keys.train for file in source.files][:MAX_PROBES]
+    files = [file for source in keys.train for file in source.files if file.array is None][:MAX_PROBES]
     for file in files:
         examples = (example for block in blocks(file) for _, example in examples_of(block, kind))
         usable = (example for example in examples if not isinstance(example, RecordProblem))

@@ -211,6 +211,8 @@ class SampledSplit:
         base = _EVAL_SOURCES if self.name == "eval" else 0
         often = [
             copies(source, counts.documents, seed, base + number)
+            if source.seed is None
+            else copies(source, counts.documents, source.seed, base)
             for number, (source, counts) in enumerate(zip(self.sources, self.counts, strict=True))
         ]
         return SplitSelection(np.frombuffer(self.table, dtype=TABLE), np.concatenate(often))

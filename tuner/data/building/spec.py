@@ -135,6 +135,8 @@ class Source:
     files: Sequence[SourceFile]
     weight: float = 1.0
     count: int | None = None
+    seed: int | None = None
+    """What the share is drawn by; None: by the recipe's seed and the source's place in it."""
 
     @property
     def is_whole(self) -> bool:
@@ -143,8 +145,8 @@ class Source:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the seed may decide what is taken; whole multiples need none."""
-        return self.count is not None or self.weight != math.floor(self.weight)
+        """Whether the recipe's seed may decide what is taken; whole multiples need none."""
+        return self.seed is None and (self.count is not None or self.weight != math.floor(self.weight))
 
     def total(self, documents: int) -> int:
         """Documents taken of so many, repeats counted; halves are rounded up."""
@@ -190,10 +192,10 @@ def sources_of(spec: PrepareSpec) -> SplitSources:
     divided, portion = data.portions, spec.portion or first_portion(data)
     if divided is not None and portion is not None and own is not None:
         own = divided.sources_of(own, portion.name)
-    held = None if own is None else _sources(own, spec.cache_dir)
+    held = None if own is None else _sources(spec, own)
     if divided is None or portion is None:
-        return SplitSources(_sources(data.train, spec.cache_dir), held)
-    every = _sources(divided.sources_of(data.train, portion.name), spec.cache_dir)
+        return SplitSources(_sources(spec, data.train), held)
+    every = _sources(spec, divided.sources_of(data.train, portion.name))
     return SplitSources(_only(every, spec.called(portion), portion.files), held)
 
 
@@ -205,6 +207,7 @@ def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> PreparedK
     split = data.eval if isinstance(data.eval, Duration) else None
     stamps = {file.path: _stamp(file.path) for source in sources.every() for file in source.files}
     drawn = any(source.is_drawn for source in sources.every())
+    seeds = [source.seed for source in sources.every()]
     fields: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "train": _identity(train),
@@ -219,6 +222,7 @@ def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> PreparedK
         "method": spec.examples.kind,
         "train_on": spec.examples.train_on,
         "on_bad_row": data.on_bad_row,
+        **({"seeds": seeds} if any(seed is not None for seed in seeds) else {}),
     }
     encoded = _hash(fields)
     rows = {
@@ -226,15 +230,33 @@ def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> PreparedK
         "max_length": spec.max_length,
         "too_long": spec.too_long,
         "packing": data.packs_rows,
+        **({"rows": data.rows} if data.rows != "packed" else {}),
     }
     return PreparedKeys(encoded, _hash(rows), fields, train, held, stamps)
 
 
-def _sources(sections: "Sequence[DataSource]", cache: Path) -> list[Source]:
-    files = expand(sections, cache)
+def files_of(spec: PrepareSpec, sections: "Sequence[DataSource]") -> list[SourceFile]:
+    """The files of sources; arrays of ids with what parts them into documents and rows. DataError."""
+    return [file if file.array is None else _settled(spec, file) for file in expand(sections, spec.cache_dir)]
+
+
+def _settled(spec: PrepareSpec, file: SourceFile) -> SourceFile:
+    assert file.array is not None
+    array = replace(file.array, is_whole=spec.data.rows == "cut")
+    if array.end == "auto" and not array.is_indexed:
+        array = replace(array, end=spec.tokenizer.eos_id)
+        if array.end is None:
+            raise DataError(f"{file.name}: the tokenizer has no end token: end_id names the id that ends documents")
+    if array.is_whole or array.end is None:
+        array = replace(array, row=spec.max_length)
+    return replace(file, array=array)
+
+
+def _sources(spec: PrepareSpec, sections: "Sequence[DataSource]") -> list[Source]:
+    files = files_of(spec, sections)
     return [
-        Source(section.name, [file for file in files if file.source == number], section.weight, section.count)
-        for number, section in enumerate(sections)
+        Source(each.name, [file for file in files if file.source == number], each.weight, each.count, each.seed)
+        for number, each in enumerate(sections)
     ]
 
 

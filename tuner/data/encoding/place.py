@@ -97,8 +97,11 @@ class Placer:
     def tokens(self, example: Tokens) -> Document:
         """Return the document of a record that is tokens already. Raises RecordProblem for an id out of range."""
         ids = np.array(example.input_ids, dtype=np.int64)
-        if len(ids) and int(ids.max()) >= self._tokenizer.vocab_size:
-            at = int(np.argmax(ids))
+        if len(ids) and (int(ids.max()) >= self._tokenizer.vocab_size or int(ids.min()) < 0):
+            at = int(np.argmax((ids < 0) | (ids >= self._tokenizer.vocab_size)))
+            if example.place is not None:
+                where = f"id {int(ids[at])} at position {example.place + at:,} of the array"
+                raise RecordProblem(f"{where} is not in the vocabulary", 1)
             raise RecordProblem(f"id {int(ids[at])} is not in the vocabulary", path=("input_ids", at))
         given = None if self._everything else example.trained
         trained = np.ones(len(ids), dtype=np.bool_) if given is None else np.array(given, dtype=np.bool_)

@@ -63,6 +63,10 @@ class Block:
     """Lines (records of a table), where the cut found them out."""
     cut: tuple[int, ...] = ()
     """Lines of `data` that were too long, of which it has the beginning."""
+    ends: bytes = b""
+    """Of an array of ids: int64[records + 1], where its records begin and end."""
+    taken: tuple[int, int] | None = None
+    """Of a file that is cut: records [start, stop) of the block that are read; None is all."""
     problem: str = ""
     """Why its one record cannot be read, where it has none that can."""
 

@@ -5,14 +5,19 @@ reads it opens for itself; what has to be inflated or decoded in order is done b
 along with the block.
 """
 
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
 
 from tuner.config.methods import ExampleKind
 from tuner.data.reading.block import Block, RawRecord, parts
+from tuner.data.reading.data_sets import UNCOUNTED, records_in
+from tuner.data.reading.id_blocks import id_blocks, id_records
 from tuner.data.reading.json_blocks import json_blocks, json_records
 from tuner.data.reading.jsonl import locate
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import Compared, Example, document_of, parse_compared, parse_record
+from tuner.data.reading.records import Compared, Example, Tokens, document_of, parse_compared, parse_record
 from tuner.data.reading.tables import table_blocks, table_records
 from tuner.data.reading.text_blocks import csv_blocks, csv_records, text_blocks, text_records
 from tuner.data.sources import Kind, SourceFile, file_error
@@ -30,13 +35,14 @@ _WAYS: dict[Kind, tuple[Cut, Records]] = {
     "text": (text_blocks, text_records),
     "parquet": (table_blocks, table_records),
     "arrow": (table_blocks, table_records),
+    "ids": (id_blocks, id_records),
 }
 
 
 def blocks(file: SourceFile) -> Iterator[Block]:
     """Cut a file, reading it in bounded memory. DataError where it cannot be read on."""
     try:
-        yield from _WAYS[file.kind][0](file)
+        yield from _sliced(file) if file.part else _WAYS[file.kind][0](file)
     except OSError as error:
         raise file_error(file, error) from error
 
@@ -44,9 +50,29 @@ def blocks(file: SourceFile) -> Iterator[Block]:
 def records_of(block: Block) -> Iterator[RawRecord]:
     """Yield the records of a block; unreadable ones carry their problem. DataError where the file cannot be read."""
     try:
-        yield from _WAYS[block.file.kind][1](block)
+        yield from islice(_WAYS[block.file.kind][1](block), *(block.taken or (0, None)))
     except OSError as error:
         raise file_error(block.file, error) from error
+
+
+def _sliced(file: SourceFile) -> Iterator[Block]:
+    """The blocks of a slice, and those before it, of which no record is taken: lines are counted from the first."""
+    cut, records = _WAYS[file.kind]
+    total = UNCOUNTED
+    if re.search("[%-]", file.part):
+        total = sum(_records_in(block, records) for block in cut(file))
+    start, stop = records_in(file.part, total, file.name) or (0, total)
+    for block in cut(file):
+        count = _records_in(block, records)
+        yield replace(block, taken=(min(max(start, 0), count), min(stop, count)))
+        start, stop = start - count, stop - count
+        if stop <= 0:
+            return
+
+
+def _records_in(block: Block, records: Records) -> int:
+    is_table = block.file.kind in {"parquet", "arrow"} and block.lines is not None
+    return block.lines - block.start if is_table and block.lines is not None else sum(1 for _ in records(block))
 
 
 def examples_of(block: Block, kind: ExampleKind = "sft") -> Iterator[tuple[RawRecord, Read]]:
@@ -58,6 +84,11 @@ def examples_of(block: Block, kind: ExampleKind = "sft") -> Iterator[tuple[RawRe
     for record in records_of(block):
         if record.value is None:
             yield record, record.problem or RecordProblem("the row cannot be read", 1)
+            continue
+        if block.file.array is not None:
+            no_answers = RecordProblem("token ids alone have no answers to compare", 1)
+            ids = Tokens(record.value["input_ids"], None, record.value["place"])
+            yield record._replace(value=None), no_answers if kind in {"preference", "unpaired"} else ids
             continue
         example: Read
         try:

@@ -18,6 +18,8 @@ from tuner.data.reading.problems import first_line
 from tuner.errors import DataError, MachineError
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+UNCOUNTED = 1 << 62
+"""The total of rows, where slices by numbers alone need none."""
 _BOUND = re.compile(r"(-?\d{1,15})(%)?")
 _FETCH = """
 import json, sys
@@ -74,7 +76,7 @@ def named_split(place: str, split: str, part: str | None, name: str) -> SplitFil
             hint="a split is of a directory that datasets' save_to_disk wrote, or of a hub data set owner/name",
         )
     files, total = hub_files(place, split)
-    return SplitFiles(files[0], files, _slice(part, total, name))
+    return SplitFiles(files[0], files, records_in(part, total, name))
 
 
 def _saved(directory: Path, part: str | None, name: str) -> SplitFiles:
@@ -83,7 +85,7 @@ def _saved(directory: Path, part: str | None, name: str) -> SplitFiles:
         raise DataError(f"{directory / 'state.json'}: a file name that leaves the directory")
     files = tuple(directory / file for file in names)
     total = 0 if part is None else sum(batch.num_rows for path in files for batch in arrow_batches(path))
-    return SplitFiles(directory, files, _slice(part, total, name))
+    return SplitFiles(directory, files, records_in(part, total, name))
 
 
 def arrow_batches(path: Path) -> Iterator[pa.RecordBatch]:
@@ -130,8 +132,8 @@ def hub_files(name: str, split: str) -> tuple[tuple[Path, ...], int]:
     return tuple(Path(file) for file in answer["files"]), int(answer["rows"])
 
 
-def _slice(part: str | None, total: int, name: str) -> tuple[int, int] | None:
-    """Records [start, stop) of `[10%:]`, `[:1000]` or `[-5%:]`; percents are rounded as datasets does."""
+def records_in(part: str | None, total: int, name: str) -> tuple[int, int] | None:
+    """Records [start, stop) of so many, by `[10%:]`, `[:1000]` or `[-5%:]`; percents are rounded as datasets does."""
     if part is None:
         return None
     first, colon, last = part.replace("_", "").partition(":")
@@ -139,7 +141,8 @@ def _slice(part: str | None, total: int, name: str) -> tuple[int, int] | None:
         raise DataError(f"{name}: [{part}] is no slice", hint="write [:5%], [10%:], [:1000] or [100:200]")
     start, stop = _bound(first.strip(), 0, total, name), _bound(last.strip(), total, total, name)
     if start >= stop:
-        raise DataError(f"{name}: [{part}] of {total:,} rows leaves none")
+        of = "" if total == UNCOUNTED else f" of {total:,} rows"
+        raise DataError(f"{name}: [{part}]{of} leaves none")
     return start, stop
 
 

@@ -7,6 +7,9 @@ were written from one, nulls are values: nobody can tell which of them were mean
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 Message = dict[str, Any]
 """One message of a conversation."""
 
@@ -35,8 +38,10 @@ class PlainText(NamedTuple):
 class Tokens(NamedTuple):
     """Token ids made elsewhere; `trained` is one flag a token, or None where the method decides."""
 
-    input_ids: list[int]
+    input_ids: Sequence[int] | npt.NDArray[np.int64]
     trained: list[bool] | None
+    place: int | None = None
+    """Of an array of ids: where the first one stands in its file."""
 
 
 Example = Conversation | PromptCompletion | PlainText | Tokens
