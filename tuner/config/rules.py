@@ -177,6 +177,12 @@ def _compared_answers_are_chats_or_texts(recipe: Recipe, given: Set[str]) -> str
     return None
 
 
+def _prompts_of_pairs(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.data.max_prompt_length is None or recipe.method.examples.kind == "preference":
+        return None
+    return f"method.kind {recipe.method.kind} has no pairs, whose prompts are cut; write data.max_prompt_length: null"
+
+
 def _compared_answers_are_whole(recipe: Recipe, given: Set[str]) -> str | None:
     if not recipe.method.examples.compares or recipe.data.too_long != "split":
         return None
@@ -433,6 +439,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("data.rows", "data.packing", "data.too_long", "method.kind"), _cut_rows_are_of_documents_end_to_end),
     Rule(("data.train", "data.eval", "method.kind"), _compared_answers_are_chats_or_texts),
     Rule(("data.too_long", "method.kind"), _compared_answers_are_whole),
+    Rule(("data.max_prompt_length", "method.kind"), _prompts_of_pairs),
     Rule(("data.eval",), _split_fits_cap),
     Rule(
         ("optimizer.adjust_lr", "optimizer.scale_parameter", "optimizer.lr", "optimizer.adamw_lr", "optimizer.kind"),

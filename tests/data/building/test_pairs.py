@@ -125,6 +125,25 @@ def test_long_pairs_are_dropped_whole_or_cut_alike(max_length: int, tmp_path: Pa
             assert len(kept[cut.index(True)][0]) >= len(kept[cut.index(False)][0])
 
 
+@pytest.mark.parametrize("too_long", ["drop", "truncate"])
+def test_the_last_tokens_of_a_long_prompt_are_kept(too_long: str, tmp_path: Path) -> None:
+    rows = [row for row in pairs.rows(40, words=9) if "prompt" in row and isinstance(row["prompt"], str)]
+    data, report = prepared(tmp_path, rows, max_length=40, max_prompt_length=6, too_long=too_long)
+    found, cut_prompts, long = documents(data.train), 0, 0
+    for number, row in enumerate(rows):
+        pair = expected(row)
+        start = max(0, pair[0][1].index(True) - 6)
+        left = [(ids[start:], trained[start:]) for ids, trained in pair]
+        cut_prompts += start > 0
+        if sum(len(ids) for ids, _ in left) <= 40:
+            assert [found[2 * number], found[2 * number + 1]] == left
+        else:
+            long += 1
+            assert (2 * number in found) is (too_long == "truncate")
+    counts = report["train"]
+    assert (counts["cut_prompts"], counts["truncated"]) == (cut_prompts, long if too_long == "truncate" else 0)
+
+
 def test_without_packing_a_row_is_a_pair(tmp_path: Path) -> None:
     data, _ = prepared(tmp_path, pairs.rows(7), packing=False)
     assert [row.documents.tolist() for row in data.train] == [[2 * i, 2 * i + 1] for i in range(7)]

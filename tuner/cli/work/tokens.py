@@ -38,7 +38,7 @@ def _row(row: DocumentView, tokenizer: TextTokenizer, colour: bool, every_token:
         head += "".join(f"\nan answer of this row is left out: {escape(reason)}" for reason in row.left_out)
     lines = [f"{_DIM}{head}{_OFF}" if colour else head, _marked(row.kept or row.tokens, tokenizer, colour)]
     if row.fate == "truncate":
-        cut = escape(tokenizer.decode([token.id for token in row.tokens if not token.kept]))
+        cut = escape(tokenizer.decode([token.id for token in row.tokens[row.before :] if not token.kept]))
         lines += ["-- cut here; what follows is left out --", f"{_DIM}{cut}{_OFF}" if colour else cut]
     if every_token:
         lines += [_token(i, token, colour) for i, token in enumerate(row.tokens)]
@@ -53,6 +53,8 @@ def _size(row: DocumentView) -> str:
     if row.fate == "drop":
         why = f"{'with the other answer ' if is_pair else ''}longer than {limit} (data.too_long: drop)"
         return f"{text}: dropped, {why}; {trained:,} would be trained [in brackets]"
+    if row.before:
+        text += f", the first {row.before:,} of its prompt left out (data.max_prompt_length)"
     if row.fate == "truncate":
         to = f"{len(row.kept):,} tokens, which leave room for the other answer in " if is_pair else ""
         text += f", cut to {to}{limit}"

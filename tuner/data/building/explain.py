@@ -60,6 +60,11 @@ class DocumentView:
     """Why it may not be trained on though it is read: its source's share, or what is held out."""
 
     @property
+    def before(self) -> int:
+        """Tokens before the first that rows hold: of the prompt of a pair the last ones may be kept."""
+        return next((number for number, token in enumerate(self.tokens) if token.kept), 0)
+
+    @property
     def kept(self) -> list[TokenView]:
         """The tokens that rows hold."""
         return [token for token in self.tokens if token.kept]
@@ -124,26 +129,30 @@ def _answer(example: Example | Compared, number: int) -> str:
     return ("wanted" if example.label else "not wanted") if isinstance(example, Labelled) else ""
 
 
-def _fates(spec: PrepareSpec, documents: list[Document]) -> list[tuple[Fate, int]]:
-    """What becomes of each document of a record, and how many of its tokens rows hold."""
-    lengths = [len(document.input_ids) for document in documents]
-    limit = spec.max_length
+def _fates(spec: PrepareSpec, documents: list[Document]) -> list[tuple[Fate, range]]:
+    """What becomes of each document of a record, and which of its tokens rows hold."""
+    limit, starts = spec.max_length, [0] * len(documents)
+    if spec.examples.documents == 2 and spec.data.max_prompt_length is not None:
+        prompts = [int(np.argmax(document.trained)) for document in documents]
+        starts = [max(0, prompt - spec.data.max_prompt_length) for prompt in prompts]
+    lengths = [len(document.input_ids) - start for document, start in zip(documents, starts, strict=True)]
     if spec.examples.documents == 2:  # both stand in one row
         if sum(lengths) > spec.max_length and spec.too_long == "drop":
-            return [("drop", 0)] * 2
+            return [("drop", range(0))] * 2
         limit = int(pair_limit(spec.max_length, np.array(min(lengths))))
     fates: list[Fate] = ["whole" if length <= limit else spec.too_long for length in lengths]
     by_fate = {"drop": 0, "truncate": limit}
-    return [(fate, by_fate.get(fate, length)) for fate, length in zip(fates, lengths, strict=True)]
+    kept = [by_fate.get(fate, length) for fate, length in zip(fates, lengths, strict=True)]
+    return [(fate, range(start, start + n)) for fate, start, n in zip(fates, starts, kept, strict=True)]
 
 
-def _tokens(spec: PrepareSpec, document: Document, fate: Fate, kept: int) -> list[TokenView]:
+def _tokens(spec: PrepareSpec, document: Document, fate: Fate, kept: range) -> list[TokenView]:
     rules = [""] * len(document.input_ids)
     for span in document.spans:
         rules[span.start : span.stop] = [span.rule] * (span.stop - span.start)
     # The first token of a document, or of a piece of a split one, is predicted from nothing: it is never a target.
     piece = spec.max_length if fate == "split" else len(rules)
     return [
-        TokenView(spec.tokenizer.decode([int(token)]), int(token), bool(trained) and i % piece > 0, rule, i < kept)
+        TokenView(spec.tokenizer.decode([int(token)]), int(token), bool(trained) and i % piece > 0, rule, i in kept)
         for i, (token, trained, rule) in enumerate(zip(document.input_ids, document.trained, rules, strict=True))
     ]

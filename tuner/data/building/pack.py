@@ -37,6 +37,8 @@ class Segments:
     dropped: dict[str, int] = field(default_factory=dict)
     """Reason -> documents of which nothing is left."""
     truncated: int = 0
+    cut_prompts: int = 0
+    """Pairs of which the beginning of the prompt is left out."""
     split: int = 0
     dropped_pieces: int = 0
     """Pieces without a trained target of split documents of which other pieces are kept."""
@@ -52,14 +54,16 @@ class Segments:
         return self.stop - self.start
 
 
-def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong, each: int = 1) -> Segments:
+def cut(
+    batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong, each: int = 1, max_prompt: int | None = None
+) -> Segments:
     """Cut documents into segments of at most `max_length` tokens; those without a trained target are left out.
 
-    Where `each` is 2, documents are pairs, of which both fit together or both are left out, and pairs are counted.
-    Raises DataError for 2^32 documents or more.
+    Where `each` is 2, documents are pairs, of which both fit together or both are left out, and pairs are counted;
+    of a prompt with more tokens than `max_prompt` the last ones are kept. Raises DataError for 2^32 documents or more.
     """
     if each == 2:
-        return _cut_pairs(batches, max_length, too_long)
+        return _cut_pairs(batches, max_length, too_long, max_prompt)
     segments = _Columns(3 + (too_long == "split"))
     dropped = {TOO_LONG: 0, NO_TARGET: 0}
     base = truncated = n_split = pieces_dropped = tokens_dropped = 0
@@ -99,18 +103,24 @@ def cut(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong, e
     reasons = {reason: count for reason, count in dropped.items() if count}
     documents, stops, targeted, *rest = segments.done()
     starts = rest[0] if rest else np.broadcast_to(np.uint32(0), len(stops))
-    return Segments(documents, starts, stops, targeted, reasons, truncated, n_split, pieces_dropped, tokens_dropped)
+    return Segments(documents, starts, stops, targeted, reasons, truncated, 0, n_split, pieces_dropped, tokens_dropped)
 
 
-def _cut_pairs(batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong) -> Segments:
+def _cut_pairs(
+    batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong, max_prompt: int | None
+) -> Segments:
     """Keep the pairs of documents that fit into a row, or cut them; both documents of a pair are treated alike."""
-    segments = _Columns(3)
+    segments = _Columns(3 + (max_prompt is not None))
     dropped = {TOO_LONG: 0, NO_TARGET: 0}
-    base = truncated = 0
+    base = truncated = cut_prompts = 0
     for batch in batches:
         before, offsets = _trained_before(batch)
-        starts, lengths = offsets[:-1], np.diff(offsets)
+        skipped = np.zeros(len(offsets) - 1, dtype=np.int64)
+        if max_prompt is not None:
+            skipped = np.maximum(_prompts(before, offsets) - max_prompt, 0)
+        starts, lengths = offsets[:-1] + skipped, np.diff(offsets) - skipped
         both = lengths.reshape(-1, 2)
+        cut_prompts += int((skipped > 0).reshape(-1, 2).any(axis=1).sum())
         long = both.sum(axis=1) > max_length
         stop = lengths
         if too_long == "truncate":
@@ -125,15 +135,21 @@ def _cut_pairs(batches: Iterator[pa.RecordBatch], max_length: int, too_long: Too
         considered = ~long | (too_long == "truncate")
         dropped[NO_TARGET] += int((considered & ~learned).sum())
         kept = np.flatnonzero(np.repeat(considered & learned, 2))
-        segments.append((kept + base, stop[kept], trained[kept]))
+        columns = (kept + base, (skipped + stop)[kept], trained[kept])
+        segments.append(columns if max_prompt is None else (*columns, skipped[kept]))
         base += len(lengths)
         if base > MAX_DOCUMENTS:
             raise DataError(f"more than {MAX_DOCUMENTS:,} documents in one split")
     reasons = {reason: count for reason, count in dropped.items() if count}
-    documents, stops, targeted = segments.done()
-    return Segments(
-        documents, np.broadcast_to(np.uint32(0), len(stops)), stops, targeted, reasons, truncated, each=2
-    )
+    documents, stops, targeted, *rest = segments.done()
+    begins = rest[0] if rest else np.broadcast_to(np.uint32(0), len(stops))
+    return Segments(documents, begins, stops, targeted, reasons, truncated, cut_prompts, each=2)
+
+
+def _prompts(before: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """int64[documents]: tokens before the first trained one; 0 where none is trained."""
+    first = np.searchsorted(before, before[offsets[:-1]], side="right") - 1  # as many are trained before it
+    return np.where(before[offsets[1:]] > before[offsets[:-1]], first - offsets[:-1], 0)
 
 
 def in_order(batches: Iterator[pa.RecordBatch], max_length: int) -> Segments:

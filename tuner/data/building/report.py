@@ -270,6 +270,7 @@ def _split_text(counts: Mapping[str, Any], unit: str) -> str:
         f"longest {counts['longest']:,}",
     ]
     parts += [f"{counts[word]:,} {word}" for word in ("truncated", "split") if counts[word]]
+    parts += [f"{counts['cut_prompts']:,} with a shorter prompt"] if "cut_prompts" in counts else []
     parts += [f"{counted(counts['duplicates'], 'duplicate')} kept"] if counts["duplicates"] else []
     if counts.get("dropped_pieces"):  # what an earlier version prepared does not count them
         pieces, tokens = counts["dropped_pieces"], counts["dropped_piece_tokens"]

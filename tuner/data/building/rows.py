@@ -94,7 +94,7 @@ def _write_rows(spec: PrepareSpec, tmp: Path, split: str) -> dict[str, Any]:
     if spec.data.rows == "cut":
         segments = in_order(documents, spec.max_length)
     else:
-        segments = cut(documents, spec.max_length, spec.too_long, each)
+        segments = cut(documents, spec.max_length, spec.too_long, each, spec.data.max_prompt_length)
     n_rows = 0
     path = str(tmp / f"{split}.rows.arrow")
     with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, ROWS_SCHEMA) as writer:
@@ -112,6 +112,7 @@ def _write_rows(spec: PrepareSpec, tmp: Path, split: str) -> dict[str, Any]:
         "fill": round(tokens / (n_rows * spec.max_length), 6) if n_rows else 0.0,
         "dropped_rows": segments.dropped,
         "truncated": segments.truncated,
+        **({"cut_prompts": segments.cut_prompts} if segments.cut_prompts else {}),
         "split": segments.split,
         "dropped_pieces": segments.dropped_pieces,
         "dropped_piece_tokens": segments.dropped_piece_tokens,

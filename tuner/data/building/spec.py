@@ -230,6 +230,7 @@ def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> PreparedK
         "max_length": spec.max_length,
         "too_long": spec.too_long,
         "packing": data.packs_rows,
+        **({} if data.max_prompt_length is None else {"max_prompt": data.max_prompt_length}),
         **({"rows": data.rows} if data.rows != "packed" else {}),
     }
     return PreparedKeys(encoded, _hash(rows), fields, train, held, stamps)
