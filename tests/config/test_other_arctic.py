@@ -97,6 +97,9 @@ def test_a_trainer_of_its_own_is_refused() -> None:
 
 
 def test_what_is_not_carried_over_is_said() -> None:
-    text = FILES["sft"][0] + "enable_routing_replay: true\nmem_profiler: e2e\n"
+    text = FILES["sft"][0] + "enable_routing_replay: true\nmem_profiler: step\n"
     left = " ".join(import_text(text.replace("dtype: fp32", "attn_implementation: sdpa"), "r.yml").left)
     assert "enable_routing_replay" in left and "mem_profiler" in left and "attn_implementation" in left
+    text = FILES["sft"][0] + "mem_profiler: e2e\nmem_profiler_max_entries: 5000\n"
+    profile = import_text(text, "r.yml").recipe.profile
+    assert (profile.memory, profile.entries) == ("all", 5000)

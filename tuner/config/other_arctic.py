@@ -115,6 +115,14 @@ def sharded(value: Any, given: Given) -> Lines | str | None:
     return found
 
 
+def profiled(value: Any, given: Given) -> Lines | str | None:
+    """Their memory profiler: of a whole run, that of a single step is a list of steps here."""
+    if value != "e2e":
+        return {} if value is None else None
+    entries = number(given.get("mem_profiler_max_entries"))
+    return {"profile.memory": "all"} | ({} if entries is None else {"profile.entries": int(entries)})
+
+
 RULES: dict[str, Rule] = {
     "deepspeed": sharded,
     "type": lambda value, given: {"method.kind": METHODS[value]} if value in METHODS else None,
@@ -123,6 +131,8 @@ RULES: dict[str, Rule] = {
     "data.train_eval_split": split_off,
     "data.type": lambda value, given: {},  # the trainer's type says it
     "checkpoint": engines,
+    "mem_profiler": profiled,
+    "mem_profiler_max_entries": lambda value, given: {},  # of the one above
     "model.type": model_type,
     "model.peft_config": peft,
     "optimizer.type": optimizer,

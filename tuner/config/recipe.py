@@ -518,8 +518,10 @@ class ProfileSection(Section):
 
     steps: Annotated[tuple[int, ...], Several(item=Whole(ge=1, le=2**53), empty=True)] = ()
     """Steps to record in RUN/profile on every process, such as [10, 11]; they take longer but compute the same."""
-    memory: Bool = True
-    """Record the memory timeline by part, and what is largest at its peak."""
+    memory: Annotated[bool | Literal["all"], Switch()] = True
+    """Record the memory timeline by part, and what is largest at its peak; all: on CUDA of the whole launch, too."""
+    entries: Annotated[int, Whole(ge=1, le=2**31)] = 100_000
+    """Blocks taken and given back that the history of a whole launch holds at most: the newest."""
     time: Bool = True
     """Record a trace of operations and kernels, for Perfetto or chrome://tracing."""
 

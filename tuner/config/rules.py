@@ -15,7 +15,7 @@ from tuner.config.optimizers import (
     keeps_states_on_host,
     rounds_stochastically,
 )
-from tuner.config.recipe import SECTIONS, DoraAdapter, HealthSection, LowRankAdapter, Recipe
+from tuner.config.recipe import SECTIONS, DoraAdapter, HealthSection, LowRankAdapter, ProfileSection, Recipe
 from tuner.config.rule import Rule
 
 
@@ -341,6 +341,8 @@ def _base_is_a_choice(recipe: Recipe, given: Set[str]) -> str | None:
 
 def _profile_records_something(recipe: Recipe, given: Set[str]) -> str | None:
     profile = recipe.profile
+    if profile.entries != ProfileSection().entries and profile.memory != "all":
+        return "entries are those of a whole launch's history; set profile.memory: all"
     if not profile.steps or profile.memory or profile.time:
         return None
     return "nothing is recorded of them; set profile.memory or profile.time: true"
@@ -458,7 +460,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("optimizer.rows", "adapter.kind"), _rows_are_trained_in_full),
     Rule(("optimizer.rows", "optimizer.offload", "optimizer.rounding", "optimizer.kind"), _rows_are_fp32_on_the_device),
     Rule(("optimizer.rows", "parallel.tensor"), _rows_are_of_whole_embeddings),
-    Rule(("profile.steps", "profile.memory", "profile.time"), _profile_records_something),
+    Rule(("profile.steps", "profile.memory", "profile.time", "profile.entries"), _profile_records_something),
     Rule(("parallel.tensor", "parallel.expert", "parallel.shard"), _parts_are_sharded),
     Rule(("parallel.expert", "parallel.tensor", "parallel.sequence"), _experts_are_whole),
     Rule(

@@ -50,10 +50,11 @@ class StepWatch:
 
     def start(self, number: int) -> StepRecorder | None:
         """A recorder at work on step ``number``; None, with a warning, where it could not be started."""
-        snapshot = self._directory / f"memory-step-{number}-rank{self._rank}.pickle"
+        history = self._directory / f"memory-step-{number}-rank{self._rank}.pickle"
+        snapshot = None if self._section.memory == "all" else history  # that one would end with the step
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            recorder = StepRecorder(self._assembly.train_state, self._section.memory, self._modules, snapshot)
+            recorder = StepRecorder(self._assembly.train_state, bool(self._section.memory), self._modules, snapshot)
             try:
                 recorder.start()
             except BaseException:

@@ -106,7 +106,8 @@ class Placer:
         given = None if self._everything else example.trained
         trained = np.ones(len(ids), dtype=np.bool_) if given is None else np.array(given, dtype=np.bool_)
         first = int(np.argmax(trained)) if trained.any() else 0
-        edges = [0, *(np.flatnonzero(np.diff(trained.astype(np.int8))) + 1).tolist(), len(ids)]
+        changes = [] if given is None else (np.flatnonzero(np.diff(trained.astype(np.int8))) + 1).tolist()
+        edges = [0, *changes, len(ids)]
         rules = ("not trained", "trained") if given is not None else ("tokens", "tokens")
         spans = [TokenSpan(a, b, rules[int(trained[a])]) for a, b in zip(edges, edges[1:], strict=False) if b > a]
         return Document(ids, trained, first or len(ids) // 2, spans)

@@ -6,6 +6,7 @@ from tuner.run.parts.ends import EndAt
 from tuner.run.parts.exactness import Exactness
 from tuner.run.parts.initial_weights import InitialWeights
 from tuner.run.parts.kernels import Kernels
+from tuner.run.parts.memory_history import MemoryHistory
 from tuner.run.parts.mock_batch import MockBatch
 from tuner.run.parts.offload import Offload
 from tuner.run.parts.own_code import OwnCode
@@ -18,6 +19,7 @@ from tuner.run.parts.windows import Windows
 PARTS: tuple[type[Part], ...] = (
     OwnCode,
     Cores,
+    MemoryHistory,
     Exactness,
     InitialWeights,
     Kernels,
