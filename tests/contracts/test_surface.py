@@ -25,6 +25,7 @@ SURFACE = {
     "train": "(RECIPE) --resume --reset --prepared --overrides --no-prepare --dry-run",
     "ladder plan": "(RECIPE) --rung --device --quick",
     "ladder run": "(RECIPE) --rung",
+    "ladder benchmark": "RUNG (RECIPE) --steps --output",
     "ladder status": "(LADDER)",
     "ladder metrics": "(LADDER)",
     "ladder fit": "(LADDER) --target --tokens --loss --score --chance --level --samples --output",

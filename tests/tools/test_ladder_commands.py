@@ -130,12 +130,29 @@ def test_status_shows_marks_and_losses(trained: Path) -> None:
     assert "12/12" in small and "4/4" in small and "2 post-decay" in large
 
 
+def test_a_rung_is_benchmarked_and_nothing_stays_of_it(trained: Path) -> None:
+    place = trained / "runs" / "ladder"
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    document = ladder(trained, "benchmark", "large", "ladder.yaml", "--steps", "3")
+    written = json.loads((place / "benchmark-large.json").read_text())
+    assert document["artifacts"] == {"path": str(place / "benchmark-large.json"), "rung": "large"}
+    assert written == {"schema": "tuner.ladder-benchmark/1", **document["metrics"]}
+    assert (written["steps"], written["total_steps"], written["batch_tokens"]) == (3, 12, 256)
+    assert written["tok_per_s"] == pytest.approx(written["tokens_per_step"] / written["step_s"])
+    assert written["mfu"] == pytest.approx(written["flops"] / written["step_s"] / written["peak_flops"])
+    assert written["memory"]["peak_bytes"] > 3 * 4 * written["parameters"], "weights and AdamW's states at least"
+    (place / "benchmark-large.json").unlink()
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("train", "ladder.yaml"), "this recipe is a ladder of 2 sizes (ladder.sizes), not one run"),
         (("profile", "ladder.yaml"), "tuner ladder plan RECIPE"),
-        (("ladder", "run", "ladder.yaml", "--rung", "middle"), "--rung middle: no such rung"),
+        (("ladder", "run", "ladder.yaml", "--rung", "middle"), "middle: no such rung"),
+        (("ladder", "benchmark", "3", "ladder.yaml"), "3: no such rung"),
+        (("ladder", "benchmark", "1", "ladder.yaml", "--output", "text.jsonl"), "holds something else than a"),
         (("ladder", "status", "."), "holds no ladder: no rung was started there"),
         (("ladder", "metrics", "runs", "--seed", "3"), "is a directory, not a recipe: --seed has no meaning here"),
     ],

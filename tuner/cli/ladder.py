@@ -65,6 +65,28 @@ def run(
 
 
 @app.command()
+@command("ladder benchmark")
+def benchmark(
+    ctx: typer.Context,
+    rung: Annotated[str, typer.Argument(metavar="RUNG", help="The rung: its name, or its number from 1.")],
+    recipe: RecipeArgument = None,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps that are timed, after one that is not.")] = 20,
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Where the figures go; default benchmark-RUNG.json in the ladder."),
+    ] = None,
+    verbose: VerboseOption = False,
+) -> Outcome:
+    """Train a rung for a few steps and measure them: time, tokens a second, MFU, memory; nothing is saved of it."""
+    loaded = _ladder_recipe(ctx, recipe)
+    level = level_of(loaded, verbose)
+    console = console_of(level)
+    with console.doing("loading libraries", at_once=True):
+        from tuner.cli.work import ladder
+    return ladder.benchmark(loaded, rung, steps, output, console, level)
+
+
+@app.command()
 @command("ladder status")
 def status(ctx: typer.Context, ladder: LadderArgument = None) -> Outcome:
     """List the rungs: how far each is, which of its marks are reached, and the loss at the newest of them."""

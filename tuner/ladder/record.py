@@ -97,7 +97,7 @@ def find_rung(names: Sequence[str], wanted: str) -> int:
         return names.index(wanted)
     if wanted.isdecimal() and 1 <= int(wanted) <= len(names):
         return int(wanted) - 1
-    raise RecipeError(f"--rung {wanted}: no such rung", hint=f"there are: {', '.join(names)}")
+    raise RecipeError(f"{wanted}: no such rung", hint=f"there are: {', '.join(names)}")
 
 
 def _require_same_plan(before: Ladder, now: Ladder) -> None:

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tuner.cli.command import Outcome
-from tuner.cli.output import fitted, stdout_columns
+from tuner.cli.command import Outcome, input_path
+from tuner.cli.output import columns, fitted, stdout_columns
 from tuner.cli.work.schedule import drawing, planned_schedule
 from tuner.config.ladder import short_count
 from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import Recipe
 from tuner.errors import counted
+from tuner.ladder.benchmark import benchmarked, check_figures, file_name, write_figures
 from tuner.ladder.launch import PlannedRung, ladder_of, predicted, run_rungs
 from tuner.ladder.record import as_started, find_rung, write_ladder
 from tuner.ladder.rungs import Rung, rungs_of
@@ -24,6 +25,7 @@ from tuner.runtime.files import gib
 MOST_COLUMNS = 100
 PLAN = ("rung", "N", "all", "tokens/step", "off", "processes", "accumulation", "micro", "steps", "tokens", "lr",
         "warm-up", "FLOPs", "memory", "time")  # fmt: skip
+BENCHMARK = ("rung", "steps", "step", "tokens/s", "MFU", "memory", "whole run")
 
 
 def plan_table(planned: Sequence[Mapping[str, Any]]) -> str:
@@ -106,6 +108,35 @@ def run(loaded: LoadedRecipe, rung: str | None, console: Console, level: Level) 
         console.say("stopped", f"{results[-1].rung.name}: resume with: tuner ladder run {_shown(loaded)}")
         return Outcome(str(directory), "stopped", 75, artifacts, metrics, next=f"tuner ladder run {_shown(loaded)}")
     return Outcome(str(directory), artifacts=artifacts, metrics=metrics, next=f"tuner ladder metrics {directory}")
+
+
+def benchmark(
+    loaded: LoadedRecipe, rung: str, steps: int, output: str | None, console: Console, level: Level
+) -> Outcome:
+    """Measure some steps of a rung, and write the figures."""
+    with console.doing("planning the rungs"):
+        (chosen,) = _chosen(rungs_of(loaded), rung)
+    path = Path(loaded.recipe.output_dir) / file_name(chosen) if output is None else input_path(output)
+    check_figures(path)
+    found = benchmarked(chosen, steps, level)
+    if RankInfo.from_environment().is_main:
+        write_figures(path, found)
+    figures, artifacts = found.plain(), {"path": str(path), "rung": chosen.name}
+    warnings = [] if found.measured.shortage is None else [found.measured.shortage.line()]
+    text = columns([BENCHMARK, [chosen.name, *_shown_figures(figures)]], right=range(1, len(BENCHMARK)))
+    return Outcome(text, artifacts=artifacts, metrics=figures, warnings=warnings, is_table=True)
+
+
+def _shown_figures(figures: Mapping[str, Any]) -> list[str]:
+    mfu = figures.get("mfu")
+    return [
+        str(figures["steps"]),
+        f"{figures['step_s']:.3g} s",
+        f"{figures['tok_per_s']:,.0f}",
+        "-" if mfu is None else f"{mfu:.1%}",
+        gib(figures["memory"]["peak_bytes"]),
+        clock(figures["estimate_s"]),
+    ]
 
 
 def _chosen(rungs: Sequence[Rung], wanted: str | None) -> Sequence[Rung]:
