@@ -26,7 +26,7 @@ SURFACE = {
     "ladder plan": "(RECIPE) --rung --device --quick",
     "ladder run": "(RECIPE) --rung",
     "ladder benchmark": "RUNG (RECIPE) --steps --output",
-    "ladder status": "(LADDER)",
+    "ladder status": "(LADDER) --marks",
     "ladder metrics": "(LADDER)",
     "ladder fit": "(LADDER) --target --tokens --loss --score --chance --level --samples --output",
     "resume": "RUN --reset --dry-run",

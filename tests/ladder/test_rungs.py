@@ -42,6 +42,19 @@ def test_a_rung_is_an_ordinary_recipe(tmp_path: Path) -> None:
     assert large.step_flops > 6 * large.parameters * 256
 
 
+def test_the_mark_before_the_first_step(tmp_path: Path) -> None:
+    write_ladder_files(tmp_path)
+    tree = ladder_tree(initial=True)
+    with pytest.raises(RecipeError, match="ladder.initial evaluates each size before its first step"):
+        load_recipe(tree, cwd=tmp_path)
+    del tree["eval"]["at_start"]
+    small, _ = rungs_of(load_recipe(tree, cwd=tmp_path))
+    marks = [(mark.phase, mark.step, mark.tokens) for mark in small.marks]
+    assert marks[:2] == [("initial", 0, 0), ("pre-decay", 4, 1024)]
+    recipe = small.loaded.recipe
+    assert recipe.checkpoint.at_start and recipe.eval.at_start and len(recipe.checkpoint.marks) == 4
+
+
 def test_the_recipes_own_values_stay_where_a_rule_says_recipe(tmp_path: Path) -> None:
     write_ladder_files(tmp_path)
     tree = ladder_tree(lr="recipe", batch_tokens="recipe", beta2="recipe")

@@ -16,7 +16,9 @@ from tests.ladder.ladders import write_ladder_files
 from tools.ladder_campaign import campaign
 from tuner.checkpoint.load import content_sha256
 from tuner.checkpoint.open import newest
-from tuner.ladder.record import LADDER
+from tuner.ladder.marks import read_marks
+from tuner.ladder.points import points_of
+from tuner.ladder.record import LADDER, read_ladder
 
 MARKS = [(1.0, "pre-decay", 4), (1.0, "post-decay", 6), (2.0, "pre-decay", 10), (2.0, "post-decay", 12)]
 
@@ -35,6 +37,24 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_ladder_files(directory)
     assert campaign(directory, kills=1, seed=3, start=forked.Popen) == []
     return directory
+
+
+def test_the_initial_mark_is_listed_and_is_no_point_of_a_law(tmp_path: Path) -> None:
+    write_ladder_files(tmp_path)
+    words = ("ladder.yaml", "--ladder.initial", "true", "--eval.at_start", "true", "--eval.every", "never")
+    ladder(tmp_path, "run", *words, "--rung", "small")
+    marks = ladder(tmp_path, "status", *words)["artifacts"]["marks"]
+    small = tmp_path / "runs" / "ladder" / "small"
+    listed = [(one["name"], one["step"], one["exists"]) for one in marks]
+    assert listed[:2] == [("initial", 0, True), ("1 pre-decay", 4, True)]
+    assert [one["exists"] for one in marks[5:]] == [False] * 5, "the other rung was not started"
+    assert marks[0]["path"] == str(small / "checkpoints" / "step-0")
+    done = commands.tuner("ladder", "status", "runs/ladder", "--marks", cwd=tmp_path)
+    assert [line.split()[-1] for line in done.stdout.splitlines()[1:]] == [one["path"] for one in marks]
+    first, *others = ladder(tmp_path, "metrics", "runs/ladder")["artifacts"]["marks"]
+    assert (first["phase"], first["tokens"], first["step"]) == ("initial", 0, 0) and first["loss"] > others[-1]["loss"]
+    points = [point.tokens for point in points_of(read_marks(read_ladder(small.parent)))]
+    assert points == [one["tokens"] for one in others]
 
 
 @pytest.mark.slow

@@ -88,11 +88,15 @@ def benchmark(
 
 @app.command()
 @command("ladder status")
-def status(ctx: typer.Context, ladder: LadderArgument = None) -> Outcome:
+def status(
+    ctx: typer.Context,
+    ladder: LadderArgument = None,
+    marks: Annotated[bool, typer.Option("--marks", help="List each mark, and where it is.")] = False,
+) -> Outcome:
     """List the rungs: how far each is, which of its marks are reached, and the loss at the newest of them."""
     from tuner.cli.work import ladder_marks
 
-    return ladder_marks.status(ladder, overrides_of(ctx))
+    return ladder_marks.status(ladder, overrides_of(ctx), marks)
 
 
 @app.command()

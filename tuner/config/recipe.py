@@ -425,6 +425,8 @@ class CheckpointSection(Section):
         Duration.parse("15 min"),
     )
     """How often to save; the first duration that has passed counts."""
+    at_start: Bool = False
+    """Save before the first step, after its evaluation; that checkpoint is never pruned."""
     at_end: Bool = True
     """Save after the last step."""
     keep: Annotated[int, Whole(ge=1, le=10**6)] = 2

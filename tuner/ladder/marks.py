@@ -6,12 +6,15 @@ import csv
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tuner.checkpoint.manifest import step_name
 from tuner.ladder.record import Ladder, RungRecord
-from tuner.ladder.rules import Phase
+from tuner.ladder.rules import Phase, PlannedMark, mark_name
+from tuner.rundir.last_checkpoint import problem_of
+from tuner.rundir.layout import CHECKPOINTS
 from tuner.rundir.record import NOT_FIGURES, read_run, summary
 from tuner.rundir.run_json import is_run
 
@@ -57,7 +60,7 @@ def marks_of(rung: RungRecord, run_dir: Path) -> list[Mark]:
 
 def _reached(rung: RungRecord, run_dir: Path) -> Iterator[Mark]:
     wanted = {mark.step for mark in rung.marks}
-    tokens: dict[int, int] = {}
+    tokens = {0: 0}
     evaluated: dict[int, Mapping[str, object]] = {}
     for line in read_run(run_dir).lines():
         if line["step"] not in wanted:
@@ -103,6 +106,22 @@ def marks_csv(marks: Sequence[Mark]) -> str:
     for mark in marks:
         writer.writerow({name: "" if value is None else value for name, value in mark.row().items()})
     return text.getvalue()
+
+
+def places(ladder: Ladder) -> list[dict[str, Any]]:
+    """Where the checkpoint of each mark is, or will be, as JSON values: ``path``, and whether a valid one is there."""
+    return [_place(ladder, rung, mark) for rung in ladder.rungs for mark in rung.marks]
+
+
+def _place(ladder: Ladder, rung: RungRecord, mark: PlannedMark) -> dict[str, Any]:
+    path = ladder.run_dir(rung) / CHECKPOINTS / step_name(mark.step)
+    return {
+        "rung": rung.name,
+        "name": mark_name(mark.multiple, mark.phase),
+        **asdict(mark),
+        "path": str(path),
+        "exists": path.is_dir() and problem_of(path) is None,
+    }
 
 
 _NOT_STARTED: Mapping[str, Any] = {"status": "not started", "step": 0, "tokens": None, "seconds": 0}

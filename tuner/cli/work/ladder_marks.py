@@ -19,12 +19,14 @@ from tuner.ladder.fit_page import PAGE, check_output, figures_of, is_covered, sh
 from tuner.ladder.forecast import Forecast, ForecastQuestion, forecast
 from tuner.ladder.held_out import LadderHeldOut
 from tuner.ladder.law import Size
-from tuner.ladder.marks import marks_csv, read_marks, statuses
-from tuner.ladder.points import Point, by_rung, point_of, read_points, short
+from tuner.ladder.marks import marks_csv, places, read_marks, statuses
+from tuner.ladder.points import Point, by_rung, points_of, read_points, short
 from tuner.ladder.record import read_ladder
+from tuner.ladder.rules import mark_name
 from tuner.runtime.console import Console, clock
 
 CSV = ".csv"
+PLACES = ("rung", "mark", "step", "tokens", "there", "checkpoint")
 STATUS = ("rung", "status", "step", "tokens", "marks", "newest mark", "loss", "time")
 
 
@@ -46,7 +48,7 @@ def status_table(found: Sequence[Mapping[str, Any]]) -> str:
         if mark is None:
             return "-", "-"
         loss = mark["loss"]
-        return f"{mark['multiple']:g} {mark['phase']}", "-" if loss is None else f"{loss:.4f}"
+        return mark_name(mark["multiple"], mark["phase"]), "-" if loss is None else f"{loss:.4f}"
 
     lines = [
         [
@@ -63,12 +65,24 @@ def status_table(found: Sequence[Mapping[str, Any]]) -> str:
     return fitted([STATUS, *lines], stdout_columns(), right=(2, 3, 4, 6, 7))
 
 
-def status(ladder: str | None, overrides: Sequence[Override]) -> Outcome:
-    """How far each rung is."""
-    found = statuses(read_ladder(ladder_path(ladder, overrides)))
+def places_table(found: Sequence[Mapping[str, Any]]) -> str:
+    """The marks and where they are; nothing is left out, for paths are to be copied."""
+    lines = [
+        [one["rung"], one["name"], f"{one['step']:,}", short_count(one["tokens"]), "yes" if one["exists"] else "no",
+         one["path"]]
+        for one in found
+    ]  # fmt: skip
+    return columns([PLACES, *lines], right=(2, 3))
+
+
+def status(ladder: str | None, overrides: Sequence[Override], lists_marks: bool) -> Outcome:
+    """How far each rung is, or where each mark is."""
+    read = read_ladder(ladder_path(ladder, overrides))
+    found, marks = statuses(read), places(read)
     done = sum(one["status"] == "finished" for one in found)
     metrics = {"rungs": len(found), "finished": done}
-    return Outcome(status_table(found), artifacts={"rungs": found}, metrics=metrics, is_table=True)
+    table = places_table(marks) if lists_marks else status_table(found)
+    return Outcome(table, artifacts={"rungs": found, "marks": marks}, metrics=metrics, is_table=True)
 
 
 def metrics(ladder: str | None, overrides: Sequence[Override]) -> Outcome:
@@ -125,7 +139,7 @@ def _read(argument: str | None, overrides: Sequence[Override]) -> _Read:
         return _Read(source.stem, read_points(source), Path.cwd())
     found = read_ladder(ladder_path(None if source is None else str(source), overrides))
     planned = {rung.name: Size(rung.parameters, rung.marks[-1].tokens) for rung in found.rungs}
-    return _Read(found.name, [point_of(mark) for mark in read_marks(found)], found.directory, planned)
+    return _Read(found.name, points_of(read_marks(found)), found.directory, planned)
 
 
 def _asked(read: _Read, target: str | None, tokens: str | None) -> tuple[str | None, Size | None]:
