@@ -23,7 +23,7 @@ SURFACE = {
     "data verify": "(WANTED) --cache-dir",
     "data gc": "--unused --verify --dry-run --cache-dir",
     "train": "(RECIPE) --resume --reset --prepared --overrides --no-prepare --dry-run",
-    "ladder plan": "(RECIPE) --rung --device --quick",
+    "ladder plan": "(RECIPE) --rung --device --quick --output",
     "ladder run": "(RECIPE) --rung",
     "ladder benchmark": "RUNG (RECIPE) --steps --output",
     "ladder status": "(LADDER) --marks",

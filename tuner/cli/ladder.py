@@ -40,14 +40,18 @@ def plan(
         typer.Option(help="Predict for this device, e.g. h100-80g or cpu; default: the one in this machine."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the prediction of memory and time.")] = False,
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Draw learning rates and marks over tokens: plan.html, or plan.png."),
+    ] = None,
     verbose: VerboseOption = False,
 ) -> Outcome:
-    """Print sizes, batches, processes, steps, tokens, FLOPs, memory and time of every rung; nothing is trained."""
+    """Print sizes, batches, processes, steps, tokens, FLOPs, memory and time of each rung; nothing is trained."""
     loaded = _ladder_recipe(ctx, recipe)
     console = console_of(level_of(loaded, verbose))
     with console.doing("loading torch", at_once=True):
         from tuner.cli.work import ladder
-    return ladder.plan(loaded, rung, device, quick, console)
+    return ladder.plan(loaded, ladder.PlanOptions(rung, device, quick, output), console)
 
 
 @app.command()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.errors import DataError, RecipeError
 from tuner.ladder.rungs import Rung
 from tuner.profile.measure import Measurement, MeasureOptions
 from tuner.run.measure import measure_recipe
+from tuner.rundir.page import require_own
 from tuner.runtime.console import Level
-from tuner.runtime.files import make_dirs, read_json, write_json
+from tuner.runtime.files import make_dirs, write_atomic
 
 SCHEMA = "tuner.ladder-benchmark/1"
 
@@ -46,17 +47,11 @@ def file_name(rung: Rung) -> str:
 
 def check_figures(path: Path) -> None:
     """Raise RecipeError where the figures would overwrite something else."""
-    if not path.exists() and not path.is_symlink():
-        return
-    try:
-        is_ours = path.is_file() and read_json(path).get("schema") == SCHEMA
-    except DataError:
-        is_ours = False
-    if not is_ours:
-        raise RecipeError(f"{path} holds something else than a benchmark", hint="choose another one with --output")
+    require_own(path, SCHEMA.encode(), "a benchmark")
 
 
 def write_figures(path: Path, found: Benchmark) -> None:
     """Write the figures to a path that `check_figures` looked at. Raises MachineError."""
     make_dirs(path.parent)
-    write_json(path, {"schema": SCHEMA, **found.plain()})
+    text = json.dumps({"schema": SCHEMA, **found.plain()}, indent=2)  # its mark first, as `check_figures` finds it
+    write_atomic(path, f"{text}\n".encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tuner.config.recipe import Recipe
 from tuner.errors import counted
 from tuner.ladder.benchmark import benchmarked, check_figures, file_name, write_figures
 from tuner.ladder.launch import PlannedRung, ladder_of, predicted, run_rungs
+from tuner.ladder.plan_page import PlanTable, check_output, write_plan
 from tuner.ladder.record import as_started, find_rung, write_ladder
 from tuner.ladder.rungs import Rung, rungs_of
 from tuner.runtime.console import Console, Level, clock
@@ -28,13 +30,13 @@ PLAN = ("rung", "N", "all", "tokens/step", "off", "processes", "accumulation", "
 BENCHMARK = ("rung", "steps", "step", "tokens/s", "MFU", "memory", "whole run")
 
 
-def plan_table(planned: Sequence[Mapping[str, Any]]) -> str:
-    """The plans of rungs one below the other."""
+def plan_lines(planned: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The plans of rungs as texts, in the columns of `PLAN`."""
     def memory(rung: Mapping[str, Any]) -> str:
         size = rung["memory_bytes"]
         return "-" if size is None else gib(size) if rung["fits"] == "fits" else f"{gib(size)} ({rung['fits']})"
 
-    lines = [
+    return [
         [
             rung["name"],
             f"{rung['parameters']:,}",
@@ -54,7 +56,6 @@ def plan_table(planned: Sequence[Mapping[str, Any]]) -> str:
         ]
         for rung in planned
     ]
-    return fitted([PLAN, *lines], stdout_columns(), right=range(1, len(PLAN)))
 
 
 def drawn(name: str, recipe: Recipe, width: int) -> str:
@@ -64,21 +65,39 @@ def drawn(name: str, recipe: Recipe, width: int) -> str:
 
 
 
-def plan(loaded: LoadedRecipe, rung: str | None, device: str | None, quick: bool, console: Console) -> Outcome:
-    """Plan every rung, or one, and predict what it takes unless that is to be `quick`."""
+@dataclass(frozen=True)
+class PlanOptions:
+    """What `tuner ladder plan` was asked, as typed."""
+
+    rung: str | None
+    device: str | None
+    quick: bool
+    output: str | None
+
+
+def plan(loaded: LoadedRecipe, options: PlanOptions, console: Console) -> Outcome:
+    """Plan every rung, or one, and predict what it takes unless that is to be `quick`; draw it where that is asked."""
+    path = None if options.output is None else input_path(options.output)
+    if path is not None:
+        check_output(path)
     with console.doing("building models without storage"):
         every = rungs_of(loaded)
-    chosen = _chosen(every, rung)
+    chosen = _chosen(every, options.rung)
     planned = []
     for one in chosen:
         with console.doing(f"predicting {one.name}"):
-            planned.append(PlannedRung(one) if quick else predicted(one, device))
+            planned.append(PlannedRung(one) if options.quick else predicted(one, options.device))
     width = min(MOST_COLUMNS, shutil.get_terminal_size().columns)
     last = chosen[-1]
-    table, curve = plan_table([one.plain() for one in planned]), drawn(last.name, last.loaded.recipe, width)
+    lines, curve = plan_lines([one.plain() for one in planned]), drawn(last.name, last.loaded.recipe, width)
+    table = fitted([PLAN, *lines], stdout_columns(), right=range(1, len(PLAN)))
+    if path is not None:
+        write_plan(path, str(loaded.recipe.name), chosen, PlanTable(PLAN, lines))
+        console.say("drawn", str(path))
     return Outcome(
         f"{table}\n\n{curve}",
-        artifacts={"rungs": [one.plain() for one in planned], "directory": loaded.recipe.output_dir},
+        artifacts={"rungs": [one.plain() for one in planned], "directory": loaded.recipe.output_dir}
+        | ({} if path is None else {"plan": str(path)}),
         metrics={"rungs": len(planned), "flops": sum(one.flops for one in planned)},
         warnings=[warning for one in planned for warning in one.warnings],
         next=f"tuner ladder run {_shown(loaded)}",

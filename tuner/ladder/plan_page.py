@@ -1,0 +1,101 @@
+"""Learning rates and marks of a ladder's rungs over their tokens: one HTML file that needs nothing else, or a PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tuner.errors import RecipeError
+from tuner.ladder.charts import Chart, Series, chart
+from tuner.ladder.rungs import Rung
+from tuner.rundir.page import filled, require_own
+from tuner.runtime.files import write_atomic
+from tuner.train.plan import plan_steps
+from tuner.train.schedule import Schedule, build_schedule
+
+MARK = b"<!doctype html><!-- tuner ladder plan -->"
+PNG_MARK = b"tuner ladder plan"
+"""What is near the beginning of every page and picture: only such a file is written over."""
+SUFFIXES = (".html", ".png")
+PLACES = 240
+"""Steps of a drawn curve, besides those at which something begins or ends."""
+_TEMPLATE = Path(__file__).with_name("fit.html")
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """The plans of rungs as text: names of columns, and a line for each rung."""
+
+    head: Sequence[str]
+    lines: Sequence[Sequence[str]]
+
+
+def check_output(path: Path) -> None:
+    """Raise RecipeError where a file is neither a page nor a picture by its name, or would be written over."""
+    if path.suffix not in SUFFIXES:
+        raise RecipeError(f"{path}: neither a page nor a picture", hint="name it --output plan.html, or --output plan.png")
+    require_own(path, MARK if path.suffix == ".html" else PNG_MARK, "a ladder's plan")
+
+
+def write_plan(path: Path, title: str, rungs: Sequence[Rung], table: PlanTable) -> None:
+    """Write the page or the picture to a path that `check_output` looked at. Raises MachineError."""
+    charts = charts_of(rungs)
+    if path.suffix == ".html":
+        write_atomic(path, plan_page(title, charts, [rung.name for rung in rungs], table).encode())
+        return
+    from tuner.ladder.picture import picture
+
+    write_atomic(path, picture(title, charts, PNG_MARK.decode()))
+
+
+def plan_page(title: str, charts: Sequence[Chart], rungs: Sequence[str], table: PlanTable) -> str:
+    """The page's text."""
+    subtitle = f"plan of {len(rungs)} rungs; filled dots are marks after a decay, hollow ones before it"
+    data: dict[str, Any] = {
+        "title": title, "subtitle": subtitle, "figures": None, "charts": charts, "rungs": rungs, "notes": [],
+        "table": [table.head, *table.lines],
+    }  # fmt: skip
+    _, _, rest = filled(_TEMPLATE, data).partition("\n")
+    return f"{MARK.decode()}\n{rest}"
+
+
+def charts_of(rungs: Sequence[Rung]) -> list[Chart]:
+    """All rungs together over a logarithmic axis of tokens, then each of several by itself."""
+    drawn = [_series(rung, number) for number, rung in enumerate(rungs)]
+    y = "learning rate" if all(rung.lr for rung in rungs) else "share of the peak learning rate, which is auto"
+    whole = chart("Learning rate and marks over tokens", "tokens", y, [one for series in drawn for one in series])
+    own = [
+        chart(f"{rung.name}: {rung.plan.total_steps:,} steps", "tokens", y, series, xLog=False, zero=True)
+        for rung, series in zip(rungs, drawn, strict=True)
+    ]
+    return [whole, *own]
+
+
+def _series(rung: Rung, number: int) -> list[Series]:
+    """The rate over tokens, and the marks of each phase on it."""
+    recipe, total, peak = rung.loaded.recipe, rung.plan.total_steps, rung.lr or 1.0
+    no_rows = np.zeros(0, dtype=np.int64)  # a rung's schedule counts steps
+    plan = plan_steps(recipe.train.duration, no_rows, recipe.train.global_batch_size)
+    schedule = build_schedule(recipe.schedule, plan, no_rows)
+
+    def at(step: int) -> list[float]:
+        return [float(step * rung.batch.tokens), schedule.factor(step) * peak]
+
+    series: list[Series] = [{"name": rung.name, "color": number, "curve": [at(i) for i in _steps(schedule, total)]}]
+    for phase in ("pre-decay", "post-decay"):
+        dots = [at(mark.step) for mark in rung.marks if mark.phase == phase]
+        if dots:
+            hollow = {"hollow": True} if phase == "pre-decay" else {}
+            series.append({"name": f"{rung.name}, {phase}", "color": number, "dots": dots, **hollow})
+    return series
+
+
+def _steps(schedule: Schedule, total: int) -> list[int]:
+    """Steps of a curve from the first to the last: evenly apart on either axis, each turn, and the step after it."""
+    even = [round(at) for at in (*np.linspace(1, total, PLACES), *np.geomspace(1, total, PLACES))]
+    turns = (step for turn, _ in schedule.turns() for step in (turn, turn + 1))
+    return sorted({step for step in (*even, *turns) if 1 <= step <= total})
