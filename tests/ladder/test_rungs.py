@@ -33,6 +33,7 @@ def test_a_rung_is_an_ordinary_recipe(tmp_path: Path) -> None:
     assert (str(recipe.train.duration), recipe.train.global_batch_size) == ("12 steps", 4)
     assert [str(mark) for mark in recipe.checkpoint.marks] == ["4 steps", "6 steps", "10 steps", "12 steps"]
     assert recipe.eval.marks == recipe.checkpoint.marks
+    assert recipe.logging.group == "ladder", "trackers show the rungs as one group"
     assert recipe.schedule.model_dump(mode="json") == {
         "kind": "wsd_s", "warmup": "2 steps", "periods": ["6 steps", "6 steps"], "decay": "30%",
         "decay_shape": "linear", "min_lr_ratio": 0.0,

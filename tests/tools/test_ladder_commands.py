@@ -50,7 +50,9 @@ def test_the_initial_mark_is_listed_and_is_no_point_of_a_law(tmp_path: Path) -> 
     assert [one["exists"] for one in marks[5:]] == [False] * 5, "the other rung was not started"
     assert marks[0]["path"] == str(small / "checkpoints" / "step-0")
     done = commands.tuner("ladder", "status", "runs/ladder", "--marks", cwd=tmp_path)
-    assert [line.split()[-1] for line in done.stdout.splitlines()[1:]] == [one["path"] for one in marks]
+    listed = [line.split()[-2:] for line in done.stdout.splitlines()[1:]]
+    assert listed == [[one["path"], one["metrics_path"] or "-"] for one in marks]
+    assert json.loads(Path(marks[0]["metrics_path"]).read_text())["eval/loss"] > 0
     first, *others = ladder(tmp_path, "metrics", "runs/ladder")["artifacts"]["marks"]
     assert (first["phase"], first["tokens"], first["step"]) == ("initial", 0, 0) and first["loss"] > others[-1]["loss"]
     points = [point.tokens for point in points_of(read_marks(read_ladder(small.parent)))]
@@ -118,6 +120,33 @@ def test_metrics_are_csv_and_json(trained: Path) -> None:
     lines = (trained / "runs" / "ladder" / "large" / "metrics.jsonl").read_text().splitlines()
     last = [json.loads(line) for line in lines][-1]
     assert float(rows[-1]["loss"]) == last["loss"]
+
+
+def test_runs_in_several_directories_are_one_ladder(trained: Path, tmp_path: Path) -> None:
+    place, other = tmp_path / "place", tmp_path / "other"
+    for copy in (place, other):
+        shutil.copytree(trained / "runs" / "ladder", copy)
+    here, there = (copy / "small" / "checkpoints" for copy in (place, other))
+    for gone in (place / "large", here / "step-6", there / "step-4"):
+        shutil.rmtree(gone)
+    (there / "step-12").rename(there / "step-11")
+    words = (str(place), "--also", str(other))
+    document = ladder(tmp_path, "status", *words)["artifacts"]
+    assert [rung["status"] for rung in document["rungs"]] == ["finished", "finished"]
+    assert [(Path(one["path"]).relative_to(tmp_path).parts[0], one["exists"]) for one in document["marks"]] == [
+        (name, True) for name in ("place", "other", "place", "place", *["other"] * 4)
+    ]
+    assert document["marks"][3]["metrics_path"] == str(place / "small" / "marks" / "metrics_step12.json")
+    everything = ladder(tmp_path, "status", *words, "--all")["artifacts"]["marks"]
+    assert [one["step"] for one in everything if one["name"].startswith("step-")] == [11]
+    found, own = ladder(tmp_path, "metrics", *words), ladder(trained, "metrics", "runs/ladder")
+    assert found["artifacts"] == own["artifacts"]
+    shutil.rmtree(place)
+    assert len(ladder(tmp_path, "metrics", str(tmp_path), "--also", str(other))["artifacts"]["marks"]) == 8
+    text = (other / LADDER).read_text().replace('"total_steps": 12', '"total_steps": 13')
+    (other / LADDER).write_text(text)
+    done = commands.tuner("ladder", "status", "runs/ladder", "--also", str(other), cwd=trained)
+    assert done.returncode == 2 and "its small has another plan (total_steps 12 -> 13)" in done.stderr
 
 
 def test_what_is_done_is_skipped_and_the_plan_is_held(trained: Path) -> None:

@@ -26,6 +26,10 @@ LadderArgument = Annotated[str | None, typer.Argument(metavar="[LADDER]", help=L
 RungOption = Annotated[
     str | None, typer.Option(metavar="RUNG", help="One rung alone: its name, or its number from 1, as job arrays have.")
 ]
+AlsoOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="DIR", help="Another ladder's directory with runs of the same rungs; may be repeated."),
+]
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -96,20 +100,27 @@ def status(
     ctx: typer.Context,
     ladder: LadderArgument = None,
     marks: Annotated[bool, typer.Option("--marks", help="List each mark, and where it is.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="List every other checkpoint, too.")] = False,
+    also: AlsoOption = None,
 ) -> Outcome:
     """List the rungs: how far each is, which of its marks are reached, and the loss at the newest of them."""
     from tuner.cli.work import ladder_marks
 
-    return ladder_marks.status(ladder, overrides_of(ctx), marks)
+    return ladder_marks.status(ladder_marks.Where(ladder, overrides_of(ctx), also or ()), marks, everything)
 
 
 @app.command()
 @command("ladder metrics")
-def metrics(ctx: typer.Context, ladder: LadderArgument = None) -> Outcome:
+def metrics(
+    ctx: typer.Context,
+    ladder: LadderArgument = None,
+    prefix: Annotated[str, typer.Option(help="Figures whose names begin so alone, besides the loss: sums/.")] = "",
+    also: AlsoOption = None,
+) -> Outcome:
     """Print what was measured at each mark, before and after each decay, as CSV; with --json as JSON."""
     from tuner.cli.work import ladder_marks
 
-    return ladder_marks.metrics(ladder, overrides_of(ctx))
+    return ladder_marks.metrics(ladder_marks.Where(ladder, overrides_of(ctx), also or ()), prefix)
 
 
 @app.command()
@@ -141,12 +152,13 @@ def fit(
     output: Annotated[
         str | None, typer.Option(help="The page to write; default fit.html in the ladder, or here for a CSV.")
     ] = None,
+    also: AlsoOption = None,
 ) -> Outcome:
     """Fit L = E + A/N^a + B/D^b to a ladder's rungs and predict a size that was not trained, with its interval."""
     from tuner.cli.work import ladder_marks
 
     options = ladder_marks.FitOptions(target, tokens, loss, tuple(score or ()), chance, level, samples, output)
-    return ladder_marks.fit(ladder, overrides_of(ctx), options)
+    return ladder_marks.fit(ladder_marks.Where(ladder, overrides_of(ctx), also or ()), options)
 
 
 def _ladder_recipe(ctx: typer.Context, recipe: str | None) -> LoadedRecipe:

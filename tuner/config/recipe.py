@@ -536,6 +536,8 @@ class LoggingSection(Section):
     """Trackers that also get every line of metrics.jsonl; each needs its library, such as wandb."""
     project: Annotated[str, Text(kind="the name of a project")] = "tuner"
     """Project of wandb and experiment of mlflow that the run belongs to."""
+    group: Annotated[str | None, Text(kind="the name of a group")] = None
+    """Group of wandb, and tag of mlflow, that the run is shown with; null: of a ladder's rung its name, else none."""
     tags: Annotated[tuple[str, ...], Several(item=Text(kind="words"), empty=True)] = ()
     """Labels of the run in wandb and mlflow."""
 

@@ -37,7 +37,8 @@ class PlanTable:
 def check_output(path: Path) -> None:
     """Raise RecipeError where a file is neither a page nor a picture by its name, or would be written over."""
     if path.suffix not in SUFFIXES:
-        raise RecipeError(f"{path}: neither a page nor a picture", hint="name it --output plan.html, or --output plan.png")
+        hint = "name it --output plan.html, or --output plan.png"
+        raise RecipeError(f"{path}: neither a page nor a picture", hint=hint)
     require_own(path, MARK if path.suffix == ".html" else PNG_MARK, "a ladder's plan")
 
 

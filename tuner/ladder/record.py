@@ -43,10 +43,16 @@ class Ladder:
     directory: Path
     name: str
     rungs: tuple[RungRecord, ...]
+    also: tuple[Path, ...] = ()
+    """Other directories that hold runs of its rungs."""
+
+    def run_dirs(self, rung: RungRecord) -> tuple[Path, ...]:
+        """Where a rung's run may lie, its own place first."""
+        return tuple(directory / rung.name for directory in (self.directory, *self.also))
 
     def run_dir(self, rung: RungRecord) -> Path:
-        """The run directory of a rung, which may not be there yet."""
-        return self.directory / rung.name
+        """The first of these that is a run; its own place where none is there yet."""
+        return next(filter(is_run, self.run_dirs(rung)), self.directory / rung.name)
 
 
 _RUNGS: TypeAdapter[tuple[RungRecord, ...]] = TypeAdapter(tuple[RungRecord, ...])
@@ -68,6 +74,22 @@ def read_ladder(directory: Path) -> Ladder:
         return Ladder(directory, str(held.get("name")), _RUNGS.validate_python(held.get("rungs")))
     except ValidationError as error:
         raise DataError(f"{path}: {error.errors()[0]['msg']}", hint=again) from error
+
+
+def read_ladders(directory: Path, also: Sequence[Path] = ()) -> Ladder:
+    """The ladder of a directory, where there is one, with the runs and rungs of others.
+
+    Raises RecipeError where `also` names a directory without a ladder, or a rung has another plan there.
+    """
+    is_alone = not also or (directory / LADDER).is_file()
+    found = read_ladder(directory) if is_alone else Ladder(directory, read_ladder(also[0]).name, ())
+    rungs = {rung.name: rung for rung in found.rungs}
+    for other in also:
+        for rung in read_ladder(other).rungs:
+            if rungs.setdefault(rung.name, rung) != rung:
+                words = _difference(rungs[rung.name], rung)
+                raise RecipeError(f"--also {other}: its {rung.name} has another plan ({words})")
+    return replace(found, rungs=tuple(rungs.values()), also=tuple(also))
 
 
 def as_started(ladder: Ladder) -> Ladder:
@@ -104,16 +126,15 @@ def _require_same_plan(before: Ladder, now: Ladder) -> None:
     planned = {rung.name: rung for rung in now.rungs}
     for rung in before.rungs:
         if is_run(before.run_dir(rung)) and planned.get(rung.name, rung) != rung:
-            keys = [key for key, value in asdict(rung).items() if asdict(planned[rung.name])[key] != value]
             raise RecipeError(
-                f"{before.run_dir(rung)} was started with another plan ({_difference(rung, planned[rung.name], keys)})",
+                f"{before.run_dir(rung)} was started with another plan ({_difference(rung, planned[rung.name])})",
                 hint=f"start another ladder: --name NEW-NAME; or remove that run: tuner runs rm {before.run_dir(rung)}",
             )
 
 
-def _difference(before: RungRecord, now: RungRecord, keys: Sequence[str]) -> str:
-    shown = [key for key in keys if key != "marks"]
+def _difference(before: RungRecord, now: RungRecord) -> str:
     old, new = asdict(before), asdict(now)
+    shown = [key for key in old if key != "marks" and old[key] != new[key]]
     return ", ".join(f"{key} {_text(old[key])} -> {_text(new[key])}" for key in shown) or "other marks"
 
 

@@ -211,6 +211,7 @@ def _recipe_of(
         "eval": {**tree["eval"], "marks": marks, **({"at_start": True} if ladder.initial else {})},
         "checkpoint": {**tree["checkpoint"], "marks": marks, **({"at_start": True} if ladder.initial else {})},
     }
+    tree["logging"] = {**tree["logging"], "group": recipe.logging.group or recipe.name}
     if recipe.parallel.processes == "auto":
         tree["parallel"] = {**tree["parallel"], "processes": batch.processes}
     rung = load_recipe(tree)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,14 @@ from tuner.ladder.fit_page import PAGE, check_output, figures_of, is_covered, sh
 from tuner.ladder.forecast import Forecast, ForecastQuestion, forecast
 from tuner.ladder.held_out import LadderHeldOut
 from tuner.ladder.law import Size
-from tuner.ladder.marks import marks_csv, places, read_marks, statuses
+from tuner.ladder.marks import marks_csv, places, read_marks, statuses, with_prefix
 from tuner.ladder.points import Point, by_rung, points_of, read_points, short
-from tuner.ladder.record import read_ladder
+from tuner.ladder.record import Ladder, read_ladders
 from tuner.ladder.rules import mark_name
 from tuner.runtime.console import Console, clock
 
 CSV = ".csv"
-PLACES = ("rung", "mark", "step", "tokens", "there", "checkpoint")
+PLACES = ("rung", "mark", "step", "tokens", "there", "checkpoint", "metrics")
 STATUS = ("rung", "status", "step", "tokens", "marks", "newest mark", "loss", "time")
 
 
@@ -39,6 +39,19 @@ def ladder_path(argument: str | None, overrides: Sequence[Override] = ()) -> Pat
                 raise RecipeError(f"{argument} is a directory, not a recipe: --{overrides[0].key} has no meaning here")
             return path
     return Path(load_for_command(argument, overrides).recipe.output_dir)
+
+
+@dataclass(frozen=True)
+class Where:
+    """A ladder as typed: its recipe or directory, and other directories with runs of its rungs."""
+
+    ladder: str | None
+    overrides: Sequence[Override] = ()
+    also: Sequence[str] = ()
+
+    def read(self) -> Ladder:
+        """The ladder. Raises RecipeError and DataError."""
+        return read_ladders(ladder_path(self.ladder, self.overrides), [input_path(path) for path in self.also])
 
 
 def status_table(found: Sequence[Mapping[str, Any]]) -> str:
@@ -69,25 +82,25 @@ def places_table(found: Sequence[Mapping[str, Any]]) -> str:
     """The marks and where they are; nothing is left out, for paths are to be copied."""
     lines = [
         [one["rung"], one["name"], f"{one['step']:,}", short_count(one["tokens"]), "yes" if one["exists"] else "no",
-         one["path"]]
+         one["path"], one["metrics_path"] or "-"]
         for one in found
     ]  # fmt: skip
     return columns([PLACES, *lines], right=(2, 3))
 
 
-def status(ladder: str | None, overrides: Sequence[Override], lists_marks: bool) -> Outcome:
-    """How far each rung is, or where each mark is."""
-    read = read_ladder(ladder_path(ladder, overrides))
-    found, marks = statuses(read), places(read)
+def status(where: Where, lists_marks: bool, everything: bool) -> Outcome:
+    """How far each rung is, or where each mark is, or everything that was saved."""
+    read = where.read()
+    found, marks = statuses(read), places(read, everything)
     done = sum(one["status"] == "finished" for one in found)
     metrics = {"rungs": len(found), "finished": done}
-    table = places_table(marks) if lists_marks else status_table(found)
+    table = places_table(marks) if lists_marks or everything else status_table(found)
     return Outcome(table, artifacts={"rungs": found, "marks": marks}, metrics=metrics, is_table=True)
 
 
-def metrics(ladder: str | None, overrides: Sequence[Override]) -> Outcome:
-    """What was measured at each mark."""
-    marks = read_marks(read_ladder(ladder_path(ladder, overrides)))
+def metrics(where: Where, prefix: str) -> Outcome:
+    """What was measured at each mark; of the figures besides the loss those whose names begin so."""
+    marks = with_prefix(read_marks(where.read()), prefix)
     text, rows = marks_csv(marks).removesuffix("\n"), [mark.row() for mark in marks]
     return Outcome(text, artifacts={"marks": rows}, metrics={"marks": len(marks)}, is_table=True)
 
@@ -106,9 +119,9 @@ class FitOptions:
     output: str | None
 
 
-def fit(ladder: str | None, overrides: Sequence[Override], options: FitOptions) -> Outcome:
+def fit(where: Where, options: FitOptions) -> Outcome:
     """Fit the law, say what it predicts, and write its page."""
-    read = _read(ladder, overrides)
+    read = _read(where)
     page = input_path(options.output) if options.output is not None else read.directory / PAGE
     check_output(page)
     rung, size = _asked(read, options.target, options.tokens)
@@ -132,12 +145,12 @@ class _Read:
     planned: dict[str, Size] = field(default_factory=dict)
 
 
-def _read(argument: str | None, overrides: Sequence[Override]) -> _Read:
+def _read(where: Where) -> _Read:
     """The points of a CSV, or of a ladder. Raises RecipeError and DataError."""
-    source = None if argument is None else input_path(argument)
+    source = None if where.ladder is None else input_path(where.ladder)
     if source is not None and source.suffix == CSV:
         return _Read(source.stem, read_points(source), Path.cwd())
-    found = read_ladder(ladder_path(None if source is None else str(source), overrides))
+    found = replace(where, ladder=None if source is None else str(source)).read()
     planned = {rung.name: Size(rung.parameters, rung.marks[-1].tokens) for rung in found.rungs}
     return _Read(found.name, points_of(read_marks(found)), found.directory, planned)
 

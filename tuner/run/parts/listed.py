@@ -6,6 +6,7 @@ from tuner.run.parts.ends import EndAt
 from tuner.run.parts.exactness import Exactness
 from tuner.run.parts.initial_weights import InitialWeights
 from tuner.run.parts.kernels import Kernels
+from tuner.run.parts.mark_metrics import MarkMetrics
 from tuner.run.parts.mock_batch import MockBatch
 from tuner.run.parts.offload import Offload
 from tuner.run.parts.own_code import OwnCode
@@ -28,6 +29,7 @@ PARTS: tuple[type[Part], ...] = (
     MockBatch,
     SkippedSteps,
     EndAt,
+    MarkMetrics,
 )
 
 
