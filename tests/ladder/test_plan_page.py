@@ -12,12 +12,11 @@ from tests.browser import Browser, chromium
 from tests.ladder.ladders import ladder_tree, write_ladder_files
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
-from tuner.ladder.plan_page import MARK, PlanTable, charts_of, check_output, write_plan
+from tuner.ladder.launch import PlannedRung
+from tuner.ladder.plan_page import MARK, PLAN, charts_of, check_output, write_plan
 from tuner.ladder.rungs import Rung, rungs_of
 from tuner.train.plan import plan_steps
 from tuner.train.schedule import build_schedule
-
-TABLE = PlanTable(("rung", "N"), [("small", "1"), ("large", "2")])
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def test_curves_are_those_that_are_trained(rungs: tuple[Rung, ...]) -> None:
 def test_a_picture_shows_every_rung(rungs: tuple[Rung, ...], tmp_path: Path) -> None:
     path = tmp_path / "plan.png"
     check_output(path)
-    write_plan(path, "ladder", rungs, TABLE)
+    write_plan(path, "ladder", [PlannedRung(rung) for rung in rungs])
     check_output(path)  # its own is written over
     image = Image.open(io.BytesIO(path.read_bytes())).convert("RGB")
     assert image.size == (1800, 858)
@@ -65,13 +64,13 @@ def test_the_page_draws_every_rung(rungs: tuple[Rung, ...], tmp_path: Path) -> N
     program = chromium()
     assert program is not None
     path = tmp_path / "plan.html"
-    write_plan(path, "ladder <b>", rungs, TABLE)
+    write_plan(path, "ladder <b>", [PlannedRung(rung) for rung in rungs])
     assert path.read_bytes().startswith(MARK)
     with Browser(program, tmp_path) as browser:
         browser.open(path, dark=False)
         counts = "[...document.querySelectorAll('section svg')].map(one => one.querySelectorAll('circle').length)"
         assert browser.run(counts) == [8, 4, 4]
-        assert browser.run("document.querySelectorAll('#parameters td').length") == 4
+        assert browser.run("document.querySelectorAll('#parameters td').length") == 2 * len(PLAN)
         assert browser.run("document.title") == "ladder <b>"
         assert not browser.run("document.querySelector('main').innerText.includes('NaN')")
         assert browser.said == []

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tuner.checkpoint.manifest import step_dirs, step_name
-from tuner.ladder.record import Ladder, RungRecord
+from tuner.ladder.record import LadderRecord, RungRecord
 from tuner.ladder.rules import Phase, mark_name
 from tuner.rundir.last_checkpoint import problem_of
 from tuner.rundir.layout import CHECKPOINTS, mark_metrics
@@ -48,7 +48,7 @@ class Mark:
         return {name: getattr(self, name) for name in FIRST} | dict(self.figures)
 
 
-def read_marks(ladder: Ladder) -> list[Mark]:
+def read_marks(ladder: LadderRecord) -> list[Mark]:
     """The marks that rungs have reached, by rung and step. Raises DataError for a run that cannot be read."""
     return [mark for rung in ladder.rungs for mark in marks_of(rung, ladder.run_dirs(rung))]
 
@@ -118,7 +118,7 @@ def marks_csv(marks: Sequence[Mark]) -> str:
     return text.getvalue()
 
 
-def places(ladder: Ladder, everything: bool = False) -> list[dict[str, Any]]:
+def places(ladder: LadderRecord, everything: bool = False) -> list[dict[str, Any]]:
     """Where each mark is, or will be, as JSON values; with `everything` each other checkpoint that is there, too.
 
     ``path`` is the checkpoint's, in the first run that has a valid one, ``exists`` says whether any has;
@@ -145,7 +145,7 @@ def _places(rung: RungRecord, dirs: Sequence[Path], everything: bool) -> Iterato
 _NOT_STARTED: Mapping[str, Any] = {"status": "not started", "step": 0, "tokens": None, "seconds": 0}
 
 
-def statuses(ladder: Ladder) -> list[dict[str, Any]]:
+def statuses(ladder: LadderRecord) -> list[dict[str, Any]]:
     """Each rung as JSON values: the figures of `tuner runs show`, and its marks.
 
     A rung of which no run is there yet is `not started`. Raises DataError for a run that cannot be read.
@@ -153,7 +153,7 @@ def statuses(ladder: Ladder) -> list[dict[str, Any]]:
     return [_status(ladder, rung) for rung in ladder.rungs]
 
 
-def _status(ladder: Ladder, rung: RungRecord) -> dict[str, Any]:
+def _status(ladder: LadderRecord, rung: RungRecord) -> dict[str, Any]:
     path = ladder.run_dir(rung)
     run = summary(read_run(path)) if is_run(path) else _NOT_STARTED
     marks = marks_of(rung, ladder.run_dirs(rung))

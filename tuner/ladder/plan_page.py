@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tuner.config.ladder import short_count
 from tuner.errors import RecipeError
 from tuner.ladder.charts import Chart, Series, chart
+from tuner.ladder.launch import PlannedRung
 from tuner.ladder.rungs import Rung
 from tuner.rundir.page import filled, require_own
-from tuner.runtime.files import write_atomic
+from tuner.runtime.console import clock
+from tuner.runtime.files import gib, write_atomic
 from tuner.train.plan import plan_steps
 from tuner.train.schedule import Schedule, build_schedule
 
@@ -23,15 +25,37 @@ PNG_MARK = b"tuner ladder plan"
 SUFFIXES = (".html", ".png")
 PLACES = 240
 """Steps of a drawn curve, besides those at which something begins or ends."""
+PLAN = ("rung", "N", "all", "tokens/step", "off", "processes", "accumulation", "micro", "steps", "tokens", "lr",
+        "warm-up", "FLOPs", "memory", "time")  # fmt: skip
 _TEMPLATE = Path(__file__).with_name("fit.html")
 
 
-@dataclass(frozen=True)
-class PlanTable:
-    """The plans of rungs as text: names of columns, and a line for each rung."""
+def plan_lines(planned: Sequence[PlannedRung]) -> list[list[str]]:
+    """The plans of rungs as texts, in the columns of `PLAN`."""
+    return [
+        [
+            rung["name"],
+            f"{rung['parameters']:,}",
+            f"{rung['total_parameters']:,}",
+            f"{rung['batch_tokens']:,}",
+            f"{100 * rung['off']:.1f}%",
+            str(rung["processes"]),
+            str(rung["accumulation"]),
+            f"{rung['micro_tokens']:,}",
+            f"{rung['total_steps']:,}",
+            short_count(rung["tokens"]),
+            "auto" if rung["lr"] is None else f"{rung['lr']:.3g}",
+            f"{rung['warmup_steps']:,}",
+            f"{rung['flops']:.2e}" if rung["flops"] else "-",
+            "-" if rung["memory_bytes"] is None else _memory(rung["memory_bytes"], rung["fits"]),
+            "-" if rung["seconds"] is None else clock(rung["seconds"]),
+        ]
+        for rung in (one.plain() for one in planned)
+    ]
 
-    head: Sequence[str]
-    lines: Sequence[Sequence[str]]
+
+def _memory(size: int, verdict: str) -> str:
+    return gib(size) if verdict == "fits" else f"{gib(size)} ({verdict})"
 
 
 def check_output(path: Path) -> None:
@@ -42,23 +66,23 @@ def check_output(path: Path) -> None:
     require_own(path, MARK if path.suffix == ".html" else PNG_MARK, "a ladder's plan")
 
 
-def write_plan(path: Path, title: str, rungs: Sequence[Rung], table: PlanTable) -> None:
+def write_plan(path: Path, title: str, planned: Sequence[PlannedRung]) -> None:
     """Write the page or the picture to a path that `check_output` looked at. Raises MachineError."""
-    charts = charts_of(rungs)
+    charts = charts_of([one.rung for one in planned])
     if path.suffix == ".html":
-        write_atomic(path, plan_page(title, charts, [rung.name for rung in rungs], table).encode())
+        write_atomic(path, plan_page(title, charts, planned).encode())
         return
     from tuner.ladder.picture import picture
 
     write_atomic(path, picture(title, charts, PNG_MARK.decode()))
 
 
-def plan_page(title: str, charts: Sequence[Chart], rungs: Sequence[str], table: PlanTable) -> str:
+def plan_page(title: str, charts: Sequence[Chart], planned: Sequence[PlannedRung]) -> str:
     """The page's text."""
-    subtitle = f"plan of {len(rungs)} rungs; filled dots are marks after a decay, hollow ones before it"
+    subtitle = f"plan of {len(planned)} rungs; filled dots are marks after a decay, hollow ones before it"
     data: dict[str, Any] = {
-        "title": title, "subtitle": subtitle, "figures": None, "charts": charts, "rungs": rungs, "notes": [],
-        "table": [table.head, *table.lines],
+        "title": title, "subtitle": subtitle, "figures": None, "charts": charts, "notes": [],
+        "rungs": [one.rung.name for one in planned], "table": [PLAN, *plan_lines(planned)],
     }  # fmt: skip
     _, _, rest = filled(_TEMPLATE, data).partition("\n")
     return f"{MARK.decode()}\n{rest}"

@@ -37,7 +37,7 @@ class RungRecord:
 
 
 @dataclass(frozen=True)
-class Ladder:
+class LadderRecord:
     """A ladder's directory and its planned rungs, in the order of the recipe."""
 
     directory: Path
@@ -58,7 +58,7 @@ class Ladder:
 _RUNGS: TypeAdapter[tuple[RungRecord, ...]] = TypeAdapter(tuple[RungRecord, ...])
 
 
-def read_ladder(directory: Path) -> Ladder:
+def read_ladder(directory: Path) -> LadderRecord:
     """Read the ladder of a directory. Raises RecipeError where none was started there, DataError for a damaged file."""
     path = directory / LADDER
     if not path.is_file():
@@ -71,18 +71,18 @@ def read_ladder(directory: Path) -> Ladder:
     if held.get("schema") != SCHEMA:
         raise DataError(f"{path}: not a ladder of this version ({held.get('schema')!r})", hint=again)
     try:
-        return Ladder(directory, str(held.get("name")), _RUNGS.validate_python(held.get("rungs")))
+        return LadderRecord(directory, str(held.get("name")), _RUNGS.validate_python(held.get("rungs")))
     except ValidationError as error:
         raise DataError(f"{path}: {error.errors()[0]['msg']}", hint=again) from error
 
 
-def read_ladders(directory: Path, also: Sequence[Path] = ()) -> Ladder:
+def read_ladders(directory: Path, also: Sequence[Path] = ()) -> LadderRecord:
     """The ladder of a directory, where there is one, with the runs and rungs of others.
 
     Raises RecipeError where `also` names a directory without a ladder, or a rung has another plan there.
     """
     is_alone = not also or (directory / LADDER).is_file()
-    found = read_ladder(directory) if is_alone else Ladder(directory, read_ladder(also[0]).name, ())
+    found = read_ladder(directory) if is_alone else LadderRecord(directory, read_ladder(also[0]).name, ())
     rungs = {rung.name: rung for rung in found.rungs}
     for other in also:
         for rung in read_ladder(other).rungs:
@@ -92,7 +92,7 @@ def read_ladders(directory: Path, also: Sequence[Path] = ()) -> Ladder:
     return replace(found, rungs=tuple(rungs.values()), also=tuple(also))
 
 
-def as_started(ladder: Ladder) -> Ladder:
+def as_started(ladder: LadderRecord) -> LadderRecord:
     """A ladder as it is planned, with the rungs that were started before and are no longer in its recipe.
 
     Raises RecipeError where a rung was started with another plan.
@@ -106,7 +106,7 @@ def as_started(ladder: Ladder) -> Ladder:
     return replace(ladder, rungs=(*ladder.rungs, *left))
 
 
-def write_ladder(ladder: Ladder) -> None:
+def write_ladder(ladder: LadderRecord) -> None:
     """Write a ladder's file, whole or not at all. Raises MachineError."""
     make_dirs(ladder.directory)
     rungs = [asdict(rung) for rung in ladder.rungs]
@@ -122,7 +122,7 @@ def find_rung(names: Sequence[str], wanted: str) -> int:
     raise RecipeError(f"{wanted}: no such rung", hint=f"there are: {', '.join(names)}")
 
 
-def _require_same_plan(before: Ladder, now: Ladder) -> None:
+def _require_same_plan(before: LadderRecord, now: LadderRecord) -> None:
     planned = {rung.name: rung for rung in now.rungs}
     for rung in before.rungs:
         if is_run(before.run_dir(rung)) and planned.get(rung.name, rung) != rung:

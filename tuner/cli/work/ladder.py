@@ -11,51 +11,20 @@ from typing import Any
 from tuner.cli.command import Outcome, input_path
 from tuner.cli.output import columns, fitted, stdout_columns
 from tuner.cli.work.schedule import drawing, planned_schedule
-from tuner.config.ladder import short_count
 from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import Recipe
 from tuner.errors import counted
 from tuner.ladder.benchmark import benchmarked, check_figures, file_name, write_figures
-from tuner.ladder.launch import PlannedRung, ladder_of, predicted, run_rungs
-from tuner.ladder.plan_page import PlanTable, check_output, write_plan
-from tuner.ladder.record import as_started, find_rung, write_ladder
+from tuner.ladder.launch import PlannedRung, note_plan, predicted, run_rungs
+from tuner.ladder.plan_page import PLAN, check_output, plan_lines, write_plan
+from tuner.ladder.record import find_rung
 from tuner.ladder.rungs import Rung, rungs_of
 from tuner.runtime.console import Console, Level, clock
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
 
 MOST_COLUMNS = 100
-PLAN = ("rung", "N", "all", "tokens/step", "off", "processes", "accumulation", "micro", "steps", "tokens", "lr",
-        "warm-up", "FLOPs", "memory", "time")  # fmt: skip
 BENCHMARK = ("rung", "steps", "step", "tokens/s", "MFU", "memory", "whole run")
-
-
-def plan_lines(planned: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The plans of rungs as texts, in the columns of `PLAN`."""
-    def memory(rung: Mapping[str, Any]) -> str:
-        size = rung["memory_bytes"]
-        return "-" if size is None else gib(size) if rung["fits"] == "fits" else f"{gib(size)} ({rung['fits']})"
-
-    return [
-        [
-            rung["name"],
-            f"{rung['parameters']:,}",
-            f"{rung['total_parameters']:,}",
-            f"{rung['batch_tokens']:,}",
-            f"{100 * rung['off']:.1f}%",
-            str(rung["processes"]),
-            str(rung["accumulation"]),
-            f"{rung['micro_tokens']:,}",
-            f"{rung['total_steps']:,}",
-            short_count(rung["tokens"]),
-            "auto" if rung["lr"] is None else f"{rung['lr']:.3g}",
-            f"{rung['warmup_steps']:,}",
-            f"{rung['flops']:.2e}" if rung["flops"] else "-",
-            memory(rung),
-            "-" if rung["seconds"] is None else clock(rung["seconds"]),
-        ]
-        for rung in planned
-    ]
 
 
 def drawn(name: str, recipe: Recipe, width: int) -> str:
@@ -89,10 +58,10 @@ def plan(loaded: LoadedRecipe, options: PlanOptions, console: Console) -> Outcom
             planned.append(PlannedRung(one) if options.quick else predicted(one, options.device))
     width = min(MOST_COLUMNS, shutil.get_terminal_size().columns)
     last = chosen[-1]
-    lines, curve = plan_lines([one.plain() for one in planned]), drawn(last.name, last.loaded.recipe, width)
-    table = fitted([PLAN, *lines], stdout_columns(), right=range(1, len(PLAN)))
+    curve = drawn(last.name, last.loaded.recipe, width)
+    table = fitted([PLAN, *plan_lines(planned)], stdout_columns(), right=range(1, len(PLAN)))
     if path is not None:
-        write_plan(path, str(loaded.recipe.name), chosen, PlanTable(PLAN, lines))
+        write_plan(path, str(loaded.recipe.name), planned)
         console.say("drawn", str(path))
     return Outcome(
         f"{table}\n\n{curve}",
@@ -111,9 +80,7 @@ def run(loaded: LoadedRecipe, rung: str | None, console: Console, level: Level) 
         every = rungs_of(loaded)
     chosen = _chosen(every, rung)
     directory = Path(loaded.recipe.output_dir)
-    ladder = as_started(ladder_of(directory, str(loaded.recipe.name), every))
-    if RankInfo.from_environment().is_main:
-        write_ladder(ladder)
+    note_plan(loaded.recipe, every)
     for one in chosen:
         if one.batch.warning is not None:
             console.warn(f"{one.name}: {one.batch.warning}")

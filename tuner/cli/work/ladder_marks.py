@@ -21,7 +21,7 @@ from tuner.ladder.held_out import LadderHeldOut
 from tuner.ladder.law import Size
 from tuner.ladder.marks import marks_csv, places, read_marks, statuses, with_prefix
 from tuner.ladder.points import Point, by_rung, points_of, read_points, short
-from tuner.ladder.record import Ladder, read_ladders
+from tuner.ladder.record import LadderRecord, read_ladders
 from tuner.ladder.rules import mark_name
 from tuner.runtime.console import Console, clock
 
@@ -49,7 +49,7 @@ class Where:
     overrides: Sequence[Override] = ()
     also: Sequence[str] = ()
 
-    def read(self) -> Ladder:
+    def read(self) -> LadderRecord:
         """The ladder. Raises RecipeError and DataError."""
         return read_ladders(ladder_path(self.ladder, self.overrides), [input_path(path) for path in self.also])
 
