@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import os
 import re
 import runpy
@@ -15,9 +16,10 @@ from typing import Any
 import pytest
 
 import tuner
+from tests.ladder.ladders import ladder_tree, write_ladder_files
 from tuner.config.dump import flow
 from tuner.config.paths import recipes_dir
-from tuner.errors import MemoryLimitError
+from tuner.errors import MemoryLimitError, RecipeError
 from tuner.profile.devices import find_device
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
@@ -54,7 +56,8 @@ def test_the_walk_through_of_the_page_runs(
     (tmp_path / "recipe.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 4
+    write_ladder_files(tmp_path)
     (tmp_path / "walk.py").write_text("\n".join(blocks))
     names = runpy.run_path(str(tmp_path / "walk.py"))
     shown = capfd.readouterr()
@@ -64,6 +67,7 @@ def test_the_walk_through_of_the_page_runs(
     assert names["score"].evaluation.tokens > 0
     assert [answer.tokens > 0 for answer in names["generate"](names["generator"], "Hi")] == [True]
     assert "step   loss" not in shown.err, "quiet"
+    assert len(names["rows"]) == 8 and all(done.was_done for done in names["ladder"].run(quiet=True))
 
 
 def yaml_of(tree: dict[str, Any]) -> str:
@@ -93,6 +97,32 @@ def test_a_loaded_recipe_gives_its_sections(tmp_path: Path) -> None:
 def test_problems_are_given_all_at_once(tmp_path: Path) -> None:
     assert tuner.check_recipe(recipe(tmp_path)) == ()
     assert len(tuner.check_recipe(recipe(tmp_path) | {"optimizer": {"lr": -1}, "surprise": 1})) == 2
+
+
+def test_a_ladder_is_planned_measured_trained_and_fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_ladder_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    layers = {"num_hidden_layers": 1}
+    sizes = [{"name": f"h{width}", "config": {**layers, "hidden_size": width}} for width in (16, 32, 48, 64)]
+    ladder = tuner.Ladder(ladder_tree(sizes=sizes, tokens="0.2 * N") | {"name": "four", "output_dir": "runs/four"})
+    planned = ladder.plan(quick=True, output="plan.html")
+    assert [one.rung.name for one in planned] == ["h16", "h32", "h48", "h64"] and (tmp_path / "plan.html").is_file()
+    assert ladder.benchmark("2", steps=2, quiet=True).plain()["tok_per_s"] > 0
+    with pytest.raises(RecipeError, match="holds no ladder"):
+        ladder.status()
+    (done,) = ladder.run("h16", quiet=True)
+    assert (done.result.status, done.was_done) == ("finished", False)
+    assert [one.was_done for one in ladder.run(quiet=True)] == [True, False, False, False]
+    assert [one["marks_reached"] for one in ladder.status()] == [4] * 4
+    marks = ladder.checkpoints()
+    assert [one["exists"] for one in marks] == [True] * 16 and all(Path(one["metrics_path"]).is_file() for one in marks)
+    rows = ladder.metrics(prefix="none")
+    assert [row["step"] for row in rows] == [one["step"] for one in marks]
+    assert json.loads(Path(marks[0]["metrics_path"]).read_text())["eval/loss"] == rows[0]["loss"]
+    law = ladder.fit((1e6, 2e6), samples=100)
+    assert law.target is not None and law.target.parameters == 1e6 and law.loss is not None
+    with pytest.raises(RecipeError, match="middle: no such rung"):
+        ladder.fit("middle")
 
 
 def test_what_fits_is_found_for_the_device(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from tools.tables import beside  # noqa: E402
 from tuner.config.load import load_recipe  # noqa: E402
 from tuner.config.paths import recipes_dir  # noqa: E402
 from tuner.ladder.marks import Mark, marks_csv, read_marks  # noqa: E402
-from tuner.ladder.record import Ladder, read_ladder  # noqa: E402
+from tuner.ladder.record import LadderRecord, read_ladder  # noqa: E402
 from tuner.ladder.rungs import rungs_of  # noqa: E402
 
 POLL_S = 0.05
@@ -175,7 +175,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             continue
 
 
-def missing(ladder: Ladder, name: str) -> list[str]:
+def missing(ladder: LadderRecord, name: str) -> list[str]:
     """What a rung lacks: steps, each once, its marks, or their checkpoints."""
     rung = next(rung for rung in ladder.rungs if rung.name == name)
     path = ladder.run_dir(rung)
@@ -202,7 +202,7 @@ def misjudged(directory: Path, largest: str) -> list[str]:
     return found if checked["is_covered"] else [*found, f"{largest}: the interval does not cover what was measured"]
 
 
-def fell_with_size(ladder: Ladder, marks: Sequence[Mark]) -> list[str]:
+def fell_with_size(ladder: LadderRecord, marks: Sequence[Mark]) -> list[str]:
     """Sizes whose last loss is not below that of the size before."""
     last = {mark.rung: mark.loss for mark in marks if mark.loss is not None}
     names = [rung.name for rung in ladder.rungs]

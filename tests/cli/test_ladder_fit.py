@@ -17,7 +17,7 @@ from tests.fixtures import forked
 from tests.ladder import made
 from tests.rundir import made as run_made
 from tuner.cli.output import SCHEMA_PATH
-from tuner.ladder.record import Ladder, RungRecord, write_ladder
+from tuner.ladder.record import LadderRecord, RungRecord, write_ladder
 from tuner.ladder.rules import PlannedMark
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def test_a_ladder_predicts_a_rung_that_was_only_planned(tmp_path: Path) -> None:
                 for line in (run_made.step_line(mark.step, loss), run_made.eval_line(mark.step, loss))
             ]
             run_made.run(tmp_path / "runs" / "l" / f"r{number}", lines)
-    write_ladder(Ladder(tmp_path / "runs" / "l", "l", tuple(rungs)))
+    write_ladder(LadderRecord(tmp_path / "runs" / "l", "l", tuple(rungs)))
     found = document(fit(tmp_path, "runs/l", "--target", "r5", "--samples", "100", "--json"))
     figures = found["artifacts"]["fit"]
     assert found["artifacts"]["path"] == str(tmp_path / "runs" / "l" / "fit.html")

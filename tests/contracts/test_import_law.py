@@ -34,8 +34,8 @@ LAW: dict[str, set[str]] = {
     "run": LAUNCH,
     "ladder": LAUNCH | {"run"},
     "generate": BASE | {"data", "model", "checkpoint", "rundir", "export"},
-    "api": LAUNCH | {"prove", "run", "generate"},
-    "cli": LAUNCH | {"prove", "run", "ladder", "generate", "api"},
+    "api": LAUNCH | {"prove", "run", "generate", "ladder"},
+    "cli": LAUNCH | {"prove", "run", "ladder", "generate"},
     "": {"api"} | BASE,
     "__main__": {"cli"},
 }

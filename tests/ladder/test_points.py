@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.ladder import made
 from tuner.errors import DataError, RecipeError, TunerError
-from tuner.ladder.marks import Mark, marks_csv
-from tuner.ladder.points import Point, by_rung, parse_points, point_of, read_points, short, with_figure
+from tuner.ladder.marks import Mark, marks_csv, with_prefix
+from tuner.ladder.points import Point, by_rung, parse_points, points_of, read_points, short, with_figure
 
 LADDER = """rung,parameters,total_parameters,multiple,phase,step,tokens,loss,a/acc
 190M,190354176,2e8,0.5,pre-decay,10,1000000000,3.1,0.3
@@ -28,10 +28,12 @@ def test_the_csv_of_a_ladder() -> None:
 
 def test_the_marks_of_a_ladder_are_the_points_of_their_csv() -> None:
     marks = [
+        Mark("1M", 1_000_000, 1_100_000, 0.0, "initial", 0, 0, 11.0),
         Mark("1M", 1_000_000, 1_100_000, 0.5, "pre-decay", 9, 9000, None, {"perplexity": 9.0}),
         Mark("1M", 1_000_000, 1_100_000, 0.5, "post-decay", 10, 10_000, 3.25, {"a/acc": 0.5, "perplexity": 8.0}),
     ]
-    points = [point_of(mark) for mark in marks]
+    points = points_of(marks)
+    assert [set(mark.figures) for mark in with_prefix(marks, "a/")] == [set(), set(), {"a/acc"}]
     assert points == parse_points(marks_csv(marks), "x.csv")
     assert [point.is_decayed for point in points] == [False, True]
 

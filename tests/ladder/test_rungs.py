@@ -33,6 +33,7 @@ def test_a_rung_is_an_ordinary_recipe(tmp_path: Path) -> None:
     assert (str(recipe.train.duration), recipe.train.global_batch_size) == ("12 steps", 4)
     assert [str(mark) for mark in recipe.checkpoint.marks] == ["4 steps", "6 steps", "10 steps", "12 steps"]
     assert recipe.eval.marks == recipe.checkpoint.marks
+    assert recipe.logging.group == "ladder", "trackers show the rungs as one group"
     assert recipe.schedule.model_dump(mode="json") == {
         "kind": "wsd_s", "warmup": "2 steps", "periods": ["6 steps", "6 steps"], "decay": "30%",
         "decay_shape": "linear", "min_lr_ratio": 0.0,
@@ -40,6 +41,19 @@ def test_a_rung_is_an_ordinary_recipe(tmp_path: Path) -> None:
     assert recipe.optimizer.lr == pytest.approx(0.00235 * (large.parameters / 108e6) ** (-1 / 3))
     assert recipe.optimizer.model_dump()["betas"] == [0.9, 0.99]
     assert large.step_flops > 6 * large.parameters * 256
+
+
+def test_the_mark_before_the_first_step(tmp_path: Path) -> None:
+    write_ladder_files(tmp_path)
+    tree = ladder_tree(initial=True)
+    with pytest.raises(RecipeError, match="ladder.initial evaluates each size before its first step"):
+        load_recipe(tree, cwd=tmp_path)
+    del tree["eval"]["at_start"]
+    small, _ = rungs_of(load_recipe(tree, cwd=tmp_path))
+    marks = [(mark.phase, mark.step, mark.tokens) for mark in small.marks]
+    assert marks[:2] == [("initial", 0, 0), ("pre-decay", 4, 1024)]
+    recipe = small.loaded.recipe
+    assert recipe.checkpoint.at_start and recipe.eval.at_start and len(recipe.checkpoint.marks) == 4
 
 
 def test_the_recipes_own_values_stay_where_a_rule_says_recipe(tmp_path: Path) -> None:

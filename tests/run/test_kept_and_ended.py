@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.fixtures.trainings import launch, lines, outcome
+from tuner.checkpoint.load import read_tensors
 from tuner.checkpoint.manifest import step_dirs
+from tuner.checkpoint.open import open_checkpoint
 from tuner.errors import RecipeError
 from tuner.run.options import LaunchOptions
 from tuner.train.tasks import Event
@@ -37,6 +41,25 @@ def test_a_run_that_was_stopped_keeps_the_same(workplace: Path) -> None:
     run = launch(workplace, AGAIN, **KEPT, checkpoint__every="2 steps").run_dir
     # What a launch resumed from stays with it, and goes with the next.
     assert saves(run) == [5, 7, 10, 12]
+
+
+@pytest.mark.parametrize("in_background", ["true", "false"])
+def test_a_run_goes_on_from_the_save_before_its_first_step(in_background: str, workplace: Path) -> None:
+    evaluated = {**TWELVE, "data__eval": "4 documents", "eval__every": "never"}
+    begins = {**evaluated, "checkpoint__every": "never", "checkpoint__at_start": "true", "checkpoint__keep": "1"}
+    begins["checkpoint__async_save"] = in_background
+    stopped = launch(workplace, **begins, train__stop_after="1 steps")
+    first, at_start = stopped.run_dir / "checkpoints" / "step-1", stopped.run_dir / "checkpoints" / "step-0"
+    shutil.rmtree(first)  # as if it was killed before that
+    untrained = dict(read_tensors(open_checkpoint(at_start)))
+    run = launch(workplace, AGAIN, **begins).run_dir
+    assert saves(run) == [0, 12], "the first is never pruned"
+    assert [line["step"] for line in lines(run) if line["kind"] == "eval"] == [0, 12], "it is not evaluated once more"
+    plain = launch(workplace, name="plain", **evaluated).run_dir
+    assert [line.get("loss") for line in lines(run)] == [line.get("loss") for line in lines(plain)]
+    trained = dict(read_tensors(open_checkpoint(run / "checkpoints" / "step-12")))
+    assert not any(tensor.any() for name, tensor in untrained.items() if "lora_B" in name), "the update is nothing yet"
+    assert not any(torch.equal(trained[name], tensor) for name, tensor in untrained.items())
 
 
 def test_what_the_keys_say_no_more_goes(workplace: Path) -> None:

@@ -15,7 +15,7 @@ from tools.ladder_campaign import campaign, documents_of, fell_with_size, kill_p
 from tuner.checkpoint.load import content_sha256
 from tuner.checkpoint.open import newest
 from tuner.ladder.marks import Mark
-from tuner.ladder.record import Ladder, RungRecord, read_ladder
+from tuner.ladder.record import LadderRecord, RungRecord, read_ladder
 from tuner.ladder.rules import PlannedMark
 
 
@@ -43,7 +43,7 @@ def test_kills_are_spread_over_all_rungs(tmp_path: Path) -> None:
 def test_what_a_rung_lacks_is_found(tmp_path: Path) -> None:
     marks = (PlannedMark(1.0, "pre-decay", 2, 512), PlannedMark(1.0, "post-decay", 3, 768))
     rungs = tuple(RungRecord(name, 100, 120, 256, 1e-3, 3, marks) for name in ("small", "large"))
-    ladder, run = Ladder(tmp_path, "ladder", rungs), tmp_path / "small"
+    ladder, run = LadderRecord(tmp_path, "ladder", rungs), tmp_path / "small"
     (run / "checkpoints" / "step-3").mkdir(parents=True)
     (run / "run.json").write_text('{"schema": "tuner.run/1", "launches": []}')
     trained = [{"kind": "train", "step": step, "tokens": 256 * step} for step in (1, 2, 2, 3)]
@@ -74,7 +74,7 @@ def test_a_prediction_is_near_and_its_interval_covers(
 def test_losses_are_to_fall_with_size(tmp_path: Path) -> None:
     rungs = tuple(RungRecord(name, 1, 1, 1, None, 1, ()) for name in ("small", "large"))
     marks = [Mark(name, 1, 1, 1.0, "post-decay", 1, 1, loss) for name, loss in (("small", 2.0), ("large", 2.0))]
-    assert fell_with_size(Ladder(tmp_path, "ladder", rungs), marks) == ["large is no better than small"]
+    assert fell_with_size(LadderRecord(tmp_path, "ladder", rungs), marks) == ["large is no better than small"]
 
 
 def test_docstrings_become_documents(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ from tests.ladder.ladders import write_ladder_files
 from tools.ladder_campaign import campaign
 from tuner.checkpoint.load import content_sha256
 from tuner.checkpoint.open import newest
-from tuner.ladder.record import LADDER
+from tuner.ladder.marks import read_marks
+from tuner.ladder.points import points_of
+from tuner.ladder.record import LADDER, read_ladder
 
 MARKS = [(1.0, "pre-decay", 4), (1.0, "post-decay", 6), (2.0, "pre-decay", 10), (2.0, "post-decay", 12)]
 
@@ -35,6 +37,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_ladder_files(directory)
     assert campaign(directory, kills=1, seed=3, start=forked.Popen) == []
     return directory
+
+
+def test_the_initial_mark_is_listed_and_is_no_point_of_a_law(tmp_path: Path) -> None:
+    write_ladder_files(tmp_path)
+    words = ("ladder.yaml", "--ladder.initial", "true", "--eval.at_start", "true", "--eval.every", "never")
+    ladder(tmp_path, "run", *words, "--rung", "small")
+    marks = ladder(tmp_path, "status", *words)["artifacts"]["marks"]
+    small = tmp_path / "runs" / "ladder" / "small"
+    listed = [(one["name"], one["step"], one["exists"]) for one in marks]
+    assert listed[:2] == [("initial", 0, True), ("1 pre-decay", 4, True)]
+    assert [one["exists"] for one in marks[5:]] == [False] * 5, "the other rung was not started"
+    assert marks[0]["path"] == str(small / "checkpoints" / "step-0")
+    done = commands.tuner("ladder", "status", "runs/ladder", "--marks", cwd=tmp_path)
+    listed = [line.split()[-2:] for line in done.stdout.splitlines()[1:]]
+    assert listed == [[one["path"], one["metrics_path"] or "-"] for one in marks]
+    assert json.loads(Path(marks[0]["metrics_path"]).read_text())["eval/loss"] > 0
+    first, *others = ladder(tmp_path, "metrics", "runs/ladder")["artifacts"]["marks"]
+    assert (first["phase"], first["tokens"], first["step"]) == ("initial", 0, 0) and first["loss"] > others[-1]["loss"]
+    points = [point.tokens for point in points_of(read_marks(read_ladder(small.parent)))]
+    assert points == [one["tokens"] for one in others]
 
 
 @pytest.mark.slow
@@ -100,6 +122,33 @@ def test_metrics_are_csv_and_json(trained: Path) -> None:
     assert float(rows[-1]["loss"]) == last["loss"]
 
 
+def test_runs_in_several_directories_are_one_ladder(trained: Path, tmp_path: Path) -> None:
+    place, other = tmp_path / "place", tmp_path / "other"
+    for copy in (place, other):
+        shutil.copytree(trained / "runs" / "ladder", copy)
+    here, there = (copy / "small" / "checkpoints" for copy in (place, other))
+    for gone in (place / "large", here / "step-6", there / "step-4"):
+        shutil.rmtree(gone)
+    (there / "step-12").rename(there / "step-11")
+    words = (str(place), "--also", str(other))
+    document = ladder(tmp_path, "status", *words)["artifacts"]
+    assert [rung["status"] for rung in document["rungs"]] == ["finished", "finished"]
+    assert [(Path(one["path"]).relative_to(tmp_path).parts[0], one["exists"]) for one in document["marks"]] == [
+        (name, True) for name in ("place", "other", "place", "place", *["other"] * 4)
+    ]
+    assert document["marks"][3]["metrics_path"] == str(place / "small" / "marks" / "metrics_step12.json")
+    everything = ladder(tmp_path, "status", *words, "--all")["artifacts"]["marks"]
+    assert [one["step"] for one in everything if one["name"].startswith("step-")] == [11]
+    found, own = ladder(tmp_path, "metrics", *words), ladder(trained, "metrics", "runs/ladder")
+    assert found["artifacts"] == own["artifacts"]
+    shutil.rmtree(place)
+    assert len(ladder(tmp_path, "metrics", str(tmp_path), "--also", str(other))["artifacts"]["marks"]) == 8
+    text = (other / LADDER).read_text().replace('"total_steps": 12', '"total_steps": 13')
+    (other / LADDER).write_text(text)
+    done = commands.tuner("ladder", "status", "runs/ladder", "--also", str(other), cwd=trained)
+    assert done.returncode == 2 and "its small has another plan (total_steps 12 -> 13)" in done.stderr
+
+
 def test_what_is_done_is_skipped_and_the_plan_is_held(trained: Path) -> None:
     run = trained / "runs" / "ladder" / "large"
     before = (run / "run.json").read_bytes()
@@ -130,12 +179,29 @@ def test_status_shows_marks_and_losses(trained: Path) -> None:
     assert "12/12" in small and "4/4" in small and "2 post-decay" in large
 
 
+def test_a_rung_is_benchmarked_and_nothing_stays_of_it(trained: Path) -> None:
+    place = trained / "runs" / "ladder"
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    document = ladder(trained, "benchmark", "large", "ladder.yaml", "--steps", "3")
+    written = json.loads((place / "benchmark-large.json").read_text())
+    assert document["artifacts"] == {"path": str(place / "benchmark-large.json"), "rung": "large"}
+    assert written == {"schema": "tuner.ladder-benchmark/1", **document["metrics"]}
+    assert (written["steps"], written["total_steps"], written["batch_tokens"]) == (3, 12, 256)
+    assert written["tok_per_s"] == pytest.approx(written["tokens_per_step"] / written["step_s"])
+    assert written["mfu"] == pytest.approx(written["flops"] / written["step_s"] / written["peak_flops"])
+    assert written["memory"]["peak_bytes"] > 3 * 4 * written["parameters"], "weights and AdamW's states at least"
+    (place / "benchmark-large.json").unlink()
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("train", "ladder.yaml"), "this recipe is a ladder of 2 sizes (ladder.sizes), not one run"),
         (("profile", "ladder.yaml"), "tuner ladder plan RECIPE"),
-        (("ladder", "run", "ladder.yaml", "--rung", "middle"), "--rung middle: no such rung"),
+        (("ladder", "run", "ladder.yaml", "--rung", "middle"), "middle: no such rung"),
+        (("ladder", "benchmark", "3", "ladder.yaml"), "3: no such rung"),
+        (("ladder", "benchmark", "1", "ladder.yaml", "--output", "text.jsonl"), "holds something else than a"),
         (("ladder", "status", "."), "holds no ladder: no rung was started there"),
         (("ladder", "metrics", "runs", "--seed", "3"), "is a directory, not a recipe: --seed has no meaning here"),
     ],

@@ -26,6 +26,10 @@ LadderArgument = Annotated[str | None, typer.Argument(metavar="[LADDER]", help=L
 RungOption = Annotated[
     str | None, typer.Option(metavar="RUNG", help="One rung alone: its name, or its number from 1, as job arrays have.")
 ]
+AlsoOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="DIR", help="Another ladder's directory with runs of the same rungs; may be repeated."),
+]
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -40,14 +44,18 @@ def plan(
         typer.Option(help="Predict for this device, e.g. h100-80g or cpu; default: the one in this machine."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the prediction of memory and time.")] = False,
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Draw learning rates and marks over tokens: plan.html, or plan.png."),
+    ] = None,
     verbose: VerboseOption = False,
 ) -> Outcome:
-    """Print sizes, batches, processes, steps, tokens, FLOPs, memory and time of every rung; nothing is trained."""
+    """Print sizes, batches, processes, steps, tokens, FLOPs, memory and time of each rung; nothing is trained."""
     loaded = _ladder_recipe(ctx, recipe)
     console = console_of(level_of(loaded, verbose))
     with console.doing("loading torch", at_once=True):
         from tuner.cli.work import ladder
-    return ladder.plan(loaded, rung, device, quick, console)
+    return ladder.plan(loaded, ladder.PlanOptions(rung, device, quick, output), console)
 
 
 @app.command()
@@ -65,21 +73,54 @@ def run(
 
 
 @app.command()
+@command("ladder benchmark")
+def benchmark(
+    ctx: typer.Context,
+    rung: Annotated[str, typer.Argument(metavar="RUNG", help="The rung: its name, or its number from 1.")],
+    recipe: RecipeArgument = None,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps that are timed, after one that is not.")] = 20,
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Where the figures go; default benchmark-RUNG.json in the ladder."),
+    ] = None,
+    verbose: VerboseOption = False,
+) -> Outcome:
+    """Train a rung for a few steps and measure them: time, tokens a second, MFU, memory; nothing is saved of it."""
+    loaded = _ladder_recipe(ctx, recipe)
+    level = level_of(loaded, verbose)
+    console = console_of(level)
+    with console.doing("loading libraries", at_once=True):
+        from tuner.cli.work import ladder
+    return ladder.benchmark(loaded, rung, steps, output, console, level)
+
+
+@app.command()
 @command("ladder status")
-def status(ctx: typer.Context, ladder: LadderArgument = None) -> Outcome:
+def status(
+    ctx: typer.Context,
+    ladder: LadderArgument = None,
+    marks: Annotated[bool, typer.Option("--marks", help="List each mark, and where it is.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="List every other checkpoint, too.")] = False,
+    also: AlsoOption = None,
+) -> Outcome:
     """List the rungs: how far each is, which of its marks are reached, and the loss at the newest of them."""
     from tuner.cli.work import ladder_marks
 
-    return ladder_marks.status(ladder, overrides_of(ctx))
+    return ladder_marks.status(ladder_marks.Where(ladder, overrides_of(ctx), also or ()), marks, everything)
 
 
 @app.command()
 @command("ladder metrics")
-def metrics(ctx: typer.Context, ladder: LadderArgument = None) -> Outcome:
+def metrics(
+    ctx: typer.Context,
+    ladder: LadderArgument = None,
+    prefix: Annotated[str, typer.Option(help="Figures whose names begin so alone, besides the loss: sums/.")] = "",
+    also: AlsoOption = None,
+) -> Outcome:
     """Print what was measured at each mark, before and after each decay, as CSV; with --json as JSON."""
     from tuner.cli.work import ladder_marks
 
-    return ladder_marks.metrics(ladder, overrides_of(ctx))
+    return ladder_marks.metrics(ladder_marks.Where(ladder, overrides_of(ctx), also or ()), prefix)
 
 
 @app.command()
@@ -111,12 +152,13 @@ def fit(
     output: Annotated[
         str | None, typer.Option(help="The page to write; default fit.html in the ladder, or here for a CSV.")
     ] = None,
+    also: AlsoOption = None,
 ) -> Outcome:
     """Fit L = E + A/N^a + B/D^b to a ladder's rungs and predict a size that was not trained, with its interval."""
     from tuner.cli.work import ladder_marks
 
     options = ladder_marks.FitOptions(target, tokens, loss, tuple(score or ()), chance, level, samples, output)
-    return ladder_marks.fit(ladder, overrides_of(ctx), options)
+    return ladder_marks.fit(ladder_marks.Where(ladder, overrides_of(ctx), also or ()), options)
 
 
 def _ladder_recipe(ctx: typer.Context, recipe: str | None) -> LoadedRecipe:

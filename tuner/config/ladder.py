@@ -19,7 +19,7 @@ from tuner.config.ladder_rules import LADDER_RULES
 from tuner.config.numbers import DECIMAL_SUFFIXES, Real, Whole, parse_number, write_number
 from tuner.config.rule import Rule
 from tuner.config.schedules import DecayShape
-from tuner.config.section import Auto, Items, Section
+from tuner.config.section import Auto, Bool, Items, Section
 from tuner.config.value_types import Several, Table, Text, ValueType, refuse, shown
 from tuner.errors import RecipeError
 
@@ -182,6 +182,8 @@ class LadderSection(Section):
         tuple[float, ...], Several(item=Real(gt=0, le=10**6)), AfterValidator(_ascending)
     ] = (0.5, 1.0, 2.0, 4.0)  # fmt: skip
     """Ends of the periods of each run, as multiples of tokens; the last one is the run's length."""
+    initial: Bool = False
+    """Save and evaluate each size before its first step, too: the mark of step 0, which has the untrained weights."""
     decay: Annotated[Duration, Span(units=("%",))] = Duration.parse("10%")
     """Share of each period over which the learning rate falls to 0; it is saved and evaluated before and after that."""
     decay_shape: DecayShape = "linear"

@@ -64,6 +64,13 @@ def rules_alone(recipe: Recipe, given: Set[str], key: str) -> str | None:
     return f"each size of the ladder gets its own, by {ruled.by}; remove it{other}"
 
 
+def evaluates_initial(recipe: Recipe, given: Set[str]) -> str | None:
+    """The mark before the first step is evaluated, as every mark is."""
+    if not recipe.ladder.initial or recipe.eval.at_start:
+        return None
+    return "ladder.initial evaluates each size before its first step; remove at_start, or write ladder.initial: false"
+
+
 def _is_default(recipe: Recipe, key: str) -> bool:
     """Whether a key's value is what it is without being written, as where a whole recipe was written out."""
     section, _, name = key.partition(".")
@@ -77,5 +84,6 @@ LADDER_RULES = (
     Rule(("model.init", "ladder.sizes"), starts_at_random),
     Rule(("adapter.kind", "ladder.sizes"), trains_whole_models),
     Rule(("ladder.sizes", "data.eval"), compares_held_out_rows),
+    Rule(("eval.at_start", "ladder.initial"), evaluates_initial),
     *(Rule((key, "ladder.sizes"), partial(rules_alone, key=key)) for key in RULED),
 )

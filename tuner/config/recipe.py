@@ -442,6 +442,8 @@ class CheckpointSection(Section):
         Duration.parse("15 min"),
     )
     """How often to save; the first duration that has passed counts."""
+    at_start: Bool = False
+    """Save before the first step, after its evaluation; that checkpoint is never pruned."""
     at_end: Bool = True
     """Save after the last step."""
     keep: Annotated[int, Whole(ge=1, le=10**6)] = 2
@@ -555,6 +557,8 @@ class LoggingSection(Section):
     """Trackers that also get every line of metrics.jsonl; each needs its library, such as wandb."""
     project: Annotated[str, Text(kind="the name of a project")] = "tuner"
     """Project of wandb and experiment of mlflow that the run belongs to."""
+    group: Annotated[str | None, Text(kind="the name of a group")] = None
+    """Group of wandb, and tag of mlflow, that the run is shown with; null: of a ladder's rung its name, else none."""
     tags: Annotated[tuple[str, ...], Several(item=Text(kind="words"), empty=True)] = ()
     """Labels of the run in wandb and mlflow."""
 

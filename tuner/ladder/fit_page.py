@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from tuner.errors import RecipeError
 from tuner.ladder import score
+from tuner.ladder.charts import Chart, Series, chart
 from tuner.ladder.fit import Estimate, LawFit, Parameter, parameters_of
 from tuner.ladder.forecast import Forecast
 from tuner.ladder.held_out import LadderHeldOut
 from tuner.ladder.law import Axis, LawForm, Size, sizes_of
 from tuner.ladder.points import Point, by_rung, short
 from tuner.ladder.score import ScoreFit
-from tuner.rundir.page import filled
+from tuner.rundir.page import filled, require_own
 from tuner.runtime.files import write_atomic
 
 PAGE = "fit.html"
@@ -28,13 +28,7 @@ _TEMPLATE = Path(__file__).with_name("fit.html")
 
 def check_output(path: Path) -> None:
     """Raise RecipeError where the page would overwrite something else."""
-    if not path.exists() and not path.is_symlink():
-        return
-    if not path.is_file() or path.is_symlink():
-        raise RecipeError(f"{path} is not a file", hint="choose another one with --output")
-    with path.open("rb") as file:
-        if file.read(len(MARK)) != MARK:
-            raise RecipeError(f"{path} holds something else than a fit", hint="choose another one with --output")
+    require_own(path, MARK, "a fit")
 
 
 def write_fit_page(path: Path, title: str, found: Forecast) -> None:
@@ -134,8 +128,6 @@ PLACES = 60
 MOST_RUNGS = 12
 """Rungs that have a curve each; of more, as of others' sweeps, only the points are drawn."""
 TARGET = "target"
-Series = dict[str, Any]
-Chart = dict[str, Any]
 
 
 def charts_of(found: Forecast) -> list[Chart]:
@@ -147,10 +139,6 @@ def charts_of(found: Forecast) -> list[Chart]:
     if found.left_out:
         drawn.append(_left_out(found))
     return [*drawn, *(_score(found, score) for score in found.scores)]
-
-
-def _chart(label: str, x: str, y: str, series: list[Series], **options: Any) -> Chart:
-    return {"label": label, "x": x, "y": y, "series": series, "xLog": True, "unit": ""} | options
 
 
 def _losses(found: Forecast, axis: Axis) -> Chart:
@@ -167,7 +155,7 @@ def _losses(found: Forecast, axis: Axis) -> Chart:
         reach = [min(found.target.tokens, most) / 4, found.target.tokens]
         sizes = [Size(found.target.parameters, tokens) for tokens in _spread(reach)]
         series += [_curve(TARGET, -1, sizes, fit, axis), *_target_series(found, axis)]
-    return _chart("Loss over tokens", axis, fit.figure, series)
+    return chart("Loss over tokens", axis, fit.figure, series)
 
 
 def _flops(found: Forecast) -> Chart:
@@ -179,7 +167,7 @@ def _flops(found: Forecast) -> Chart:
     rungs = by_rung(fit.points)
     dots = [_dots(name, number, points, fit.figure, "flops") for number, (name, points) in enumerate(rungs.items())]
     series = [frontier, *dots, *_target_series(found, "flops")]
-    return _chart("Loss over training FLOPs, and the law's optimum", "FLOPs (6 N D)", fit.figure, series)
+    return chart("Loss over training FLOPs, and the law's optimum", "FLOPs (6 N D)", fit.figure, series)
 
 
 def _along_line(found: Forecast) -> Chart:
@@ -192,7 +180,7 @@ def _along_line(found: Forecast) -> Chart:
     dots = [_dots(name, number, points, fit.figure, axis) for number, (name, points) in enumerate(rungs.items())]
     assert fit.form.line is not None
     series = [_curve("law", -2, sizes, fit, axis), *dots, *_target_series(found, axis)]
-    return _chart(f"Loss over {axis}, {fit.form.line.words()}", axis, fit.figure, series)
+    return chart(f"Loss over {axis}, {fit.form.line.words()}", axis, fit.figure, series)
 
 
 def _residuals(fit: LawFit) -> Chart:
@@ -201,7 +189,7 @@ def _residuals(fit: LawFit) -> Chart:
     for point, residual in zip(fit.points, np.expm1(fit.residuals), strict=True):
         over[point.rung].append([point.tokens, float(residual)])
     series = [{"name": name, "color": number, "dots": dots} for number, (name, dots) in enumerate(over.items())]
-    return _chart("Residuals: measured over fitted, less one", "tokens", "residual", series, unit="%", zero=True)
+    return chart("Residuals: measured over fitted, less one", "tokens", "residual", series, unit="%", zero=True)
 
 
 def _left_out(found: Forecast) -> Chart:
@@ -210,7 +198,7 @@ def _left_out(found: Forecast) -> Chart:
     series = [_error(one, rungs.index(one.rung)) for one in found.left_out]
     if found.checked is not None:
         series.append({**_error(found.checked, -1), "name": f"{found.checked.rung}, {TARGET}"})
-    return _chart(
+    return chart(
         "Each rung predicted from the others: predicted over measured, less one", "parameters", "error", series,
         unit="%", zero=True,
     )  # fmt: skip
@@ -238,7 +226,7 @@ def _score(found: Forecast, score: ScoreFit) -> Chart:
     if score.figure in found.measured_scores and found.checked is not None:
         dot = [found.checked.measured, found.measured_scores[score.figure]]
         series.append({"name": f"{TARGET}, measured", "color": -1, "hollow": True, "dots": [dot]})
-    return _chart(f"{score.figure} over the loss", loss, score.figure, series, xLog=False)
+    return chart(f"{score.figure} over the loss", loss, score.figure, series, xLog=False)
 
 
 def _target_series(found: Forecast, axis: str) -> list[Series]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError, TunerError
-from tuner.ladder.record import Ladder, RungRecord
+from tuner.ladder.record import LadderRecord, RungRecord, as_started, write_ladder
 from tuner.ladder.rungs import Rung
 from tuner.profile.choose import predict_settled
 from tuner.profile.prediction import Prediction
@@ -126,7 +127,14 @@ def predicted(rung: Rung, device: str | None) -> PlannedRung:
         return PlannedRung(rung, why=f"no prediction: {error.message}")
 
 
-def ladder_of(directory: Path, name: str, rungs: Sequence[Rung]) -> Ladder:
+def note_plan(recipe: Recipe, rungs: Sequence[Rung]) -> None:
+    """Write `ladder.json` before rungs are trained, on rank 0. Raises RecipeError where one has another plan there."""
+    ladder = as_started(ladder_of(Path(recipe.output_dir), str(recipe.name), rungs))
+    if RankInfo.from_environment().is_main:
+        write_ladder(ladder)
+
+
+def ladder_of(directory: Path, name: str, rungs: Sequence[Rung]) -> LadderRecord:
     """What `ladder.json` keeps of rungs."""
     records = (
         RungRecord(
@@ -140,4 +148,4 @@ def ladder_of(directory: Path, name: str, rungs: Sequence[Rung]) -> Ladder:
         )
         for rung in rungs
     )
-    return Ladder(directory, name, tuple(records))
+    return LadderRecord(directory, name, tuple(records))

@@ -23,7 +23,7 @@ NAMES = {
 NO_FIGURES = frozenset({"total parameters", "multiple", "step"})
 """Further columns of `tuner ladder metrics` that say which mark a line is, and were not measured."""
 NEEDED = ("parameters", "tokens")
-PRE_DECAY, POST_DECAY = "pre-decay", "post-decay"
+INITIAL, PRE_DECAY, POST_DECAY = "initial", "pre-decay", "post-decay"
 MAX_CHARACTERS = 64 << 20
 
 
@@ -39,10 +39,19 @@ class Point:
     """Whether the learning rate had decayed: before, the loss is higher than what these tokens can reach."""
 
 
-def point_of(mark: Mark) -> Point:
-    """A mark of a ladder's rung as a point."""
-    loss = {} if mark.loss is None else {LOSS: mark.loss}
-    return Point(mark.rung, mark.parameters, mark.tokens, loss | dict(mark.figures), mark.phase == POST_DECAY)
+def points_of(marks: Sequence[Mark]) -> list[Point]:
+    """Marks of a ladder's rungs as points; those before the first step are none: a law has no value at 0 tokens."""
+    return [
+        Point(
+            mark.rung,
+            mark.parameters,
+            mark.tokens,
+            ({} if mark.loss is None else {LOSS: mark.loss}) | dict(mark.figures),
+            mark.phase == POST_DECAY,
+        )
+        for mark in marks
+        if mark.phase != INITIAL
+    ]
 
 
 def read_points(path: Path) -> list[Point]:
@@ -84,6 +93,8 @@ def parse_points(text: str, name: str) -> list[Point]:
     for number, line in numbered[1:]:
         if len(line) != len(heading):
             raise DataError(f"{name}:{number}: {len(line)} cells, and the heading has {len(heading)}")
+        if "phase" in columns and line[columns["phase"]].strip().lower() == INITIAL:
+            continue
         sizes = {key: _size(line[columns[key]], f"{name}:{number}: {heading[columns[key]]}") for key in NEEDED}
         measured = {heading[i]: value for i in figures if (value := _figure(line[i])) is not None}
         rung = line[columns["rung"]].strip() if "rung" in columns else ""

@@ -37,22 +37,28 @@ class RungRecord:
 
 
 @dataclass(frozen=True)
-class Ladder:
+class LadderRecord:
     """A ladder's directory and its planned rungs, in the order of the recipe."""
 
     directory: Path
     name: str
     rungs: tuple[RungRecord, ...]
+    also: tuple[Path, ...] = ()
+    """Other directories that hold runs of its rungs."""
+
+    def run_dirs(self, rung: RungRecord) -> tuple[Path, ...]:
+        """Where a rung's run may lie, its own place first."""
+        return tuple(directory / rung.name for directory in (self.directory, *self.also))
 
     def run_dir(self, rung: RungRecord) -> Path:
-        """The run directory of a rung, which may not be there yet."""
-        return self.directory / rung.name
+        """The first of these that is a run; its own place where none is there yet."""
+        return next(filter(is_run, self.run_dirs(rung)), self.directory / rung.name)
 
 
 _RUNGS: TypeAdapter[tuple[RungRecord, ...]] = TypeAdapter(tuple[RungRecord, ...])
 
 
-def read_ladder(directory: Path) -> Ladder:
+def read_ladder(directory: Path) -> LadderRecord:
     """Read the ladder of a directory. Raises RecipeError where none was started there, DataError for a damaged file."""
     path = directory / LADDER
     if not path.is_file():
@@ -65,12 +71,28 @@ def read_ladder(directory: Path) -> Ladder:
     if held.get("schema") != SCHEMA:
         raise DataError(f"{path}: not a ladder of this version ({held.get('schema')!r})", hint=again)
     try:
-        return Ladder(directory, str(held.get("name")), _RUNGS.validate_python(held.get("rungs")))
+        return LadderRecord(directory, str(held.get("name")), _RUNGS.validate_python(held.get("rungs")))
     except ValidationError as error:
         raise DataError(f"{path}: {error.errors()[0]['msg']}", hint=again) from error
 
 
-def as_started(ladder: Ladder) -> Ladder:
+def read_ladders(directory: Path, also: Sequence[Path] = ()) -> LadderRecord:
+    """The ladder of a directory, where there is one, with the runs and rungs of others.
+
+    Raises RecipeError where `also` names a directory without a ladder, or a rung has another plan there.
+    """
+    is_alone = not also or (directory / LADDER).is_file()
+    found = read_ladder(directory) if is_alone else LadderRecord(directory, read_ladder(also[0]).name, ())
+    rungs = {rung.name: rung for rung in found.rungs}
+    for other in also:
+        for rung in read_ladder(other).rungs:
+            if rungs.setdefault(rung.name, rung) != rung:
+                words = _difference(rungs[rung.name], rung)
+                raise RecipeError(f"--also {other}: its {rung.name} has another plan ({words})")
+    return replace(found, rungs=tuple(rungs.values()), also=tuple(also))
+
+
+def as_started(ladder: LadderRecord) -> LadderRecord:
     """A ladder as it is planned, with the rungs that were started before and are no longer in its recipe.
 
     Raises RecipeError where a rung was started with another plan.
@@ -84,7 +106,7 @@ def as_started(ladder: Ladder) -> Ladder:
     return replace(ladder, rungs=(*ladder.rungs, *left))
 
 
-def write_ladder(ladder: Ladder) -> None:
+def write_ladder(ladder: LadderRecord) -> None:
     """Write a ladder's file, whole or not at all. Raises MachineError."""
     make_dirs(ladder.directory)
     rungs = [asdict(rung) for rung in ladder.rungs]
@@ -97,23 +119,22 @@ def find_rung(names: Sequence[str], wanted: str) -> int:
         return names.index(wanted)
     if wanted.isdecimal() and 1 <= int(wanted) <= len(names):
         return int(wanted) - 1
-    raise RecipeError(f"--rung {wanted}: no such rung", hint=f"there are: {', '.join(names)}")
+    raise RecipeError(f"{wanted}: no such rung", hint=f"there are: {', '.join(names)}")
 
 
-def _require_same_plan(before: Ladder, now: Ladder) -> None:
+def _require_same_plan(before: LadderRecord, now: LadderRecord) -> None:
     planned = {rung.name: rung for rung in now.rungs}
     for rung in before.rungs:
         if is_run(before.run_dir(rung)) and planned.get(rung.name, rung) != rung:
-            keys = [key for key, value in asdict(rung).items() if asdict(planned[rung.name])[key] != value]
             raise RecipeError(
-                f"{before.run_dir(rung)} was started with another plan ({_difference(rung, planned[rung.name], keys)})",
+                f"{before.run_dir(rung)} was started with another plan ({_difference(rung, planned[rung.name])})",
                 hint=f"start another ladder: --name NEW-NAME; or remove that run: tuner runs rm {before.run_dir(rung)}",
             )
 
 
-def _difference(before: RungRecord, now: RungRecord, keys: Sequence[str]) -> str:
-    shown = [key for key in keys if key != "marks"]
+def _difference(before: RungRecord, now: RungRecord) -> str:
     old, new = asdict(before), asdict(now)
+    shown = [key for key in old if key != "marks" and old[key] != new[key]]
     return ", ".join(f"{key} {_text(old[key])} -> {_text(new[key])}" for key in shown) or "other marks"
 
 

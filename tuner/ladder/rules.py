@@ -12,7 +12,12 @@ from typing import Literal
 from tuner.config.ladder import LadderSection
 from tuner.errors import RecipeError, counted
 
-Phase = Literal["pre-decay", "post-decay"]
+Phase = Literal["initial", "pre-decay", "post-decay"]
+
+
+def mark_name(multiple: float, phase: Phase) -> str:
+    """A mark in words: `initial`, `0.5 pre-decay`."""
+    return phase if phase == "initial" else f"{multiple:g} {phase}"
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,10 @@ class PlannedMark:
     step: int
     tokens: int
     """Of so many steps of full rows."""
+
+
+INITIAL = PlannedMark(0.0, "initial", 0, 0)
+"""The mark before the first step."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tuner.config.recipe import Recipe
 from tuner.data.building.spec import resolve_max_length
 from tuner.errors import RecipeError
 from tuner.ladder import rules
-from tuner.ladder.rules import PlannedMark, StepPlan
+from tuner.ladder.rules import INITIAL, PlannedMark, StepPlan
 from tuner.model.build import meta_model, model_config
 from tuner.model.flops import training_flops
 from tuner.profile.workload import added_ids
@@ -112,7 +112,7 @@ def _rung(loaded: LoadedRecipe, size: LadderSize, most: int) -> Rung:
     least = size.min_processes or ladder.min_processes
     batch = solve(target, _micro_tokens(recipe, size, model.parameters, row_tokens), row_tokens, least, most)
     plan = rules.step_plan(ladder, model.parameters, batch.tokens)
-    marks = plan.marks(ladder.multiples, batch.tokens)
+    marks = (*([INITIAL] if ladder.initial else []), *plan.marks(ladder.multiples, batch.tokens))
     name = size.name or short_count(size.parameters or model.parameters)
     return Rung(
         name,
@@ -208,9 +208,10 @@ def _recipe_of(
             "decay": str(ladder.decay),
             "decay_shape": ladder.decay_shape,
         },
-        "eval": {**tree["eval"], "marks": marks},
-        "checkpoint": {**tree["checkpoint"], "marks": marks},
+        "eval": {**tree["eval"], "marks": marks, **({"at_start": True} if ladder.initial else {})},
+        "checkpoint": {**tree["checkpoint"], "marks": marks, **({"at_start": True} if ladder.initial else {})},
     }
+    tree["logging"] = {**tree["logging"], "group": recipe.logging.group or recipe.name}
     if recipe.parallel.processes == "auto":
         tree["parallel"] = {**tree["parallel"], "processes": batch.processes}
     rung = load_recipe(tree)

@@ -8,6 +8,7 @@ RUN/
   samples.jsonl           answers to held-out prompts
   windows.json            which portions of its data a run has opened or left out, where they come in portions
   teachers.json           which versions of its teacher a run has learned from, where it looks for newer ones
+  marks/                  metrics_stepN.json: what was measured at each mark
   evaluations/step-N/     TASK.jsonl: a line for each item of a task that was scored
   checkpoints/step-N/     what training resumes from (tuner.checkpoint.manifest names them)
   tokenizer/              the tokenizer's files
@@ -40,6 +41,7 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 PORTIONS = "windows.json"
 TEACHERS = "teachers.json"
+MARKS = "marks"
 EVALUATIONS = "evaluations"
 CHECKPOINTS = "checkpoints"
 DAMAGED_CHECKPOINTS = "damaged-checkpoints"
@@ -66,7 +68,7 @@ MODEL_PREFIX = "model/"
 EMA_PREFIX = "ema/"
 """Before the names of the averages of the model's tensors in a checkpoint."""
 NAMES = frozenset(
-    {RECORD, RECIPE, RESOLVED_RECIPE, METRICS, SAMPLES, PORTIONS, TEACHERS, EVALUATIONS, CHECKPOINTS, TOKENIZER}
+    {RECORD, RECIPE, RESOLVED_RECIPE, METRICS, SAMPLES, PORTIONS, TEACHERS, MARKS, EVALUATIONS, CHECKPOINTS, TOKENIZER}
     | {MODEL_CONFIG, ID_PROBES, INIT_REPORT, LOGS, LAUNCHES, EXPORTS, PROFILE, PROBER, TRACKERS, CURVES, LOCK, STOP}
 )
 """All that a run directory may hold."""
@@ -79,6 +81,11 @@ LEFTOVERS = frozenset(
 def rank_metrics(rank: int) -> str:
     """The file, in the directory of logs, of the metrics of a process other than rank 0."""
     return f"rank{rank}.metrics.jsonl"
+
+
+def mark_metrics(run_dir: Path, step: int | str) -> Path:
+    """Where the figures of a mark lie."""
+    return run_dir / MARKS / f"metrics_step{step}.json"
 
 
 def export_dir(run_dir: Path, step: int, kind: Literal["", "adapter", "text"] = "") -> Path:

@@ -17,6 +17,8 @@ from tuner.runtime.files import write_atomic
 
 MARK = b"<!doctype html><!-- tuner runs plot -->"
 """How every page begins: only such a file is written over."""
+BEGINNING = 120
+"""Bytes within which a file's mark lies."""
 _TEMPLATE = Path(__file__).with_name("page.html")
 _HEAD = Path(__file__).with_name("head.html")
 """What every page has after its mark: what it may load, which is nothing, colours, and rules of what is on several."""
@@ -27,13 +29,19 @@ SMOOTHING, SMOOTHED_POINTS = 0.8, 200
 
 def write_page(path: Path, runs: Sequence[Run], drawn: Sequence[Chart], smoothing: float | None) -> None:
     """Write the page of some runs. Raises RecipeError where `path` holds something else, MachineError."""
-    if path.exists() or path.is_symlink():
-        if not path.is_file() or path.is_symlink():
-            raise RecipeError(f"{path} is not a file", hint="choose another one with --output")
-        with path.open("rb") as file:
-            if file.read(len(MARK)) != MARK:
-                raise RecipeError(f"{path} holds something else than curves", hint="choose another one with --output")
+    require_own(path, MARK, "curves")
     write_atomic(path, page(runs, drawn, smoothing).encode())
+
+
+def require_own(path: Path, mark: bytes, what: str) -> None:
+    """Raise RecipeError where something is at `path` that is no file with the mark of its kind near its beginning."""
+    if not path.exists() and not path.is_symlink():
+        return
+    if not path.is_file() or path.is_symlink():
+        raise RecipeError(f"{path} is not a file", hint="choose another one with --output")
+    with path.open("rb") as file:
+        if mark not in file.read(BEGINNING):
+            raise RecipeError(f"{path} holds something else than {what}", hint="choose another one with --output")
 
 
 def page(runs: Sequence[Run], drawn: Sequence[Chart], smoothing: float | None) -> str:

@@ -137,7 +137,7 @@ def timetable(resolved: "Resolved", prepared: PreparedData, starts: Starts = Sta
         return cadence(_known(every, limit), whole, tokens)
 
     kept = due(recipe.checkpoint.keep_every)
-    marks = mark_steps(recipe.checkpoint.marks, extent.longest, tokens)
+    marks = mark_steps(recipe.checkpoint.marks, extent.longest, tokens) | ({0} if recipe.checkpoint.at_start else set())
     evaluated, exporting = prepared.eval is not None or recipe.eval.tasks, due(recipe.export.every)
     evaluation = due(recipe.eval.every if evaluated else None)
     if evaluated and recipe.eval.marks:

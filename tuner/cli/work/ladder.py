@@ -4,55 +4,27 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.cli.command import Outcome
-from tuner.cli.output import fitted, stdout_columns
+from tuner.cli.command import Outcome, input_path
+from tuner.cli.output import columns, fitted, stdout_columns
 from tuner.cli.work.schedule import drawing, planned_schedule
-from tuner.config.ladder import short_count
 from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import Recipe
 from tuner.errors import counted
-from tuner.ladder.launch import PlannedRung, ladder_of, predicted, run_rungs
-from tuner.ladder.record import as_started, find_rung, write_ladder
+from tuner.ladder.benchmark import benchmarked, check_figures, file_name, write_figures
+from tuner.ladder.launch import PlannedRung, note_plan, predicted, run_rungs
+from tuner.ladder.plan_page import PLAN, check_output, plan_lines, write_plan
+from tuner.ladder.record import find_rung
 from tuner.ladder.rungs import Rung, rungs_of
 from tuner.runtime.console import Console, Level, clock
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
 
 MOST_COLUMNS = 100
-PLAN = ("rung", "N", "all", "tokens/step", "off", "processes", "accumulation", "micro", "steps", "tokens", "lr",
-        "warm-up", "FLOPs", "memory", "time")  # fmt: skip
-
-
-def plan_table(planned: Sequence[Mapping[str, Any]]) -> str:
-    """The plans of rungs one below the other."""
-    def memory(rung: Mapping[str, Any]) -> str:
-        size = rung["memory_bytes"]
-        return "-" if size is None else gib(size) if rung["fits"] == "fits" else f"{gib(size)} ({rung['fits']})"
-
-    lines = [
-        [
-            rung["name"],
-            f"{rung['parameters']:,}",
-            f"{rung['total_parameters']:,}",
-            f"{rung['batch_tokens']:,}",
-            f"{100 * rung['off']:.1f}%",
-            str(rung["processes"]),
-            str(rung["accumulation"]),
-            f"{rung['micro_tokens']:,}",
-            f"{rung['total_steps']:,}",
-            short_count(rung["tokens"]),
-            "auto" if rung["lr"] is None else f"{rung['lr']:.3g}",
-            f"{rung['warmup_steps']:,}",
-            f"{rung['flops']:.2e}" if rung["flops"] else "-",
-            memory(rung),
-            "-" if rung["seconds"] is None else clock(rung["seconds"]),
-        ]
-        for rung in planned
-    ]
-    return fitted([PLAN, *lines], stdout_columns(), right=range(1, len(PLAN)))
+BENCHMARK = ("rung", "steps", "step", "tokens/s", "MFU", "memory", "whole run")
 
 
 def drawn(name: str, recipe: Recipe, width: int) -> str:
@@ -62,21 +34,39 @@ def drawn(name: str, recipe: Recipe, width: int) -> str:
 
 
 
-def plan(loaded: LoadedRecipe, rung: str | None, device: str | None, quick: bool, console: Console) -> Outcome:
-    """Plan every rung, or one, and predict what it takes unless that is to be `quick`."""
+@dataclass(frozen=True)
+class PlanOptions:
+    """What `tuner ladder plan` was asked, as typed."""
+
+    rung: str | None
+    device: str | None
+    quick: bool
+    output: str | None
+
+
+def plan(loaded: LoadedRecipe, options: PlanOptions, console: Console) -> Outcome:
+    """Plan every rung, or one, and predict what it takes unless that is to be `quick`; draw it where that is asked."""
+    path = None if options.output is None else input_path(options.output)
+    if path is not None:
+        check_output(path)
     with console.doing("building models without storage"):
         every = rungs_of(loaded)
-    chosen = _chosen(every, rung)
+    chosen = _chosen(every, options.rung)
     planned = []
     for one in chosen:
         with console.doing(f"predicting {one.name}"):
-            planned.append(PlannedRung(one) if quick else predicted(one, device))
+            planned.append(PlannedRung(one) if options.quick else predicted(one, options.device))
     width = min(MOST_COLUMNS, shutil.get_terminal_size().columns)
     last = chosen[-1]
-    table, curve = plan_table([one.plain() for one in planned]), drawn(last.name, last.loaded.recipe, width)
+    curve = drawn(last.name, last.loaded.recipe, width)
+    table = fitted([PLAN, *plan_lines(planned)], stdout_columns(), right=range(1, len(PLAN)))
+    if path is not None:
+        write_plan(path, str(loaded.recipe.name), planned)
+        console.say("drawn", str(path))
     return Outcome(
         f"{table}\n\n{curve}",
-        artifacts={"rungs": [one.plain() for one in planned], "directory": loaded.recipe.output_dir},
+        artifacts={"rungs": [one.plain() for one in planned], "directory": loaded.recipe.output_dir}
+        | ({} if path is None else {"plan": str(path)}),
         metrics={"rungs": len(planned), "flops": sum(one.flops for one in planned)},
         warnings=[warning for one in planned for warning in one.warnings],
         next=f"tuner ladder run {_shown(loaded)}",
@@ -90,9 +80,7 @@ def run(loaded: LoadedRecipe, rung: str | None, console: Console, level: Level) 
         every = rungs_of(loaded)
     chosen = _chosen(every, rung)
     directory = Path(loaded.recipe.output_dir)
-    ladder = as_started(ladder_of(directory, str(loaded.recipe.name), every))
-    if RankInfo.from_environment().is_main:
-        write_ladder(ladder)
+    note_plan(loaded.recipe, every)
     for one in chosen:
         if one.batch.warning is not None:
             console.warn(f"{one.name}: {one.batch.warning}")
@@ -106,6 +94,35 @@ def run(loaded: LoadedRecipe, rung: str | None, console: Console, level: Level) 
         console.say("stopped", f"{results[-1].rung.name}: resume with: tuner ladder run {_shown(loaded)}")
         return Outcome(str(directory), "stopped", 75, artifacts, metrics, next=f"tuner ladder run {_shown(loaded)}")
     return Outcome(str(directory), artifacts=artifacts, metrics=metrics, next=f"tuner ladder metrics {directory}")
+
+
+def benchmark(
+    loaded: LoadedRecipe, rung: str, steps: int, output: str | None, console: Console, level: Level
+) -> Outcome:
+    """Measure some steps of a rung, and write the figures."""
+    with console.doing("planning the rungs"):
+        (chosen,) = _chosen(rungs_of(loaded), rung)
+    path = Path(loaded.recipe.output_dir) / file_name(chosen) if output is None else input_path(output)
+    check_figures(path)
+    found = benchmarked(chosen, steps, level)
+    if RankInfo.from_environment().is_main:
+        write_figures(path, found)
+    figures, artifacts = found.plain(), {"path": str(path), "rung": chosen.name}
+    warnings = [] if found.measured.shortage is None else [found.measured.shortage.line()]
+    text = columns([BENCHMARK, [chosen.name, *_shown_figures(figures)]], right=range(1, len(BENCHMARK)))
+    return Outcome(text, artifacts=artifacts, metrics=figures, warnings=warnings, is_table=True)
+
+
+def _shown_figures(figures: Mapping[str, Any]) -> list[str]:
+    mfu = figures.get("mfu")
+    return [
+        str(figures["steps"]),
+        f"{figures['step_s']:.3g} s",
+        f"{figures['tok_per_s']:,.0f}",
+        "-" if mfu is None else f"{mfu:.1%}",
+        gib(figures["memory"]["peak_bytes"]),
+        clock(figures["estimate_s"]),
+    ]
 
 
 def _chosen(rungs: Sequence[Rung], wanted: str | None) -> Sequence[Rung]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ from tuner.ladder.fit_page import PAGE, check_output, figures_of, is_covered, sh
 from tuner.ladder.forecast import Forecast, ForecastQuestion, forecast
 from tuner.ladder.held_out import LadderHeldOut
 from tuner.ladder.law import Size
-from tuner.ladder.marks import marks_csv, read_marks, statuses
-from tuner.ladder.points import Point, by_rung, point_of, read_points, short
-from tuner.ladder.record import read_ladder
+from tuner.ladder.marks import marks_csv, places, read_marks, statuses, with_prefix
+from tuner.ladder.points import Point, by_rung, points_of, read_points, short
+from tuner.ladder.record import LadderRecord, read_ladders
+from tuner.ladder.rules import mark_name
 from tuner.runtime.console import Console, clock
 
 CSV = ".csv"
+PLACES = ("rung", "mark", "step", "tokens", "there", "checkpoint", "metrics")
 STATUS = ("rung", "status", "step", "tokens", "marks", "newest mark", "loss", "time")
 
 
@@ -39,6 +41,19 @@ def ladder_path(argument: str | None, overrides: Sequence[Override] = ()) -> Pat
     return Path(load_for_command(argument, overrides).recipe.output_dir)
 
 
+@dataclass(frozen=True)
+class Where:
+    """A ladder as typed: its recipe or directory, and other directories with runs of its rungs."""
+
+    ladder: str | None
+    overrides: Sequence[Override] = ()
+    also: Sequence[str] = ()
+
+    def read(self) -> LadderRecord:
+        """The ladder. Raises RecipeError and DataError."""
+        return read_ladders(ladder_path(self.ladder, self.overrides), [input_path(path) for path in self.also])
+
+
 def status_table(found: Sequence[Mapping[str, Any]]) -> str:
     """How far each rung is."""
     def newest(rung: Mapping[str, Any]) -> tuple[str, str]:
@@ -46,7 +61,7 @@ def status_table(found: Sequence[Mapping[str, Any]]) -> str:
         if mark is None:
             return "-", "-"
         loss = mark["loss"]
-        return f"{mark['multiple']:g} {mark['phase']}", "-" if loss is None else f"{loss:.4f}"
+        return mark_name(mark["multiple"], mark["phase"]), "-" if loss is None else f"{loss:.4f}"
 
     lines = [
         [
@@ -63,17 +78,29 @@ def status_table(found: Sequence[Mapping[str, Any]]) -> str:
     return fitted([STATUS, *lines], stdout_columns(), right=(2, 3, 4, 6, 7))
 
 
-def status(ladder: str | None, overrides: Sequence[Override]) -> Outcome:
-    """How far each rung is."""
-    found = statuses(read_ladder(ladder_path(ladder, overrides)))
+def places_table(found: Sequence[Mapping[str, Any]]) -> str:
+    """The marks and where they are; nothing is left out, for paths are to be copied."""
+    lines = [
+        [one["rung"], one["name"], f"{one['step']:,}", short_count(one["tokens"]), "yes" if one["exists"] else "no",
+         one["path"], one["metrics_path"] or "-"]
+        for one in found
+    ]  # fmt: skip
+    return columns([PLACES, *lines], right=(2, 3))
+
+
+def status(where: Where, lists_marks: bool, everything: bool) -> Outcome:
+    """How far each rung is, or where each mark is, or everything that was saved."""
+    read = where.read()
+    found, marks = statuses(read), places(read, everything)
     done = sum(one["status"] == "finished" for one in found)
     metrics = {"rungs": len(found), "finished": done}
-    return Outcome(status_table(found), artifacts={"rungs": found}, metrics=metrics, is_table=True)
+    table = places_table(marks) if lists_marks or everything else status_table(found)
+    return Outcome(table, artifacts={"rungs": found, "marks": marks}, metrics=metrics, is_table=True)
 
 
-def metrics(ladder: str | None, overrides: Sequence[Override]) -> Outcome:
-    """What was measured at each mark."""
-    marks = read_marks(read_ladder(ladder_path(ladder, overrides)))
+def metrics(where: Where, prefix: str) -> Outcome:
+    """What was measured at each mark; of the figures besides the loss those whose names begin so."""
+    marks = with_prefix(read_marks(where.read()), prefix)
     text, rows = marks_csv(marks).removesuffix("\n"), [mark.row() for mark in marks]
     return Outcome(text, artifacts={"marks": rows}, metrics={"marks": len(marks)}, is_table=True)
 
@@ -92,9 +119,9 @@ class FitOptions:
     output: str | None
 
 
-def fit(ladder: str | None, overrides: Sequence[Override], options: FitOptions) -> Outcome:
+def fit(where: Where, options: FitOptions) -> Outcome:
     """Fit the law, say what it predicts, and write its page."""
-    read = _read(ladder, overrides)
+    read = _read(where)
     page = input_path(options.output) if options.output is not None else read.directory / PAGE
     check_output(page)
     rung, size = _asked(read, options.target, options.tokens)
@@ -118,14 +145,14 @@ class _Read:
     planned: dict[str, Size] = field(default_factory=dict)
 
 
-def _read(argument: str | None, overrides: Sequence[Override]) -> _Read:
+def _read(where: Where) -> _Read:
     """The points of a CSV, or of a ladder. Raises RecipeError and DataError."""
-    source = None if argument is None else input_path(argument)
+    source = None if where.ladder is None else input_path(where.ladder)
     if source is not None and source.suffix == CSV:
         return _Read(source.stem, read_points(source), Path.cwd())
-    found = read_ladder(ladder_path(None if source is None else str(source), overrides))
+    found = replace(where, ladder=None if source is None else str(source)).read()
     planned = {rung.name: Size(rung.parameters, rung.marks[-1].tokens) for rung in found.rungs}
-    return _Read(found.name, [point_of(mark) for mark in read_marks(found)], found.directory, planned)
+    return _Read(found.name, points_of(read_marks(found)), found.directory, planned)
 
 
 def _asked(read: _Read, target: str | None, tokens: str | None) -> tuple[str | None, Size | None]:

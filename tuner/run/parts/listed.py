@@ -7,6 +7,7 @@ from tuner.run.parts.exactness import Exactness
 from tuner.run.parts.initial_weights import InitialWeights
 from tuner.run.parts.kernels import Kernels
 from tuner.run.parts.memory_history import MemoryHistory
+from tuner.run.parts.mark_metrics import MarkMetrics
 from tuner.run.parts.mock_batch import MockBatch
 from tuner.run.parts.offload import Offload
 from tuner.run.parts.own_code import OwnCode
@@ -30,6 +31,7 @@ PARTS: tuple[type[Part], ...] = (
     MockBatch,
     SkippedSteps,
     EndAt,
+    MarkMetrics,
 )
 
 

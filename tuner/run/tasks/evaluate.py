@@ -75,7 +75,8 @@ class EvaluateTask(Task):
         """Evaluate where that is owed, or before the first step of a run."""
         if self._tasks is not None:
             self._tasks.cut_back(self._progress.step)
-        if self._progress.evaluation_owed or (self._progress.step == 0 and self._settings.at_start):
+        is_new = self._progress.step == 0 and self._progress.saved_step is None  # a save before the first step has it
+        if self._progress.evaluation_owed or (is_new and self._settings.at_start):
             with startup.phase("evaluation"):
                 yield from self._evaluate(self._assembly.held_out, self._every_task())
 

@@ -202,13 +202,17 @@ class SaveTask(Task):
         self._saved_at, self._moves_on = time.monotonic(), any(part.moves_on for part in context.parts)
 
     def start(self) -> Iterator[Event]:
-        """Check that the best checkpoint so far is still there. Collective."""
+        """Check that the best checkpoint so far is still there, and save before the first step of a run that asks it.
+
+        Collective.
+        """
         best = self._progress.best
         if best is not None and not Collective(gloo_group()).on_rank0(lambda: self._path_of(best.step).is_dir()):
             self._console.warn(f"{self._path_of(best.step)}, the best so far, is gone: the next evaluation is the best")
             self._progress.best = None
         self._saved_at = time.monotonic()
-        yield from ()
+        if self._saver.section.at_start and self._progress.step == 0 and self._progress.saved_step is None:
+            yield from self._save(finished=False, last=False)
 
     def request(self) -> Request:
         """A save, where the clock says so; and to take note of one that has ended in the background."""

@@ -54,7 +54,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainings.prepare(directory, 1)
     words = ["train", "r.yaml", "--logging.trackers", f"[{', '.join(INSTALLED)}]", "--logging.tags", "[first, second]"]
     words += ["--logging.project", "demo", "--data.eval", "9 documents", "--eval.samples", "0", "--eval.every", "never"]
-    words += ["--train.duration", "18 steps"]
+    words += ["--logging.group", "both", "--train.duration", "18 steps"]
     killed = python(directory, "-c", KILLED, *words)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     run = directory / "runs" / "r"
@@ -101,8 +101,8 @@ def test_wandb_continues_its_run_with_no_step_twice(run_dir: Path) -> None:
     records = [record for _, record in wandb_records(run_dir)]
     runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     run_id = json.loads((run_dir / "run.json").read_text())["run_id"]
-    assert {(run.run_id, run.project, run.display_name, tuple(run.tags)) for run in runs} == {
-        (run_id, "demo", "r", ("first", "second"))
+    assert {(run.run_id, run.project, run.run_group, run.display_name, tuple(run.tags)) for run in runs} == {
+        (run_id, "demo", "both", "r", ("first", "second"))
     }
     assert len({path for path, _ in wandb_records(run_dir)}) == 2, "one file a launch"
     history = [record.history for record in records if record.WhichOneof("record_type") == "history"]
@@ -128,7 +128,7 @@ def test_mlflow_continues_its_run_with_no_step_twice(run_dir: Path) -> None:
     client = MlflowClient(uri)
     run = client.get_run(run_id)
     assert (run.info.status, run.info.run_name) == ("FINISHED", "r")
-    assert run.data.tags["tuner.tags"] == "first, second"
+    assert (run.data.tags["tuner.tags"], run.data.tags["tuner.group"]) == ("first, second", "both")
     assert run.data.params["optimizer.lr"] == "0.001"
     experiment = client.get_experiment_by_name("demo")
     assert experiment is not None

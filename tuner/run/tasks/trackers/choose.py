@@ -119,6 +119,7 @@ class TrackerHook:
             self.logging.tags,
             report.recipe,
             first_new_step,
+            self.logging.group,
         )
         memory = Memory(report.run_dir / TRACKERS_DIR / f"{self.name}.json")
         known_id, sent = memory.read()

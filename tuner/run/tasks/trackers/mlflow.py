@@ -62,6 +62,7 @@ class Mlflow:
             local = None if "MLFLOW_TRACKING_URI" in os.environ else (run.run_dir.parent / "mlartifacts").as_uri()
             experiment = self._client.create_experiment(run.project, artifact_location=local)
         tags = {"tuner.run_id": run.run_id, "tuner.tags": ", ".join(run.tags)}
+        tags |= {} if run.group is None else {"tuner.group": run.group}
         created = self._client.create_run(experiment, run_name=run.name, tags=tags)
         id_ = str(created.info.run_id)
         params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in flatten(run.recipe).items()]

@@ -31,6 +31,8 @@ class TrackedRun:
     recipe: Mapping[str, Any]
     first_new_step: int
     """Steps from here on are taken, and sent, again by this launch: 0 from the start, else the resumed step + 1."""
+    group: str | None = None
+    """What it is shown with."""
 
 
 class Tracker(Protocol):

@@ -22,6 +22,7 @@ class Wandb:
             project=run.project,
             id=self.id,
             name=run.name,
+            group=run.group,
             tags=list(run.tags),
             config=dict(run.recipe),
             dir=str(run.run_dir),
