@@ -6,8 +6,8 @@ from tuner.run.parts.ends import EndAt
 from tuner.run.parts.exactness import Exactness
 from tuner.run.parts.initial_weights import InitialWeights
 from tuner.run.parts.kernels import Kernels
-from tuner.run.parts.memory_history import MemoryHistory
 from tuner.run.parts.mark_metrics import MarkMetrics
+from tuner.run.parts.memory_history import MemoryHistory
 from tuner.run.parts.mock_batch import MockBatch
 from tuner.run.parts.offload import Offload
 from tuner.run.parts.own_code import OwnCode
