@@ -17,7 +17,7 @@ from tuner.ladder.marks import places, read_marks, statuses, with_prefix
 from tuner.ladder.plan_page import check_output, write_plan
 from tuner.ladder.points import points_of
 from tuner.ladder.record import LadderRecord, find_rung, read_ladders
-from tuner.ladder.rungs import Rung, rungs_of
+from tuner.ladder.rungs import Rung, chosen_of, rungs_of
 
 
 class Ladder:
@@ -42,19 +42,19 @@ class Ladder:
         path = None if output is None else absolute(output)
         if path is not None:
             check_output(path)
-        planned = [PlannedRung(one) if quick else predicted(one, device) for one in self._chosen(rung)]
+        planned = [PlannedRung(one) if quick else predicted(one, device) for one in chosen_of(self.rungs, rung)]
         if path is not None:
             write_plan(path, str(self.loaded.recipe.name), planned)
         return planned
 
     def benchmark(self, rung: str, steps: int = 20, quiet: bool = False) -> Benchmark:
         """Measure some steps of a rung, of which nothing is saved: `tuner ladder benchmark`."""
-        return benchmarked(self._chosen(rung)[0], steps, level_of(self.loaded.recipe.logging.level, quiet))
+        return benchmarked(chosen_of(self.rungs, rung)[0], steps, level_of(self.loaded.recipe.logging.level, quiet))
 
     def run(self, rung: str | None = None, quiet: bool = False) -> list[RungResult]:
         """Train every rung that is not done, or one: `tuner ladder run`."""
         note_plan(self.loaded.recipe, self.rungs)
-        return run_rungs(self._chosen(rung), level_of(self.loaded.recipe.logging.level, quiet), lambda _: None)
+        return run_rungs(chosen_of(self.rungs, rung), level_of(self.loaded.recipe.logging.level, quiet), lambda _: None)
 
     def status(self) -> list[dict[str, Any]]:
         """How far each rung is: `tuner ladder status`."""
@@ -94,10 +94,6 @@ class Ladder:
             size = Size(parameters, tokens)
         question = ForecastQuestion(Settings(level, samples), loss, tuple(scores), chance, rung, size)
         return forecast(points, question)
-
-    def _chosen(self, rung: str | None) -> Sequence[Rung]:
-        names = [one.name for one in self.rungs]
-        return self.rungs if rung is None else [self.rungs[find_rung(names, rung)]]
 
     def _started(self) -> LadderRecord:
         return read_ladders(self.directory, self.also)

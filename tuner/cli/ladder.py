@@ -55,7 +55,7 @@ def plan(
     console = console_of(level_of(loaded, verbose))
     with console.doing("loading torch", at_once=True):
         from tuner.cli.work import ladder
-    return ladder.plan(loaded, ladder.PlanOptions(rung, device, quick, output), console)
+    return ladder.plan(loaded, rung, device, quick, output, console)
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tuner.config.recipe import Recipe
 from tuner.data.building.spec import resolve_max_length
 from tuner.errors import RecipeError
 from tuner.ladder import rules
+from tuner.ladder.record import find_rung
 from tuner.ladder.rules import INITIAL, PlannedMark, StepPlan
 from tuner.model.build import meta_model, model_config
 from tuner.model.flops import training_flops
@@ -93,6 +94,11 @@ def rungs_of(loaded: LoadedRecipe, processes: int | None = None) -> tuple[Rung, 
             f"ladder.sizes: two sizes are named {twice[0]}", hint="give them names: {name: wide, config: {...}}"
         )
     return rungs
+
+
+def chosen_of(rungs: Sequence[Rung], wanted: str | None) -> Sequence[Rung]:
+    """All rungs, or the one that is named, or given by its number. Raises RecipeError."""
+    return rungs if wanted is None else [rungs[find_rung([rung.name for rung in rungs], wanted)]]
 
 
 def most_processes(recipe: Recipe) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from tuner.errors import counted
 from tuner.ladder.benchmark import benchmarked, check_figures, file_name, write_figures
 from tuner.ladder.launch import PlannedRung, note_plan, predicted, run_rungs
 from tuner.ladder.plan_page import PLAN, check_output, plan_lines, write_plan
-from tuner.ladder.record import find_rung
-from tuner.ladder.rungs import Rung, rungs_of
+from tuner.ladder.rungs import Rung, chosen_of, rungs_of
 from tuner.runtime.console import Console, Level, clock
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
@@ -34,28 +32,20 @@ def drawn(name: str, recipe: Recipe, width: int) -> str:
 
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """What `tuner ladder plan` was asked, as typed."""
-
-    rung: str | None
-    device: str | None
-    quick: bool
-    output: str | None
-
-
-def plan(loaded: LoadedRecipe, options: PlanOptions, console: Console) -> Outcome:
+def plan(
+    loaded: LoadedRecipe, rung: str | None, device: str | None, quick: bool, output: str | None, console: Console
+) -> Outcome:
     """Plan every rung, or one, and predict what it takes unless that is to be `quick`; draw it where that is asked."""
-    path = None if options.output is None else input_path(options.output)
+    path = None if output is None else input_path(output)
     if path is not None:
         check_output(path)
     with console.doing("building models without storage"):
         every = rungs_of(loaded)
-    chosen = _chosen(every, options.rung)
+    chosen = chosen_of(every, rung)
     planned = []
     for one in chosen:
         with console.doing(f"predicting {one.name}"):
-            planned.append(PlannedRung(one) if options.quick else predicted(one, options.device))
+            planned.append(PlannedRung(one) if quick else predicted(one, device))
     width = min(MOST_COLUMNS, shutil.get_terminal_size().columns)
     last = chosen[-1]
     curve = drawn(last.name, last.loaded.recipe, width)
@@ -78,7 +68,7 @@ def run(loaded: LoadedRecipe, rung: str | None, console: Console, level: Level) 
     """Train every rung that is not done, or one."""
     with console.doing("planning the rungs"):
         every = rungs_of(loaded)
-    chosen = _chosen(every, rung)
+    chosen = chosen_of(every, rung)
     directory = Path(loaded.recipe.output_dir)
     note_plan(loaded.recipe, every)
     for one in chosen:
@@ -101,7 +91,7 @@ def benchmark(
 ) -> Outcome:
     """Measure some steps of a rung, and write the figures."""
     with console.doing("planning the rungs"):
-        (chosen,) = _chosen(rungs_of(loaded), rung)
+        (chosen,) = chosen_of(rungs_of(loaded), rung)
     path = Path(loaded.recipe.output_dir) / file_name(chosen) if output is None else input_path(output)
     check_figures(path)
     found = benchmarked(chosen, steps, level)
@@ -123,10 +113,6 @@ def _shown_figures(figures: Mapping[str, Any]) -> list[str]:
         gib(figures["memory"]["peak_bytes"]),
         clock(figures["estimate_s"]),
     ]
-
-
-def _chosen(rungs: Sequence[Rung], wanted: str | None) -> Sequence[Rung]:
-    return rungs if wanted is None else [rungs[find_rung([rung.name for rung in rungs], wanted)]]
 
 
 def _announce(console: Console, rung: Rung, every: Sequence[Rung]) -> None:
