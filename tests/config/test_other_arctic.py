@@ -42,6 +42,12 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
         "train_iters: 8\nexit_iteration: 4\n",
         {"adapter.kind": "lora", "adapter.r": 4, "adapter.alpha": 8, "train.duration": "8 steps", "train.end_at": 4},
     ),
+    "vera": (
+        "type: sft\nmodel:\n  name_or_path: ./model\n  dtype: fp32\n"
+        "  peft_config: {peft_type: VERA, r: 4, target_modules: [q_proj]}\n"
+        "data: {sources: [./rows.jsonl], max_length: 64}\nmicro_batch_size: 1\n",
+        {"adapter.kind": "peft", "adapter.config.peft_type": "VERA", "adapter.config.r": 4},
+    ),
     "checkpoints": (
         f"type: sft\n{MODEL}"
         "data: {sources: [./rows.jsonl], train_eval_split: [0.9, 0.1], max_length: 64}\n"

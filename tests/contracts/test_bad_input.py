@@ -36,13 +36,14 @@ ITEMS = {
 }
 """Items of lists that are wrong."""
 ALONE = ("ladder.", "data.windows.", "health.before_saves", "health.times_every", "health.slow_rank", "notify.events",
-         "notify.timeout", "prober.gradients")  # fmt: skip
+         "notify.timeout", "prober.gradients", "adapter.config")  # fmt: skip
 """Keys that no other tool has anything like, with the beginnings of such."""
 MAY_BE_EMPTY = {
     "eval.tasks", "hooks", "ladder.sizes", "model.init_from", "optimizer.groups", "optimizer.rows",
     "tokenizer.add_tokens",
 }  # fmt: skip
-VALID = {"eval.every": "never", "schedule.periods": "9 steps"} | {f"{s}.use": "my.py:own" for s, _ in NEEDS}
+VALID = {"eval.every": "never", "schedule.periods": "9 steps", "adapter.config": "{peft_type: IA3}"}
+VALID |= {f"{s}.use": "my.py:own" for s, _ in NEEDS}
 """A value to write twice, where the default is none."""
 BASE = {"model.name_or_path": "owner/name", "data.train": "rows.jsonl"}
 

@@ -18,6 +18,7 @@ from tuner.export.verify import last_logits
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.freeze import freeze, frozen_hash
+from tuner.model.peft_kinds import PeftSpec, add_peft
 from tuner.model.quantize.codes import Kind
 from tuner.model.quantize.layers import QuantizeSpec
 from tuner.model.quantize.reading import ReadingQuantizer
@@ -65,7 +66,7 @@ def train_a_little(model: PreTrainedModel, amount: float) -> None:
 def write_run(  # noqa: PLR0913 - what a run can be
     run: Path,
     base: Path,
-    lora: LoraSpec | None = None,
+    lora: LoraSpec | PeftSpec | None = None,
     probes: bool = True,
     frozen: str = "fp32",
     left_alone: tuple[str, ...] = (),
@@ -84,7 +85,9 @@ def write_run(  # noqa: PLR0913 - what a run can be
     if head == "tokens":
         model.generation_config.save_pretrained(run / "model_config")
     write_tokenizer(run / "tokenizer")
-    if lora is not None:
+    if isinstance(lora, PeftSpec):
+        add_peft(model, lora, seed=0)
+    elif lora is not None:
         add_lora(model, lora, seed=0)
     if left_alone:
         freeze(model, left_alone)
@@ -115,11 +118,13 @@ def write_run(  # noqa: PLR0913 - what a run can be
 
 
 def checkpoint_facts(
-    base: Path, model: PreTrainedModel, lora: LoraSpec | None, section: dict[str, Any], kind: str = "sft"
+    base: Path, model: PreTrainedModel, lora: LoraSpec | PeftSpec | None, section: dict[str, Any], kind: str = "sft"
 ) -> dict[str, Any]:
     """What a run notes in the manifest of a checkpoint; ``section`` is the recipe's model section."""
-    adapter = None
-    if lora is not None:
+    adapter: dict[str, Any] | None = None
+    if isinstance(lora, PeftSpec):
+        adapter = {"kind": "peft", "config": dict(lora.config)}
+    elif lora is not None:
         targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
         adapter = {
             "kind": "dora" if lora.use_dora else "lora",

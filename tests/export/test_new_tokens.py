@@ -89,14 +89,14 @@ def make(  # noqa: PLR0913 - what a run can be
     dtype = torch.bfloat16 if frozen == "bf16" else torch.float32
     trained = build_model(ModelSpec(str(base), new_ids=new_ids), dtype, seed=0)
     left_alone = ("wte" if family == "gpt2" else "embed_tokens",) if choice.frozen else ()
-    chosen = TrainableSpec(choice.lora, left_alone, new_ids)
+    chosen = TrainableSpec(choice.adapter, left_alone, new_ids)
     chosen.apply(trained, seed=0)
     train_a_little(trained, 0.2)
     trained.config.save_pretrained(run / "model_config")
     trained.generation_config.save_pretrained(run / "model_config")
     write_tokenizer(run / "tokenizer", max(VOCAB, new_ids.stop))
     section = {"name_or_path": str(base), "dtype": frozen, "config": {}, "freeze": list(left_alone)}
-    facts = checkpoint_facts(base, trained, choice.lora, section)
+    facts = checkpoint_facts(base, trained, choice.adapter, section)
     facts["model"] |= {"new_ids": [new_ids.start, new_ids.stop]}
     facts["tokenizer_files"] = file_entries(run / "tokenizer")
     tensors = {f"model/{name}": p.detach().clone() for name, p in trained_parameters(CausalLM(trained)).items()}

@@ -9,6 +9,7 @@ from tuner.config.other_data import located
 from tuner.config.other_keys import deepspeed
 from tuner.config.other_memory import adapter
 from tuner.config.other_rules import Given, Lines, Rule, number, percent
+from tuner.config.recipe import PEFT_TYPES
 
 METHODS = {"sft": "sft", "dpo": "dpo", "causal": "pretrain"}
 """Their trainers; others are code of the user's own."""
@@ -74,15 +75,17 @@ def engines(value: Any, given: Given) -> Lines | str | None:
 
 
 def peft(value: Any, given: Given) -> Lines | str | None:
-    """PEFT's config of LoRA."""
+    """PEFT's config: of LoRA by keys of our own as far as there are any, of others as it stands."""
     if not isinstance(value, Mapping):
         return None
-    kind = str(value.get("peft_type", "lora")).lower()
-    found = adapter("dora" if value.get("use_dora") is True else kind)
-    if found is None:
-        return f"not supported: adapters of PEFT other than LoRA and DoRA ({kind}); instead adapter.kind: lora"
+    kind = str(value.get("peft_type", "LORA")).upper()
+    if kind not in PEFT_TYPES:
+        return f"not supported: adapters of PEFT that do not change linear layers ({kind}); instead adapter.kind: lora"
     names = {"r": "r", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "target_modules",
              "use_rslora": "use_rslora", "modules_to_save": "modules_to_save"}  # fmt: skip
+    if kind != "LORA" or value.keys() - {*names, "peft_type", "use_dora", "task_type"}:
+        return {"adapter.kind": "peft", "adapter.config": {**value, "peft_type": kind}}
+    found = adapter("dora" if value.get("use_dora") is True else "lora") or {}
     return found | {f"adapter.{ours}": value[theirs] for theirs, ours in names.items() if value.get(theirs)}
 
 

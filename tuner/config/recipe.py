@@ -5,7 +5,7 @@ One file, although a long one: it is read as the table of what a user may write,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -50,6 +50,7 @@ from tuner.config.value_types import (
     WebAddress,
     Word,
     refuse,
+    shown,
 )
 from tuner.config.windows import WindowsSection
 
@@ -143,7 +144,8 @@ class TokenizerSection(Section):
 
 
 _ADAPTER_KIND = (
-    "none trains the whole model; lora a low-rank adapter on a frozen one; dora also the norm of each weight row."
+    "none trains the whole model; lora a low-rank adapter on a frozen one; dora also the norm of each weight row; "
+    "peft an adapter by peft's own config."
 )
 AdapterKind = Annotated[Word[T], Field(description=_ADAPTER_KIND)]
 
@@ -195,6 +197,40 @@ class DoraAdapter(LowRankAdapter):
     """DoRA: LoRA, with the norm of each row of the sum trained separately."""
 
     kind: AdapterKind[Literal["dora"]] = "dora"
+
+
+PEFT_TYPES = (
+    "IA3", "VERA", "OFT", "BOFT", "LOHA", "LOKR", "ADALORA", "LORA", "HRA", "MISS",
+)  # fmt: skip
+"""peft's kinds of adapters that change what linear layers compute by parameters of these layers' own, and that one
+matrix can take the place of."""
+
+
+def _of_peft(config: dict[str, Any]) -> dict[str, Any]:
+    kind = config.get("peft_type")
+    if kind not in PEFT_TYPES:
+        names = ", ".join(PEFT_TYPES)
+        got = "no peft_type" if kind is None else f"peft_type {shown(kind)}"
+        raise refuse(f"got {got}; those that change linear layers alone are {names}")
+    return config
+
+
+class PeftAdapter(Section):
+    """An adapter of peft's, by peft's own config."""
+
+    kind: AdapterKind[Literal["peft"]] = "peft"
+    config: Annotated[dict[str, Any], Table(), AfterValidator(_of_peft)]
+    """peft's own config: peft_type and fields of its class, e.g. {peft_type: VERA, r: 64, target_modules: [q_proj]}."""
+
+    @property
+    def moves_base(self) -> bool:
+        """Whether a part of the base's weights begins in the adapter (PiSSA, OLoRA), and what is left stays frozen."""
+        return self.config.get("init_lora_weights") in ("pissa", "olora")
+
+    @property
+    def modules_to_save(self) -> Sequence[str]:
+        """Modules trained in full in addition to the adapter."""
+        return self.config.get("modules_to_save") or ()
 
 
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"]
@@ -609,7 +645,7 @@ ITEMS: dict[str, Items] = {
     "ladder.sizes": SIZES,
 }
 """Keys whose value is a list of sections."""
-Adapter = Annotated[NoAdapter | LoraAdapter | DoraAdapter, ByKind()]
+Adapter = Annotated[NoAdapter | LoraAdapter | DoraAdapter | PeftAdapter, ByKind()]
 Schedule = Annotated[
     CosineSchedule
     | LinearSchedule

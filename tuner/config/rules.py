@@ -15,7 +15,15 @@ from tuner.config.optimizers import (
     keeps_states_on_host,
     rounds_stochastically,
 )
-from tuner.config.recipe import SECTIONS, DoraAdapter, HealthSection, LowRankAdapter, ProfileSection, Recipe
+from tuner.config.recipe import (
+    SECTIONS,
+    DoraAdapter,
+    HealthSection,
+    LowRankAdapter,
+    PeftAdapter,
+    ProfileSection,
+    Recipe,
+)
 from tuner.config.rule import Rule
 
 
@@ -323,6 +331,25 @@ def _adapted_experts_are_whole(recipe: Recipe, given: Set[str]) -> str | None:
     return "parallel.tensor splits no experts with adapters; leave it out for parallel.expert, or set experts: false"
 
 
+def _layers_of_peft_are_plain(recipe: Recipe, given: Set[str]) -> str | None:
+    adapter, precision = recipe.adapter, str(recipe.train.precision)
+    if not isinstance(adapter, PeftAdapter):
+        return None
+    if recipe.model.quantize != "none" or precision == "fp8":
+        key = "model.quantize: none" if recipe.model.quantize != "none" else "train.precision: bf16"
+        return f"peft's layers compute with weights as they are (lora and dora have others); write {key}"
+    if recipe.parallel.tensor > 1 or recipe.parallel.expert > 1:
+        axis = "tensor" if recipe.parallel.tensor > 1 else "expert"
+        return f"peft's layers are not split (lora's are); write parallel.{axis}: 1"
+    if recipe.model.init_from:
+        return "weights from elsewhere have no places in an adapter of peft's; remove model.init_from"
+    if adapter.moves_base and recipe.model.dtype != "fp32" and precision != "fp32":
+        return "a part of the base begins in the adapter, and bf16 would round the rest; write model.dtype: fp32"
+    if adapter.config["peft_type"] == "ADALORA" and precision == "fp16":
+        return "AdaLoRA ranks by gradients, which fp16 scales from step to step; write train.precision: bf16"
+    return None
+
+
 def _kept_adapter_is_there(recipe: Recipe, given: Set[str]) -> str | None:
     if recipe.export.adapter == "merge" or recipe.adapter.kind != "none":
         return None
@@ -450,6 +477,10 @@ RULES: tuple[Rule, ...] = (
     Rule(("export.at_end", "export.every", "checkpoint.at_end"), _export_needs_checkpoint),
     Rule(("adapter.experts", "adapter.kind"), _adapted_experts_have_plain_lora),
     Rule(("adapter.experts", "parallel.tensor"), _adapted_experts_are_whole),
+    Rule(
+        ("adapter.kind", "adapter.config", "model.quantize", "train.precision", "parallel.tensor", "parallel.expert"),
+        _layers_of_peft_are_plain,
+    ),
     Rule(("export.adapter", "adapter.kind"), _kept_adapter_is_there),
     Rule(("export.base", "model.quantize", "export.adapter"), _base_is_a_choice),
     Rule(("optimizer.nesterov", "optimizer.momentum", "optimizer.kind"), _nesterov_has_momentum),

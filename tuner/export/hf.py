@@ -26,7 +26,7 @@ from tuner.export.report import ExportReport
 from tuner.export.shards import Output, Shard, Written, plan_shards, write_shards
 from tuner.export.source import ExportSource
 from tuner.export.tensors import OpenFiles
-from tuner.export.weights import DTYPES, load_trained, lora_spec, read_config
+from tuner.export.weights import DTYPES, adapter_spec, load_trained, read_config
 from tuner.export.write import (
     ADAPTER_WEIGHTS,
     quiet,
@@ -160,7 +160,7 @@ def write_files(
             outputs = values.adapter(dtype)
             _require_space(plan, outputs)
             base = base_named(source, plan.base_model)
-            write_adapter_config(directory, trained.adapted, lora_spec(source.adapter or {}), base)
+            write_adapter_config(directory, trained.adapted, adapter_spec(source.adapter or {}), base)
             return outputs, write_shards(directory, [Shard(ADAPTER_WEIGHTS, tuple(outputs))])
         outputs = form.outputs(values, dtype, files)
         _require_space(plan, outputs)

@@ -21,18 +21,20 @@ from tuner.export.tensors import (
     TensorSource,
     checkpoint_tensor,
     converted_tensors,
+    held_tensor,
     made_tensor,
     mean_tensor,
     merged_tensor,
     replaced_tensor,
     rounded_tensor,
 )
-from tuner.export.weights import lora_spec, read_config, require_tensors, some, trainable_spec_of
+from tuner.export.weights import adapter_spec, load_trained, read_config, require_tensors, some, trainable_spec_of
 from tuner.export.write import expert_names, peft_name, saved_twin
-from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers
+from tuner.model.adapter import ADAPTER, SavesModules, lora_layers
 from tuner.model.build import meta_model
 from tuner.model.experts import LORA_A, LORA_B, adapted_experts, adapted_weights
 from tuner.model.low_rank import ExpertsLowRank, LowRank
+from tuner.model.peft_kinds import PeftSpec, merged_weights
 from tuner.model.published import Published, converted, published
 from tuner.model.tokens import trainable_tokens
 from tuner.model.transformers_private import kept_in_float32
@@ -75,6 +77,8 @@ class ExportedValues:
         self._indices = [(info, info.index()) for info in source.averaged]
         self._adapters: Mapping[str, Callable[[], LowRank | ExpertsLowRank]] = {}
         self._of_experts: Mapping[str, Callable[[], ExpertsLowRank]] = {}
+        self._merged: Mapping[str, torch.Tensor] = {}
+        """Of adapters by peft's own config, the tensors of adapted layers as peft merges them."""
         self._trained_names = {name.replace(".base_layer.", "."): name for name in trained.names}
         self._exact = set(kept_in_float32(trained.plain))
         self._new_rows = {f"{name}.weight": f"{name}.new_rows" for name in trainable_tokens(trained.adapted)}
@@ -102,15 +106,18 @@ class ExportedValues:
 
     def _entries(self) -> tuple[list[Published], Frozen]:
         """All tensors of the plain model, and what holds those that were not trained."""
-        self._of_experts = self._low_rank_of_experts()
-        self._adapters = self._low_rank() | self._of_experts
+        if self._source.adapter is not None and isinstance(adapter_spec(self._source.adapter), PeftSpec):
+            self._merged = merged_weights(load_trained(self._source))
+        else:
+            self._of_experts = self._low_rank_of_experts()
+            self._adapters = self._low_rank() | self._of_experts
         entries = published(self._trained.plain)
         left = [entry for entry in entries if entry.name not in self._trained_names]
         return entries, Frozen(self._source, self._trained.plain, self._files, left, self._base)
 
     def adapter(self, dtype: torch.dtype) -> list[Output]:
         """Every trained tensor of the adapter by peft's name, in ``dtype``."""
-        names = names_in_peft(self._trained, lora_spec(self._source.adapter or {}))
+        names = names_in_peft(self._trained, adapter_spec(self._source.adapter or {}))
         return [Output(target, dtype, self._as_in_peft(name)) for target, name in names.items()]
 
     def _as_in_peft(self, name: str) -> TensorSource:
@@ -132,6 +139,8 @@ class ExportedValues:
 
     def _source_of(self, entry: Published, frozen: Frozen) -> TensorSource | None:
         """A tensor with its adapter and its new tokens; None where it is frozen and the files hold it in parts."""
+        if entry.name in self._merged:
+            return held_tensor(self._merged[entry.name])
         trained = self._trained_names.get(entry.name)
         found = frozen.tensor(entry) if trained is None else self.checkpoint(trained)
         if entry.name in self._of_experts:
@@ -215,7 +224,7 @@ def _laid_out(model: PreTrainedModel, entry: Published, found: TensorSource, dty
     return [Output(target, _written(part, dtype), part) for target, part in parts.items()]
 
 
-def names_in_peft(trained: Trained, lora: LoraSpec) -> dict[str, str]:
+def names_in_peft(trained: Trained, lora: SavesModules) -> dict[str, str]:
     """What peft's files hold of an adapter: the trained tensors' names, by its own."""
     of_experts = expert_names(trained.adapted)
     names = {peft_name(of_experts.get(name, name)): name for name in sorted(trained.names)}

@@ -7,7 +7,9 @@ rounding is left, whose cost is measured as a share of what training changed.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -32,11 +34,12 @@ from tuner.export.plan import ExportPlan
 from tuner.export.quantized import quantized_base
 from tuner.export.source import ExportSource
 from tuner.export.tensors import OpenFiles
-from tuner.export.weights import DTYPES, lora_spec, plain_base, some
+from tuner.export.weights import DTYPES, adapter_spec, load_trained, plain_base, some
 from tuner.export.write import ADAPTER_WEIGHTS
-from tuner.model.adapter import ADAPTER
+from tuner.model.adapter import ADAPTER, LoraSpec
 from tuner.model.attention import withdrawn
 from tuner.model.experts import LORA_A, LORA_B
+from tuner.model.peft_kinds import PeftSpec, applied_weights
 from tuner.model.published import Published, published, state_names
 from tuner.model.transformers_private import kept_in_float32
 
@@ -110,7 +113,7 @@ def hold(
     with OpenFiles() as files:
         expected = Expected(plan.source, trained.plain, files)
         if plan.adapter == "keep":
-            names = names_in_peft(trained, lora_spec(plan.source.adapter or {}))
+            names = names_in_peft(trained, adapter_spec(plan.source.adapter or {}))
             values = {target: in_peft(name, expected.trained(name)) for target, name in names.items()}
             _hold_adapter(loaded, load_file(directory / ADAPTER_WEIGHTS), values, dtype)
             return
@@ -234,6 +237,15 @@ class _LowRank:
         return merged * factor, factor.abs() * (slack + EPSILON * (math.sqrt(weight.shape[1]) + 8) * merged.abs())
 
 
+PEFT_ROUNDINGS = 64
+"""Of float32, in which peft may merge what a layer computes, as a share of the norms of a number's row and column."""
+
+
+def _slack_of_merging(weight: torch.Tensor) -> torch.Tensor:
+    norms: list[torch.Tensor] = [torch.linalg.vector_norm(weight, dim=dim, keepdim=True) for dim in range(weight.ndim)]
+    return PEFT_ROUNDINGS * EPSILON * functools.reduce(operator.add, norms).expand_as(weight)
+
+
 class Expected:
     """Every tensor of the plain model as it was trained, by its name there."""
 
@@ -250,7 +262,9 @@ class Expected:
         left = [entry for entry in self._entries if entry.name not in self._keys]
         self._frozen = Frozen(source, plain, files, left, base)
         self._exact = set(kept_in_float32(plain))
-        self._scale = 0.0 if source.adapter is None else lora_spec(source.adapter).scale
+        spec = None if source.adapter is None else adapter_spec(source.adapter)
+        self._scale = spec.scale if isinstance(spec, LoraSpec) else 0.0
+        self._applied: dict[str, torch.Tensor] | None = None if isinstance(spec, PeftSpec) else {}
 
     def tensors(self) -> Iterator[tuple[str, Iterator[ProvenPart]]]:
         """Each by its name, in parts that follow one another.
@@ -275,6 +289,9 @@ class Expected:
         return torch.stack([each.double() for each in found]).mean(0).float()
 
     def _parts(self, entry: Published) -> Iterator[ProvenPart]:
+        if entry.name in (applied := self._applied_weights()):
+            yield ProvenPart(0, values := applied[entry.name], _slack_of_merging(values))
+            return
         owner, _, last = entry.name.rpartition(".")
         if f"{entry.name}{LORA_A}" in self._keys:
             yield from self._experts(entry, bool(getattr(self._plain.get_submodule(owner), "is_transposed", False)))
@@ -296,6 +313,14 @@ class Expected:
                 yield ProvenPart(start, _with_new(rows.double(), new, start, self._source.new_ids.start))
             else:
                 yield ProvenPart(start, rows)
+
+    def _applied_weights(self) -> dict[str, torch.Tensor]:
+        """What layers with an adapter by peft's own config compute, which no formula here says; none of others."""
+        if self._applied is None:
+            self._applied = dict(applied_weights(load_trained(self._source)))
+            layers = tuple(f"{name.rpartition('.')[0]}." for name in self._applied)
+            self._used |= {name for name in self._keys if name.startswith(layers)}
+        return self._applied
 
     def _rows(self, entry: Published) -> Iterator[tuple[int, torch.Tensor]]:
         """The tensor without its adapter: the first row of each block, and the block."""

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from tuner.checkpoint.load import read_tensors
 from tuner.config.methods import Head
-from tuner.config.recipe import ModelSection
+from tuner.config.recipe import ModelSection, PeftAdapter
 from tuner.errors import DataError
 from tuner.export.quantized import published_codes, quantized_base, reading_quantizer, with_weights
 from tuner.export.source import ExportSource
@@ -22,6 +22,7 @@ from tuner.init_from.target import target_of
 from tuner.model import transformers_private
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, auto_model, build_model, meta_model
+from tuner.model.peft_kinds import PeftSpec
 from tuner.model.published import state_names
 from tuner.model.tokens import resize_embeddings
 from tuner.model.trainable import TrainableSpec
@@ -40,7 +41,7 @@ def load_trained(source: ExportSource) -> PreTrainedModel:
     Raises DataError where a trained parameter is missing, unexpected or of another shape.
     """
     choice = trainable_spec_of(source)
-    if choice.lora is not None:
+    if choice.adapter is not None:
         model = _quantized(source, base_model(source))
     else:
         model = plain_model(read_config(source), source.head)
@@ -77,8 +78,8 @@ def require_tensors(source: ExportSource, wanted: Mapping[str, tuple[int, ...]])
 
 def trainable_spec_of(source: ExportSource) -> TrainableSpec:
     """Which parameters the run trained."""
-    lora = None if source.adapter is None else lora_spec(source.adapter)
-    return TrainableSpec(lora, source.model_section.get("freeze") or (), source.new_ids)
+    spec = None if source.adapter is None else adapter_spec(source.adapter)
+    return TrainableSpec(spec, source.model_section.get("freeze") or (), source.new_ids)
 
 
 def read_config(source: ExportSource) -> PretrainedConfig:
@@ -108,9 +109,12 @@ def frozen_dtype(source: ExportSource) -> torch.dtype:
     return DTYPES.get(str(source.model_section.get("dtype")), torch.float32)
 
 
-def lora_spec(adapter: Mapping[str, Any]) -> LoraSpec:
+def adapter_spec(adapter: Mapping[str, Any]) -> LoraSpec | PeftSpec:
     """The adapter's shape from the checkpoint's facts. Raises DataError where one is missing."""
     try:
+        if adapter.get("kind") == "peft":
+            section = PeftAdapter(config=adapter["config"])
+            return PeftSpec(section.config, section.moves_base)
         targets = adapter["target_modules"]
         return LoraSpec(
             r=int(adapter["r"]),

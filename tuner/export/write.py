@@ -20,9 +20,10 @@ from transformers.utils import logging as transformers_logging
 from tuner.data.encoding.template import LoadedTemplates, unless_refused
 from tuner.errors import DataError, RecipeError
 from tuner.export.source import ExportSource
-from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers, saved_modules
+from tuner.model.adapter import ADAPTER, LoraSpec, SavesModules, lora_layers, saved_modules
 from tuner.model.build import has_score, is_part
 from tuner.model.experts import LORA_A, LORA_B, adapted_experts, adapted_weights
+from tuner.model.peft_kinds import PeftSpec
 from tuner.model.peft_names import taken_for_experts
 from tuner.model.tokens import trainable_tokens
 from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
@@ -63,9 +64,31 @@ def _rope_for_older_readers(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_adapter_config(
-    directory: Path, adapted: PreTrainedModel, lora: LoraSpec, base: tuple[str | None, str | None]
+    directory: Path, adapted: PreTrainedModel, spec: LoraSpec | PeftSpec, base: tuple[str | None, str | None]
 ) -> None:
     """Write peft's config; ``base`` is the base model's hub name and revision, each None where there is none."""
+    if isinstance(spec, LoraSpec):
+        facts = _facts_of_lora(adapted, spec, base[0])
+    else:
+        facts = _facts_of_peft(adapted, spec, base[0])
+    trained = _saved_modules(adapted, spec) | _new_tokens(adapted)
+    if lacking := sorted(trained.keys() - facts.keys()):
+        kind = facts["peft_type"]
+        raise RecipeError(f"peft has no {lacking[0]} with {kind}: all that was trained is in a merged export alone")
+    facts |= {**trained, "inference_mode": True, "revision": base[1]}
+    write_new(directory / ADAPTER_CONFIG, json_bytes(facts))
+
+
+def _facts_of_peft(adapted: PreTrainedModel, spec: PeftSpec, base: str | None) -> dict[str, Any]:
+    """The config as it was given, and where peft has a default of the model's type, what that is."""
+    config, resolved = spec.peft_config(has_score(adapted), base), getattr(adapted, "peft_config", {})[ADAPTER]
+    config.target_modules = resolved.target_modules
+    if hasattr(config, "save_projection"):  # VeRA's matrices are drawn again by the key that the config has
+        config.save_projection = False
+    return dict(json.loads(json.dumps(config.to_dict(), default=_plain)))
+
+
+def _facts_of_lora(adapted: PreTrainedModel, lora: LoraSpec, base: str | None) -> dict[str, Any]:
     # peft resolved these against the model: the layers behind `all-linear` and globs, and GPT-2's transposed weights.
     injected: Any = getattr(adapted, "peft_config", {})[ADAPTER]
     by_weight = taken_for_experts(adapted, [name for name, _ in lora_layers(adapted)])
@@ -73,16 +96,14 @@ def write_adapter_config(
     # Of a part in full, or peft would find layers of the other parts of the whole model too.
     targets = [name for name, _ in lora_layers(adapted)] if is_part(adapted) else sorted(injected.target_modules)
     by_name = [target for target in targets if target.rpartition(".")[2] not in last_names]
-    config: Any = lora.peft_config(by_name, has_score(adapted), base[0])
-    facts = json.loads(json.dumps(config.to_dict(), default=_plain))
+    config: Any = lora.peft_config(by_name, has_score(adapted), base)
+    facts: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=_plain))
     if by_weight:
         facts |= _by_weight(by_weight, lora)
     if lora.experts:
         weights = [f"{name}.{each}" for name, one in adapted_experts(adapted).items() for each in adapted_weights(one)]
         facts |= {"target_parameters": [*(facts.get("target_parameters") or ()), *weights], "lora_dropout": 0.0}
-    facts["fan_in_fan_out"] = bool(injected.fan_in_fan_out)
-    facts |= {**_saved_modules(adapted, lora), **_new_tokens(adapted), "inference_mode": True, "revision": base[1]}
-    write_new(directory / ADAPTER_CONFIG, json_bytes(facts))
+    return facts | {"fan_in_fan_out": bool(injected.fan_in_fan_out)}
 
 
 def _by_weight(names: Sequence[str], lora: LoraSpec) -> dict[str, Any]:
@@ -102,7 +123,7 @@ def peft_name(name: str) -> str:
     """The name under which peft's files hold a trained parameter: without the adapter's own name."""
     short = name.replace(f".lora_magnitude_vector.{ADAPTER}.weight", ".lora_magnitude_vector")
     short = re.sub(r"\.new_rows$", ".token_adapter.trainable_tokens_delta", short)
-    return _PEFT_PREFIX + short.replace(f".{ADAPTER}.", ".")
+    return _PEFT_PREFIX + re.sub(rf"\.{ADAPTER}(?=\.|$)", "", short)
 
 
 def expert_names(model: PreTrainedModel) -> dict[str, str]:
@@ -119,7 +140,7 @@ def expert_names(model: PreTrainedModel) -> dict[str, str]:
     return found
 
 
-def saved_twin(model: PreTrainedModel, lora: LoraSpec) -> tuple[str, str] | None:
+def saved_twin(model: PreTrainedModel, lora: SavesModules) -> tuple[str, str] | None:
     """Names of a tensor trained in full that peft wants twice: tied embeddings are one, and it reads both names."""
     tied = _tied_and_saved(model, lora)
     return None if tied is None else (f"{tied[0]}.weight", f"{tied[1]}.weight")
@@ -137,7 +158,7 @@ def _new_tokens(model: PreTrainedModel) -> dict[str, Any]:
     return {"trainable_token_indices": found} if found else {}
 
 
-def _saved_modules(model: PreTrainedModel, lora: LoraSpec) -> dict[str, Any]:
+def _saved_modules(model: PreTrainedModel, lora: SavesModules) -> dict[str, Any]:
     """What peft's config says of modules trained in full; tied ones stay one tensor where it is asked to."""
     saved, tied = set(saved_modules(model, lora)), _tied_and_saved(model, lora)
     if not saved:
@@ -147,7 +168,7 @@ def _saved_modules(model: PreTrainedModel, lora: LoraSpec) -> dict[str, Any]:
     return {"modules_to_save": sorted((saved | {tied[1]}) - {tied[0]}), "ensure_weight_tying": True}
 
 
-def _tied_and_saved(model: PreTrainedModel, lora: LoraSpec) -> tuple[str, str] | None:
+def _tied_and_saved(model: PreTrainedModel, lora: SavesModules) -> tuple[str, str] | None:
     """Names of the input and the output embeddings where they are one tensor that is trained in full."""
     if not lora.modules_to_save:
         return None

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
 from tuner.init_from.sources import LORA_A, LORA_B, MAGNITUDE, NEW_ROWS, plain_name
-from tuner.model.adapter import ADAPTER, lora_layers
+from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers
 from tuner.model.build import is_part
 from tuner.model.published import Published, published, state_names
 from tuner.model.tokens import trainable_tokens
@@ -90,7 +90,7 @@ def target_of(
         name = plain_name(own)
         trained = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
         places[name] = TargetTensor(name, tuple(tensor.shape), trained, name in grows)
-    layers: list[tuple[str, Any]] = [] if trainable.lora is None else lora_layers(adapted)
+    layers: list[tuple[str, Any]] = lora_layers(adapted) if isinstance(trainable.adapter, LoraSpec) else []
     conv = {name for name, module in plain.named_modules() if type(module).__name__ == "Conv1D"}
     entries = published(plain)
     return InitTarget(
@@ -99,7 +99,7 @@ def target_of(
         files={target: entry for entry in entries for target in entry.targets},
         skeleton=plain,
         scales={name: float(layer.scaling[ADAPTER]) for name, layer in layers},
-        use_dora=trainable.lora is not None and trainable.lora.use_dora,
+        use_dora=isinstance(trainable.adapter, LoraSpec) and trainable.adapter.use_dora,
         transposed=frozenset(conv),
         quantized=quantized,
         prefix=f"{plain.base_model_prefix}.",

@@ -10,11 +10,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -32,9 +33,19 @@ from tuner.model.adaptable import (
 from tuner.model.build import has_score, head_layer, is_part
 from tuner.model.experts import LORA_A, LORA_B, NO_EXPERTS, adapted_experts
 from tuner.model.freeze import means, select
+from tuner.model.wrap import Wrapper, wrappers_of
 from tuner.runtime.warned import pass_on
 
 ADAPTER = "default"
+
+
+class SavesModules(Protocol):
+    """An adapter besides which modules are trained in full."""
+
+    @property
+    def modules_to_save(self) -> Sequence[str]:
+        """Names or globs."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -104,7 +115,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
         _refuse_output_layer(model)
     modules = dict(model.named_modules())
     for name in saved:
-        _train_in_full(model, modules[name])
+        train_in_full(model, modules[name])
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -215,7 +226,7 @@ def calls(model: nn.Module) -> Iterator[set[str]]:
     """Within, the names of the adapted layers that are called so far."""
     called: set[str] = set()
     with ExitStack() as hooks:
-        for name, layer in lora_layers(model):
+        for name, layer in adapter_layers(model):
             hooks.callback(layer.register_forward_hook(lambda *_, name=name: called.add(name)).remove)
         yield called
 
@@ -236,7 +247,7 @@ def require_used(
     evaluation, is looked at by what it computes, and all of it by its source: kernels of CUDA are given weights, too.
     Raises RecipeError with those to leave out.
     """
-    layers = dict(lora_layers(model))
+    layers = dict(adapter_layers(model))
     running = {name: layer for name, layer in layers.items() if runs is None or runs(name)}
     _require_experts_called(model, logits, runs)
     bad = not_adaptable(model, {name: layer.get_base_layer() for name, layer in layers.items()})
@@ -314,7 +325,7 @@ def _not_adaptable(layers: Iterable[str], bad: Iterable[str], name: str, why: st
     )
 
 
-def saved_modules(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
+def saved_modules(model: PreTrainedModel, spec: SavesModules) -> list[str]:
     """Full names of the modules that are trained in full; outermost ones only.
 
     A module that shares its weight with another stands for both: they stay one tensor. A reward model's score is one
@@ -333,6 +344,11 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if is_linear(module)}
 
 
+def adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """Name and module of every layer that holds an adapter of any kind of peft's."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+
+
 def lora_layers(model: nn.Module) -> list[tuple[str, Any]]:
     """Name and module of every layer that holds the adapter."""
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
@@ -349,8 +365,8 @@ def adapter_off(model: nn.Module, compiled: Iterable[nn.Module] = ()) -> Iterato
     this block. Without A and B it would be another program, which rounds otherwise, and one more to compile.
     """
     inside = {module for block in compiled for module in block.modules()}
-    layers, experts = [layer for _, layer in lora_layers(model)], list[Any](adapted_experts(model).values())
-    takers = [layer for layer in layers if takes_product(layer, ADAPTER)] + experts
+    layers, experts = [layer for _, layer in adapter_layers(model)], list[Any](adapted_experts(model).values())
+    takers = [layer for layer in layers if Wrapper.ADAPTED in wrappers_of(layer)] + experts
     by_number = inside.intersection(takers)
     layers = [layer for layer in layers if layer not in by_number]
     experts = [module for module in experts if module not in by_number]
@@ -381,7 +397,7 @@ def _switch_of(module: nn.Module) -> torch.Tensor:
     return found
 
 
-def _train_in_full(model: PreTrainedModel, module: nn.Module) -> None:
+def train_in_full(model: PreTrainedModel, module: nn.Module) -> None:
     """Let the module's parameters be trained, wherever in the model they are used."""
     module.requires_grad_(True)
     rounded = {parameter for parameter in module.parameters() if parameter.dtype == torch.bfloat16}

@@ -168,7 +168,7 @@ def _isolation(
 
 
 def _is_adapted(model: nn.Module) -> bool:
-    return any("lora_" in parameter for parameter, _ in model.named_parameters())
+    return hasattr(model, "peft_config") or any("lora_" in name for name, _ in model.named_parameters())
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from tuner.model.tokens import train_new_tokens
 
 if TYPE_CHECKING:
     from tuner.model.adapter import LoraSpec
+    from tuner.model.peft_kinds import PeftSpec
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class TrainableSpec:
     New tokens are trained unless nothing is.
     """
 
-    lora: LoraSpec | None = None
+    adapter: LoraSpec | PeftSpec | None = None
     frozen: Sequence[str] = ()
     new_ids: range = range(0)
     drawn: bool = False
@@ -33,17 +34,25 @@ class TrainableSpec:
     @property
     def is_all(self) -> bool:
         """Whether there is nothing that stays as it was."""
-        return self.lora is None and not self.frozen and not self.nothing
+        return self.adapter is None and not self.frozen and not self.nothing
 
     def apply(self, model: PreTrainedModel, seed: int) -> None:
         """Add the adapter, or freeze, in place; see :func:`~tuner.model.adapter.add_lora` and `train_new_tokens`."""
         if self.nothing:
             model.requires_grad_(False)
             return
-        if self.lora is not None:
-            from tuner.model.adapter import add_lora
-
-            add_lora(model, self.lora, seed)
+        if self.adapter is not None:
+            self._adapt(model, self.adapter, seed)
         elif self.frozen:
             freeze(model, self.frozen)
         train_new_tokens(model, self.new_ids, self.drawn)
+
+    def _adapt(self, model: PreTrainedModel, spec: LoraSpec | PeftSpec, seed: int) -> None:
+        from tuner.model.adapter import LoraSpec, add_lora
+
+        if isinstance(spec, LoraSpec):
+            add_lora(model, spec, seed)
+            return
+        from tuner.model.peft_kinds import add_peft  # few adapters are by peft's own config
+
+        add_peft(model, spec, seed)

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file  # type: ignore[attr-defined]
 
+from tuner.config.recipe import PEFT_TYPES
 from tuner.errors import DataError
 from tuner.model.stored import index_names, stored_in
 from tuner.model.vetting import require_own_files
@@ -77,12 +78,13 @@ def _cached(name: str, file: str, revision: str | None) -> Path | None:
 
 
 def vet_adapter(directory: Path) -> None:
-    """Check an adapter before peft loads it: LoRA in safetensors, of ranks that its weights have. Raises DataError."""
+    """Check an adapter before peft loads it: of a kind that is trained here, in safetensors, of ranks that its weights
+    have. Raises DataError."""
     require_small_configs(directory)
     config, where = read_json(directory / ADAPTER_CONFIG), directory / ADAPTER_CONFIG
-    if config.get("peft_type") != "LORA":
+    if config.get("peft_type") not in PEFT_TYPES:
         raise DataError(
-            f"{where}: peft_type: {config.get('peft_type')!r}; LoRA, rsLoRA and DoRA are loaded",
+            f"{where}: peft_type: {config.get('peft_type')!r}; {', '.join(PEFT_TYPES)} are loaded",
             hint="merge it into its base model with peft, and take that",
         )
     for key in ("layer_replication", "megatron_config"):
@@ -99,8 +101,11 @@ def vet_adapter(directory: Path) -> None:
     stored = stored_in(path)
     ranks = [tensor.shape[0] for name, tensor in stored.items() if ".lora_A." in name and tensor.shape]
     ranks += [tensor.shape[1] for name, tensor in stored.items() if ".lora_embedding_B" in name and tensor.shape[1:]]
+    kind = config["peft_type"]
+    if kind != "LORA":
+        ranks = [size for tensor in stored.values() for size in tensor.shape]
     # One for all may be more than any has, where each has its own.
-    for rank in _values(config, "r", "rank_pattern", 8):
+    for rank in () if kind in _NO_RANK else _values(config, _RANK.get(kind, "r"), "rank_pattern", 8):
         if type(rank) is not int or rank < 1 or (ranks and rank > max(ranks)):
             raise DataError(f"{where}: a rank of {rank!r}, and the weights have ranks up to {max(ranks, default=0)}")
     for alpha in _values(config, "lora_alpha", "alpha_pattern", 8):
@@ -108,6 +113,10 @@ def vet_adapter(directory: Path) -> None:
             raise DataError(f"{where}: lora_alpha: {alpha!r} is no number")
     if not isinstance(config.get("base_model_name_or_path", ""), str | None):
         raise DataError(f"{where}: base_model_name_or_path: {config['base_model_name_or_path']!r} is no name")
+
+
+_RANK, _NO_RANK = {"ADALORA": "init_r"}, ("IA3", "OFT", "BOFT", "LOKR")
+"""The field with the rank where it has a name of its own, and kinds that allocate nothing by a rank."""
 
 
 def _values(config: Mapping[str, Any], key: str, pattern: str, default: int) -> list[Any]:

@@ -110,8 +110,8 @@ def _in_float32(recipe: Recipe, directory: Path) -> tuple[dict[str, Any], list[s
     plain["train"] |= {key: value for key in _MEMORY if plain["train"][key] == "auto" for value in (_MEMORY[key],)}
     plain["train"]["gradient_checkpointing_layers"] = "100%"
     plain["data"] |= {"max_length": LONGEST}
-    if "dropout" in plain["adapter"]:
-        plain["adapter"]["dropout"] = 0.0
+    adapter = plain["adapter"].get("config", plain["adapter"])
+    adapter |= {key: 0.0 for key in adapter if key.endswith("dropout")}
     lr = plain["optimizer"]["lr"]
     plain["optimizer"]["lr"] = RATE if lr == "auto" else max(lr, RATE)
     for key, value in _ROUNDED.items():

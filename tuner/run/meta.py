@@ -24,7 +24,7 @@ GIVEN = "init_from"
 
 def is_apart(assembly: Assembly) -> bool:
     """Whether the run's adapter cannot be merged: it is exported as it is."""
-    if assembly_spec(assembly.resolved).trainable.lora is None:
+    if assembly_spec(assembly.resolved).trainable.adapter is None:
         return False
     from tuner.model.adapter import tied_layers  # with peft
 

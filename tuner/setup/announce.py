@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tuner.config.recipe import PeftAdapter
 from tuner.data.prepared import PackedRows, PreparedData
 from tuner.errors import counted
 from tuner.model.vetting import ignored_code, untrained_indexer, weighs_routers
@@ -116,6 +117,8 @@ def _trained(resolved: Resolved) -> str:
     share = f"{_millions(count)} trained ({count / resolved.n_parameters:.2%})"
     if recipe.adapter.kind == "none":
         return f"{share}, all but {', '.join(recipe.model.freeze)}"
+    if isinstance(recipe.adapter, PeftAdapter):
+        return f"{share}: {recipe.adapter.config['peft_type']}, by peft's config"
     return f"{share}: {recipe.adapter.kind}, r {recipe.adapter.r}"
 
 

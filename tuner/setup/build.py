@@ -9,7 +9,7 @@ from torch import nn
 
 from tuner.config.duration import StepRange
 from tuner.config.eval_tasks import LOWER_IS_BETTER, task_of
-from tuner.config.recipe import DataSection, Recipe
+from tuner.config.recipe import DataSection, PeftAdapter, Recipe
 from tuner.data.batches import GlobalBatches
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
@@ -181,6 +181,10 @@ def _step_parts(
         from tuner.train.routing import Routing
 
         yield Routing(root.parts.router_loss, step_config.mesh, recipe.model.router_balance)
+    if isinstance(recipe.adapter, PeftAdapter) and recipe.adapter.config["peft_type"] == "ADALORA":
+        from tuner.train.rank_allocation import RankAllocation
+
+        yield RankAllocation(root.model, step_config.mesh.size)
     if recipe.ema.is_on:
         from tuner.train.ema import Ema, decay_of
 

@@ -17,7 +17,7 @@ import numpy as np
 from tuner.config.load import ReadRecipe
 from tuner.config.methods import CustomMethod, DistillMethod
 from tuner.config.optimizers import CustomOptimizer, rounds_stochastically
-from tuner.config.recipe import DataSource, Recipe
+from tuner.config.recipe import DataSource, PeftAdapter, Recipe
 from tuner.config.schedules import CustomSchedule
 from tuner.data.encoding.template import ChatTemplate
 from tuner.data.encoding.tokenizer_files import holds_tokenizer, without_files
@@ -40,7 +40,7 @@ def check_recipe(read: ReadRecipe) -> str:
     """Check everything that can be; return in words what was checked. Raises RecipeError with all problems.
 
     What is right of a recipe is checked even where some of its keys are wrong. torch is imported only where the model's
-    config is on this machine and has no problem so far.
+    config is on this machine and has no problem so far, and for an adapter by peft's config, whose fields peft knows.
     """
     loaded = read.whole() if read.loaded is None else read.loaded
     found = Findings(loaded, read.problems, read.hint)
@@ -48,13 +48,18 @@ def check_recipe(read: ReadRecipe) -> str:
     of_batch = with_whole_batches(loaded, recipe.parallel.processes) if recipe.parallel.processes != "auto" else loaded
     _check_values(of_batch.recipe, found)
     check_files(recipe, found)
+    if isinstance(recipe.adapter, PeftAdapter) and found.sound("adapter"):
+        from tuner.model.peft_kinds import flaws
+
+        for flaw in flaws(recipe.adapter.config):
+            found.add(*flaw)
     directory = local_model(recipe)
     checked = "keys, files, templates, code"
     if directory is None:
         found.raise_any()
         return f"{checked}; layer names are not checked: {recipe.model.name_or_path} is not on this machine"
     apart = None
-    if not found.has("model"):
+    if not found.has("model") and not found.has("adapter"):
         from tuner.setup.check_model import check_model
 
         apart = check_model(recipe, directory, found)

@@ -14,7 +14,7 @@ from tuner.config.duration import Duration
 from tuner.config.load import LoadedRecipe
 from tuner.config.methods import head_of
 from tuner.config.optimizers import AdamwOptimizer, MuonOptimizer
-from tuner.config.recipe import LowRankAdapter, Recipe
+from tuner.config.recipe import LowRankAdapter, PeftAdapter, Recipe
 from tuner.data.building.spec import resolve_max_length
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
@@ -111,6 +111,8 @@ def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids
     _select_each(recipe.model.freeze, names, "model.freeze", found)
     if isinstance(recipe.adapter, LowRankAdapter):
         _check_adapter(recipe.adapter, model, found)
+    if isinstance(recipe.adapter, PeftAdapter):
+        _check_saved(recipe.adapter.modules_to_save, model, "adapter.config.modules_to_save", found)
     if (quantize := quantize_of(recipe)) is not None and len(found.problems) == before:
         with found.of("model.quantize"):
             quantize_(model, quantize)
@@ -146,8 +148,12 @@ def _check_adapter(adapter: LowRankAdapter, model: PreTrainedModel, found: Findi
             with found.of("adapter.target_modules"):
                 refuse_others(model, [pattern], linear)
                 select([pattern], linear, "adapter.target_modules")
+    _check_saved(adapter.modules_to_save, model, "adapter.modules_to_save", found)
+
+
+def _check_saved(patterns: Sequence[str], model: PreTrainedModel, key: str, found: Findings) -> None:
     owning = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
-    _select_each(adapter.modules_to_save, owning, "adapter.modules_to_save", found)
+    _select_each(patterns, owning, key, found)
 
 
 def _select_each(patterns: Sequence[str], names: Iterable[str], key: str, found: Findings) -> None:

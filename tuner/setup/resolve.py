@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from tuner.config.dump import recipe_dict
 from tuner.config.methods import Method, head_of
 from tuner.config.optimizers import MuonOptimizer, keeps_states_on_host, rounds_stochastically
-from tuner.config.recipe import LowRankAdapter, ParallelSection, Recipe
+from tuner.config.recipe import LowRankAdapter, ParallelSection, PeftAdapter, Recipe
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.prepared import PreparedData
 from tuner.errors import MachineError, RecipeError
@@ -320,6 +320,8 @@ def _reference(recipe: Recipe, new_ids: range, values: Mapping[str, Mapping[str,
     adapter = recipe.adapter
     if not isinstance(adapter, LowRankAdapter):
         reason = f"adapter.kind: {adapter.kind}"
+        if isinstance(adapter, PeftAdapter):
+            reason += ", whose start is not shown to add nothing, to the last bit"
     elif adapter.modules_to_save:
         reason = f"modules are trained besides the adapter: {', '.join(adapter.modules_to_save)}"
     elif new_ids:

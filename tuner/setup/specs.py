@@ -13,7 +13,7 @@ from tuner.config import recipe as config
 from tuner.config.duration import Duration
 from tuner.config.methods import head_of
 from tuner.config.optimizers import Optimizer
-from tuner.config.recipe import LowRankAdapter, ParallelSection, Recipe
+from tuner.config.recipe import LowRankAdapter, ParallelSection, PeftAdapter, Recipe
 from tuner.model.build import meta_model
 from tuner.model.documents import Padding
 from tuner.model.trainable import TrainableSpec
@@ -26,6 +26,7 @@ from tuner.train.step import StepConfig
 
 if TYPE_CHECKING:
     from tuner.model.adapter import LoraSpec
+    from tuner.model.peft_kinds import PeftSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -140,11 +141,17 @@ def teacher_spec(taught: Resolved) -> AssemblySpec:
 
 def trainable_of(recipe: Recipe, new_ids: range) -> TrainableSpec:
     """Which parameters a recipe trains; ``new_ids`` are those of the tokens that it adds."""
-    lora = _lora_spec(recipe.adapter) if isinstance(recipe.adapter, LowRankAdapter) else None
-    return TrainableSpec(lora, recipe.model.freeze, new_ids, recipe.model.init == "random")
+    spec = _adapter_spec(recipe.adapter)
+    return TrainableSpec(spec, recipe.model.freeze, new_ids, recipe.model.init == "random")
 
 
-def _lora_spec(adapter: LowRankAdapter) -> "LoraSpec":
+def _adapter_spec(adapter: config.Adapter) -> "LoraSpec | PeftSpec | None":
+    if isinstance(adapter, PeftAdapter):
+        from tuner.model.peft_kinds import PeftSpec
+
+        return PeftSpec(adapter.config, adapter.moves_base)
+    if not isinstance(adapter, LowRankAdapter):
+        return None
     from tuner.model.adapter import LoraSpec
 
     return LoraSpec(
