@@ -13,12 +13,12 @@ from pathlib import Path
 
 from tests.contracts.syntax import ROOT, modules, nodes, trees
 
-LINES = {"tuner": 58_190, "tests": 53_610, "tools": 18_110}
+LINES = {"tuner": 59_550, "tests": 54_330, "tools": 18_130}
 """Of code: without docstrings, comments and blank lines."""
 SPINE = ("train/loop", "train/step", "parallel/assemble", "run/main", "run/preflight", "setup/build", "model/root")
 SPINE_LINES = 1_770
 """Of these and of checkpoint/, which are what every training is: read top to bottom in an hour (docs/code.md)."""
-LAZY_IMPORTS = 295
+LAZY_IMPORTS = 300
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -28,7 +28,7 @@ from tuner.profile.measure import TIMES, Measurement, MeasureOptions, duration_t
 from tuner.run.measure import MEASURED, Measured, measure_recipe
 from tuner.runtime.dist import RankInfo
 from tuner.setup.resolve import resolve
-from tuner.train.guard import WINDOW
+from tuner.train.guard import GuardLimits
 
 SINGLE = RankInfo(0, 1, 0, 1)
 
@@ -87,7 +87,7 @@ def test_parts_are_those_of_the_model(shared: Path, once: Callable[..., Measurem
     base = AutoModelForCausalLM.from_pretrained(shared.parent / "base", dtype=torch.float32)
     buffers = sum(b.numel() * b.element_size() for b in base.buffers())
     size = sum(p.numel() * 4 for p in base.parameters())
-    tensors, guard = len(list(base.parameters())), 8 * (2 * WINDOW + 2)
+    tensors, guard = len(list(base.parameters())), 8 * (2 * GuardLimits().window + 2)
     parts, memory = report.memory.parts, report.memory
     if adapter == "none":
         assert parts["parameters"] == size + buffers

@@ -18,7 +18,7 @@ from tuner.profile.recorder import StepRecorder
 from tuner.run.launch import launch as launch_run
 from tuner.run.options import LaunchOptions
 from tuner.runtime import phase
-from tuner.train.guard import WINDOW
+from tuner.train.guard import GuardLimits
 
 FLAGS = {"train.duration": "4 steps", "checkpoint.every": "never", "train.micro_batch_size": "4"}
 
@@ -71,7 +71,7 @@ def test_recorded_steps_compute_the_same(workplace: Path, capfd: pytest.CaptureF
     assert 0 < buffers < 1000  # rotary frequencies
     assert found["peak_parts"]["gradients"] <= weights
     # Two moments, a count for each tensor, and what the guard knows of the steps so far.
-    assert found["peak_parts"]["optimizer"] == 2 * weights + 4 * 20 + 8 * (2 * WINDOW + 2)
+    assert found["peak_parts"]["optimizer"] == 2 * weights + 4 * 20 + 8 * (2 * GuardLimits().window + 2)
     assert found["peak_bytes"] == sum(found["peak_parts"].values()) == max(found["peak_by_phase"].values())
     series = found["timeline"]["bytes"]
     assert max(map(sum, zip(*series.values(), strict=True))) == found["peak_bytes"]
