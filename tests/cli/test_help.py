@@ -31,7 +31,7 @@ def test_help_is_at_most_60_lines_of_80_columns(name: str) -> None:
     assert lines[0].startswith(f"Usage: tuner {name}".rstrip())
     assert re.search(r"<\w+>", "".join(lines)) is None, "types are words that people know"
     assert "Examples:" in lines
-    said = ("the keys of a section: --optimizer.lr 3e-4", "one key", "every key")
+    said = ("a section's keys: --optimizer.lr 3e-4", "one key", "every key")
     places = [line.rindex(each) for each in said for line in lines if line.endswith(f"  {each}")]
     assert (len(places), len(set(places))) == ((3, 1) if name in WITH_FLAGS else (0, 0))
 

@@ -81,7 +81,7 @@ def recipe_keys(command: str) -> Iterator[str]:
     tops = [key for key in fields() if "." not in key and key not in sections and key != "version"]
     yield from textwrap.wrap(f"{', '.join(sections)}; {', '.join(tops)}", WIDTH - 2)
     rows = {
-        "tuner help optimizer": "the keys of a section: --optimizer.lr 3e-4",
+        "tuner help optimizer": "a section's keys: --optimizer.lr 3e-4",
         "tuner help optimizer.lr": "one key",
         f"tuner {command} --help-recipe": "every key",
     }

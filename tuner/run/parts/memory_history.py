@@ -12,6 +12,7 @@ from tuner.config.recipe import Recipe
 from tuner.errors import MemoryLimitError, RecipeError, is_out_of_memory
 from tuner.run.parts.part import LaunchContext, Part, TaskNeeds
 from tuner.rundir.layout import PROFILE
+from tuner.runtime import torch_private
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import TMP_PREFIX
@@ -41,8 +42,6 @@ class MemoryHistory(Part):
     @contextmanager
     def around(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> Iterator[None]:
         """Kept, and written at the end, also of a launch that fails. Raises MachineError where torch has none."""
-        from tuner.runtime import torch_private
-
         path = self._directory / f"memory-all-rank{rank_info.rank}.pickle"
         self._write = partial(_written, torch_private.dump_snapshot, path, console)
         torch_private.record_memory_history("all", context="alloc", stacks="python", max_entries=self._entries)

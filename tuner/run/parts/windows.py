@@ -15,6 +15,7 @@ from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective
 from tuner.setup.build import Assembly
+from tuner.setup.portions import PortionPlans
 from tuner.setup.resolve import Resolved
 from tuner.setup.timetable import Starts, Timetable
 from tuner.train.prefetcher import BatchSource, Prefetcher
@@ -69,14 +70,10 @@ class Windows(Part):
 
     def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
         """A reference of columns would have to know the windows that come later. Raises RecipeError."""
-        from tuner.setup.portions import PortionPlans
-
         PortionPlans(resolved).check()
 
     def derivation(self, resolved: Resolved, table: Timetable) -> str:
         """The steps of the current window."""
-        from tuner.setup.portions import PortionPlans
-
         return PortionPlans(resolved).words(table.plan, table.data_start)
 
     def agree(self, ready: Preflight, ranks: Collective) -> Preflight:
