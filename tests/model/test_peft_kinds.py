@@ -35,6 +35,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no linear layer": ("qwen3-moe", {**PLAIN, "target_modules": ["gate_proj", "up_proj", "down_proj"]}, "experts"),
     "nothing": ("llama", {**PLAIN, "target_modules": ["nothing"]}, "adapter.config: Target modules"),
     "trained in full": ("llama", {**PLAIN, "modules_to_save": ["self_attn"]}, "q_proj cannot be adapted: it is"),
+    "no expression": ("llama", {**PLAIN, "target_modules": "["}, "adapter.config: unterminated character set"),
     "what peft refuses": ("llama", {"peft_type": "OFT", **LAYERS, "r": 4, "oft_block_size": 8}, "adapter.config"),
 }
 

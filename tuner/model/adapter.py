@@ -113,12 +113,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
     _require_adapted(model, targets)
     if spec.use_dora:
         _refuse_output_layer(model)
-    modules = dict(model.named_modules())
-    for name in saved:
-        train_in_full(model, modules[name])
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+    train_besides(model, saved)
     for name, other in ({} if on_meta else tied_layers(model)).items():
         pass_on(
             f"adapter.target_modules: {name} shares its weight with {other}: its adapter cannot be merged, and is "
@@ -397,7 +392,17 @@ def _switch_of(module: nn.Module) -> torch.Tensor:
     return found
 
 
-def train_in_full(model: PreTrainedModel, module: nn.Module) -> None:
+def train_besides(model: PreTrainedModel, saved: Sequence[str]) -> None:
+    """Let the modules of these names be trained in full besides an adapter; all that is trained is in float32 then."""
+    modules = dict(model.named_modules())
+    for name in saved:
+        _train_in_full(model, modules[name])
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def _train_in_full(model: PreTrainedModel, module: nn.Module) -> None:
     """Let the module's parameters be trained, wherever in the model they are used."""
     module.requires_grad_(True)
     rounded = {parameter for parameter in module.parameters() if parameter.dtype == torch.bfloat16}

@@ -1,6 +1,6 @@
 """Adapters of peft's by peft's own configs: its layers in the place of linear ones, whose parameters are frozen.
 
-A layer is peft's own, and computes, draws its start and is merged as peft has it. What is taken are kinds whose
+A layer is peft's own, and computes, draws its start and is merged as peft has it. Accepted are kinds whose
 parameters are the layers' own and trained: each layer is then a matrix, which can be merged and proven.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import re
 import typing
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
 from tuner.model.adaptable import is_linear, not_adaptable
-from tuner.model.adapter import ADAPTER, adapter_layers, saved_modules, train_in_full
+from tuner.model.adapter import ADAPTER, adapter_layers, saved_modules, train_besides
 from tuner.model.build import has_score, is_part
 from tuner.model.freeze import Content, content_of
 from tuner.runtime.warned import pass_on
@@ -137,7 +138,7 @@ def add_peft(model: PreTrainedModel, spec: PeftSpec, seed: int) -> None:
     saved, config = saved_modules(model, spec), spec.peft_config(has_score(model))
     own = {name for name, _ in model.named_parameters()}
     before: dict[str, Content] = {}
-    config.modules_to_save = None  # peft would put copies beside them
+    config.modules_to_save = None  # peft would put copies next to them
     if hasattr(config, "fan_in_fan_out"):
         config.fan_in_fan_out = any(type(module).__name__ == "Conv1D" for module in model.modules())
     if spec.moves_base and on_meta:
@@ -149,7 +150,7 @@ def add_peft(model: PreTrainedModel, spec: PeftSpec, seed: int) -> None:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="always", record=True) as told:
             torch.manual_seed(seed)
             PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](model, config, ADAPTER, low_cpu_mem_usage=on_meta)
-    except (ValueError, TypeError, RuntimeError, NotImplementedError, ImportError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, NotImplementedError, ImportError, ZeroDivisionError, re.error) as error:
         raise RecipeError(f"{KEY}: {_first_line(error)}") from error
     for text in [] if on_meta else [_first_line(one.message) for one in told if one.category is UserWarning]:
         if not any(word in text for word in _NOISE):  # such as a size that it took another in the place of
@@ -163,12 +164,7 @@ def add_peft(model: PreTrainedModel, spec: PeftSpec, seed: int) -> None:
         if name in before:
             layer.get_base_layer().unquantized = before[name]
     _require_own(model, own)
-    modules = dict(model.named_modules())
-    for name in saved:
-        train_in_full(model, modules[name])
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
+    train_besides(model, saved)
     model.eval()
 
 

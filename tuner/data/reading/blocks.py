@@ -56,7 +56,7 @@ def records_of(block: Block) -> Iterator[RawRecord]:
 
 
 def _sliced(file: SourceFile) -> Iterator[Block]:
-    """The blocks of a slice, and those before it, of which no record is taken: lines are counted from the first."""
+    """The blocks of a slice, and those before it, of which no record is read: lines are counted from the first."""
     cut, records = _WAYS[file.kind]
     total = UNCOUNTED
     if re.search("[%-]", file.part):

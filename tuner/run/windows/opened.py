@@ -33,7 +33,7 @@ class OpenedWindows:
 
     @property
     def is_saved(self) -> bool:
-        """Whether there is a checkpoint at the end of the window at hand, though others follow."""
+        """Whether there is a checkpoint at the end of the current window, though others follow."""
         trained = sum(not entry.left_out for entry in self.position.decided)
         return trained % self.spec.data.windows.save_every == 0
 
