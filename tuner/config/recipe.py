@@ -105,6 +105,8 @@ class ModelSection(Section):
     """Weight of the loss that keeps experts evenly busy; null leaves it to the model's config, 0 adds none."""
     router_balance: Word[Literal["step", "micro_batch"]] = "step"
     """Over what that loss counts: a whole step, which takes one more forward of it, or each micro-batch by itself."""
+    router_z_loss_coef: Annotated[float, Real(ge=0)] = 0.0
+    """Weight of the loss that keeps routers' logits small: the mean square of their log-sum-exp (z-loss); 0: none."""
     freeze: Globs = ()
     """Parameters not trained in full fine-tuning: names or globs, e.g. [embed_tokens, model.layers.0]."""
     init_from: Annotated[tuple[InitFrom, ...], SOURCES_OF_WEIGHTS] = ()

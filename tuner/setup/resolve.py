@@ -362,9 +362,9 @@ def _async_save(recipe: Recipe, facts: DeviceFacts, n_parameters: int, rank_info
 
 
 def _balances(recipe: Recipe, config: PretrainedConfig) -> bool:
-    """Whether routers have a loss: where the recipe weighs it, or says nothing and the config asks for it."""
+    """Whether routers have a loss: where the recipe weighs one, or says nothing and the config asks for it."""
     weight = recipe.model.router_aux_loss_coef
-    return bool(weight) or (weight is None and asks_router_logits(config))
+    return bool(weight or recipe.model.router_z_loss_coef) or (weight is None and asks_router_logits(config))
 
 
 def _compiled(recipe: Recipe, facts: DeviceFacts, meta: PreTrainedModel, no_triton: str | None) -> tuple[bool, str]:
@@ -423,8 +423,8 @@ def _check_tiles(recipe: Recipe, config: PretrainedConfig) -> None:
     """Raise RecipeError for tiles of layers whose routers are asked what they say: they would say it in pieces."""
     if recipe.train.tiled_mlp is True and _balances(recipe, config):
         raise RecipeError(
-            "train.tiled_mlp: layers whose routers have a loss (model.router_aux_loss_coef) cannot be computed over "
-            "tiles: transformers notes what routers say once a layer",
+            "train.tiled_mlp: layers whose routers have a loss (model.router_aux_loss_coef, router_z_loss_coef) cannot "
+            "be computed over tiles: transformers notes what routers say once a layer",
             hint="write tiled_mlp: false",
         )
 
