@@ -48,6 +48,8 @@ LABELS = {
     "router_busiest_process": ("tokens of the process with the busiest experts by layer (1: even)", ""),
     "router_unused": ("experts without a token by layer", "%"),
     "router_entropy": ("entropy of routers by layer (1: even)", ""),
+    "router_logit_max": ("largest logit of routers by layer", ""),
+    "router_logit_mean": ("mean logit of routers by layer", ""),
     "compute_s": ("a rank's own time in decoder layers, median", "s"),
     "compute_s_max": ("own time in decoder layers, slowest rank", "s"),
     "wait_s_max": ("longest wait of a rank for its data", "s"),
