@@ -412,7 +412,7 @@ class TrainSection(Section):
     skip_spikes: Annotated[float | None, Real(gt=0, aliases=NEVER)] = None
     """Skip an update whose loss or gradient norm is so many standard deviations above the last steps' mean."""
     spike_window: Annotated[int, Whole(ge=2, le=4096)] = 128
-    """The last steps, whose mean and deviation skip_spikes goes by; none is skipped before there are as many."""
+    """The last steps, whose mean and deviation skip_spikes and spike_score go by; before as many, none is a spike."""
     skip_above: Annotated[float | None, Real(gt=0, aliases=NEVER)] = None
     """Skip an update whose gradient norm is above this."""
     steps_to_skip: Annotated[tuple[StepRange, ...], Several(item=Steps(), empty=True)] = ()
@@ -591,6 +591,10 @@ class LoggingSection(Section):
     """Processes that write metrics: rank 0, or each; the others to RUN/logs/rankN.metrics.jsonl, with own speeds."""
     internals: Annotated[Durations | None, CadenceSpan(units=COUNTS)] = None
     """How often figures of each decoder layer (RMS of weights, gradients, updates; largest logits) are written."""
+    spike_score: Annotated[float | None, Real(gt=0, aliases=NEVER)] = None
+    """Log the share of steps whose loss or gradient norm is so many standard deviations above the last steps' mean."""
+    spike_score_last: Annotated[int, Whole(ge=1, le=10**6)] = 10_000
+    """Steps of which the same share is logged as spike_score_last."""
     trackers: Annotated[tuple[Tracker, ...], Several(item=OneOf(), empty=True)] = ()
     """Trackers that also get every line of metrics.jsonl; each needs its library, such as wandb."""
     project: Annotated[str, Text(kind="the name of a project")] = "tuner"

@@ -19,6 +19,7 @@ from tuner.model.flops import Flops
 from tuner.run.tasks import log
 from tuner.run.tasks.console import ConsoleTask
 from tuner.run.tasks.log import HaltedError, LogTask
+from tuner.run.tasks.step_columns import Chinchilla, SpikeScore, StepColumn
 from tuner.run.tasks.time_left import Due, TimeLeft
 from tuner.rundir.records import Records
 from tuner.runtime.console import Console
@@ -41,9 +42,11 @@ def taken(index: int, batches: StepBatches, values: Sequence[float] = (1.5, 0.5,
     return TakenStep(index, batches, 0.25, 9, 1e-3, 1.0, scalars)
 
 
-def log_task(flops: Flops = FLOPS, step: int = 1) -> LogTask:
+def log_task(
+    flops: Flops = FLOPS, step: int = 1, path: Path | None = None, columns: Sequence[StepColumn] = ()
+) -> LogTask:
     progress = Progress(Plan(4, 4, 1, 5), step=step)
-    return LogTask(progress, Records(None), MfuMeter(flops, peak=1e4), torch.device("cpu"))
+    return LogTask(progress, Records(path), MfuMeter(flops, peak=1e4), torch.device("cpu"), columns)
 
 
 def console_task(
@@ -97,6 +100,27 @@ def test_a_share_that_is_not_known_is_left_out() -> None:
     view.finish(True)
     header, values = (text.split() for text in shown)
     assert values[header.index("mfu") - 1] == "-"  # there is no evaluation in the line of a step
+
+
+@pytest.mark.parametrize("stopped", [None, 3, 11])
+def test_spikes_are_counted_over_launches(stopped: int | None, tmp_path: Path) -> None:
+    losses = [2.0, 2.1, 1.9, 2.0, 9.0, 2.0, 2.1, 1.9, 2.0, 2.1, 2.0, 2.05, float("nan"), 2.0]
+    norms = [0.5, 0.6, 0.5, 0.6, 0.5, 0.6, 0.5, 0.6, 0.5, 7.0, 0.5, 0.6, 0.50, 0.6]
+    spikes = {4, 9, 12}  # a loss, a norm, and what is no number; the first four have no window before them
+    found = []
+    for launch in ([range(14)] if stopped is None else [range(stopped), range(stopped, 14)]):
+        task = log_task(path=tmp_path / "metrics.jsonl", columns=(SpikeScore(3.0, 4, 5), Chinchilla(2)))
+        list(task.start())
+        for index in launch:
+            values = (losses[index], norms[index], 0, 0)
+            (event,) = task.step_taken(taken(index, StepBatches(np.arange(4), 6, 40, [batch(4, trained=1)]), values))
+            found.append(event.metrics)
+        task.metrics.flush()
+    for index, line in enumerate(found):
+        so_far, last = range(index + 1), range(max(0, index - 4), index + 1)
+        assert line["spike_score"] == pytest.approx(len(spikes & set(so_far)) / len(so_far), abs=1e-6), index
+        assert line["spike_score_last"] == pytest.approx(len(spikes & set(last)) / len(last), abs=1e-6), index
+        assert line["chinchilla"] == 9 / 40
 
 
 def test_an_evaluation_is_shown_with_its_sources() -> None:

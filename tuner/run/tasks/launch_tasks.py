@@ -18,6 +18,7 @@ from tuner.run.tasks.log import LogTask, MemoryTask
 from tuner.run.tasks.record import RecordTask
 from tuner.run.tasks.save import Saver, SaveTask
 from tuner.run.tasks.startup import StartupTask
+from tuner.run.tasks.step_columns import step_columns
 from tuner.run.tasks.stop import StopTask
 from tuner.run.tasks.time_left import Due, TimeLeft
 from tuner.rundir.layout import METRICS, SAMPLES, rank_metrics
@@ -69,7 +70,8 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     hooks = Hooks(_registrations(context, sections), facts, progress)
     assembly.train_state.parts += tuple(hooks.of_batches())
     free_bytes = resolved.facts.free_bytes // assembly.rank_info.local_world_size
-    log = LogTask(progress, metrics, assembly.mfu, assembly.train_state.step_config.device)
+    columns = tuple(step_columns(resolved)) if main or own else ()  # who has the lines of earlier launches
+    log = LogTask(progress, metrics, assembly.mfu, assembly.train_state.step_config.device, columns)
     health = _health(context, sections.health, log)
     verify = (lambda: None) if health is None else health.before_save
     checkpoints = CheckpointDir(run.checkpoints, context.run_id)

@@ -25,7 +25,7 @@ LossFunction = Callable[
 ``[N]``: the sum of the losses at the N trained positions (a scalar with a gradient, also for N = 0) and named sums."""
 TAKEN = (
     *("step", "epoch", "tokens", "loss", "lr", "grad_norm", "skipped", "kind", "router_aux", "router_balance"),
-    *("router_z", "loss_scale", "overflow", "reason"),
+    *("router_z", "spike_score", "spike_score_last", "chinchilla", "loss_scale", "overflow", "reason"),
     *CLOCKED,
 )
 """Keys of a line of metrics.jsonl that a figure cannot have."""
