@@ -603,6 +603,10 @@ class LoggingSection(Section):
     """Group of wandb, and tag of mlflow, that the run is shown with; null: of a ladder's rung its name, else none."""
     tags: Annotated[tuple[str, ...], Several(item=Text(kind="words"), empty=True)] = ()
     """Labels of the run in wandb and mlflow."""
+    cancel_tags: Annotated[tuple[str, ...], Several(item=Text(kind="words"), empty=True)] = ()
+    """Tags that stop the run in order, as the file STOP does, when one is set on its page in wandb: [cancel]."""
+    cancel_every: Annotated[Duration, Span(units=TIMES)] = Duration.parse("1 min")
+    """Time between two looks at that page."""
 
 
 Ending = Literal["finished", "stopped", "failed", "diverged"]

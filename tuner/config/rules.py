@@ -443,7 +443,14 @@ def _losses_have_the_whole_vocabulary(recipe: Recipe, given: Set[str]) -> str | 
     return f"{takes[kind]}, and parallel.tensor: {tensor} splits them over processes; write parallel.tensor: 1"
 
 
+def _cancelling_tags_have_a_page(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.logging.cancel_tags and "wandb" not in recipe.logging.trackers:
+        return "are looked for on a page of wandb; set logging.trackers: [wandb], or cancel_tags: []"
+    return None
+
+
 RULES: tuple[Rule, ...] = (
+    Rule(("logging.cancel_tags", "logging.trackers"), _cancelling_tags_have_a_page),
     Rule(("eval.every", "data.eval", "eval.tasks"), _cadence_needs_rows),
     Rule(("eval.marks", "data.eval", "eval.tasks"), _marks_need_rows),
     Rule(("checkpoint.keep_best", "data.eval", "eval.every", "eval.tasks"), _best_needs_rows),
