@@ -580,6 +580,14 @@ class ProberSection(Section):
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 
+STEP_FIGURES = (
+    "epoch", "tokens", "lr", "grad_norm", "loss_scale", "router_aux", "router_balance", "router_z",
+    "spike_score", "spike_score_last", "chinchilla", "step_s", "data_s", "tok_per_s", "trained_per_s", "mem_gib",
+    "mem_reserved_gib", "data_wait", "mfu", "attention_share", "elapsed_s",
+)  # fmt: skip
+"""Numbers that a step's line of metrics.jsonl may have next to its loss and the figures of the method."""
+
+
 class LoggingSection(Section):
     """What is printed."""
 
@@ -587,6 +595,8 @@ class LoggingSection(Section):
     """Minimum log level."""
     console_every: Annotated[Duration, Span(units=(*TIMES, "steps"))] = Duration.parse("2 s")
     """Time, or steps, between two refreshes of the console and of metrics.jsonl, which has every step."""
+    console: Annotated[tuple[str, ...], Several(item=Text(kind="names of metrics.jsonl"), empty=True)] = ()
+    """Columns of the console between the losses and the time left, such as [lr, mfu, mem_gib]; empty: the usual."""
     metrics_of: Word[Literal["main", "all"]] = "main"
     """Processes that write metrics: rank 0, or each; the others to RUN/logs/rankN.metrics.jsonl, with own speeds."""
     internals: Annotated[Durations | None, CadenceSpan(units=COUNTS)] = None

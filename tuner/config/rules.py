@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from difflib import get_close_matches
 
 from tuner.config.duration import Duration
 from tuner.config.eval_tasks import task_of
-from tuner.config.methods import head_of
+from tuner.config.methods import CustomMethod, head_of
 from tuner.config.optimizers import (
     AdafactorOptimizer,
     AdamwOptimizer,
@@ -17,6 +18,7 @@ from tuner.config.optimizers import (
 )
 from tuner.config.recipe import (
     SECTIONS,
+    STEP_FIGURES,
     DoraAdapter,
     HealthSection,
     LowRankAdapter,
@@ -443,6 +445,16 @@ def _losses_have_the_whole_vocabulary(recipe: Recipe, given: Set[str]) -> str | 
     return f"{takes[kind]}, and parallel.tensor: {tensor} splits them over processes; write parallel.tensor: 1"
 
 
+def _shown_figures_are_logged(recipe: Recipe, given: Set[str]) -> str | None:
+    known = (*STEP_FIGURES, *recipe.method.figures)
+    unknown = next((name for name in recipe.logging.console if name not in known), None)
+    if unknown is None or isinstance(recipe.method, CustomMethod):  # only its code knows what it measures
+        return None
+    near = get_close_matches(unknown, known, 1)
+    meant = [one for name in recipe.logging.console for one in (near if name == unknown else [name])]
+    return f"no step has {unknown} with method.kind: {recipe.method.kind}; write [{', '.join(meant)}]"
+
+
 def _cancelling_tags_have_a_page(recipe: Recipe, given: Set[str]) -> str | None:
     if recipe.logging.cancel_tags and "wandb" not in recipe.logging.trackers:
         return "are looked for on a page of wandb; set logging.trackers: [wandb], or cancel_tags: []"
@@ -450,6 +462,7 @@ def _cancelling_tags_have_a_page(recipe: Recipe, given: Set[str]) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
+    Rule(("logging.console", "method.kind"), _shown_figures_are_logged),
     Rule(("logging.cancel_tags", "logging.trackers"), _cancelling_tags_have_a_page),
     Rule(("eval.every", "data.eval", "eval.tasks"), _cadence_needs_rows),
     Rule(("eval.marks", "data.eval", "eval.tasks"), _marks_need_rows),

@@ -17,7 +17,7 @@ from tuner.config.methods import DpoMethod, LoggedFigure
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.flops import Flops
 from tuner.run.tasks import log
-from tuner.run.tasks.console import ConsoleTask
+from tuner.run.tasks.console import ConsoleTask, columns_of
 from tuner.run.tasks.log import HaltedError, LogTask
 from tuner.run.tasks.step_columns import Chinchilla, SpikeScore, StepColumn
 from tuner.run.tasks.time_left import Due, TimeLeft
@@ -50,7 +50,7 @@ def log_task(
 
 
 def console_task(
-    figures: Mapping[str, LoggedFigure] | None = None, every: str = "1000 s"
+    figures: Mapping[str, LoggedFigure] | None = None, every: str = "1000 s", chosen: Sequence[str] = ()
 ) -> tuple[ConsoleTask, Progress, list[str]]:
     """A console task of five steps that evaluates after each second one, and the lines that it prints."""
     shown: list[str] = []
@@ -59,7 +59,8 @@ def console_task(
     console.say = lambda label, text, level="info": shown.append(f"{label} {text}")  # type: ignore[method-assign]
     progress = Progress(Plan(4, 4, 1, 5))
     due = Due(5, Cadence((2,)), False, False, Cadence(), frozenset(), False)
-    task = ConsoleTask(console, Records(None), Duration.parse(every), progress, TimeLeft(due), figures=figures or {})
+    columns = columns_of(figures or {}, chosen)
+    task = ConsoleTask(console, Records(None), Duration.parse(every), progress, TimeLeft(due), columns=columns)
     return task, progress, shown
 
 
@@ -165,6 +166,20 @@ def test_the_first_figures_of_a_method_have_columns_within_80() -> None:
     assert source.split() == ["0.5000", "1.000", "12346", "chats"]
     assert {len(header), len(trained), len(evaluated)} == {79} and progress.step == 0
     assert [evaluated.index("0.875") + 5, source.index("1.000") + 5] == [header.index(" acc") + 4] * 2
+
+
+def test_the_columns_may_be_chosen() -> None:
+    task, _, shown = console_task(DpoMethod().figures, chosen=["mem_gib", "margin", "lr", "loss_scale"])
+    row = {"step": 1, "loss": 0.5, "lr": 1e-3, "tok_per_s": 9.0, "step_s": 1.0, "mem_gib": 1.25, "margin": None}
+    task.notify(Event("step", 1, 9, row))
+    measured = {"loss": 0.25, "margin": 2.0, "loss/chats": 0.5, "margin/chats": 1.5}
+    task.notify(Event("evaluation", 1, 9, {"kind": "eval", "step": 1, **measured, "eval_s": 2.0}))
+    header, trained, evaluated, source = shown
+    assert header.split() == ["step", "loss", "eval", "mem_gib", "margin", "lr", "loss_scale", "left"]
+    assert trained.split()[:6] == ["1", "0.5000", "1.250", "none", "1.00e-03", "-"]
+    assert evaluated.split()[:7] == ["1", "-", "0.2500", "-", "2.000", "-", "-"]
+    assert source.split() == ["0.5000", "-", "1.500", "chats"]
+    assert len({len(line) for line in (header, trained, evaluated)}) == 1
 
 
 def test_a_step_after_which_the_run_must_end_is_not_counted(tmp_path: Path) -> None:

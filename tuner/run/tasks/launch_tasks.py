@@ -11,7 +11,7 @@ from tuner.checkpoint.save import CheckpointDir
 from tuner.config.recipe import HealthSection, ProberSection
 from tuner.run.meta import frozen_meta, run_meta, tokenizer_meta
 from tuner.run.parts.part import LaunchContext, TaskNeeds
-from tuner.run.tasks.console import ConsoleTask
+from tuner.run.tasks.console import ConsoleTask, columns_of
 from tuner.run.tasks.evaluate import EvaluateTask
 from tuner.run.tasks.hooks import Hooks, Registration, RunFacts, user_hook
 from tuner.run.tasks.log import LogTask, MemoryTask
@@ -99,7 +99,10 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
         *_of_parts(context, needs, after_saves=False),
         EvaluateTask(context, sections.eval, log, samples, _task_scores(context, sections)),
         SaveTask(context, saver, log, samples, time_left, resumed_from),
-        ConsoleTask(console, metrics, sections.logging.console_every, progress, time_left, resolved.compiles, figures),
+        ConsoleTask(
+            console, metrics, sections.logging.console_every, progress, time_left, resolved.compiles,
+            columns_of(figures, sections.logging.console),
+        ),
         *_of_parts(context, needs, after_saves=True),
     ]
     return LaunchTasks(Tasks(tasks), hooks, stop, (metrics, samples))

@@ -126,7 +126,7 @@ def test_a_tag_set_on_the_page_stops_the_run(tmp_path: Path, monkeypatch: pytest
     hooks.notify(Event("end", 6, 0, status="stopped"))
     monkeypatch.delitem(sys.modules, "tuner.run.tasks.trackers.wandb", raising=False)
     assert set(asked) == {"me/tuner/abc"}
-    assert said[1:] == ["stopping the tag stop-it was set on the run's page"]
+    assert said[1:] == ["stopping the run's page has a new tag, stop-it"]
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")

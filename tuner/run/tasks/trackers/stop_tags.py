@@ -25,5 +25,5 @@ class StopTags:
         new = found - (found if self._known is None else self._known)
         self._known = found
         if new:
-            say("stopping", f"the tag {min(new)} was set on the run's page")
+            say("stopping", f"the run's page has a new tag, {min(new)}")
             (run_dir / STOP).touch()
