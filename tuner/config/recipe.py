@@ -564,6 +564,10 @@ class ProfileSection(Section):
     """Blocks taken and given back that the history of a whole launch holds at most: the newest."""
     time: Bool = True
     """Record a trace of operations and kernels, for Perfetto or chrome://tracing."""
+    lines: Bool = False
+    """Have the trace name the functions and lines of Python that called them; steps take several times as long."""
+    cuda_sync: Bool = False
+    """Have the trace show where CUDA's streams and the host wait for each other, for an analysis of critical paths."""
 
 
 class ProberSection(Section):
@@ -575,6 +579,8 @@ class ProberSection(Section):
     """Modules that are looked into, and what is below them: names or globs, e.g. [embed_tokens, layers.0.*_proj]."""
     gradients: Bool = True
     """Write the gradients of their outputs and parameters, too, besides their outputs."""
+    first_rows: Annotated[int | None, Whole(ge=1, le=2**53)] = None
+    """Rows of each parameter's gradient that are written, the first ones; null writes it whole."""
 
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]

@@ -372,6 +372,8 @@ def _profile_records_something(recipe: Recipe, given: Set[str]) -> str | None:
     profile = recipe.profile
     if profile.entries != ProfileSection().entries and profile.memory != "all":
         return "entries are those of a whole launch's history; set profile.memory: all"
+    if (profile.lines or profile.cuda_sync) and not profile.time:
+        return "lines and cuda_sync are of a trace; set profile.time: true"
     if not profile.steps or profile.memory or profile.time:
         return None
     return "nothing is recorded of them; set profile.memory or profile.time: true"
@@ -511,7 +513,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("optimizer.rows", "adapter.kind"), _rows_are_trained_in_full),
     Rule(("optimizer.rows", "optimizer.offload", "optimizer.rounding", "optimizer.kind"), _rows_are_fp32_on_the_device),
     Rule(("optimizer.rows", "parallel.tensor"), _rows_are_of_whole_embeddings),
-    Rule(("profile.steps", "profile.memory", "profile.time", "profile.entries"), _profile_records_something),
+    Rule(("profile.steps", "profile.memory", "profile.time", "profile.entries", "profile.lines", "profile.cuda_sync"), _profile_records_something),
     Rule(("parallel.tensor", "parallel.expert", "parallel.shard"), _parts_are_sharded),
     Rule(("parallel.expert", "parallel.tensor", "parallel.sequence"), _experts_are_whole),
     Rule(

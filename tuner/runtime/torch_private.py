@@ -46,6 +46,7 @@ NAMES = {
     "sequence_number": ("torch._C._autograd._get_sequence_nr", _PREDICTION),
     "RecordScope": ("torch._C._profiler.RecordScope", _RECORDING),
     "EventType": ("torch._C._profiler._EventType", _RECORDING),
+    "ProfilerConfig": ("torch._C._profiler._ExperimentalConfig", _RECORDING),
     "record_memory_history": ("torch.cuda.memory._record_memory_history", _RECORDING),
     "dump_snapshot": ("torch.cuda.memory._dump_snapshot", _RECORDING),
 }
