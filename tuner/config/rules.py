@@ -513,7 +513,10 @@ RULES: tuple[Rule, ...] = (
     Rule(("optimizer.rows", "adapter.kind"), _rows_are_trained_in_full),
     Rule(("optimizer.rows", "optimizer.offload", "optimizer.rounding", "optimizer.kind"), _rows_are_fp32_on_the_device),
     Rule(("optimizer.rows", "parallel.tensor"), _rows_are_of_whole_embeddings),
-    Rule(("profile.steps", "profile.memory", "profile.time", "profile.entries", "profile.lines", "profile.cuda_sync"), _profile_records_something),
+    Rule(
+        (*(f"profile.{key}" for key in ("steps", "memory", "time", "entries", "lines", "cuda_sync")),),
+        _profile_records_something,
+    ),
     Rule(("parallel.tensor", "parallel.expert", "parallel.shard"), _parts_are_sharded),
     Rule(("parallel.expert", "parallel.tensor", "parallel.sequence"), _experts_are_whole),
     Rule(

@@ -48,6 +48,8 @@ class Decay:
     end: int
     shape: Shape
     floor: float = 0.0
+    peak: float = 1.0
+    """By what all of its period is multiplied, from the end of the fall before."""
 
     @property
     def is_lost(self) -> bool:
@@ -84,7 +86,7 @@ class WarmupDecay:
         """The factor at ``index``; where a fall begins within the warm-up, the lower of both."""
         risen = index / self.warmup_steps if index < self.warmup_steps else 1.0
         fall = next((fall for fall in self.falls if index <= fall.end), self.falls[-1] if self.falls else None)
-        return risen if fall is None else min(risen, fall.factor(index))
+        return risen if fall is None else fall.peak * min(risen, fall.factor(index))
 
     def turns(self) -> list[tuple[int, str]]:
         """The end of the warm-up, and where falls begin, end and start again."""
@@ -210,10 +212,11 @@ def _end(total: int, floor: float) -> int:
 
 def _periods(section: WsdPeriodsSchedule, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> Iterator[Decay]:
     decay, end = section.decay, 0
-    for length in [steps_of(period, plan, row_tokens) for period in section.periods]:
+    peaks = section.peaks or (1.0,) * len(section.periods)
+    for length, peak in zip([steps_of(one, plan, row_tokens) for one in section.periods], peaks, strict=True):
         end += length
         steps = max(1, math.ceil(decay.share * length)) if decay.unit == "%" else steps_of(decay, plan, row_tokens)
-        yield Decay(end - min(steps, length), end, section.decay_shape, section.min_lr_ratio)
+        yield Decay(end - min(steps, length), end, section.decay_shape, section.min_lr_ratio, peak)
     if end < plan.total_steps:
         raise RecipeError(
             f"schedule.periods: they end after {end:,} steps, the run has {plan.total_steps:,}",
