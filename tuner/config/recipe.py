@@ -372,6 +372,18 @@ class DataSection(Section):
         return self.packing is not False
 
 
+class BatchChange(Section):
+    """A point of the run from which on steps have another number of rows."""
+
+    after: Annotated[Duration, Span(units=("steps", "tokens", "epochs"))]
+    """How much is trained before it, such as 1000 steps or 2B tokens."""
+    size: Annotated[int, Whole(ge=1, le=2**20)]
+    """Rows of a step from there on."""
+
+
+BATCH_CHANGES = Items(BatchChange, "a list of {after, size}")
+
+
 class TrainSection(Section):
     """Length, batch and numerics of training."""
 
@@ -387,6 +399,10 @@ class TrainSection(Section):
     """Steps that are taken at least: no early stop by eval.patience before; null sets no such bound."""
     global_batch_size: Annotated[int, Whole(ge=1, le=2**20)] = 16
     """Rows per optimizer step, on any number of processes; the default gives way to the nearest that they divide."""
+    batch_schedule: Annotated[tuple[BatchChange, ...], BATCH_CHANGES] = ()
+    """Other sizes of the global batch later in the run, in their order, such as [{after: 1000 steps, size: 64}]."""
+    batch_scales_lr: Bool = False
+    """Multiply the learning rate by the square root of how much larger than the first such a batch is."""
     micro_batch_size: Annotated[int | Auto, Whole(ge=1, le=2**20)] = "auto"
     """Rows per forward and process; auto: on CUDA as many as fit and pay, by prediction, else 1. Changes rounding."""
     precision: Word[Literal["auto", "fp32", "bf16", "fp16", "fp8"]] = "auto"
@@ -664,6 +680,7 @@ ITEMS: dict[str, Items] = {
     "tokenizer.add_tokens": NEW_TOKENS,
     "data.train": SOURCES,
     "data.eval": HELD_OUT,
+    "train.batch_schedule": BATCH_CHANGES,
     "optimizer.groups": GROUPS,
     "optimizer.rows": ROWS,
     "eval.tasks": EVAL_TASKS,

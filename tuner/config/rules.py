@@ -447,6 +447,12 @@ def _losses_have_the_whole_vocabulary(recipe: Recipe, given: Set[str]) -> str | 
     return f"{takes[kind]}, and parallel.tensor: {tensor} splits them over processes; write parallel.tensor: 1"
 
 
+def _changing_batches_have_all_rows(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.train.batch_schedule and recipe.data.portions is not None:
+        return "is of data that are all there; write batch_schedule: [], or remove data.windows"
+    return None
+
+
 def _shown_figures_are_logged(recipe: Recipe, given: Set[str]) -> str | None:
     known = (*STEP_FIGURES, *recipe.method.figures)
     unknown = next((name for name in recipe.logging.console if name not in known), None)
@@ -464,6 +470,7 @@ def _cancelling_tags_have_a_page(recipe: Recipe, given: Set[str]) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
+    Rule(("train.batch_schedule", "data.windows"), _changing_batches_have_all_rows),
     Rule(("logging.console", "method.kind"), _shown_figures_are_logged),
     Rule(("logging.cancel_tags", "logging.trackers"), _cancelling_tags_have_a_page),
     Rule(("eval.every", "data.eval", "eval.tasks"), _cadence_needs_rows),

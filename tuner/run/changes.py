@@ -41,6 +41,8 @@ ON_RESUME: dict[str, Effect] = {
     "train.end_at": "safe",
     "train.min_steps": "safe",
     "train.global_batch_size": "refuse",
+    "train.batch_schedule": "refuse",
+    "train.batch_scales_lr": "refuse",
     "train.micro_batch_size": "warn",
     "train.precision": "refuse",
     "train.tf32": "refuse",
@@ -169,7 +171,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 FREED: dict[frozenset[str], tuple[str, ...]] = {
     frozenset({ARGUMENTS}): ("optimizer.",),
     frozenset({"schedule"}): ("schedule.", "train.duration"),
-    frozenset({"data"}): ("data.", "train.global_batch_size"),
+    frozenset({"data"}): ("data.", "train.global_batch_size", "train.batch_"),
     frozenset({"data", "rng"}): ("seed",),
 }
 """Keys of the recipe, or sections with a trailing dot, that may change where all of these parts are reset."""

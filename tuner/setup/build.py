@@ -115,6 +115,7 @@ def build(
         micro_batch_size=rows_at_once(recipe.train),
         rank=mesh.data_rank,
         world_size=mesh.data_size,
+        sizes=table.plan.sizes,
         portion=starts.portion,
         by_document=train_state.method.by_document,
         mismatched=train_state.method.mismatched,

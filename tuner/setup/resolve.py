@@ -472,14 +472,16 @@ def check_division(recipe: Recipe, processes: int) -> None:
 
     ``processes`` are all of a launch, in whole groups of those that share rows.
     """
-    rows, micro, shared = recipe.train.global_batch_size, rows_at_once(recipe.train), sharing(recipe.parallel)
-    there = processes // shared
-    if rows % (micro * there):
+    micro, shared = rows_at_once(recipe.train), sharing(recipe.parallel)
+    sizes = (("global_batch_size", recipe.train.global_batch_size),)
+    for key, rows in (*sizes, *(("batch_schedule", item.size) for item in recipe.train.batch_schedule)):
+        if rows % (micro * (processes // shared)) == 0:
+            continue
         numbers = range(1, min(rows, 64) + 1)
         allowed = ", ".join(str(number * shared) for number in numbers if rows % (micro * number) == 0)
         groups = in_groups(recipe.parallel, processes) + (", each" if shared > 1 else "")
         raise RecipeError(
-            f"train.global_batch_size: {rows} rows do not divide into {groups} of {micro} rows",
+            f"train.{key}: {rows} rows do not divide into {groups} of {micro} rows",
             hint=f"numbers of processes (parallel.processes) that divide it: {allowed}",
         )
 

@@ -21,6 +21,7 @@ from tuner.config.schedules import (
     WsdPeriodsSchedule,
     WsdSchedule,
 )
+from tuner.data.batch_sizes import BatchSizes
 from tuner.errors import PluginError, RecipeError
 from tuner.runtime.plugins import Plugin, load, naming, require_call, source_file
 from tuner.train.plan import Plan, steps_of
@@ -114,6 +115,26 @@ class StartedLater:
     def turns(self) -> list[tuple[int, str]]:
         """Those of the schedule, counted from the run's beginning."""
         return [(index + self.steps, what) for index, what in self.inner.turns()]
+
+
+@dataclass(frozen=True)
+class ScaledByBatch:
+    """A schedule times the square root of how many times as large a step's batch is as the first one's."""
+
+    inner: Schedule
+    sizes: BatchSizes
+    begun: int = 0
+    """The step of the run after which the sizes count."""
+
+    def factor(self, index: int) -> float:
+        """The factor at ``index``, above 1 with larger batches."""
+        size = self.sizes.place(max(0, index - 1 - self.begun), 1).size
+        return self.inner.factor(index) * math.sqrt(size / self.sizes.first)
+
+    def turns(self) -> list[tuple[int, str]]:
+        """Those of the schedule, and where sizes change."""
+        changes = [(after + 1 + self.begun, f"steps of {size} rows") for after, size in self.sizes.changes]
+        return sorted([*self.inner.turns(), *changes])
 
 
 def build_schedule(section: Section, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> Schedule:
