@@ -80,7 +80,7 @@ def test_periods_have_peaks_of_their_own() -> None:
     indices = (0, 50, 100, 900, 950, 1000, 1001, 2800, 2900, 3000)
     expected = [0, 0.4, 0.8, 0.8, 0.6, 0.4, 0.5, 0.5, 0.375, 0.25]
     assert [found.factor(i) for i in indices] == pytest.approx(expected)
-    with pytest.raises(ValueError, match="got 1 peaks for 2 periods; write one for each, or none"):
+    with pytest.raises(ValueError, match="got 1 peaks for 2 periods: each has its own"):
         schedule(3000, kind="wsd_s", peaks=[0.8], **keys)
 
 

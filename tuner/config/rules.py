@@ -449,7 +449,7 @@ def _losses_have_the_whole_vocabulary(recipe: Recipe, given: Set[str]) -> str | 
 
 def _changing_batches_have_all_rows(recipe: Recipe, given: Set[str]) -> str | None:
     if recipe.train.batch_schedule and recipe.data.portions is not None:
-        return "is of data that are all there; write batch_schedule: [], or remove data.windows"
+        return "is of data that are all there; write batch_schedule: []"
     return None
 
 

@@ -83,7 +83,7 @@ class WsdPeriodsSchedule(Section):
     @model_validator(mode="after")
     def _a_peak_for_each(self) -> WsdPeriodsSchedule:
         if self.peaks and len(self.peaks) != len(self.periods):
-            raise refuse(f"got {len(self.peaks)} peaks for {len(self.periods)} periods; write one for each, or none")
+            raise refuse(f"got {len(self.peaks)} peaks for {len(self.periods)} periods: each has its own, or none has")
         return self
 
 

@@ -29,15 +29,9 @@ class StepRecorder:
     """
 
     def __init__(
-        self,
-        train_state: TrainState,
-        memory: bool = True,
-        modules: bool = False,
-        snapshot: Path | None = None,
-        *,
-        lines: bool = False,
-        cuda_sync: bool = False,
-    ) -> None:
+        self, train_state: TrainState, memory: bool = True, modules: bool = False, snapshot: Path | None = None,
+        *, lines: bool = False, cuda_sync: bool = False,
+    ) -> None:  # fmt: skip
         self._train_state, self._memory, self._modules = train_state, memory, modules
         self._device = train_state.step_config.device
         self._snapshot = snapshot if memory and self._device.type == "cuda" else None

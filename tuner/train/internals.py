@@ -27,17 +27,13 @@ from tuner.runtime import phase
 from tuner.runtime.device import to_device
 from tuner.train.step import StepConfig, TrainState
 
+# Figures by their names in metrics.jsonl, before a slash and the name of a layer.
 WEIGHTS, GRADIENTS, UPDATES = "weight_rms", "grad_rms", "update_rms"
 OUTPUTS, LOGITS, DEAD = "activation_rms", "attention_logit_max", "dead_share"
 BUSIEST, UNUSED, ENTROPY, PROCESS = "router_busiest", "router_unused", "router_entropy", "router_busiest_process"
 ROUTER_MAX, ROUTER_MEAN = "router_logit_max", "router_logit_mean"
 STATES = {"decay_log": "A_log", "state_norm": "norm"}
 """Of layers that keep a state with a decay: what is measured of them, each with `_min` and `_max` after its name."""
-FIGURES = (
-    *(WEIGHTS, GRADIENTS, UPDATES, OUTPUTS, LOGITS, DEAD, BUSIEST, UNUSED, ENTROPY, PROCESS, ROUTER_MAX, ROUTER_MEAN),
-    *(f"{name}_{end}" for name in STATES for end in ("min", "max")),
-)
-"""By their names in metrics.jsonl, before a slash and the name of a layer."""
 EMBEDDING, OUTPUT, REST = "embedding", "output", "rest"
 _MAXIMA = "maxima"
 _GOLDEN = (math.sqrt(5) - 1) / 2

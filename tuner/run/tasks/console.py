@@ -43,10 +43,8 @@ _KNOWN = {
         Column("grad_norm", "grad", 8, ".3f"),
         Column("lr", "lr", 10, ".2e"),
         Column("tok_per_s", "tok/s", 9, ",.0f"),
-        Column("trained_per_s", "trained/s", 9, ",.0f"),
         Column("mfu", "mfu", 6, ".1%"),
         Column("data_wait", "wait", 6, ".1%"),
-        Column("tokens", "tokens", 15, ",.0f"),
     )
 }
 
@@ -207,4 +205,6 @@ def _shown(loss: float | None) -> str:
 
 def _brief(value: float) -> str:
     """A figure in at most 7 letters, as long as it has no more than six digits before its point."""
+    if isinstance(value, int):
+        return f"{value:,}"
     return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}" if abs(value) < 10_000 else f"{value:.0f}"

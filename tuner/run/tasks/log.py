@@ -75,13 +75,9 @@ class LogTask(Task):
     """
 
     def __init__(
-        self,
-        progress: Progress,
-        metrics: Records,
-        mfu: MfuMeter,
-        device: torch.device,
+        self, progress: Progress, metrics: Records, mfu: MfuMeter, device: torch.device,
         columns: Sequence[StepColumn] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.metrics, self.clock, self._columns = metrics, StepClock(device), columns
         self._progress, self._mfu, self._device = progress, mfu, device
         self._unread: deque[TakenStep] = deque()

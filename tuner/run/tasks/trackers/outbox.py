@@ -49,14 +49,9 @@ class Outbox:
     """
 
     def __init__(
-        self,
-        name: str,
-        tracker: Tracker,
-        memory: Memory,
-        sent: Mapping[str, int],
-        warn: Callable[[str], None],
+        self, name: str, tracker: Tracker, memory: Memory, sent: Mapping[str, int], warn: Callable[[str], None],
         look: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """``look`` is called after each delivery, in the same thread; it may fail as one."""
         self._name = name
         self._tracker = tracker
