@@ -97,6 +97,9 @@ class TaskSections:
     stop_file: str | None
     timeout_s: float
     """What processes wait for each other."""
+    spike_window: int
+    trained_from_nothing: int | None
+    """Parameters without the input embedding, of a model that begins at random; None of others."""
 
 
 def task_sections(resolved: Resolved) -> TaskSections:
@@ -105,7 +108,15 @@ def task_sections(resolved: Resolved) -> TaskSections:
     return TaskSections(
         recipe.eval, recipe.checkpoint, recipe.health, recipe.profile, recipe.prober, recipe.logging, recipe.hooks,
         recipe.train.stop_after, recipe.train.stop_file, recipe.parallel.timeout.seconds,
+        recipe.train.spike_window, _trained_from_nothing(resolved),
     )  # fmt: skip
+
+
+def _trained_from_nothing(resolved: Resolved) -> int | None:
+    if resolved.recipe.model.init != "random" or resolved.recipe.model.init_from:
+        return None
+    embedding = meta_model_of(resolved).get_input_embeddings()
+    return resolved.n_parameters - sum(parameter.numel() for parameter in embedding.parameters())
 
 
 def assembly_spec(resolved: Resolved) -> AssemblySpec:

@@ -33,7 +33,8 @@ class Column:
 
     def cell(self, value: float | None, none: str = "-") -> str:
         """What stands in the column, after a space."""
-        text = none if value is None else format(value, self.form) if self.form else _brief(value)
+        form = self.form or ("," if isinstance(value, int) else "")
+        text = none if value is None else format(value, form) if form else _brief(value)
         return f" {text:>{self.width}}"
 
 
@@ -205,6 +206,4 @@ def _shown(loss: float | None) -> str:
 
 def _brief(value: float) -> str:
     """A figure in at most 7 letters, as long as it has no more than six digits before its point."""
-    if isinstance(value, int):
-        return f"{value:,}"
     return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}" if abs(value) < 10_000 else f"{value:.0f}"

@@ -70,7 +70,7 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     hooks = Hooks(_registrations(context, sections), facts, progress)
     assembly.train_state.parts += tuple(hooks.of_batches())
     free_bytes = resolved.facts.free_bytes // assembly.rank_info.local_world_size
-    columns = tuple(step_columns(resolved)) if main or own else ()  # who has the lines of earlier launches
+    columns = tuple(step_columns(sections)) if main or own else ()  # who has the lines of earlier launches
     log = LogTask(progress, metrics, assembly.mfu, assembly.train_state.step_config.device, columns)
     health = _health(context, sections.health, log)
     verify = (lambda: None) if health is None else health.before_save

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tuner.setup.resolve import Resolved
-from tuner.setup.specs import meta_model_of
+from tuner.setup.specs import TaskSections
 
 CHINCHILLA_TOKENS = 20
 """Tokens for each parameter (Hoffmann et al. 2022, https://arxiv.org/abs/2203.15556), of those without the input
@@ -62,12 +61,10 @@ class Chinchilla:
         return {"chinchilla": round(line["tokens"] / self._optimal, 6)}
 
 
-def step_columns(resolved: Resolved) -> Iterator[StepColumn]:
+def step_columns(sections: TaskSections) -> Iterator[StepColumn]:
     """Those of a recipe: spikes where they are asked for, Chinchilla's measure where a model begins at random."""
-    recipe = resolved.recipe
-    if recipe.logging.spike_score is not None:
-        yield SpikeScore(recipe.logging.spike_score, recipe.train.spike_window, recipe.logging.spike_score_last)
-    if recipe.model.init == "random" and not recipe.model.init_from:
-        model = meta_model_of(resolved)
-        embedded = sum(parameter.numel() for parameter in model.get_input_embeddings().parameters())
-        yield Chinchilla(resolved.n_parameters - embedded)
+    logging = sections.logging
+    if logging.spike_score is not None:
+        yield SpikeScore(logging.spike_score, sections.spike_window, logging.spike_score_last)
+    if sections.trained_from_nothing is not None:
+        yield Chinchilla(sections.trained_from_nothing)
