@@ -32,6 +32,7 @@ NEEDS: dict[tuple[str, str], dict[str, object]] = {
 """Keys that a kind of a section asks for."""
 ITEMS = {
     "eval.tasks": ("{tsk: x}", "{name: x}", "{task: x, every: 5}", "{task: x, max_items: 0}", "{task: 5}"),
+    "train.batch_schedule": ("word", "{after: 5}", "{size: 4}", "{after: 1 h, size: 4}", "{after: 1 step, size: 0}"),
     "ladder.sizes": ("word", "{prameters: 1M}", "{parameters: 0}", "{parameters: x}", "{config: 5}"),
 }
 """Items of lists that are wrong."""
@@ -40,7 +41,7 @@ ALONE = ("ladder.", "data.windows.", "health.before_saves", "health.times_every"
 """Keys that no other tool has anything like, with the beginnings of such."""
 MAY_BE_EMPTY = {
     "eval.tasks", "hooks", "ladder.sizes", "model.init_from", "optimizer.groups", "optimizer.rows",
-    "tokenizer.add_tokens",
+    "tokenizer.add_tokens", "train.batch_schedule",
 }  # fmt: skip
 VALID = {"eval.every": "never", "schedule.periods": "9 steps", "adapter.config": "{peft_type: IA3}"}
 VALID |= {f"{s}.use": "my.py:own" for s, _ in NEEDS}

@@ -96,10 +96,11 @@ class HeldOutRouting:
     def __init__(self, router: RouterLoss, mesh: Mesh, device: torch.device) -> None:
         self._router, self._mesh, self._sums = router, mesh, router.nothing(device)
 
+    @torch.no_grad()
     def note(self, batch: Batch) -> None:
         """Add the forward that the model has just done."""
-        new = _counting(self._router, batch)
-        self._sums = RoutingSums._make(old + one.detach() for old, one in zip(self._sums, new, strict=True))
+        old, new = self._sums, _counting(self._router, batch)
+        self._sums = RoutingSums(old.chosen + new.chosen, old.probability + new.probability, old.squares + new.squares)
 
     def figures(self) -> Mapping[str, float]:
         """The router's loss with its weight, and without it over k; the z-loss with its weight. Collective."""
