@@ -141,6 +141,16 @@ class TokenizerSection(Section):
     """New tokens: texts, or {token, special} each. The embeddings grow by their rows, which are trained."""
     special_tokens_in_text: Word[Literal["refuse", "escape"]] = "refuse"
     """Control tokens in a record's text: refuse the record, or escape them as plain text; both are counted."""
+    use: Annotated[str | None, Text(kind="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)] = None
+    """FILE.py:NAME or an entry point of tuner.tokenizers: is called with that tokenizer, and returns the one to use."""
+    args: Options = {}
+    """Its keyword arguments."""
+
+    @model_validator(mode="after")
+    def _args_of_code(self) -> TokenizerSection:
+        if self.args and self.use is None:
+            raise refuse("args are of code of your own, and there is none; write use: FILE.py:NAME, or remove args")
+        return self
 
 
 _ADAPTER_KIND = (

@@ -253,6 +253,8 @@ def _check_source(source: DataSource) -> None:
 
 def _own_code(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """Key, name and group of entry points of each piece of the user's code."""
+    if recipe.tokenizer.use is not None:
+        yield "tokenizer.use", recipe.tokenizer.use, "tuner.tokenizers"
     if isinstance(recipe.method, CustomMethod):
         yield "method.use", recipe.method.use, "tuner.methods"
     if isinstance(recipe.optimizer, CustomOptimizer):

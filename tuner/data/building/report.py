@@ -238,6 +238,8 @@ def _tokenizer_lines(tokenizer: Mapping[str, Any] | None) -> list[Line]:
     """How transformers loads the tokenizer, where that is not what tokenizer.json says alone."""
     if tokenizer is None or tokenizer["changed"] == []:
         return []
+    if "use" in tokenizer:
+        return [("tokenizer", f"made by {tokenizer['use']} ({tokenizer['class']})")]
     how = f"as transformers {tokenizer['transformers']} loads it ({tokenizer['class']})"
     if tokenizer["changed"] is None:
         return [("tokenizer", f"{how}: its directory has no tokenizer.json")]
