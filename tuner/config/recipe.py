@@ -271,6 +271,8 @@ class DataSource(Section):
     """Type of the token ids of a flat file, little-endian; auto: what the header of .npy or an .idx file says."""
     end_id: Annotated[int | Auto | None, Whole(ge=0, le=2**31)] = "auto"
     """Id that ends each document of an array; auto: by its index, else the tokenizer's; null: nothing parts it."""
+    end_token: Bool = True
+    """Put the end token after each plain text; false: nothing, for texts that hold it or are parts of longer ones."""
     weight: Annotated[float, Real(gt=0, le=1000)] = 1.0
     """Share of the source's documents that is taken, drawn by the seed; above 1 repeats them."""
     count: Annotated[int | None, Whole(ge=1, le=2**53)] = None
@@ -296,6 +298,8 @@ class DataSource(Section):
                          "directory, a glob, - or owner/name:split; or use: FILE.py:NAME")
         if self.count is not None and self.weight != 1:
             raise refuse("weight and count exclude each other; remove one")
+        if not self.end_token and self.format not in {"auto", "text"}:
+            raise refuse(f"end_token is of plain text, and format: {self.format} is none; remove it, or format")
         if self.seed is not None and self.count is None and self.weight == int(self.weight):
             raise refuse("seed draws a share of the documents, and neither count nor weight says which; remove it")
         return self
@@ -313,7 +317,7 @@ def is_split(text: object) -> bool:
     return True
 
 
-_KEYS = "{path, use, args, format, columns, dtype, end_id, weight, count, seed}"
+_KEYS = "{path, use, args, format, columns, dtype, end_id, end_token, weight, count, seed}"
 SOURCES = Items(DataSource, f"a path, a list of paths or of {_KEYS}", one=True)
 HELD_OUT = Items(DataSource, f"{SOURCES.allowed}, 2%, 200 documents or null", one=True)
 

@@ -433,6 +433,26 @@ def test_pretraining_on_text_splits_long_documents(tmp_path: Path) -> None:
     assert sample.reference
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_texts_of_a_source_go_without_the_end_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    monkeypatch.setattr("tuner.data.encoding.encode.FAST_FROM_BYTES", 0 if fast else 1 << 60)
+    texts = [[f"hello world {name} {i}" for i in range(3)] for name in "ab"]
+    paths = [tiny.write_rows(tmp_path / f"{i}.jsonl", [{"text": text} for text in texts[i]]) for i in (0, 1)]
+    sources = [{"path": str(paths[0]), "end_token": False}, str(paths[1])]
+    request = tiny.request(tmp_path / "cache", sources, pretrain=True, packing=False)
+    found = documents(open_prepared(prepare(request).path).train)
+    encode = request.tokenizer.encode
+    assert sorted(found) == sorted([tuple(encode(a)) for a in texts[0]] + [(*encode(b), 2) for b in texts[1]])
+    bare = tiny.request(tmp_path / "cache", [sources[0]], pretrain=True)
+    assert [token.rule for view in explain(bare, 1) for token in view.tokens][-1] == "text"
+    array = tmp_path / "ids.npy"
+    np.save(array, np.arange(9, dtype=np.uint16))
+    with pytest.raises(DataError, match="nothing is put after the documents of an array"):
+        prepare(tiny.request(tmp_path / "cache", [{"path": str(array), "end_token": False}], pretrain=True))
+
+
 def test_rows_without_target_are_dropped_and_counted(tmp_path: Path) -> None:
     path = tiny.write_rows(tmp_path / "r.jsonl", [*rows(5), tiny.chat("only a question"), *rows(2, 90)])
     long = prepare(tiny.request(tmp_path / "cache", path, max_length=50)).report["train"]
