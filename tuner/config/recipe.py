@@ -356,6 +356,8 @@ class DataSection(Section):
     """Tokens of a packed row; auto is the smaller of the model's longest position and 2048."""
     too_long: Word[Literal["auto", "truncate", "split", "drop"]] = "auto"
     """What happens to longer documents or pairs, which are counted; auto: split for pretrain, drop for others."""
+    min_piece_length: Annotated[int | None, Whole(ge=2, le=2**24)] = None
+    """Tokens below which the last piece of a split document is left out, which is counted; null: all are kept."""
     max_prompt_length: Annotated[int | None, Whole(ge=1, le=2**24)] = None
     """Tokens of a pair's prompt: of a longer one the last are kept, which is counted; null: all."""
     packing: Annotated[bool | Auto, Switch()] = "auto"

@@ -191,6 +191,19 @@ def _prompts_of_pairs(recipe: Recipe, given: Set[str]) -> str | None:
     return f"method.kind {recipe.method.kind} has no pairs, whose prompts are cut; write data.max_prompt_length: null"
 
 
+def _pieces_are_of_split_documents(recipe: Recipe, given: Set[str]) -> str | None:
+    data, examples = recipe.data, recipe.method.examples
+    if data.min_piece_length is None:
+        return None
+    if (examples.too_long if data.too_long == "auto" else data.too_long) != "split":
+        return "no document is split; write data.too_long: split, or data.min_piece_length: null"
+    if data.rows == "cut":
+        return "with data.rows: cut every row is full; write data.rows: packed, or data.min_piece_length: null"
+    if data.max_length != "auto" and data.min_piece_length > data.max_length:
+        return f"got {data.min_piece_length}; allowed: up to data.max_length, which is {data.max_length}"
+    return None
+
+
 def _compared_answers_are_whole(recipe: Recipe, given: Set[str]) -> str | None:
     if not recipe.method.examples.compares or recipe.data.too_long != "split":
         return None
@@ -469,6 +482,10 @@ RULES: tuple[Rule, ...] = (
     Rule(("data.train", "data.eval", "method.kind"), _compared_answers_are_chats_or_texts),
     Rule(("data.too_long", "method.kind"), _compared_answers_are_whole),
     Rule(("data.max_prompt_length", "method.kind"), _prompts_of_pairs),
+    Rule(
+        ("data.min_piece_length", "data.too_long", "data.rows", "data.max_length", "method.kind"),
+        _pieces_are_of_split_documents,
+    ),
     Rule(("data.eval",), _split_fits_cap),
     Rule(
         ("optimizer.adjust_lr", "optimizer.scale_parameter", "optimizer.lr", "optimizer.adamw_lr", "optimizer.kind"),

@@ -433,6 +433,19 @@ def test_pretraining_on_text_splits_long_documents(tmp_path: Path) -> None:
     assert sample.reference
 
 
+def test_short_last_pieces_are_in_no_row(tmp_path: Path) -> None:
+    path = tiny.write_rows(tmp_path / "a.jsonl", [{"text": "hello world " * n} for n in (23, 38, 50)])
+    request = tiny.request(tmp_path / "cache", path, pretrain=True, min_piece_length=60)
+    info = prepare(request)
+    lengths = [len(view.tokens) % 64 for view in explain(request, 3)]
+    assert all(0 < length < 60 for length in lengths)
+    assert {len(document) for document in documents(open_prepared(info.path).train)} == {64}
+    assert [len(view.kept) % 64 for view in explain(request, 3)] == [0, 0, 0]
+    assert info.report["train"]["short_piece_tokens"] == sum(lengths)
+    said = dict(report_lines(info.report, "pretrain", 64, True))["train"]
+    assert f"3 short last pieces dropped, with {sum(lengths)} tokens" in said
+
+
 @pytest.mark.parametrize("fast", [True, False])
 def test_texts_of_a_source_go_without_the_end_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool

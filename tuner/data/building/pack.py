@@ -43,6 +43,9 @@ class Segments:
     dropped_pieces: int = 0
     """Pieces without a trained target of split documents of which other pieces are kept."""
     dropped_piece_tokens: int = 0
+    short_pieces: int = 0
+    """Last pieces that are left out for their few tokens, of split documents of which other pieces are kept."""
+    short_piece_tokens: int = 0
     rows: npt.NDArray[np.int64] | None = None
     """int64[rows + 1]: where rows begin and end, where that is decided."""
     each: int = 1
@@ -55,10 +58,16 @@ class Segments:
 
 
 def cut(
-    batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong, each: int = 1, max_prompt: int | None = None
+    batches: Iterator[pa.RecordBatch],
+    max_length: int,
+    too_long: TooLong,
+    each: int = 1,
+    max_prompt: int | None = None,
+    min_piece: int = 0,
 ) -> Segments:
     """Cut documents into segments of at most `max_length` tokens; those without a trained target are left out.
 
+    So is the last of several pieces of a document where it has fewer tokens than `min_piece`.
     Where `each` is 2, documents are pairs, of which both fit together or both are left out, and pairs are counted;
     of a prompt with more tokens than `max_prompt` the last ones are kept. Raises DataError for 2^32 documents or more.
     """
@@ -66,7 +75,7 @@ def cut(
         return _cut_pairs(batches, max_length, too_long, max_prompt)
     segments = _Columns(3 + (too_long == "split"))
     dropped = {TOO_LONG: 0, NO_TARGET: 0}
-    base = truncated = n_split = pieces_dropped = tokens_dropped = 0
+    base = truncated = n_split = pieces_dropped = tokens_dropped = short_pieces = short_tokens = 0
     for batch in batches:
         before, offsets = _trained_before(batch)
         lengths = np.diff(offsets)
@@ -88,11 +97,14 @@ def cut(
         stop = np.minimum(start + max_length, lengths[document])
         # The first token of a segment is never a target.
         trained = before[offsets[document] + stop] - before[np.minimum(offsets[document] + start + 1, offsets[-1])]
-        kept = trained > 0
+        short = (trained > 0) & (number > 0) & (stop - start < min_piece)
+        kept = (trained > 0) & ~short
         left = np.zeros(len(lengths), dtype=np.bool_)
         left[document[kept]] = True
         dropped[NO_TARGET] += considered - int(left.sum())
-        lost = ~kept & left[document]
+        lost = ~kept & ~short & left[document]
+        short_pieces += int(short.sum())
+        short_tokens += int((stop - start)[short].sum())
         pieces_dropped += int(lost.sum())
         tokens_dropped += int((stop - start)[lost].sum())
         columns = (document[kept] + base, stop[kept], trained[kept])
@@ -103,7 +115,8 @@ def cut(
     reasons = {reason: count for reason, count in dropped.items() if count}
     documents, stops, targeted, *rest = segments.done()
     starts = rest[0] if rest else np.broadcast_to(np.uint32(0), len(stops))
-    return Segments(documents, starts, stops, targeted, reasons, truncated, 0, n_split, pieces_dropped, tokens_dropped)
+    counts = (n_split, pieces_dropped, tokens_dropped, short_pieces, short_tokens)
+    return Segments(documents, starts, stops, targeted, reasons, truncated, 0, *counts)
 
 
 def _cut_pairs(

@@ -94,7 +94,8 @@ def _write_rows(spec: PrepareSpec, tmp: Path, split: str) -> dict[str, Any]:
     if spec.data.rows == "cut":
         segments = in_order(documents, spec.max_length)
     else:
-        segments = cut(documents, spec.max_length, spec.too_long, each, spec.data.max_prompt_length)
+        limits = (spec.data.max_prompt_length, spec.data.min_piece_length or 0)
+        segments = cut(documents, spec.max_length, spec.too_long, each, *limits)
     n_rows = 0
     path = str(tmp / f"{split}.rows.arrow")
     with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, ROWS_SCHEMA) as writer:
@@ -116,6 +117,8 @@ def _write_rows(spec: PrepareSpec, tmp: Path, split: str) -> dict[str, Any]:
         "split": segments.split,
         "dropped_pieces": segments.dropped_pieces,
         "dropped_piece_tokens": segments.dropped_piece_tokens,
+        **({"short_pieces": segments.short_pieces} if segments.short_pieces else {}),
+        **({"short_piece_tokens": segments.short_piece_tokens} if segments.short_pieces else {}),
     }
 
 

@@ -231,6 +231,7 @@ def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> PreparedK
         "too_long": spec.too_long,
         "packing": data.packs_rows,
         **({} if data.max_prompt_length is None else {"max_prompt": data.max_prompt_length}),
+        **({} if data.min_piece_length is None else {"min_piece": data.min_piece_length}),
         **({"rows": data.rows} if data.rows != "packed" else {}),
     }
     return PreparedKeys(encoded, _hash(rows), fields, train, held, stamps)
