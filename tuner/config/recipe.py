@@ -362,6 +362,8 @@ class DataSection(Section):
     """Tokens of a pair's prompt: of a longer one the last are kept, which is counted; null: all."""
     packing: Annotated[bool | Auto, Switch()] = "auto"
     """Several documents to a row, isolated: end to end (true), or as a batch or one by one where need be (auto)."""
+    pack_sources: Word[Literal["together", "apart"]] = "together"
+    """Whether a packed row may hold documents of several sources (together), or is of one source alone (apart)."""
     rows: Word[Literal["packed", "cut"]] = "packed"
     """Documents are packed whole as they fit best, or cut: end to end in order, wherever a row is full (pretrain)."""
     shuffle: Bool = True

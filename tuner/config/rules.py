@@ -173,6 +173,14 @@ def _cut_rows_are_of_documents_end_to_end(recipe: Recipe, given: Set[str]) -> st
     return None
 
 
+def _rows_of_one_source_are_packed(recipe: Recipe, given: Set[str]) -> str | None:
+    data = recipe.data
+    if data.pack_sources == "together" or (data.packs_rows and data.rows == "packed"):
+        return None
+    key = "data.rows: packed" if data.packs_rows else "data.packing: auto"
+    return f"no documents are packed into rows; write {key}, or data.pack_sources: together"
+
+
 def _compared_answers_are_chats_or_texts(recipe: Recipe, given: Set[str]) -> str | None:
     examples = recipe.method.examples
     if not examples.compares:
@@ -479,6 +487,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("data.train", "method.kind"), _pretrain_takes_text),
     Rule(("tokenizer.chat_template", "method.kind"), _pretrain_has_no_turns),
     Rule(("data.rows", "data.packing", "data.too_long", "method.kind"), _cut_rows_are_of_documents_end_to_end),
+    Rule(("data.pack_sources", "data.packing", "data.rows"), _rows_of_one_source_are_packed),
     Rule(("data.train", "data.eval", "method.kind"), _compared_answers_are_chats_or_texts),
     Rule(("data.too_long", "method.kind"), _compared_answers_are_whole),
     Rule(("data.max_prompt_length", "method.kind"), _prompts_of_pairs),

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from tests.data import tiny
 from tests.data.building.test_pool import children
-from tuner.config.methods import SftMethod
+from tuner.config.methods import DpoMethod, SftMethod
 from tuner.config.recipe import DataSection, ModelSection, TokenizerSection
 from tuner.data.batches import GlobalBatches
 from tuner.data.building import apart
@@ -337,6 +338,34 @@ def test_held_out_documents_lie_source_by_source(tmp_path: Path, split: bool, sh
         ids = np.split(row.input_ids, np.cumsum(row.lengths)[:-1])
         for source, document in zip(np.searchsorted(ends, row.documents, side="right"), ids, strict=True):
             assert tuple(document.tolist()) in of_each[source]
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_rows_of_sources_apart_hold_documents_of_one(tmp_path: Path, pairs: bool) -> None:
+    texts = [[f"{name} {i}" + " very" * (i % 9) for i in range(20)] for name in ("hello", "world", "def")]
+    made = [
+        [{"prompt": "answer", "chosen": text, "rejected": "x"} if pairs else {"text": text} for text in part]
+        for part in texts
+    ]
+    paths = [str(tiny.write_rows(tmp_path / f"{i}.jsonl", rows)) for i, rows in enumerate(made)]
+    sources = [{"path": paths[0], "weight": 2.5}, {"path": paths[1], "count": 3}, paths[2]]
+
+    def prepared(**data: Any) -> PreparedInfo:
+        request = tiny.request(tmp_path / "cache", sources, pretrain=True, eval="5 documents", **data)
+        return prepare(replace(request, examples=DpoMethod().examples) if pairs else request)
+
+    def mixed(info: PreparedInfo) -> int:
+        read = [documents([row]) for row in open_prepared(info.path).train]  # type: ignore[arg-type]
+        words = [{name for d in row for name in ("hello", "world", "def") if name in decode(d)} for row in read]
+        assert all(words)
+        return sum(len(found) > 1 for found in words)
+
+    decode = tiny.tokenizer().decode
+    together, apart = prepared(), prepared(pack_sources="apart")
+    assert (mixed(together) > 0, mixed(apart)) == (True, 0)
+    figures = ("packed_documents", "packed_tokens", "packed_trained")
+    assert [together.report["train"][f] for f in figures] == [apart.report["train"][f] for f in figures]
+    assert together.report["train"]["packed_rows"] < apart.report["train"]["packed_rows"]
 
 
 class Mismatching:

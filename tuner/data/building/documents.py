@@ -281,11 +281,13 @@ def _body(
         },
     }
     held = _by_source(splits[-1], chosen["eval"].copies) if "eval" in chosen else []
+    trained = _by_source(splits[0], chosen["train"].copies)
     names = {split.name: [file.name for source in split.sources for file in source.files] for split in splits}
     return {
         "report": report,
         "fields": dict(keys.encoded_fields),
         "sources": {"eval": [], **names},
+        "train_documents": [each * int(part.sum()) for part in trained],
         "eval_documents": [each * int(part.sum()) for part in held],
     }
 

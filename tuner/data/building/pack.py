@@ -4,8 +4,9 @@ Memory is bounded by the number of segments, some 40 bytes each at the peak, wha
 kept in 32 bits, and rows are written in record batches that a list column's 32-bit offsets can address.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -206,10 +207,18 @@ def pair_limit(max_length: int, shorter: npt.NDArray[np.int64]) -> npt.NDArray[n
 
 
 def row_batches(
-    segments: Segments, max_length: int, packing: bool, limits: tuple[int, int] = (BATCH_ROWS, BATCH_SEGMENTS)
+    segments: Segments,
+    max_length: int,
+    packing: bool,
+    limits: tuple[int, int] = (BATCH_ROWS, BATCH_SEGMENTS),
+    sources: Sequence[int] = (),
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the packed rows in record batches of at most `limits` rows and segments (but of a row at least)."""
-    order, offsets = _packed(segments, max_length) if packing and segments.rows is None else _alone(segments)
+    """Yield the packed rows in record batches of at most `limits` rows and segments (but of a row at least).
+
+    Where `sources` say how many documents each source has, in order, no row holds those of two.
+    """
+    packs = packing and segments.rows is None
+    order, offsets = _packed(segments, max_length, sources) if packs else _alone(segments)
     max_rows, max_segments = limits
     first, n_rows = 0, len(offsets) - 1
     while first < n_rows:
@@ -222,12 +231,21 @@ def row_batches(
 Order = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
-def _packed(segments: Segments, max_length: int) -> tuple[Order, npt.NDArray[np.int64]]:
+def _packed(
+    segments: Segments, max_length: int, sources: Sequence[int]
+) -> tuple[Order, npt.NDArray[np.int64]]:
     """Segments in the order of rows, and where each row begins: neighbours that belong together are one item."""
     each = segments.each
+    lengths = segments.tokens if each == 1 else segments.tokens.reshape(-1, each).sum(axis=1, dtype=np.uint32)
+    bounds = np.searchsorted(segments.document, [0, *np.cumsum(sources)]) // each if sources else [0, len(lengths)]
+    packed = [(first, *pack(lengths[first:last], max_length)) for first, last in pairwise(bounds)]
+    if len(packed) == 1:
+        _, items, offsets = packed[0]
+    else:
+        items = np.concatenate([first + order for first, order, _ in packed])
+        offsets = np.concatenate([[0], *(first + starts[1:] for first, _, starts in packed)])
     if each == 1:
-        return pack(segments.tokens, max_length)
-    items, offsets = pack(segments.tokens.reshape(-1, each).sum(axis=1, dtype=np.uint32), max_length)
+        return items, offsets
     order = items.astype(np.int64)[:, None] * each + np.arange(each)
     return order.reshape(-1), offsets * each
 

@@ -223,6 +223,7 @@ def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> PreparedK
         "train_on": spec.examples.train_on,
         "on_bad_row": data.on_bad_row,
         **({"seeds": seeds} if any(seed is not None for seed in seeds) else {}),
+        **({} if data.pack_sources == "together" else {"pack_sources": data.pack_sources}),  # who has which is noted
     }
     encoded = _hash(fields)
     rows = {
