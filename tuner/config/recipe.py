@@ -345,6 +345,30 @@ EvalSources = Annotated[
 ]
 
 
+class RepetitionSection(Section):
+    """Documents in which a short pattern of tokens is repeated over and over, which are not learned from."""
+
+    max_count: Annotated[int | None, Whole(ge=2, le=2**24)] = None
+    """Leave out documents in which a pattern stands more often than this in a row, such as 32; null: none."""
+    min_period: Annotated[int, Whole(ge=1, le=2**12)] = 1
+    """Tokens of the shortest pattern that is looked for."""
+    max_period: Annotated[int, Whole(ge=1, le=2**12)] = 13
+    """Tokens of the longest one."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether such documents are looked for."""
+        return self.max_count is not None
+
+    @model_validator(mode="after")
+    def _patterns_are_counted(self) -> RepetitionSection:
+        if self.min_period > self.max_period:
+            raise refuse(f"min_period {self.min_period} is more than max_period, which is {self.max_period}")
+        if self.max_count is None and self.model_fields_set - {"max_count"}:
+            raise refuse("max_count: missing; how often a pattern may stand in a row, such as 32")
+        return self
+
+
 class DataSection(Section):
     """Training and held-out records, and how they become batches."""
 
@@ -374,6 +398,7 @@ class DataSection(Section):
     """Processes that encode records; auto: one per free core. Their number does not change the result."""
     cache_dir: Annotated[str | None, Text(kind="the path of a directory")] = None
     """Where prepared data is kept; null takes $TUNER_CACHE, else ~/.cache/tuner."""
+    repetition: RepetitionSection = RepetitionSection()
     windows: WindowsSection = WindowsSection()
 
     @property

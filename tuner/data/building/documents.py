@@ -28,6 +28,7 @@ from tuner.data.building.encoded import (
     documents_schema,
     record_batches,
 )
+from tuner.data.building.pack import NO_TRAINED_TOKEN
 from tuner.data.building.pool import WorkerDiedError, answers
 from tuner.data.building.report import pace
 from tuner.data.building.sampling import SampledSplit, SplitSelection, shared
@@ -93,6 +94,7 @@ def _job(spec: PrepareSpec, much: bool, fast: bool) -> EncodeJob:
         stop_at_bad_row=spec.data.on_bad_row == "error",
         fast=fast,
         much=much,
+        repetition=spec.repetition,
     )
 
 
@@ -336,7 +338,7 @@ def _refuse_nothing(split: SampledSplit, documents: int, unit: str) -> None:
         listed += f"; the first: {split.first_bad.message}"
     rows = f"{counts.records:,} row{'' if counts.records == 1 else 's'}"
     hint = None if split.first_bad is None else _without_skipping(split.first_bad.hint)
-    if counts.dropped:
+    if NO_TRAINED_TOKEN in counts.dropped:
         hint = "a row needs an answer that method.train_on trains"
     raise DataError(f"{names}: nothing to train on in {rows}: {listed}", hint=hint)
 

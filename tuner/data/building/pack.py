@@ -18,6 +18,8 @@ from tuner.data.prepared import ROWS_SCHEMA, Flags, arrow, view
 from tuner.errors import DataError
 
 TooLong = Literal["truncate", "split", "drop"]
+NO_TRAINED_TOKEN, REPEATS = "no trained token", "repeats a pattern"
+"""Why a document is not encoded; below, why one is in no row."""
 NO_TARGET = "no trained token within max_length"
 TOO_LONG = "longer than max_length"
 MAX_DOCUMENTS = 1 << 32
@@ -231,9 +233,7 @@ def row_batches(
 Order = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
-def _packed(
-    segments: Segments, max_length: int, sources: Sequence[int]
-) -> tuple[Order, npt.NDArray[np.int64]]:
+def _packed(segments: Segments, max_length: int, sources: Sequence[int]) -> tuple[Order, npt.NDArray[np.int64]]:
     """Segments in the order of rows, and where each row begins: neighbours that belong together are one item."""
     each = segments.each
     lengths = segments.tokens if each == 1 else segments.tokens.reshape(-1, each).sum(axis=1, dtype=np.uint32)
