@@ -5,8 +5,8 @@ One file, although a long one: it is read as the table of what a user may write,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -36,7 +36,19 @@ from tuner.config.schedules import (
     WsdPeriodsSchedule,
     WsdSchedule,
 )
-from tuner.config.section import PLUGIN, Auto, Bool, ByKind, Durations, Items, Options, Section, Use, members
+from tuner.config.section import (
+    PLUGIN,
+    Auto,
+    Bool,
+    ByKind,
+    Durations,
+    Effect,
+    Items,
+    Options,
+    Section,
+    Use,
+    members,
+)
 from tuner.config.value_types import (
     NEVER,
     Names,
@@ -149,7 +161,7 @@ class TokenizerSection(Section):
     @model_validator(mode="after")
     def _args_of_code(self) -> TokenizerSection:
         if self.args and self.use is None:
-            raise refuse("args are of code of your own, and there is none; write use: FILE.py:NAME, or remove args")
+            raise refuse("use: missing; args are those of code of your own, FILE.py:NAME")
         return self
 
 
@@ -360,14 +372,6 @@ class RepetitionSection(Section):
         """Whether such documents are looked for."""
         return self.max_count is not None
 
-    @model_validator(mode="after")
-    def _patterns_are_counted(self) -> RepetitionSection:
-        if self.min_period > self.max_period:
-            raise refuse(f"min_period {self.min_period} is more than max_period, which is {self.max_period}")
-        if self.max_count is None and self.model_fields_set - {"max_count"}:
-            raise refuse("max_count: missing; how often a pattern may stand in a row, such as 32")
-        return self
-
 
 class DataSection(Section):
     """Training and held-out records, and how they become batches."""
@@ -413,6 +417,25 @@ class DataSection(Section):
         return self.packing is not False
 
 
+class LengthWarmupSection(Section):
+    """Rows that are short at first and become longer over the first steps, for pre-training."""
+
+    on_resume: ClassVar[Mapping[str, Effect]] = dict.fromkeys(("steps", "start", "multiple_of", "truncate"), "refuse")
+    steps: Annotated[int | None, Whole(ge=1, le=2**53)] = None
+    """Steps over which rows grow, linearly, to data.max_length; null: they are whole from the first step on."""
+    start: Annotated[int, Whole(ge=2, le=2**24)] = 256
+    """Tokens of a row in the first step."""
+    multiple_of: Annotated[int, Whole(ge=1, le=2**20)] = 128
+    """What the tokens of a row are rounded down to a multiple of, in the steps after it."""
+    truncate: Bool = True
+    """Leave out the rest of a row; false: documents are cut there, and every token is trained."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether rows are short at first."""
+        return self.steps is not None
+
+
 class TrainSection(Section):
     """Length, batch and numerics of training."""
 
@@ -428,6 +451,7 @@ class TrainSection(Section):
     """Steps that are taken at least: no early stop by eval.patience before; null sets no such bound."""
     global_batch_size: Annotated[int, Whole(ge=1, le=2**20)] = 16
     """Rows per optimizer step, on any number of processes; the default gives way to the nearest that they divide."""
+    length_warmup: LengthWarmupSection = LengthWarmupSection()
     micro_batch_size: Annotated[int | Auto, Whole(ge=1, le=2**20)] = "auto"
     """Rows per forward and process; auto: on CUDA as many as fit and pay, by prediction, else 1. Changes rounding."""
     precision: Word[Literal["auto", "fp32", "bf16", "fp16", "fp8"]] = "auto"

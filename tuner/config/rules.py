@@ -19,10 +19,12 @@ from tuner.config.recipe import (
     SECTIONS,
     DoraAdapter,
     HealthSection,
+    LengthWarmupSection,
     LowRankAdapter,
     PeftAdapter,
     ProfileSection,
     Recipe,
+    RepetitionSection,
 )
 from tuner.config.rule import Rule
 
@@ -209,6 +211,31 @@ def _pieces_are_of_split_documents(recipe: Recipe, given: Set[str]) -> str | Non
         return "with data.rows: cut every row is full; write data.rows: packed, or data.min_piece_length: null"
     if data.max_length != "auto" and data.min_piece_length > data.max_length:
         return f"got {data.min_piece_length}; allowed: up to data.max_length, which is {data.max_length}"
+    return None
+
+
+def _patterns_are_counted(recipe: Recipe, given: Set[str]) -> str | None:
+    repetition = recipe.data.repetition
+    if repetition.min_period > repetition.max_period:
+        return f"got {repetition.min_period}; allowed: up to max_period, which is {repetition.max_period}"
+    if repetition.is_on or repetition == RepetitionSection():
+        return None
+    return "nothing says how often is too often; write data.repetition.max_count: 32"
+
+
+def _rows_can_be_short_at_first(recipe: Recipe, given: Set[str]) -> str | None:
+    warmup, train = recipe.train.length_warmup, recipe.train
+    if not warmup.is_on:
+        return None if warmup == LengthWarmupSection() else "grow over no steps; write train.length_warmup.steps: 1000"
+    if recipe.method.kind != "pretrain":
+        return f"cuts rows wherever they are full, answers of {recipe.method.kind}, too; write method.kind: pretrain"
+    if recipe.data.portions is not None:
+        return f"each {recipe.data.portions.noun} would begin with short rows; write train.length_warmup.steps: null"
+    if train.overfit_first_batch:
+        return "the first batch would stay as short as it is; write train.overfit_first_batch: false"
+    if warmup.truncate and train.duration.unit == "tokens":
+        left_out = f"train.duration: {train.duration} would count what is left out of rows"
+        return f"{left_out}; write train.length_warmup.truncate: false, or a duration in steps"
     return None
 
 
@@ -490,6 +517,17 @@ RULES: tuple[Rule, ...] = (
     Rule(("data.pack_sources", "data.packing", "data.rows"), _rows_of_one_source_are_packed),
     Rule(("data.train", "data.eval", "method.kind"), _compared_answers_are_chats_or_texts),
     Rule(("data.too_long", "method.kind"), _compared_answers_are_whole),
+    Rule(
+        ("data.repetition.min_period", "data.repetition.max_period", "data.repetition.max_count"),
+        _patterns_are_counted,
+    ),
+    Rule(
+        (
+            *(f"train.length_warmup.{name}" for name in LengthWarmupSection.model_fields),
+            *("method.kind", "data.windows", "train.overfit_first_batch", "train.duration"),
+        ),
+        _rows_can_be_short_at_first,
+    ),
     Rule(("data.max_prompt_length", "method.kind"), _prompts_of_pairs),
     Rule(
         ("data.min_piece_length", "data.too_long", "data.rows", "data.max_length", "method.kind"),

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from tests.data import tiny
 from tuner.config.methods import DpoMethod
-from tuner.config.recipe import RepetitionSection
 from tuner.data.building.prepare import PreparedInfo, prepare
 from tuner.data.building.repetition import Repetition, repeating
 from tuner.data.building.report import report_lines
@@ -91,10 +89,3 @@ def test_rows_of_arrays_keep_their_place_where_they_are_cut(tmp_path: Path, rows
     assert list(info.report["notes"].values()) == ([1] if rows == "cut" else [])
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [({"max_period": 5}, "max_count: missing"), ({"max_count": 3, "min_period": 20}, "min_period 20 is more than")],
-)
-def test_patterns_without_a_bound_are_refused(section: dict[str, int], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        RepetitionSection.model_validate(section)
