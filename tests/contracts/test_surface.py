@@ -37,7 +37,7 @@ SURFACE = {
     "--dry-run",
     "push": "PATH REPO --private --dry-run",
     "generate": "MODEL --prompt --file --compare --base --max-new-tokens --temperature --top-p --top-k "
-    "--seed --system --raw",
+    "--seed --samples --system --raw",
     "chat": "MODEL --system --max-new-tokens --temperature --top-p --top-k --seed --base",
     "runs list": "(DIRECTORY)",
     "runs show": "RUN",

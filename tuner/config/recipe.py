@@ -36,19 +36,7 @@ from tuner.config.schedules import (
     WsdPeriodsSchedule,
     WsdSchedule,
 )
-from tuner.config.section import (
-    PLUGIN,
-    Auto,
-    Bool,
-    ByKind,
-    Durations,
-    Effect,
-    Items,
-    Options,
-    Section,
-    Use,
-    members,
-)
+from tuner.config.section import PLUGIN, Auto, Bool, ByKind, Durations, Effect, Items, Options, Section, Use, members
 from tuner.config.value_types import (
     NEVER,
     Names,
@@ -360,12 +348,12 @@ EvalSources = Annotated[
 class RepetitionSection(Section):
     """Documents in which a short pattern of tokens is repeated over and over, which are not learned from."""
 
-    max_count: Annotated[int | None, Whole(ge=2, le=2**24)] = None
-    """Leave out documents in which a pattern stands more often than this in a row, such as 32; null: none."""
     min_period: Annotated[int, Whole(ge=1, le=2**12)] = 1
     """Tokens of the shortest pattern that is looked for."""
     max_period: Annotated[int, Whole(ge=1, le=2**12)] = 13
     """Tokens of the longest one."""
+    max_count: Annotated[int | None, Whole(ge=2, le=2**24)] = None
+    """Leave out documents in which a pattern stands more often than this in a row, such as 32; null: none."""
 
     @property
     def is_on(self) -> bool:

@@ -517,10 +517,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("data.pack_sources", "data.packing", "data.rows"), _rows_of_one_source_are_packed),
     Rule(("data.train", "data.eval", "method.kind"), _compared_answers_are_chats_or_texts),
     Rule(("data.too_long", "method.kind"), _compared_answers_are_whole),
-    Rule(
-        ("data.repetition.min_period", "data.repetition.max_period", "data.repetition.max_count"),
-        _patterns_are_counted,
-    ),
+    Rule(tuple(f"data.repetition.{name}" for name in RepetitionSection.model_fields), _patterns_are_counted),
     Rule(
         (
             *(f"train.length_warmup.{name}" for name in LengthWarmupSection.model_fields),

@@ -90,14 +90,5 @@ class GrowingBatches(GlobalBatches):
             return super().step(i)
         row_ids = self.row_ids(i)
         rows = _RowsInMemory([self.warmup.cut(self.rows.row(int(row_id)), length) for row_id in row_ids])
-        of_step = GlobalBatches(
-            rows,
-            seed=self.seed,
-            shuffle=False,
-            global_batch_size=len(rows),
-            micro_batch_size=self.micro_batch_size,
-            rank=self.rank,
-            world_size=self.world_size,
-            by_document=self.by_document,
-        )
+        of_step = replace(self, rows=rows, shuffle=False, global_batch_size=len(rows), begun=self.warmup.steps)
         return replace(of_step.step(0), row_ids=row_ids)

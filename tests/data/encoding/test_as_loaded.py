@@ -315,7 +315,6 @@ def test_code_makes_the_tokenizer_that_readers_of_the_files_get(
         ("nothing", {}, "own.py:nothing returned a NoneType, and has to return a fast"),
         ("fails", {}, r"own.py:fails: KeyError: 'vocabulary' \(.+/own.py:8\)"),
         ("lower", {"endd": "x"}, "has no option endd"),
-        ("upper", {}, "own.py has no upper"),
     ],
 )
 def test_code_that_makes_no_tokenizer_is_named(

@@ -44,11 +44,8 @@ class Segments:
     """Pairs of which the beginning of the prompt is left out."""
     split: int = 0
     dropped_pieces: int = 0
-    """Pieces without a trained target of split documents of which other pieces are kept."""
+    """Pieces without a trained target, and short last ones, of split documents of which other pieces are kept."""
     dropped_piece_tokens: int = 0
-    short_pieces: int = 0
-    """Last pieces that are left out for their few tokens, of split documents of which other pieces are kept."""
-    short_piece_tokens: int = 0
     rows: npt.NDArray[np.int64] | None = None
     """int64[rows + 1]: where rows begin and end, where that is decided."""
     each: int = 1
@@ -78,7 +75,7 @@ def cut(
         return _cut_pairs(batches, max_length, too_long, max_prompt)
     segments = _Columns(3 + (too_long == "split"))
     dropped = {TOO_LONG: 0, NO_TARGET: 0}
-    base = truncated = n_split = pieces_dropped = tokens_dropped = short_pieces = short_tokens = 0
+    base = truncated = n_split = pieces_dropped = tokens_dropped = 0
     for batch in batches:
         before, offsets = _trained_before(batch)
         lengths = np.diff(offsets)
@@ -100,14 +97,11 @@ def cut(
         stop = np.minimum(start + max_length, lengths[document])
         # The first token of a segment is never a target.
         trained = before[offsets[document] + stop] - before[np.minimum(offsets[document] + start + 1, offsets[-1])]
-        short = (trained > 0) & (number > 0) & (stop - start < min_piece)
-        kept = (trained > 0) & ~short
+        kept = (trained > 0) & ((number == 0) | (stop - start >= min_piece))
         left = np.zeros(len(lengths), dtype=np.bool_)
         left[document[kept]] = True
         dropped[NO_TARGET] += considered - int(left.sum())
-        lost = ~kept & ~short & left[document]
-        short_pieces += int(short.sum())
-        short_tokens += int((stop - start)[short].sum())
+        lost = ~kept & left[document]
         pieces_dropped += int(lost.sum())
         tokens_dropped += int((stop - start)[lost].sum())
         columns = (document[kept] + base, stop[kept], trained[kept])
@@ -118,8 +112,7 @@ def cut(
     reasons = {reason: count for reason, count in dropped.items() if count}
     documents, stops, targeted, *rest = segments.done()
     starts = rest[0] if rest else np.broadcast_to(np.uint32(0), len(stops))
-    counts = (n_split, pieces_dropped, tokens_dropped, short_pieces, short_tokens)
-    return Segments(documents, starts, stops, targeted, reasons, truncated, 0, *counts)
+    return Segments(documents, starts, stops, targeted, reasons, truncated, 0, n_split, pieces_dropped, tokens_dropped)
 
 
 def _cut_pairs(
@@ -239,9 +232,8 @@ def _packed(segments: Segments, max_length: int, sources: Sequence[int]) -> tupl
     lengths = segments.tokens if each == 1 else segments.tokens.reshape(-1, each).sum(axis=1, dtype=np.uint32)
     bounds = np.searchsorted(segments.document, [0, *np.cumsum(sources)]) // each if sources else [0, len(lengths)]
     packed = [(first, *pack(lengths[first:last], max_length)) for first, last in pairwise(bounds)]
-    if len(packed) == 1:
-        _, items, offsets = packed[0]
-    else:
+    items, offsets = packed[0][1:]
+    if sources:
         items = np.concatenate([first + order for first, order, _ in packed])
         offsets = np.concatenate([[0], *(first + starts[1:] for first, _, starts in packed)])
     if each == 1:

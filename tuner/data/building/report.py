@@ -280,10 +280,7 @@ def _split_text(counts: Mapping[str, Any], unit: str) -> str:
     parts += [f"{counted(counts['duplicates'], 'duplicate')} kept"] if counts["duplicates"] else []
     if counts.get("dropped_pieces"):  # what an earlier version prepared does not count them
         pieces, tokens = counts["dropped_pieces"], counts["dropped_piece_tokens"]
-        parts.append(f"{pieces:,} pieces of split documents dropped: no trained token in their {tokens:,}")
-    if "short_pieces" in counts:
-        pieces, tokens = counts["short_pieces"], counts["short_piece_tokens"]
-        parts.append(f"{pieces:,} short last pieces dropped, with {tokens:,} tokens")
+        parts.append(f"{pieces:,} pieces of split documents dropped: no trained token in their {tokens:,}, or too few")
     for key in ("skipped", "dropped", "dropped_rows"):
         parts += [f"{count:,} {key.partition('_')[0]}: {reason}" for reason, count in counts[key].items()]
     return "  ".join(parts)

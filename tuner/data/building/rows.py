@@ -118,8 +118,6 @@ def _write_rows(spec: PrepareSpec, tmp: Path, split: str, sources: Sequence[int]
         "split": segments.split,
         "dropped_pieces": segments.dropped_pieces,
         "dropped_piece_tokens": segments.dropped_piece_tokens,
-        **({"short_pieces": segments.short_pieces} if segments.short_pieces else {}),
-        **({"short_piece_tokens": segments.short_piece_tokens} if segments.short_pieces else {}),
     }
 
 

@@ -97,10 +97,7 @@ def load_tokenizer(
         beside = _model_config(model_path, revision) if own else config
         context = _LoadContext(str(directory), config, beside, cache, model_path)
         files, ends = _read_files(directory, own), _model_eos_ids(directory)
-    if tokenizer.use is None:
-        files, loaded = context.as_loaded(files)
-    else:
-        files, loaded = context.as_made(files, tokenizer.use, tokenizer.args)
+    files, loaded = context.as_loaded(files) if tokenizer.use is None else context.as_made(files, tokenizer)
     new_ids = range(0)
     if tokenizer.add_tokens or (named is not None and named.tokens):
         grown, added = with_control_tokens(files, tokenizer.add_tokens, () if named is None else named.tokens)
@@ -206,7 +203,7 @@ class _LoadContext:
         return _merged(files, answer, replaced), {**_facts(answer), "other_versions": list(_others(root, answer))}
 
     def as_made(
-        self, files: Mapping[str, bytes], use: str, args: Mapping[str, Any]
+        self, files: Mapping[str, bytes], tokenizer: "TokenizerSection"
     ) -> tuple[dict[str, bytes], dict[str, Any]]:
         """The same of the tokenizer that code of the user's own makes of the one that is loaded.
 
@@ -215,9 +212,9 @@ class _LoadContext:
         """
         place = Path(tempfile.gettempdir())
         with machine_errors(place), scratch_dir(TMP_PREFIX, place) as job:
-            (job / OWN_CODE).write_bytes(json_bytes({"use": use, "args": args}))
+            (job / OWN_CODE).write_bytes(json_bytes({"use": tokenizer.use, "args": tokenizer.args}))
             answer, replaced = self._answered(files, job)
-        return _merged(files, answer, replaced), {**_facts(answer), "use": use, "other_versions": []}
+        return _merged(files, answer, replaced), {**_facts(answer), "use": tokenizer.use, "other_versions": []}
 
     def _key(self, files: Mapping[str, bytes]) -> str:
         """A hash of everything that decides how the files are loaded, but for the version of transformers."""
