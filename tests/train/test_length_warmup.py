@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.data.test_batches import ROWS, FakeRows, batches
 from tuner.data.batches import IGNORED, StepBatches
-from tuner.train.length_warmup import GrowingBatches, LengthWarmup
+from tuner.train.length_warmup import GrowingBatches, RowLengths
 
-WARMUP = LengthWarmup(steps=4, start=2, multiple_of=3, truncate=True, whole=14)
+WARMUP = RowLengths(steps=4, start=2, multiple_of=3, truncate=True, whole=14)
 
 
 def test_lengths_grow_by_multiples_until_rows_are_whole() -> None:

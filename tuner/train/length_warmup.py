@@ -13,7 +13,7 @@ from tuner.data.prepared import PackedRows, Row
 
 
 @dataclass(frozen=True)
-class LengthWarmup:
+class RowLengths:
     """Rows of ``start`` tokens that grow to ``whole`` over so many ``steps``, by multiples of ``multiple_of``."""
 
     steps: int
@@ -73,12 +73,12 @@ class _RowsInMemory(PackedRows):
 class GrowingBatches(GlobalBatches):
     """The batches of a run whose first steps have short rows: the same rows in the same order on any world size."""
 
-    warmup: LengthWarmup
+    warmup: RowLengths
     begun: int
     """The step of the run after which the data begins."""
 
     @staticmethod
-    def of(batches: GlobalBatches, warmup: LengthWarmup, begun: int) -> GrowingBatches:
+    def of(batches: GlobalBatches, warmup: RowLengths, begun: int) -> GrowingBatches:
         """Batches whose rows are cut in the steps of the warm-up."""
         given = {each.name: getattr(batches, each.name) for each in fields(batches) if each.init}
         return GrowingBatches(**given, warmup=warmup, begun=begun)

@@ -95,8 +95,8 @@ def _write_rows(spec: PrepareSpec, tmp: Path, split: str, sources: Sequence[int]
     if spec.data.rows == "cut":
         segments = in_order(documents, spec.max_length)
     else:
-        limits = (spec.data.max_prompt_length, spec.data.min_piece_length or 0)
-        segments = cut(documents, spec.max_length, spec.too_long, each, *limits)
+        most, least = spec.data.max_prompt_length, spec.data.min_piece_length or 0
+        segments = cut(documents, spec.max_length, spec.too_long, each, max_prompt=most, min_piece=least)
     n_rows = 0
     path = str(tmp / f"{split}.rows.arrow")
     with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, ROWS_SCHEMA) as writer:

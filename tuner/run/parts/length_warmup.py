@@ -15,6 +15,9 @@ from tuner.setup.build import Assembly
 class LengthWarmup(Part):
     """The batches are changed, which nothing else of a launch knows: a resumed run has those of its step."""
 
+    def __init__(self, recipe: Recipe) -> None:
+        self._section = recipe.train.length_warmup
+
     @staticmethod
     def wanted(recipe: Recipe) -> bool:
         """Where the recipe says over how many steps."""
@@ -22,7 +25,7 @@ class LengthWarmup(Part):
 
     def check(self, before: Before) -> None:
         """Raise RecipeError where rows are no longer than those of the first step."""
-        start, whole = before.loaded.recipe.train.length_warmup.start, before.spec.max_length
+        start, whole = self._section.start, before.spec.max_length
         if start >= whole:
             raise RecipeError(
                 f"train.length_warmup.start: {start:,} tokens are no fewer than a whole row's {whole:,}",
@@ -33,8 +36,8 @@ class LengthWarmup(Part):
         """Have the batches of the first steps cut, and say so."""
         from tuner.train import length_warmup
 
-        section, whole = assembly.resolved.recipe.train.length_warmup, ready.spec.max_length
+        section, whole = self._section, ready.spec.max_length
         how = (section.steps or 0, section.start, section.multiple_of, section.truncate)
         console.say("rows", f"of {section.start:,} tokens at first, of {whole:,} from step {how[0] + 1:,} on")
-        warmup, begun = length_warmup.LengthWarmup(*how, whole), assembly.timetable.data_start
+        warmup, begun = length_warmup.RowLengths(*how, whole), assembly.timetable.data_start
         return replace(assembly, batches=length_warmup.GrowingBatches.of(assembly.batches, warmup, begun))
