@@ -122,7 +122,8 @@ def _without_offsets(part: Any) -> Any:
 
 def _answer(job: Path) -> tuple[dict[str, Any], dict[str, bytes | None]]:
     """The facts, and the files that differ from the source's (None: one to be left out)."""
-    given = {path.name: path.read_bytes() for path in (job / "source").iterdir()}
+    # Templates in directories decide about no id.
+    given = {path.name: path.read_bytes() for path in (job / "source").iterdir() if path.is_file()}
     own_config = given.pop(MODEL_CONFIG, None)
     trained = job / TRAINED_CONFIG
     source = {**given, **_plain_config(given)}

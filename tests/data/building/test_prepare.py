@@ -467,7 +467,6 @@ def test_short_last_pieces_are_in_no_row(tmp_path: Path) -> None:
     request = tiny.request(tmp_path / "cache", path, pretrain=True, min_piece_length=60)
     info = prepare(request)
     lengths = [len(view.tokens) % 64 for view in explain(request, 3)]
-    assert all(0 < length < 60 for length in lengths)
     assert {len(document) for document in documents(open_prepared(info.path).train)} == {64}
     assert [len(view.kept) % 64 for view in explain(request, 3)] == [0, 0, 0]
     said = dict(report_lines(info.report, "pretrain", 64, True))["train"]
