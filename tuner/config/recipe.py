@@ -530,6 +530,8 @@ class ParallelSection(Section):
     """Processes that share each row, each with a part of its positions (Ulysses): for rows too long for one."""
     expert: Annotated[int, Whole(ge=1, le=1024)] = 1
     """Processes that have the routed experts of each layer between them; tokens are sent to their experts."""
+    offload: Word[Literal["none", "host"]] = "none"
+    """Where shards of weights, gradients and moments lie between layers: on the device, or in the host's memory."""
     reshard_after_forward: Bool = True
     """Free gathered weights after each forward: less memory, more communication."""
     numa_binding: Word[Literal["none", "node", "exclusive"]] = "none"

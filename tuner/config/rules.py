@@ -285,6 +285,20 @@ def _states_on_host_are_fp32(recipe: Recipe, given: Set[str]) -> str | None:
     return None
 
 
+def _shards_on_host_are_plain(recipe: Recipe, given: Set[str]) -> str | None:
+    optimizer = recipe.optimizer
+    if recipe.parallel.offload == "none":
+        return None
+    if recipe.model.quantize != "none":
+        return "a quantised base stays whole on the device; write model.quantize: none, or parallel.offload: none"
+    if keeps_states_on_host(optimizer):
+        return "the moments of such shards are on the host already; write optimizer.offload: none"
+    is_plain = getattr(optimizer, "state", "fp32") == "fp32" and not rounds_stochastically(optimizer)
+    if optimizer.kind not in {"adamw", "sgd"} or optimizer.rows or not is_plain:
+        return "the host updates whole shards by torch's own AdamW or SGD; write parallel.offload: none"
+    return None
+
+
 def _rows_are_trained_in_full(recipe: Recipe, given: Set[str]) -> str | None:
     if not recipe.optimizer.rows or recipe.adapter.kind == "none":
         return None
@@ -486,6 +500,10 @@ RULES: tuple[Rule, ...] = (
     Rule(("optimizer.nesterov", "optimizer.momentum", "optimizer.kind"), _nesterov_has_momentum),
     Rule(("optimizer.rounding", "optimizer.kind", "model.dtype", "adapter.kind"), _stochastic_rounding_needs_bf16),
     Rule(("optimizer.offload", "optimizer.state", "optimizer.rounding", "optimizer.kind"), _states_on_host_are_fp32),
+    Rule(
+        ("parallel.offload", "model.quantize", "optimizer.kind", "optimizer.rows", "optimizer.offload"),
+        _shards_on_host_are_plain,
+    ),
     Rule(("prober.modules", "prober.steps"), _probed_modules_are_named),
     Rule(("prober.steps", "train.compile"), _probed_layers_are_not_compiled),
     Rule(("optimizer.rows", "adapter.kind"), _rows_are_trained_in_full),

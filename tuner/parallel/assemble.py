@@ -44,6 +44,8 @@ class AssemblySpec:
     padding: Padding | None = None
     """Where decoder layers are compiled: the size of microbatches that they are compiled for."""
     reshard_after_forward: bool = True
+    on_host: bool = False
+    """Whether shards lie in the host's memory, and are brought to the device layer by layer."""
     rounded_to: torch.dtype | None = None
     """The type that autocast rounds weights to, where shards may be gathered in it."""
     float8: bool = False
@@ -127,7 +129,7 @@ def assemble(
     if spec.row_wise:
         _add_up_by_rows(root, spec, meshes)
     if meshes.weights is not None:  # last: FSDP2's hooks gather what everything inside them computes with
-        shard(root, meshes, spec.reshard_after_forward, spec.rounded_to, tokens)
+        shard(root, meshes, spec.reshard_after_forward, spec.rounded_to, tokens, on_host=spec.on_host)
     give_values(root)
     return root
 

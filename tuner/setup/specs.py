@@ -20,6 +20,7 @@ from tuner.model.trainable import TrainableSpec
 from tuner.parallel.assemble import AssemblySpec, Kernels, Recompute
 from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.runtime.dist import RankInfo
+from tuner.runtime.process import process_group
 from tuner.setup.resolve import Resolved, quantize_of
 from tuner.setup.settled import changed, rows_at_once
 from tuner.train.step import StepConfig
@@ -41,7 +42,14 @@ def require_groups(recipe: Recipe, rank_info: RankInfo) -> None:
 
 def mesh_of(parallel: ParallelSection, rank_info: RankInfo) -> Mesh:
     """The processes of a launch as a resolved recipe lays them out."""
-    return Mesh.of(rank_info, MeshSpec(parallel.shard, parallel.tensor, parallel.sequence, parallel.expert))
+    on_host = parallel.offload == "host"
+    return Mesh.of(rank_info, MeshSpec(parallel.shard, parallel.tensor, parallel.sequence, parallel.expert, on_host))
+
+
+def joined(recipe: Recipe, rank_info: RankInfo, kind: str) -> AbstractContextManager[None]:
+    """The processes of a launch on a kind of device, together; one alone is a group where it has shards."""
+    parallel = recipe.parallel
+    return process_group(rank_info, kind, parallel.timeout.seconds, alone=parallel.offload == "host")
 
 
 def weight_parts(parallel: ParallelSection, rank_info: RankInfo) -> int:
@@ -123,6 +131,7 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
         tiles=train.tiled_mlp is True,
         padding=Padding(tokens, longest) if train.compile is True else None,
         reshard_after_forward=recipe.parallel.reshard_after_forward,
+        on_host=recipe.parallel.offload == "host",
         rounded_to=COMPUTED.get(train.precision) if recipe.adapter.kind == "none" else None,
         tokens=tokens,
         row_wise=tuple(pattern for item in recipe.optimizer.rows for pattern in item.match),
