@@ -226,6 +226,27 @@ def test_merged_tensors_are_exactly_rounded(make_run: MakeRun, lora: LoraSpec | 
     assert report.kept is not None and report.kept > 0.9
 
 
+def test_chosen_weights_are_written_in_float32(make_own_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, chosen = make_own_run("llama"), ["lm_head", "layers.0.*norm"]
+    report = export_hf(run, keep_fp32=chosen)
+    written = load_file(report.path / "model.safetensors")
+    wide = {name for name, tensor in written.items() if tensor.dtype == torch.float32}
+    norms = {f"model.layers.0.{name}_layernorm.weight" for name in ("input", "post_attention")}
+    assert wide == {"lm_head.weight"} | norms
+    trained = dict(read_tensors(open_checkpoint(run / "checkpoints" / "step-7")))
+    assert torch.equal(written["lm_head.weight"], trained["model/lm_head.weight"])
+    assert json.loads((report.path / "tuner.json").read_text())["export"]["keep_fp32"] == chosen
+    with pytest.raises(RecipeError, match="holds another export"):
+        export_hf(run)
+    with pytest.raises(RecipeError, match=r"--keep-fp32: 'lm_hed' matches nothing"):
+        export_hf(run, run.parent / "other", keep_fp32=["lm_hed"])
+    with pytest.raises(RecipeError, match="written in one type"):
+        export_hf(run, adapter="keep", keep_fp32=chosen)
+    monkeypatch.setattr(outputs, "exact_names", lambda source, plain: set())  # and the verification holds it to them
+    with pytest.raises(VerificationError, match="not the trained ones"):
+        export_hf(run, run.parent / "rounded", keep_fp32=chosen)
+
+
 @pytest.mark.parametrize("lora", [None, LORA])
 def test_experts_get_their_published_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: LoraSpec | None

@@ -389,6 +389,8 @@ class TrainSection(Section):
     """Rows per forward and process; auto: on CUDA as many as fit and pay, by prediction, else 1. Changes rounding."""
     precision: Word[Literal["auto", "fp32", "bf16", "fp16", "fp8"]] = "auto"
     """Type of the computation; auto: bf16 where the device is fast at it, else fp16 on CUDA (7.x), else fp32."""
+    fp8_except: Globs = ()
+    """Linear layers that stay in bf16 under fp8, besides those that cannot: names or globs, e.g. [layers.0, o_proj]."""
     tf32: Bool = False
     """Let CUDA round what float32 matrix products multiply to 10 bits, as TF32: several times as fast with fp32."""
     device: Word[Literal["auto", "cuda", "cpu"]] = "auto"
@@ -507,6 +509,8 @@ class ExportSection(Section):
     """Newest exports kept, of those in RUN/exports that were made with these settings."""
     dtype: Word[Literal["auto", "bf16", "fp32"]] = "auto"
     """Type of the written weights; auto: bf16, or fp32 where rounding costs over a fifth of what training changed."""
+    keep_fp32: Globs = ()
+    """Weights that are written in fp32, whatever dtype is: names or globs, e.g. [lm_head, router]."""
     shard_size: Annotated[int, Bytes()] = 5 * 10**9
     """Largest weights file, such as 5GB or 4GiB."""
     adapter: Word[Literal["merge", "keep"]] = "merge"
@@ -522,8 +526,12 @@ class ParallelSection(Section):
     """Processes that tuner train starts on this machine; auto: one for each GPU. torchrun and srun start their own."""
     shard: Word[Literal["auto", "full", "hybrid", "none"]] = "auto"
     """Processes over which weights and their state are sharded; auto: none for adapters that fit, hybrid, else full."""
+    replicas: Annotated[int | None, Whole(ge=1, le=2**20)] = None
+    """Copies of the model with hybrid, each split over an equal part of all processes; null: one on each machine."""
     accumulate: Word[Literal["auto", "sharded", "whole"]] = "auto"
     """Gradients between micro-batches: sharded, reduced in each, or whole: more memory, less to send."""
+    reduce_dtype: Word[Literal["fp32", "bf16"]] = "fp32"
+    """Type in which gradients of sharded weights are sent and added up over processes: bf16 halves what is sent."""
     tensor: Annotated[int, Whole(ge=1, le=1024)] = 1
     """Processes that compute each layer together, each with a part of its matrices and of the vocabulary."""
     sequence: Annotated[int, Whole(ge=1, le=1024)] = 1

@@ -215,6 +215,18 @@ def _quantized_products_are_their_own(recipe: Recipe, given: Set[str]) -> str | 
     return "fp8: a quantised base has products of its own; write precision: bf16, or model.quantize: none"
 
 
+def _fp8_layers_are_left_out_of_fp8(recipe: Recipe, given: Set[str]) -> str | None:
+    if not recipe.train.fp8_except or recipe.train.precision == "fp8":
+        return None
+    return "names layers that are not multiplied in fp8, and nothing is; write train.precision: fp8, or leave it out"
+
+
+def _adapter_is_written_in_one_type(recipe: Recipe, given: Set[str]) -> str | None:
+    if not recipe.export.keep_fp32 or recipe.export.adapter == "merge" or recipe.adapter.kind == "none":
+        return None
+    return "a kept adapter is written in one type; write export.adapter: merge, or leave keep_fp32 out"
+
+
 def _layers_need_recompute(recipe: Recipe, given: Set[str]) -> str | None:
     train = recipe.train
     if train.gradient_checkpointing in {"selective", "full"} or str(train.gradient_checkpointing_layers) == "100%":
@@ -418,6 +430,24 @@ def _parts_are_sharded(recipe: Recipe, given: Set[str]) -> str | None:
     return None
 
 
+def _replicas_are_of_shards(recipe: Recipe, given: Set[str]) -> str | None:
+    parallel = recipe.parallel
+    if parallel.replicas is None or parallel.shard in {"auto", "hybrid"}:
+        return None
+    return f"with shard: {parallel.shard} nothing has copies that are split; write parallel.shard: hybrid"
+
+
+def _shards_are_reduced_in_bf16(recipe: Recipe, given: Set[str]) -> str | None:
+    parallel = recipe.parallel
+    if parallel.reduce_dtype == "fp32":
+        return None
+    if parallel.shard == "none":
+        return "whole gradients are added up in float32; write fp32, or parallel.shard: full"
+    if parallel.accumulate == "whole":
+        return "micro-batches would be added up in bf16, too; write parallel.accumulate: sharded"
+    return None
+
+
 def _experts_elsewhere_take_rows_at_once(recipe: Recipe, given: Set[str]) -> str | None:
     if recipe.parallel.expert == 1 or recipe.train.tiled_mlp is not True:
         return None
@@ -474,6 +504,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("model.freeze", "adapter.kind"), _freeze_needs_full),
     Rule(("model.quantize", "adapter.kind"), _quantized_is_frozen),
     Rule(("train.precision", "model.quantize"), _quantized_products_are_their_own),
+    Rule(("train.fp8_except", "train.precision"), _fp8_layers_are_left_out_of_fp8),
     Rule(("train.gradient_checkpointing_layers", "train.gradient_checkpointing"), _layers_need_recompute),
     Rule(("train.offload_activations", "train.gradient_checkpointing"), _offload_needs_recompute),
     Rule(("train.compile", "data.packing"), _compiled_rows_are_packed),
@@ -496,6 +527,7 @@ RULES: tuple[Rule, ...] = (
         _layers_of_peft_are_plain,
     ),
     Rule(("export.adapter", "adapter.kind"), _kept_adapter_is_there),
+    Rule(("export.keep_fp32", "export.adapter", "adapter.kind"), _adapter_is_written_in_one_type),
     Rule(("export.base", "model.quantize", "export.adapter"), _base_is_a_choice),
     Rule(("optimizer.nesterov", "optimizer.momentum", "optimizer.kind"), _nesterov_has_momentum),
     Rule(("optimizer.rounding", "optimizer.kind", "model.dtype", "adapter.kind"), _stochastic_rounding_needs_bf16),
@@ -511,6 +543,8 @@ RULES: tuple[Rule, ...] = (
     Rule(("optimizer.rows", "parallel.tensor"), _rows_are_of_whole_embeddings),
     Rule(("profile.steps", "profile.memory", "profile.time", "profile.entries"), _profile_records_something),
     Rule(("parallel.tensor", "parallel.expert", "parallel.shard"), _parts_are_sharded),
+    Rule(("parallel.replicas", "parallel.shard"), _replicas_are_of_shards),
+    Rule(("parallel.reduce_dtype", "parallel.shard", "parallel.accumulate"), _shards_are_reduced_in_bf16),
     Rule(("parallel.expert", "parallel.tensor", "parallel.sequence"), _experts_are_whole),
     Rule(
         ("parallel.tensor", "model.quantize", "train.precision", "train.tiled_mlp"),

@@ -82,6 +82,8 @@ class ExportSource(RunCheckpoint):
     weights: Weights = TRAINED
     averaged: tuple[CheckpointInfo, ...] = ()
     """The checkpoints whose mean is meant, this one first; empty where no mean is."""
+    keep_fp32: tuple[str, ...] = ()
+    """Names or globs of weights that are written in float32, whatever the others are."""
 
     @staticmethod
     def of(found: RunCheckpoint, weights: Weights = TRAINED, averaged: tuple[CheckpointInfo, ...] = ()) -> ExportSource:

@@ -22,10 +22,12 @@ from tuner.init_from.target import target_of
 from tuner.model import transformers_private
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, auto_model, build_model, meta_model
+from tuner.model.freeze import select
 from tuner.model.peft_kinds import PeftSpec
 from tuner.model.published import state_names
 from tuner.model.tokens import resize_embeddings
 from tuner.model.trainable import TrainableSpec
+from tuner.model.transformers_private import kept_in_float32
 from tuner.model.vetting import vet_config
 from tuner.model.weight_files import vet_weights
 from tuner.rundir.layout import MODEL_CONFIG
@@ -91,6 +93,14 @@ def read_config(source: ExportSource) -> PretrainedConfig:
         raise DataError(f"{directory}: no readable model config: {first_line(error)}") from error
     config.use_cache = True
     return config
+
+
+def exact_names(source: ExportSource, plain: PreTrainedModel) -> set[str]:
+    """Weights that are written in float32: those that the class reads so, as transformers saves it, and chosen ones.
+
+    Raises RecipeError for a name or glob that means none.
+    """
+    return set(kept_in_float32(plain)) | set(select(source.keep_fp32, state_names(plain), "--keep-fp32"))
 
 
 def plain_model(config: PretrainedConfig, head: Head) -> PreTrainedModel:

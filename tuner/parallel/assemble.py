@@ -46,10 +46,14 @@ class AssemblySpec:
     reshard_after_forward: bool = True
     on_host: bool = False
     """Whether shards lie in the host's memory, and are brought to the device layer by layer."""
+    reduced_in: torch.dtype | None = None
+    """The type in which gradients of shards are added up over processes; None: their own."""
     rounded_to: torch.dtype | None = None
     """The type that autocast rounds weights to, where shards may be gathered in it."""
     float8: bool = False
     """Whether the decoder's linear layers multiply in fp8."""
+    float8_except: Sequence[str] = ()
+    """Names or globs of those that do not, besides those that cannot."""
     tokens: int | None = None
     """The most tokens of a microbatch of training, where that is known."""
     row_wise: Sequence[str] = ()
@@ -94,7 +98,7 @@ def assemble(
     if spec.float8:  # before adapters, which stand around the layers that multiply
         from tuner.model.float8 import apply_float8
 
-        apply_float8(root.model)
+        apply_float8(root.model, spec.float8_except)
     spec.trainable.apply(root.model, spec.seed)  # what is frozen decides which kernels keep what for the backward pass
     if spec.kernels == "native":
         apply_native(root.model)
@@ -129,7 +133,7 @@ def assemble(
     if spec.row_wise:
         _add_up_by_rows(root, spec, meshes)
     if meshes.weights is not None:  # last: FSDP2's hooks gather what everything inside them computes with
-        shard(root, meshes, spec.reshard_after_forward, spec.rounded_to, tokens, on_host=spec.on_host)
+        shard(root, meshes, spec.reshard_after_forward, spec.rounded_to, tokens, spec.on_host, spec.reduced_in)
     give_values(root)
     return root
 

@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from tuner.errors import RecipeError
@@ -43,6 +49,7 @@ def shard(
     rounded_to: torch.dtype | None = None,
     tokens: int | None = None,
     on_host: bool = False,
+    reduced_in: torch.dtype | None = None,
 ) -> None:
     """Shard a model on the meta device, in place: decoder blocks, embedding and output layer are a unit each.
 
@@ -53,11 +60,12 @@ def shard(
     gathered (:mod:`tuner.parallel.gathers`). Where it is known how many ``tokens`` a micro-batch has at most, the
     embedding's rows may be looked up in its shards (:mod:`tuner.parallel.lookup`), and it is no unit. Of a model of
     which nothing is trained, nothing stays whole after a forward. With ``on_host`` shards lie in the host's memory, and
-    so do their gradients; a unit's are copied to the device before they are gathered.
+    so do their gradients; a unit's are copied to the device before they are gathered. ``reduced_in`` is the type in
+    which gradients are added up over processes, by default their own.
     """
     mesh = meshes.weights
     assert mesh is not None, "there is an axis to shard over"
-    blocks, options = decoder_blocks(root.model), _options(mesh, on_host)
+    blocks, options = decoder_blocks(root.model), _options(mesh, on_host, reduced_in)
     trained = any(parameter.requires_grad for parameter in root.parameters())
     if meshes.expert is not None and meshes.expert_weights is not None:
         for module in [module for module in root.modules() if _lies_on(module, meshes.expert)]:
@@ -87,11 +95,12 @@ def shard(
         register_fsdp_forward_method(root, method)
 
 
-def _options(mesh: DeviceMesh, on_host: bool) -> dict[str, Any]:
+def _options(mesh: DeviceMesh, on_host: bool, reduced_in: torch.dtype | None) -> dict[str, Any]:
     """What all units are sharded with."""
-    if not on_host:
-        return {}
-    return {"offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")}  # copies overlap then
+    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=reduced_in)}
+    if on_host:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")  # copies overlap then
+    return options
 
 
 def _most(forwards: int) -> int:
@@ -142,8 +151,8 @@ def _unit(
     if not rounded:
         _fully_shard(module, mesh, reshard, **options)
         return
-    kept = set(module.parameters()) - rounded
-    _fully_shard(module, mesh, reshard, mp_policy=policy(rounded_to), ignored_params=kept, **options)
+    options |= {"mp_policy": policy(rounded_to, options["mp_policy"].reduce_dtype)}
+    _fully_shard(module, mesh, reshard, ignored_params=set(module.parameters()) - rounded, **options)
 
 
 def _fully_shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, **options: Any) -> None:

@@ -32,9 +32,9 @@ _MULTIPLIED = ("Linear", "Conv1D")
 """Types of module that do nothing with their weight but multiply by it. Subclasses may do more."""
 
 
-def policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Gathered in ``dtype``, reduced in float32; autocast takes care of everything else."""
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+def policy(dtype: torch.dtype, reduced_in: torch.dtype | None = None) -> MixedPrecisionPolicy:
+    """Gathered in ``dtype``, reduced in float32 unless in another type; autocast takes care of everything else."""
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced_in or torch.float32, cast_forward_inputs=False)
 
 
 def rounded_weights(unit: nn.Module) -> set[nn.Parameter]:

@@ -22,6 +22,8 @@ class MeshSpec:
     """Processes that split each row between them."""
     expert: int = 1
     """Processes that have the experts of each layer between them."""
+    replicas: int | None = None
+    """Copies of the model with `hybrid`; None: one on each machine."""
     on_host: bool = False
     """Whether shards lie in the host's memory: then there are shards, if only one."""
 
@@ -70,15 +72,21 @@ class Mesh:
         if world_size == 1 and tensor * spec.sequence * spec.expert == 1:
             return cls({"shard": 1} if spec.on_host else {})
         _require_divided(world_size, spec)
-        if spec.shard == "hybrid" and (world_size % local or local % tensor):
+        there = world_size // tensor
+        if spec.shard == "hybrid" and there % (spec.replicas or 1):
+            raise MachineError(
+                f"parallel.replicas: {spec.replicas} copies cannot have {there} processes between them in equal parts",
+                hint=f"write a number that divides {there}",
+            )
+        if spec.shard == "hybrid" and spec.replicas is None and (world_size % local or local % tensor):
             group = f", or these not of parallel.tensor: {tensor}" if tensor > 1 else ""
             raise MachineError(
                 f"parallel.shard: hybrid needs as many processes on every machine; {world_size} are not a "
                 f"multiple of the {local} here{group}",
                 hint="write shard: full",
             )
-        there = world_size // tensor
-        size = {"none": 1, "full": there, "hybrid": local // tensor}[spec.shard]
+        hybrid = local // tensor if spec.replicas is None else there // spec.replicas
+        size = {"none": 1, "full": there, "hybrid": hybrid}[spec.shard]
         if spec.shard != "none":
             _require_inside(size, spec)
         axes = {"replicate": there // size, "shard": size, "tensor": tensor}

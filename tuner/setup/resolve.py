@@ -116,7 +116,7 @@ def resolve(
     meta = meta_model(config, torch.float32, spec.head)
     require_axes(recipe.parallel, meta)
     n_parameters = sum(p.numel() for p in meta.parameters())
-    reasons = _dropout_reason(spec) | _trained_part(spec, meta) | float8_reason(recipe.train.precision, meta)
+    reasons = _dropout_reason(spec) | _trained_part(spec, meta) | float8_reason(recipe.train, meta)
     values: dict[str, dict[str, Any]] = {}
 
     def settle(section: str, key: str, value: object, reason: str) -> None:
@@ -147,7 +147,10 @@ def resolve(
         settle("optimizer", "adamw_lr", values.get("optimizer", {}).get("lr", recipe.optimizer.lr), "that of lr")
     settle("parallel", "processes", rank_info.world_size, "as started")
     machines = copy_on_each_machine(recipe, rank_info)
-    settle("parallel", "shard", "hybrid" if machines else "full", "several machines" if machines else "one machine")
+    why = "several machines" if machines else "one machine"
+    if recipe.parallel.replicas is not None:
+        machines, why = True, "parallel.replicas"
+    settle("parallel", "shard", "hybrid" if machines else "full", why)
     settle("parallel", "accumulate", "sharded", "least memory")  # whole, they take what the unsharded model does
     settle("data", "max_length", max_length, "as prepared")
     if reference_of(recipe.method) is not None:

@@ -80,6 +80,8 @@ def ways_to_shard(recipe: Recipe, rank_info: RankInfo) -> tuple[str, ...]:
     """Values of parallel.shard in the order in which they are wanted: the one with the least to send first."""
     if recipe.parallel.shard != "auto":
         return (recipe.parallel.shard,)
+    if recipe.parallel.replicas is not None:
+        return ("hybrid",)
     is_whole = recipe.parallel.tensor == recipe.parallel.expert == 1
     adapted = is_whole and recipe.adapter.kind != "none" and rank_info.world_size > 1
     machines = rank_info.local_world_size > 1 and copy_on_each_machine(recipe, rank_info)

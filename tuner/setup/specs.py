@@ -42,8 +42,8 @@ def require_groups(recipe: Recipe, rank_info: RankInfo) -> None:
 
 def mesh_of(parallel: ParallelSection, rank_info: RankInfo) -> Mesh:
     """The processes of a launch as a resolved recipe lays them out."""
-    on_host = parallel.offload == "host"
-    return Mesh.of(rank_info, MeshSpec(parallel.shard, parallel.tensor, parallel.sequence, parallel.expert, on_host))
+    axes = parallel.tensor, parallel.sequence, parallel.expert
+    return Mesh.of(rank_info, MeshSpec(parallel.shard, *axes, parallel.replicas, parallel.offload == "host"))
 
 
 def joined(recipe: Recipe, rank_info: RankInfo, kind: str) -> AbstractContextManager[None]:
@@ -132,12 +132,14 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
         padding=Padding(tokens, longest) if train.compile is True else None,
         reshard_after_forward=recipe.parallel.reshard_after_forward,
         on_host=recipe.parallel.offload == "host",
+        reduced_in=torch.bfloat16 if recipe.parallel.reduce_dtype == "bf16" else None,
         rounded_to=COMPUTED.get(train.precision) if recipe.adapter.kind == "none" else None,
         tokens=tokens,
         row_wise=tuple(pattern for item in recipe.optimizer.rows for pattern in item.match),
         step_tokens=longest * recipe.train.global_batch_size,
         quantize=quantize_of(recipe),
         float8=train.precision == "fp8",
+        float8_except=train.fp8_except,
         route=resolved.route,
     )
 
