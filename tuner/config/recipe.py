@@ -91,6 +91,8 @@ class ModelSection(Section):
     """Hub name or local directory of the base model (required)."""
     revision: Annotated[str | None, Text(kind="a commit or tag")] = None
     """Hub commit or tag; the commit used is recorded."""
+    use: Annotated[str | None, Text(kind="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)] = None
+    """A model class of your own for the config's model_type: FILE.py:NAME, or an entry point of tuner.models."""
     init: Word[Literal["pretrained", "random"]] = "pretrained"
     """Where the weights come from: pretrained files, or random numbers, which needs only the config (pre-training)."""
     config: Annotated[dict[str, Any], Table()] = {}

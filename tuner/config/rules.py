@@ -131,6 +131,12 @@ def _micro_divides_global(recipe: Recipe, given: Set[str]) -> str | None:
     return f"got {got}; allowed: a divisor of train.global_batch_size, which is {whole}"
 
 
+def _own_class_has_an_output_layer(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.model.use is None or recipe.method.kind != "reward":
+        return None
+    return "a class of your own is one with an output layer, and method.kind: reward trains a score; leave use out"
+
+
 def _config_needs_random(recipe: Recipe, given: Set[str]) -> str | None:
     shape = {
         "num_hidden_layers",
@@ -501,6 +507,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("eval.tasks",), _harness_scores_its_tasks),
     Rule(("train.micro_batch_size", "train.global_batch_size"), _micro_divides_global),
     Rule(("model.config", "model.init"), _config_needs_random),
+    Rule(("model.use", "method.kind"), _own_class_has_an_output_layer),
     Rule(("model.freeze", "adapter.kind"), _freeze_needs_full),
     Rule(("model.quantize", "adapter.kind"), _quantized_is_frozen),
     Rule(("train.precision", "model.quantize"), _quantized_products_are_their_own),

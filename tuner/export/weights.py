@@ -23,6 +23,7 @@ from tuner.model import transformers_private
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, auto_model, build_model, meta_model
 from tuner.model.freeze import select
+from tuner.model.own_class import register
 from tuner.model.peft_kinds import PeftSpec
 from tuner.model.published import state_names
 from tuner.model.tokens import resize_embeddings
@@ -86,6 +87,8 @@ def trainable_spec_of(source: ExportSource) -> TrainableSpec:
 
 def read_config(source: ExportSource) -> PretrainedConfig:
     """The model's config as the run saved it, with the key-value cache on again. Raises DataError."""
+    if (use := source.model_section.get("use")) is not None:
+        register(str(use))
     directory = source.run_dir / MODEL_CONFIG
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)

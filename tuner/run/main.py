@@ -74,7 +74,7 @@ def train(
         StopSignals(
             lambda name: console.say("stopping", f"{name}: after this step; repeat to stop at once")
         ) as signals,
-        joined(resolved.recipe, rank_info, resolved.facts.kind),
+        joined(resolved, rank_info),
         _around(ready, resolved, rank_info, console),
         memory_errors(resolved, rank_info.world_size),
     ):

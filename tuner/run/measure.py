@@ -122,7 +122,7 @@ def _measured(
     )
     if options.dry_run:
         return Measured(plan.total_steps, None)
-    with joined(recipe, rank_info, facts.kind), tf32_products(recipe.train.tf32):
+    with joined(resolved, rank_info), tf32_products(recipe.train.tf32):
         if options.output is not None:
             options.output.mkdir(parents=True, exist_ok=True)
         with console.doing("measuring some steps"):

@@ -64,7 +64,7 @@ def _computed(loaded: LoadedRecipe, prepared: Path, rank_info: RankInfo, console
             "--reference: this recipe's reference is computed in each step, with the adapter off",
             hint="leave it out, or write method.reference: columns",
         )
-    with StopSignals() as signals, joined(recipe, rank_info, resolved.facts.kind), exactness(resolved.numerics):
+    with StopSignals() as signals, joined(resolved, rank_info), exactness(resolved.numerics):
         with console.doing("loading model"):
             assembly = build(resolved, open_prepared(prepared), spec.tokenizer, rank_info)
         if of_teacher:

@@ -91,7 +91,7 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
     section, batch = method_section(resolved), recipe.train.global_batch_size
     measure, held, by_terms = _measured(trained, section, batch, held, data, spec.cache_dir, console)
     console.say("model", f"{trained.path} · {resolved.facts.kind}, {resolved.numerics.precision} compute")
-    with joined(recipe, rank_info, resolved.facts.kind), tf32_products(recipe.train.tf32):
+    with joined(resolved, rank_info), tf32_products(recipe.train.tf32):
         check_fits(spec.tokenizer, resolved.config, data)
         with console.doing("loading model"):
             root, step_config = loaded_model(trained, resolved, rank_info)

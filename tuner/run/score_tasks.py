@@ -77,7 +77,7 @@ def score_tasks(
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     resolved = resolve(recipe, spec.max_length, rank_info, spec.tokenizer.new_ids)
     console.say("model", f"{trained.path} · {resolved.facts.kind}, {resolved.numerics.precision} compute")
-    with joined(recipe, rank_info, resolved.facts.kind), tf32_products(recipe.train.tf32):
+    with joined(resolved, rank_info), tf32_products(recipe.train.tf32):
         with console.doing("loading model"):
             root, step_config = loaded_model(trained, resolved, rank_info)
         row_tokens = rows_at_once(recipe.train) * spec.max_length

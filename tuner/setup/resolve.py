@@ -26,6 +26,7 @@ from tuner.model.build import (
 )
 from tuner.model.kernels import has_liger
 from tuner.model.native.library import native_problem
+from tuner.model.own_class import code_facts, register
 from tuner.model.row_layout import Route, route_of
 from tuner.model.transformers_private import commit_of
 from tuner.model.vetting import asks_router_logits, licence_of
@@ -146,11 +147,7 @@ def resolve(
     if isinstance(recipe.optimizer, MuonOptimizer):
         settle("optimizer", "adamw_lr", values.get("optimizer", {}).get("lr", recipe.optimizer.lr), "that of lr")
     settle("parallel", "processes", rank_info.world_size, "as started")
-    machines = copy_on_each_machine(recipe, rank_info)
-    why = "several machines" if machines else "one machine"
-    if recipe.parallel.replicas is not None:
-        machines, why = True, "parallel.replicas"
-    settle("parallel", "shard", "hybrid" if machines else "full", why)
+    settle("parallel", "shard", *_shard(recipe, rank_info))
     settle("parallel", "accumulate", "sharded", "least memory")  # whole, they take what the unsharded model does
     settle("data", "max_length", max_length, "as prepared")
     if reference_of(recipe.method) is not None:
@@ -164,6 +161,13 @@ def resolve(
     _check_liger(recipe, is_here)
     resolved = Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons, new_ids)
     return _by_structure(resolved, meta)
+
+
+def _shard(recipe: Recipe, rank_info: RankInfo) -> tuple[str, str]:
+    """How weights are sharded where nothing is predicted, and why."""
+    if recipe.parallel.replicas is not None:
+        return "hybrid", "parallel.replicas"
+    return ("hybrid", "several machines") if copy_on_each_machine(recipe, rank_info) else ("full", "one machine")
 
 
 def _by_structure(resolved: Resolved, model: PreTrainedModel) -> Resolved:
@@ -233,8 +237,10 @@ def _dropout_reason(spec: ModelSpec) -> dict[str, str]:
 
 
 def model_spec(recipe: Recipe, new_ids: range) -> ModelSpec:
-    """The model section as the model package takes it."""
+    """The model section as the model package takes it; transformers knows a class of the user's own from here on."""
     model = recipe.model
+    if model.use is not None:
+        register(model.use)
     has_reference = reference_of(recipe.method) is not None
     head, random_init = head_of(recipe.method), model.init == "random"
     spec = ModelSpec(
@@ -280,11 +286,18 @@ def manifest_facts(resolved: Resolved, with_licence: bool) -> dict[str, Any]:
             "n_parameters": resolved.n_parameters,
             "new_ids": [resolved.new_ids.start, resolved.new_ids.stop],
             "licence": licence_of(model.name_or_path, model.revision) if known else None,
+            **class_facts(resolved),
         },
         "adapter": None if recipe.adapter.kind == "none" else plain["adapter"],
         **({} if (quantizer := quantizer_facts(resolved)) is None else {"quantizer": quantizer}),
         "precision": recipe.train.precision,
     }
+
+
+def class_facts(resolved: Resolved) -> dict[str, Any]:
+    """What a checkpoint notes of a model class of the user's own, where there is one: its name, and its code's hash."""
+    use = resolved.recipe.model.use
+    return {} if use is None else {"code": code_facts(use)}
 
 
 def method_section(resolved: Resolved) -> Method:

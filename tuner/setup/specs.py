@@ -43,13 +43,15 @@ def require_groups(recipe: Recipe, rank_info: RankInfo) -> None:
 def mesh_of(parallel: ParallelSection, rank_info: RankInfo) -> Mesh:
     """The processes of a launch as a resolved recipe lays them out."""
     axes = parallel.tensor, parallel.sequence, parallel.expert
-    return Mesh.of(rank_info, MeshSpec(parallel.shard, *axes, parallel.replicas, parallel.offload == "host"))
+    spec = MeshSpec(parallel.shard, *axes, replicas=parallel.replicas, on_host=parallel.offload == "host")
+    return Mesh.of(rank_info, spec)
 
 
-def joined(recipe: Recipe, rank_info: RankInfo, kind: str) -> AbstractContextManager[None]:
-    """The processes of a launch on a kind of device, together; one alone is a group where it has shards."""
-    parallel = recipe.parallel
-    return process_group(rank_info, kind, parallel.timeout.seconds, alone=parallel.offload == "host")
+def joined(resolved: Resolved, rank_info: RankInfo) -> AbstractContextManager[None]:
+    """The processes of a launch, together; one alone is a group where it has shards."""
+    parallel = resolved.recipe.parallel
+    kind, alone = resolved.facts.kind, parallel.offload == "host"
+    return process_group(rank_info, kind, parallel.timeout.seconds, alone=alone)
 
 
 def weight_parts(parallel: ParallelSection, rank_info: RankInfo) -> int:

@@ -28,11 +28,8 @@ class Offload(Part):
             from tuner.setup.offloaded import offload_line
 
             console.say("offload", offload_line(resolved))
-        if self._has_host_states:
-            from tuner.setup.host_states import announce_host_states
+        if self._has_host_states or self._has_host_shards:
+            from tuner.setup.host_states import announce_host_shards, announce_host_states
 
-            announce_host_states(console, resolved, rank_info)
-        if self._has_host_shards:
-            from tuner.setup.host_states import announce_host_shards
-
-            announce_host_shards(console, resolved, rank_info)
+            announce = announce_host_states if self._has_host_states else announce_host_shards
+            announce(console, resolved, rank_info)
