@@ -33,8 +33,8 @@ SURFACE = {
     "verify-resume": "RUN --steps",
     "eval": "MODEL (RECIPE) --tasks --output",
     "compare": "FIRST SECOND --level",
-    "export-hf": "PATH --step --output --dtype --keep-fp32 --adapter --base-model --text-only --base --weights --shard-size "
-    "--dry-run",
+    "export-hf": "PATH --step --output --dtype --keep-fp32 --adapter --base-model --text-only --base --weights "
+    "--shard-size --dry-run",
     "push": "PATH REPO --private --dry-run",
     "generate": "MODEL --prompt --file --compare --base --max-new-tokens --temperature --top-p --top-k "
     "--seed --system --raw",

@@ -401,6 +401,8 @@ class TrainSection(Section):
     """Recompute decoder layers: full keeps only their inputs, selective also matrix products; auto: what is needed."""
     gradient_checkpointing_layers: Annotated[Duration, Span(units=("%", "layers"))] = Duration.parse("100%")
     """How many layers are recomputed, evenly spaced, such as 50% or 12 layers."""
+    gradient_checkpointing_modules: Globs = ()
+    """Modules of those layers that are recomputed in place of whole layers: names or globs, e.g. [mlp]; with full."""
     offload_activations: Annotated[bool | Auto, Switch()] = "auto"
     """Keep the inputs of recomputed layers in the host's memory until the backward pass; auto: where CUDA needs it."""
     tiled_mlp: Annotated[bool | Auto, Switch()] = "auto"

@@ -240,6 +240,19 @@ def _layers_need_recompute(recipe: Recipe, given: Set[str]) -> str | None:
     return "needs train.gradient_checkpointing: selective or full"
 
 
+def _recomputed_modules_are_of_layers(recipe: Recipe, given: Set[str]) -> str | None:
+    train = recipe.train
+    if not train.gradient_checkpointing_modules:
+        return None
+    if train.gradient_checkpointing != "full":
+        return "these modules are recomputed whole; write train.gradient_checkpointing: full"
+    if train.compile is True:
+        return "compiled layers are recomputed whole; write train.compile: false"
+    if train.offload_activations is True:
+        return "the inputs of recomputed layers go to the host, not those of modules; write offload_activations: false"
+    return None
+
+
 def _offload_needs_recompute(recipe: Recipe, given: Set[str]) -> str | None:
     train = recipe.train
     if train.offload_activations is not True or train.gradient_checkpointing in {"selective", "full"}:
@@ -513,6 +526,10 @@ RULES: tuple[Rule, ...] = (
     Rule(("train.precision", "model.quantize"), _quantized_products_are_their_own),
     Rule(("train.fp8_except", "train.precision"), _fp8_layers_are_left_out_of_fp8),
     Rule(("train.gradient_checkpointing_layers", "train.gradient_checkpointing"), _layers_need_recompute),
+    Rule(
+        ("train.gradient_checkpointing_modules", "train.gradient_checkpointing", "train.compile"),
+        _recomputed_modules_are_of_layers,
+    ),
     Rule(("train.offload_activations", "train.gradient_checkpointing"), _offload_needs_recompute),
     Rule(("train.compile", "data.packing"), _compiled_rows_are_packed),
     Rule(("data.train", "method.kind"), _pretrain_takes_text),

@@ -37,6 +37,8 @@ class AssemblySpec:
     recompute: Recompute = "none"
     recomputed_layers: Duration = Duration.parse("100%")
     """A share of the decoder layers, or a number of them."""
+    recomputed_modules: Sequence[str] = ()
+    """Names or globs of what of these layers is recomputed; empty: all of them."""
     offload: bool = False
     """Whether the inputs of recomputed layers are kept in the host's memory."""
     tiles: bool = False
@@ -158,7 +160,7 @@ def _recompute(root: CausalLM, spec: AssemblySpec, compiled: bool) -> int | None
     from tuner.model.blocks import apply_recompute
 
     n_layers = recomputed_count(spec.recomputed_layers, len(decoder_blocks(root.model, "train.gradient_checkpointing")))
-    apply_recompute(root, spec.recompute, n_layers, compiled=compiled)
+    apply_recompute(root, spec.recompute, n_layers, compiled=compiled, modules=spec.recomputed_modules)
     return n_layers
 
 

@@ -48,6 +48,7 @@ ON_RESUME: dict[str, Effect] = {
     "train.device": "refuse",
     "train.gradient_checkpointing": "safe",
     "train.gradient_checkpointing_layers": "safe",
+    "train.gradient_checkpointing_modules": "safe",
     "train.offload_activations": "safe",
     "train.tiled_mlp": "warn",
     "train.compile": "warn",

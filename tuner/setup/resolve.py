@@ -392,6 +392,8 @@ def _compiled(recipe: Recipe, facts: DeviceFacts, meta: PreTrainedModel, no_trit
     if wanted == "auto":
         if recipe.prober.steps:
             return False, "modules are looked into (prober.steps)"
+        if recipe.train.gradient_checkpointing_modules:
+            return False, "modules of layers are recomputed (train.gradient_checkpointing_modules)"
         if facts.kind != "cuda" or problem is not None or no_triton is not None:
             return False, problem or no_triton or facts.kind
         if not recipe.data.packs_rows:

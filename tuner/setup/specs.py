@@ -129,6 +129,7 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
         kernels=cast("Kernels", recipe.model.kernels),
         recompute=cast("Recompute", train.gradient_checkpointing),
         recomputed_layers=train.gradient_checkpointing_layers,
+        recomputed_modules=train.gradient_checkpointing_modules,
         offload=train.offload_activations is True,
         tiles=train.tiled_mlp is True,
         padding=Padding(tokens, longest) if train.compile is True else None,
