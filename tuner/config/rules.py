@@ -134,7 +134,7 @@ def _micro_divides_global(recipe: Recipe, given: Set[str]) -> str | None:
 def _own_class_has_an_output_layer(recipe: Recipe, given: Set[str]) -> str | None:
     if recipe.model.use is None or recipe.method.kind != "reward":
         return None
-    return "a class of your own is one with an output layer, and method.kind: reward trains a score; leave use out"
+    return "a class of your own has an output layer, and a score is what method.kind: reward trains; write use: null"
 
 
 def _config_needs_random(recipe: Recipe, given: Set[str]) -> str | None:
@@ -224,13 +224,13 @@ def _quantized_products_are_their_own(recipe: Recipe, given: Set[str]) -> str | 
 def _fp8_layers_are_left_out_of_fp8(recipe: Recipe, given: Set[str]) -> str | None:
     if not recipe.train.fp8_except or recipe.train.precision == "fp8":
         return None
-    return "names layers that are not multiplied in fp8, and nothing is; write train.precision: fp8, or leave it out"
+    return "names layers that are not multiplied in fp8, and nothing is; write train.precision: fp8"
 
 
 def _adapter_is_written_in_one_type(recipe: Recipe, given: Set[str]) -> str | None:
     if not recipe.export.keep_fp32 or recipe.export.adapter == "merge" or recipe.adapter.kind == "none":
         return None
-    return "a kept adapter is written in one type; write export.adapter: merge, or leave keep_fp32 out"
+    return "a kept adapter is written in one type; write export.adapter: merge"
 
 
 def _layers_need_recompute(recipe: Recipe, given: Set[str]) -> str | None:
@@ -322,6 +322,9 @@ def _shards_on_host_are_plain(recipe: Recipe, given: Set[str]) -> str | None:
         return None
     if recipe.model.quantize != "none":
         return "a quantised base stays whole on the device; write model.quantize: none, or parallel.offload: none"
+    adapter = recipe.adapter
+    if isinstance(adapter, PeftAdapter) and adapter.config["peft_type"] == "ADALORA":
+        return "AdaLoRA's ranks go by whole weights on the device; write parallel.offload: none"
     if keeps_states_on_host(optimizer):
         return "the moments of such shards are on the host already; write optimizer.offload: none"
     is_plain = getattr(optimizer, "state", "fp32") == "fp32" and not rounds_stochastically(optimizer)
@@ -557,7 +560,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("optimizer.rounding", "optimizer.kind", "model.dtype", "adapter.kind"), _stochastic_rounding_needs_bf16),
     Rule(("optimizer.offload", "optimizer.state", "optimizer.rounding", "optimizer.kind"), _states_on_host_are_fp32),
     Rule(
-        ("parallel.offload", "model.quantize", "optimizer.kind", "optimizer.rows", "optimizer.offload"),
+        ("parallel.offload", "model.quantize", "adapter.config", "optimizer.offload", "optimizer.rows"),
         _shards_on_host_are_plain,
     ),
     Rule(("prober.modules", "prober.steps"), _probed_modules_are_named),

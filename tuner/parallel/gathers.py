@@ -97,8 +97,10 @@ class _Widened:
 
     def __call__(self, unit: nn.Module, inputs: object) -> None:
         for module, name, sharded in self._own:
-            if getattr(module, name).dtype != sharded.dtype:
-                setattr(module, name, nn.Parameter(_unsharded(sharded), requires_grad=False))
+            gathered = getattr(module, name)
+            if gathered.dtype != sharded.dtype:  # whose shard may lie in the host's memory
+                whole = _unsharded(sharded).to(gathered.device)
+                setattr(module, name, nn.Parameter(whole, requires_grad=False))
 
 
 def _unsharded(sharded: DTensor) -> torch.Tensor:

@@ -42,8 +42,8 @@ def require_groups(recipe: Recipe, rank_info: RankInfo) -> None:
 
 def mesh_of(parallel: ParallelSection, rank_info: RankInfo) -> Mesh:
     """The processes of a launch as a resolved recipe lays them out."""
-    axes = parallel.tensor, parallel.sequence, parallel.expert
-    spec = MeshSpec(parallel.shard, *axes, replicas=parallel.replicas, on_host=parallel.offload == "host")
+    shard, on_host = parallel.shard, parallel.offload == "host"
+    spec = MeshSpec(shard, parallel.tensor, parallel.sequence, parallel.expert, parallel.replicas, on_host)
     return Mesh.of(rank_info, spec)
 
 
