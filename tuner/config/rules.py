@@ -560,7 +560,10 @@ RULES: tuple[Rule, ...] = (
     Rule(("optimizer.rounding", "optimizer.kind", "model.dtype", "adapter.kind"), _stochastic_rounding_needs_bf16),
     Rule(("optimizer.offload", "optimizer.state", "optimizer.rounding", "optimizer.kind"), _states_on_host_are_fp32),
     Rule(
-        ("parallel.offload", "model.quantize", "adapter.config", "optimizer.offload", "optimizer.rows"),
+        (
+            *("parallel.offload", "model.quantize", "adapter.config"),
+            *("optimizer.kind", "optimizer.offload", "optimizer.rows"),
+        ),
         _shards_on_host_are_plain,
     ),
     Rule(("prober.modules", "prober.steps"), _probed_modules_are_named),

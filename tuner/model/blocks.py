@@ -188,8 +188,7 @@ def _chosen(root: CausalLM, n_layers: int | None) -> list[nn.Module]:
 
 
 def _inside(root: CausalLM, blocks: Sequence[nn.Module], patterns: Sequence[str]) -> list[nn.Module]:
-    """The modules of layers that a pattern means, without those inside of others: these are computed again with them.
-    """
+    """The modules of layers that a pattern means, but for those inside of others, which are recomputed with them."""
     own = {id(module) for block in blocks for module in block.modules()}
     names = [name for name, module in root.model.named_modules() if id(module) in own]
     found: list[str] = []
