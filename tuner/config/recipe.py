@@ -63,7 +63,7 @@ Globs = Annotated[tuple[str, ...], Several(item=Text(kind="names or globs"), emp
 
 
 class InitFrom(Section):
-    """A place whose weights the model is given before the first step."""
+    """A place whose weights the model is given before the first step, and newer ones between steps where it says so."""
 
     path: Annotated[str, Text(kind="a run, a checkpoint, an export, or the directory of a model or adapter")]
     """A run, one of its checkpoints, an export, or the directory of a Hugging Face model or adapter (required)."""
@@ -79,9 +79,13 @@ class InitFrom(Section):
     """Whether embeddings and output layers with fewer rows than here fill the first rows."""
     adapter: Word[Literal["auto", "merge", "keep"]] = "auto"
     """Of an adapter: merge it into the weights, or keep training it; auto keeps it where the recipe has an adapter."""
+    every: Annotated[Durations | None, CadenceSpan(units=("steps", "windows", "epochs"))] = None
+    """How often the newest checkpoint of a run, or step-N of a directory, takes the place of the one before."""
 
 
-SOURCES_OF_WEIGHTS = Items(InitFrom, "a list of paths or of {path, load, exclude, rename, strict, grow, adapter}")
+SOURCES_OF_WEIGHTS = Items(
+    InitFrom, "a list of paths or of {path, load, exclude, rename, strict, grow, adapter, every}"
+)
 
 
 class ModelSection(Section):

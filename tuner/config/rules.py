@@ -350,6 +350,13 @@ def _layers_of_peft_are_plain(recipe: Recipe, given: Set[str]) -> str | None:
     return None
 
 
+def _newer_weights_can_be_taken(recipe: Recipe, given: Set[str]) -> str | None:
+    is_apart = recipe.tokenizer.add_tokens or getattr(recipe.method, "reference", None) is not None
+    if not is_apart or not any(entry.every for entry in recipe.model.init_from):
+        return None
+    return "neither a reference model nor rows of new tokens follow the newer weights of every; remove every"
+
+
 def _kept_adapter_is_there(recipe: Recipe, given: Set[str]) -> str | None:
     if recipe.export.adapter == "merge" or recipe.adapter.kind != "none":
         return None
@@ -481,6 +488,7 @@ RULES: tuple[Rule, ...] = (
         ("adapter.kind", "adapter.config", "model.quantize", "train.precision", "parallel.tensor", "parallel.expert"),
         _layers_of_peft_are_plain,
     ),
+    Rule(("model.init_from", "method.kind", "tokenizer.add_tokens"), _newer_weights_can_be_taken),
     Rule(("export.adapter", "adapter.kind"), _kept_adapter_is_there),
     Rule(("export.base", "model.quantize", "export.adapter"), _base_is_a_choice),
     Rule(("optimizer.nesterov", "optimizer.momentum", "optimizer.kind"), _nesterov_has_momentum),

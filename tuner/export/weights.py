@@ -19,6 +19,7 @@ from tuner.export.source import ExportSource
 from tuner.export.tensors import mean_of
 from tuner.init_from.give import give_frozen
 from tuner.init_from.target import target_of
+from tuner.init_from.versions import pinned, versions_in
 from tuner.model import transformers_private
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, auto_model, build_model, meta_model
@@ -192,7 +193,8 @@ def _give_frozen(source: ExportSource, model: PreTrainedModel) -> None:
     section, trainable, config = ModelSection(**source.model_section), trainable_spec_of(source), read_config(source)
     plain, adapted = (meta_model(config, torch.float32, source.head) for _ in range(2))
     trainable.apply(adapted, seed=0)
-    give_frozen(section.init_from, target_of(plain, adapted, trainable), model)
+    entries = pinned(section.init_from, versions_in(source.meta["init_from"]))
+    give_frozen(entries, target_of(plain, adapted, trainable), model)
 
 
 def _copy_base(model: nn.Module, base: nn.Module) -> None:

@@ -180,7 +180,7 @@ def materialise(
                 _read(local, part, pieces[name], blocks)
             else:
                 whole = own.get(name)
-                _fill(target, whole if whole is None or unread is None else unread.whole(whole), types[name])
+                fill(target, whole if whole is None or unread is None else unread.whole(whole), types[name])
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor], unread: UnreadWeights | None) -> dict[str, tuple[WeightPiece, ...]]:
@@ -205,10 +205,16 @@ def _read(local: torch.Tensor, part: TensorPart, pieces: Sequence[WeightPiece], 
                 target.copy_(there.to(local.device))
 
 
-def _fill(target: torch.Tensor, whole: torch.Tensor | None, dtype: torch.dtype) -> None:
-    """Give a process its part of a tensor of this type, whose rows it is sent by who has the ``whole``. Collective."""
+@torch.no_grad()
+def fill(
+    target: torch.Tensor, whole: torch.Tensor | None, dtype: torch.dtype, shape: Sequence[int] | None = None
+) -> None:
+    """Give a process its part of a tensor of this type, whose rows it is sent by who has the ``whole``. Collective.
+
+    ``shape`` is that of its first rows where the ``whole`` has no more.
+    """
     local, part = _local(target)
-    for start, stop in _blocks(target.shape, dtype):
+    for start, stop in _blocks(target.shape if shape is None else shape, dtype):
         rows = None if whole is None else whole[start:stop] if whole.ndim else whole
         rows = _sent(rows, (stop - start, *target.shape[1:]) if target.ndim else (), dtype, local.device)
         for box in part.boxes:
@@ -252,7 +258,8 @@ def _sample(path: str, places: Sequence[InFile]) -> str | None:
 def _sent(rows: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What rank 0 has as these ``rows``, on every process. Collective: a broadcast is what all backends do fastest."""
     block = torch.empty(tuple(shape), dtype=dtype, device=device) if rows is None else rows.to(device).contiguous()
-    dist.broadcast(block, src=0)
+    if dist.is_initialized():
+        dist.broadcast(block, src=0)
     return block
 
 

@@ -17,6 +17,7 @@ from tuner.data.encoding.tokenizer_files import tokenizer_directory
 from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, DivergedError, RecipeError, counted
 from tuner.model.root import CausalLM, trained_parameters
+from tuner.run.meta import GIVEN
 from tuner.rundir.layout import MODEL_PREFIX, RESOLVED_RECIPE
 from tuner.rundir.model_path import HfDirectory, HubModel, RunCheckpoint, resolve_model_path
 from tuner.rundir.same_base import require_same_base, require_same_quantizer
@@ -110,6 +111,8 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
 
 def loaded_model(trained: Trained, resolved: Resolved, rank_info: RankInfo) -> tuple[CausalLM, StepConfig]:
     """The model with its weights, and how it computes. Collective. Raises DataError for another base's checkpoint."""
+    if isinstance(trained, RunCheckpoint):
+        resolved = replace(resolved, given=trained.checkpoint.meta.get(GIVEN))
     (root, facts), step_config = assemble_model(resolved, rank_info)
     if isinstance(trained, RunCheckpoint):
         require_same_base(trained.checkpoint, facts.agreed_frozen_hash())

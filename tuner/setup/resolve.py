@@ -76,6 +76,8 @@ class Resolved:
     """How the documents of a micro-batch go through the model."""
     given: Mapping[str, Any] | None = None
     """What `model.init_from` gave the run that is resumed, by its checkpoint; None where a run begins."""
+    versions: Mapping[int, str] = field(default_factory=dict)
+    """The paths of what a run that begins is given by those of its entries that newer versions are looked for of."""
     teacher: str | None = None
     """The directory of the teacher's version that is at hand, where `method.teacher_every` looks for newer ones."""
 

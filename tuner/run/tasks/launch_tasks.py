@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tuner.checkpoint.open import CheckpointInfo
 from tuner.checkpoint.save import CheckpointDir
@@ -74,7 +74,7 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     verify = (lambda: None) if health is None else health.before_save
     checkpoints = CheckpointDir(run.checkpoints, context.run_id)
     saver = Saver(
-        assembly, sections.checkpoint, checkpoints, lambda: meta | frozen_meta(assembly), (metrics, samples),
+        assembly, sections.checkpoint, checkpoints, lambda step: meta | _meta_at(context, step), (metrics, samples),
         sections.timeout_s, verify,
     )  # fmt: skip
     resumed_from = found.path if found is not None and found.path.parent == run.checkpoints else None
@@ -101,6 +101,12 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
         *_of_parts(context, needs, after_saves=True),
     ]
     return LaunchTasks(Tasks(tasks), hooks, stop, (metrics, samples))
+
+
+def _meta_at(context: LaunchContext, step: int) -> dict[str, Any]:
+    """What a manifest says besides, by when it is written."""
+    of_parts = (part.facts(step) for part in context.parts)
+    return frozen_meta(context.assembly) | {name: fact for facts in of_parts for name, fact in facts.items()}
 
 
 def _registrations(context: LaunchContext, sections: TaskSections) -> list[Registration]:
