@@ -1,6 +1,6 @@
 """Attention on CUDA, proven without a GPU: models through stand-in kernels, Triton's interpreter, Triton's compiler.
 
-    python tools/attention_campaign.py [branch] [interpreter] [compiler]
+    python -m tools.attention_campaign [branch] [interpreter] [compiler]
 
 `branch`: tiny models of seven kinds x recomputing levels x adapters x eager, traced and compiled layers give the
 gradients of the blocks of products, through kernels that refuse what FlashAttention 2 refuses. `interpreter`: our
@@ -15,14 +15,11 @@ import argparse
 import itertools
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch._dynamo.utils import counters
@@ -140,4 +137,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """What `auto` becomes for real models on real cards: the recipe with defaults, its model's shape, no weights.
 
-    python tools/auto_campaign.py [--only NAME ...]
+    python -m tools.auto_campaign [--only NAME ...]
 
 Each case leaves micro-batch, recomputing and sharding open, as the default recipe does, and is settled by prediction as
 a training on that device would settle it. Prints the values, the predicted peak and the reasons, and how many settings
@@ -11,7 +11,6 @@ case demands.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -19,11 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tuner.config.load import LoadedRecipe, load_recipe  # noqa: E402
-from tuner.setup.settled import LEVEL, MICRO, SHARD  # noqa: E402
+from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.setup.settled import LEVEL, MICRO, SHARD
 
 QWEN3: dict[str, Any] = {
     "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960,

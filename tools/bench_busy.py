@@ -1,7 +1,7 @@
 """Measures a step of `tuner train` idle and while another program takes a core, against another commit's tree.
 
     git worktree add ../before COMMIT
-    python tools/bench_busy.py --model DIR --against ../before [--rounds 3] [--steps 12]
+    python -m tools.bench_busy --model DIR --against ../before [--rounds 3] [--steps 12]
 
 Full fine-tuning of the model of `bench_train.py smollm2-full` with the command's defaults but for evaluation, on all
 cores. The runs of both trees alternate, idle and busy, in each round. `first` is the slowest of the first three steps,
@@ -24,12 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.bench_train import Bench  # noqa: E402
-from tools.bench_train_cases import CASES  # noqa: E402
-from tools.commands import done, environment, read_lines, say  # noqa: E402
+from tools.bench_train import Bench
+from tools.bench_train_cases import CASES
+from tools.commands import ROOT, done, environment, read_lines, say
 
 FIRST = 3
 

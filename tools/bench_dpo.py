@@ -1,6 +1,6 @@
 """Steps per second and peak memory of DPO against TRL's DPOTrainer on SmolLM2, alternating in one run.
 
-    python tools/bench_dpo.py --model DIR [--rounds 2] [--steps 5] [--trl-python PYTHON] [--trl-path DIR]
+    python -m tools.bench_dpo --model DIR [--rounds 2] [--steps 5] [--trl-python PYTHON] [--trl-path DIR]
 
 400 real pairs (tools/real_preferences.py) whose answers have at most 1,024 tokens with their prompt. A run
 takes eight times `--steps` of them, evenly from all 400 in the order of their lengths, so that each run has pairs of
@@ -32,13 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools import real_preferences as real  # noqa: E402
-from tools.commands import read_lines, say, write_lines  # noqa: E402
-from tools.measures import alternated, machine  # noqa: E402
-from tools.preference_vs_trl import run_json, token_rows  # noqa: E402
+from tools import real_preferences as real
+from tools.commands import ROOT, read_lines, say, write_lines
+from tools.measures import alternated, machine
+from tools.preference_vs_trl import run_json, token_rows
 
 ALL, LONGEST, PER_STEP, ROW, LR = 400, 1024, 8, 2048, 1e-6
 GOALS = {"trl, defaults": 4.0, "trl, best": 2.5}

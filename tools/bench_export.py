@@ -1,6 +1,6 @@
 """Exporting a checkpoint of several ranks, against DCP's Hugging Face writer and a plain write of the same bytes.
 
-    python tools/bench_export.py DIRECTORY --rounds 3 [--gigabytes 2] [--ranks 4]
+    python -m tools.bench_export DIRECTORY --rounds 3 [--gigabytes 2] [--ranks 4]
 
 The first call writes the checkpoint (a llama of random float32 weights, cut over the ranks as training cuts it) into
 DIRECTORY, which later calls use again; `--rounds 0` does no more than that. In every round follow each other, each in a
@@ -32,13 +32,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.measures import memory  # noqa: E402
+from tools.measures import memory
 
 BLOCK_BYTES = 16 << 20
 PROMPTS = ((5, 6, 7, 8), tuple(range(20, 60)))
+THIS = [sys.executable, "-m", "tools.bench_export"]
 CASES = ("raw", "copy", "ours", "dcp", "merge")
 
 
@@ -239,7 +237,7 @@ def dcp_rank(directory: Path, target: Path, rank: int, ranks: int) -> dict[str, 
 def dcp(directory: Path, target: Path, ranks: int) -> dict[str, float]:
     """DCP's writer in as many processes."""
     target.with_name("dcp-meeting").unlink(missing_ok=True)
-    words = [sys.executable, __file__, str(directory), "--case", "dcp", "--ranks", str(ranks), "--rank"]
+    words = [*THIS, str(directory), "--case", "dcp", "--ranks", str(ranks), "--rank"]
     started = [subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE) for rank in range(ranks)]
     outs = [process.communicate()[0] for process in started]
     figures: dict[str, float] = json.loads(outs[0])
@@ -284,9 +282,7 @@ def child(case: str, directory: Path, ranks: int) -> dict[str, float]:
         return dcp(directory, target, ranks)
     shutil.rmtree(target, ignore_errors=True)
     empty_caches()
-    out = subprocess.run(
-        [sys.executable, __file__, str(directory), "--case", case], stdout=subprocess.PIPE, check=True
-    ).stdout
+    out = subprocess.run([*THIS, str(directory), "--case", case], stdout=subprocess.PIPE, check=True).stdout
     figures: dict[str, float] = json.loads(out)
     return figures
 

@@ -1,6 +1,6 @@
 """Measures `tuner prepare-data` against TRL's SFT preparation of the same rows, alternating in one run.
 
-    python tools/bench_prepare.py [--vocabulary smollm2,qwen3] [--slice 48] [--size 1000] [--rounds 3] [--workers 1,2]
+    python -m tools.bench_prepare [--vocabulary smollm2,qwen3] [--slice 48] [--size 1000] [--rounds 3] [--workers 1,2]
 
 Ours is the real command with one worker, from the start of its process to its end, and a cache that holds nothing but
 what transformers makes of the tokenizer, which is asked once; the CPU time is that of its whole process tree. TRL's is
@@ -33,11 +33,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from tools import bench_rows
+from tools.bench_digests import prepared_digests
 
-from tools import bench_rows  # noqa: E402
-from tools.bench_digests import prepared_digests  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 MARKED = ROOT / "tests" / "reference" / "marked"
 MAX_LENGTH = 8192

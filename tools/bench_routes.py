@@ -1,6 +1,6 @@
 """Measures a step over packed rows against the same documents one to a row, for families of models; alternating.
 
-    python tools/bench_routes.py [--only gpt_oss bloom] [--rounds 8] [--out figures.json]
+    python -m tools.bench_routes [--only gpt_oss bloom] [--rounds 8] [--out figures.json]
 
 Each family has a shape of a few million parameters with random weights. Documents are as long as answers in chats are
 (median 120 tokens, one in twenty above 500, at most 1,024); a step has as many as fill two rows of 1,024 tokens. Both
@@ -26,15 +26,13 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.causal_checks import quiet  # noqa: E402
-from tools.causal_training import Mode, Training  # noqa: E402
-from tools.tables import beside  # noqa: E402
-from tuner.data.batches import Batch, StepBatches, collate  # noqa: E402
-from tuner.data.prepared import Row  # noqa: E402
-from tuner.errors import RecipeError  # noqa: E402
-from tuner.train.step import optimizer_step  # noqa: E402
+from tools.causal_checks import quiet
+from tools.causal_training import Mode, Training
+from tools.tables import beside
+from tuner.data.batches import Batch, StepBatches, collate
+from tuner.data.prepared import Row
+from tuner.errors import RecipeError
+from tuner.train.step import optimizer_step
 
 ROW, ROWS, WARM_UP = 1024, 2, 2
 VOCAB = 8192

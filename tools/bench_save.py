@@ -1,8 +1,8 @@
 """What a save costs: against DCP's own writer, and the training thread while one is written beside it.
 
-    python tools/bench_save.py MODEL_DIRECTORY WORK_DIRECTORY --rounds 5 [--steps 10] [--only plain|training]
+    python -m tools.bench_save MODEL_DIRECTORY WORK_DIRECTORY --rounds 5 [--steps 10] [--only plain|training]
 
-MODEL_DIRECTORY is a Hugging Face model, such as the one of `python tools/build_smollm2.py`. WORK_DIRECTORY must be on
+MODEL_DIRECTORY is a Hugging Face model, such as the one of `python -m tools.build_smollm2`. WORK_DIRECTORY must be on
 the disk that is meant.
 
 plain     its weights and AdamW's moments in float32, saved in turns by ours at once (hashed, with manifest and
@@ -22,15 +22,11 @@ import json
 import os
 import shutil
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 EVERY = 500
 RECIPE = {

@@ -1,11 +1,11 @@
 """Measures a step of `tuner train` against TRL's SFTTrainer on the same packed rows, alternating in one run.
 
-    python tools/bench_train.py smollm2-full --model DIR [--rounds 3] [--steps 16] [--prefix "taskset -c 0,1"]
-    python tools/bench_train.py qwen3-9m
-    python tools/bench_train.py gpt-oss-15m
-    python tools/bench_train.py qwen3.5-10m
-    python tools/bench_train.py qwen3-0.6b-4k --device cuda
-    python tools/bench_train.py parity --model DIR
+    python -m tools.bench_train smollm2-full --model DIR [--rounds 3] [--steps 16] [--prefix "taskset -c 0,1"]
+    python -m tools.bench_train qwen3-9m
+    python -m tools.bench_train gpt-oss-15m
+    python -m tools.bench_train qwen3.5-10m
+    python -m tools.bench_train qwen3-0.6b-4k --device cuda
+    python -m tools.bench_train parity --model DIR
 
 Ours is the real command with its defaults: metrics, evaluation of one held-out row at every 10 % of the run, final
 checkpoint. The peer runs with its own defaults and in its best configuration: on a CPU `bf16=True` without
@@ -40,12 +40,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.bench_train_cases import CASES, Case, flops_per_step, packed_rows, write_model, write_rows  # noqa: E402
-from tools.commands import read_lines, say  # noqa: E402
-from tools.measures import alternated, machine  # noqa: E402
+from tools.bench_train_cases import CASES, Case, flops_per_step, packed_rows, write_model, write_rows
+from tools.commands import ROOT, read_lines, say
+from tools.measures import alternated, machine
 
 WARM_UP = 3
 SPEED_LR, PARITY_LR = 1e-5, 1e-4

@@ -1,6 +1,6 @@
 """Train every causal type that transformers knows for twenty steps, and hold it to the model that transformers loads.
 
-    python tools/causal_campaign.py [--only llama bloom] [--out figures.json] [--shard 1/4] [--plant reset]
+    python -m tools.causal_campaign [--only llama bloom] [--out figures.json] [--shard 1/4] [--plant reset]
 
 For each type a tiny model is saved with random weights (tools/causal_cases.py). The reference is `from_pretrained` of
 that directory in a plain loop, each document by itself (tools/causal_plain.py). Then it is trained as `tuner train`
@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -45,15 +44,13 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools import causal_checks, causal_compiled, cuda_campaign  # noqa: E402
-from tools.causal_cases import DECODERS, FAMILIES, TYPES, decoder_config, tiny_config, write_random  # noqa: E402
-from tools.causal_checks import BAD, MODES, Finding, Outcome, Subject, named, quiet  # noqa: E402
-from tools.causal_faults import EXPERT, FAULTS  # noqa: E402
-from tools.causal_plain import draws  # noqa: E402
-from tools.causal_rows import STEPS  # noqa: E402
-from tuner.model.kernels import has_liger  # noqa: E402
+from tools import causal_checks, causal_compiled, cuda_campaign
+from tools.causal_cases import DECODERS, FAMILIES, TYPES, decoder_config, tiny_config, write_random
+from tools.causal_checks import BAD, MODES, Finding, Outcome, Subject, named, quiet
+from tools.causal_faults import EXPERT, FAULTS
+from tools.causal_plain import draws
+from tools.causal_rows import STEPS
+from tuner.model.kernels import has_liger
 
 AS_DECODER = ", is_decoder"
 EVERY = (*MODES, "compiled", "again", "inductor", "processes", "answers", "export", "cuda")

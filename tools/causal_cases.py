@@ -99,4 +99,3 @@ def _small(kind: type[PretrainedConfig]) -> dict[str, Any]:
     override = _OVERRIDES.get(kind.model_type, {})
     text = {"text_config": _SIZES | override["text_config"]} if "text_config" in override else {}
     return made | override | text
-

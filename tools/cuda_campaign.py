@@ -1,6 +1,6 @@
 """Predict every causal type that transformers knows for a GPU: a number, or refused with a reason; never a traceback.
 
-    python tools/cuda_campaign.py [--only llama qwen3] [--out figures.json] [--table figures.md]
+    python -m tools.cuda_campaign [--only llama qwen3] [--out figures.json] [--table figures.md]
 
 Each type is a tiny random config (tools/causal_cases.py). Its step is traced as a GPU would take it, in full, with an
 adapter, and with layers computed again: the kernels that CUDA chooses, on tensors without memory. What the kernels of
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 import tempfile
 import time
 import traceback
@@ -27,16 +26,14 @@ from unittest.mock import patch
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.causal_cases import DECODERS, TYPES, tiny_config  # noqa: E402
-from tuner.config.load import load_recipe  # noqa: E402
-from tuner.errors import TunerError  # noqa: E402
-from tuner.profile import tracing  # noqa: E402
-from tuner.profile.devices import find_device  # noqa: E402
-from tuner.profile.predict import Target, predict  # noqa: E402
-from tuner.runtime.dist import RankInfo  # noqa: E402
-from tuner.runtime.torch_private import TorchDispatchMode  # noqa: E402
+from tools.causal_cases import DECODERS, TYPES, tiny_config
+from tuner.config.load import load_recipe
+from tuner.errors import TunerError
+from tuner.profile import tracing
+from tuner.profile.devices import find_device
+from tuner.profile.predict import Target, predict
+from tuner.runtime.dist import RankInfo
+from tuner.runtime.torch_private import TorchDispatchMode
 
 MODES: dict[str, dict[str, dict[str, Any]]] = {
     "full": {},

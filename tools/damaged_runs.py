@@ -1,7 +1,7 @@
 """Damage a finished run in every way that it can be, ask each command for it, and follow what the commands say.
 
-    python tools/damaged_runs.py
-    python tools/damaged_runs.py --states "bit flipped" "all checkpoints gone" --json states.jsonl
+    python -m tools.damaged_runs
+    python -m tools.damaged_runs --states "bit flipped" "all checkpoints gone" --json states.jsonl
 
 A tiny run of eight steps with checkpoints of steps 4, 6 and 8 is trained unbroken, in one process. Each state is made
 of it anew for every command. Prints a table of exit codes and last lines, and holds the commands to this:
@@ -22,17 +22,13 @@ import argparse
 import json
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.fixtures.damaged import COMMANDS, EARLIER, LAST, ONE, RUN, Place, Said  # noqa: E402
+from tests.fixtures.damaged import COMMANDS, EARLIER, LAST, ONE, RUN, Place, Said
 
 MEANS_LAST = ("export", "eval", "generate")
 MOST_HINTS = 3

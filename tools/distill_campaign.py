@@ -1,6 +1,6 @@
 """Distillation against cross-entropy alone: four layers learn from SmolLM2, and from the same text without it.
 
-    python tools/distill_campaign.py [--smollm2 DIR] [--steps 60] [--place DIR]
+    python -m tools.distill_campaign [--smollm2 DIR] [--steps 60] [--place DIR]
 
 Both students are drawn from one seed with SmolLM2's config but four layers, see the same rows of Python's documentation
 (Debian's package, fetched with apt-get) in the same order, and take as many steps: one by `method.kind: pretrain`, two
@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from tools.bench_rows import documentation
 
-from tools.bench_rows import documentation  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
 
 TOKENS, ROWS = 256, 4
 """Tokens of a row, and rows of a step."""

@@ -1,6 +1,6 @@
 """Change the number of processes of a run twice, and hold sample order and losses against a run that never changes it.
 
-    python tools/elastic_campaign.py --changes 1,2,1 1,4,2 --steps 110 --lr 1e-3 --seed 0
+    python -m tools.elastic_campaign --changes 1,2,1 1,4,2 --steps 110 --lr 1e-3 --seed 0
 
 A llama of 2 layers (width 32, vocabulary 300) is trained in full from random weights in float32 on rows of repeated
 words, 8 rows a step, for three times so many steps: once in one process, and once for every list of numbers of
@@ -16,15 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.commands import STOPPED, launch, read_lines, write_lines  # noqa: E402
+from tools.commands import STOPPED, launch, read_lines, write_lines
 
 BOUNDS = {10: 1e-6, 100: 1e-5}
 FALL = 1.0

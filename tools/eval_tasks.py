@@ -1,6 +1,6 @@
 """Three small tasks for `eval.tasks`, one of each kind, made on this machine: 320 items each.
 
-    python tools/eval_tasks.py DIRECTORY [--items 320] [--wheel reasoning_gym-0.1.25-py3-none-any.whl]
+    python -m tools.eval_tasks DIRECTORY [--items 320] [--wheel reasoning_gym-0.1.25-py3-none-any.whl]
 
 `functions.jsonl` (choice): which sentence documents a function of the standard library, among four of its module.
 `documentation.jsonl` (text): docstrings of the standard library. `sums.jsonl` (generated): sums of reasoning-gym

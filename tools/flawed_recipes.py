@@ -1,6 +1,6 @@
 """Recipes with one flaw each that their keys do not show: `config check` or `--dry-run` must find every one.
 
-python tools/flawed_recipes.py [--only NAME ...] [--launch]
+python -m tools.flawed_recipes [--only NAME ...] [--launch]
 
 Each is a tiny recipe that trains, changed in one place. With `--launch`, that the launch itself fails is shown too, so
 that no flaw of the table is imagined.
@@ -11,18 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.changes import apply  # noqa: E402
-from tools.tables import beside  # noqa: E402
+from tools.changes import apply
+from tools.tables import beside
 
 Finder = Literal["check", "dry-run"]
 RECIPE: dict[str, Any] = {
@@ -139,4 +135,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

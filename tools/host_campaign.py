@@ -1,6 +1,6 @@
 """The optimizer's states on the host against states on the device: bits of runs, meshes that they cross, bytes.
 
-    python tools/host_campaign.py --model .demo/smollm2 --steps 20
+    python -m tools.host_campaign --model .demo/smollm2 --steps 20
 
 Three parts, each a line of JSON or more; exits with 1 where one is not as it should be.
 
@@ -22,16 +22,12 @@ import argparse
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.commands import read_lines, trained  # noqa: E402
+from tools.commands import read_lines, trained
 
 if TYPE_CHECKING:
     from tuner.profile.prediction import Part
@@ -88,7 +84,7 @@ def carried() -> Iterator[dict[str, Any]]:
         write_model(directory / "model")
         (directory / "model" / "rows.jsonl").touch()
         for number, processes in enumerate(CARRIED):
-            words = [str(Path(__file__).resolve()), "--carry", str(number), str(processes)]
+            words = ["-m", "tools.host_campaign", "--carry", str(number), str(processes)]
             trained(directory, abs(processes), words)
             info = open_checkpoint(directory / "checkpoints" / f"step-{number}")
             found = content_sha256(info)

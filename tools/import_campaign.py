@@ -1,6 +1,6 @@
 """`tuner import` over the configurations that other tools ship: what is converted, what is not, and what trains.
 
-python tools/import_campaign.py [--sources DIRECTORY] [--train N] [--left]
+python -m tools.import_campaign [--sources DIRECTORY] [--train N] [--left]
 
 Fetches axolotl, LLaMA-Factory, torchtune, TRL and ms-swift from the package index (about 15 MB, nothing is installed),
 converts every training configuration in them, and the training commands that the READMEs of TRL and ms-swift show,
@@ -23,16 +23,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from tools.flawed_recipes import prepare
+from tuner.config.imported import Imported, import_text
+from tuner.config.load import Override, RecipeText, load_recipe
+from tuner.config.other_configs import Tool
+from tuner.config.other_input import is_script
+from tuner.config.other_methods import PREFERENCES
+from tuner.errors import TunerError
 
-from tools.flawed_recipes import prepare  # noqa: E402
-from tuner.config.imported import Imported, import_text  # noqa: E402
-from tuner.config.load import Override, RecipeText, load_recipe  # noqa: E402
-from tuner.config.other_configs import Tool  # noqa: E402
-from tuner.config.other_input import is_script  # noqa: E402
-from tuner.config.other_methods import PREFERENCES  # noqa: E402
-from tuner.errors import TunerError  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     "axolotl==0.19.0": ("--no-build-isolation", "--no-binary", "axolotl"),

@@ -1,6 +1,6 @@
 """`tuner init` on rows of 51 kinds: the recipe is the right one, is taken, and loses nothing that it does not say.
 
-    python tools/init_campaign.py [--only WORDS] [--small]
+    python -m tools.init_campaign [--only WORDS] [--small]
 
 Of each case of `init/cases.py` the real commands are run: `init`, `config check` of what it prints, `prepare-data` of
 the same (with `on_bad_row: skip` where the recipe says that rows are bad). The recipe has to have the values that are
@@ -22,10 +22,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from tools.init.cases import Case, cases
 
-from tools.init.cases import Case, cases  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 POSITIONS = {"short": 2048, "medium": 8192}
 CUT = 0.01

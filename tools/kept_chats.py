@@ -1,6 +1,6 @@
 """How many chats a template keeps, and whether each document of an answer has the ids that transformers prompts with.
 
-    python tools/kept_chats.py ROWS.jsonl TOKENIZER=TEMPLATE.jinja ...
+    python -m tools.kept_chats ROWS.jsonl TOKENIZER=TEMPLATE.jinja ...
 
 ROWS.jsonl holds rows of messages; TOKENIZER is a directory with tokenizer.json, of which TEMPLATE.jinja replaces the
 chat template. For each pair a line says how many rows are kept of how many, in how many documents, and why others are
@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.flat import EncodedBatch

@@ -1,7 +1,7 @@
 """Kill training, uploads and readers of compressed files where calls of the system do not tell, and go on from there.
 
-    python tools/kill_campaign.py --count 8 --out kills.jsonl
-    python tools/kill_campaign.py --points evaluation save --processes 2 4 --count 20
+    python -m tools.kill_campaign --count 8 --out kills.jsonl
+    python -m tools.kill_campaign --points evaluation save --processes 2 4 --count 20
 
 Points of training, with one, two and four processes: `evaluation`, before one of its forwards; `save`, at a call of a
 save beside the steps; `signal`, SIGTERM to the command in such a save or in one that steps wait for; `clock`, killed
@@ -31,14 +31,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.fixtures import forked  # noqa: E402
-from tests.fixtures.fake_hub import Hub, serving  # noqa: E402
-from tests.fixtures.trainings import outcome, prepare  # noqa: E402
-from tools.commands import Results, environment  # noqa: E402
-from tools.struck import VARIABLE  # noqa: E402
+from tests.fixtures import forked
+from tests.fixtures.fake_hub import Hub, serving
+from tests.fixtures.trainings import outcome, prepare
+from tools.commands import ROOT, Results, environment
+from tools.struck import VARIABLE
 
 TRAINING = ("evaluation", "save", "signal", "clock")
 POINTS = (*TRAINING, "fewer", "push", "cut")

@@ -1,6 +1,6 @@
 """A real ladder on this machine: five sizes of a byte model on the standard library's documentation, killed at will.
 
-    python tools/ladder_campaign.py [--kills 5] [--threads 2] [--seed 0] [--keep DIR]
+    python -m tools.ladder_campaign [--kills 5] [--threads 2] [--seed 0] [--keep DIR]
 
 Documents are the docstrings of each module of the standard library, and the topics of `help()`. `tuner ladder run`
 trains the rungs; its process is killed with SIGKILL at random steps of the whole ladder, and the same command is given
@@ -26,16 +26,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.commands import Start, environment, run, write_lines  # noqa: E402
-from tools.tables import beside  # noqa: E402
-from tuner.config.load import load_recipe  # noqa: E402
-from tuner.config.paths import recipes_dir  # noqa: E402
-from tuner.ladder.marks import Mark, marks_csv, read_marks  # noqa: E402
-from tuner.ladder.record import LadderRecord, read_ladder  # noqa: E402
-from tuner.ladder.rungs import rungs_of  # noqa: E402
+from tools.commands import Start, environment, run, write_lines
+from tools.tables import beside
+from tuner.config.load import load_recipe
+from tuner.config.paths import recipes_dir
+from tuner.ladder.marks import Mark, marks_csv, read_marks
+from tuner.ladder.record import LadderRecord, read_ladder
+from tuner.ladder.rungs import rungs_of
 
 POLL_S = 0.05
 LIMIT_S = 20 * 60

@@ -1,6 +1,6 @@
 """Compile every kernel of liger that a training launches, for every generation of GPUs, without a GPU.
 
-    python tools/liger_campaign.py [--only llama gemma2] [--targets 80 90]
+    python -m tools.liger_campaign [--only llama gemma2] [--targets 80 90]
 
 For each type that liger has kernels for, the step of a tiny model is traced as for CUDA (tools/cuda_campaign.py), and
 each launch of a Triton kernel noted: its types, its constants, and the sizes that liger chose. Each is then compiled
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,10 +22,8 @@ from unittest.mock import patch
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.causal_cases import TYPES, tiny_config  # noqa: E402
-from tools.cuda_campaign import _quiet, predicted  # noqa: E402
+from tools.causal_cases import TYPES, tiny_config
+from tools.cuda_campaign import _quiet, predicted
 
 TARGETS = (80, 89, 90, 100, 120)
 VOCABULARY = 151936

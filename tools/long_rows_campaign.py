@@ -1,9 +1,9 @@
 """What activations on the host and tiled MLPs do for long rows: gradients, peaks, and the longest row that trains.
 
-    python tools/long_rows_campaign.py gradients
-    python tools/long_rows_campaign.py peaks [--tokens 65536]
-    python tools/long_rows_campaign.py longest [--limit 16GB] [--where cpu] [--run] [--out figures.json]
-    python tools/long_rows_campaign.py --limit 2GB --run          (all three)
+    python -m tools.long_rows_campaign gradients
+    python -m tools.long_rows_campaign peaks [--tokens 65536]
+    python -m tools.long_rows_campaign longest [--limit 16GB] [--where cpu] [--run] [--out figures.json]
+    python -m tools.long_rows_campaign --limit 2GB --run          (all three)
 
 ``gradients``: full models of every tiny family, in float32, with tiles and inputs on the host at each level of
 recomputing, against the plain step; fails beyond 1e-6. ``peaks``: four layers of the shape of Llama 3.1 8B, the step
@@ -29,25 +29,22 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 
-import torch  # noqa: E402
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig  # noqa: E402
-
-from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids, relative  # noqa: E402
-from tests.model.tiny import FAMILIES, family_config  # noqa: E402
-from tools.commands import done, environment, read_lines, write_lines  # noqa: E402
-from tuner.config.load import load_recipe  # noqa: E402
-from tuner.model import tiles  # noqa: E402
-from tuner.model.blocks import apply_offload, apply_recompute  # noqa: E402
-from tuner.model.build import ModelSpec, build_model  # noqa: E402
-from tuner.model.root import CausalLM  # noqa: E402
-from tuner.profile.devices import Device, find_device, parse_memory  # noqa: E402
-from tuner.profile.predict import ERRORS, Target, predict  # noqa: E402
-from tuner.profile.prediction import Prediction  # noqa: E402
-from tuner.runtime.dist import RankInfo  # noqa: E402
-from tuner.runtime.files import gib  # noqa: E402
+from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids, relative
+from tests.model.tiny import FAMILIES, family_config
+from tools.commands import done, environment, read_lines, write_lines
+from tuner.config.load import load_recipe
+from tuner.model import tiles
+from tuner.model.blocks import apply_offload, apply_recompute
+from tuner.model.build import ModelSpec, build_model
+from tuner.model.root import CausalLM
+from tuner.profile.devices import Device, find_device, parse_memory
+from tuner.profile.predict import ERRORS, Target, predict
+from tuner.profile.prediction import Prediction
+from tuner.runtime.dist import RankInfo
+from tuner.runtime.files import gib
 
 ALLOWED, STEP, MOST = 1e-6, 1024, 1 << 22
 HEADER = "| | longest row | predicted peak | on the host | process (RSS) | seconds a step | half more |"

@@ -1,7 +1,7 @@
 """Train on two machines of two processes each, kill one of the machines, let it come back, and compare the end.
 
-    python tools/machines_campaign.py --trials 2 --seed 0
-    python tools/machines_campaign.py --flags --parallel.tensor 2
+    python -m tools.machines_campaign --trials 2 --seed 0
+    python -m tools.machines_campaign --flags --parallel.tensor 2
 
 A machine is a torchrun in a network namespace of its own, joined to the other by a pair of virtual links; where this
 user may not make namespaces (they need root), both are on the loopback, and each line says so. The two meet at a store
@@ -30,11 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.fixtures.trainings import STEPS_PER_EPOCH, TOTAL, outcome, prepare  # noqa: E402
-from tools.commands import environment, free_port  # noqa: E402
+from tests.fixtures.trainings import STEPS_PER_EPOCH, TOTAL, outcome, prepare
+from tools.commands import environment, free_port
 
 EACH = 2
 """Processes of a machine."""

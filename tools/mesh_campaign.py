@@ -1,6 +1,6 @@
 """Every method and adapter on every kind of mesh: whole launches, held against the same launch in one process.
 
-    python tools/mesh_campaign.py [--only TEXT ...] [--again] [--timeout SECONDS] [--out DIR]
+    python -m tools.mesh_campaign [--only TEXT ...] [--again] [--timeout SECONDS] [--out DIR]
 
 A cell is a training of a tiny model, its reference and its evaluations included, on two or four processes that meet
 over gloo; those on two come first. Each is equal (all losses within 1e-5 of one process, relative), unequal, refused
@@ -27,18 +27,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from tools.tables import beside
+from tuner.config.load import load_recipe
+from tuner.config.recipe import TokenizerSection
+from tuner.data.encoding.tokenizer_files import load_tokenizer
+from tuner.errors import ExitCode, TunerError
+from tuner.run.main import train
+from tuner.run.options import LaunchOptions
+from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
 
-from tools.tables import beside  # noqa: E402
-from tuner.config.load import load_recipe  # noqa: E402
-from tuner.config.recipe import TokenizerSection  # noqa: E402
-from tuner.data.encoding.tokenizer_files import load_tokenizer  # noqa: E402
-from tuner.errors import ExitCode, TunerError  # noqa: E402
-from tuner.run.main import train  # noqa: E402
-from tuner.run.options import LaunchOptions  # noqa: E402
-from tuner.runtime.console import Console  # noqa: E402
-from tuner.runtime.dist import RankInfo  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 STEPS = 3
 NEAR = 1e-5

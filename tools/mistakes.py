@@ -1,6 +1,6 @@
 """How the recipe's errors answer 136 mistakes: exit code 2, the right place, and the line to write.
 
-python tools/mistakes.py [--verbose]
+python -m tools.mistakes [--verbose]
 
 The table, `tools/mistakes.jsonl`, was written before the messages were read: keys and values of TRL, axolotl,
 LLaMA-Factory, torchtune, ms-swift and Unsloth, and mistakes with keys of our own.
@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from tuner.config.load import Override, RecipeText, load_recipe
+from tuner.errors import RecipeError
 
-from tuner.config.load import Override, RecipeText, load_recipe  # noqa: E402
-from tuner.errors import RecipeError  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 TABLE = ROOT / "tools" / "mistakes.jsonl"
 BASE = "model: {name_or_path: owner/name}\ndata: {train: rows.jsonl}\n"
@@ -112,4 +110,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """The language models of tiny multimodal checkpoints, of every type that transformers has: trained, and put back.
 
-    python tools/multimodal_campaign.py [--only TYPE ...] [--table FILE]
+    python -m tools.multimodal_campaign [--only TYPE ...] [--table FILE]
 
 For each type a tiny whole model is saved with random weights in several files. Its language model is trained, in full
 and by an adapter, and exported into the whole checkpoint, which is compared with the source by code of its own: what is

@@ -1,6 +1,6 @@
 """Plant known faults in `tuner/`, one at a time in a copy of the tree, and count those that the tests catch.
 
-    python tools/mutants.py [--only NAME ...] [--workers N] [--fast] [--list]
+    python -m tools.mutants [--only NAME ...] [--workers N] [--fast] [--list]
 
 Each fault of `tools/mutants.yaml` changes a pattern in a place that is found by its name (`tools/mutations.py`).
 The tests named beside it must pass without the fault and fail with it; ``--fast`` asks those of `make test` alone, and
@@ -23,10 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from tools.mutations import Mutant, read_mutants
 
-from tools.mutations import Mutant, read_mutants  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 MUTANTS = read_mutants(ROOT / "tools" / "mutants.yaml")
 

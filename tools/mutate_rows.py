@@ -1,6 +1,6 @@
 """Breaks JSONL lines in every way we know and compares the product's verdicts with an oracle's, line by line.
 
-    python tools/mutate_rows.py [--lines 100000] [--seed 1] [--long 1] [--command]
+    python -m tools.mutate_rows [--lines 100000] [--seed 1] [--long 1] [--command]
 
 Writes good rows of every form, most of them mutated, and reads them: by the functions that the product reads rows
 with, or with `--command` by `tuner prepare-data` with `on_bad_row: skip` (byte tokenizer, a ChatML template).
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -21,12 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.commands import environment, run  # noqa: E402
-from tools.row_mutations import lines  # noqa: E402
-from tools.row_oracle import BLANK, GOOD, judge, parse  # noqa: E402
+from tools.commands import environment, run
+from tools.row_mutations import lines
+from tools.row_oracle import BLANK, GOOD, judge, parse
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -164,4 +160,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Build wheel and sdist, install each into a fresh environment, and use the installed command outside the source tree.
 
-    python tools/package_campaign.py [--pythons python3.11 /usr/bin/python3.12] [--kinds wheel] [--work DIR]
+    python -m tools.package_campaign [--pythons python3.11 /usr/bin/python3.12] [--kinds wheel] [--work DIR]
 
 For each interpreter that is here and each of the two files: torch as constraints.txt pins it, then the file with its
 dependencies. In an empty directory, with nothing of the tree on the path: `tuner --version`, the shipped recipes

@@ -1,6 +1,6 @@
 """Breaks rows that compare answers and holds what is prepared of them against an oracle, row by row.
 
-    python tools/pairs_campaign.py [--rows 5000] [--seed 1]
+    python -m tools.pairs_campaign [--rows 5000] [--seed 1]
 
 Draws good preference rows and labelled rows of every form, mutates most of them, and prepares them as `prepare-data`
 does, with `on_bad_row: skip` (byte tokenizer, a template like ChatML). `tools/pair_oracle.py` says which are good, what
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -25,12 +24,9 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.pair_oracle import BEGIN, END, Verdict, judge  # noqa: E402
-from tools.row_mutations import CALL, ODD, TOOLS, words  # noqa: E402
-from tools.tables import beside  # noqa: E402
+from tools.pair_oracle import BEGIN, END, Verdict, judge
+from tools.row_mutations import CALL, ODD, TOOLS, words
+from tools.tables import beside
 
 TEMPLATE = (
     f"{{% for message in messages %}}{{{{ '{BEGIN}' + message['role'] + '\\n' + message['content'] + '{END}\\n' }}}}"
@@ -320,4 +316,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

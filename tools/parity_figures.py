@@ -1,6 +1,6 @@
 """Print how equal the equal things are: packed against alone, one process against two and against accumulation.
 
-    python tools/parity_figures.py [--smollm2 DIR]
+    python -m tools.parity_figures [--smollm2 DIR]
 
 Prints one JSON object of largest relative differences; the tests in tests/model/test_packing.py and
 tests/multi/test_parity.py hold the same figures to their bounds.
@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 TRAINED = [1, 29, 3, 15, 30, 7, 5, 2, 9, 24, 20, 7, 25, 2, 18, 11]
 """Trained tokens of each row."""
 

@@ -1,6 +1,6 @@
 """Train a real model for two steps, export it, and load it where there is no tuner: the same text, the same logits.
 
-    python tools/plain_export.py MODEL PLAIN/bin/python [--work DIRECTORY]
+    python -m tools.plain_export MODEL PLAIN/bin/python [--work DIRECTORY]
 
 MODEL is a model's directory (`tools/build_smollm2.py` makes one); PLAIN a fresh virtual environment with torch,
 transformers and peft alone. `tuner train` trains the model in full, with a LoRA adapter, and with one and a new token;
@@ -15,15 +15,11 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.commands import done, environment, write_lines  # noqa: E402
+from tools.commands import ROOT, done, environment, write_lines
 
 PROMPTS = ["Order note: five garden hoses to Oslo, please.", "What is the capital of France?"]
 NEW_TOKENS = 24

@@ -1,6 +1,6 @@
 """What computing in fp16 and fp8 changes of what is learned: losses and held-out losses against fp32 and bf16.
 
-    python tools/precision_campaign.py [--steps 100] [--seeds 3] [--smollm2 DIR --smollm2-steps 3] [--out FILE]
+    python -m tools.precision_campaign [--steps 100] [--seeds 3] [--smollm2 DIR --smollm2-steps 3] [--out FILE]
 
 A tiny model with weights from nothing, on this repository's documentation by its bytes, in each precision in turns,
 with as many seeds; then some steps of a whole SmolLM2 where its directory is given. A line for each: the mean

@@ -1,7 +1,7 @@
 """Hold predicted memory against what the CPU's allocator gives out in real steps, counted at the allocator itself.
 
-    python tools/predict_campaign.py --seed 7 --out figures.json
-    python tools/predict_campaign.py --seed 7 --combinations 60 --out combinations.json
+    python -m tools.predict_campaign --seed 7 --out figures.json
+    python -m tools.predict_campaign --seed 7 --combinations 60 --out combinations.json
 
 For each case a learner is built and takes real steps in processes of their own, in which a preloaded library counts
 what torch's allocator gives out and takes back in all threads (tools/allocations.py); the prediction traces the same
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -32,12 +31,10 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tests.fixtures.predict_cases import Case, cases, combinations, draw, drawn_cases, meshes  # noqa: E402
-from tests.fixtures.predict_counted import Figures, count_spread, resolved_case  # noqa: E402
-from tests.fixtures.predict_traced import predicted  # noqa: E402
-from tuner.errors import TunerError  # noqa: E402
+from tests.fixtures.predict_cases import Case, cases, combinations, draw, drawn_cases, meshes
+from tests.fixtures.predict_counted import Figures, count_spread, resolved_case
+from tests.fixtures.predict_traced import predicted
+from tuner.errors import TunerError
 from tuner.setup.build import build_train_state
 from tuner.setup.model import assemble_model
 

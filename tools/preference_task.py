@@ -1,6 +1,6 @@
 """What the shipped preference recipes teach SmolLM2: figures on held-out notes, before and after training.
 
-    python tools/preference_task.py [--smollm2 DIR] [--only dpo orpo simpo reward] [--work DIR]
+    python -m tools.preference_task [--smollm2 DIR] [--only dpo orpo simpo reward] [--work DIR]
 
 Trains the shipped recipes on recipes/data/preferences.jsonl with the real command, and measures them on notes whose
 names and wordings never occur in it (tools/preference_rows.py): how often the implicit reward of the short answer is
@@ -22,12 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.commands import environment, read_lines, say, tuner, write_lines  # noqa: E402
-from tools.demo.score import answer, parse  # noqa: E402
-from tools.preference_rows import HELD_OUT_ROWS, Row, rows  # noqa: E402
+from tools.commands import ROOT, environment, read_lines, say, tuner, write_lines
+from tools.demo.score import answer, parse
+from tools.preference_rows import HELD_OUT_ROWS, Row, rows
 
 METHODS: dict[str, tuple[str, ...]] = {
     "dpo": ("smollm2_dpo_cpu",),
@@ -108,9 +105,7 @@ def main() -> int:
                 found["valid"] = share_valid(answers_of(found["run"], held_out), held_out)
             report[name] = found
             valid = "" if name == "reward" else f", {found['valid']:6.1%} valid answers"
-            say(
-                f"{name:14} {found['accuracy']:6.1%} ranked right{valid}; {found['steps']} steps, {found['seconds']} s"
-            )
+            say(f"{name:14} {found['accuracy']:6.1%} ranked right{valid}; {found['steps']} steps, {found['seconds']} s")
             if found["accuracy"] <= ACCURACY_GOAL:
                 report["missed"].append(f"{name}: accuracy {found['accuracy']:.1%}")
             if name != "reward" and found["valid"] <= report["valid_before"]:

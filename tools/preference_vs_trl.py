@@ -1,6 +1,6 @@
 """Every preference loss of `tuner train` against TRL's: the same pairs, the same model, 20 steps in fp32.
 
-    python tools/preference_vs_trl.py [--model DIR] [--only NAME ...] [--trl-python PYTHON] [--trl-path DIR]
+    python -m tools.preference_vs_trl [--model DIR] [--only NAME ...] [--trl-python PYTHON] [--trl-path DIR]
 
 Each side runs in a process of its own, with its own Python: ours calls `tuner.train`, which is what the command calls,
 with one recipe after the other; TRL's is `preference_trl.py`, which needs `trl` (`--trl-python` names a Python that has
@@ -26,11 +26,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from tools import real_preferences as real
+from tools.tables import beside
 
-from tools import real_preferences as real  # noqa: E402
-from tools.tables import beside  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 if TYPE_CHECKING:
     from tuner.data.prepared import Row
@@ -59,8 +58,6 @@ class Case:
     lr: float = LR
     partners: bool = False
     """Whether TRL takes the mismatched answers of KTO's baseline from us."""
-
-
 
 
 CASES = tuple(Case(**one) for one in beside(__file__))
@@ -122,7 +119,7 @@ class Comparison:
         job = self.work / "ours.json"
         recipes = {case.name: self.recipe(case) for case in cases}
         job.write_text(json.dumps(recipes), encoding="utf-8")
-        command = [sys.executable, str(Path(__file__).resolve()), "--ours", str(job)]
+        command = [sys.executable, "-m", "tools.preference_vs_trl", "--ours", str(job)]
         return dict(run_json(command, {"PYTHONPATH": str(ROOT)}))
 
     def theirs(self, runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Kill the preparation of data with SIGKILL, and let builders race; compare what they leave with an unbroken build.
 
-    python tools/prepare_campaign.py --kills 200 --races 50 --workers 1 2 --seed 0
-    python tools/prepare_campaign.py --workers 2 --replay kill 17        (one trial again, with what it found)
+    python -m tools.prepare_campaign --kills 200 --races 50 --workers 1 2 --seed 0
+    python -m tools.prepare_campaign --workers 2 --replay kill 17        (one trial again, with what it found)
 
 A builder dies before or after one of its system calls (mkdir, fsync, rename, link, unlink, creating a file), each of
 them in turn, and at random moments for the rest of the kills. While it runs and after its death everything that is
@@ -27,9 +27,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 CALLS = ("mkdir", "fsync", "rename", "link", "unlink", "open")
 MARK = "TUNER_CAMPAIGN"

@@ -1,6 +1,6 @@
 """Measures the peak memory of `tuner prepare-data` on a large JSONL file, process by process.
 
-    python tools/prepare_rss.py [--size 2000] [--workers 1,2] [--model .demo/smollm2]
+    python -m tools.prepare_rss [--size 2000] [--workers 1,2] [--model .demo/smollm2]
 
 Writes a file of `--size` MB of distinct conversations under $TMPDIR, prepares it by the real command with an empty
 cache once for each number of workers, reads VmHWM (the kernel's own peak of resident memory, shared pages included) of
@@ -20,11 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools import bench_rows  # noqa: E402
-from tools.commands import environment, say  # noqa: E402
+from tools import bench_rows
+from tools.commands import ROOT, environment, say
 
 LIMIT_MB = 400.0
 INTERVAL_S = 0.02

@@ -1,6 +1,6 @@
 """Whether the proof at the start, which runs a few decoder layers, comes to the verdict of one that runs all of them.
 
-    python tools/proof_campaign.py [--only TYPE ...] [--layers 8] [--faults] [--out FILE]
+    python -m tools.proof_campaign [--only TYPE ...] [--layers 8] [--faults] [--out FILE]
 
 Every causal type of transformers is built with so many layers at least, in full and with LoRA, and proven both ways on
 the route it ends on and on those before. With ``--faults`` instead, faults are planted in layers of several families:
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -27,17 +26,15 @@ import torch
 from transformers import PretrainedConfig
 from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.causal_cases import DECODERS, TYPES, VOCAB, decoder_config, tiny_config, write_random  # noqa: E402
-from tools.proof_faults import FAULTS, Fault  # noqa: E402
-from tuner.errors import RecipeError  # noqa: E402
-from tuner.model import probe  # noqa: E402
-from tuner.model.adapter import LoraSpec, add_lora  # noqa: E402
-from tuner.model.build import ModelSpec, build_model  # noqa: E402
-from tuner.model.few_layers import FewLayers  # noqa: E402
-from tuner.model.root import CausalLM  # noqa: E402
-from tuner.model.row_layout import route_of  # noqa: E402
+from tools.causal_cases import DECODERS, TYPES, VOCAB, decoder_config, tiny_config, write_random
+from tools.proof_faults import FAULTS, Fault
+from tuner.errors import RecipeError
+from tuner.model import probe
+from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.build import ModelSpec, build_model
+from tuner.model.few_layers import FewLayers
+from tuner.model.root import CausalLM
+from tuner.model.row_layout import route_of
 
 COUNTS = (
     "num_layers_per_stack", "num_hidden_layers", "num_blocks", "n_layer", "n_layers", "num_layers", "decoder_layers",
@@ -209,4 +206,4 @@ def _line(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

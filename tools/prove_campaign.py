@@ -1,6 +1,6 @@
 """`tuner prove` against faults that are planted in sums over processes, and its matrix over models and layouts.
 
-    python tools/prove_campaign.py [--faults] [--recipes] [--matrix] [--steps N] [--out DIR]
+    python -m tools.prove_campaign [--faults] [--recipes] [--matrix] [--steps N] [--out DIR]
         [--models NAME ...] [--adapters none lora] [--accumulate 1 4] [--layouts NAME ...]
 
 A fault is planted in the processes of a layout alone: each must be found, with words that name it. Recipes are
@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import json
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -25,24 +24,23 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from tools.recipes_campaign import SHAPES, whole_model
+from tuner.config.load import load_recipe
+from tuner.config.overrides import Override
+from tuner.config.recipe import Recipe
+from tuner.config.shipped import shipped_recipes
+from tuner.prove.compare import LayoutProof
+from tuner.prove.layouts import KNOWN, own_layout, parse
+from tuner.prove.prove import proofs_of, prove, refused, train_alone
+from tuner.prove.training import Setting
+from tuner.prove.twin import make_twin
+from tuner.train import step
+from tuner.train.optimizer import OptimizerSet
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
-from tools.recipes_campaign import SHAPES, whole_model  # noqa: E402
-from tuner.config.load import load_recipe  # noqa: E402
-from tuner.config.overrides import Override  # noqa: E402
-from tuner.config.recipe import Recipe  # noqa: E402
-from tuner.config.shipped import shipped_recipes  # noqa: E402
-from tuner.prove.compare import LayoutProof  # noqa: E402
-from tuner.prove.layouts import KNOWN, own_layout, parse  # noqa: E402
-from tuner.prove.prove import proofs_of, prove, refused, train_alone  # noqa: E402
-from tuner.prove.training import Setting  # noqa: E402
-from tuner.prove.twin import make_twin  # noqa: E402
-from tuner.train import step  # noqa: E402
-from tuner.train.optimizer import OptimizerSet  # noqa: E402
 
 _QWEN3: dict[str, Any] = {
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -379,4 +377,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

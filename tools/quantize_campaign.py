@@ -1,6 +1,6 @@
 """Codes of quantised weights against bitsandbytes, on a CPU, and their kernels compiled for GPUs that are not there.
 
-    python tools/quantize_campaign.py [blocks] [files] [models] [compiler] [--peer DIRECTORY] [--write]
+    python -m tools.quantize_campaign [blocks] [files] [models] [compiler] [--peer DIRECTORY] [--write]
 
 `blocks`: a thousand random blocks of 64, in three types, have bitsandbytes' NF4 codes, scales and dequantised values
 bit for bit, and so have a million numbers around each boundary between codes; the hashes that the tests hold are
@@ -22,8 +22,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from safetensors.torch import load_file, save_file

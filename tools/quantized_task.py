@@ -1,6 +1,6 @@
 """A quantised base: memory while it is read and trained, held-out loss, and losses on 1, 2 and 4 ranks.
 
-    python tools/quantized_task.py [--smollm2 DIR] [--only ranks reading task] [--steps 30] [--rows 8]
+    python -m tools.quantized_task [--smollm2 DIR] [--only ranks reading task] [--steps 30] [--rows 8]
 
 ``ranks`` trains a tiny model on nf4 and int8 codes with LoRA and DoRA, in 1, 2 and 4 processes (also as two copies of
 two shards, and as four copies), in float32: losses must be equal within 1e-6. ``reading`` draws a model of 0.5 B
@@ -15,15 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.commands import Start, done, environment, read_lines, say, trained, tuner  # noqa: E402
+from tools.commands import ROOT, Start, done, environment, read_lines, say, trained, tuner
 
 APART = 1e-6
 READING_SHARE = 0.5

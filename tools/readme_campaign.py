@@ -1,6 +1,6 @@
 """Run README and the notebook as they are written, in an empty directory, on a real model.
 
-    python tools/readme_campaign.py [--model .demo/smollm2] [--work DIR]
+    python -m tools.readme_campaign [--model .demo/smollm2] [--work DIR]
 
 The names of the hub's models that they take are found in a hub cache made of the directory, so that nothing is changed
 and nothing needs the network. README's first block, the install, is what the environment of this program was made by,
@@ -21,9 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.tutorial_campaign import ROOT, environment, follow, hub_cache  # noqa: E402
+from tools.tutorial_campaign import ROOT, environment, follow, hub_cache
 
 README, NOTEBOOK = ROOT / "README.md", ROOT / "docs" / "quickstart.ipynb"
 BASE = "HuggingFaceTB/SmolLM2-135M"

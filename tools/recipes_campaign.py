@@ -1,6 +1,6 @@
 """Every recipe that ships: what it needs on the card in its name, and two steps of it in small.
 
-    python tools/recipes_campaign.py [--only NAME ...] [--small | --predict] [--smollm2 DIR] [--assets DIR]
+    python -m tools.recipes_campaign [--only NAME ...] [--small | --predict] [--smollm2 DIR] [--assets DIR]
 
 Predicted is the recipe as it is, on the shape of its model (no weights are read) and the smallest card of the memory
 that its name says: `24g` is a GPU with 24 GB, `8x80g` eight with 80 GB, `cpu` this machine. In small, the same recipe
@@ -21,14 +21,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from tools.tables import beside
+from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.config.methods import DistillMethod
+from tuner.config.overrides import Override
+from tuner.config.shipped import shipped_recipes
 
-from tools.tables import beside  # noqa: E402
-from tuner.config.load import LoadedRecipe, load_recipe  # noqa: E402
-from tuner.config.methods import DistillMethod  # noqa: E402
-from tuner.config.overrides import Override  # noqa: E402
-from tuner.config.shipped import shipped_recipes  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 CARDS = {"24g": "a10-24g", "80g": "h100-80g"}
 """The card with the least memory of each size that a recipe's name may have."""

@@ -1,6 +1,6 @@
 """Kill preference training with SIGKILL at random moments, its reference's computation included, and run it again.
 
-    python tools/reference_campaign.py --kills 40 --world-sizes 1 2 --seed 0
+    python -m tools.reference_campaign --kills 40 --world-sizes 1 2 --seed 0
 
 Tiny pairs of answers are trained on with DPO, against columns that the launch computes first. For each number of
 processes it is done once unbroken. Each trial begins without columns, is killed at a moment drawn from the whole time
@@ -22,12 +22,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.fixtures import forked, paired  # noqa: E402
-from tests.fixtures.trainings import outcome  # noqa: E402
-from tools.commands import Start, launch, trained  # noqa: E402
+from tests.fixtures import forked, paired
+from tests.fixtures.trainings import outcome
+from tools.commands import Start, launch, trained
 
 PAIRS, STEPS = 600, 12
 TRAIN = ["-m", "tuner", "train", "r.yaml", "--resume", "auto", "--train.duration", f"{STEPS} steps"]

@@ -1,6 +1,6 @@
 """Optimizer states in 8 bits and weights rounded stochastically over one, two and four processes, against one alone.
 
-    python tools/reshard_campaign.py --changes 1,2,4,1 1,4,2,1 --steps 3
+    python -m tools.reshard_campaign --changes 1,2,4,1 1,4,2,1 --steps 3
 
 A llama of 2 layers whose rows do not divide evenly takes steps with drawn gradients, the same at any number of
 processes; at each change a checkpoint is saved by so many processes and read by as many as come next. Prints one JSON
@@ -12,14 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.multi import compact_worker, launcher  # noqa: E402
+from tests.multi import compact_worker, launcher
 
 
 def trained(directory: Path, way: str, worlds: list[int], steps: int) -> str:

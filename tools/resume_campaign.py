@@ -1,7 +1,7 @@
 """Kill training with SIGKILL at random steps of its second epoch, resume it, and compare with an unbroken run.
 
-    python tools/resume_campaign.py --trials 20 --world-sizes 1 2 --seed 0
-    python tools/resume_campaign.py --flags --optimizer.offload host --checkpoint.async_save true
+    python -m tools.resume_campaign --trials 20 --world-sizes 1 2 --seed 0
+    python -m tools.resume_campaign --flags --optimizer.offload host --checkpoint.async_save true
 
 A LoRA run with dropout and four microbatches per step is trained once unbroken per world size. Each trial trains it
 anew, dies at a random step (all processes, or one of them and the launcher then kills the others), resumes in new
@@ -17,17 +17,13 @@ import json
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.fixtures.trainings import STEPS_PER_EPOCH, outcome, prepare  # noqa: E402
-from tools.commands import Start, launch, trained  # noqa: E402
+from tests.fixtures.trainings import STEPS_PER_EPOCH, outcome, prepare
+from tools.commands import Start, launch, trained
 
 # Dies in place of the given optimizer step on the given rank (-1: every rank), by the signal that nothing can catch.
 KILLED = """

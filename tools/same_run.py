@@ -1,7 +1,7 @@
 """Shows that two trees train the same: 27 runs by each, and what must not differ between them.
 
     git worktree add ../before COMMIT
-    python tools/same_run.py --model DIR --against ../before [--only sft muon ...]
+    python -m tools.same_run --model DIR --against ../before [--only sft muon ...]
 
 The first five recipes are those of most users: full fine-tuning, LoRA with dropout and accumulation, pre-training from
 random weights, Muon on two processes, and a custom loss. The others have a part each, on a model of two layers; those
@@ -25,9 +25,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.tables import beside  # noqa: E402
+from tools.tables import beside
 
 Tree = Mapping[str, Any]
 STOPPED = 75

@@ -1,7 +1,7 @@
 """Stop training in two processes at random moments, as terminals and schedulers do, and look at what is left.
 
-    python tools/signal_campaign.py --trials 100 --seed 0
-    python tools/signal_campaign.py --moments 200 --out moments.jsonl     (tools/signal_moments.py)
+    python -m tools.signal_campaign --trials 100 --seed 0
+    python -m tools.signal_campaign --moments 200 --out moments.jsonl     (tools/signal_moments.py)
 
 Each trial starts `tuner train` with two local processes on a tiny model, waits for the first step and a random time
 more, and stops it. The ways: `ctrl-c`, the key in a terminal of its own, which signals the whole foreground group;
@@ -32,11 +32,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.commands import environment  # noqa: E402
-from tools.signal_moments import COMMANDS, moments  # noqa: E402
+from tools.commands import environment
+from tools.signal_moments import COMMANDS, moments
 
 WAYS = ("ctrl-c", "scheduler", "step", "hangup")
 LONGEST_S = 60.0

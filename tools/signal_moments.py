@@ -1,6 +1,6 @@
 """Send a stop signal to a command at any moment from tuner's own first line on, and look at what it says and leaves.
 
-    python tools/signal_campaign.py --moments 200 --out moments.jsonl
+    python -m tools.signal_campaign --moments 200 --out moments.jsonl
 
 The commands are `train`, in one process and in two, `resume`, `export-hf` and `prepare-data`, on a tiny model. A
 moment is drawn from the first ten seconds after tuner's first line; every fourth from the first two, in which

@@ -1,6 +1,6 @@
 """Hold a model spread over processes to the same model in one: bits of losses, gradients, kept copies of weights.
 
-    python tools/spread_campaign.py --only qwen3
+    python -m tools.spread_campaign --only qwen3
 
 Kernels are chosen as on CUDA, with a stand-in for varlen attention, and processes are real, over gloo. The first step's
 losses must be those of one process under autocast, to the bit; gradients may be 1e-6 apart; no tensor of the shape of
@@ -12,17 +12,14 @@ in, and whole gradients between micro-batches.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tests.fixtures import processes  # noqa: E402
-from tests.fixtures.spread import Spread, differences  # noqa: E402
-from tests.model.tiny import VOCAB  # noqa: E402
+from tests.fixtures import processes
+from tests.fixtures.spread import Spread, differences
+from tests.model.tiny import VOCAB
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "phi", "olmo2", "mistral", "phi3", "mixtral", "qwen3-moe")
 LEVELS = ("none", "selective", "full")

@@ -1,7 +1,7 @@
 """Write docs/support.md, and the table of types in docs/models.md, from what the campaign of causal types found.
 
-    python tools/causal_campaign.py --out figures.json
-    python tools/support_page.py figures.json [more.json ...]
+    python -m tools.causal_campaign --out figures.json
+    python -m tools.support_page figures.json [more.json ...]
 
 A type is *verified* where loss and all gradients were equal to those of the plainly loaded model, *refused* where
 `tuner train` ends with a reason before the first step, *untried* where transformers itself cannot build or run a

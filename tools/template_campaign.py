@@ -1,6 +1,6 @@
 """The built-in chat templates against those that other projects publish: the same text for the same messages.
 
-    python tools/template_campaign.py [--sources DIRECTORY]
+    python -m tools.template_campaign [--sources DIRECTORY]
 
 Fetches TRL, axolotl, FastChat and the sdist of llama-cpp-python from the package index (about 80 MB, nothing is
 installed). Every prefix of a conversation is rendered by ours and by theirs, with and without a system message, and
@@ -19,13 +19,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from tools.import_campaign import PACKAGES, fetch
+from tools.tables import beside
+from tuner.data.encoding.named_templates import named_template
+from tuner.data.encoding.template import ChatTemplate
 
-from tools.import_campaign import PACKAGES, fetch  # noqa: E402
-from tools.tables import beside  # noqa: E402
-from tuner.data.encoding.named_templates import named_template  # noqa: E402
-from tuner.data.encoding.template import ChatTemplate  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 FASTCHAT = "fschat==0.2.36"
 """Its conversations are Python."""

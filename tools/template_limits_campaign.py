@@ -1,6 +1,6 @@
 """Have `tuner prepare-data` meet each template made to do harm, as a model's own and as one that a recipe names.
 
-    python tools/template_limits_campaign.py --out limits.jsonl [--only NAME ...] [--seconds 3] [--megabytes 400]
+    python -m tools.template_limits_campaign --out limits.jsonl [--only NAME ...] [--seconds 3] [--megabytes 400]
 
 Each must end with exit code 3 and its name, within the processor time and the memory of the whole process, children
 included. A harmless template comes first, for what transformers makes of the tokenizer is asked once. Prints a line of
@@ -19,12 +19,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.data import tiny  # noqa: E402
-from tools.commands import Results, environment  # noqa: E402
-from tools.hostile_templates import HOSTILE  # noqa: E402
+from tests.data import tiny
+from tools.commands import Results, environment
+from tools.hostile_templates import HOSTILE
 
 HARMLESS = ("harmless", tiny.CHATML)
 WAYS = ("model", "recipe")

@@ -1,6 +1,6 @@
 """Chats of every kind with the templates that newest model families publish: masks, and the words of what is refused.
 
-    python tools/template_masks_campaign.py TOKENIZER [--sources DIRECTORY] [--only NAME ...]
+    python -m tools.template_masks_campaign TOKENIZER [--sources DIRECTORY] [--only NAME ...]
 
 TOKENIZER is a directory with a byte-level tokenizer.json, to which the control tokens of each template are added. TRL,
 axolotl and llama.cpp's templates (in the sdist of llama-cpp-python) are fetched from the package index; nothing is
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,20 +27,19 @@ from typing import Any
 import numpy as np
 from jinja2 import UndefinedError
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from tools.import_campaign import fetch
+from tools.tables import beside
+from tools.template_campaign import FOLDERS, SYSTEM, THOUGHTS, TOOLS, TURNS, WANTED
+from tuner.config.recipe import AddedToken
+from tuner.data.encoding import turns
+from tuner.data.encoding.chat import NO_END
+from tuner.data.encoding.encode import Encoder
+from tuner.data.encoding.flat import EncodedBatch
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.tokenizer_json import with_control_tokens, with_tokens
+from tuner.data.reading.records import Conversation, parse_record
 
-from tools.import_campaign import fetch  # noqa: E402
-from tools.tables import beside  # noqa: E402
-from tools.template_campaign import FOLDERS, SYSTEM, THOUGHTS, TOOLS, TURNS, WANTED  # noqa: E402
-from tuner.config.recipe import AddedToken  # noqa: E402
-from tuner.data.encoding import turns  # noqa: E402
-from tuner.data.encoding.chat import NO_END  # noqa: E402
-from tuner.data.encoding.encode import Encoder  # noqa: E402
-from tuner.data.encoding.flat import EncodedBatch  # noqa: E402
-from tuner.data.encoding.tokenizer import TextTokenizer  # noqa: E402
-from tuner.data.encoding.tokenizer_json import with_control_tokens, with_tokens  # noqa: E402
-from tuner.data.reading.records import Conversation, parse_record  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 CONTROL = re.compile(
     r"<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>]{1,40}\uff5c>|<\|[a-z_]+>|<[a-z_]+\|>|<\|\"\|>|\[gMASK\]|<sop>"
@@ -259,4 +257,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Every causal type of transformers with its layers split over two processes: a step as in one, or refused, and why.
 
-    python tools/tensor_campaign.py [--only TYPE ...] [--adapter lora|dora] [--out FILE]
+    python -m tools.tensor_campaign [--only TYPE ...] [--adapter lora|dora] [--out FILE]
 
 Each type, tiny, takes a step of two micro-batches in float32, in one process and in two that compute its layers as one:
 loss and gradient norm to 1e-6, and every gradient to 5e-6 of itself, or of a fiftieth of all of them. Prints a line for
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 import traceback
 import warnings
@@ -23,15 +22,13 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tests.fixtures.processes import run_ranks  # noqa: E402
-from tests.fixtures.split import Alone, Split, differences  # noqa: E402
-from tools.causal_cases import TYPES, tiny_config  # noqa: E402
-from tuner.errors import RecipeError  # noqa: E402
-from tuner.model.build import ModelSpec, meta_model, model_config  # noqa: E402
-from tuner.model.row_layout import route_of  # noqa: E402
-from tuner.parallel.tensor.plan import check_split  # noqa: E402
+from tests.fixtures.processes import run_ranks
+from tests.fixtures.split import Alone, Split, differences
+from tools.causal_cases import TYPES, tiny_config
+from tuner.errors import RecipeError
+from tuner.model.build import ModelSpec, meta_model, model_config
+from tuner.model.row_layout import route_of
+from tuner.parallel.tensor.plan import check_split
 
 PROCESSES = 2
 
@@ -102,4 +99,4 @@ def _line(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

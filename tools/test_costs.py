@@ -1,7 +1,7 @@
 """What each test costs in seconds of processor time, its own and that of the commands it waited for.
 
     TUNER_TEST_COSTS=costs.jsonl python -m pytest -p tools.test_costs tests
-    python tools/test_costs.py costs.jsonl [--by file|directory|test] [--top N]
+    python -m tools.test_costs costs.jsonl [--by file|directory|test] [--top N]
 
 As a plugin of pytest it adds one line to the file for each test: the test, and the processor seconds and seconds that
 passed, of its fixtures too. Processor time says the same on a machine that is busy with other things. Run as a command

@@ -1,6 +1,6 @@
 """The ids of training against those of an export's readers, for tokenizers of many families.
 
-    python tools/tokenizer_campaign.py ASSETS WORK [--chats 7000] [--masks 1000] [--only NAME ...]
+    python -m tools.tokenizer_campaign ASSETS WORK [--chats 7000] [--masks 1000] [--only NAME ...]
 
 For each family a tiny model is trained for one step with the real command on the same chats, and exported with the real
 command. Every prepared document must have the ids that `AutoTokenizer.from_pretrained(EXPORT)` gives the row's messages
@@ -23,14 +23,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from tests.fixtures import forked
+from tests.reference.product import Prepared, opened
+from tests.reference.written import PLAIN, randomly
+from tools.derived_masks import Derivation, Document
+from tools.tokenizer_families import FAMILIES, Family, write_family
 
-from tests.fixtures import forked  # noqa: E402
-from tests.reference.product import Prepared, opened  # noqa: E402
-from tests.reference.written import PLAIN, randomly  # noqa: E402
-from tools.derived_masks import Derivation, Document  # noqa: E402
-from tools.tokenizer_families import FAMILIES, Family, write_family  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 Chat = list[dict[str, str]]
 LENGTH = 1024

@@ -1,6 +1,6 @@
 """What sharding makes a GPU move in a micro-batch, counted on tensors without memory: a table of Markdown.
 
-    python tools/traffic_campaign.py [--only 8b] [--tree ../other] [--out figures.json]
+    python -m tools.traffic_campaign [--only 8b] [--tree ../other] [--out figures.json]
 
 The step of a model of 8 B weights on 8 GPUs, and of 70 B on 32, is traced as the predictor traces it; every collective,
 and every copy and conversion that sharding takes, is counted on the way. ``--tree`` counts in the package of another

@@ -1,6 +1,6 @@
 """Run the tutorial as it is written: its files and commands, in order, in an empty directory, on a real model.
 
-    python tools/tutorial_campaign.py [--model .demo/smollm2] [--work DIR]
+    python -m tools.tutorial_campaign [--model .demo/smollm2] [--work DIR]
 
 The model's hub name is found in a hub cache made of the directory, so that no command is changed and none needs the
 network. Each command must end with the exit code that the page says; then the claims of the page are checked: how far

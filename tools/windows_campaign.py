@@ -1,7 +1,7 @@
 """Train over six windows of data, one late, one empty and one damaged, killed in every phase, against an unbroken run.
 
-    python tools/windows_campaign.py
-    python tools/windows_campaign.py --phases train wait --world-sizes 1
+    python -m tools.windows_campaign
+    python -m tools.windows_campaign --phases train wait --world-sizes 1
 
 One run per world size has all windows there, but for the empty one, and is not interrupted. Each trial has window 4 put
 into its place only once training waits for it, and window 5 cut off until the run has refused it with exit code 3 by
@@ -32,11 +32,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.fixtures import trainings  # noqa: E402
-from tools.commands import Start, environment, read_lines, write_lines  # noqa: E402
+from tests.fixtures import trainings
+from tools.commands import Start, environment, read_lines, write_lines
 
 RECIPE = Path(__file__).with_suffix(".yaml")
 ROWS = {"w1": 12, "w2": 8, "w3": 0, "w4": 16, "w5": 8, "w6": 12}

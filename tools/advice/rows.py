@@ -1,6 +1,6 @@
 """Rows of other layouts: the line that is proposed for them is written, and what is trained is compared.
 
-    python tools/advice_campaign.py rows [--tree DIRECTORY] [--record FILE] [--plant] [--command N] [--list]
+    python -m tools.advice_campaign rows [--tree DIRECTORY] [--record FILE] [--plant] [--command N] [--list]
 
 Each layout of `layouts.jsonl` is read under each method that it speaks of, with a chat template and without one, and by
 `tuner init`; where a row is refused, each line of the hint is written into the recipe and the rows are read again. What

@@ -290,8 +290,8 @@ def test_a_second_builder_waits_and_names_the_first(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_campaign_finds_nothing_and_its_mutants_turn_it_red() -> None:
     def run(*words: str) -> tuple[int, dict[str, Any]]:
-        command = [sys.executable, str(ROOT / "tools" / "prepare_campaign.py"), *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        command = [sys.executable, "-m", "tools.prepare_campaign", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
         return done.returncode, json.loads(done.stdout.splitlines()[-1])
 
     # The calls around the first level's rename. Workers that are killed have tests of their own.
