@@ -11,7 +11,6 @@ with 1 where one fails.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import random
@@ -26,6 +25,7 @@ from torch._dynamo.utils import counters
 
 from tests.model import test_triton_attention
 from tests.model.cuda_branch import LORA, check, triton_stand_in
+from tools.commands import parser_of
 
 KINDS = ("llama", "qwen3", "mistral", "gemma3", "deepseek", "narrow", "gemma2")
 LEVELS = ("none", "selective", "full")
@@ -123,7 +123,7 @@ def compiled(kernel: Any, sizes: Any, width: int, dtype: torch.dtype, generation
 def main() -> int:
     """Run those that were asked for."""
     parts = {"branch": branch, "interpreter": interpreter, "compiler": compiler}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("parts", nargs="*", default=[], metavar="PART", help=", ".join(parts))
     chosen = parser.parse_args().parts or list(parts)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

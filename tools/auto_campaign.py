@@ -10,7 +10,6 @@ case demands.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tools.commands import parser_of
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.setup.settled import LEVEL, MICRO, SHARD
 
@@ -108,7 +108,7 @@ def settle(case: Case, place: Path) -> bool:
 
 def main() -> int:
     """Settle those that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     names = [case.name for case in CASES]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     chosen = parser.parse_args().only

@@ -11,7 +11,6 @@ stdout. The other program is a loop that computes and never waits, one process f
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
@@ -26,7 +25,7 @@ from typing import Any
 
 from tools.bench_train import Bench
 from tools.bench_train_cases import CASES
-from tools.commands import ROOT, done, environment, read_lines, say
+from tools.commands import ROOT, done, environment, parser_of, read_lines, say
 
 FIRST = 3
 
@@ -75,7 +74,7 @@ def measure(model: Path, trees: dict[str, Path], rounds: int, steps: int) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--against", type=Path, help="the tree of another commit")
     parser.add_argument("--rounds", type=int, default=3)

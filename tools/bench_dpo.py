@@ -20,7 +20,6 @@ to stderr, one JSON object to stdout; exit 1 where a goal is missed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import statistics
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import real_preferences as real
-from tools.commands import ROOT, read_lines, say, write_lines
+from tools.commands import ROOT, parser_of, read_lines, say, write_lines
 from tools.measures import alternated, machine
 from tools.preference_vs_trl import run_json, token_rows
 
@@ -251,7 +250,7 @@ def _table(report: dict[str, Any]) -> None:
 
 def main() -> int:
     """Measure and print the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2", help="SmolLM2's directory")
     parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where packages are")
     parser.add_argument("--rounds", type=int, default=2)

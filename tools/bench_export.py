@@ -19,7 +19,6 @@ medians, ratios and the growth of memory (peak over the start) of each stage as 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -32,6 +31,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tools.commands import parser_of
 from tools.measures import memory
 
 BLOCK_BYTES = 16 << 20
@@ -307,7 +307,7 @@ def benchmark(directory: Path, rounds: int, ranks: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, or be one of the measured processes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gigabytes", type=float, default=2.0)

@@ -9,7 +9,6 @@ bytes of state a parameter, counted. Plain torch is what is used where there is 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[1]
+from tools.commands import ROOT, parser_of
 
 WAYS: dict[str, dict[str, str]] = {
     "fp32": {},
@@ -79,7 +78,7 @@ class Way:
 
 def main() -> int:
     """Take the rounds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int)

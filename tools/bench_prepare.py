@@ -35,8 +35,7 @@ from typing import Any
 
 from tools import bench_rows
 from tools.bench_digests import prepared_digests
-
-ROOT = Path(__file__).resolve().parent.parent
+from tools.commands import ROOT, parser_of
 
 MARKED = ROOT / "tests" / "reference" / "marked"
 MAX_LENGTH = 8192
@@ -102,7 +101,7 @@ class Bench:
 
 def main() -> int:
     """Parse the command line, measure, print; 1 where a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--vocabulary", default="smollm2,qwen3", help="smollm2, qwen3 or both")
     parser.add_argument("--slice", type=float, default=48, help="MB of distinct text, for both; at most 48")
     parser.add_argument("--size", type=float, default=1000, help="MB of the large file, for ours alone")

@@ -12,7 +12,6 @@ rows are refused, the reason. One JSON object goes to stdout.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -28,6 +27,7 @@ from transformers import AutoConfig
 
 from tools.causal_checks import quiet
 from tools.causal_training import Mode, Training
+from tools.commands import parser_of
 from tools.tables import beside
 from tuner.data.batches import Batch, StepBatches, collate
 from tuner.data.prepared import Row
@@ -111,7 +111,7 @@ def measure(name: str, shape: Mapping[str, Any], rounds: int) -> dict[str, Any]:
 
 def main() -> int:
     """Measure the families and print a table and the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--threads", type=int, help="threads of a process; by default as many as there are cores")

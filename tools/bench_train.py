@@ -27,7 +27,6 @@ in three orders, do. A table goes to stderr, one JSON object to stdout; exit 1 w
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -41,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench_train_cases import CASES, Case, flops_per_step, packed_rows, write_model, write_rows
-from tools.commands import ROOT, read_lines, say
+from tools.commands import ROOT, parser_of, read_lines, say
 from tools.measures import alternated, machine
 
 WARM_UP = 3
@@ -302,7 +301,7 @@ def _table(report: dict[str, Any]) -> None:
 
 def main() -> int:
     """Run one case and print its report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("case", choices=[*CASES, "parity"])
     smollm2 = ROOT / ".demo" / "smollm2"
     parser.add_argument("--model", type=Path, default=smollm2 if smollm2.is_dir() else None,

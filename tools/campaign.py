@@ -10,18 +10,16 @@ Exits with 1 where one failed. `same_run` compares with another tree, and is not
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from tools.commands import ROOT, parser_of
 from tools.tables import beside
 
-ROOT = Path(__file__).resolve().parents[1]
 PLACE = ROOT / ".demo" / "campaigns"
 DEMO = str(ROOT / ".demo")
 
@@ -51,7 +49,7 @@ CAMPAIGNS = tuple(
 
 def main() -> int:
     """Run those that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     names = [campaign.name for campaign in CAMPAIGNS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--list", action="store_true", help="name them, and run none")

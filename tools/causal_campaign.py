@@ -32,7 +32,6 @@ computes (tools/causal_faults.py), which must end in ``wrong``.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -50,6 +49,7 @@ from tools.causal_checks import BAD, MODES, Finding, Outcome, Subject, named, qu
 from tools.causal_faults import EXPERT, FAULTS
 from tools.causal_plain import draws
 from tools.causal_rows import STEPS
+from tools.commands import parser_of
 from tuner.model.kernels import has_liger
 
 AS_DECODER = ", is_decoder"
@@ -130,7 +130,7 @@ def chosen(only: Sequence[str], shard: str) -> list[str]:
 
 def main() -> int:
     """Run the campaign; exit code 1 where a type was trained wrongly, crashed, or was refused for an exception."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="these types alone")
     parser.add_argument("--checks", nargs="*", default=list(EVERY), choices=EVERY, help="these checks alone")
     parser.add_argument("--shard", default="1/1", help="the i-th of n parts of the types: i/n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
@@ -16,6 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 Start = Callable[..., "subprocess.Popen[Any]"]
 STOPPED = 75
 """The exit code of a launch that was asked to stop, and saved."""
+
+
+def parser_of(about: str | None) -> argparse.ArgumentParser:
+    """The command line of a tool, whose docstring is its help."""
+    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def say(line: str) -> None:

@@ -10,7 +10,6 @@ multiple of 8 and at most 256; dense rows; bounds int32) is checked here. Exits 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import tempfile
@@ -27,6 +26,7 @@ from unittest.mock import patch
 import torch
 
 from tools.causal_cases import DECODERS, TYPES, tiny_config
+from tools.commands import parser_of
 from tuner.config.load import load_recipe
 from tuner.errors import TunerError
 from tuner.profile import tracing
@@ -175,7 +175,7 @@ def _quiet() -> Iterator[None]:
 
 def main() -> int:
     """Run the campaign; exit code 1 where a type crashed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="these types alone")
     parser.add_argument("--device", default="h100-80g", help="a name of `tuner profile --device`")
     parser.add_argument("--out", type=Path, help="where the figures go, as JSON")

@@ -18,7 +18,6 @@ Exits with 1 where a command does otherwise.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fixtures.damaged import COMMANDS, EARLIER, LAST, ONE, RUN, Place, Said
+from tools.commands import parser_of
 
 MEANS_LAST = ("export", "eval", "generate")
 MOST_HINTS = 3
@@ -178,7 +178,7 @@ def shown(place: Place, result: Mapping[str, Any]) -> str:
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--states", nargs="+", help="names of states; default all")
     parser.add_argument("--json", type=Path, help="a line for each state is written here")
     options = parser.parse_args()

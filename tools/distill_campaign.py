@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench_rows import documentation
-
-ROOT = Path(__file__).resolve().parents[1]
+from tools.commands import ROOT, parser_of
 
 TOKENS, ROWS = 256, 4
 """Tokens of a row, and rows of a step."""
@@ -72,7 +71,7 @@ def held_out_loss(run: Path, place: Path) -> float:
 
 def main() -> int:
     """Train the students, and compare them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--place", type=Path, default=ROOT / ".demo" / "campaigns" / "distill")

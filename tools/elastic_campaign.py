@@ -13,14 +13,13 @@ fell by less than 1.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from tools.commands import STOPPED, launch, read_lines, write_lines
+from tools.commands import STOPPED, launch, parser_of, read_lines, write_lines
 
 BOUNDS = {10: 1e-6, 100: 1e-5}
 FALL = 1.0
@@ -125,7 +124,7 @@ def campaign(changes: list[list[int]], steps: int, lr: float, seed: int) -> list
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--changes", nargs="+", default=["1,2,1", "1,4,2"])
     parser.add_argument("--steps", type=int, default=110, help="between changes")
     parser.add_argument("--lr", type=float, default=1e-3)

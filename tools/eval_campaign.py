@@ -10,7 +10,6 @@ Writes `report.json`; exits with 1 where anything differs.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib.util
 import json
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import eval_tasks
-from tools.commands import ROOT, done, environment, read_lines, run, write_lines
+from tools.commands import ROOT, done, environment, parser_of, read_lines, run, write_lines
 
 PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 HARNESS_FIGURES = ("acc", "acc_norm")
@@ -29,7 +28,7 @@ HARNESS_FIGURES = ("acc", "acc_norm")
 
 def main() -> int:
     """Run the parts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2")
     parser.add_argument("--place", type=Path, default=ROOT / ".demo" / "evaluations")
     parser.add_argument("--tasks", type=Path)

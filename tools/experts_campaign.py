@@ -13,7 +13,6 @@ exits with 1 where one differs or fails.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import json
@@ -39,6 +38,7 @@ from tools.causal_cases import TYPES, tiny_config, write_random
 from tools.causal_checks import quiet
 from tools.causal_rows import LENGTHS, documents
 from tools.causal_training import tree_of
+from tools.commands import parser_of
 from tuner.config.load import load_recipe
 from tuner.data.batches import StepBatches, collate
 from tuner.data.prepared import Row
@@ -208,7 +208,7 @@ def tried(kind: str, name: str, work: Callable[[PretrainedConfig, Path], dict[st
 
 def main() -> int:
     """Run the parts that are named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("parts", nargs="*", default=[], help="router, files, spread; all without one")
     parser.add_argument("--only", nargs="*", default=[], help="these types alone")
     options = parser.parse_args()

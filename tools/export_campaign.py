@@ -12,7 +12,6 @@ is not done again. Prints tables; exits with 1 where one is not as it must be.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import commands
-from tools.commands import ROOT, Results, environment, read_lines, write_lines
+from tools.commands import ROOT, Results, environment, parser_of, read_lines, write_lines
 from tools.tables import beside
 
 MAX_LENGTH, HELD_OUT = 64, 16
@@ -77,7 +76,7 @@ def chats(seed: int) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     """Train, export, plant; print what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("model", type=Path, help="directory of SmolLM2-135M-Instruct")
     parser.add_argument("--out", type=Path, default=ROOT / ".demo" / "campaigns" / "export")
     options = parser.parse_args()

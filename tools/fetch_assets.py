@@ -11,7 +11,6 @@ again checks the files and fetches what is missing.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.commands import parser_of
 from tools.tables import beside
 
 MARK = "fetched.json"
@@ -87,7 +87,7 @@ CAMPAIGN = tuple(map(_asset, _TABLE["campaign"]))
 
 def main() -> int:
     """Parse the command line, fetch every asset, print the directory."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--campaign", action="store_true", help="also what tools/tokenizer_campaign.py reads")
     arguments = parser.parse_args()

@@ -11,13 +11,13 @@ normal noise of points alone, more than 99 %.
 
 from __future__ import annotations
 
-import argparse
 import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tests.ladder.made import SIZES, Truth, ladder
+from tools.commands import parser_of
 from tuner.ladder.fit import Settings, parameters_of
 from tuner.ladder.held_out import fit_widened
 from tuner.ladder.law import NEEDED_SIZES, Size
@@ -55,7 +55,7 @@ CASES = (
 
 def main() -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--samples", type=int, default=200)
     options = parser.parse_args()

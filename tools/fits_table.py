@@ -11,7 +11,6 @@ prediction is from the whole one. Nothing of it has been compared with a GPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import tempfile
@@ -22,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tools.commands import ROOT, parser_of
 from tools.tables import beside
 from tuner.config.dump import recipe_dict
 from tuner.config.load import load_recipe
@@ -35,7 +35,6 @@ from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import gib
 from tuner.setup.settled import changed
 
-ROOT = Path(__file__).resolve().parents[1]
 FIGURES, PAGE = ROOT / "tools" / "fits.json", ROOT / "docs" / "fits.md"
 
 
@@ -245,7 +244,7 @@ def check(lines: list[dict[str, Any]], count: int, seed: int) -> int:
 
 def main() -> int:
     """Run, check or write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=("run", "check", "page"))
     parser.add_argument("--only", default="", help="cells whose name holds this alone")
     parser.add_argument("--workers", type=int, default=1)

@@ -11,7 +11,6 @@ it continues where it stopped. The packages are installed into a directory of th
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import site
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tools.commands import parser_of
 from tuner.model import flash4_attention
 from tuner.runtime.deterministic import deterministic
 from tuner.runtime.device import traced_for
@@ -179,7 +179,7 @@ def note(found: dict[str, Any], out: Path | None) -> None:
 
 def main() -> int:
     """Run those that were asked for, a process for each device."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--packages", type=Path, default=PLACE, help="where the packages are, or are installed")
     parser.add_argument("--archs", type=int, nargs="+", default=ARCHS)
     parser.add_argument("--out", type=Path)

@@ -8,7 +8,6 @@ that no flaw of the table is imagined.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tools.changes import apply
+from tools.commands import parser_of
 from tools.tables import beside
 
 Finder = Literal["check", "dry-run"]
@@ -107,7 +107,7 @@ def found(flaw: Flaw, directory: Path, finder: Finder | Literal["launch"]) -> li
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print what finds each flaw; 1 where one is not found."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="names of flaws")
     parser.add_argument("--launch", action="store_true", help="show that the launch fails, too")
     given = parser.parse_args(words)

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.commands import read_lines, trained
+from tools.commands import parser_of, read_lines, trained
 
 if TYPE_CHECKING:
     from tuner.profile.prediction import Part
@@ -163,7 +163,7 @@ def counted(model: Path) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     """Run all parts, or be one process of a mesh."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="a directory with a model whose run and bytes are compared, too")
     parser.add_argument("--steps", type=int, default=20, help="of its run")
     parser.add_argument("--parts", nargs="+", choices=("bits", "meshes", "bytes"), default=["bits", "meshes", "bytes"])

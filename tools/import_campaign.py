@@ -10,7 +10,6 @@ theirs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from tools.commands import ROOT, parser_of
 from tools.flawed_recipes import prepare
 from tuner.config.imported import Imported, import_text
 from tuner.config.load import Override, RecipeText, load_recipe
@@ -30,8 +30,6 @@ from tuner.config.other_configs import Tool
 from tuner.config.other_input import is_script
 from tuner.config.other_methods import PREFERENCES
 from tuner.errors import TunerError
-
-ROOT = Path(__file__).resolve().parent.parent
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     "axolotl==0.19.0": ("--no-build-isolation", "--no-binary", "axolotl"),
@@ -136,7 +134,7 @@ def train(found: Imported, directory: Path) -> str | None:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print what became of every configuration; 1 where one cannot be converted or a converted one does not train."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where they are unpacked")
     parser.add_argument("--train", type=int, default=3, help="how many of each tool train")
     parser.add_argument("--left", action="store_true", help="print what was not carried over, by how often")

@@ -10,7 +10,6 @@ of, 1 % at most. Exits with 1 where anything is not so.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -22,9 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tools.commands import ROOT, parser_of
 from tools.init.cases import Case, cases
-
-ROOT = Path(__file__).resolve().parent.parent
 
 POSITIONS = {"short": 2048, "medium": 8192}
 CUT = 0.01
@@ -146,7 +144,7 @@ def wrong_losses(case: Case, text: str, metrics: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     """Run every case; returns 1 where something is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="")
     parser.add_argument("--small", action="store_true", help="leave out cases of more than 5 MB")
     options = parser.parse_args()

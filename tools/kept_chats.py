@@ -12,7 +12,6 @@ nothing else is trained. Exit code 1 where one is not so.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections import Counter
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from tools.commands import parser_of
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -31,7 +31,7 @@ CALLERS: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, print a line for each template; 1 where a document is not what it should be."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("rows", type=Path)
     parser.add_argument("pairs", nargs="+", metavar="TOKENIZER=TEMPLATE")
     parser.add_argument("--train-on", choices=("assistant", "last_assistant"), default="assistant")

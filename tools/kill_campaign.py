@@ -15,7 +15,6 @@ JSON for each trial; exits with 1 where one failed.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import math
@@ -34,7 +33,7 @@ from typing import Any
 from tests.fixtures import forked
 from tests.fixtures.fake_hub import Hub, serving
 from tests.fixtures.trainings import outcome, prepare
-from tools.commands import ROOT, Results, environment
+from tools.commands import ROOT, Results, environment, parser_of
 from tools.struck import VARIABLE
 
 TRAINING = ("evaluation", "save", "signal", "clock")
@@ -269,7 +268,7 @@ def campaign(
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--points", nargs="+", choices=POINTS, default=list(POINTS))
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--count", type=int, default=8, help="trials of each point, with each number of processes")

@@ -11,7 +11,6 @@ Prints one JSON line for each kill, the rungs' marks as CSV and the prediction; 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import random
@@ -26,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.commands import Start, environment, run, write_lines
+from tools.commands import Start, environment, parser_of, run, write_lines
 from tools.tables import beside
 from tuner.config.load import load_recipe
 from tuner.config.paths import recipes_dir
@@ -45,7 +44,7 @@ RECIPE: dict[str, Any] = beside(__file__)
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)

@@ -10,7 +10,6 @@ where one does not compile.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import tempfile
@@ -23,6 +22,7 @@ from unittest.mock import patch
 import torch
 
 from tools.causal_cases import TYPES, tiny_config
+from tools.commands import parser_of
 from tools.cuda_campaign import _quiet, predicted
 
 TARGETS = (80, 89, 90, 100, 120)
@@ -127,7 +127,7 @@ def main() -> int:
     """Run the campaign; exit code 1 where a kernel does not compile."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[t for t in TYPES if t in MODEL_TYPE_TO_APPLY_LIGER_FN])
     parser.add_argument("--targets", nargs="*", type=int, default=list(TARGETS))
     options = parser.parse_args()

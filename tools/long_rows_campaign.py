@@ -15,7 +15,6 @@ row longer by half, which must not fit. Tables are Markdown, on stdout.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import resource
@@ -34,7 +33,7 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 
 from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids, relative
 from tests.model.tiny import FAMILIES, family_config
-from tools.commands import done, environment, read_lines, write_lines
+from tools.commands import done, environment, parser_of, read_lines, write_lines
 from tuner.config.load import load_recipe
 from tuner.model import tiles
 from tuner.model.blocks import apply_offload, apply_recompute
@@ -256,7 +255,7 @@ def _train(way: str, tokens: int, limit: int, directory: Path) -> tuple[int, flo
 
 def main() -> int:
     """Run what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=("gradients", "peaks", "longest", "all"), nargs="?", default="all")
     parser.add_argument("--tokens", type=int, default=1 << 16)
     parser.add_argument("--limit", default="16GB")

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fixtures.trainings import STEPS_PER_EPOCH, TOTAL, outcome, prepare
-from tools.commands import environment, free_port
+from tools.commands import environment, free_port, parser_of
 
 EACH = 2
 """Processes of a machine."""
@@ -194,7 +194,7 @@ def campaign(directory: Path, trials: int, seed: int, flags: Sequence[str]) -> l
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of `tuner train`, the last option here")

@@ -11,7 +11,6 @@ come; a campaign that is started again continues after them, and takes failed ce
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import json
@@ -27,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tools.commands import ROOT, parser_of
 from tools.tables import beside
 from tuner.config.load import load_recipe
 from tuner.config.recipe import TokenizerSection
@@ -36,8 +36,6 @@ from tuner.run.main import train
 from tuner.run.options import LaunchOptions
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
-
-ROOT = Path(__file__).resolve().parent.parent
 
 STEPS = 3
 NEAR = 1e-5
@@ -295,7 +293,7 @@ def table(lines: Mapping[str, dict[str, Any]]) -> str:
 
 def main() -> int:
     """Try the cells that are not there yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--timeout", type=float, default=600.0)

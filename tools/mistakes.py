@@ -8,17 +8,14 @@ LLaMA-Factory, torchtune, ms-swift and Unsloth, and mistakes with keys of our ow
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from tools.commands import ROOT, parser_of
 from tuner.config.load import Override, RecipeText, load_recipe
 from tuner.errors import RecipeError
-
-ROOT = Path(__file__).resolve().parent.parent
 
 TABLE = ROOT / "tools" / "mistakes.jsonl"
 BASE = "model: {name_or_path: owner/name}\ndata: {train: rows.jsonl}\n"
@@ -85,7 +82,7 @@ def _where(line: str, at: str) -> bool:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print how many answers are right, by tool, and those that are not; 1 below the target."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--verbose", action="store_true", help="print every answer")
     verbose = parser.parse_args(words).verbose
     answers = [answer(mistake) for mistake in mistakes()]

@@ -11,7 +11,6 @@ Exits with 1 where one is wrong, or where a run ended with anything but a reason
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 from transformers.utils import logging
 
 from tools.causal_cases import tiny_config
+from tools.commands import parser_of
 from tuner.api.exports import export_hf
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
@@ -173,7 +173,7 @@ def first_line(error: BaseException) -> str:
 
 def main() -> int:
     """Try the types that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=TYPES, default=TYPES, metavar="TYPE")
     parser.add_argument("--table", type=Path, help="write what was found as JSON")
     options = parser.parse_args()

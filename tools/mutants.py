@@ -10,7 +10,6 @@ one in ten survives.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import json
 import os
@@ -23,9 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.commands import ROOT, parser_of
 from tools.mutations import Mutant, read_mutants
-
-ROOT = Path(__file__).resolve().parent.parent
 
 MUTANTS = read_mutants(ROOT / "tools" / "mutants.yaml")
 
@@ -47,7 +45,7 @@ class Verdict:
 
 def main() -> int:
     """Run the chosen faults, print the report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="names of faults, or beginnings of them")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--fast", action="store_true", help="leave out tests marked slow, as make test does")

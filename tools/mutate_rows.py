@@ -10,7 +10,6 @@ no row's problem, a value other than the one written, or a problem whose place i
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import tempfile
@@ -20,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.commands import environment, run
+from tools.commands import environment, parser_of, run
 from tools.row_mutations import lines
 from tools.row_oracle import BLANK, GOOD, judge, parse
 
@@ -142,7 +141,7 @@ def compare(path: Path, count: int, command: bool) -> dict[str, Any]:
 
 def main() -> int:
     """Write the lines, compare, print; 1 where anything is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--lines", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--long", type=int, default=1, help="lines of more than 64 MiB")

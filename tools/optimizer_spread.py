@@ -20,7 +20,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, done, environment, read_lines, write_lines
+from tools.commands import ROOT, done, environment, parser_of, read_lines, write_lines
 
 STOCHASTIC = {"model.dtype": "bf16", "optimizer.rounding": "stochastic"}
 VARIANTS: dict[str, dict[str, str]] = {
@@ -81,7 +81,7 @@ def train(place: Path, name: str) -> dict[str, Any]:
 
 def main() -> int:
     """Train the variants, and hold them against the spread."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rows", type=int, default=2, help="of a step")

@@ -10,7 +10,6 @@ types, and what the metadata says. Interpreters that are not here are named. Exi
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -20,7 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tools.commands import ROOT, parser_of
+
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 PINS = ROOT / "constraints.txt"
 FACTS = """
@@ -103,7 +103,7 @@ def use(programs: Path, empty: Path) -> dict[str, object]:
 
 def main() -> int:
     """Build, install, use; exit code 1 where one of them fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--pythons", nargs="+", default=list(PYTHONS), help="interpreters to install under")
     parser.add_argument("--kinds", nargs="+", choices=("wheel", "sdist"), default=["wheel", "sdist"])
     parser.add_argument("--work", type=Path, help="an empty directory that is kept; default: one that goes")

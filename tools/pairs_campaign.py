@@ -10,7 +10,6 @@ verdict, on a reason that is none of the oracle's, on other text, masks, labels 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import tempfile
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from tools.commands import parser_of
 from tools.pair_oracle import BEGIN, END, Verdict, judge
 from tools.row_mutations import CALL, ODD, TOOLS, words
 from tools.tables import beside
@@ -300,7 +300,7 @@ def prepared(kind: str, given: list[Row], work: Path) -> tuple[dict[int, str], l
 
 def main() -> int:
     """Draw, prepare, compare, print; 1 where anything is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

@@ -8,13 +8,13 @@ tests/multi/test_parity.py hold the same figures to their bounds.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from tools.commands import ROOT, parser_of
+
 TRAINED = [1, 29, 3, 15, 30, 7, 5, 2, 9, 24, 20, 7, 25, 2, 18, 11]
 """Trained tokens of each row."""
 
@@ -72,7 +72,7 @@ def differences(one: dict[str, list[float]], other: dict[str, list[float]]) -> d
 
 def main() -> int:
     """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--smollm2", help="directory that tools/build_smollm2.py made")
     options = parser.parse_args()
     print(json.dumps({"packing": packing(options.smollm2), "processes": processes()}, indent=2))

@@ -11,7 +11,6 @@ and how far the logits differ, as JSON; exits with 1 where a text differs, or a 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, done, environment, write_lines
+from tools.commands import ROOT, done, environment, parser_of, write_lines
 
 PROMPTS = ["Order note: five garden hoses to Oslo, please.", "What is the capital of France?"]
 NEW_TOKENS = 24
@@ -103,7 +102,7 @@ def check(model: Path, python: str, work: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Check, in a directory that is removed unless one is given."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("python")
     parser.add_argument("--work", type=Path)

@@ -13,7 +13,6 @@ Exits with 1 where a gap is above what docs/train.md says, a run diverges, or re
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -25,6 +24,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
+from tools.commands import ROOT, parser_of
 from tuner.checkpoint.load import content_sha256
 from tuner.checkpoint.open import newest
 from tuner.config.load import load_recipe
@@ -33,7 +33,6 @@ from tuner.run.options import LaunchOptions
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 
-ROOT = Path(__file__).resolve().parents[1]
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 SHAPE = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -176,7 +175,7 @@ def prepare(place: Path) -> None:
 
 def main() -> int:
     """Run all of it; 1 where a bound is broken."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--smollm2", type=Path)

@@ -21,7 +21,6 @@ takes all experts to get as many, is printed beside it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Sequence
@@ -34,6 +33,7 @@ import torch
 from tests.fixtures.predict_cases import Case, cases, combinations, draw, drawn_cases, meshes
 from tests.fixtures.predict_counted import Figures, count_spread, resolved_case
 from tests.fixtures.predict_traced import predicted
+from tools.commands import parser_of
 from tuner.errors import TunerError
 from tuner.setup.build import build_train_state
 from tuner.setup.model import assemble_model
@@ -107,7 +107,7 @@ def table(chosen: Sequence[Case], lines: Sequence[dict[str, Any]]) -> str:
 
 def main() -> int:
     """Run the campaign; exit code 1 where a prediction was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seed", type=int, default=7, help="of the draw of architectures")
     parser.add_argument("--drawn", type=int, default=10, help="how many architectures are drawn")
     parser.add_argument("--combinations", type=int, default=0, help="how many combinations are drawn instead")

@@ -12,7 +12,6 @@ above 90 %, more valid answers than before.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -22,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, environment, read_lines, say, tuner, write_lines
+from tools.commands import ROOT, environment, parser_of, read_lines, say, tuner, write_lines
 from tools.demo.score import answer, parse
 from tools.preference_rows import HELD_OUT_ROWS, Row, rows
 
@@ -84,7 +83,7 @@ def train(name: str, smollm2: Path, work: Path) -> dict[str, Any]:
 
 def main() -> int:
     """Train, measure, print the table and the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2")
     parser.add_argument("--only", nargs="+", choices=list(METHODS), default=["dpo", "reward"])
     parser.add_argument("--work", type=Path, help="keep the runs here")

@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools import real_preferences as real
+from tools.commands import ROOT, parser_of
 from tools.tables import beside
-
-ROOT = Path(__file__).resolve().parent.parent
 
 if TYPE_CHECKING:
     from tuner.data.prepared import Row
@@ -280,7 +279,7 @@ def run_json(command: list[str], more: dict[str, str]) -> Any:
 
 def main() -> int:
     """Compare, print the table and the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="a model directory; a tiny one where it is not given")
     parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2", help="whose tokenizer is taken")
     parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where packages are")

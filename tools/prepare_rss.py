@@ -10,7 +10,6 @@ process had more than 400 MB. The disk needs about twice the file's size.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import bench_rows
-from tools.commands import ROOT, environment, say
+from tools.commands import ROOT, environment, parser_of, say
 
 LIMIT_MB = 400.0
 INTERVAL_S = 0.02
@@ -29,7 +28,7 @@ INTERVAL_S = 0.02
 
 def main() -> int:
     """Parse the command line, write the file, measure, print; 1 where the limit is broken."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--size", type=float, default=2000, help="MB of the file")
     parser.add_argument("--workers", default="1,2")
     parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2", help="directory of the tokenizer")

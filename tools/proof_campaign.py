@@ -11,7 +11,6 @@ is named. Prints a line for each and exits with 1 where a verdict differs, or wh
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import tempfile
@@ -27,6 +26,7 @@ from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from tools.causal_cases import DECODERS, TYPES, VOCAB, decoder_config, tiny_config, write_random
+from tools.commands import parser_of
 from tools.proof_faults import FAULTS, Fault
 from tuner.errors import RecipeError
 from tuner.model import probe
@@ -47,7 +47,7 @@ LONGEST = 24
 
 def main() -> int:
     """Prove every type, or every fault, and print what each came to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[*TYPES, *(f"{name}+decoder" for name in DECODERS)])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--faults", action="store_true")

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tools.commands import ROOT, parser_of
 from tools.recipes_campaign import SHAPES, whole_model
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
@@ -39,8 +40,6 @@ from tuner.prove.training import Setting
 from tuner.prove.twin import make_twin
 from tuner.train import step
 from tuner.train.optimizer import OptimizerSet
-
-ROOT = Path(__file__).resolve().parent.parent
 
 _QWEN3: dict[str, Any] = {
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -353,7 +352,7 @@ def recipes(options: argparse.Namespace) -> bool:
 
 def main() -> int:
     """Plant the faults, then go through the recipes that ship and the matrix; or some of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--recipes", action="store_true")
     parser.add_argument("--matrix", action="store_true")

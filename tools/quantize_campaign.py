@@ -13,7 +13,6 @@ become machine code for compute capabilities 8.0 to 12.0. bitsandbytes is instal
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import subprocess
@@ -27,10 +26,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.model.quantize import drawn
+from tools.commands import ROOT, parser_of
 from tuner.model.quantize import nf4, published
 from tuner.model.quantize.codes import TYPES, dequantize, quantize
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = (torch.float32, torch.bfloat16, torch.float16)
 GENERATIONS = (80, 86, 89, 90, 100, 120)
 GOLDEN = ROOT / "tests" / "model" / "quantize" / "stored_by_bitsandbytes.safetensors"
@@ -246,7 +245,7 @@ def compiled(kernel: Any, kind: str, pointer: str, generation: int) -> str | Non
 def main() -> int:
     """Run those that were asked for."""
     parts = {"blocks": blocks, "files": files, "models": models, "compiler": compiler}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("parts", nargs="*", default=[], metavar="PART", help=", ".join(parts))
     parser.add_argument("--peer", type=Path, default=ROOT / ".demo" / "peers" / "bitsandbytes", metavar="DIRECTORY")
     parser.add_argument("--write", action="store_true", help="write the stored weights that the tests read, and stop")

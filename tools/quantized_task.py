@@ -12,14 +12,13 @@ table goes to stderr, one JSON object to stdout; exit 1 where a bound is missed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, Start, done, environment, read_lines, say, trained, tuner
+from tools.commands import ROOT, Start, done, environment, parser_of, read_lines, say, trained, tuner
 
 APART = 1e-6
 READING_SHARE = 0.5
@@ -154,7 +153,7 @@ def missed(report: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     """Measure what was asked for; print the table and the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2")
     parser.add_argument("--only", nargs="+", choices=("ranks", "reading", "task"), default=["ranks", "reading", "task"])
     parser.add_argument("--steps", type=int, default=30)

@@ -11,7 +11,6 @@ Prints the minutes of each; exits with 1 where something does not hold.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
@@ -21,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tools.commands import parser_of
 from tools.tutorial_campaign import ROOT, environment, follow, hub_cache
 
 README, NOTEBOOK = ROOT / "README.md", ROOT / "docs" / "quickstart.ipynb"
@@ -72,7 +72,7 @@ def is_learned(text: str) -> bool:
 
 def main() -> int:
     """Follow both; exit code 1 where one does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2", help="directory of the model")
     parser.add_argument("--work", type=Path, help="an empty directory that is kept; default: one that goes")
     options = parser.parse_args()

@@ -11,7 +11,6 @@ not fit or train. ASSETS is filled by `tools/fetch_assets.py ASSETS`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -21,13 +20,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tools.commands import ROOT, parser_of
 from tools.tables import beside
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.methods import DistillMethod
 from tuner.config.overrides import Override
 from tuner.config.shipped import shipped_recipes
-
-ROOT = Path(__file__).resolve().parent.parent
 
 CARDS = {"24g": "a10-24g", "80g": "h100-80g"}
 """The card with the least memory of each size that a recipe's name may have."""
@@ -147,7 +145,7 @@ def train_small(path: Path, place: Path, smollm2: Path, assets: Path) -> tuple[b
 
 def main() -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     recipes = shipped_recipes()
     parser.add_argument("--only", nargs="+", choices=list(recipes), default=list(recipes), metavar="NAME")
     parser.add_argument("--small", action="store_true", help="train in small alone")

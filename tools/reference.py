@@ -10,13 +10,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from tools.commands import ROOT
 from tools.parent_fields import TITLES
 from tools.parent_fields import page as parent_page
 from tuner.config.fields import Field, fields, item_fields
 from tuner.config.not_supported import Absent, absent_features
 from tuner.config.other_tools import foreign
-
-ROOT = Path(__file__).resolve().parent.parent
 
 INTRODUCTION = """\
 # The recipe

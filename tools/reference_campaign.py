@@ -11,7 +11,6 @@ trial and the figures at the end; exits with 1 when a trial differs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
@@ -24,7 +23,7 @@ from typing import Any
 
 from tests.fixtures import forked, paired
 from tests.fixtures.trainings import outcome
-from tools.commands import Start, launch, trained
+from tools.commands import Start, launch, parser_of, trained
 
 PAIRS, STEPS = 600, 12
 TRAIN = ["-m", "tuner", "train", "r.yaml", "--resume", "auto", "--train.duration", f"{STEPS} steps"]
@@ -96,7 +95,7 @@ def campaign(
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=40, help="at each number of processes")
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)

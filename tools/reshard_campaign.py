@@ -10,12 +10,12 @@ in one process. Exits with 1 where one differs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
 
 from tests.multi import compact_worker, launcher
+from tools.commands import parser_of
 
 
 def trained(directory: Path, way: str, worlds: list[int], steps: int) -> str:
@@ -33,7 +33,7 @@ def trained(directory: Path, way: str, worlds: list[int], steps: int) -> str:
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--changes", nargs="+", default=["1,2,4,1", "1,4,2,1", "4,2,1,4"])
     parser.add_argument("--steps", type=int, default=3, help="between changes")
     options = parser.parse_args()

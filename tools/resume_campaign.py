@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fixtures.trainings import STEPS_PER_EPOCH, outcome, prepare
-from tools.commands import Start, launch, trained
+from tools.commands import Start, launch, parser_of, trained
 
 # Dies in place of the given optimizer step on the given rank (-1: every rank), by the signal that nothing can catch.
 KILLED = """
@@ -91,7 +91,7 @@ def campaign(
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)

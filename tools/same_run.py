@@ -13,7 +13,6 @@ JSON object to stdout; exit 1 where something differs.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tools.commands import parser_of
 from tools.tables import beside
 
 Tree = Mapping[str, Any]
@@ -190,7 +190,7 @@ class Work:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--against", type=Path, required=True)
     parser.add_argument("--only", nargs="*", choices=list(RECIPES), default=list(RECIPES))

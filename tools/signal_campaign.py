@@ -13,7 +13,6 @@ summary; exits with 1 when a trial fails.
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import os
@@ -32,7 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tools.commands import environment
+from tools.commands import environment, parser_of
 from tools.signal_moments import COMMANDS, moments
 
 WAYS = ("ctrl-c", "scheduler", "step", "hangup")
@@ -169,7 +168,7 @@ def campaign(trials: int, seed: int, ways: tuple[str, ...] = WAYS) -> list[dict[
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))

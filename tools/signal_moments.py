@@ -26,9 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.commands import Results
+from tools.commands import ROOT, Results
 
-ROOT = Path(__file__).resolve().parents[1]
 FIRST_S, LOADING_S, LONGEST_S = 10.0, 2.0, 60.0
 FOR_EVER = "1000000 steps"
 COMMANDS = ("train", "export-hf", "train-2", "prepare-data", "resume")

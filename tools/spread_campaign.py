@@ -11,7 +11,6 @@ in, and whole gradients between micro-batches.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterator
 from itertools import product
@@ -20,6 +19,7 @@ from pathlib import Path
 from tests.fixtures import processes
 from tests.fixtures.spread import Spread, differences
 from tests.model.tiny import VOCAB
+from tools.commands import parser_of
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "phi", "olmo2", "mistral", "phi3", "mixtral", "qwen3-moe")
 LEVELS = ("none", "selective", "full")
@@ -56,7 +56,7 @@ def embeddings() -> Iterator[Spread]:
 
 def main() -> int:
     """Compare them; the exit code is 1 where one differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="cases whose name holds this alone")
     options = parser.parse_args()
     processes.TIMEOUT_S = 300.0

@@ -10,7 +10,6 @@ table below. Tokenizers' own templates are in tests/data/encoding/test_named_tem
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +18,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tools.commands import ROOT, parser_of
 from tools.import_campaign import PACKAGES, fetch
 from tools.tables import beside
 from tuner.data.encoding.named_templates import named_template
 from tuner.data.encoding.template import ChatTemplate
-
-ROOT = Path(__file__).resolve().parent.parent
 
 FASTCHAT = "fschat==0.2.36"
 """Its conversations are Python."""
@@ -132,7 +130,7 @@ def differences(published: Published, directory: Path) -> Iterator[tuple[str, st
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print each comparison; 1 where a text differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where they are unpacked")
     given = parser.parse_args(words)
     fetch(given.sources, WANTED)

@@ -10,7 +10,6 @@ one is not so.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.data import tiny
-from tools.commands import Results, environment
+from tools.commands import Results, environment, parser_of
 from tools.hostile_templates import HOSTILE
 
 HARMLESS = ("harmless", tiny.CHATML)
@@ -52,7 +51,7 @@ def met(place: Path, way: str, source: str) -> dict[str, Any]:
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="+", help="names of templates; all without it")
     parser.add_argument("--seconds", type=float, default=3.0, help="of processor time")

@@ -13,7 +13,6 @@ a document is not so, or a chat is refused for another reason than the template'
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import tempfile
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 from jinja2 import UndefinedError
 
+from tools.commands import ROOT, parser_of
 from tools.import_campaign import fetch
 from tools.tables import beside
 from tools.template_campaign import FOLDERS, SYSTEM, THOUGHTS, TOOLS, TURNS, WANTED
@@ -38,8 +38,6 @@ from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_json import with_control_tokens, with_tokens
 from tuner.data.reading.records import Conversation, parse_record
-
-ROOT = Path(__file__).resolve().parent.parent
 
 CONTROL = re.compile(
     r"<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>]{1,40}\uff5c>|<\|[a-z_]+>|<[a-z_]+\|>|<\|\"\|>|\[gMASK\]|<sop>"
@@ -238,7 +236,7 @@ def _documents(batch: EncodedBatch, row: int) -> Iterator[tuple[list[int], list[
 
 def main(words: Sequence[str] | None = None) -> int:
     """Judge every template; 1 where something is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("tokenizer", type=Path)
     parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where they are unpacked")
     parser.add_argument("--only", nargs="*", default=[])

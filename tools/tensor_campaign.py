@@ -9,7 +9,6 @@ each, and exits with 1 where one differs or fails.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -25,6 +24,7 @@ from transformers.utils import logging
 from tests.fixtures.processes import run_ranks
 from tests.fixtures.split import Alone, Split, differences
 from tools.causal_cases import TYPES, tiny_config
+from tools.commands import parser_of
 from tuner.errors import RecipeError
 from tuner.model.build import ModelSpec, meta_model, model_config
 from tuner.model.row_layout import route_of
@@ -35,7 +35,7 @@ PROCESSES = 2
 
 def main() -> int:
     """Run the types, and print what each came to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=list(TYPES))
     parser.add_argument("--adapter", choices=("none", "lora", "dora"), default="none")
     parser.add_argument("--out", type=Path)

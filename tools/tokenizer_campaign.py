@@ -12,7 +12,6 @@ the chats whose masks are the derived ones. Exits with 1 where a row differs. AS
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -26,10 +25,9 @@ from typing import Any
 from tests.fixtures import forked
 from tests.reference.product import Prepared, opened
 from tests.reference.written import PLAIN, randomly
+from tools.commands import ROOT, parser_of
 from tools.derived_masks import Derivation, Document
 from tools.tokenizer_families import FAMILIES, Family, write_family
-
-ROOT = Path(__file__).resolve().parent.parent
 
 Chat = list[dict[str, str]]
 LENGTH = 1024
@@ -139,7 +137,7 @@ def _command(directory: Path, *words: str) -> dict[str, Any]:
 
 def main() -> int:
     """Parse the command line, run every family, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("assets", type=Path)
     parser.add_argument("work", type=Path)
     parser.add_argument("--chats", type=int, default=7000)

@@ -11,7 +11,6 @@ exposed where they last longer than the computing of their pass.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import logging
@@ -22,7 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from tools.commands import ROOT, parser_of
+
 HBM, LINK, NETWORK, PRODUCTS = 2.8e12, 330e9, 40e9, 620e12
 GIB = 1 << 30
 SHAPE = {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960, "tie_word_embeddings": False}
@@ -151,7 +151,7 @@ def row(figures: dict[str, Any]) -> str:
 
 def main() -> int:
     """Count, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], default=[c.name for c in CASES])
     parser.add_argument("--rows", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--tree", type=Path, default=ROOT, help="whose package is counted")

@@ -9,7 +9,6 @@ the held-out loss fell, and that the exported model answers with the JSON object
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -20,7 +19,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tools.commands import ROOT, parser_of
+
 PAGE = ROOT / "docs" / "tutorial.md"
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
@@ -116,7 +116,7 @@ def problems(place: Path, compared: str) -> list[str]:
 
 def main() -> int:
     """Follow the tutorial; exit code 1 where it does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2", help="directory of the model")
     parser.add_argument("--work", type=Path, help="an empty directory that is kept; default: one that goes")
     options = parser.parse_args()

@@ -16,7 +16,6 @@ for step and bit for bit; and windows of a directory that grows while the run re
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fixtures import trainings
-from tools.commands import Start, environment, read_lines, write_lines
+from tools.commands import Start, environment, parser_of, read_lines, write_lines
 
 RECIPE = Path(__file__).with_suffix(".yaml")
 ROWS = {"w1": 12, "w2": 8, "w3": 0, "w4": 16, "w5": 8, "w6": 12}
@@ -319,7 +318,7 @@ def campaign(
 def main() -> int:
     """Run the campaign."""
     every = [*PHASES, "plain", "growing", "stream"]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--phases", nargs="+", default=every, choices=["none", *every])
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2])
     options = parser.parse_args()

@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tools.commands import ROOT
 from tools.gpu_day.models import write_recipe
 from tools.gpu_day.record import Day
 
-ROOT = Path(__file__).resolve().parents[2]
 CAPPED = """
 import sys, torch
 if torch.cuda.is_available():
