@@ -14,10 +14,8 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from torch._dynamo.utils import counters
 
 from tests.model import test_triton_attention
 from tests.model.cuda_branch import LORA, check, triton_stand_in
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 
 KINDS = ("llama", "qwen3", "mistral", "gemma3", "deepseek", "narrow", "gemma2")
 LEVELS = ("none", "selective", "full")
@@ -44,9 +42,9 @@ def branch() -> Iterator[str]:
         torch._dynamo.reset()
         counters.clear()
         try:
-            with tempfile.TemporaryDirectory() as directory, triton_stand_in():
+            with workplace() as directory, triton_stand_in():
                 # Inductor keeps float32 between operations where eager rounds to bf16.
-                check(kind, Path(directory), level, lora, backend, 2e-2 if backend == "inductor" else 1e-3)
+                check(kind, directory, level, lora, backend, 2e-2 if backend == "inductor" else 1e-3)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong is the finding
             yield f"{name}: {type(error).__name__}: {str(error)[:300]}"
         else:

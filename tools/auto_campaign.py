@@ -10,14 +10,13 @@ case demands.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.setup.settled import LEVEL, MICRO, SHARD
 
@@ -112,8 +111,8 @@ def main() -> int:
     names = [case.name for case in CASES]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     chosen = parser.parse_args().only
-    with tempfile.TemporaryDirectory() as directory:
-        good = [settle(case, Path(directory)) for case in CASES if case.name in chosen]
+    with workplace() as directory:
+        good = [settle(case, directory) for case in CASES if case.name in chosen]
     return 0 if all(good) else 1
 
 

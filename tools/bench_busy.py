@@ -16,7 +16,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +24,7 @@ from typing import Any
 
 from tools.bench_train import Bench
 from tools.bench_train_cases import CASES
-from tools.commands import ROOT, done, environment, parser_of, read_lines, say
+from tools.commands import ROOT, done, environment, parser_of, read_lines, say, workplace
 
 FIRST = 3
 
@@ -56,8 +55,7 @@ def train(tree: Path, work: Path) -> dict[str, float]:
 def measure(model: Path, trees: dict[str, Path], rounds: int, steps: int) -> dict[str, Any]:
     """Alternate the trees, idle and with one core taken; medians over the rounds."""
     took: dict[str, list[dict[str, float]]] = {}
-    with tempfile.TemporaryDirectory(prefix="tuner-busy-") as directory:
-        work = Path(directory)
+    with workplace() as work:
         Bench(replace(CASES["smollm2-full"], steps=steps), model, work, "cpu", []).prepare()
         for number in range(1, rounds + 1):
             for cores in (0, 1):

@@ -24,7 +24,6 @@ import json
 import shlex
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import real_preferences as real
-from tools.commands import ROOT, parser_of, read_lines, say, write_lines
+from tools.commands import ROOT, parser_of, read_lines, say, workplace, write_lines
 from tools.measures import alternated, machine
 from tools.preference_vs_trl import run_json, token_rows
 
@@ -259,10 +258,10 @@ def main() -> int:
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--trl-path")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
+    with workplace() as directory:
         bench = Bench(
             given.model.absolute(),
-            Path(directory),
+            directory,
             given.steps,
             shlex.split(given.prefix),
             given.trl_python,

@@ -16,12 +16,12 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tools.commands import workplace
 from tools.measures import memory
 
 WAYS: dict[str, list[str]] = {"dense": [], "rows": ["embed_tokens"]}
@@ -144,8 +144,7 @@ class Way:
 
 def compared(options: argparse.Namespace, words: list[str]) -> list[dict[str, Any]]:
     """A line for each way, and one that compares them."""
-    with tempfile.TemporaryDirectory() as made:
-        directory = Path(made)
+    with workplace() as directory:
         write_model(directory, options.vocabulary, options.width)
         ways = {name: Way(directory, name, words) for name in WAYS}
         for way in ways.values():

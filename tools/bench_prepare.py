@@ -26,7 +26,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from typing import Any
 
 from tools import bench_rows
 from tools.bench_digests import prepared_digests
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, parser_of, workplace
 
 MARKED = ROOT / "tests" / "reference" / "marked"
 MAX_LENGTH = 8192
@@ -111,8 +110,8 @@ def main() -> int:
     parser.add_argument("--assets", type=Path, default=ROOT / ".demo" / "assets")
     parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tuner-bench-") as scratch:
-        bench = Bench(Path(scratch), not options.no_fast)
+    with workplace() as place:
+        bench = Bench(place, not options.no_fast)
         (bench.work / "without").mkdir()
         (bench.work / "without" / "sitecustomize.py").write_text(BLOCK, encoding="utf-8")
         report = {"data": write_rows(bench.work, options), "fast": bench.fast, "machine": machine()}

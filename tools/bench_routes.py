@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from transformers import AutoConfig
 
 from tools.causal_checks import quiet
 from tools.causal_training import Mode, Training
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 from tools.tables import beside
 from tuner.data.batches import Batch, StepBatches, collate
 from tuner.data.prepared import Row
@@ -79,10 +78,10 @@ def timed(training: Training, step: int, micro: list[Batch]) -> tuple[float, flo
 
 def measure(name: str, shape: Mapping[str, Any], rounds: int) -> dict[str, Any]:
     """The figures of one family; both sides have the same weights, so their losses are one."""
-    with tempfile.TemporaryDirectory() as place, quiet():
+    with workplace() as place, quiet():
         AutoConfig.for_model(name, **shape).save_pretrained(place)
         try:
-            sides = {layout: Training(Path(place), Mode(layout, keys=KEYS)) for layout in ("packed", "single")}
+            sides = {layout: Training(place, Mode(layout, keys=KEYS)) for layout in ("packed", "single")}
         except RecipeError as error:
             return {"type": name, "refused": error.message}
         took: dict[str, list[float]] = {side: [] for side in sides}

@@ -33,14 +33,13 @@ import shlex
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tools.bench_train_cases import CASES, Case, flops_per_step, packed_rows, write_model, write_rows
-from tools.commands import ROOT, parser_of, read_lines, say
+from tools.commands import ROOT, parser_of, read_lines, say, workplace
 from tools.measures import alternated, machine
 
 WARM_UP = 3
@@ -316,8 +315,8 @@ def main() -> int:
         parser.error("--model names the directory of SmolLM2")
     if options.steps is not None:
         case = replace(case, steps=options.steps)
-    with tempfile.TemporaryDirectory() as directory:
-        work, model = Path(directory), options.model
+    with workplace() as work:
+        model = options.model
         if case.shape is not None:
             model = work / "model"
             write_model(case.shape, model)

@@ -33,7 +33,6 @@ computes (tools/causal_faults.py), which must end in ``wrong``.
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -49,7 +48,7 @@ from tools.causal_checks import BAD, MODES, Finding, Outcome, Subject, named, qu
 from tools.causal_faults import EXPERT, FAULTS
 from tools.causal_plain import draws
 from tools.causal_rows import STEPS
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 from tuner.model.kernels import has_liger
 
 AS_DECODER = ", is_decoder"
@@ -70,11 +69,11 @@ def examine(name: str, checks: Sequence[str] = EVERY, fault: str = "", steps: in
     """One type, of an encoder as the decoder that its config can make of it with :data:`AS_DECODER` after its name."""
     finding, started = Finding(name), time.perf_counter()
     model_type = name.removesuffix(AS_DECODER)
-    with tempfile.TemporaryDirectory() as place, quiet():
+    with workplace() as place, quiet():
         try:
             config = tiny_config(model_type) if name == model_type else decoder_config(model_type)
-            write_random(config, Path(place) / "model")
-            subject = Subject(Path(place) / "model", draws(Path(place) / "model"), fault, steps)
+            write_random(config, place / "model")
+            subject = Subject(place / "model", draws(place / "model"), fault, steps)
             finding.idle = subject.reference(held=subject.draws).idle()
         except Exception as error:  # noqa: BLE001 - whatever transformers raises is the reason
             finding.impossible = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -8,8 +8,10 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,13 @@ STOPPED = 75
 def parser_of(about: str | None) -> argparse.ArgumentParser:
     """The command line of a tool, whose docstring is its help."""
     return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+@contextmanager
+def workplace(kept: Path | None = None) -> Iterator[Path]:
+    """A directory for the block: one that is kept, where it is named, else an empty one that goes."""
+    with tempfile.TemporaryDirectory(prefix="tuner-", ignore_cleanup_errors=True) as fresh:
+        yield (kept or Path(fresh)).resolve()
 
 
 def say(line: str) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 import time
 import traceback
 import warnings
@@ -26,7 +25,7 @@ from unittest.mock import patch
 import torch
 
 from tools.causal_cases import DECODERS, TYPES, tiny_config
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 from tuner.config.load import load_recipe
 from tuner.errors import TunerError
 from tuner.profile import tracing
@@ -133,8 +132,7 @@ def predicted(directory: Path, mode: str, device: str) -> Outcome:
 def examine(model_type: str, device: str, decoder: bool = False, modes: Sequence[str] = tuple(MODES)) -> Finding:
     """One type in these modes; with ``decoder`` an encoder as the decoder that its config can make of it."""
     finding, started = Finding(f"{model_type}, is_decoder" if decoder else model_type), time.perf_counter()
-    with tempfile.TemporaryDirectory() as name, _quiet():
-        directory = Path(name)
+    with workplace() as directory, _quiet():
         try:
             config = tiny_config(model_type)
             if decoder:

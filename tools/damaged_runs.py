@@ -21,14 +21,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.fixtures.damaged import COMMANDS, EARLIER, LAST, ONE, RUN, Place, Said
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 
 MEANS_LAST = ("export", "eval", "generate")
 MOST_HINTS = 3
@@ -159,8 +158,8 @@ def trial(place: Place, state: Sequence[str]) -> dict[str, Any]:
 @contextmanager
 def made_place(directory: Path | None = None) -> Iterator[Place]:
     """A place with the unbroken run in a new directory, which is removed, or in the one given."""
-    with tempfile.TemporaryDirectory(prefix="tuner-damaged-") as made:
-        place = Place(Path(os.path.realpath(directory or made)))
+    with workplace(directory) as made:
+        place = Place(made)
         place.set_up()
         yield place
 

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from tools.commands import STOPPED, launch, parser_of, read_lines, write_lines
+from tools.commands import STOPPED, launch, parser_of, read_lines, workplace, write_lines
 
 BOUNDS = {10: 1e-6, 100: 1e-5}
 FALL = 1.0
@@ -108,8 +107,7 @@ def compare(directory: Path, name: str, steps: int, whole: list[float]) -> dict[
 def campaign(changes: list[list[int]], steps: int, lr: float, seed: int) -> list[dict[str, Any]]:
     """All lists of numbers of processes against one unbroken run."""
     results = []
-    with tempfile.TemporaryDirectory(prefix="tuner-elastic-") as place:
-        directory = Path(place)
+    with workplace() as directory:
         prepare(directory, 3 * steps, lr, seed)
         train(directory, "whole", [1], steps)
         whole = losses(directory, "whole")

@@ -18,7 +18,6 @@ import copy
 import json
 import operator
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -38,7 +37,7 @@ from tools.causal_cases import TYPES, tiny_config, write_random
 from tools.causal_checks import quiet
 from tools.causal_rows import LENGTHS, documents
 from tools.causal_training import tree_of
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 from tuner.config.load import load_recipe
 from tuner.data.batches import StepBatches, collate
 from tuner.data.prepared import Row
@@ -192,10 +191,10 @@ def tried(kind: str, name: str, work: Callable[[PretrainedConfig, Path], dict[st
     """Print what became of one type; whether it is right."""
     started = time.perf_counter()
     line: dict[str, Any] = {"kind": kind, "type": name}
-    with tempfile.TemporaryDirectory() as place, quiet(), warnings.catch_warnings():
+    with workplace() as place, quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            line |= {"verdict": "equal", **work(tiny_config(name), Path(place))}
+            line |= {"verdict": "equal", **work(tiny_config(name), place)}
         except RecipeError as error:
             line |= {"verdict": "refused", "reason": error.message}
         except Exception as error:  # noqa: BLE001 - whatever goes wrong is a finding

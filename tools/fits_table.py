@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -21,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, parser_of, workplace
 from tools.tables import beside
 from tuner.config.dump import recipe_dict
 from tuner.config.load import load_recipe
@@ -139,11 +138,11 @@ def figures_of(cell: Cell, directory: Path, how: How) -> dict[str, Any]:
 def run_group(group: list[Cell]) -> list[dict[str, Any]]:
     """The figures of cells that share predictions."""
     how = How(Remembered(predict_by_layers), Remembered(predict))
-    with tempfile.TemporaryDirectory() as name:
+    with workplace() as name:
         lines = []
         for cell in group:
             began = time.monotonic()
-            lines.append(figures_of(cell, Path(name), how))
+            lines.append(figures_of(cell, name, how))
             print(f"{time.monotonic() - began:6.1f} s  {cell.name}: {text_of(lines[-1])}", flush=True)
             if cell.length in SHORT_ROWS and lines[-1]["fits"]:
                 break
@@ -226,10 +225,10 @@ def check(lines: list[dict[str, Any]], count: int, seed: int) -> int:
     """
     drawn = random.Random(seed).sample([line for line in lines if line["fits"]], count)
     wrong = 0
-    with tempfile.TemporaryDirectory() as name:
+    with workplace() as name:
         for line in drawn:
             cell = _cell(line)
-            recipe = changed(cell.recipe(Path(name)), line["overrides"])
+            recipe = changed(cell.recipe(name), line["overrides"])
             layers = MODELS[cell.model]["num_hidden_layers"]
             whole, quick = predict(recipe, cell.target()), predict_by_layers(recipe, cell.target(), layers)
             is_another = round(whole.peak_bytes / 2**30, 2) != line["peak_gib"]

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from tools.changes import apply
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 from tools.tables import beside
 
 Finder = Literal["check", "dry-run"]
@@ -114,20 +113,19 @@ def main(words: Sequence[str] | None = None) -> int:
     chosen = [flaw for flaw in FLAWS if not given.only or flaw.name in given.only]
     missed = 0
     for flaw in chosen:
-        with tempfile.TemporaryDirectory() as name:
-            os.environ["TUNER_CACHE"] = f"{name}/cache"
-            directory = Path(name)
+        with workplace() as directory:
+            os.environ["TUNER_CACHE"] = f"{directory}/cache"
             prepare(directory)
             told = found(flaw, directory, flaw.finder)
             right = len(told) == 1 and flaw.key in told[0]
             missed += not right
-            said = " / ".join(told).replace(name, "")
+            said = " / ".join(told).replace(str(directory), "")
             print(f"{'ok  ' if right else 'MISS'} {flaw.finder:8} {flaw.name}: {said[:200]}")
             if given.launch and flaw.values.get("parallel.processes") is None:
-                fresh = Path(name) / "again"
+                fresh = directory / "again"
                 fresh.mkdir()
                 prepare(fresh)
-                failed = " / ".join(found(flaw, fresh, "launch")).replace(name, "")
+                failed = " / ".join(found(flaw, fresh, "launch")).replace(str(directory), "")
                 missed += not failed
                 print(f"     launch   {failed[:160] or 'MISS: it trains'}")
     print(f"found {len(chosen) - missed} of {len(chosen)}")

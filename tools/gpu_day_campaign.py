@@ -8,12 +8,10 @@ Exits with 1 where a part fails. The tests run what needs few commands.
 from __future__ import annotations
 
 import sys
-import tempfile
-from pathlib import Path
 
+from tools.commands import workplace
 from tools.gpu_day.__main__ import main
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
+    with workplace() as place:
         sys.exit(main(["run", str(place / "out"), "--work", str(place / "work"), "--device", "cpu", "--small"]))

@@ -22,12 +22,11 @@ import argparse
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.commands import parser_of, read_lines, trained
+from tools.commands import parser_of, read_lines, trained, workplace
 
 if TYPE_CHECKING:
     from tuner.profile.prediction import Part
@@ -59,8 +58,8 @@ def bits(processes_of_tiny: list[int], model: Path | None, steps: int) -> Iterat
 
     tiny = [("tiny", processes) for processes in processes_of_tiny]
     for of, processes in (*tiny, *([] if model is None else [(model.name, 1)])):
-        with tempfile.TemporaryDirectory(prefix="tuner-host-") as place:
-            directory, words = Path(place), ["--tokenizer.name_or_path", "byte"]
+        with workplace() as directory:
+            words = ["--tokenizer.name_or_path", "byte"]
             trainings.prepare(directory, 1)
             shutil.copy(RECIPE, directory / "r.yaml")
             if of != "tiny" and model is not None:
@@ -79,8 +78,8 @@ def carried() -> Iterator[dict[str, Any]]:
     from tuner.checkpoint.load import content_sha256
     from tuner.checkpoint.open import open_checkpoint
 
-    with tempfile.TemporaryDirectory(prefix="tuner-host-") as place:
-        directory, first = Path(place), None
+    with workplace() as directory:
+        first = None
         write_model(directory / "model")
         (directory / "model" / "rows.jsonl").touch()
         for number, processes in enumerate(CARRIED):

@@ -16,13 +16,12 @@ import re
 import subprocess
 import sys
 import tarfile
-import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, parser_of, workplace
 from tools.flawed_recipes import prepare
 from tuner.config.imported import Imported, import_text
 from tuner.config.load import Override, RecipeText, load_recipe
@@ -143,7 +142,7 @@ def main(words: Sequence[str] | None = None) -> int:
     left: Counter[str] = Counter()
     counts: dict[str, Counter[str]] = {}
     failed = 0
-    with tempfile.TemporaryDirectory() as name:
+    with workplace() as name:
         for tool, path in configs(given.sources):
             count = counts.setdefault(tool, Counter())
             count["files"] += 1
@@ -164,7 +163,7 @@ def main(words: Sequence[str] | None = None) -> int:
             is_preference = found.recipe.method.kind in PREFERENCES
             count["of preferences"] += is_preference
             if is_preference or count["trained"] + count["failed"] < given.train:
-                directory = Path(name) / f"{tool}-{count['files']}"
+                directory = name / f"{tool}-{count['files']}"
                 directory.mkdir()
                 os.environ["TUNER_CACHE"] = f"{name}/cache"
                 prepare(directory)

@@ -16,12 +16,11 @@ import random
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, parser_of, workplace
 from tools.init.cases import Case, cases
 
 POSITIONS = {"short": 2048, "medium": 8192}
@@ -150,10 +149,10 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [case for case in cases() if options.only in case.name and not (options.small and case.is_large)]
     failed, began = 0, time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="tuner-init-") as place:
-        write_models(Path(place))
+    with workplace() as place:
+        write_models(place)
         for position, case in enumerate(chosen):
-            directory = Path(place) / f"case{position}"
+            directory = place / f"case{position}"
             for name, content in case.files(random.Random(position)).items():
                 (directory / name).parent.mkdir(parents=True, exist_ok=True)
                 (directory / name).write_bytes(content)

@@ -13,14 +13,13 @@ nothing else is trained. Exit code 1 where one is not so.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -70,8 +69,8 @@ def judge(directory: Path, template: Path, examples: list[Example], train_on: An
 def _differing(tokenizer: TextTokenizer, examples: list[Example], batch: EncodedBatch, train_on: str) -> list[str]:
     from transformers import AutoTokenizer
 
-    with tempfile.TemporaryDirectory() as directory:
-        tokenizer.save(Path(directory))
+    with workplace() as directory:
+        tokenizer.save(directory)
         theirs = AutoTokenizer.from_pretrained(directory)
     wrong = []
     for row, left_out in batch.by_answer.items():

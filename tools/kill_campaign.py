@@ -33,7 +33,7 @@ from typing import Any
 from tests.fixtures import forked
 from tests.fixtures.fake_hub import Hub, serving
 from tests.fixtures.trainings import outcome, prepare
-from tools.commands import ROOT, Results, environment, parser_of
+from tools.commands import ROOT, Results, environment, parser_of, workplace
 from tools.struck import VARIABLE
 
 TRAINING = ("evaluation", "save", "signal", "clock")
@@ -277,8 +277,8 @@ def main() -> int:
     options = parser.parse_args()
 
     told = Results(options.out)
-    with tempfile.TemporaryDirectory(prefix="tuner-kills-", ignore_cleanup_errors=True) as place:
-        given = (Path(place), options.points, options.processes, options.count, options.seed, [*told.rows])
+    with workplace() as place:
+        given = (place, options.points, options.processes, options.count, options.seed, [*told.rows])
         for result in campaign(*given):
             told.add(result)
     results = told.rows

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 from tools.causal_cases import TYPES, tiny_config
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 from tools.cuda_campaign import _quiet, predicted
 
 TARGETS = (80, 89, 90, 100, 120)
@@ -95,7 +93,7 @@ def noting(found: dict[Launch, None]) -> Iterator[None]:
 def launches(model_type: str) -> dict[Launch, None]:
     """The launches in a traced step of a tiny model of the type, in full; empty where it cannot be traced."""
     found: dict[Launch, None] = {}
-    with tempfile.TemporaryDirectory() as name, _quiet():
+    with workplace() as name, _quiet():
         try:
             config = tiny_config(model_type)
             config.get_text_config().vocab_size = VOCABULARY
@@ -103,7 +101,7 @@ def launches(model_type: str) -> dict[Launch, None]:
         except Exception:  # noqa: BLE001 - transformers itself cannot make one
             return found
         with patch("tuner.profile.fakes._no_kernels", lambda: noting(found)):
-            predicted(Path(name), "full", "h100-80g")
+            predicted(name, "full", "h100-80g")
     return found
 
 

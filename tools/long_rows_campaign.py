@@ -20,7 +20,6 @@ import logging
 import resource
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +32,7 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 
 from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids, relative
 from tests.model.tiny import FAMILIES, family_config
-from tools.commands import done, environment, parser_of, read_lines, write_lines
+from tools.commands import done, environment, parser_of, read_lines, workplace, write_lines
 from tuner.config.load import load_recipe
 from tuner.model import tiles
 from tuner.model.blocks import apply_offload, apply_recompute
@@ -86,12 +85,12 @@ def gradients() -> int:
     """Compare the gradients; exit code 1 where one is further off than allowed."""
     print("| family | level | tiles | tiles, inputs on the host |\n| --- | --- | --- | --- |")
     worst = 0.0
-    with tempfile.TemporaryDirectory() as name, patch.object(tiles, "LEAST", 8):
+    with workplace() as name, patch.object(tiles, "LEAST", 8):
         for family in FAMILIES:
-            expected = _gradient(family, Path(name), "none", False, False)
+            expected = _gradient(family, name, "none", False, False)
             for level in ("none", "selective", "full"):
                 ways = [(True, False)] + [(True, True)] * (level != "none")
-                off = [relative(_gradient(family, Path(name), level, *way), expected) for way in ways]
+                off = [relative(_gradient(family, name, level, *way), expected) for way in ways]
                 print(f"| {family} | {level} | {off[0]:.1e} | {f'{off[1]:.1e}' if len(off) > 1 else ''} |", flush=True)
                 worst = max(worst, *off)
     print(f"\nworst {worst:.1e}, allowed {ALLOWED:.0e}")
@@ -152,8 +151,8 @@ def peaks(tokens: int) -> int:
     print("| adapter | | tensors on the device | of them activations | on the host |\n| --- | --- | --- | --- | --- |")
     for adapter in ("lora", "none"):
         for way in ("plain", "recomputed", "+ on the host", "+ tiles"):
-            with tempfile.TemporaryDirectory() as name:
-                found = predicted(Path(name), LAYERS_OF_8B, WAYS[way], device, tokens, adapter)
+            with workplace() as name:
+                found = predicted(name, LAYERS_OF_8B, WAYS[way], device, tokens, adapter)
             parts = found.memory.counted_peak()
             print(
                 f"| {adapter} | {way} | {gib(sum(parts.values()))} | {gib(parts['activations'] + parts['other'])} "
@@ -167,7 +166,7 @@ def longest(limit: int, where: str, run: bool, out: Path | None) -> int:
     card = replace(find_device("rtx4080-16g"), memory_bytes=limit, shown=f"a card of {gib(limit)}", host_bytes=1 << 40)
     cpu = replace(find_device("cpu"), memory_bytes=limit)
     found: dict[str, list[Figure]] = {card.shown: [], "this CPU": []}
-    with tempfile.TemporaryDirectory() as name:
+    with workplace() as name:
         for device, ways in ((card, ("plain", "recomputed", "+ on the host", "+ tiles")),
                              (cpu, ("plain", "recomputed", "recomputed, tiles"))):  # fmt: skip
             if where not in {"any", device.kind}:
@@ -175,11 +174,11 @@ def longest(limit: int, where: str, run: bool, out: Path | None) -> int:
             lines = found[card.shown if device is card else "this CPU"]
             for way in ways:
                 room = int(limit / (1 + ERRORS[device.kind]))
-                tokens, said = _search(partial(predicted, Path(name), SMALL, WAYS[way], device), room)
+                tokens, said = _search(partial(predicted, name, SMALL, WAYS[way], device), room)
                 lines.append(Figure(way, tokens, said.peak_bytes, said.host_bytes))
                 print(f"{device.shown}: {way}: {tokens:,} tokens, {gib(said.peak_bytes)}", file=sys.stderr, flush=True)
         if run:
-            found["this CPU"] = [_trained(figure, limit, Path(name)) for figure in found["this CPU"]]
+            found["this CPU"] = [_trained(figure, limit, name) for figure in found["this CPU"]]
     for place, figures in ((place, figures) for place, figures in found.items() if figures):
         print(f"\n{place}, {gib(limit)}\n\n{HEADER}\n{' --- '.join('|' * 8)}")
         for one in figures:

@@ -22,7 +22,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fixtures.trainings import STEPS_PER_EPOCH, TOTAL, outcome, prepare
-from tools.commands import environment, free_port, parser_of
+from tools.commands import environment, free_port, parser_of, workplace
 
 EACH = 2
 """Processes of a machine."""
@@ -199,8 +198,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of `tuner train`, the last option here")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tuner-machines-") as directory:
-        results = campaign(Path(directory), options.trials, options.seed, options.flags)
+    with workplace() as directory:
+        results = campaign(directory, options.trials, options.seed, options.flags)
     good = sum(result["identical"] and not any(result["codes"]) for result in results)
     print(json.dumps({"trials": len(results), "identical": good, "seed": options.seed}))
     return 0 if good == len(results) else 1

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 from transformers.utils import logging
 
 from tools.causal_cases import tiny_config
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 from tuner.api.exports import export_hf
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
@@ -182,8 +181,8 @@ def main() -> int:
     warnings.simplefilter("ignore")
     found = []
     for model_type in options.only:
-        with tempfile.TemporaryDirectory() as directory:
-            found.append(tried(model_type, Path(directory)))
+        with workplace() as directory:
+            found.append(tried(model_type, directory))
         print(f"{model_type:28} {found[-1]['verdict']:10} {found[-1]['reason'][:150]}", flush=True)
     if options.table:
         options.table.write_text(json.dumps(found, indent=1))

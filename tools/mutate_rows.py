@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import json
 import resource
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.commands import environment, parser_of, run
+from tools.commands import environment, parser_of, run, workplace
 from tools.row_mutations import lines
 from tools.row_oracle import BLANK, GOOD, judge, parse
 
@@ -147,8 +146,8 @@ def main() -> int:
     parser.add_argument("--long", type=int, default=1, help="lines of more than 64 MiB")
     parser.add_argument("--command", action="store_true", help="by the real command instead of its functions")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tuner-mutate-") as scratch:
-        path = Path(scratch) / "rows.jsonl"
+    with workplace() as place:
+        path = place / "rows.jsonl"
         with path.open("wb") as file:
             for line in lines(options.lines, options.seed, options.long):
                 file.write(line.replace(b"\n", b" ") + b"\n")

@@ -15,11 +15,10 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, parser_of, workplace
 
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 PINS = ROOT / "constraints.txt"
@@ -109,8 +108,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="an empty directory that is kept; default: one that goes")
     options = parser.parse_args()
     failed = 0
-    with tempfile.TemporaryDirectory() as scratch:
-        work = (options.work or Path(scratch)).resolve()
+    with workplace(options.work) as work:
         work.mkdir(parents=True, exist_ok=True)
         files = build(work)
         print(json.dumps({"built": {file.name: file.stat().st_size for file in files}}), flush=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 from tools.pair_oracle import BEGIN, END, Verdict, judge
 from tools.row_mutations import CALL, ODD, TOOLS, words
 from tools.tables import beside
@@ -306,10 +305,10 @@ def main() -> int:
     options = parser.parse_args()
     started = time.monotonic()
     figures: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="tuner-pairs-") as scratch:
+    with workplace() as place:
         for kind in ("preference", "unpaired"):
             drawn = list(rows(kind, options.rows, options.seed))
-            found = compare(kind, drawn, Path(scratch) / kind)
+            found = compare(kind, drawn, place / kind)
             figures[kind] = {**vars(found), "classes": dict(found.classes.most_common())}
     print(json.dumps({**figures, "seconds": round(time.monotonic() - started, 1)}, indent=1))
     return int(any(figures[kind][fault] for kind in ("preference", "unpaired") for fault in FAULTS))

@@ -9,11 +9,9 @@ tests/multi/test_parity.py hold the same figures to their bounds.
 from __future__ import annotations
 
 import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, parser_of, workplace
 
 TRAINED = [1, 29, 3, 15, 30, 7, 5, 2, 9, 24, 20, 7, 25, 2, 18, 11]
 """Trained tokens of each row."""
@@ -26,8 +24,8 @@ def packing(smollm2: str | None) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for kind in TINY:
-        with tempfile.TemporaryDirectory() as directory:
-            found[kind] = packed.figures(packed.tiny_root(kind, Path(directory)), packed.random_ids(97), packed.LENGTHS)
+        with workplace() as directory:
+            found[kind] = packed.figures(packed.tiny_root(kind, directory), packed.random_ids(97), packed.LENGTHS)
     if smollm2:
         root, ids, lengths = packed.smollm2(smollm2)
         found["SmolLM2-135M"] = packed.figures(root, ids, lengths)
@@ -39,8 +37,7 @@ def processes() -> dict[str, Any]:
     from tests.train.synthetic import write_model
 
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        model = Path(directory)
+    with workplace() as model:
         write_model(model)
         for name, adapter in {"full": {"kind": "none"}, "lora": {"kind": "lora", "r": 4}}.items():
             wish = {"model": str(model), "adapter": adapter, "trained": TRAINED, "global": 8, "micro": 8}

@@ -14,11 +14,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, done, environment, parser_of, write_lines
+from tools.commands import ROOT, done, environment, parser_of, workplace, write_lines
 
 PROMPTS = ["Order note: five garden hoses to Oslo, please.", "What is the capital of France?"]
 NEW_TOKENS = 24
@@ -107,8 +106,7 @@ def main() -> None:
     parser.add_argument("python")
     parser.add_argument("--work", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        work = (options.work or Path(scratch)).absolute()
+    with workplace(options.work) as work:
         work.mkdir(parents=True, exist_ok=True)
         figures = check(options.model.absolute(), options.python, work)
     print(json.dumps(figures, indent=1))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, parser_of, workplace
 from tuner.checkpoint.load import content_sha256
 from tuner.checkpoint.open import newest
 from tuner.config.load import load_recipe
@@ -182,8 +181,7 @@ def main() -> int:
     parser.add_argument("--smollm2-steps", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
+    with workplace() as place:
         prepare(place)
         same = resumed_bits(place, 6)
         gaps, spread = tiny(place, options.steps, options.seeds)

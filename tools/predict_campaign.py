@@ -22,7 +22,6 @@ takes all experts to get as many, is printed beside it.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,7 +32,7 @@ import torch
 from tests.fixtures.predict_cases import Case, cases, combinations, draw, drawn_cases, meshes
 from tests.fixtures.predict_counted import Figures, count_spread, resolved_case
 from tests.fixtures.predict_traced import predicted
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 from tuner.errors import TunerError
 from tuner.setup.build import build_train_state
 from tuner.setup.model import assemble_model
@@ -118,8 +117,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)  # as those that are counted have: kernels ask for scratch space by the thread
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
+    with workplace() as directory:
         passed: dict[str, str] = {}
         if options.meshes:
             every = meshes()

@@ -15,13 +15,12 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, environment, parser_of, read_lines, say, tuner, write_lines
+from tools.commands import ROOT, environment, parser_of, read_lines, say, tuner, workplace, write_lines
 from tools.demo.score import answer, parse
 from tools.preference_rows import HELD_OUT_ROWS, Row, rows
 
@@ -90,8 +89,7 @@ def main() -> int:
     given = parser.parse_args()
     held_out = rows("held-out", HELD_OUT_ROWS)
     report: dict[str, Any] = {"held_out": len(held_out), "missed": []}
-    with tempfile.TemporaryDirectory() as directory:
-        work = (given.work or Path(directory)).absolute()
+    with workplace(given.work) as work:
         work.mkdir(parents=True, exist_ok=True)
         write_lines(work / "held-out.jsonl", held_out)
         smollm2 = given.smollm2.absolute()

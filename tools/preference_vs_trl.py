@@ -21,13 +21,12 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools import real_preferences as real
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, parser_of, workplace
 from tools.tables import beside
 
 if TYPE_CHECKING:
@@ -292,8 +291,7 @@ def main() -> int:
         print(json.dumps(train_ours(options.ours)))
         return 0
     cases = [case for case in CASES if options.only is None or case.name in options.only]
-    with tempfile.TemporaryDirectory() as directory:
-        work = Path(directory)
+    with workplace() as work:
         model = options.model
         if model is None:
             model = work / "tiny"

@@ -14,13 +14,12 @@ import json
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from tools import bench_rows
-from tools.commands import ROOT, environment, parser_of, say
+from tools.commands import ROOT, environment, parser_of, say, workplace
 
 LIMIT_MB = 400.0
 INTERVAL_S = 0.02
@@ -33,8 +32,7 @@ def main() -> int:
     parser.add_argument("--workers", default="1,2")
     parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2", help="directory of the tokenizer")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tuner-rss-") as scratch:
-        work = Path(scratch)
+    with workplace() as work:
         rows, written = bench_rows.write(bench_rows.endless(), work / "rows.jsonl", int(options.size * 1e6))
         say(f"{rows:,} rows, {written / 1e6:,.0f} MB")
         report: dict[str, Any] = {"rows": rows, "mb": round(written / 1e6, 1), "limit_mb": LIMIT_MB}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from tools.causal_cases import DECODERS, TYPES, VOCAB, decoder_config, tiny_config, write_random
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 from tools.proof_faults import FAULTS, Fault
 from tuner.errors import RecipeError
 from tuner.model import probe
@@ -69,10 +68,10 @@ def main() -> int:
 def types(names: list[str], layers: int) -> Iterator[tuple[str, str]]:
     """Each type, with what its two proofs said, in full and adapted."""
     for name in names:
-        with tempfile.TemporaryDirectory() as directory:
+        with workplace() as directory:
             try:
                 config = deep_config(name, layers)
-                write_random(config, Path(directory))
+                write_random(config, directory)
             except Exception as error:  # noqa: BLE001 - whatever a class raises
                 yield name, f"not made: {_line(error)}"
                 continue
@@ -86,12 +85,12 @@ def types(names: list[str], layers: int) -> Iterator[tuple[str, str]]:
 def faults(layers: int) -> Iterator[tuple[str, str]]:
     """Each planted fault, with what the two proofs said of it."""
     for fault in FAULTS:
-        with tempfile.TemporaryDirectory() as directory:
-            write_random(deep_config(fault.model_type, layers), Path(directory))
+        with workplace() as directory:
+            write_random(deep_config(fault.model_type, layers), directory)
             yield fault.name, _of_fault(fault, directory)
 
 
-def _of_fault(fault: Fault, directory: str) -> str:
+def _of_fault(fault: Fault, directory: Path) -> str:
     def planted() -> CausalLM:
         root = made(directory, fault.adapter)
         fault.plant(root)
@@ -108,9 +107,9 @@ def _of_fault(fault: Fault, directory: str) -> str:
     return f"refused: {few[:90]}"
 
 
-def made(directory: str, adapter: bool) -> CausalLM:
+def made(directory: Path, adapter: bool) -> CausalLM:
     """The model as training builds it. Raises RecipeError."""
-    model = build_model(ModelSpec(directory), torch.float32, 0)
+    model = build_model(ModelSpec(str(directory)), torch.float32, 0)
     if adapter:
         torch.manual_seed(2)
         add_lora(model, LoraSpec(4, 8, 0.0, "all-linear"), seed=0)

@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import json
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, parser_of, workplace
 from tools.recipes_campaign import SHAPES, whole_model
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
@@ -366,8 +365,8 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     good, every = True, not (options.faults or options.recipes or options.matrix)
     if options.faults or every:
-        with tempfile.TemporaryDirectory() as place:
-            good &= faults(min(options.steps, 4), Path(place))
+        with workplace() as place:
+            good &= faults(min(options.steps, 4), place)
     if options.recipes or every:
         good &= recipes(options)
     if options.matrix or every:

@@ -17,7 +17,6 @@ import itertools
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.model.quantize import drawn
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, parser_of, workplace
 from tuner.model.quantize import nf4, published
 from tuner.model.quantize.codes import TYPES, dequantize, quantize
 
@@ -132,16 +131,16 @@ def models(peer: Any) -> Iterator[str]:
         "int8": {"load_in_8bit": True},
     }
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 100}
-    with tempfile.TemporaryDirectory() as plain:
+    with workplace() as plain:
         config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
         LlamaForCausalLM(config).bfloat16().save_pretrained(plain)
         for name, wish in wishes.items():
             quantised = BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.bfloat16, **wish)
             model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=quantised, device_map="cpu")
-            with tempfile.TemporaryDirectory() as saved:
+            with workplace() as saved:
                 model.save_pretrained(saved)
-                about = json.loads((Path(saved) / "config.json").read_text())
-                stored = load_file(Path(saved) / "model.safetensors")
+                about = json.loads((saved / "config.json").read_text())
+                stored = load_file(saved / "model.safetensors")
             if published.published_kind(about, "config.json") != name.split()[0]:
                 yield f"{name}: its config.json is not read as that"
             yield from _weights_of(peer, name, model, stored)
@@ -191,8 +190,8 @@ def golden(peer: Any, place: Path) -> None:
 
 def _read(case: str, layer: torch.nn.Module, expected: torch.Tensor) -> Iterator[str]:
     """Save a layer as transformers does, read the file, and compare values."""
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / "model.safetensors"
+    with workplace() as place:
+        path = place / "model.safetensors"
         state = {f"layers.0.q_proj.{name}": value for name, value in layer.state_dict().items()}
         save_file({name: value.contiguous() for name, value in state.items()}, path)
         stored = load_file(path)

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, Start, done, environment, parser_of, read_lines, say, trained, tuner
+from tools.commands import ROOT, Start, done, environment, parser_of, read_lines, say, trained, tuner, workplace
 
 APART = 1e-6
 READING_SHARE = 0.5
@@ -160,8 +159,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=8, help="of a step")
     given = parser.parse_args()
     report: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="tuner-quantized-") as place:
-        directory = Path(place)
+    with workplace() as directory:
         if "ranks" in given.only:
             report["ranks"] = ranks(directory / "ranks")
         if "reading" in given.only:

@@ -15,12 +15,11 @@ import json
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 from tools.tutorial_campaign import ROOT, environment, follow, hub_cache
 
 README, NOTEBOOK = ROOT / "README.md", ROOT / "docs" / "quickstart.ipynb"
@@ -76,8 +75,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2", help="directory of the model")
     parser.add_argument("--work", type=Path, help="an empty directory that is kept; default: one that goes")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        work = (options.work or Path(scratch)).resolve()
+    with workplace(options.work) as work:
         place, beside = work / "place", work / "notebook"
         place.mkdir(parents=True)
         beside.mkdir()

@@ -16,11 +16,10 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, parser_of, workplace
 from tools.tables import beside
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.methods import DistillMethod
@@ -154,8 +153,7 @@ def main() -> int:
     parser.add_argument("--assets", type=Path, default=ROOT / ".demo" / "assets")
     options = parser.parse_args()
     bad = 0
-    with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
+    with workplace() as place:
         for name in options.only:
             if not options.small:
                 verdict, said = predict_recipe(recipes[name], place)

@@ -15,7 +15,6 @@ import json
 import random
 import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any
 
 from tests.fixtures import forked, paired
 from tests.fixtures.trainings import outcome
-from tools.commands import Start, launch, parser_of, trained
+from tools.commands import Start, launch, parser_of, trained, workplace
 
 PAIRS, STEPS = 600, 12
 TRAIN = ["-m", "tuner", "train", "r.yaml", "--resume", "auto", "--train.duration", f"{STEPS} steps"]
@@ -102,8 +101,8 @@ def main() -> int:
     options = parser.parse_args()
     results = []
     for world_size in options.world_sizes:
-        with tempfile.TemporaryDirectory(prefix="tuner-campaign-") as directory:
-            results += campaign(Path(directory), world_size, options.kills, options.seed)
+        with workplace() as directory:
+            results += campaign(directory, world_size, options.kills, options.seed)
     good = sum(r["resumed"] and r["identical"] for r in results)
     killed = sum(r["killed"] for r in results)
     places = Counter(r["at"].split(",")[0] for r in results)

@@ -11,11 +11,10 @@ in one process. Exits with 1 where one differs.
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 
 from tests.multi import compact_worker, launcher
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 
 
 def trained(directory: Path, way: str, worlds: list[int], steps: int) -> str:
@@ -40,8 +39,7 @@ def main() -> int:
     from tests.train.synthetic import write_model
 
     good = True
-    with tempfile.TemporaryDirectory(prefix="tuner-reshard-") as place:
-        directory = Path(place)
+    with workplace() as directory:
         write_model(directory)
         for way in compact_worker.WAYS:
             for text in options.changes:

@@ -17,13 +17,12 @@ import json
 import random
 import signal
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.fixtures.trainings import STEPS_PER_EPOCH, outcome, prepare
-from tools.commands import Start, launch, parser_of, trained
+from tools.commands import Start, launch, parser_of, trained, workplace
 
 # Dies in place of the given optimizer step on the given rank (-1: every rank), by the signal that nothing can catch.
 KILLED = """
@@ -99,8 +98,8 @@ def main() -> int:
     options = parser.parse_args()
     results = []
     for world_size in options.world_sizes:
-        with tempfile.TemporaryDirectory(prefix="tuner-campaign-") as directory:
-            results += campaign(Path(directory), world_size, options.trials, options.seed, flags=options.flags)
+        with workplace() as directory:
+            results += campaign(directory, world_size, options.trials, options.seed, flags=options.flags)
     good = sum(r["killed"] and r["resumed"] and r["identical"] for r in results)
     print(json.dumps({"trials": len(results), "identical": good, "seed": options.seed}))
     return 0 if good == len(results) else 1

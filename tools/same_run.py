@@ -19,12 +19,11 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 from tools.tables import beside
 
 Tree = Mapping[str, Any]
@@ -197,15 +196,14 @@ def main() -> int:
     options = parser.parse_args()
     trees = {"this": Path(__file__).resolve().parents[1], "other": options.against.resolve()}
     found: dict[str, dict[str, dict[str, str]]] = {}
-    with tempfile.TemporaryDirectory(prefix="tuner-models-") as place:
-        models = Path(place)
+    with workplace() as models:
         (models / "model").symlink_to(options.model.resolve())
         subprocess.run([sys.executable, "-c", MODELS], cwd=models, check=True, capture_output=True)
         for name in options.only:
             found[name] = {}
             for which, tree in trees.items():
-                with tempfile.TemporaryDirectory(prefix="tuner-same-") as directory:
-                    found[name][which] = Work(tree, Path(directory), models).outcome(name)
+                with workplace() as directory:
+                    found[name][which] = Work(tree, directory, models).outcome(name)
             one, other = found[name].values()
             shown = "  ".join(f"{key} {one[key][:12]} {'=' if one[key] == other[key] else '!='}" for key in one)
             print(f"{name:<23} {shown}", file=sys.stderr, flush=True)

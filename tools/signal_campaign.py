@@ -23,7 +23,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import termios
 import threading
 import time
@@ -31,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tools.commands import environment, parser_of
+from tools.commands import environment, parser_of, workplace
 from tools.signal_moments import COMMANDS, moments
 
 WAYS = ("ctrl-c", "scheduler", "step", "hangup")
@@ -158,10 +157,10 @@ def campaign(trials: int, seed: int, ways: tuple[str, ...] = WAYS) -> list[dict[
     from tests.fixtures.trainings import prepare
 
     rng, results = random.Random(seed), []
-    with tempfile.TemporaryDirectory(prefix="tuner-signals-", ignore_cleanup_errors=True) as place:
-        prepare(Path(place), 1)
+    with workplace() as place:
+        prepare(place, 1)
         for number in range(trials):
-            results.append(trial(Path(place), number, ways[number % len(ways)], rng))
+            results.append(trial(place, number, ways[number % len(ways)], rng))
             print(json.dumps(results[-1]), flush=True)
     return results
 
@@ -177,8 +176,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a file with a line for each moment, with which a campaign goes on")
     options = parser.parse_args()
     if options.moments is not None:
-        with tempfile.TemporaryDirectory(prefix="tuner-moments-", ignore_cleanup_errors=True) as place:
-            results = moments(Path(place), options.moments, options.seed, options.out, tuple(options.commands))
+        with workplace() as place:
+            results = moments(place, options.moments, options.seed, options.out, tuple(options.commands))
     else:
         results = campaign(options.trials, options.seed, tuple(options.ways))
     good = sum(result["good"] for result in results)

@@ -11,7 +11,6 @@ in, and whole gradients between micro-batches.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 from tests.fixtures import processes
 from tests.fixtures.spread import Spread, differences
 from tests.model.tiny import VOCAB
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "phi", "olmo2", "mistral", "phi3", "mixtral", "qwen3-moe")
 LEVELS = ("none", "selective", "full")
@@ -63,14 +62,14 @@ def main() -> int:
     chosen = [case for case in cases() if options.only in case.name]
     wrong = 0
     for case in chosen:
-        with tempfile.TemporaryDirectory() as work:
+        with workplace() as work:
 
-            def compare(rank: int, case: Spread = case, place: Path = Path(work)) -> None:
+            def compare(rank: int, case: Spread = case, place: Path = work) -> None:
                 lines = differences(case, rank, place)
                 (place / f"found-{rank}").write_text("\n".join(lines))
 
-            codes = processes.run_ranks(case.processes, Path(work), compare)
-            files = sorted(Path(work).glob("found-*"))
+            codes = processes.run_ranks(case.processes, work, compare)
+            files = sorted(work.glob("found-*"))
             lines = {line for file in files for line in file.read_text().splitlines()}
         is_wrong = bool(lines or any(codes))
         wrong += is_wrong

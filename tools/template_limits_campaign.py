@@ -14,12 +14,11 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from tests.data import tiny
-from tools.commands import Results, environment, parser_of
+from tools.commands import Results, environment, parser_of, workplace
 from tools.hostile_templates import HOSTILE
 
 HARMLESS = ("harmless", tiny.CHATML)
@@ -59,14 +58,14 @@ def main() -> int:
     options = parser.parse_args()
     results = Results(options.out)
     known = {(one["way"], one["name"]) for one in results.rows}
-    with tempfile.TemporaryDirectory(prefix="tuner-limits-") as place:
-        tiny.write_rows(Path(place) / "rows.jsonl", [tiny.chat("the question", "the answer")])
+    with workplace() as place:
+        tiny.write_rows(place / "rows.jsonl", [tiny.chat("the question", "the answer")])
         for way in WAYS:
-            met(Path(place), way, HARMLESS[1])
+            met(place, way, HARMLESS[1])
             for name, source in [HARMLESS, *((one.name, one.source) for one in HOSTILE)]:
                 if (way, name) in known or (options.only and name not in options.only):
                     continue
-                found = met(Path(place), way, source)
+                found = met(place, way, source)
                 within = found["cpu_s"] <= options.seconds and found["mb"] <= options.megabytes
                 wanted = (0, False) if name == HARMLESS[0] else (3, True)
                 good = within and (found["code"], found["named"]) == wanted

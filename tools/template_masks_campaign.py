@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 from jinja2 import UndefinedError
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, parser_of, workplace
 from tools.import_campaign import fetch
 from tools.tables import beside
 from tools.template_campaign import FOLDERS, SYSTEM, THOUGHTS, TOOLS, TURNS, WANTED
@@ -199,10 +198,10 @@ def judge(published: Published, source: str, directory: Path) -> int:
     examples = [parse_record(row) for row in rows.values()]
     encoder = Encoder(tokenizer, "assistant")
     batches = [encoder.encode([example]) for example in examples]
-    with tempfile.TemporaryDirectory() as work:
+    with workplace() as work:
         from transformers import AutoTokenizer
 
-        tokenizer.save(Path(work))
+        tokenizer.save(work)
         theirs = AutoTokenizer.from_pretrained(work)  # type: ignore[no-untyped-call]
     judged = Judge(theirs, frozenset(theirs.convert_tokens_to_ids(list(published.ends))), source)
     kept = sum(not batch.problems for batch in batches)

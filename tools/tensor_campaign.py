@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import traceback
 import warnings
 from collections import Counter
@@ -24,7 +23,7 @@ from transformers.utils import logging
 from tests.fixtures.processes import run_ranks
 from tests.fixtures.split import Alone, Split, differences
 from tools.causal_cases import TYPES, tiny_config
-from tools.commands import parser_of
+from tools.commands import parser_of, workplace
 from tuner.errors import RecipeError
 from tuner.model.build import ModelSpec, meta_model, model_config
 from tuner.model.row_layout import route_of
@@ -46,8 +45,8 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     found = {}
     for model_type in given.only:
-        with tempfile.TemporaryDirectory() as directory:
-            found[model_type] = verdict(model_type, given.adapter, Path(directory))
+        with workplace() as directory:
+            found[model_type] = verdict(model_type, given.adapter, directory)
         print(f"{model_type:28} {found[model_type]}", flush=True)
     if given.out is not None:
         given.out.write_text(json.dumps(found, indent=1))

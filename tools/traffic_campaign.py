@@ -15,13 +15,12 @@ import importlib.util
 import json
 import logging
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, parser_of, workplace
 
 HBM, LINK, NETWORK, PRODUCTS = 2.8e12, 330e9, 40e9, 620e12
 GIB = 1 << 30
@@ -96,10 +95,10 @@ def count(case: Case, rows: int) -> dict[str, Any]:
         with phase.observed(counters[-1].begin), Watched():
             return plain(state, *rest)
 
-    with tempfile.TemporaryDirectory() as directory:
+    with workplace() as directory:
         Qwen3Config(**case.shape, **SHAPE, architectures=["Qwen3ForCausalLM"]).save_pretrained(directory)
         tree = {
-            "model": {"name_or_path": directory, "init": "random"},
+            "model": {"name_or_path": str(directory), "init": "random"},
             "tokenizer": {"name_or_path": "byte"},
             "data": {"train": f"{directory}/rows.jsonl", "max_length": rows},
             "method": {"kind": "pretrain"},

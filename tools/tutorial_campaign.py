@@ -14,12 +14,11 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, parser_of, workplace
 
 PAGE = ROOT / "docs" / "tutorial.md"
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -121,8 +120,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="an empty directory that is kept; default: one that goes")
     options = parser.parse_args()
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch:
-        work = (options.work or Path(scratch)).resolve()
+    with workplace(options.work) as work:
         place = work / "place"
         place.mkdir(parents=True)
         compared = follow(PAGE.read_text(encoding="utf-8"), place, environment(work, options.model))

@@ -22,7 +22,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fixtures import trainings
-from tools.commands import Start, environment, parser_of, read_lines, write_lines
+from tools.commands import Start, environment, parser_of, read_lines, workplace, write_lines
 
 RECIPE = Path(__file__).with_suffix(".yaml")
 ROWS = {"w1": 12, "w2": 8, "w3": 0, "w4": 16, "w5": 8, "w6": 12}
@@ -325,8 +324,8 @@ def main() -> int:
     results = []
     for world_size in options.world_sizes:
         phases = options.phases if world_size == 1 else ["none"]
-        with tempfile.TemporaryDirectory(prefix="tuner-windows-") as directory:
-            results += campaign(Path(directory), world_size, phases)
+        with workplace() as directory:
+            results += campaign(directory, world_size, phases)
     good = sum(map(is_good, results))
     print(json.dumps({"trials": len(results), "good": good}))
     return 0 if good == len(results) else 1

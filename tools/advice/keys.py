@@ -21,7 +21,6 @@ import argparse
 import json
 import re
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tools.advice.proposals import differences, merged, proposed, resolved, without, written
+from tools.commands import workplace
 from tools.tables import beside
 from tuner.config.check import check
 from tuner.config.dump import flow
@@ -245,9 +245,9 @@ def _imported(text: str, tool: Tool, script: str | None) -> tuple[dict[str, Any]
     if script is None:
         found = import_text(text, "case.yaml", tool)
     else:
-        with tempfile.TemporaryDirectory() as place:
-            (Path(place) / "case.yaml").write_text(text, encoding="utf-8")
-            found = import_text(f"python {script}.py --config case.yaml", "case.sh", directory=Path(place))
+        with workplace() as place:
+            (place / "case.yaml").write_text(text, encoding="utf-8")
+            found = import_text(f"python {script}.py --config case.yaml", "case.sh", directory=place)
     tree = _read(found.text, None)
     return resolved(tree), found.left, tree
 

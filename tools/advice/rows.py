@@ -17,13 +17,13 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.commands import workplace
 from tools.tables import read_table
 
 HERE = Path(__file__).resolve().parent
@@ -437,8 +437,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.tree is not None:
         sys.path.insert(0, str(given.tree.resolve()))
     chosen = [layout for layout in layouts() if not given.only or layout["id"] in given.only]
-    with tempfile.TemporaryDirectory() as name:
-        place = Place(Path(name))
+    with workplace() as name:
+        place = Place(name)
         if given.plant:
             missed = planted(place, chosen)
             print(
