@@ -210,11 +210,6 @@ class ExportedValues:
         )
 
 
-def total_bytes(outputs: Iterable[Output]) -> int:
-    """Bytes of all tensors as they are written."""
-    return sum(output.nbytes for output in outputs)
-
-
 def _laid_out(model: PreTrainedModel, entry: Published, found: TensorSource, dtype: torch.dtype) -> list[Output]:
     """A tensor of the model as its published files hold it."""
     parts = dict.fromkeys(entry.targets, found)
