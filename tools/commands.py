@@ -84,7 +84,7 @@ def write_lines(path: Path, rows: Iterable[Any]) -> Path:
 class Results:
     """The results of a campaign: each is printed, and added to its file, if it has one, from which another goes on."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self.rows = [] if path is None else read_lines(path)
         if path is not None:

@@ -13,12 +13,11 @@ fell by less than 1.
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
-from tools.commands import STOPPED, launch, parser_of, read_lines, workplace, write_lines
+from tools.commands import STOPPED, Results, launch, parser_of, read_lines, workplace, write_lines
 
 BOUNDS = {10: 1e-6, 100: 1e-5}
 FALL = 1.0
@@ -106,7 +105,7 @@ def compare(directory: Path, name: str, steps: int, whole: list[float]) -> dict[
 
 def campaign(changes: list[list[int]], steps: int, lr: float, seed: int) -> list[dict[str, Any]]:
     """All lists of numbers of processes against one unbroken run."""
-    results = []
+    results = Results()
     with workplace() as directory:
         prepare(directory, 3 * steps, lr, seed)
         train(directory, "whole", [1], steps)
@@ -115,9 +114,8 @@ def campaign(changes: list[list[int]], steps: int, lr: float, seed: int) -> list
             name = "-".join(map(str, worlds))
             train(directory, name, worlds, steps)
             facts = {"processes": worlds, "change_after": [steps, 2 * steps], "lr": lr, "seed": seed}
-            results.append({**facts, **compare(directory, name, steps, whole)})
-            print(json.dumps(results[-1]), flush=True)
-    return results
+            results.add({**facts, **compare(directory, name, steps, whole)})
+    return results.rows
 
 
 def main() -> int:

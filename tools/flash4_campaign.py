@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tools.commands import parser_of
+from tools.commands import Results, parser_of, read_lines
 from tuner.model import flash4_attention
 from tuner.runtime.deterministic import deterministic
 from tuner.runtime.device import traced_for
@@ -128,17 +128,17 @@ def prepare(arch: int) -> None:
     assert package is not None
 
 
-def run(arch: int, done: set[str], out: Path | None) -> int:
-    """Compile for one device what is not `done`, each case in a process of its own; how many do not."""
+def run(arch: int, told: Results) -> int:
+    """Compile for one device what is not told yet, each case in a process of its own; how many do not."""
     prepare(arch)
-    failed, kernels = 0, dict[object, str]()
+    failed, kernels, done = 0, dict[object, str](), {row["case"] for row in told.rows}
     for name, (heads, way) in cases().items():
         key, asked = f"sm_{arch}a {name}", kernels_of(arch, heads, way)
         first = kernels.setdefault(asked, key)
         if key in done:
             continue
         if first != key:
-            note({"case": key, "same_kernels_as": first}, out)
+            told.add({"case": key, "same_kernels_as": first})
             continue
         reading, writing = os.pipe()
         if (child := os.fork()) == 0:  # what is loaded is shared; what a case leaves behind goes with it
@@ -153,7 +153,7 @@ def run(arch: int, done: set[str], out: Path | None) -> int:
             found = json.loads(answer.read() or '{"error": "the process died"}')
         os.waitpid(child, 0)
         failed += "error" in found
-        note({"case": key, **found}, out)
+        told.add({"case": key, **found})
     return failed
 
 
@@ -169,14 +169,6 @@ def has_sink(arch: int, way: Way) -> bool:
     return way.has_sink and arch // 10 not in flash4_attention.WITHOUT_SINKS
 
 
-def note(found: dict[str, Any], out: Path | None) -> None:
-    """Print a line, and keep it."""
-    print(json.dumps(found), flush=True)
-    if out is not None:
-        with out.open("a") as file:
-            file.write(json.dumps(found) + "\n")
-
-
 def main() -> int:
     """Run those that were asked for, a process for each device."""
     parser = parser_of(__doc__)
@@ -189,15 +181,14 @@ def main() -> int:
         words = ["install", "-q", "--no-deps", "--target", str(options.packages), "-c", str(pins), *PACKAGES]
         subprocess.run([sys.executable, "-m", "pip", *words], check=True)
     site.addsitedir(str(options.packages.resolve()))
-    lines = options.out.read_text().splitlines() if options.out is not None and options.out.exists() else []
-    before = [json.loads(line) for line in lines]
-    done, failed = {one["case"] for one in before}, sum("error" in one for one in before)
+    told = Results(options.out)
+    failed = sum("error" in one for one in told.rows)
     for arch in options.archs:
         if (child := os.fork()) == 0:
-            os._exit(min(run(arch, done, options.out), 250))
+            os._exit(min(run(arch, told), 250))
         failed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if options.out is not None:
-        found = [json.loads(line) for line in options.out.read_text().splitlines()]
+        found = read_lines(options.out)
         kinds = Counter(next(iter({"error", "refused", "same_kernels_as"} & one.keys()), "compiled") for one in found)
         print(json.dumps({"heads": len(HEADS), "cases": len(found), **kinds}))
     return 1 if failed else 0

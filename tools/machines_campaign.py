@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fixtures.trainings import STEPS_PER_EPOCH, TOTAL, outcome, prepare
-from tools.commands import environment, free_port, parser_of, workplace
+from tools.commands import Results, environment, free_port, parser_of, workplace
 
 EACH = 2
 """Processes of a machine."""
@@ -171,7 +171,7 @@ def campaign(directory: Path, trials: int, seed: int, flags: Sequence[str]) -> l
     """The unbroken run, and trials against it, of both machines in turn."""
     prepare(directory, 1)
     words, chance = ["--train.micro_batch_size", "1", "--checkpoint.every", "4 steps", *flags], random.Random(seed)
-    results = []
+    results = Results()
     with two_machines() as (machines, network):
         try:
             codes = trained(machines, directory, "unbroken", words)
@@ -182,13 +182,12 @@ def campaign(directory: Path, trials: int, seed: int, flags: Sequence[str]) -> l
                 step = chance.randrange(STEPS_PER_EPOCH, TOTAL - 3)
                 found = trial(machines, directory, 1 - index % 2, step, words)
                 ended = outcome(directory / "runs" / f"killed-{found['machine']}-{step}")
-                results.append({"network": network, **found, "identical": ended == unbroken})
-                print(json.dumps(results[-1]), flush=True)
+                results.add({"network": network, **found, "identical": ended == unbroken})
         finally:
             for machine in machines:
                 if machine.launcher is not None and machine.launcher.poll() is None:
                     machine.kill()
-    return results
+    return results.rows
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.fixtures import forked, paired
 from tests.fixtures.trainings import outcome
-from tools.commands import Start, launch, parser_of, trained, workplace
+from tools.commands import Results, Start, launch, parser_of, trained, workplace
 
 PAIRS, STEPS = 600, 12
 TRAIN = ["-m", "tuner", "train", "r.yaml", "--resume", "auto", "--train.duration", f"{STEPS} steps"]
@@ -85,11 +85,10 @@ def campaign(
         seconds = time.monotonic() - began
     unbroken = {"seconds": seconds, "outcome": ended(directory, "unbroken")}
     rng = random.Random(seed * 1000 + world_size)
-    results: list[dict[str, Any]] = []
-    while sum(result["killed"] for result in results) < kills:
-        results.append(trial(directory, world_size, len(results), rng, unbroken, start))
-        print(json.dumps(results[-1]), flush=True)
-    return results
+    results = Results()
+    while sum(result["killed"] for result in results.rows) < kills:
+        results.add(trial(directory, world_size, len(results.rows), rng, unbroken, start))
+    return results.rows
 
 
 def main() -> int:

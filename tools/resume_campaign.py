@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fixtures.trainings import STEPS_PER_EPOCH, outcome, prepare
-from tools.commands import Start, launch, parser_of, trained, workplace
+from tools.commands import Results, Start, launch, parser_of, trained, workplace
 
 # Dies in place of the given optimizer step on the given rank (-1: every rank), by the signal that nothing can catch.
 KILLED = """
@@ -81,11 +81,10 @@ def campaign(
     trained(directory, world_size, ["-m", "tuner", "train", "r.yaml", "--name", "unbroken", *flags], start)
     unbroken = outcome(directory / "runs" / "unbroken")
     rng = random.Random(seed * 1000 + world_size)
-    results = []
+    results = Results()
     for number in range(trials):
-        results.append(trial(directory, world_size, number, rng, unbroken, start, flags))
-        print(json.dumps(results[-1]), flush=True)
-    return results
+        results.add(trial(directory, world_size, number, rng, unbroken, start, flags))
+    return results.rows
 
 
 def main() -> int:

@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tools.commands import environment, parser_of, workplace
+from tools.commands import Results, environment, parser_of, workplace
 from tools.signal_moments import COMMANDS, moments
 
 WAYS = ("ctrl-c", "scheduler", "step", "hangup")
@@ -156,13 +156,12 @@ def campaign(trials: int, seed: int, ways: tuple[str, ...] = WAYS) -> list[dict[
     """All trials, the ways in turns."""
     from tests.fixtures.trainings import prepare
 
-    rng, results = random.Random(seed), []
+    rng, results = random.Random(seed), Results()
     with workplace() as place:
         prepare(place, 1)
         for number in range(trials):
-            results.append(trial(place, number, ways[number % len(ways)], rng))
-            print(json.dumps(results[-1]), flush=True)
-    return results
+            results.add(trial(place, number, ways[number % len(ways)], rng))
+    return results.rows
 
 
 def main() -> int:

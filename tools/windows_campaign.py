@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fixtures import trainings
-from tools.commands import Start, environment, parser_of, read_lines, workplace, write_lines
+from tools.commands import Results, Start, environment, parser_of, read_lines, say, workplace, write_lines
 
 RECIPE = Path(__file__).with_suffix(".yaml")
 ROWS = {"w1": 12, "w2": 8, "w3": 0, "w4": 16, "w5": 8, "w6": 12}
@@ -303,15 +303,14 @@ def campaign(
     if code := whole.train("run"):
         raise RuntimeError(f"the unbroken run failed: {code}\n{whole.said[-2000:]}")
     unbroken = whole.outcome("run")
-    results = []
+    results = Results()
     for phase in phases:
         own = work(phase)
         more = {"plain": plain, "growing": growing, "stream": stream}
-        results.append(more[phase](own) if phase in more else trial(own, phase, unbroken))
-        print(json.dumps(results[-1]), flush=True)
-        if not is_good(results[-1]):
-            print(own.said[-3000:], file=sys.stderr, flush=True)
-    return results
+        results.add(more[phase](own) if phase in more else trial(own, phase, unbroken))
+        if not is_good(results.rows[-1]):
+            say(own.said[-3000:])
+    return results.rows
 
 
 def main() -> int:
