@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 
 from tests.model import test_triton_attention
 from tests.model.cuda_branch import LORA, check, triton_stand_in
-from tools.commands import parser_of, workplace
+from tools.commands import judged, parser_of, workplace
 
 KINDS = ("llama", "qwen3", "mistral", "gemma3", "deepseek", "narrow", "gemma2")
 LEVELS = ("none", "selective", "full")
@@ -125,13 +125,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", default=[], metavar="PART", help=", ".join(parts))
     chosen = parser.parse_args().parts or list(parts)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    problems = []
-    for name in chosen:
-        for problem in parts[name]():
-            print(f"PROBLEM {problem}", flush=True)
-            problems.append(problem)
-    print(f"{len(problems)} problems" if problems else "everything holds")
-    return 1 if problems else 0
+    return judged(problem for name in chosen for problem in parts[name]())
 
 
 if __name__ == "__main__":

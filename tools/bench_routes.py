@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from tools.causal_checks import quiet
+from tools.causal_cases import quiet
 from tools.causal_training import Mode, Training
 from tools.commands import parser_of, workplace
 from tools.tables import beside

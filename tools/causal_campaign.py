@@ -43,8 +43,8 @@ from typing import Any
 import torch
 
 from tools import causal_checks, causal_compiled, cuda_campaign
-from tools.causal_cases import DECODERS, FAMILIES, TYPES, decoder_config, tiny_config, write_random
-from tools.causal_checks import BAD, MODES, Finding, Outcome, Subject, named, quiet
+from tools.causal_cases import DECODERS, FAMILIES, TYPES, decoder_config, quiet, tiny_config, write_random
+from tools.causal_checks import BAD, MODES, Finding, Outcome, Subject, named
 from tools.causal_faults import EXPERT, FAULTS
 from tools.causal_plain import draws
 from tools.causal_rows import STEPS

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,6 +99,33 @@ class Results:
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
+
+
+def one_line(error: BaseException) -> str:
+    """An exception in a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def verdicts(found: Iterable[tuple[str, str]], out: Path | None) -> int:
+    """Print each verdict, and of each how many, with a file if one is named; the exit code, 1 where one differs."""
+    said = {}
+    for name, verdict in found:
+        said[name] = verdict
+        print(f"{name:44} {verdict}", flush=True)
+    if out is not None:
+        out.write_text(json.dumps(said, indent=1))
+    print(dict(Counter(verdict.partition(":")[0] for verdict in said.values())))
+    return int(any(verdict.startswith("differs") for verdict in said.values()))
+
+
+def judged(problems: Iterable[str]) -> int:
+    """Print problems as they are found, and how many there are; the exit code."""
+    count = 0
+    for problem in problems:
+        count += 1
+        print(f"PROBLEM {problem}", flush=True)
+    print(f"{count} problems" if count else "everything holds")
+    return 1 if count else 0
 
 
 def free_port() -> int:

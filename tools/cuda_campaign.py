@@ -14,7 +14,6 @@ import contextlib
 import json
 import time
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 
-from tools.causal_cases import DECODERS, TYPES, tiny_config
+from tools.causal_cases import DECODERS, TYPES, quiet, tiny_config
 from tools.commands import parser_of, workplace
 from tuner.config.load import load_recipe
 from tuner.errors import TunerError
@@ -132,7 +131,7 @@ def predicted(directory: Path, mode: str, device: str) -> Outcome:
 def examine(model_type: str, device: str, decoder: bool = False, modes: Sequence[str] = tuple(MODES)) -> Finding:
     """One type in these modes; with ``decoder`` an encoder as the decoder that its config can make of it."""
     finding, started = Finding(f"{model_type}, is_decoder" if decoder else model_type), time.perf_counter()
-    with workplace() as directory, _quiet():
+    with workplace() as directory, quiet():
         try:
             config = tiny_config(model_type)
             if decoder:
@@ -159,16 +158,6 @@ def _cell(outcome: Outcome) -> str:
     if outcome.tensor_bytes is not None:
         return f"{outcome.tensor_bytes:,} bytes"
     return f"{outcome.verdict}: {outcome.reason}"
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def main() -> int:

@@ -20,7 +20,6 @@ import operator
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, Pret
 from tests.export.mixtures import round_trip
 from tests.fixtures.processes import run_ranks
 from tests.parallel.experts import both, differences
-from tools.causal_cases import TYPES, tiny_config, write_random
-from tools.causal_checks import quiet
+from tools.causal_cases import TYPES, quiet, tiny_config, write_random
 from tools.causal_rows import LENGTHS, documents
 from tools.causal_training import tree_of
 from tools.commands import parser_of, workplace
@@ -191,8 +189,7 @@ def tried(kind: str, name: str, work: Callable[[PretrainedConfig, Path], dict[st
     """Print what became of one type; whether it is right."""
     started = time.perf_counter()
     line: dict[str, Any] = {"kind": kind, "type": name}
-    with workplace() as place, quiet(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with workplace() as place, quiet():
         try:
             line |= {"verdict": "equal", **work(tiny_config(name), place)}
         except RecipeError as error:

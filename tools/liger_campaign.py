@@ -19,9 +19,9 @@ from unittest.mock import patch
 
 import torch
 
-from tools.causal_cases import TYPES, tiny_config
+from tools.causal_cases import TYPES, quiet, tiny_config
 from tools.commands import parser_of, workplace
-from tools.cuda_campaign import _quiet, predicted
+from tools.cuda_campaign import predicted
 
 TARGETS = (80, 89, 90, 100, 120)
 VOCABULARY = 151936
@@ -93,7 +93,7 @@ def noting(found: dict[Launch, None]) -> Iterator[None]:
 def launches(model_type: str) -> dict[Launch, None]:
     """The launches in a traced step of a tiny model of the type, in full; empty where it cannot be traced."""
     found: dict[Launch, None] = {}
-    with workplace() as name, _quiet():
+    with workplace() as name, quiet():
         try:
             config = tiny_config(model_type)
             config.get_text_config().vocab_size = VOCABULARY

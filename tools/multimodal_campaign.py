@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,8 @@ from safetensors import safe_open
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel, Qwen2Tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
-from transformers.utils import logging
 
-from tools.causal_cases import tiny_config
+from tools.causal_cases import quiet, tiny_config
 from tools.commands import parser_of, workplace
 from tuner.api.exports import export_hf
 from tuner.config.load import load_recipe
@@ -170,15 +168,13 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+@quiet()
 def main() -> int:
     """Try the types that were asked for."""
     parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=TYPES, default=TYPES, metavar="TYPE")
     parser.add_argument("--table", type=Path, help="write what was found as JSON")
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
     found = []
     for model_type in options.only:
         with workplace() as directory:

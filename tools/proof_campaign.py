@@ -11,10 +11,7 @@ is named. Prints a line for each and exits with 1 where a verdict differs, or wh
 
 from __future__ import annotations
 
-import json
 import math
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,10 +19,9 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig
-from transformers.utils import logging
 
-from tools.causal_cases import DECODERS, TYPES, VOCAB, decoder_config, tiny_config, write_random
-from tools.commands import parser_of, workplace
+from tools.causal_cases import DECODERS, TYPES, VOCAB, decoder_config, quiet, tiny_config, write_random
+from tools.commands import one_line, parser_of, verdicts, workplace
 from tools.proof_faults import FAULTS, Fault
 from tuner.errors import RecipeError
 from tuner.model import probe
@@ -44,6 +40,7 @@ NOT_OF_LAYERS = ("architectures", "time_step_limit", "mlp_multipliers", "ssm_mul
 LONGEST = 24
 
 
+@quiet()
 def main() -> int:
     """Prove every type, or every fault, and print what each came to."""
     parser = parser_of(__doc__)
@@ -52,17 +49,8 @@ def main() -> int:
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
     torch.set_num_threads(1)
-    found = {}
-    for name, line in faults(given.layers) if given.faults else types(given.only, given.layers):
-        found[name] = line
-        print(f"{name:44} {line}", flush=True)
-    if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=1))
-    print(dict(Counter(said.partition(":")[0] for said in found.values())))
-    return int(any(said.startswith("differs") for said in found.values()))
+    return verdicts(faults(given.layers) if given.faults else types(given.only, given.layers), given.out)
 
 
 def types(names: list[str], layers: int) -> Iterator[tuple[str, str]]:
@@ -73,7 +61,7 @@ def types(names: list[str], layers: int) -> Iterator[tuple[str, str]]:
                 config = deep_config(name, layers)
                 write_random(config, directory)
             except Exception as error:  # noqa: BLE001 - whatever a class raises
-                yield name, f"not made: {_line(error)}"
+                yield name, f"not made: {one_line(error)}"
                 continue
             for adapter in (False, True):
                 try:
@@ -198,10 +186,6 @@ def _deepened(config: PretrainedConfig, layers: int) -> PretrainedConfig:
             values["attention_types"] = [[kinds, repeats * times] for kinds, repeats in values["attention_types"]]
     values.pop("architectures", None)
     return type(config).from_dict({key: value for key, value in values.items() if key != "model_type"})
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.model.quantize import drawn
-from tools.commands import ROOT, parser_of, workplace
+from tools.commands import ROOT, judged, parser_of, workplace
 from tuner.model.quantize import nf4, published
 from tuner.model.quantize.codes import TYPES, dequantize, quantize
 
@@ -254,13 +254,7 @@ def main() -> int:
         return 0
     chosen = options.parts or list(parts)
     peer = installed(options.peer) if {"blocks", "files", "models"} & {*chosen} else None
-    problems = []
-    for name in chosen:
-        for problem in parts[name](peer):
-            print(f"PROBLEM {problem}", flush=True)
-            problems.append(problem)
-    print(f"{len(problems)} problems" if problems else "everything holds")
-    return 1 if problems else 0
+    return judged(problem for name in chosen for problem in parts[name](peer))
 
 
 if __name__ == "__main__":

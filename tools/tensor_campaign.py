@@ -9,21 +9,18 @@ each, and exits with 1 where one differs or fails.
 
 from __future__ import annotations
 
-import json
 import os
 import traceback
-import warnings
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
 from tests.fixtures.processes import run_ranks
 from tests.fixtures.split import Alone, Split, differences
-from tools.causal_cases import TYPES, tiny_config
-from tools.commands import parser_of, workplace
+from tools.causal_cases import TYPES, quiet, tiny_config
+from tools.commands import one_line, parser_of, verdicts, workplace
 from tuner.errors import RecipeError
 from tuner.model.build import ModelSpec, meta_model, model_config
 from tuner.model.row_layout import route_of
@@ -32,6 +29,7 @@ from tuner.parallel.tensor.plan import check_split
 PROCESSES = 2
 
 
+@quiet()
 def main() -> int:
     """Run the types, and print what each came to."""
     parser = parser_of(__doc__)
@@ -39,19 +37,16 @@ def main() -> int:
     parser.add_argument("--adapter", choices=("none", "lora", "dora"), default="none")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    found = {}
-    for model_type in given.only:
+    return verdicts(tried(given.only, given.adapter), given.out)
+
+
+def tried(types: list[str], adapter: str) -> Iterator[tuple[str, str]]:
+    """Each type, with what became of it."""
+    for model_type in types:
         with workplace() as directory:
-            found[model_type] = verdict(model_type, given.adapter, directory)
-        print(f"{model_type:28} {found[model_type]}", flush=True)
-    if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=1))
-    print(dict(Counter(said.partition(":")[0] for said in found.values())))
-    return int(any(said.startswith("differs") for said in found.values()))
+            yield model_type, verdict(model_type, adapter, directory)
 
 
 def verdict(model_type: str, adapter: str, directory: Path) -> str:
@@ -62,7 +57,7 @@ def verdict(model_type: str, adapter: str, directory: Path) -> str:
         config.save_pretrained(directory)
         model = meta_model(model_config(ModelSpec(str(directory), random_init=True)), torch.float32)
     except Exception as error:  # noqa: BLE001 - whatever a class raises
-        return f"not made: {_line(error)}"
+        return f"not made: {one_line(error)}"
     try:
         check_split(model, PROCESSES)
     except RecipeError as error:
@@ -73,14 +68,14 @@ def verdict(model_type: str, adapter: str, directory: Path) -> str:
         alone = Alone.of(case, PROCESSES, directory)
     except Exception as error:  # noqa: BLE001 - of the type's own code
         traceback.print_exc()
-        return f"differs: {_line(error)}"
+        return f"differs: {one_line(error)}"
 
     def work(rank: int) -> None:
         try:
             unlike = differences(case, alone, rank)
         except Exception as error:  # noqa: BLE001 - of the type's own code
             traceback.print_exc()
-            unlike = [_line(error)]
+            unlike = [one_line(error)]
         if rank == 0:
             said.write_text("\n".join(unlike))
         os._exit(int(bool(unlike)))  # the others may wait for a process that failed
@@ -91,10 +86,6 @@ def verdict(model_type: str, adapter: str, directory: Path) -> str:
         return f"differs: {error}"
     lines = said.read_text().splitlines() if said.is_file() else []
     return "equal" if codes == [0] * PROCESSES else f"differs: {lines[0] if lines else codes} ({len(lines)} lines)"
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 if __name__ == "__main__":
