@@ -41,9 +41,10 @@ def say(line: str) -> None:
 
 def environment(cache: Path | None = None, threads: int | None = 1, **more: str) -> dict[str, str]:
     """That of a command of this tree: so many threads, or as here, and a cache of its own where one is named."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {} if cache is None else {"TUNER_CACHE": str(cache)}
     own |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    return {**os.environ, "PYTHONPATH": str(ROOT), **own, **more}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **own, **more}
 
 
 def run(

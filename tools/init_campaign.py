@@ -11,16 +11,14 @@ of, 1 % at most. Exits with 1 where anything is not so.
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, parser_of, workplace
+from tools.commands import environment, parser_of, run, workplace
 from tools.init.cases import Case, cases
 
 POSITIONS = {"short": 2048, "medium": 8192}
@@ -69,10 +67,7 @@ SIZES = {
 
 def tuner(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run the real command there, with nothing but what is on this machine."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-    environment |= {"TUNER_CACHE": str(directory / "cache"), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tuner", *words]
-    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    return run(["-m", "tuner", *words], directory, environment(directory / "cache", HF_HUB_OFFLINE="1", NO_COLOR="1"))
 
 
 def wrong_with(case: Case, directory: Path) -> list[str]:

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.model.quantize import drawn
-from tools.commands import ROOT, judged, parser_of, workplace
+from tools.commands import ROOT, judged, one_line, parser_of, workplace
 from tuner.model.quantize import nf4, published
 from tuner.model.quantize.codes import TYPES, dequantize, quantize
 
@@ -237,7 +237,7 @@ def compiled(kernel: Any, kind: str, pointer: str, generation: int) -> str | Non
     try:
         made = triton.compile(source, target=GPUTarget("cuda", generation, 32), options={"num_warps": 4})
     except Exception as error:  # noqa: BLE001 - whatever the compiler raises is a finding
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return one_line(error)
     return None if made.asm.get("cubin") else "no machine code came out"
 
 

@@ -36,24 +36,19 @@ DRAWN = {
 }
 READ = """
 import json, sys, threading, time
-from pathlib import Path
 import torch
+from tools.measures import memory
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.quantize.layers import QuantizeSpec
 from tuner.model.quantize.reading import ReadingQuantizer
-
-def own():
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
 
 most, done = 0, False
 def watch():
     global most
     while not done:
-        most = max(most, own())
+        most = max(most, memory("RssAnon"))
         time.sleep(0.002)
-before = own()
+before = memory("RssAnon")
 thread = threading.Thread(target=watch)
 thread.start()
 spec = None if sys.argv[2] == "none" else ReadingQuantizer(QuantizeSpec(sys.argv[2], native=True))

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tools.commands import parser_of, workplace
+from tools.commands import parser_of, run, workplace
 from tools.tutorial_campaign import ROOT, environment, follow, hub_cache
 
 README, NOTEBOOK = ROOT / "README.md", ROOT / "docs" / "quickstart.ipynb"
@@ -86,8 +86,7 @@ def main() -> int:
         follow(without_install(page), place, env)
         typed = chatted(page, place, env)
         followed = time.monotonic()
-        words = [sys.executable, "-c", cells(NOTEBOOK)]
-        done = subprocess.run(words, cwd=beside, env=env, capture_output=True, text=True, check=False)
+        done = run(["-c", cells(NOTEBOOK)], beside, env)
         print(done.stdout, done.stderr[-2000:], file=sys.stderr)
         answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
         holds = done.returncode == 0 and bool(answers) and is_learned(answers[-1])

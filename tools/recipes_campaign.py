@@ -14,12 +14,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, parser_of, workplace
+from tools.commands import ROOT, environment, parser_of, run, workplace
 from tools.tables import beside
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.methods import DistillMethod
@@ -134,8 +132,7 @@ def train_small(path: Path, place: Path, smollm2: Path, assets: Path) -> tuple[b
 
     recipe = place / f"{path.stem}.yaml"
     recipe.write_text(recipe_yaml(small(path, place, smollm2, assets).recipe), encoding="utf-8")
-    words = [sys.executable, "-m", "tuner.cli.main", "train", str(recipe), "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=place)
+    done = run(["-m", "tuner", "train", str(recipe), "--json"], place, environment(threads=None))
     if done.returncode:
         return False, done.stderr.strip().splitlines()[-1]
     metrics = json.loads(done.stdout)["metrics"]

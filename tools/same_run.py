@@ -17,13 +17,12 @@ import hashlib
 import json
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.commands import parser_of, workplace
+from tools.commands import done, environment, parser_of, run, workplace
 from tools.tables import beside
 
 Tree = Mapping[str, Any]
@@ -139,11 +138,7 @@ class Work:
 
     def call(self, *command: str, code: int = 0) -> str:
         """What a command of the tree prints. SystemExit where it ends with another code."""
-        cache = {"TUNER_CACHE": str(self.directory / "cache"), "PYTHONPATH": str(self.tree), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, check=False, env={**os.environ, **cache},
-            cwd=self.directory,
-        )  # fmt: skip
+        done = run(command, self.directory, environment(self.directory / "cache", PYTHONPATH=str(self.tree)))
         if done.returncode != code:
             what = f"{self.tree}: {' '.join(command[2:])}: exit code {done.returncode}"
             raise SystemExit(f"{what}\n{done.stderr[-4000:]}")
@@ -198,7 +193,7 @@ def main() -> int:
     found: dict[str, dict[str, dict[str, str]]] = {}
     with workplace() as models:
         (models / "model").symlink_to(options.model.resolve())
-        subprocess.run([sys.executable, "-c", MODELS], cwd=models, check=True, capture_output=True)
+        done(["-c", MODELS], models, dict(os.environ))
         for name in options.only:
             found[name] = {}
             for which, tree in trees.items():
