@@ -33,7 +33,7 @@ from typing import Any
 from tools import real_preferences as real
 from tools.commands import ROOT, parser_of, read_lines, say, workplace, write_lines
 from tools.measures import alternated, machine
-from tools.preference_vs_trl import run_json, token_rows
+from tools.preference_vs_trl import run_json, run_trl, token_rows
 
 ALL, LONGEST, PER_STEP, ROW, LR = 400, 1024, 8, 2048, 1e-6
 GOALS = {"trl, defaults": 4.0, "trl, best": 2.5}
@@ -109,13 +109,8 @@ class Bench:
             "steps": self.steps,
             "settings": {"per_device_train_batch_size": PER_STEP, **same, **settings},
         }
-        job = self.work / "job.json"
-        job.write_text(
-            json.dumps({"model": str(self.model), "output_dir": str(self.work / "trl"), "runs": [run]}), "utf-8"
-        )
-        command = [*self.prefix, self.trl_python, str(ROOT / "tools" / "preference_trl.py"), str(job)]
         start = time.perf_counter()
-        found = run_json(command, {"PYTHONPATH": self.trl_path} if self.trl_path else {})
+        found = run_trl([*self.prefix, self.trl_python], self.trl_path, self.model, self.work, [run])
         whole = time.perf_counter() - start
         ran = found["runs"]["run"]
         return {

@@ -16,7 +16,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -26,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, free_port, parser_of, read_lines, write_lines
 from tools.tables import beside
 from tuner.config.load import load_recipe
 from tuner.config.recipe import TokenizerSection
@@ -130,7 +129,7 @@ def write_inputs(place: Path) -> None:
     written = place / "rows.new"
     written.mkdir(exist_ok=True)
     for name, records in rows.items():
-        (written / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records), encoding="utf-8")
+        write_lines(written / f"{name}.jsonl", records)
     written.rename(place / "rows")
 
 
@@ -166,11 +165,8 @@ def run_rank(recipe: dict[str, Any], rank_info: RankInfo, result: Path) -> None:
     found = Found()
     try:
         run = train(load_recipe(recipe), LaunchOptions(), rank_info, Console(rank_info.is_main, "error")).run_dir
-        for line in map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
-            if line["kind"] == "train":
-                found.steps.append((line["loss"], line["grad_norm"]))
-            elif line["kind"] == "eval":
-                found.evaluations.append(line["loss"])
+        found.steps = [(line["loss"], line["grad_norm"]) for line in read_lines(run / "metrics.jsonl", "train")]
+        found.evaluations = [line["loss"] for line in read_lines(run / "metrics.jsonl", "eval")]
     except TunerError as error:
         found.code, found.said = int(error.exit_code), error.message
     except Exception as error:  # noqa: BLE001 - a cell that fails is one of the results
@@ -212,11 +208,8 @@ def launched(recipe: dict[str, Any], layout: Layout, place: Path, timeout_s: flo
     result, log = place / "result.json", place / "log.txt"
     place.mkdir(parents=True, exist_ok=True)
     result.unlink(missing_ok=True)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
     size, local = layout.processes, layout.processes // layout.machines
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     children = []
     for rank in range(size):
         rank_info = RankInfo(rank, size, rank % local, local)
@@ -303,9 +296,8 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     load_inputs(out)
-    done, lines = out / "cells.jsonl", dict[str, dict[str, Any]]()
-    if done.is_file():
-        lines = {line["cell"]: line for line in map(json.loads, done.read_text(encoding="utf-8").splitlines())}
+    done = out / "cells.jsonl"
+    lines = {line["cell"]: line for line in read_lines(done)}
     alone: dict[str, Found] = {}
     for cell in sorted(cells(), key=lambda cell: LAYOUTS[cell.layout].processes):
         before = lines.get(str(cell))

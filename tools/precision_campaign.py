@@ -23,7 +23,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from tools.commands import ROOT, parser_of, workplace
+from tools.commands import ROOT, parser_of, read_lines, workplace, write_lines
 from tuner.checkpoint.load import content_sha256
 from tuner.checkpoint.open import newest
 from tuner.config.load import load_recipe
@@ -51,9 +51,8 @@ class Run:
     @staticmethod
     def of(directory: Path) -> Run:
         """What is in a run's directory."""
-        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-        held_out = [line["loss"] for line in lines if line["kind"] == "eval"]
-        return Run([line for line in lines if line["kind"] == "train"], held_out[-1] if held_out else None)
+        steps, held_out = (read_lines(directory / "metrics.jsonl", kind) for kind in ("train", "eval"))
+        return Run(steps, held_out[-1]["loss"] if held_out else None)
 
     @property
     def losses(self) -> list[float]:
@@ -169,7 +168,7 @@ def prepare(place: Path) -> None:
     """The shape of the tiny model, and rows of text, in which no control token is written out."""
     LlamaConfig(**SHAPE).save_pretrained(place / "model")
     texts = [path.read_text(encoding="utf-8").replace("<|", "<") for path in sorted((ROOT / "docs").rglob("*.md"))]
-    (place / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_lines(place / "rows.jsonl", [{"text": text} for text in texts])
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools import real_preferences as real
-from tools.commands import ROOT, parser_of, workplace
+from tools.commands import ROOT, parser_of, read_lines, workplace, write_lines
 from tools.tables import beside
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Comparison:
         if not path.is_file():
             items = real.shortest(real.labelled(self.sources) if unpaired else real.pairs(self.sources)[:300], 80)
             items = interleaved(items) if unpaired else items
-            path.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
+            write_lines(path, items)
         return path
 
     def recipe(self, case: Case) -> dict[str, Any]:
@@ -122,12 +122,7 @@ class Comparison:
 
     def theirs(self, runs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's side of all cases, in one process."""
-        job = self.work / "job.json"
-        job.write_text(
-            json.dumps({"model": str(self.model), "output_dir": str(self.work / "trl"), "runs": runs}), "utf-8"
-        )
-        command = [self.trl_python, str(ROOT / "tools" / "preference_trl.py"), str(job)]
-        return dict(run_json(command, {"PYTHONPATH": self.trl_path} if self.trl_path else {})["runs"])
+        return dict(run_trl([self.trl_python], self.trl_path, self.model, self.work, runs)["runs"])
 
     def run_of(self, case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """What TRL is asked for: the same ids, order, batch, optimizer and rate."""
@@ -165,8 +160,7 @@ def train_ours(job: Path) -> dict[str, Any]:
     for name, recipe in json.loads(job.read_text(encoding="utf-8")).items():
         prepared = prepare_data(recipe).path
         run = train(recipe, prepared=prepared, quiet=True).run_dir
-        lines = (Path(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        steps = [line for line in map(json.loads, lines) if line["kind"] == "train"]
+        steps = read_lines(Path(run) / "metrics.jsonl", "train")
         rows = token_rows(Path(prepared), recipe["method"]["kind"])
         found[name] = {"loss": [line["loss"] for line in steps], "rows": rows}
         print(f"{name}: {steps[0]['loss']:.6f} -> {steps[-1]['loss']:.6f}", file=sys.stderr, flush=True)
@@ -274,6 +268,14 @@ def run_json(command: list[str], more: dict[str, str]) -> Any:
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} exited with {done.returncode}")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def run_trl(python: list[str], path: str | None, model: Path, work: Path, runs: list[dict[str, Any]]) -> Any:
+    """What TRL says of these runs, in one process of a Python that may need a path to it."""
+    job = work / "job.json"
+    job.write_text(json.dumps({"model": str(model), "output_dir": str(work / "trl"), "runs": runs}), encoding="utf-8")
+    words = [*python, str(ROOT / "tools" / "preference_trl.py"), str(job)]
+    return run_json(words, {"PYTHONPATH": path} if path else {})
 
 
 def main() -> int:
