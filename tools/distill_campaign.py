@@ -12,12 +12,11 @@ a table; exits with 1 where a distilled student is not better than the plain one
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from tools.bench_rows import documentation
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, parser_of, read_lines, write_lines
 
 TOKENS, ROWS = 256, 4
 """Tokens of a row, and rows of a step."""
@@ -61,8 +60,7 @@ def held_out_loss(run: Path, place: Path) -> float:
 
     directory = Path(export_hf(run).path)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
-    lines = (place / "held.jsonl").read_text().splitlines()
-    ids = [i for line in lines for i in tokenizer(json.loads(line)["text"]).input_ids]
+    ids = [i for row in read_lines(place / "held.jsonl") for i in tokenizer(row["text"]).input_ids]
     rows = torch.tensor(ids[: HELD_OUT * TOKENS]).view(HELD_OUT, TOKENS)
     with torch.no_grad():
         losses = [cross_entropy(model(row[None]).logits[0, :-1].float(), row[1:]).item() for row in rows]
@@ -83,7 +81,7 @@ def main() -> int:
 
     every = texts(documentation(place / "docs"))
     for name, part in (("held", every[::20]), ("train", [text for i, text in enumerate(every) if i % 20])):
-        (place / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+        write_lines(place / f"{name}.jsonl", ({"text": text} for text in part))
     losses = {}
     for name in options.only:
         run = train(recipe(ARMS[name], options, place, name), resume="auto", quiet=True).run_dir

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.commands import environment, parser_of, run, workplace
+from tools.commands import environment, parser_of, read_lines, run, workplace
 from tools.row_mutations import lines
 from tools.row_oracle import BLANK, GOOD, judge, parse
 
@@ -88,9 +88,8 @@ def by_command(path: Path, rows: int) -> Verdicts:
         verdicts.exceptions.append(done.stderr[-2000:])
         return verdicts
     document = json.loads(done.stdout)
-    with (Path(document["artifacts"]["path"]) / "rejects.jsonl").open(encoding="utf-8") as rejects:
-        for reject in map(json.loads, rejects):
-            verdicts.bad[reject["line"]] = (reject["col"], reject["reason"])
+    for reject in read_lines(Path(document["artifacts"]["path"]) / "rejects.jsonl"):
+        verdicts.bad[reject["line"]] = (reject["col"], reject["reason"])
     counts = document["metrics"]["train"]
     if counts["rows"] != rows or sum(counts["skipped"].values()) != len(verdicts.bad):
         verdicts.exceptions.append(f"counted {counts['rows']} rows and {counts['skipped']}, there are {rows}")

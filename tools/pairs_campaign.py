@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.commands import parser_of, workplace
+from tools.commands import parser_of, read_lines, workplace, write_lines
 from tools.pair_oracle import BEGIN, END, Verdict, judge
 from tools.row_mutations import CALL, ODD, TOOLS, words
 from tools.tables import beside
@@ -269,7 +269,7 @@ def prepared(kind: str, given: list[Row], work: Path) -> tuple[dict[int, str], l
     (work / "model").mkdir(parents=True)
     (work / "model" / "config.json").write_text("{}")
     (work / "chatml.jinja").write_text(TEMPLATE)
-    (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    write_lines(work / "rows.jsonl", given)
     data = {"train": str(work / "rows.jsonl"), "on_bad_row": "skip", "max_length": 1 << 16}
     spec = prepare_spec(
         ModelSection(name_or_path=str(work / "model")),
@@ -280,8 +280,7 @@ def prepared(kind: str, given: list[Row], work: Path) -> tuple[dict[int, str], l
     )
     examples = Examples("preference" if kind == "preference" else "unpaired", "last_assistant")
     info = prepare(replace(spec, examples=examples))
-    with (info.path / "rejects.jsonl").open(encoding="utf-8") as rejects:
-        refused = {int(line["line"]): str(line["reason"]) for line in map(json.loads, rejects)}
+    refused = {int(line["line"]): str(line["reason"]) for line in read_lines(info.path / "rejects.jsonl")}
     opened = open_prepared(info.path, verify=True).train
     documents: dict[int, Any] = {}
     for row in opened:

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.commands import read_lines
+
 VARIABLE = "TUNER_TEST_COSTS"
 LEVELS = ("test", "file", "directory")
 
@@ -73,8 +75,7 @@ def main() -> int:
     processor: Counter[str] = Counter()
     passed: Counter[str] = Counter()
     tests: Counter[str] = Counter()
-    for line in options.lines.read_text(encoding="utf-8").splitlines():
-        cost = json.loads(line)
+    for cost in read_lines(options.lines):
         name = group(cost["test"], options.by)
         processor[name] += cost["cpu_s"]
         passed[name] += cost["wall_s"]

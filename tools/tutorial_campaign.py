@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.commands import ROOT, parser_of, workplace
+from tools.commands import ROOT, parser_of, read_lines, workplace
 
 PAGE = ROOT / "docs" / "tutorial.md"
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -104,8 +104,7 @@ def follow(page: str, place: Path, env: dict[str, str]) -> str:
 
 def problems(place: Path, compared: str) -> list[str]:
     """Which claims of the page do not hold."""
-    lines = [json.loads(line) for line in (place / "runs" / "orders" / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if line["kind"] == "eval"]
+    losses = [line["loss"] for line in read_lines(place / "runs" / "orders" / "metrics.jsonl", "eval")]
     found = (
         [] if losses[-1] < HIGHEST_LOSS < losses[0] else [f"the held-out loss went from {losses[0]} to {losses[-1]}"]
     )

@@ -11,7 +11,6 @@ imported wrongly.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.advice.proposals import resolved, written
-from tools.commands import workplace
+from tools.commands import read_lines, workplace
 from tuner.config.dump import flatten, flow, recipe_dict
 from tuner.config.imported import import_text
 from tuner.config.other_methods import PAIRS
@@ -102,7 +101,7 @@ def _same(key: str, here: Any, value: Any, tree: Mapping[str, Any]) -> bool:
 
 def rows() -> list[dict[str, Any]]:
     """The table."""
-    return [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
+    return read_lines(TABLE)
 
 
 def main(words: Sequence[str] | None = None) -> int:

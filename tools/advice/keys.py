@@ -18,7 +18,6 @@ right no longer.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections import Counter
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tools.advice.proposals import differences, merged, proposed, resolved, without, written
-from tools.commands import workplace
+from tools.commands import read_lines, workplace
 from tools.tables import beside
 from tuner.config.check import check
 from tuner.config.dump import flow
@@ -92,8 +91,7 @@ class Answer:
 def cases() -> list[Case]:
     """The table."""
     found = []
-    for line in TABLE.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in read_lines(TABLE):
         meant = () if row["meant"] is None else (row["meant"],)
         also = tuple(other for other in row.get("also", ()) if other is not None)
         form = row.get("form")
