@@ -33,6 +33,7 @@ from typing import Any
 
 from tools.commands import parser_of
 from tools.measures import memory
+from tuner.runtime.files import flush_tree
 
 BLOCK_BYTES = 16 << 20
 PROMPTS = ((5, 6, 7, 8), tuple(range(20, 60)))
@@ -120,27 +121,18 @@ def measured(figures: dict[str, float], name: str) -> Iterator[None]:
     figures[f"{name}_mb"] = round((memory("VmHWM") - before) / 1e6, 1)
 
 
-def flush(directory: Path) -> None:
-    """Flush every file and directory."""
-    from tuner.runtime.files import fsync_dir, fsync_path
-
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            fsync_path(Path(parent) / name)
-        fsync_dir(Path(parent))
-
-
 def raw(directory: Path, target: Path) -> dict[str, float]:
     """Write as many bytes as the export has."""
     import torch
 
-    from tuner.export.outputs import ExportedValues, total_bytes, trained_skeleton
+    from tuner.export.outputs import ExportedValues, trained_skeleton
     from tuner.export.plan import ExportOptions, plan_export
     from tuner.export.tensors import OpenFiles
 
     plan = plan_export(directory / "run", target, ExportOptions("fp32"))
     with OpenFiles() as files:
-        left = total_bytes(ExportedValues(plan.source, trained_skeleton(plan.source), files).merged(torch.float32))
+        values = ExportedValues(plan.source, trained_skeleton(plan.source), files)
+        left = sum(output.nbytes for output in values.merged(torch.float32))
     block, figures = memoryview(os.urandom(BLOCK_BYTES)), {"bytes": float(left)}
     with measured(figures, "raw"):
         target.mkdir()
@@ -149,7 +141,7 @@ def raw(directory: Path, target: Path) -> dict[str, float]:
             left -= os.write(descriptor, block[:left])
         os.fsync(descriptor)
         os.close(descriptor)
-        flush(target)
+        flush_tree(target)
     return figures
 
 
@@ -169,7 +161,7 @@ def copy(directory: Path, target: Path) -> dict[str, float]:
             os.write(descriptor, block)
         os.fsync(descriptor)
         os.close(descriptor)
-        flush(target)
+        flush_tree(target)
     return figures
 
 
@@ -194,7 +186,7 @@ def ours(directory: Path, target: Path) -> dict[str, float]:
         with measured(figures, "ours"):
             form = hf.form_of(plan, trained)
             outputs, written = hf.write_files(plan, target, trained, form)
-            flush(target)
+            flush_tree(target)
         with measured(figures, "read_back"):
             verify.require_written(target, written, outputs)
         with measured(figures, "logits"):
@@ -229,7 +221,7 @@ def dcp_rank(directory: Path, target: Path, rank: int, ranks: int) -> dict[str, 
             save(tensors, storage_writer=writer)
             dist.barrier()
             if rank == 0:
-                flush(target)
+                flush_tree(target)
             dist.barrier()
     return figures
 
@@ -262,7 +254,7 @@ def merge(target: Path) -> dict[str, float]:
     with measured(figures, "merge"):
         target.mkdir()
         consolidate_safetensors_files(str(sharded), str(target), dict.fromkeys(names, 1))
-        flush(target)
+        flush_tree(target)
     return figures
 
 

@@ -38,7 +38,7 @@ from tools.measures import machine
 MARKED = ROOT / "tests" / "reference" / "marked"
 MAX_LENGTH = 8192
 """Above the longest document: TRL would cut it, and ours keeps documents whole until they are packed."""
-QUIET = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+QUIET: dict[str, Any] = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 GOALS = {"fast": 8.0, "slow": 2.0, "workers": 1.7}
 BLOCK = '''"""Stands for an environment without the fast encoder's package."""
 import sys

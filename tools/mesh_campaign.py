@@ -120,7 +120,7 @@ def write_inputs(place: Path) -> None:
     Qwen3MoeForCausalLM(mixture).save_pretrained(place / "mixture")
     numbers = range(30)
     answers = [{"prompt": f"{i} ", "completion": "ab" * (i % 7 + 1)} for i in numbers]
-    rows = {
+    rows: dict[str, list[dict[str, Any]]] = {
         "answers": answers,
         "texts": [{"text": f"{i} " + "abc" * (i % 9 + 3)} for i in numbers],
         "pairs": [{"prompt": f"{i} ", "chosen": "ab" * (i % 7 + 1), "rejected": "ba" * (i % 5 + 1)} for i in numbers],

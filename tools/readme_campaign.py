@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tools.commands import parser_of, run, workplace
-from tools.tutorial_campaign import ROOT, environment, follow, hub_cache
+from tools.commands import ROOT, parser_of, run, workplace
+from tools.tutorial_campaign import environment, follow, hub_cache
 
 README, NOTEBOOK = ROOT / "README.md", ROOT / "docs" / "quickstart.ipynb"
 BASE = "HuggingFaceTB/SmolLM2-135M"

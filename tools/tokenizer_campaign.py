@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import random
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from typing import Any
 from tests.fixtures import forked
 from tests.reference.product import Prepared, opened
 from tests.reference.written import PLAIN, randomly
-from tools.commands import ROOT, parser_of
+from tools.commands import environment, parser_of, write_lines
 from tools.derived_masks import Derivation, Document
 from tools.tokenizer_families import FAMILIES, Family, write_family
 
@@ -74,8 +73,7 @@ def campaign(family: Family, assets: Path, work: Path, rows: list[Chat], masks: 
     write_family(family, assets, directory / "model", lambda: [m["content"] for chat in rows for m in chat])
     some = rows[:: max(1, len(rows) // masks)]
     for name, part in (("rows", rows), ("some", some)):
-        lines = [json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in part]
-        (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_lines(directory / f"{name}.jsonl", ({"messages": chat} for chat in part))
     recipe = {
         "model": {"name_or_path": "./model", "init": "random"},
         "data": {"train": "rows.jsonl", "max_length": LENGTH, "on_bad_row": "skip", "workers": 1},
@@ -127,10 +125,9 @@ def _masks(derivation: Derivation, kept: list[Chat], prepared: Prepared) -> dict
 
 
 def _command(directory: Path, *words: str) -> dict[str, Any]:
-    environment = {**os.environ, "TUNER_CACHE": str(directory / "cache"), "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = environment(directory / "cache", threads=None, PYTHONWARNINGS="ignore")
     command = [sys.executable, "-m", "tuner", *words, "--json"]
-    done = forked.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=True)
+    done = forked.run(command, cwd=directory, env=env, capture_output=True, text=True, check=True)
     document: dict[str, Any] = json.loads(done.stdout)
     return document
 
