@@ -69,10 +69,9 @@ class Place:
 
     def tuner(self, *words: str, struck: dict[str, Any] | None = None) -> tuple[int | None, str]:
         """Run a command, struck where that is asked for; its exit code, and the end of what it said."""
-        env = {
-            **os.environ, "PYTHONPATH": os.pathsep.join((str(self.path / "hook"), str(ROOT))), "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore", "TUNER_CACHE": str(self.path / "cache"), VARIABLE: json.dumps(struck),
-        }  # fmt: skip
+        paths = os.pathsep.join((str(self.path / "hook"), str(ROOT)))
+        env = environment(self.path / "cache", PYTHONPATH=paths, PYTHONWARNINGS="ignore")
+        env[VARIABLE] = json.dumps(struck)
         with tempfile.TemporaryFile("w+") as log:
             command = [sys.executable, "-m", "tuner", *words]
             process = forked.Popen(command, cwd=self.path, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -197,11 +196,9 @@ def _pushed(place: Place, export: Path, at: int) -> tuple[Hub, int]:
 
 def _push(place: Place, export: Path, hub: Hub, pids: list[int] | None = None) -> tuple[int, str]:
     with serving(hub), tempfile.TemporaryFile("w+") as log:
-        env = {
-            **environment(threads=None), "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_secret",
-            "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(place.path / "hf"),
-            "PYTHONWARNINGS": "ignore",
-        }  # fmt: skip
+        of_hub = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_secret", "HF_HOME": str(place.path / "hf")}
+        online = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "PYTHONWARNINGS": "ignore"}
+        env = {**environment(threads=None), **of_hub, **online}
         words = [sys.executable, "-m", "tuner", "push", str(export), "me/model"]
         process = forked.Plain(words, cwd=place.path, env=env, stdout=log, stderr=log)
         if pids is not None:

@@ -22,11 +22,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.commands import done, environment, parser_of, run, workplace
+from tools.commands import STOPPED, done, environment, parser_of, run, workplace
 from tools.tables import beside
 
 Tree = Mapping[str, Any]
-STOPPED = 75
 """The exit code of a launch that was asked to stop, and saved."""
 _TABLE = beside(__file__)
 RECIPES: dict[str, Tree] = _TABLE["recipes"]

@@ -30,12 +30,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tools.commands import Results, environment, parser_of, workplace
-from tools.signal_moments import COMMANDS, moments
+from tools.commands import STOPPED, Results, environment, parser_of, workplace
+from tools.signal_moments import COMMANDS, is_running, moments
 
 WAYS = ("ctrl-c", "scheduler", "step", "hangup")
 LONGEST_S = 60.0
-STOPPED = 75
 
 
 class Started:
@@ -109,13 +108,6 @@ def wait_for_steps(started: Started) -> None:
         if started.process.poll() is not None:
             raise RuntimeError(b"".join(started.shown).decode(errors="replace")[-2000:])
         time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def trial(directory: Path, number: int, way: str, rng: random.Random) -> dict[str, Any]:

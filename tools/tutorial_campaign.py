@@ -18,12 +18,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.commands import ROOT, parser_of, read_lines, workplace
+from tools.commands import ROOT, STOPPED, parser_of, read_lines, workplace
 
 PAGE = ROOT / "docs" / "tutorial.md"
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
-STOPPED = 75
 HIGHEST_LOSS = 0.05
 PROMPT_ANSWER = {"name": "Wanda Zhou", "city": "Oslo", "item": "garden hose", "quantity": 5, "total_usd": 98}
 SAID = "2 desk lamps for Ana Berg in Lima, 40 dollars.\n"
