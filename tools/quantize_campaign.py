@@ -25,7 +25,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.model.quantize import drawn
-from tools.commands import ROOT, judged, one_line, parser_of, workplace
+from tools.commands import ROOT, judged, parser_of, workplace
+from tools.liger_campaign import Launch, problem
 from tuner.model.quantize import nf4, published
 from tuner.model.quantize.codes import TYPES, dequantize, quantize
 
@@ -223,22 +224,12 @@ def compiler(_: Any) -> Iterator[str]:
 
 def compiled(kernel: Any, kind: str, pointer: str, generation: int) -> str | None:
     """Compile a kernel with Triton's own assembler; None where machine code comes out."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from tuner.model.quantize.triton_rows import _ROWS
 
     constants = {"ROWS": _ROWS[kind], "BLOCK": 64}
     types = {name: "i32" for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
     types |= {"codes": "*u8" if kind == "nf4" else "*i8", "scales": "*fp32", "values": "*fp32", "output": pointer}
-    names = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=types, constexprs=names)
-    try:
-        made = triton.compile(source, target=GPUTarget("cuda", generation, 32), options={"num_warps": 4})
-    except Exception as error:  # noqa: BLE001 - whatever the compiler raises is a finding
-        return one_line(error)
-    return None if made.asm.get("cubin") else "no machine code came out"
+    return problem(Launch(kernel, tuple(types.items()), tuple(constants.items()), (("num_warps", 4),)), generation)
 
 
 def main() -> int:
