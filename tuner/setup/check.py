@@ -236,10 +236,7 @@ def _check_template(path: Path) -> None:
         ) from None
     except UnicodeDecodeError:
         raise DataError(f"{path}: not UTF-8 text") from None
-    try:
-        ChatTemplate(text, {}, name=f"{path}: the chat template")
-    except DataError as error:
-        raise DataError(error.message, hint=error.hint) from None
+    ChatTemplate(text, {}, name=f"{path}: the chat template")
 
 
 def _check_source(source: DataSource) -> None:

@@ -41,16 +41,20 @@ from tuner.setup.precision import (
     precision_for,
     require_precision,
 )
-from tuner.setup.settled import changed, copy_on_each_machine, in_groups, rows_at_once, sharing, value_of
+from tuner.setup.settled import (
+    WITHOUT_PREDICTION,
+    changed,
+    copy_on_each_machine,
+    in_groups,
+    rows_at_once,
+    sharing,
+    value_of,
+)
 
 if TYPE_CHECKING:
     from tuner.model.quantize.layers import QuantizeSpec
 
 SMALL_MODEL_PARAMETERS = 500_000_000
-WITHOUT_PREDICTION = {
-    "micro_batch_size": 1, "gradient_checkpointing": "none", "offload_activations": False, "tiled_mlp": False,
-}  # fmt: skip
-"""What an `auto` of memory is where nothing is predicted."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ def resolve(
 
     settle("train", "device", facts.kind, facts.name)
     for key, value in WITHOUT_PREDICTION.items():
-        settle("train", key, value, "cpu" if facts.kind == "cpu" else "not predicted")
+        settle("train", key.removeprefix("train."), value, "cpu" if facts.kind == "cpu" else "not predicted")
     settle("train", "mock_batch", facts.kind == "cuda", facts.kind)
     settle("checkpoint", "async_save", *_async_save(recipe, facts, n_parameters, rank_info))
     precision, why = precision_for(recipe.train.precision, facts)
@@ -361,12 +365,6 @@ def _async_save(recipe: Recipe, facts: DeviceFacts, n_parameters: int, rank_info
     return fits, facts.kind if fits else "too little memory of the host for copies"
 
 
-def _balances(recipe: Recipe, config: PretrainedConfig) -> bool:
-    """Whether routers have a loss: where the recipe weighs it, or says nothing and the config asks for it."""
-    weight = recipe.model.router_aux_loss_coef
-    return bool(weight) or (weight is None and asks_router_logits(config))
-
-
 def _compiled(recipe: Recipe, facts: DeviceFacts, meta: PreTrainedModel, no_triton: str | None) -> tuple[bool, str]:
     """Whether decoder layers are compiled, and why. Raises MachineError, or RecipeError of the model's own code, where
     they shall be and cannot."""
@@ -421,7 +419,9 @@ def _default_lr(recipe: Recipe, n_parameters: int) -> tuple[float, str]:
 
 def _check_tiles(recipe: Recipe, config: PretrainedConfig) -> None:
     """Raise RecipeError for tiles of layers whose routers are asked what they say: they would say it in pieces."""
-    if recipe.train.tiled_mlp is True and _balances(recipe, config):
+    weight = recipe.model.router_aux_loss_coef
+    has_loss = bool(weight) or (weight is None and asks_router_logits(config))
+    if recipe.train.tiled_mlp is True and has_loss:
         raise RecipeError(
             "train.tiled_mlp: layers whose routers have a loss (model.router_aux_loss_coef) cannot be computed over "
             "tiles: transformers notes what routers say once a layer",

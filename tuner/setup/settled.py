@@ -20,6 +20,8 @@ AXES = ("tensor", "sequence", "expert")
 """Keys of `parallel` whose processes compute a layer or a row together, or have its experts between them."""
 PREDICTED = (MICRO, LEVEL, SHARD, TILED, OFFLOAD)
 """Keys whose `auto` is settled by prediction on CUDA."""
+WITHOUT_PREDICTION: Mapping[str, Any] = {MICRO: 1, LEVEL: "none", OFFLOAD: False, TILED: False}
+"""What an `auto` of memory is where nothing is predicted."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,7 @@ def rows_at_once(train: TrainSection) -> int:
 
 def without_prediction(recipe: Recipe) -> Recipe:
     """The recipe with what an `auto` of memory is where nothing is predicted; sharding is left to its resolution."""
-    values: dict[str, Any] = {}
-    if recipe.train.micro_batch_size == "auto":
-        values[MICRO] = 1
-    if recipe.train.gradient_checkpointing == "auto":
-        values[LEVEL] = "none"
-    values |= {key: False for key in (TILED, OFFLOAD) if value_of(recipe, key) == "auto"}
-    return changed(recipe, values)
+    return changed(recipe, {key: value for key, value in WITHOUT_PREDICTION.items() if value_of(recipe, key) == "auto"})
 
 
 def whole_batches(loaded: LoadedRecipe, processes: int) -> Settled:
