@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from tuner.errors import RecipeError
 from tuner.rundir.last_checkpoint import last_step
 from tuner.rundir.layout import CHECKPOINTS, EXPORTS, export_dir
+from tuner.runtime.files import typed_path
 
 KEY = "model.name_or_path"
 
@@ -26,9 +26,9 @@ def require_base_model(name: str, where: str) -> None:
     if is_run_path(path):
         raise _is_a_run(path, where)
     if (path / "adapter_config.json").is_file():
-        run = _shown(path.parent.parent) if path.parent.name == EXPORTS else "RUN"
+        run = typed_path(path.parent.parent) if path.parent.name == EXPORTS else "RUN"
         raise RecipeError(
-            f"{where}  {KEY}: {_shown(path)} is an adapter alone, not a model",
+            f"{where}  {KEY}: {typed_path(path)} is an adapter alone, not a model",
             hint=f"export it merged into its base model: tuner export-hf {run}      then {KEY}: that directory",
         )
 
@@ -41,19 +41,13 @@ def _is_a_run(path: Path, where: str) -> RecipeError:
     record = readable_record(run_dir)
     step = int(path.name.removeprefix("step-")) if is_checkpoint else last_step(run_dir / CHECKPOINTS, record)
     what = "a checkpoint" if is_checkpoint else "a run"
-    message = f"{where}  {KEY}: {_shown(path)} is {what}, not a model"
+    message = f"{where}  {KEY}: {typed_path(path)} is {what}, not a model"
     if step is None:
-        first, run = way_to_save(Path(_shown(run_dir)), record), _shown(run_dir)
+        first, run = way_to_save(Path(typed_path(run_dir)), record), typed_path(run_dir)
         hint = f"it has no checkpoint; {first} && tuner export-hf {run}      then {KEY}: that directory"
         return RecipeError(message, hint=hint)
     exported = export_dir(run_dir, step)
-    target = _shown(exported)
+    target = typed_path(exported)
     if (exported / "config.json").is_file():
         return RecipeError(message, hint=f"take its export: {KEY}: {target}")
-    return RecipeError(message, hint=f"export it first: tuner export-hf {_shown(path)}      then {KEY}: {target}")
-
-
-def _shown(path: Path) -> str:
-    """A path as it is typed here: relative where that is shorter."""
-    relative = os.path.relpath(path)
-    return relative if not relative.startswith("..") else str(path)
+    return RecipeError(message, hint=f"export it first: tuner export-hf {typed_path(path)}      then {KEY}: {target}")

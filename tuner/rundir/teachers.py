@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tuner.errors import DataError
 from tuner.rundir.layout import TEACHERS
-from tuner.runtime.files import read_json, write_json
+from tuner.rundir.run_json import read_noted
+from tuner.runtime.files import write_json
 
 SCHEMA = "tuner.teachers/1"
 
@@ -61,13 +61,7 @@ def read_teachers(run_dir: Path) -> Teachers | None:
     path = run_dir / TEACHERS
     if not path.is_file():
         return None
-    try:
-        content = read_json(path)
-        if content["schema"] != SCHEMA:
-            raise DataError(f"{path}: not of this version (schema {content['schema']!r})")
-        return Teachers.of(content)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path}: {error!r} in it", hint="remove it: the checkpoints know the teachers, too") from error
+    return read_noted(path, SCHEMA, Teachers.of, "teachers")
 
 
 def write_teachers(run_dir: Path, teachers: Teachers) -> None:

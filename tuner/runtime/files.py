@@ -199,6 +199,12 @@ def keep_json(path: Path, obj: Any) -> None:
         write_json(path, obj)
 
 
+def typed_path(path: Path) -> str:
+    """A path as it is typed here: relative where it lies below."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises DataError naming the file when it is missing, unreadable or no object."""
     try:
