@@ -22,11 +22,12 @@ _SECTIONS: dict[Tool, tuple[str, ...]] = {
     "unsloth": ("training", "lora", "logging"),
     "xtuner": ("model_cfg", "dataloader_cfg", "optim_cfg", "lr_cfg", "fsdp_cfg", "loss_cfg", "resume_cfg", "trainer"),
     "arctictraining": ("model", "tokenizer", "data", "optimizer", "scheduler", "logger", "wandb"),
+    "olmo-core": ("model_configurator", "run_configurator", "data_loader", "tokenizer"),
 }
 """Sections of a file, of a tool that has any; those of torchtune are components."""
 _READ = (
-    "files of axolotl, LLaMA-Factory, TRL, torchtune, ms-swift, Unsloth, ArcticTraining and XTuner V1, and shell "
-    "scripts with their commands"
+    "files of axolotl, LLaMA-Factory, TRL, torchtune, ms-swift, Unsloth, ArcticTraining and XTuner V1, of OLMo-core's "
+    "ladders, and shell scripts with their commands"
 )
 _DATA = _names(
     "datasets dataset dataset_name train_file train_files dataset_path train_dataset pretraining_dataset "

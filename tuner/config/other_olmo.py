@@ -1,0 +1,81 @@
+"""Meanings of the keys of an OLMo-core ladder that need code of their own: its sizes, its laws, and its token arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tuner.config.numbers import write_number
+from tuner.config.other_rules import Given, Lines, Rule, number, percent
+
+_PEAK_LR = 0.00235
+"""Peak learning rate of their ladder for 108M parameters, which lr_multiplier multiplies."""
+_SIXTEEN_BITS = 2**16
+
+
+def sizes(value: Any, given: Given) -> Lines | str | None:
+    """Names of sizes, which count parameters; a ladder starts at random weights and compares held-out losses."""
+    return {"ladder.sizes": value, "model.init": "random", "data.eval": "1%"} if isinstance(value, list) else None
+
+
+def multiples(value: Any, given: Given) -> Lines | str | None:
+    """Their one multiple is the end of the last period: those before it end at half of what the next one does."""
+    last = number(value)
+    if last is None:
+        return None
+    ends = [last]
+    while ends[0] > 0.5:
+        ends.insert(0, ends[0] / 2)
+    return {"ladder.multiples": [float(end) for end in ends]}
+
+
+def decay(value: Any, given: Given) -> Lines | str | None:
+    """A share of each period."""
+    share = number(value)
+    return None if share is None else {"ladder.decay": percent(share)}
+
+
+def tokens(value: Any, given: Given) -> Lines | str | None:
+    """Tokens of one multiple for each parameter."""
+    count = number(value)
+    return None if count is None else {"ladder.tokens": f"{write_number(count)} * N"}
+
+
+def peak(value: Any, given: Given) -> Lines | str | None:
+    """A factor of their law of the learning rate."""
+    factor = number(value)
+    return None if factor is None else {"ladder.lr": f"{float(factor) * _PEAK_LR:.6g} * (N / 108M)^(-1/3)"}
+
+
+def token_arrays(value: Any, given: Given) -> Lines | str | None:
+    """Every file that a source names, however deep: flat arrays of the smallest type that holds the vocabulary."""
+    wide = (number(given.get("tokenizer.vocab_size")) or 0) > _SIXTEEN_BITS
+    found = [
+        {"path": path, "dtype": str(dtype or ("uint32" if wide else "uint16"))} for path, dtype in _paths(value, None)
+    ]
+    return {"data.train": found, "method.kind": "pretrain", "data.rows": "cut"} if found else None
+
+
+def _paths(value: Any, dtype: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        dtype = value.get("dtype") or dtype
+        for key, child in value.items():
+            named = [child] if isinstance(child, str) else child
+            if key in {"paths", "source_paths"} and isinstance(named, list):
+                yield from ((str(path), dtype) for path in named)
+            else:
+                yield from _paths(child, dtype)
+    elif isinstance(value, list):
+        for child in value:
+            yield from _paths(child, dtype)
+
+
+RULES: dict[str, Rule] = {
+    "sizes": sizes,
+    "run_configurator.chinchilla_multiple": multiples,
+    "run_configurator.decay_fraction": decay,
+    "run_configurator.tokens_per_param": tokens,
+    "run_configurator.lr_multiplier": peak,
+    "instance_sources": token_arrays,
+}
+"""How keys of an OLMo-core ladder become ours; the others are in other_configs.yaml."""
