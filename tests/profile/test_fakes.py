@@ -16,7 +16,7 @@ from tuner.profile import fakes
 from tuner.profile.prediction import Prediction
 
 LORA: dict[str, Any] = {"adapter": {"kind": "lora"}}
-TILES = 9
+TILES = 6
 TILE = tiles.LEAST
 
 

@@ -84,7 +84,7 @@ def test_few_layers_are_predicted_whole(tmp_path: Path) -> None:
     [("full", "none"), *(pytest.param(level, "lora", marks=pytest.mark.slow) for level in ("full", "selective"))],
 )
 def test_what_the_allocator_rounds_is_not_multiplied_by_the_layers(level: str, adapter: str, tmp_path: Path) -> None:
-    layers = 12
+    layers = 7
     shape = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
     config = {**shape, "head_dim": 64, "num_hidden_layers": layers, "max_position_embeddings": 4096}
     sections: dict[str, Any] = {

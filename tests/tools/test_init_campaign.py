@@ -24,7 +24,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-SLOW = ("200 turns", "one of 20,000 holds half a percent", "one of 20,000 holds two percent", "sorted by length")
+SLOW = ("200 turns", "one of 20,000 holds half a percent", "one of 20,000 holds two percent", "sorted by length",
+        "one of 20,000 holds two percent, beyond the positions", "ten in a thousand hold a quarter of the tokens",
+        "plain text of 20,000 tokens")  # fmt: skip
 
 
 @pytest.mark.slow(*SLOW)

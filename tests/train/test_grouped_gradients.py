@@ -15,7 +15,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 from tests.model.test_compile import LONGEST, TOKENS, root_for
-from tests.profile.test_rates import tree_of
+from tests.profile.test_rates import SHAPES, tree_of
 from tuner.config.load import load_recipe
 from tuner.model import blocks
 from tuner.model.blocks import compile_blocks
@@ -105,11 +105,12 @@ class Kernels:
             self.found["norm" if tracker.module.endswith(".norm") and not added else func.name()] += 1
 
 
-def kernels(place: Path, micro_batches: int) -> Counter[str]:
-    """Those of Qwen3 0.6B in full, two rows of 4,096 at a time; liger has no part in what is compiled."""
+def kernels(place: Path, layers: int, micro_batches: int) -> Counter[str]:
+    """Those of Qwen3 0.6B in full, of so many layers, two rows of 4,096 at a time; liger has no part in compiled ones."""
     steps = (one for one in steps_of("NVIDIA H200") if str(one).startswith("Qwen3 0.6B full bf16"))
     step = next(one for one in steps if one.micro_rows == 2)  # noqa: PLR2004
-    tree: Mapping[str, Any] = tree_of(step, place)
+    with patch.dict(SHAPES, {step.model: (SHAPES[step.model][0], layers, *SHAPES[step.model][2:])}):
+        tree: Mapping[str, Any] = tree_of(step, place)
     tree["train"]["global_batch_size"] = 2 * micro_batches
     counted, plain, device = Kernels(), AllocationTracker.__torch_dispatch__, find_device("h200-141g")
 
@@ -123,21 +124,26 @@ def kernels(place: Path, micro_batches: int) -> Counter[str]:
     return counted.found
 
 
-def test_a_micro_batch_has_a_third_of_the_kernels(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layers", "wanted"),
+    [pytest.param(2, (151, 115), id="two layers"), pytest.param(28, (437, 141), id="all of them", marks=pytest.mark.slow)],
+)
+def test_a_micro_batch_has_a_third_of_the_kernels(layers: int, wanted: tuple[int, int], tmp_path: Path) -> None:
     """Outside of compiled layers; the last norm is a program, too: one kernel forward, and three backward."""
     before, after = [], []
     for found, off in ((after, False), (before, True)):
         for micro_batches in (1, 2):
             part: Any = (lambda *given: StepPart()) if off else GroupedGradients
             with patch.object(grouped_gradients, "GroupedGradients", part):
-                found.append(kernels(tmp_path / f"{off}{micro_batches}", micro_batches))
+                found.append(kernels(tmp_path / f"{off}{micro_batches}", layers, micro_batches))
     added, left = (found[1] - found[0] for found in (before, after))
     norm = added.pop("norm")
     left["norm"] = min(left["norm"], 4)
     assert norm == 20
-    assert (added.total() + norm, left.total()) == (437, 141)
+    assert (added.total() + norm, left.total()) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:dynamo_pgo")
 @pytest.mark.skipif(compiler_problem("cpu") is not None, reason="no compiler")
 def test_the_last_norm_is_one_program(tmp_path: Path) -> None:

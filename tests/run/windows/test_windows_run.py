@@ -193,6 +193,7 @@ def test_options_without_a_meaning_for_windows_are_refused(work: Path, options: 
 ORDER = ["a", "b", "c"]
 
 
+@pytest.mark.slow("names")
 @pytest.mark.parametrize(
     ("flags", "windows"),
     [
@@ -223,9 +224,9 @@ def test_a_run_goes_over_the_stream_again(
     if "8" not in flags["train__duration"]:
         assert set(trained.documents.values()) == {2}
         assert trained.steps[0] != trained.steps[last // 2]
-    made.launch(work, name="parts", train__stop_after="3 steps", **flags)
-    for _ in range(5):
-        parts = made.launch(work, MUST, name="parts", train__stop_after="3 steps", **flags)
+    parts = made.launch(work, name="parts", train__stop_after="5 steps", **flags)
+    while parts.status == "stopped":
+        parts = made.launch(work, MUST, name="parts", train__stop_after="5 steps", **flags)
     assert trainings.outcome(parts.run_dir) == trainings.outcome(whole.run_dir)
 
 
