@@ -125,6 +125,7 @@ def test_a_ladder_is_planned_measured_trained_and_fitted(tmp_path: Path, monkeyp
         ladder.fit("middle")
 
 
+@pytest.mark.slow
 def test_what_fits_is_found_for_the_device(tmp_path: Path) -> None:
     on_device = tuner.fit(recipe(tmp_path), device="h100-80g", quiet=True)
     assert on_device[0].fits and on_device[0].prediction.limit_bytes == find_device("h100-80g").memory_bytes

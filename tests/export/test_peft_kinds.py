@@ -33,6 +33,7 @@ def written(place: Path, base: Path, name: str) -> Path:
     return write_run(place / "run", base, spec, amount=0.1)
 
 
+@pytest.mark.slow("vera", "boft", "loha", "olora", "patterns", "hra", "miss")
 @pytest.mark.parametrize("name", KINDS)
 def test_merged_and_kept_they_are_the_trained_model(name: str, base: Path, tmp_path: Path) -> None:
     run = written(tmp_path, base, name)

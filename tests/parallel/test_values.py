@@ -129,6 +129,7 @@ def _source(case: Case, directory: Path) -> CausalLM:
     return source
 
 
+@pytest.mark.slow("whole")
 @pytest.mark.multi
 @pytest.mark.parametrize("sharded", [True, False], ids=["in shards", "whole"])
 def test_values_are_rank_0s(sharded: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

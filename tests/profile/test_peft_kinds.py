@@ -10,6 +10,7 @@ from tests.fixtures.predict_counted import counted, resolved_case
 from tests.fixtures.predict_traced import predicted
 
 
+@pytest.mark.slow("vera", "loha")
 @pytest.mark.parametrize("name", ["vera", "loha", "boft"])
 def test_prediction_is_what_was_counted(name: str, tmp_path: Path) -> None:
     case = Case("llama", {"adapter.kind": "peft", "adapter.config": KINDS[name]})

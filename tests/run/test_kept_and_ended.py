@@ -43,6 +43,7 @@ def test_a_run_that_was_stopped_keeps_the_same(workplace: Path) -> None:
     assert saves(run) == [5, 7, 10, 12]
 
 
+@pytest.mark.slow("false")
 @pytest.mark.parametrize("in_background", ["true", "false"])
 def test_a_run_goes_on_from_the_save_before_its_first_step(in_background: str, workplace: Path) -> None:
     evaluated = {**TWELVE, "data__eval": "4 documents", "eval__every": "never"}

@@ -101,6 +101,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow("whole", "columns")
 @pytest.mark.multi
 @pytest.mark.parametrize("what", LAYOUTS)
 def test_experts_are_read_by_each_process(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,7 @@ print("the end", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_the_tensors_at_work(tmp_path: Path) -> None:
     """Its threads are not ended within an operation of torch, which would end the process by SIGABRT."""
     words = [sys.executable, "-c", ENDING, str(tmp_path)]

@@ -59,7 +59,8 @@ def test_it_is_made_once_and_found_by_other_processes(
     assert len(proofs) == 2 and read_json(kept)["verdict"]["route"] == "flat"
 
 
-@pytest.mark.slow("adapter__r", "model__kernels", "train__tiled_mlp", "data__max_length")
+@pytest.mark.slow("adapter__r", "model__kernels", "train__tiled_mlp", "data__max_length",
+                  "model__config__rms_norm_eps")  # fmt: skip
 @pytest.mark.parametrize(
     "flags",
     [

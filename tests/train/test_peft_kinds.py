@@ -87,6 +87,7 @@ def own_loop(model: Path, config: dict[str, Any], assembly: Assembly) -> list[tu
     return [*found, (0.0, {name: p.detach() for name, p in trained.items()})]
 
 
+@pytest.mark.slow("boft", "loha", "olora", "patterns", "hra", "miss")
 @pytest.mark.parametrize("name", KINDS)
 def test_steps_are_those_of_pefts_own_loop_and_a_resumed_run_has_the_same_bits(
     name: str, model: Path, tmp_path: Path
