@@ -67,7 +67,8 @@ def predicted(step: MeasuredStep, place: Path) -> Prediction:
     return predict_by_layers(recipe, Target(device, RankInfo(), device.memory_bytes), SHAPES[step.model][1])
 
 
-STEPS = [pytest.param(one, marks=[] if "lora" in str(one) and one.measured_s else pytest.mark.slow, id=str(one)) for one in steps_of(H200)]
+QUICK = [one for one in steps_of(H200) if "lora" in str(one) and one.measured_s]
+STEPS = [pytest.param(one, marks=[] if one in QUICK else pytest.mark.slow, id=str(one)) for one in steps_of(H200)]
 
 
 @pytest.mark.parametrize("step", STEPS)

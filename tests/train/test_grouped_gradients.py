@@ -106,7 +106,7 @@ class Kernels:
 
 
 def kernels(place: Path, layers: int, micro_batches: int) -> Counter[str]:
-    """Those of Qwen3 0.6B in full, of so many layers, two rows of 4,096 at a time; liger has no part in compiled ones."""
+    """Those of Qwen3 0.6B in full, of so many layers, two rows of 4,096 at a time; liger has no part in them."""
     steps = (one for one in steps_of("NVIDIA H200") if str(one).startswith("Qwen3 0.6B full bf16"))
     step = next(one for one in steps if one.micro_rows == 2)  # noqa: PLR2004
     with patch.dict(SHAPES, {step.model: (SHAPES[step.model][0], layers, *SHAPES[step.model][2:])}):
@@ -126,7 +126,10 @@ def kernels(place: Path, layers: int, micro_batches: int) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("layers", "wanted"),
-    [pytest.param(2, (151, 115), id="two layers"), pytest.param(28, (437, 141), id="all of them", marks=pytest.mark.slow)],
+    [
+        pytest.param(2, (151, 115), id="two layers"),
+        pytest.param(28, (437, 141), id="all of them", marks=pytest.mark.slow),
+    ],
 )
 def test_a_micro_batch_has_a_third_of_the_kernels(layers: int, wanted: tuple[int, int], tmp_path: Path) -> None:
     """Outside of compiled layers; the last norm is a program, too: one kernel forward, and three backward."""

@@ -1,4 +1,4 @@
-"""Meanings of the keys of an OLMo-core ladder that need code of their own: its sizes, its laws, and its token arrays."""
+"""Meanings of the keys of an OLMo-core ladder that need code of their own: sizes, laws, and token arrays."""
 
 from __future__ import annotations
 
