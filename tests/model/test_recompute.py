@@ -8,11 +8,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy
 
-from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids
+from tests.fixtures.packed import LENGTHS, drawn_root, gradient, packed_inputs, random_ids
 from tests.model.tiny import tiny_config
-from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.adapter import LoraSpec
 from tuner.model.blocks import _policy, apply_recompute, spread
-from tuner.model.build import ModelSpec, build_model
 from tuner.model.root import CausalLM
 from tuner.profile.blocks import memory_record
 
@@ -25,11 +24,7 @@ def root_for(kind: str, directory: Path, dropout: bool = False, lora: LoraSpec |
         config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.3
     elif dropout:
         config.attention_dropout = 0.3
-    config.save_pretrained(directory)
-    root = CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=1))
-    if lora is not None:
-        add_lora(root.model, lora, seed=2)
-    return root.train()
+    return drawn_root(config, directory, lora=lora).train()
 
 
 def gradients_of(root: CausalLM, bf16: bool = False) -> torch.Tensor:
