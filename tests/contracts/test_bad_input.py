@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.fixtures import forked
+from tests.fixtures import commands
 from tuner.config.duration import CadenceSpan, Span
 from tuner.config.fields import Field, fields, item_fields
 from tuner.config.load import Override, load_recipe
@@ -413,18 +410,7 @@ SAMPLE = [
 )
 def test_real_commands_exit_2_with_one_error_and_a_document(words: list[str], expected: str, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("model: {name_or_path: a/b}\ndata: {train: x}\n")
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = forked.run(
-        [sys.executable, "-m", "tuner", *words, "--json"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+    done = commands.tuner(*words, "--json", cwd=tmp_path, code=2)
     assert expected in done.stderr
     assert done.stderr.removeprefix("loading   libraries\n").startswith("error: ")
-    document = json.loads(done.stdout)
-    assert (document["status"], document["exit_code"]) == ("failed", 2)
+    assert commands.document(done, 2)["status"] == "failed"
