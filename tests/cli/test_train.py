@@ -114,6 +114,11 @@ def test_a_run_from_start_to_end_and_again(workplace: Path) -> None:
     assert {"recipe.yaml", "recipe.resolved.yaml", "run.json", "tokenizer", "model_config"} <= set(os.listdir(run))
     record = json.loads((run / "run.json").read_text())
     assert (record["status"], len(record["launches"])) == ("finished", 1)
+    last = newest(run / "checkpoints")
+    assert last is not None
+    names = {kind: {key.split("/", 1 + (kind == "optimizer"))[-1] for key in last.index() if key.startswith(kind)}
+             for kind in ("model", "optimizer")}  # fmt: skip
+    assert names["model"] == names["optimizer"] and all(".lora_" in name for name in names["model"]), "nothing frozen"
     before = sorted((str(p), p.stat().st_mtime_ns) for p in run.rglob("*"))
     assert tuner(workplace, "train", "r.yaml").stdout == f"{run}\n"
     assert tuner(workplace, "resume", "runs/r").stdout == f"{run}\n"
