@@ -104,25 +104,21 @@ def traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
 
 
-@pytest.mark.usefixtures("traced_alone")
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_alone")
 @pytest.mark.parametrize(
-    ("level", "lora"),
-    [("none", None), ("selective", None), ("full", None), ("none", LORA), ("full", LORA), ("selective", DORA)],
-    ids=["plain", "selective", "full", "lora", "lora-full", "dora-selective"],
-)
-def test_no_packing_compiles_anew(level: str, lora: LoraSpec | None, tmp_path: Path) -> None:
-    root = root_for("llama", tmp_path, lora)
+    ("kind", "level", "lora"),
+    [
+        ("llama", "none", None), ("llama", "selective", None), ("llama", "full", None), ("llama", "none", LORA),
+        ("llama", "full", LORA), ("llama", "selective", DORA),
+        *((kind, "none", None) for kind in ("qwen3", "gpt2", "gemma3", "mistral")),
+    ],
+)  # fmt: skip
+def test_no_packing_compiles_anew(kind: str, level: Any, lora: LoraSpec | None, tmp_path: Path) -> None:
+    root = root_for(kind, tmp_path, lora)
     if level != "none":
-        apply_recompute(root, "selective" if level == "selective" else "full")
-    check(root_for("llama", tmp_path, lora), root, Padding(TOKENS, LONGEST))
-
-
-@pytest.mark.usefixtures("traced_alone")
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma3", "mistral"])
-def test_no_packing_compiles_anew_in_other_architectures(kind: str, tmp_path: Path) -> None:
-    check(root_for(kind, tmp_path), root_for(kind, tmp_path), Padding(TOKENS, LONGEST))
+        apply_recompute(root, level)
+    check(root_for(kind, tmp_path, lora), root, Padding(TOKENS, LONGEST))
 
 
 @pytest.mark.slow
