@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
@@ -102,20 +101,7 @@ def snapshot(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
-@pytest.mark.parametrize("kind", some("llama", "llama-tied", of=KINDS))
-def test_full_fp32(make_run: MakeRun, kind: str) -> None:
-    run = make_run(kind)
-    report = export_hf(run, dtype="fp32")
-    assert report.path == run / "exports" / "step-7"
-    assert (report.probes, report.probes_recorded, report.step) == (3, True, 7)
-    assert verify.compare(recorded(run), logits(report.path)).relative <= 1e-6
-    with safe_open(report.path / "model.safetensors", framework="pt") as file:
-        names = set(file.keys())
-    assert ("lm_head.weight" in names) == (kind == "llama")
-
-
-@pytest.mark.slow("gpt2")
-@pytest.mark.parametrize("kind", some("llama-tied", "gpt2", of=KINDS))
+@pytest.mark.parametrize("kind", some("llama-tied", of=KINDS))
 def test_lora_kept(make_run: MakeRun, kind: str) -> None:
     from peft import PeftModel
 
@@ -141,16 +127,9 @@ VARIANTS = {
 
 
 KINDS_OF_LAYERS, TYPES = ("llama", "llama-tied", "gpt2"), ("fp32", "bf16")
-QUICK = [
-    ("rslora", "llama", "bf16"),
-    ("dora", "llama-tied", "fp32"),
-    ("head", "llama", "bf16"),
-    ("head", "llama-tied", "fp32"),
-    ("all", "gpt2", "bf16"),  # its weights lie the other way
-]
+QUICK = (("dora", "llama-tied", "fp32"), ("head", "llama-tied", "fp32"))
 
 
-@pytest.mark.slow("head-llama-bf16", "rslora-llama-bf16", "all-gpt2-bf16")
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize(
     ("variant", "kind", "frozen"), some(*QUICK, of=itertools.product(VARIANTS, KINDS_OF_LAYERS, TYPES))
@@ -191,8 +170,7 @@ def test_an_adapter_that_peft_would_not_take_is_not_published(
         export_hf(run, adapter="keep")
 
 
-@pytest.mark.slow("gpt2")
-@pytest.mark.parametrize("kind", some("llama-tied", "gpt2", of=KINDS_OF_LAYERS))
+@pytest.mark.parametrize("kind", some("llama-tied", of=KINDS_OF_LAYERS))
 def test_frozen_parameters_come_from_the_base(make_run: MakeRun, kind: str) -> None:
     frozen = ("*.0.*", "lm_head")
     run = make_run(kind, freeze=frozen)
@@ -272,6 +250,8 @@ def test_the_base_model_is_never_held_in_memory(make_run: MakeRun, monkeypatch: 
 def test_shards_tokenizer_and_generation_config(make_run: MakeRun) -> None:
     run = make_run("qwen3")
     report = export_hf(run, shard_size=20_000)
+    assert report.path == run / "exports" / "step-7"
+    assert (report.probes, report.probes_recorded, report.step) == (3, True, 7)
     assert report.weight_files > 1 and (report.path / "model.safetensors.index.json").is_file()
     tokenizer = AutoTokenizer.from_pretrained(report.path)
     assert tokenizer.chat_template == runs.TEMPLATE
