@@ -20,8 +20,6 @@ from tests.fixtures.tables import cases
 from tuner.cli.output import SCHEMA_PATH, Outcome, failure_document, outcome_document, read_document, write_document
 from tuner.errors import TunerError
 
-ROOT = Path(__file__).parents[2]
-
 COMMAND = """
 import os, sys
 from pathlib import Path
@@ -38,9 +36,8 @@ run_command("test", options, body)
 
 def run(body: str, *words: str, stdin: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     code = COMMAND.replace("{body}", body)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | (env or {})
     command = [sys.executable, "-c", code, *words]
-    return forked.run(command, env=environment, input=stdin, capture_output=True, text=True, timeout=60)
+    return forked.run(command, env=os.environ | (env or {}), input=stdin, capture_output=True, text=True, timeout=60)
 
 
 def test_the_schema_is_one() -> None:
@@ -151,10 +148,7 @@ def test_a_reader_that_has_gone_away_is_no_bug() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     code = COMMAND.replace("{body}", "return Outcome('x' * 100000)")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
@@ -170,14 +164,8 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_an_interrupt_ends_with_130(number: signal.Signals) -> None:
     code = COMMAND.replace("{body}", "import time; print('up', flush=True); time.sleep(30)")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", code, "--json"],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as child:
+    command = [sys.executable, "-c", code, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stderr is not None
         while "up" not in child.stderr.readline():
             time.sleep(0.01)
@@ -189,10 +177,9 @@ def test_an_interrupt_ends_with_130(number: signal.Signals) -> None:
 
 def test_a_full_or_closed_stdout_is_answered() -> None:
     code = COMMAND.replace("{body}", "return Outcome('/a/run')")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for redirection, expected in ((">/dev/full", 4), (">&-", 0)):
         command = ["bash", "-c", f'"$0" -c "$1" {redirection}', sys.executable, code]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == expected, done.stderr
         assert "Traceback" not in done.stderr
 
