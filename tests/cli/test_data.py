@@ -9,6 +9,7 @@ import pytest
 
 from tests.data import tiny
 from tests.fixtures import commands
+from tests.fixtures.bits import flip_bit
 from tests.fixtures.commands import document
 from tuner.data.building.prepare import PreparedInfo, prepare
 
@@ -66,9 +67,7 @@ def test_verify(info: PreparedInfo) -> None:
     whole = data(info, "verify")
     assert (whole.returncode, whole.stdout.split(":")[1].strip()) == (0, "all as they were written")
     for name in ("train.rows.arrow", "samples.jsonl"):
-        path = info.path / name
-        content = path.read_bytes()
-        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        flip_bit(info.path / name)
     failed = data(info, "verify", info.key[:5], "--json")
     message = document(failed, 6)["error"]["message"]
     assert "2 damaged" in message

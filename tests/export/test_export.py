@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3M
 
 from tests.export import runs
 from tests.export.runs import PROMPTS, recorded, write_base, write_run
+from tests.fixtures.bits import flip_bit
 from tests.rundir import made
 from tuner.api.exports import export_hf
 from tuner.checkpoint.load import read_probe, read_tensors
@@ -308,9 +309,7 @@ def flip(checkpoint: Path, tensor: str) -> Path:
     """Turn one bit of a tensor in a checkpoint's file, which is returned."""
     [chunk] = open_checkpoint(checkpoint).index()[tensor].chunks
     path = checkpoint / chunk.file
-    data = bytearray(path.read_bytes())
-    data[chunk.start + chunk.length // 2] ^= 16
-    path.write_bytes(data)
+    flip_bit(path, chunk.start + chunk.length // 2, 4)
     return path
 
 
@@ -336,9 +335,7 @@ DAMAGE = {
 def test_a_flipped_bit_anywhere_in_a_checkpoint_is_a_data_error(make_run: MakeRun, name: str) -> None:
     run = make_run()
     path = run / "checkpoints" / "step-7" / name
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, path.stat().st_size // 2)
     with pytest.raises(DataError, match=re.escape(DAMAGE[name])):
         export_hf(path.parent)
     assert not (run / "exports").exists()
@@ -372,10 +369,7 @@ def test_a_tokenizer_that_is_not_the_runs_is_refused(make_run: MakeRun, change: 
 )
 def test_a_changed_base_model_is_refused(make_own_run: MakeRun, adapter: str, probes: bool) -> None:
     run = make_own_run("llama", LORA, probes, "bf16")
-    path = run.parent / "base" / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip_bit(run.parent / "base" / "model.safetensors")
     with pytest.raises(DataError, match="the base model changed") as failure:
         export_hf(run, adapter=adapter)  # type: ignore[arg-type]
     assert failure.value.exit_code == 3
@@ -476,10 +470,7 @@ def test_tampered_files_are_not_published(
 
     def tampered(directory: Path, shards: Sequence[Shard]) -> dict[str, Written]:
         written = write(directory, shards)
-        path = directory / "model.safetensors"
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
+        flip_bit(directory / "model.safetensors")
         return written
 
     monkeypatch.setattr(hf, "write_shards", tampered)
