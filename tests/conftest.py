@@ -15,11 +15,11 @@ import pytest
 
 from tests.caches import SHARED, new_cache, share
 
+ROOT = Path(__file__).resolve().parent.parent
+os.environ["PYTHONPATH"] = str(ROOT)  # what tests start is of this tree too, in whatever directory
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session", autouse=True)

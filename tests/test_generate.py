@@ -217,6 +217,14 @@ def test_commands(tmp_path: Path) -> None:
     assert compared.returncode == 0, compared.stderr
     lines = compared.stdout.splitlines()
     assert lines[0].startswith("base      ") and lines[1].startswith("trained   ")
+    more = ["--prompt", "w12", "--temperature", "3", "--seed", "5", "--samples", "3", "--json"]
+    drawn = tuner("generate", str(run), *words, *more)
+    answers = json.loads(drawn.stdout)["artifacts"]["answers"]
+    assert [(row["prompt"], row["seed"]) for row in answers] == [(p, s) for p in ("w10 w11", "w12") for s in (5, 6, 7)]
+    own = load_generator(str(run)).answer(Prompt("", ({"role": "user", "content": "w12"},)), Sampling(4, 3.0, 7))
+    assert answers[5]["trained"] == own and len({row["trained"] for row in answers[3:]}) == 3
+    greedy = tuner("generate", str(run), *words, "--samples", "3")
+    assert greedy.returncode == 2 and "3 samples at temperature 0 are the same answer" in greedy.stderr
     talk = tuner("chat", str(run), "--temperature", "0", "--max-new-tokens", "4", stdin="w10 w11\nw12\n")
     assert talk.returncode == 0 and talk.stdout.splitlines()[0] == lines[1].removeprefix("trained   ")
 

@@ -1,6 +1,6 @@
 """Every line that `tuner` proposes is written, and what is then trained or resolved is compared with what was meant.
 
-    python tools/advice_campaign.py PART [options of the part]
+    python -m tools.advice_campaign PART [options of the part]
 
 The parts are modules of `tools/advice`, each with a `main` of its own; what is meant is in the files of JSON lines next
 to them, written from the documents of other tools by somebody who had not seen the answers.
@@ -16,9 +16,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("rows", "keys", "files", "hints")
 
 
@@ -32,5 +30,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     sys.exit(main())

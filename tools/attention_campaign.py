@@ -1,6 +1,6 @@
 """Attention on CUDA, proven without a GPU: models through stand-in kernels, Triton's interpreter, Triton's compiler.
 
-    python tools/attention_campaign.py [branch] [interpreter] [compiler]
+    python -m tools.attention_campaign [branch] [interpreter] [compiler]
 
 `branch`: tiny models of seven kinds x recomputing levels x adapters x eager, traced and compiled layers give the
 gradients of the blocks of products, through kernels that refuse what FlashAttention 2 refuses. `interpreter`: our
@@ -11,24 +11,19 @@ with 1 where one fails.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import random
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch._dynamo.utils import counters
 
 from tests.model import test_triton_attention
 from tests.model.cuda_branch import LORA, check, triton_stand_in
+from tools.commands import judged, parser_of, workplace
 
 KINDS = ("llama", "qwen3", "mistral", "gemma3", "deepseek", "narrow", "gemma2")
 LEVELS = ("none", "selective", "full")
@@ -47,9 +42,9 @@ def branch() -> Iterator[str]:
         torch._dynamo.reset()
         counters.clear()
         try:
-            with tempfile.TemporaryDirectory() as directory, triton_stand_in():
+            with workplace() as directory, triton_stand_in():
                 # Inductor keeps float32 between operations where eager rounds to bf16.
-                check(kind, Path(directory), level, lora, backend, 2e-2 if backend == "inductor" else 1e-3)
+                check(kind, directory, level, lora, backend, 2e-2 if backend == "inductor" else 1e-3)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong is the finding
             yield f"{name}: {type(error).__name__}: {str(error)[:300]}"
         else:
@@ -126,18 +121,12 @@ def compiled(kernel: Any, sizes: Any, width: int, dtype: torch.dtype, generation
 def main() -> int:
     """Run those that were asked for."""
     parts = {"branch": branch, "interpreter": interpreter, "compiler": compiler}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("parts", nargs="*", default=[], metavar="PART", help=", ".join(parts))
     chosen = parser.parse_args().parts or list(parts)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    problems = []
-    for name in chosen:
-        for problem in parts[name]():
-            print(f"PROBLEM {problem}", flush=True)
-            problems.append(problem)
-    print(f"{len(problems)} problems" if problems else "everything holds")
-    return 1 if problems else 0
+    return judged(problem for name in chosen for problem in parts[name]())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """What `auto` becomes for real models on real cards: the recipe with defaults, its model's shape, no weights.
 
-    python tools/auto_campaign.py [--only NAME ...]
+    python -m tools.auto_campaign [--only NAME ...]
 
 Each case leaves micro-batch, recomputing and sharding open, as the default recipe does, and is settled by prediction as
 a training on that device would settle it. Prints the values, the predicted peak and the reasons, and how many settings
@@ -10,20 +10,15 @@ case demands.
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tuner.config.load import LoadedRecipe, load_recipe  # noqa: E402
-from tuner.setup.settled import LEVEL, MICRO, SHARD  # noqa: E402
+from tools.commands import parser_of, workplace
+from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.setup.settled import LEVEL, MICRO, SHARD
 
 QWEN3: dict[str, Any] = {
     "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960,
@@ -112,12 +107,12 @@ def settle(case: Case, place: Path) -> bool:
 
 def main() -> int:
     """Settle those that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     names = [case.name for case in CASES]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     chosen = parser.parse_args().only
-    with tempfile.TemporaryDirectory() as directory:
-        good = [settle(case, Path(directory)) for case in CASES if case.name in chosen]
+    with workplace() as directory:
+        good = [settle(case, directory) for case in CASES if case.name in chosen]
     return 0 if all(good) else 1
 
 

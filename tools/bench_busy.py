@@ -1,7 +1,7 @@
 """Measures a step of `tuner train` idle and while another program takes a core, against another commit's tree.
 
     git worktree add ../before COMMIT
-    python tools/bench_busy.py --model DIR --against ../before [--rounds 3] [--steps 12]
+    python -m tools.bench_busy --model DIR --against ../before [--rounds 3] [--steps 12]
 
 Full fine-tuning of the model of `bench_train.py smollm2-full` with the command's defaults but for evaluation, on all
 cores. The runs of both trees alternate, idle and busy, in each round. `first` is the slowest of the first three steps,
@@ -11,25 +11,20 @@ stdout. The other program is a loop that computes and never waits, one process f
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.bench_train import Bench  # noqa: E402
-from tools.bench_train_cases import CASES  # noqa: E402
-from tools.commands import done, environment, read_lines, say  # noqa: E402
+from tools.bench_train import Bench
+from tools.bench_train_cases import CASES
+from tools.commands import ROOT, done, environment, parser_of, read_lines, say, workplace
 
 FIRST = 3
 
@@ -60,8 +55,7 @@ def train(tree: Path, work: Path) -> dict[str, float]:
 def measure(model: Path, trees: dict[str, Path], rounds: int, steps: int) -> dict[str, Any]:
     """Alternate the trees, idle and with one core taken; medians over the rounds."""
     took: dict[str, list[dict[str, float]]] = {}
-    with tempfile.TemporaryDirectory(prefix="tuner-busy-") as directory:
-        work = Path(directory)
+    with workplace() as work:
         Bench(replace(CASES["smollm2-full"], steps=steps), model, work, "cpu", []).prepare()
         for number in range(1, rounds + 1):
             for cores in (0, 1):
@@ -78,7 +72,7 @@ def measure(model: Path, trees: dict[str, Path], rounds: int, steps: int) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--against", type=Path, help="the tree of another commit")
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,6 +1,6 @@
 """Steps per second and peak memory of DPO against TRL's DPOTrainer on SmolLM2, alternating in one run.
 
-    python tools/bench_dpo.py --model DIR [--rounds 2] [--steps 5] [--trl-python PYTHON] [--trl-path DIR]
+    python -m tools.bench_dpo --model DIR [--rounds 2] [--steps 5] [--trl-python PYTHON] [--trl-path DIR]
 
 400 real pairs (tools/real_preferences.py) whose answers have at most 1,024 tokens with their prompt. A run
 takes eight times `--steps` of them, evenly from all 400 in the order of their lengths, so that each run has pairs of
@@ -20,25 +20,20 @@ to stderr, one JSON object to stdout; exit 1 where a goal is missed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools import real_preferences as real  # noqa: E402
-from tools.commands import read_lines, say, write_lines  # noqa: E402
-from tools.measures import alternated, machine  # noqa: E402
-from tools.preference_vs_trl import run_json, token_rows  # noqa: E402
+from tools import real_preferences as real
+from tools.commands import ROOT, parser_of, read_lines, say, workplace, write_lines
+from tools.measures import alternated, machine
+from tools.preference_vs_trl import run_json, run_trl, token_rows
 
 ALL, LONGEST, PER_STEP, ROW, LR = 400, 1024, 8, 2048, 1e-6
 GOALS = {"trl, defaults": 4.0, "trl, best": 2.5}
@@ -114,13 +109,8 @@ class Bench:
             "steps": self.steps,
             "settings": {"per_device_train_batch_size": PER_STEP, **same, **settings},
         }
-        job = self.work / "job.json"
-        job.write_text(
-            json.dumps({"model": str(self.model), "output_dir": str(self.work / "trl"), "runs": [run]}), "utf-8"
-        )
-        command = [*self.prefix, self.trl_python, str(ROOT / "tools" / "preference_trl.py"), str(job)]
         start = time.perf_counter()
-        found = run_json(command, {"PYTHONPATH": self.trl_path} if self.trl_path else {})
+        found = run_trl([*self.prefix, self.trl_python], self.trl_path, self.model, self.work, [run])
         whole = time.perf_counter() - start
         ran = found["runs"]["run"]
         return {
@@ -254,7 +244,7 @@ def _table(report: dict[str, Any]) -> None:
 
 def main() -> int:
     """Measure and print the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2", help="SmolLM2's directory")
     parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where packages are")
     parser.add_argument("--rounds", type=int, default=2)
@@ -263,10 +253,10 @@ def main() -> int:
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--trl-path")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
+    with workplace() as directory:
         bench = Bench(
             given.model.absolute(),
-            Path(directory),
+            directory,
             given.steps,
             shlex.split(given.prefix),
             given.trl_python,

@@ -1,6 +1,6 @@
 """Time and memory of steps with a large embedding: row by row (`optimizer.rows`), against the dense AdamW, in turns.
 
-    python tools/bench_embedding.py [--vocabulary 1000000] [--width 256] [--tokens 4096] [--rounds 7] [--threads N]
+    python -m tools.bench_embedding [--vocabulary 1000000] [--width 256] [--tokens 4096] [--rounds 7] [--threads N]
 
 A reward model of two layers, whose output is a score: the embedding is nearly all of it. Each way trains in a process
 of its own, which waits while the other takes its step; tokens are drawn evenly, so that nearly all of a step's differ,
@@ -16,16 +16,13 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.measures import memory  # noqa: E402
+from tools.commands import workplace
+from tools.measures import memory
 
 WAYS: dict[str, list[str]] = {"dense": [], "rows": ["embed_tokens"]}
 LENGTH = 512
@@ -126,7 +123,7 @@ class Way:
     """A process that takes a step when it is asked to."""
 
     def __init__(self, directory: Path, name: str, words: list[str]) -> None:
-        command = [sys.executable, __file__, *words, "--worker", str(directory), name]
+        command = [sys.executable, "-m", "tools.bench_embedding", *words, "--worker", str(directory), name]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, what: str) -> dict[str, float]:
@@ -147,8 +144,7 @@ class Way:
 
 def compared(options: argparse.Namespace, words: list[str]) -> list[dict[str, Any]]:
     """A line for each way, and one that compares them."""
-    with tempfile.TemporaryDirectory() as made:
-        directory = Path(made)
+    with workplace() as directory:
         write_model(directory, options.vocabulary, options.width)
         ways = {name: Way(directory, name, words) for name in WAYS}
         for way in ways.values():

@@ -1,6 +1,6 @@
 """Exporting a checkpoint of several ranks, against DCP's Hugging Face writer and a plain write of the same bytes.
 
-    python tools/bench_export.py DIRECTORY --rounds 3 [--gigabytes 2] [--ranks 4]
+    python -m tools.bench_export DIRECTORY --rounds 3 [--gigabytes 2] [--ranks 4]
 
 The first call writes the checkpoint (a llama of random float32 weights, cut over the ranks as training cuts it) into
 DIRECTORY, which later calls use again; `--rounds 0` does no more than that. In every round follow each other, each in a
@@ -19,7 +19,6 @@ medians, ratios and the growth of memory (peak over the start) of each stage as 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -32,13 +31,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.measures import memory  # noqa: E402
+from tools.commands import parser_of
+from tools.measures import memory
+from tuner.runtime.files import flush_tree
 
 BLOCK_BYTES = 16 << 20
 PROMPTS = ((5, 6, 7, 8), tuple(range(20, 60)))
+THIS = [sys.executable, "-m", "tools.bench_export"]
 CASES = ("raw", "copy", "ours", "dcp", "merge")
 
 
@@ -122,27 +121,18 @@ def measured(figures: dict[str, float], name: str) -> Iterator[None]:
     figures[f"{name}_mb"] = round((memory("VmHWM") - before) / 1e6, 1)
 
 
-def flush(directory: Path) -> None:
-    """Flush every file and directory."""
-    from tuner.runtime.files import fsync_dir, fsync_path
-
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            fsync_path(Path(parent) / name)
-        fsync_dir(Path(parent))
-
-
 def raw(directory: Path, target: Path) -> dict[str, float]:
     """Write as many bytes as the export has."""
     import torch
 
-    from tuner.export.outputs import ExportedValues, total_bytes, trained_skeleton
+    from tuner.export.outputs import ExportedValues, trained_skeleton
     from tuner.export.plan import ExportOptions, plan_export
     from tuner.export.tensors import OpenFiles
 
     plan = plan_export(directory / "run", target, ExportOptions("fp32"))
     with OpenFiles() as files:
-        left = total_bytes(ExportedValues(plan.source, trained_skeleton(plan.source), files).merged(torch.float32))
+        values = ExportedValues(plan.source, trained_skeleton(plan.source), files)
+        left = sum(output.nbytes for output in values.merged(torch.float32))
     block, figures = memoryview(os.urandom(BLOCK_BYTES)), {"bytes": float(left)}
     with measured(figures, "raw"):
         target.mkdir()
@@ -151,7 +141,7 @@ def raw(directory: Path, target: Path) -> dict[str, float]:
             left -= os.write(descriptor, block[:left])
         os.fsync(descriptor)
         os.close(descriptor)
-        flush(target)
+        flush_tree(target)
     return figures
 
 
@@ -171,7 +161,7 @@ def copy(directory: Path, target: Path) -> dict[str, float]:
             os.write(descriptor, block)
         os.fsync(descriptor)
         os.close(descriptor)
-        flush(target)
+        flush_tree(target)
     return figures
 
 
@@ -196,7 +186,7 @@ def ours(directory: Path, target: Path) -> dict[str, float]:
         with measured(figures, "ours"):
             form = hf.form_of(plan, trained)
             outputs, written = hf.write_files(plan, target, trained, form)
-            flush(target)
+            flush_tree(target)
         with measured(figures, "read_back"):
             verify.require_written(target, written, outputs)
         with measured(figures, "logits"):
@@ -231,7 +221,7 @@ def dcp_rank(directory: Path, target: Path, rank: int, ranks: int) -> dict[str, 
             save(tensors, storage_writer=writer)
             dist.barrier()
             if rank == 0:
-                flush(target)
+                flush_tree(target)
             dist.barrier()
     return figures
 
@@ -239,7 +229,7 @@ def dcp_rank(directory: Path, target: Path, rank: int, ranks: int) -> dict[str, 
 def dcp(directory: Path, target: Path, ranks: int) -> dict[str, float]:
     """DCP's writer in as many processes."""
     target.with_name("dcp-meeting").unlink(missing_ok=True)
-    words = [sys.executable, __file__, str(directory), "--case", "dcp", "--ranks", str(ranks), "--rank"]
+    words = [*THIS, str(directory), "--case", "dcp", "--ranks", str(ranks), "--rank"]
     started = [subprocess.Popen([*words, str(rank)], stdout=subprocess.PIPE) for rank in range(ranks)]
     outs = [process.communicate()[0] for process in started]
     figures: dict[str, float] = json.loads(outs[0])
@@ -264,7 +254,7 @@ def merge(target: Path) -> dict[str, float]:
     with measured(figures, "merge"):
         target.mkdir()
         consolidate_safetensors_files(str(sharded), str(target), dict.fromkeys(names, 1))
-        flush(target)
+        flush_tree(target)
     return figures
 
 
@@ -284,9 +274,7 @@ def child(case: str, directory: Path, ranks: int) -> dict[str, float]:
         return dcp(directory, target, ranks)
     shutil.rmtree(target, ignore_errors=True)
     empty_caches()
-    out = subprocess.run(
-        [sys.executable, __file__, str(directory), "--case", case], stdout=subprocess.PIPE, check=True
-    ).stdout
+    out = subprocess.run([*THIS, str(directory), "--case", case], stdout=subprocess.PIPE, check=True).stdout
     figures: dict[str, float] = json.loads(out)
     return figures
 
@@ -311,7 +299,7 @@ def benchmark(directory: Path, rounds: int, ranks: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, or be one of the measured processes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gigabytes", type=float, default=2.0)

@@ -1,6 +1,6 @@
 """Time and bytes of an update with compact optimizer states, against torch's fused AdamW in float32, in turns.
 
-    python tools/bench_optimizer.py [--model DIR] [--rounds 7] [--threads N]
+    python -m tools.bench_optimizer [--model DIR] [--rounds 7] [--threads N]
 
 Parameters have the shapes of the model (SmolLM2 by default), values and gradients are drawn. In each round every way
 takes one step; prints, per way, the median of its milliseconds and of its ratio to float32's in the same round, and the
@@ -9,17 +9,14 @@ bytes of state a parameter, counted. Plain torch is what is used where there is 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from tools.commands import ROOT, parser_of
 
 WAYS: dict[str, dict[str, str]] = {
     "fp32": {},
@@ -81,7 +78,7 @@ class Way:
 
 def main() -> int:
     """Take the rounds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int)

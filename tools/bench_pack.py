@@ -12,7 +12,7 @@ memory    the peak of a process that cuts and packs five million documents, and 
 
 Exits 1 when packing needs more than a second or less than 99.99 % efficiency, or memory passes 300 MiB.
 
-    OMP_NUM_THREADS=1 python tools/bench_pack.py [packing] [planner] [memory] [--items N] [--rounds N] [--no-peer]
+    OMP_NUM_THREADS=1 python -m tools.bench_pack [packing] [planner] [memory] [--items N] [--rounds N] [--no-peer]
 """
 
 from __future__ import annotations
@@ -26,21 +26,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.measures import alternated  # noqa: E402
-from tools.measures import memory as peak  # noqa: E402
-from tuner.data.batches import balance_rows, row_costs  # noqa: E402
-from tuner.data.building.bins import lower_bound, pack  # noqa: E402
-from tuner.data.building.pack import cut, row_batches  # noqa: E402
-from tuner.data.prepared import arrow  # noqa: E402
+from tools.measures import alternated
+from tools.measures import memory as peak
+from tuner.data.batches import balance_rows, row_costs
+from tuner.data.building.bins import lower_bound, pack
+from tuner.data.building.pack import cut, row_batches
+from tuner.data.prepared import arrow
 
 CAPACITIES = (4096, 8192, 32768)
 EFFICIENCY, SECONDS, PEAK_MIB = 0.9999, 1.0, 300
@@ -196,7 +192,7 @@ def memory(count: int) -> list[dict[str, Any]]:
     """`measure_memory` in a process of its own for 4k and 32k."""
     found = []
     for capacity in (4096, 32768):
-        command = [sys.executable, __file__, "memory-of", f"--items={count}", f"--capacity={capacity}"]
+        command = [sys.executable, "-m", "tools.bench_pack", "memory-of", f"--items={count}", f"--capacity={capacity}"]
         found.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
     return found
 

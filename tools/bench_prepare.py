@@ -1,6 +1,6 @@
 """Measures `tuner prepare-data` against TRL's SFT preparation of the same rows, alternating in one run.
 
-    python tools/bench_prepare.py [--vocabulary smollm2,qwen3] [--slice 48] [--size 1000] [--rounds 3] [--workers 1,2]
+    python -m tools.bench_prepare [--vocabulary smollm2,qwen3] [--slice 48] [--size 1000] [--rounds 3] [--workers 1,2]
 
 Ours is the real command with one worker, from the start of its process to its end, and a cache that holds nothing but
 what transformers makes of the tokenizer, which is asked once; the CPU time is that of its whole process tree. TRL's is
@@ -24,24 +24,21 @@ import os
 import resource
 import shutil
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools import bench_rows  # noqa: E402
-from tools.bench_digests import prepared_digests  # noqa: E402
+from tools import bench_rows
+from tools.bench_digests import prepared_digests
+from tools.commands import ROOT, done, environment, parser_of, say, workplace
+from tools.measures import machine
 
 MARKED = ROOT / "tests" / "reference" / "marked"
 MAX_LENGTH = 8192
 """Above the longest document: TRL would cut it, and ours keeps documents whole until they are packed."""
+QUIET: dict[str, Any] = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 GOALS = {"fast": 8.0, "slow": 2.0, "workers": 1.7}
 BLOCK = '''"""Stands for an environment without the fast encoder's package."""
 import sys
@@ -75,19 +72,19 @@ class Bench:
         recipe = self.work / "recipe.yaml"
         recipe.write_text(json.dumps({"model": {"name_or_path": str(model)}, "data": data}), encoding="utf-8")
         path = [str(ROOT)] if self.fast else [str(self.work / "without"), str(ROOT)]
-        environment = {**_quiet(), "TUNER_CACHE": str(cache), "PYTHONPATH": os.pathsep.join(path)}
-        command = [sys.executable, "-m", "tuner", "prepare-data", str(recipe)]
+        env = environment(cache, PYTHONPATH=os.pathsep.join(path), **QUIET)
+        words = ["-m", "tuner", "prepare-data", str(recipe)]
         # What transformers makes of the tokenizer is asked once for each version of it, not with every data set.
-        subprocess.run([*command, "--explain", "1"], env=environment, check=True, capture_output=True)
-        return _timed([*command, "--json"], environment)
+        done([*words, "--explain", "1"], ROOT, env)
+        return _timed([*words, "--json"], env)
 
     def trl(self, rows: Path, model: Path, name: str) -> Took:
         """Run TRL on an empty Hugging Face cache; the documents' digests are left in the work directory."""
         home = self.work / "hf"
         shutil.rmtree(home, ignore_errors=True)
-        command = [sys.executable, str(ROOT / "tools" / "bench_trl.py"), str(rows), str(model)]
-        command += [str(MARKED / f"{name}.jinja"), str(MAX_LENGTH), str(self.work / "digests")]
-        said = _timed(command, {**_quiet(), "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}).said
+        words = [str(ROOT / "tools" / "bench_trl.py"), str(rows), str(model)]
+        words += [str(MARKED / f"{name}.jinja"), str(MAX_LENGTH), str(self.work / "digests")]
+        said = _timed(words, environment(HF_HOME=str(home), HF_HUB_OFFLINE="1", **QUIET)).said
         return Took(said["cpu_s"], said["wall_s"], said)
 
     def require_equal(self, ours: Took) -> int:
@@ -103,7 +100,7 @@ class Bench:
 
 def main() -> int:
     """Parse the command line, measure, print; 1 where a goal is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--vocabulary", default="smollm2,qwen3", help="smollm2, qwen3 or both")
     parser.add_argument("--slice", type=float, default=48, help="MB of distinct text, for both; at most 48")
     parser.add_argument("--size", type=float, default=1000, help="MB of the large file, for ours alone")
@@ -113,11 +110,11 @@ def main() -> int:
     parser.add_argument("--assets", type=Path, default=ROOT / ".demo" / "assets")
     parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tuner-bench-") as scratch:
-        bench = Bench(Path(scratch), not options.no_fast)
+    with workplace() as place:
+        bench = Bench(place, not options.no_fast)
         (bench.work / "without").mkdir()
         (bench.work / "without" / "sitecustomize.py").write_text(BLOCK, encoding="utf-8")
-        report = {"data": write_rows(bench.work, options), "fast": bench.fast, "machine": machine()}
+        report = {"data": write_rows(bench.work, options), "fast": bench.fast, "machine": machine("cpu")}
         for name in options.vocabulary.split(","):
             model = options.smollm2 if name == "smollm2" else options.assets / name
             report[name] = measure(bench, name, model.resolve(), options)
@@ -136,7 +133,7 @@ def write_rows(work: Path, options: argparse.Namespace) -> dict[str, Any]:
         with path.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()[:12]
         facts[name] = {"rows": rows, "mb": round(written / 1e6, 2), "mean_bytes": written // rows, "sha256": digest}
-        _say(f"{name:8} {rows:,} rows, {written / 1e6:.1f} MB, mean {written / rows:,.0f} bytes, sha256 {digest}")
+        say(f"{name:8} {rows:,} rows, {written / 1e6:.1f} MB, mean {written / rows:,.0f} bytes, sha256 {digest}")
     return facts
 
 
@@ -189,13 +186,6 @@ def fast_share(said: dict[str, Any]) -> float:
     return float(said["metrics"]["fast_path"]["share"])
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were made on."""
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
-    return {"cpu": model, "cores": os.cpu_count(), "python": sys.version.split()[0]}
-
-
 def _figures(rates: list[float], times: list[Took]) -> dict[str, Any]:
     return {
         "mb_per_s_core": round(statistics.median(rates), 2),
@@ -205,35 +195,25 @@ def _figures(rates: list[float], times: list[Took]) -> dict[str, Any]:
     }
 
 
-def _timed(command: list[str], environment: dict[str, str]) -> Took:
+def _timed(words: list[str], env: dict[str, str]) -> Took:
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=ROOT)
+    said = done(words, ROOT, env)
     wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
-    if result.returncode != 0:
-        raise SystemExit(f"{' '.join(command)}\n{result.stderr}")
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Took(cpu, wall, json.loads(result.stdout))
-
-
-def _quiet() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+    return Took(cpu, wall, json.loads(said))
 
 
 def _table(name: str, fast: bool, report: dict[str, Any]) -> None:
-    _say(f"\n{name}: {report['documents']:,} documents with equal ids and masks; fast path {report['fast_path']}")
-    _say(f"{'run':24} {'MB/s per core':>14} {'spread':>16} {'CPU s':>8} {'clock s':>8}")
+    say(f"\n{name}: {report['documents']:,} documents with equal ids and masks; fast path {report['fast_path']}")
+    say(f"{'run':24} {'MB/s per core':>14} {'spread':>16} {'CPU s':>8} {'clock s':>8}")
     for run, one in report["runs"].items():
         cpu, wall = statistics.median(one["cpu_s"]), statistics.median(one["wall_s"])
         low, high = one["spread"]
-        _say(f"{run:24} {one['mb_per_s_core']:14.2f} {f'{low:.2f} - {high:.2f}':>16} {cpu:8.2f} {wall:8.2f}")
+        say(f"{run:24} {one['mb_per_s_core']:14.2f} {f'{low:.2f} - {high:.2f}':>16} {cpu:8.2f} {wall:8.2f}")
     for key, value in report.items():
         if key.startswith(("ratio", "speedup")):
-            _say(f"{key:28} {value:10.2f}")
-    _say("; ".join(report["missed"]) or f"every goal reached ({'with' if fast else 'without'} the fast encoder)")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+            say(f"{key:28} {value:10.2f}")
+    say("; ".join(report["missed"]) or f"every goal reached ({'with' if fast else 'without'} the fast encoder)")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measures a step over packed rows against the same documents one to a row, for families of models; alternating.
 
-    python tools/bench_routes.py [--only gpt_oss bloom] [--rounds 8] [--out figures.json]
+    python -m tools.bench_routes [--only gpt_oss bloom] [--rounds 8] [--out figures.json]
 
 Each family has a shape of a few million parameters with random weights. Documents are as long as answers in chats are
 (median 120 tokens, one in twenty above 500, at most 1,024); a step has as many as fill two rows of 1,024 tokens. Both
@@ -12,11 +12,9 @@ rows are refused, the reason. One JSON object goes to stdout.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,15 +24,14 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.causal_checks import quiet  # noqa: E402
-from tools.causal_training import Mode, Training  # noqa: E402
-from tools.tables import beside  # noqa: E402
-from tuner.data.batches import Batch, StepBatches, collate  # noqa: E402
-from tuner.data.prepared import Row  # noqa: E402
-from tuner.errors import RecipeError  # noqa: E402
-from tuner.train.step import optimizer_step  # noqa: E402
+from tools.causal_cases import quiet
+from tools.causal_training import Mode, Training
+from tools.commands import parser_of, workplace
+from tools.tables import beside
+from tuner.data.batches import Batch, StepBatches, collate
+from tuner.data.prepared import Row
+from tuner.errors import RecipeError
+from tuner.train.step import optimizer_step
 
 ROW, ROWS, WARM_UP = 1024, 2, 2
 VOCAB = 8192
@@ -81,10 +78,10 @@ def timed(training: Training, step: int, micro: list[Batch]) -> tuple[float, flo
 
 def measure(name: str, shape: Mapping[str, Any], rounds: int) -> dict[str, Any]:
     """The figures of one family; both sides have the same weights, so their losses are one."""
-    with tempfile.TemporaryDirectory() as place, quiet():
+    with workplace() as place, quiet():
         AutoConfig.for_model(name, **shape).save_pretrained(place)
         try:
-            sides = {layout: Training(Path(place), Mode(layout, keys=KEYS)) for layout in ("packed", "single")}
+            sides = {layout: Training(place, Mode(layout, keys=KEYS)) for layout in ("packed", "single")}
         except RecipeError as error:
             return {"type": name, "refused": error.message}
         took: dict[str, list[float]] = {side: [] for side in sides}
@@ -113,7 +110,7 @@ def measure(name: str, shape: Mapping[str, Any], rounds: int) -> dict[str, Any]:
 
 def main() -> int:
     """Measure the families and print a table and the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--threads", type=int, help="threads of a process; by default as many as there are cores")

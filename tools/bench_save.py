@@ -1,8 +1,8 @@
 """What a save costs: against DCP's own writer, and the training thread while one is written beside it.
 
-    python tools/bench_save.py MODEL_DIRECTORY WORK_DIRECTORY --rounds 5 [--steps 10] [--only plain|training]
+    python -m tools.bench_save MODEL_DIRECTORY WORK_DIRECTORY --rounds 5 [--steps 10] [--only plain|training]
 
-MODEL_DIRECTORY is a Hugging Face model, such as the one of `python tools/build_smollm2.py`. WORK_DIRECTORY must be on
+MODEL_DIRECTORY is a Hugging Face model, such as the one of `python -m tools.build_smollm2`. WORK_DIRECTORY must be on
 the disk that is meant.
 
 plain     its weights and AdamW's moments in float32, saved in turns by ours at once (hashed, with manifest and
@@ -16,21 +16,21 @@ Prints medians of the rounds as JSON; overheads are for a save every 500 steps o
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
 import shutil
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from tools.commands import parser_of, write_lines
+from tools.measures import alternated
 
 EVERY = 500
 RECIPE = {
@@ -84,16 +84,17 @@ def plain(model_dir: Path, work: Path, rounds: int) -> dict[str, Any]:
     """Seconds of each way to save, in turns."""
     state = state_of(model_dir)
     ways: dict[str, Callable[[Path, dict[str, Any]], None]] = {"ours": save_ours, "dcp": save_dcp, "raw": save_raw}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):  # the first round warms up
-        for name, way in ways.items():
-            os.sync()
-            started = time.perf_counter()
-            way(work / name, state)
-            took = time.perf_counter() - started
-            shutil.rmtree(work / name)
-            if number:
-                seconds[name].append(took)
+
+    def took(name: str) -> float:
+        os.sync()
+        started = time.perf_counter()
+        ways[name](work / name, state)
+        seconds = time.perf_counter() - started
+        shutil.rmtree(work / name)
+        return seconds
+
+    taken = alternated({name: partial(took, name) for name in ways}, rounds + 1)
+    seconds = {name: values[1:] for name, values in taken.items()}  # the first round warms up
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
         "gigabytes": round(sum(t.numel() * t.element_size() for t in state.values()) / 1e9, 3),
@@ -121,6 +122,7 @@ def launch(model_dir: Path, work: Path, name: str, steps: int, checkpoint: dict[
         "checkpoint": {"at_end": False, **checkpoint},
     }
     tree["train"] = {**tree["train"], "duration": f"{steps} steps"}  # type: ignore[dict-item]
+    os.sync()
     began: list[float] = []
     stood, ended = [0.0], [0.0]
     real_step, real_save, real_settle = loop.optimizer_step, SaveTask._save, SaveTask._settle
@@ -139,11 +141,9 @@ def launch(model_dir: Path, work: Path, name: str, steps: int, checkpoint: dict[
             ended[0] = time.perf_counter()
         return real_settle(task)
 
-    loop.optimizer_step, SaveTask._save, SaveTask._settle = step, save, settle  # type: ignore[method-assign]
-    try:
+    noting = patch.multiple(SaveTask, _save=save, _settle=settle)
+    with patch.object(loop, "optimizer_step", step), noting:
         train(load_recipe(tree), LaunchOptions(), RankInfo(), Console(main=False))
-    finally:
-        loop.optimizer_step, SaveTask._save, SaveTask._settle = real_step, real_save, real_settle  # type: ignore[method-assign]
     shutil.rmtree(work / name)
     gc.collect()  # a model's modules refer to each other: 1.6 GB a launch would wait for the collector
     # The first step pays for memory that later ones find again.
@@ -157,19 +157,14 @@ def _differences(times: list[float]) -> list[float]:
 def training(model_dir: Path, work: Path, rounds: int, steps: int) -> dict[str, Any]:
     """Launches that differ in how they save, in turns."""
     words = " ".join(f"word{number}" for number in range(60))
-    rows = [json.dumps({"prompt": f"{i}", "completion": words}) + "\n" for i in range(steps)]
-    (work / "rows.jsonl").write_text("".join(rows))
+    write_lines(work / "rows.jsonl", ({"prompt": f"{i}", "completion": words} for i in range(steps)))
     once = f"{steps // 2 + 1} steps"
-    ways = {
+    ways: dict[str, dict[str, Any]] = {
         "never": {"every": "never"},
         "at_once": {"every": once, "async_save": False},
         "beside": {"every": once, "async_save": True},
     }
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, checkpoint in ways.items():
-            os.sync()
-            found[name].append(launch(model_dir, work, name, steps, checkpoint))
+    found = alternated({name: partial(launch, model_dir, work, name, steps, way) for name, way in ways.items()}, rounds)
     middle = {name: {key: statistics.median(r[key] for r in runs) for key in runs[0]} for name, runs in found.items()}
     step_s = middle["never"]["step_s"]
     later = {name: middle[name]["steps_s"] - middle["never"]["steps_s"] for name in ("at_once", "beside")}
@@ -185,7 +180,7 @@ def training(model_dir: Path, work: Path, rounds: int, steps: int) -> dict[str, 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("work", type=Path)
     parser.add_argument("--rounds", type=int, default=5)

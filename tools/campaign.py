@@ -1,28 +1,24 @@
 """Run the campaigns one after the other: what is too long for `make test`, which holds each in its smallest form.
 
-    python tools/campaign.py [--only NAME ...] [--list]
+    python -m tools.campaign [--only NAME ...] [--list]
 
 Each (`campaign.yaml`) is a command of its own, whose output goes to `.demo/campaigns/NAME.log` and which fails with its
 exit code. A line says how each ended and how long it took; at the end they are a table in `.demo/campaigns/table.md`.
 Exits with 1 where one failed. `same_run` compares with another tree, and is not among them:
-`tools/same_run.py --against TREE`.
+`python -m tools.same_run --against TREE`.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.tables import beside  # noqa: E402
+from tools.commands import ROOT, parser_of
+from tools.tables import beside
 
 PLACE = ROOT / ".demo" / "campaigns"
 DEMO = str(ROOT / ".demo")
@@ -41,7 +37,7 @@ class Campaign:
     def command(self) -> list[str]:
         """Its command line."""
         script, *words = self.words
-        start = ["-m", "pytest", "-q"] if script == "pytest" else [str(ROOT / "tools" / f"{script}.py")]
+        start = ["-m", "pytest", "-q"] if script == "pytest" else ["-m", f"tools.{script}"]
         return [sys.executable, *start, *words]
 
 
@@ -53,7 +49,7 @@ CAMPAIGNS = tuple(
 
 def main() -> int:
     """Run those that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     names = [campaign.name for campaign in CAMPAIGNS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--list", action="store_true", help="name them, and run none")

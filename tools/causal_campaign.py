@@ -1,6 +1,6 @@
 """Train every causal type that transformers knows for twenty steps, and hold it to the model that transformers loads.
 
-    python tools/causal_campaign.py [--only llama bloom] [--out figures.json] [--shard 1/4] [--plant reset]
+    python -m tools.causal_campaign [--only llama bloom] [--out figures.json] [--shard 1/4] [--plant reset]
 
 For each type a tiny model is saved with random weights (tools/causal_cases.py). The reference is `from_pretrained` of
 that directory in a plain loop, each document by itself (tools/causal_plain.py). Then it is trained as `tuner train`
@@ -32,10 +32,7 @@ computes (tools/causal_faults.py), which must end in ``wrong``.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -45,15 +42,14 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools import causal_checks, causal_compiled, cuda_campaign  # noqa: E402
-from tools.causal_cases import DECODERS, FAMILIES, TYPES, decoder_config, tiny_config, write_random  # noqa: E402
-from tools.causal_checks import BAD, MODES, Finding, Outcome, Subject, named, quiet  # noqa: E402
-from tools.causal_faults import EXPERT, FAULTS  # noqa: E402
-from tools.causal_plain import draws  # noqa: E402
-from tools.causal_rows import STEPS  # noqa: E402
-from tuner.model.kernels import has_liger  # noqa: E402
+from tools import causal_checks, causal_compiled, cuda_campaign
+from tools.causal_cases import DECODERS, FAMILIES, TYPES, decoder_config, quiet, tiny_config, write_random
+from tools.causal_checks import BAD, MODES, Finding, Outcome, Subject, named
+from tools.causal_faults import EXPERT, FAULTS
+from tools.causal_plain import draws
+from tools.causal_rows import STEPS
+from tools.commands import parser_of, workplace
+from tuner.model.kernels import has_liger
 
 AS_DECODER = ", is_decoder"
 EVERY = (*MODES, "compiled", "again", "inductor", "processes", "answers", "export", "cuda")
@@ -73,11 +69,11 @@ def examine(name: str, checks: Sequence[str] = EVERY, fault: str = "", steps: in
     """One type, of an encoder as the decoder that its config can make of it with :data:`AS_DECODER` after its name."""
     finding, started = Finding(name), time.perf_counter()
     model_type = name.removesuffix(AS_DECODER)
-    with tempfile.TemporaryDirectory() as place, quiet():
+    with workplace() as place, quiet():
         try:
             config = tiny_config(model_type) if name == model_type else decoder_config(model_type)
-            write_random(config, Path(place) / "model")
-            subject = Subject(Path(place) / "model", draws(Path(place) / "model"), fault, steps)
+            write_random(config, place / "model")
+            subject = Subject(place / "model", draws(place / "model"), fault, steps)
             finding.idle = subject.reference(held=subject.draws).idle()
         except Exception as error:  # noqa: BLE001 - whatever transformers raises is the reason
             finding.impossible = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -133,7 +129,7 @@ def chosen(only: Sequence[str], shard: str) -> list[str]:
 
 def main() -> int:
     """Run the campaign; exit code 1 where a type was trained wrongly, crashed, or was refused for an exception."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="these types alone")
     parser.add_argument("--checks", nargs="*", default=list(EVERY), choices=EVERY, help="these checks alone")
     parser.add_argument("--shard", default="1/1", help="the i-th of n parts of the types: i/n")

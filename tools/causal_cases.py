@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging
 
 from tools.tables import beside
 
@@ -100,3 +104,12 @@ def _small(kind: type[PretrainedConfig]) -> dict[str, Any]:
     text = {"text_config": _SIZES | override["text_config"]} if "text_config" in override else {}
     return made | override | text
 
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Within, neither transformers nor warnings say anything."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

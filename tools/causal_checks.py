@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.fixtures.processes import run_ranks
+from tools.causal_cases import quiet
 from tools.causal_faults import EXPERT, swap_experts
 from tools.causal_plain import PlainLoop
 from tools.causal_rows import STEPS
@@ -260,15 +259,3 @@ def apart(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
         return float("inf")
     pairs = list(zip(found, wanted, strict=True))
     return max(float((a - b).abs().max()) for a, b in pairs) / max(float(b.abs().max()) for _, b in pairs)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Within, neither transformers nor warnings say anything."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

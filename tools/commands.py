@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,18 @@ STOPPED = 75
 """The exit code of a launch that was asked to stop, and saved."""
 
 
+def parser_of(about: str | None) -> argparse.ArgumentParser:
+    """The command line of a tool, whose docstring is its help."""
+    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+@contextmanager
+def workplace(kept: Path | None = None) -> Iterator[Path]:
+    """A directory for the block: one that is kept, where it is named, else an empty one that goes."""
+    with tempfile.TemporaryDirectory(prefix="tuner-", ignore_cleanup_errors=True) as fresh:
+        yield (kept or Path(fresh)).resolve()
+
+
 def say(line: str) -> None:
     """Tell who watches: on stderr, since stdout is for results."""
     print(line, file=sys.stderr, flush=True)
@@ -25,9 +41,10 @@ def say(line: str) -> None:
 
 def environment(cache: Path | None = None, threads: int | None = 1, **more: str) -> dict[str, str]:
     """That of a command of this tree: so many threads, or as here, and a cache of its own where one is named."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {} if cache is None else {"TUNER_CACHE": str(cache)}
     own |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    return {**os.environ, "PYTHONPATH": str(ROOT), **own, **more}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **own, **more}
 
 
 def run(
@@ -69,7 +86,7 @@ def write_lines(path: Path, rows: Iterable[Any]) -> Path:
 class Results:
     """The results of a campaign: each is printed, and added to its file, if it has one, from which another goes on."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self.rows = [] if path is None else read_lines(path)
         if path is not None:
@@ -83,6 +100,33 @@ class Results:
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
+
+
+def one_line(error: BaseException) -> str:
+    """An exception in a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def verdicts(found: Iterable[tuple[str, str]], out: Path | None) -> int:
+    """Print each verdict, and of each how many, with a file if one is named; the exit code, 1 where one differs."""
+    said = {}
+    for name, verdict in found:
+        said[name] = verdict
+        print(f"{name:44} {verdict}", flush=True)
+    if out is not None:
+        out.write_text(json.dumps(said, indent=1))
+    print(dict(Counter(verdict.partition(":")[0] for verdict in said.values())))
+    return int(any(verdict.startswith("differs") for verdict in said.values()))
+
+
+def judged(problems: Iterable[str]) -> int:
+    """Print problems as they are found, and how many there are; the exit code."""
+    count = 0
+    for problem in problems:
+        count += 1
+        print(f"PROBLEM {problem}", flush=True)
+    print(f"{count} problems" if count else "everything holds")
+    return 1 if count else 0
 
 
 def free_port() -> int:

@@ -1,6 +1,6 @@
 """Predict every causal type that transformers knows for a GPU: a number, or refused with a reason; never a traceback.
 
-    python tools/cuda_campaign.py [--only llama qwen3] [--out figures.json] [--table figures.md]
+    python -m tools.cuda_campaign [--only llama qwen3] [--out figures.json] [--table figures.md]
 
 Each type is a tiny random config (tools/causal_cases.py). Its step is traced as a GPU would take it, in full, with an
 adapter, and with layers computed again: the kernels that CUDA chooses, on tensors without memory. What the kernels of
@@ -10,14 +10,10 @@ multiple of 8 and at most 256; dense rows; bounds int32) is checked here. Exits 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import sys
-import tempfile
 import time
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,16 +23,15 @@ from unittest.mock import patch
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.causal_cases import DECODERS, TYPES, tiny_config  # noqa: E402
-from tuner.config.load import load_recipe  # noqa: E402
-from tuner.errors import TunerError  # noqa: E402
-from tuner.profile import tracing  # noqa: E402
-from tuner.profile.devices import find_device  # noqa: E402
-from tuner.profile.predict import Target, predict  # noqa: E402
-from tuner.runtime.dist import RankInfo  # noqa: E402
-from tuner.runtime.torch_private import TorchDispatchMode  # noqa: E402
+from tools.causal_cases import DECODERS, TYPES, quiet, tiny_config
+from tools.commands import parser_of, workplace
+from tuner.config.load import load_recipe
+from tuner.errors import TunerError
+from tuner.profile import tracing
+from tuner.profile.devices import find_device
+from tuner.profile.predict import Target, predict
+from tuner.runtime.dist import RankInfo
+from tuner.runtime.torch_private import TorchDispatchMode
 
 MODES: dict[str, dict[str, dict[str, Any]]] = {
     "full": {},
@@ -136,8 +131,7 @@ def predicted(directory: Path, mode: str, device: str) -> Outcome:
 def examine(model_type: str, device: str, decoder: bool = False, modes: Sequence[str] = tuple(MODES)) -> Finding:
     """One type in these modes; with ``decoder`` an encoder as the decoder that its config can make of it."""
     finding, started = Finding(f"{model_type}, is_decoder" if decoder else model_type), time.perf_counter()
-    with tempfile.TemporaryDirectory() as name, _quiet():
-        directory = Path(name)
+    with workplace() as directory, quiet():
         try:
             config = tiny_config(model_type)
             if decoder:
@@ -166,19 +160,9 @@ def _cell(outcome: Outcome) -> str:
     return f"{outcome.verdict}: {outcome.reason}"
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def main() -> int:
     """Run the campaign; exit code 1 where a type crashed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="these types alone")
     parser.add_argument("--device", default="h100-80g", help="a name of `tuner profile --device`")
     parser.add_argument("--out", type=Path, help="where the figures go, as JSON")

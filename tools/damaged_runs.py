@@ -1,7 +1,7 @@
 """Damage a finished run in every way that it can be, ask each command for it, and follow what the commands say.
 
-    python tools/damaged_runs.py
-    python tools/damaged_runs.py --states "bit flipped" "all checkpoints gone" --json states.jsonl
+    python -m tools.damaged_runs
+    python -m tools.damaged_runs --states "bit flipped" "all checkpoints gone" --json states.jsonl
 
 A tiny run of eight steps with checkpoints of steps 4, 6 and 8 is trained unbroken, in one process. Each state is made
 of it anew for every command. Prints a table of exit codes and last lines, and holds the commands to this:
@@ -18,21 +18,16 @@ Exits with 1 where a command does otherwise.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.fixtures.damaged import COMMANDS, EARLIER, LAST, ONE, RUN, Place, Said  # noqa: E402
+from tests.fixtures.damaged import COMMANDS, EARLIER, LAST, ONE, RUN, Place, Said
+from tools.commands import parser_of, workplace
 
 MEANS_LAST = ("export", "eval", "generate")
 MOST_HINTS = 3
@@ -163,8 +158,8 @@ def trial(place: Place, state: Sequence[str]) -> dict[str, Any]:
 @contextmanager
 def made_place(directory: Path | None = None) -> Iterator[Place]:
     """A place with the unbroken run in a new directory, which is removed, or in the one given."""
-    with tempfile.TemporaryDirectory(prefix="tuner-damaged-") as made:
-        place = Place(Path(os.path.realpath(directory or made)))
+    with workplace(directory) as made:
+        place = Place(made)
         place.set_up()
         yield place
 
@@ -182,7 +177,7 @@ def shown(place: Place, result: Mapping[str, Any]) -> str:
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--states", nargs="+", help="names of states; default all")
     parser.add_argument("--json", type=Path, help="a line for each state is written here")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """Distillation against cross-entropy alone: four layers learn from SmolLM2, and from the same text without it.
 
-    python tools/distill_campaign.py [--smollm2 DIR] [--steps 60] [--place DIR]
+    python -m tools.distill_campaign [--smollm2 DIR] [--steps 60] [--place DIR]
 
 Both students are drawn from one seed with SmolLM2's config but four layers, see the same rows of Python's documentation
 (Debian's package, fetched with apt-get) in the same order, and take as many steps: one by `method.kind: pretrain`, two
@@ -12,15 +12,11 @@ a table; exits with 1 where a distilled student is not better than the plain one
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.bench_rows import documentation  # noqa: E402
+from tools.bench_rows import documentation
+from tools.commands import ROOT, parser_of, read_lines, write_lines
 
 TOKENS, ROWS = 256, 4
 """Tokens of a row, and rows of a step."""
@@ -64,8 +60,7 @@ def held_out_loss(run: Path, place: Path) -> float:
 
     directory = Path(export_hf(run).path)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
-    lines = (place / "held.jsonl").read_text().splitlines()
-    ids = [i for line in lines for i in tokenizer(json.loads(line)["text"]).input_ids]
+    ids = [i for row in read_lines(place / "held.jsonl") for i in tokenizer(row["text"]).input_ids]
     rows = torch.tensor(ids[: HELD_OUT * TOKENS]).view(HELD_OUT, TOKENS)
     with torch.no_grad():
         losses = [cross_entropy(model(row[None]).logits[0, :-1].float(), row[1:]).item() for row in rows]
@@ -74,7 +69,7 @@ def held_out_loss(run: Path, place: Path) -> float:
 
 def main() -> int:
     """Train the students, and compare them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--place", type=Path, default=ROOT / ".demo" / "campaigns" / "distill")
@@ -86,7 +81,7 @@ def main() -> int:
 
     every = texts(documentation(place / "docs"))
     for name, part in (("held", every[::20]), ("train", [text for i, text in enumerate(every) if i % 20])):
-        (place / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+        write_lines(place / f"{name}.jsonl", ({"text": text} for text in part))
     losses = {}
     for name in options.only:
         run = train(recipe(ARMS[name], options, place, name), resume="auto", quiet=True).run_dir

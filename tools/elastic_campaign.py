@@ -1,6 +1,6 @@
 """Change the number of processes of a run twice, and hold sample order and losses against a run that never changes it.
 
-    python tools/elastic_campaign.py --changes 1,2,1 1,4,2 --steps 110 --lr 1e-3 --seed 0
+    python -m tools.elastic_campaign --changes 1,2,1 1,4,2 --steps 110 --lr 1e-3 --seed 0
 
 A llama of 2 layers (width 32, vocabulary 300) is trained in full from random weights in float32 on rows of repeated
 words, 8 rows a step, for three times so many steps: once in one process, and once for every list of numbers of
@@ -13,18 +13,11 @@ fell by less than 1.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.commands import STOPPED, launch, read_lines, write_lines  # noqa: E402
+from tools.commands import STOPPED, Results, launch, parser_of, read_lines, workplace, write_lines
 
 BOUNDS = {10: 1e-6, 100: 1e-5}
 FALL = 1.0
@@ -112,9 +105,8 @@ def compare(directory: Path, name: str, steps: int, whole: list[float]) -> dict[
 
 def campaign(changes: list[list[int]], steps: int, lr: float, seed: int) -> list[dict[str, Any]]:
     """All lists of numbers of processes against one unbroken run."""
-    results = []
-    with tempfile.TemporaryDirectory(prefix="tuner-elastic-") as place:
-        directory = Path(place)
+    results = Results()
+    with workplace() as directory:
         prepare(directory, 3 * steps, lr, seed)
         train(directory, "whole", [1], steps)
         whole = losses(directory, "whole")
@@ -122,14 +114,13 @@ def campaign(changes: list[list[int]], steps: int, lr: float, seed: int) -> list
             name = "-".join(map(str, worlds))
             train(directory, name, worlds, steps)
             facts = {"processes": worlds, "change_after": [steps, 2 * steps], "lr": lr, "seed": seed}
-            results.append({**facts, **compare(directory, name, steps, whole)})
-            print(json.dumps(results[-1]), flush=True)
-    return results
+            results.add({**facts, **compare(directory, name, steps, whole)})
+    return results.rows
 
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--changes", nargs="+", default=["1,2,1", "1,4,2"])
     parser.add_argument("--steps", type=int, default=110, help="between changes")
     parser.add_argument("--lr", type=float, default=1e-3)

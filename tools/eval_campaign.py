@@ -1,6 +1,6 @@
 """Scores of tasks held to plain transformers, to lm-evaluation-harness, and to themselves on two processes.
 
-    python tools/eval_campaign.py [--model .demo/smollm2] [--items 320] [--tasks DIR] [--place DIR]
+    python -m tools.eval_campaign [--model .demo/smollm2] [--items 320] [--tasks DIR] [--place DIR]
 
 Makes the three tasks of `tools/eval_tasks.py` (`--tasks`: takes those that are there), scores them by `tuner eval` on
 one and on two processes, and by `tools/eval_plain.py`, item by item; where lm_eval can be imported, by its own model
@@ -10,22 +10,17 @@ Writes `report.json`; exits with 1 where anything differs.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib.util
 import json
 import os
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools import eval_tasks  # noqa: E402 - a tool is run by its path
-from tools.commands import done, environment, read_lines, run, write_lines  # noqa: E402
+from tools import eval_tasks
+from tools.commands import ROOT, done, environment, parser_of, read_lines, run, write_lines
 
 PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 HARNESS_FIGURES = ("acc", "acc_norm")
@@ -33,7 +28,7 @@ HARNESS_FIGURES = ("acc", "acc_norm")
 
 def main() -> int:
     """Run the parts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2")
     parser.add_argument("--place", type=Path, default=ROOT / ".demo" / "evaluations")
     parser.add_argument("--tasks", type=Path)
@@ -171,4 +166,4 @@ def digest(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Tasks by plain transformers, one item at a time, without any code of tuner: what its scores are held to.
 
-    python tools/eval_plain.py MODEL TASK.jsonl ... [--max-length 2048] [--output DIR] [--against DIR]
+    python -m tools.eval_plain MODEL TASK.jsonl ... [--max-length 2048] [--output DIR] [--against DIR]
 
 MODEL is a Hugging Face directory; weights and products are float32. `--output` writes a result for each item;
 `--against` compares with those of `tuner eval MODEL --tasks TASK.jsonl --train.precision fp32 --output DIR`, item by

@@ -1,6 +1,6 @@
 """Three small tasks for `eval.tasks`, one of each kind, made on this machine: 320 items each.
 
-    python tools/eval_tasks.py DIRECTORY [--items 320] [--wheel reasoning_gym-0.1.25-py3-none-any.whl]
+    python -m tools.eval_tasks DIRECTORY [--items 320] [--wheel reasoning_gym-0.1.25-py3-none-any.whl]
 
 `functions.jsonl` (choice): which sentence documents a function of the standard library, among four of its module.
 `documentation.jsonl` (text): docstrings of the standard library. `sums.jsonl` (generated): sums of reasoning-gym
@@ -21,13 +21,14 @@ import random
 import re
 import subprocess
 import sys
-import tempfile
 import types
 import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from tools.commands import workplace
 
 ITEMS = 320
 PACKAGE, SHA256 = "reasoning-gym==0.1.25", "7f17a3eddb13c015d7d4a755ed576a061df889faf9468bcc2cca334ebe9e0435"
@@ -113,13 +114,13 @@ def documentation(count: int) -> list[dict[str, Any]]:
 
 def arithmetic(count: int, wheel: Path | None) -> list[dict[str, Any]]:
     """Items that are answered by generating: a sum or difference of two or three small numbers."""
-    with tempfile.TemporaryDirectory() as place:
-        archive = wheel or fetched(Path(place))
+    with workplace() as place:
+        archive = wheel or fetched(place)
         found = hashlib.sha256(archive.read_bytes()).hexdigest()
         if found != SHA256:
             raise SystemExit(f"{archive}: its SHA-256 is {found}, and not {SHA256}")
-        zipfile.ZipFile(archive).extractall(Path(place) / "lib")
-        module = chain_sum(Path(place) / "lib" / "reasoning_gym")
+        zipfile.ZipFile(archive).extractall(place / "lib")
+        module = chain_sum(place / "lib" / "reasoning_gym")
         small = {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1, "allow_negation": False}
         config = module.ChainSumConfig(**small, seed=1, size=4 * count + EXAMPLES)
         made = module.ChainSumDataset(config)

@@ -1,6 +1,6 @@
 """Mixtures of experts: the router's loss of every class, every expert of published files there and back, and spread.
 
-    python tools/experts_campaign.py [router] [files] [spread] [--only TYPE ...]
+    python -m tools.experts_campaign [router] [files] [spread] [--only TYPE ...]
 
 router: of each causal type whose class has such a term, tiny, the loss and all gradients of one step, in several
 micro-batches, packed and one document a row, against transformers' own forward of the whole batch, right-padded and
@@ -13,16 +13,13 @@ exits with 1 where one differs or fails.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import json
 import operator
 import sys
-import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,29 +29,27 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tests.export.mixtures import round_trip  # noqa: E402
-from tests.fixtures.processes import run_ranks  # noqa: E402
-from tests.parallel.experts import both, differences  # noqa: E402
-from tools.causal_cases import TYPES, tiny_config, write_random  # noqa: E402
-from tools.causal_checks import quiet  # noqa: E402
-from tools.causal_rows import LENGTHS, documents  # noqa: E402
-from tools.causal_training import tree_of  # noqa: E402
-from tuner.config.load import load_recipe  # noqa: E402
-from tuner.data.batches import StepBatches, collate  # noqa: E402
-from tuner.data.prepared import Row  # noqa: E402
-from tuner.errors import RecipeError  # noqa: E402
-from tuner.model.attention import withdrawn  # noqa: E402
-from tuner.model.build import meta_model  # noqa: E402
-from tuner.model.flops import n_experts  # noqa: E402
-from tuner.model.router_loss import has_term, router_loss  # noqa: E402
-from tuner.parallel.expert import check_spread  # noqa: E402
-from tuner.runtime.dist import RankInfo  # noqa: E402
-from tuner.setup.build import build_train_state  # noqa: E402
-from tuner.setup.model import assemble_model  # noqa: E402
-from tuner.setup.resolve import resolve  # noqa: E402
-from tuner.train.step import forward_backward  # noqa: E402
+from tests.export.mixtures import round_trip
+from tests.fixtures.processes import run_ranks
+from tests.parallel.experts import both, differences
+from tools.causal_cases import TYPES, quiet, tiny_config, write_random
+from tools.causal_rows import LENGTHS, documents
+from tools.causal_training import tree_of
+from tools.commands import parser_of, workplace
+from tuner.config.load import load_recipe
+from tuner.data.batches import StepBatches, collate
+from tuner.data.prepared import Row
+from tuner.errors import RecipeError
+from tuner.model.attention import withdrawn
+from tuner.model.build import meta_model
+from tuner.model.flops import n_experts
+from tuner.model.router_loss import has_term, router_loss
+from tuner.parallel.expert import check_spread
+from tuner.runtime.dist import RankInfo
+from tuner.setup.build import build_train_state
+from tuner.setup.model import assemble_model
+from tuner.setup.resolve import resolve
+from tuner.train.step import forward_backward
 
 ALLOWED = 1e-5
 WEIGHT = 0.5
@@ -194,10 +189,9 @@ def tried(kind: str, name: str, work: Callable[[PretrainedConfig, Path], dict[st
     """Print what became of one type; whether it is right."""
     started = time.perf_counter()
     line: dict[str, Any] = {"kind": kind, "type": name}
-    with tempfile.TemporaryDirectory() as place, quiet(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with workplace() as place, quiet():
         try:
-            line |= {"verdict": "equal", **work(tiny_config(name), Path(place))}
+            line |= {"verdict": "equal", **work(tiny_config(name), place)}
         except RecipeError as error:
             line |= {"verdict": "refused", "reason": error.message}
         except Exception as error:  # noqa: BLE001 - whatever goes wrong is a finding
@@ -210,7 +204,7 @@ def tried(kind: str, name: str, work: Callable[[PretrainedConfig, Path], dict[st
 
 def main() -> int:
     """Run the parts that are named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("parts", nargs="*", default=[], help="router, files, spread; all without one")
     parser.add_argument("--only", nargs="*", default=[], help="these types alone")
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """Export runs of every size of update by default, and wrong exports of the smallest and of the largest one.
 
-    python tools/export_campaign.py .demo/smollm2 --out .demo/campaigns/export
+    python -m tools.export_campaign .demo/smollm2 --out .demo/campaigns/export
 
 24 LoRA, DoRA and full runs of SmolLM2 and of a tiny model (ranks 4 to 64, rates 5e-5 to 5e-4, 10 to 200 steps) are
 trained on short chats and exported with `tuner export-hf RUN`: each must be published. Held-out answers give the gain
@@ -12,24 +12,19 @@ is not done again. Prints tables; exits with 1 where one is not as it must be.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools import commands  # noqa: E402
-from tools.commands import Results, environment, read_lines, write_lines  # noqa: E402
-from tools.tables import beside  # noqa: E402
+from tools import commands
+from tools.commands import ROOT, Results, environment, parser_of, read_lines, write_lines
+from tools.tables import beside
 
 MAX_LENGTH, HELD_OUT = 64, 16
 FIGURES = ("dtype", "kept", "bf16_kept", "kl", "gain")
@@ -81,7 +76,7 @@ def chats(seed: int) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     """Train, export, plant; print what came of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("model", type=Path, help="directory of SmolLM2-135M-Instruct")
     parser.add_argument("--out", type=Path, default=ROOT / ".demo" / "campaigns" / "export")
     options = parser.parse_args()
@@ -246,4 +241,4 @@ def command(words: list[str], out: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -6,7 +6,6 @@ an export, what writes its files or its config. `hold_back` exports a run with o
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -16,17 +15,14 @@ from unittest import mock
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tuner.api.exports import export_hf  # noqa: E402
-from tuner.errors import VerificationError  # noqa: E402
-from tuner.export import form, outputs  # noqa: E402
-from tuner.export.outputs import ExportedValues  # noqa: E402
-from tuner.export.shards import Output  # noqa: E402
-from tuner.export.tensors import TensorSource, made_tensor  # noqa: E402
-from tuner.export.write import write_config  # noqa: E402
-from tuner.model.low_rank import LowRank  # noqa: E402
+from tuner.api.exports import export_hf
+from tuner.errors import VerificationError
+from tuner.export import form, outputs
+from tuner.export.outputs import ExportedValues
+from tuner.export.shards import Output
+from tuner.export.tensors import TensorSource, made_tensor
+from tuner.export.write import write_config
+from tuner.model.low_rank import LowRank
 
 Outputs = list[Output]
 NORM = "model.norm.weight"
@@ -110,6 +106,7 @@ def subtracted(self: LowRank, rows: torch.Tensor, start: int) -> torch.Tensor:
 
 def rounded_twice(values: ExportedValues, found: Outputs) -> Outputs:
     """Every tensor by way of float16, or of bf16 where float32 is written."""
+
     def way(output: Output) -> torch.dtype:
         return torch.bfloat16 if output.dtype == torch.float32 else torch.float16
 

@@ -1,14 +1,14 @@
 """Strike tuner at its system calls, and hold what is left, and what it ends in, against unbroken work.
 
-    python tools/fault_campaign.py kills                        every call of every job, before it and in mid-write
-    python tools/fault_campaign.py compound --count 1000        killed again, once or twice, while it recovers
-    python tools/fault_campaign.py power --count 1000           states that a disk may hold after a power loss
-    python tools/fault_campaign.py errors                       a full disk, EIO and short writes at every call
-    python tools/fault_campaign.py ranks --count 300            two processes train; all die, or one of them alone
-    python tools/fault_campaign.py meshes --count 100           the same of those that share layers, rows, experts
-    python tools/fault_campaign.py damage --count 2000          bits flipped and files cut in the newest checkpoint
-    python tools/fault_campaign.py hostile                      artifacts made to do harm, in runs, models, tokenizers
-    python tools/fault_campaign.py kills --point 1234           one trial again, with what it found
+    python -m tools.fault_campaign kills                        every call of every job, before it and in mid-write
+    python -m tools.fault_campaign compound --count 1000        killed again, once or twice, while it recovers
+    python -m tools.fault_campaign power --count 1000           states that a disk may hold after a power loss
+    python -m tools.fault_campaign errors                       a full disk, EIO and short writes at every call
+    python -m tools.fault_campaign ranks --count 300            two processes train; all die, or one of them alone
+    python -m tools.fault_campaign meshes --count 100           the same of those that share layers, rows, experts
+    python -m tools.fault_campaign damage --count 2000          bits flipped and files cut in the newest checkpoint
+    python -m tools.fault_campaign hostile                      artifacts made to do harm, in runs, models, tokenizers
+    python -m tools.fault_campaign kills --point 1234           one trial again, with what it found
 
 The jobs are whole commands on a tiny model: prepare-data, train (with saves, evaluations and pruning), resume of a run
 that was killed before, and export-hf. They run in children of one process that has imported everything; the kernel's
@@ -32,16 +32,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.faults.bench import Bench, fork_server, scratch  # noqa: E402
-from tests.faults.cases import CASES, MESHES, Case  # noqa: E402
-from tests.faults.damage import damage_points, damage_trial  # noqa: E402
-from tests.faults.evidence import label, phase  # noqa: E402
-from tests.faults.hostile import hostile_points, hostile_trial  # noqa: E402
-from tests.faults.notify import unavailable  # noqa: E402
-from tests.faults.trials import (  # noqa: E402
+from tests.faults.bench import Bench, fork_server, scratch
+from tests.faults.cases import CASES, MESHES, Case
+from tests.faults.damage import damage_points, damage_trial
+from tests.faults.evidence import label, phase
+from tests.faults.hostile import hostile_points, hostile_trial
+from tests.faults.notify import unavailable
+from tests.faults.trials import (
     AnyPoint,
     Verdict,
     compound_points,

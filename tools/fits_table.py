@@ -1,8 +1,8 @@
 """What fits where: models from 1B to 70B, in full and as adapters, on one and eight devices of 16 to 141 GB.
 
-    python tools/fits_table.py run [--only TEXT] [--workers 2]   # predicts what is missing into tools/fits.json
-    python tools/fits_table.py check --cells 12 --seed 7         # cells predicted again, whole and quickly
-    python tools/fits_table.py page                              # writes docs/fits.md from tools/fits.json
+    python -m tools.fits_table run [--only TEXT] [--workers 2]   # predicts what is missing into tools/fits.json
+    python -m tools.fits_table check --cells 12 --seed 7         # cells predicted again, whole and quickly
+    python -m tools.fits_table page                              # writes docs/fits.md from tools/fits.json
 
 Each cell is what `tuner profile --fit` finds for a recipe: chosen by predictions of models with fewer layers, confirmed
 by one of the whole model, whose figures it shows. `check` predicts drawn cells both ways, and says how far the quick
@@ -11,11 +11,8 @@ prediction is from the whole one. Nothing of it has been compared with a GPU.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -23,22 +20,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.commands import ROOT, parser_of, workplace
+from tools.tables import beside
+from tuner.config.dump import recipe_dict
+from tuner.config.load import load_recipe
+from tuner.config.recipe import Recipe
+from tuner.profile.devices import find_device
+from tuner.profile.fit import fit, ways_of
+from tuner.profile.predict import Target, predict, predict_by_layers
+from tuner.profile.prediction import Prediction
+from tuner.profile.search import How
+from tuner.runtime.dist import RankInfo
+from tuner.runtime.files import gib
+from tuner.setup.settled import changed
 
-from tools.tables import beside  # noqa: E402
-from tuner.config.dump import recipe_dict  # noqa: E402
-from tuner.config.load import load_recipe  # noqa: E402
-from tuner.config.recipe import Recipe  # noqa: E402
-from tuner.profile.devices import find_device  # noqa: E402
-from tuner.profile.fit import fit, ways_of  # noqa: E402
-from tuner.profile.predict import Target, predict, predict_by_layers  # noqa: E402
-from tuner.profile.prediction import Prediction  # noqa: E402
-from tuner.profile.search import How  # noqa: E402
-from tuner.runtime.dist import RankInfo  # noqa: E402
-from tuner.runtime.files import gib  # noqa: E402
-from tuner.setup.settled import changed  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[1]
 FIGURES, PAGE = ROOT / "tools" / "fits.json", ROOT / "docs" / "fits.md"
 
 
@@ -143,11 +138,11 @@ def figures_of(cell: Cell, directory: Path, how: How) -> dict[str, Any]:
 def run_group(group: list[Cell]) -> list[dict[str, Any]]:
     """The figures of cells that share predictions."""
     how = How(Remembered(predict_by_layers), Remembered(predict))
-    with tempfile.TemporaryDirectory() as name:
+    with workplace() as name:
         lines = []
         for cell in group:
             began = time.monotonic()
-            lines.append(figures_of(cell, Path(name), how))
+            lines.append(figures_of(cell, name, how))
             print(f"{time.monotonic() - began:6.1f} s  {cell.name}: {text_of(lines[-1])}", flush=True)
             if cell.length in SHORT_ROWS and lines[-1]["fits"]:
                 break
@@ -230,10 +225,10 @@ def check(lines: list[dict[str, Any]], count: int, seed: int) -> int:
     """
     drawn = random.Random(seed).sample([line for line in lines if line["fits"]], count)
     wrong = 0
-    with tempfile.TemporaryDirectory() as name:
+    with workplace() as name:
         for line in drawn:
             cell = _cell(line)
-            recipe = changed(cell.recipe(Path(name)), line["overrides"])
+            recipe = changed(cell.recipe(name), line["overrides"])
             layers = MODELS[cell.model]["num_hidden_layers"]
             whole, quick = predict(recipe, cell.target()), predict_by_layers(recipe, cell.target(), layers)
             is_another = round(whole.peak_bytes / 2**30, 2) != line["peak_gib"]
@@ -248,7 +243,7 @@ def check(lines: list[dict[str, Any]], count: int, seed: int) -> int:
 
 def main() -> int:
     """Run, check or write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=("run", "check", "page"))
     parser.add_argument("--only", default="", help="cells whose name holds this alone")
     parser.add_argument("--workers", type=int, default=1)

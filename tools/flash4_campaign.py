@@ -1,6 +1,6 @@
 """Compile what tuner asks of flash attention 4 for GPUs that are not here, forward and backward.
 
-    python tools/flash4_campaign.py [--archs 90 100 120] [--out FILE] [--packages DIR]
+    python -m tools.flash4_campaign [--archs 90 100 120] [--out FILE] [--packages DIR]
 
 Heads of 43 models, in windows, with soft caps, with sinks, all at once, and with sums in one order: the operation's own
 code runs on fake tensors, and its package compiles each kernel with the assembler for the device. A case that
@@ -11,7 +11,6 @@ it continues where it stopped. The packages are installed into a directory of th
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import site
@@ -24,11 +23,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tools.commands import Results, parser_of, read_lines
 from tuner.model import flash4_attention
 from tuner.runtime.deterministic import deterministic
 from tuner.runtime.device import traced_for
@@ -130,17 +128,17 @@ def prepare(arch: int) -> None:
     assert package is not None
 
 
-def run(arch: int, done: set[str], out: Path | None) -> int:
-    """Compile for one device what is not `done`, each case in a process of its own; how many do not."""
+def run(arch: int, told: Results) -> int:
+    """Compile for one device what is not told yet, each case in a process of its own; how many do not."""
     prepare(arch)
-    failed, kernels = 0, dict[object, str]()
+    failed, kernels, done = 0, dict[object, str](), {row["case"] for row in told.rows}
     for name, (heads, way) in cases().items():
         key, asked = f"sm_{arch}a {name}", kernels_of(arch, heads, way)
         first = kernels.setdefault(asked, key)
         if key in done:
             continue
         if first != key:
-            note({"case": key, "same_kernels_as": first}, out)
+            told.add({"case": key, "same_kernels_as": first})
             continue
         reading, writing = os.pipe()
         if (child := os.fork()) == 0:  # what is loaded is shared; what a case leaves behind goes with it
@@ -155,7 +153,7 @@ def run(arch: int, done: set[str], out: Path | None) -> int:
             found = json.loads(answer.read() or '{"error": "the process died"}')
         os.waitpid(child, 0)
         failed += "error" in found
-        note({"case": key, **found}, out)
+        told.add({"case": key, **found})
     return failed
 
 
@@ -171,17 +169,9 @@ def has_sink(arch: int, way: Way) -> bool:
     return way.has_sink and arch // 10 not in flash4_attention.WITHOUT_SINKS
 
 
-def note(found: dict[str, Any], out: Path | None) -> None:
-    """Print a line, and keep it."""
-    print(json.dumps(found), flush=True)
-    if out is not None:
-        with out.open("a") as file:
-            file.write(json.dumps(found) + "\n")
-
-
 def main() -> int:
     """Run those that were asked for, a process for each device."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--packages", type=Path, default=PLACE, help="where the packages are, or are installed")
     parser.add_argument("--archs", type=int, nargs="+", default=ARCHS)
     parser.add_argument("--out", type=Path)
@@ -191,15 +181,14 @@ def main() -> int:
         words = ["install", "-q", "--no-deps", "--target", str(options.packages), "-c", str(pins), *PACKAGES]
         subprocess.run([sys.executable, "-m", "pip", *words], check=True)
     site.addsitedir(str(options.packages.resolve()))
-    lines = options.out.read_text().splitlines() if options.out is not None and options.out.exists() else []
-    before = [json.loads(line) for line in lines]
-    done, failed = {one["case"] for one in before}, sum("error" in one for one in before)
+    told = Results(options.out)
+    failed = sum("error" in one for one in told.rows)
     for arch in options.archs:
         if (child := os.fork()) == 0:
-            os._exit(min(run(arch, done, options.out), 250))
+            os._exit(min(run(arch, told), 250))
         failed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if options.out is not None:
-        found = [json.loads(line) for line in options.out.read_text().splitlines()]
+        found = read_lines(options.out)
         kinds = Counter(next(iter({"error", "refused", "same_kernels_as"} & one.keys()), "compiled") for one in found)
         print(json.dumps({"heads": len(HEADS), "cases": len(found), **kinds}))
     return 1 if failed else 0

@@ -1,6 +1,6 @@
 """Recipes with one flaw each that their keys do not show: `config check` or `--dry-run` must find every one.
 
-python tools/flawed_recipes.py [--only NAME ...] [--launch]
+python -m tools.flawed_recipes [--only NAME ...] [--launch]
 
 Each is a tiny recipe that trains, changed in one place. With `--launch`, that the launch itself fails is shown too, so
 that no flaw of the table is imagined.
@@ -8,21 +8,16 @@ that no flaw of the table is imagined.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.changes import apply  # noqa: E402
-from tools.tables import beside  # noqa: E402
+from tools.changes import apply
+from tools.commands import parser_of, workplace
+from tools.tables import beside
 
 Finder = Literal["check", "dry-run"]
 RECIPE: dict[str, Any] = {
@@ -111,27 +106,26 @@ def found(flaw: Flaw, directory: Path, finder: Finder | Literal["launch"]) -> li
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print what finds each flaw; 1 where one is not found."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="names of flaws")
     parser.add_argument("--launch", action="store_true", help="show that the launch fails, too")
     given = parser.parse_args(words)
     chosen = [flaw for flaw in FLAWS if not given.only or flaw.name in given.only]
     missed = 0
     for flaw in chosen:
-        with tempfile.TemporaryDirectory() as name:
-            os.environ["TUNER_CACHE"] = f"{name}/cache"
-            directory = Path(name)
+        with workplace() as directory:
+            os.environ["TUNER_CACHE"] = f"{directory}/cache"
             prepare(directory)
             told = found(flaw, directory, flaw.finder)
             right = len(told) == 1 and flaw.key in told[0]
             missed += not right
-            said = " / ".join(told).replace(name, "")
+            said = " / ".join(told).replace(str(directory), "")
             print(f"{'ok  ' if right else 'MISS'} {flaw.finder:8} {flaw.name}: {said[:200]}")
             if given.launch and flaw.values.get("parallel.processes") is None:
-                fresh = Path(name) / "again"
+                fresh = directory / "again"
                 fresh.mkdir()
                 prepare(fresh)
-                failed = " / ".join(found(flaw, fresh, "launch")).replace(name, "")
+                failed = " / ".join(found(flaw, fresh, "launch")).replace(str(directory), "")
                 missed += not failed
                 print(f"     launch   {failed[:160] or 'MISS: it trains'}")
     print(f"found {len(chosen) - missed} of {len(chosen)}")
@@ -139,4 +133,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

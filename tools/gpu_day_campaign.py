@@ -1,6 +1,6 @@
 """Run the whole day on a GPU in small, on a CPU: every part, every command that it starts.
 
-    python tools/gpu_day_campaign.py
+    python -m tools.gpu_day_campaign
 
 Exits with 1 where a part fails. The tests run what needs few commands.
 """
@@ -8,14 +8,10 @@ Exits with 1 where a part fails. The tests run what needs few commands.
 from __future__ import annotations
 
 import sys
-import tempfile
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from tools.gpu_day.__main__ import main  # noqa: E402
+from tools.commands import workplace
+from tools.gpu_day.__main__ import main
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
+    with workplace() as place:
         sys.exit(main(["run", str(place / "out"), "--work", str(place / "work"), "--device", "cpu", "--small"]))

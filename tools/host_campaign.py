@@ -1,6 +1,6 @@
 """The optimizer's states on the host against states on the device: bits of runs, meshes that they cross, bytes.
 
-    python tools/host_campaign.py --model .demo/smollm2 --steps 20
+    python -m tools.host_campaign --model .demo/smollm2 --steps 20
 
 Three parts, each a line of JSON or more; exits with 1 where one is not as it should be.
 
@@ -22,16 +22,11 @@ import argparse
 import json
 import os
 import shutil
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.commands import read_lines, trained  # noqa: E402
+from tools.commands import parser_of, read_lines, trained, workplace
 
 if TYPE_CHECKING:
     from tuner.profile.prediction import Part
@@ -63,8 +58,8 @@ def bits(processes_of_tiny: list[int], model: Path | None, steps: int) -> Iterat
 
     tiny = [("tiny", processes) for processes in processes_of_tiny]
     for of, processes in (*tiny, *([] if model is None else [(model.name, 1)])):
-        with tempfile.TemporaryDirectory(prefix="tuner-host-") as place:
-            directory, words = Path(place), ["--tokenizer.name_or_path", "byte"]
+        with workplace() as directory:
+            words = ["--tokenizer.name_or_path", "byte"]
             trainings.prepare(directory, 1)
             shutil.copy(RECIPE, directory / "r.yaml")
             if of != "tiny" and model is not None:
@@ -83,12 +78,12 @@ def carried() -> Iterator[dict[str, Any]]:
     from tuner.checkpoint.load import content_sha256
     from tuner.checkpoint.open import open_checkpoint
 
-    with tempfile.TemporaryDirectory(prefix="tuner-host-") as place:
-        directory, first = Path(place), None
+    with workplace() as directory:
+        first = None
         write_model(directory / "model")
         (directory / "model" / "rows.jsonl").touch()
         for number, processes in enumerate(CARRIED):
-            words = [str(Path(__file__).resolve()), "--carry", str(number), str(processes)]
+            words = ["-m", "tools.host_campaign", "--carry", str(number), str(processes)]
             trained(directory, abs(processes), words)
             info = open_checkpoint(directory / "checkpoints" / f"step-{number}")
             found = content_sha256(info)
@@ -167,7 +162,7 @@ def counted(model: Path) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     """Run all parts, or be one process of a mesh."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="a directory with a model whose run and bytes are compared, too")
     parser.add_argument("--steps", type=int, default=20, help="of its run")
     parser.add_argument("--parts", nargs="+", choices=("bits", "meshes", "bytes"), default=["bits", "meshes", "bytes"])

@@ -1,7 +1,7 @@
 """Chat templates made to take all memory, or to go on for ever, by kinds: those of `hostile_templates.yaml`.
 
-    python tools/hostile_templates.py            the names of all, by kind
-    python tools/hostile_templates.py NAME       the source of one
+    python -m tools.hostile_templates            the names of all, by kind
+    python -m tools.hostile_templates NAME       the source of one
 
 `tools/template_limits_campaign.py` has a command meet each of them; tests/tools/test_template_limits.py renders them.
 """
@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.tables import beside  # noqa: E402
+from tools.tables import beside
 
 
 class HostileTemplate(NamedTuple):

@@ -1,6 +1,6 @@
 """`tuner import` over the configurations that other tools ship: what is converted, what is not, and what trains.
 
-python tools/import_campaign.py [--sources DIRECTORY] [--train N] [--left]
+python -m tools.import_campaign [--sources DIRECTORY] [--train N] [--left]
 
 Fetches axolotl, LLaMA-Factory, torchtune, TRL and ms-swift from the package index (about 15 MB, nothing is installed),
 converts every training configuration in them, and the training commands that the READMEs of TRL and ms-swift show,
@@ -10,29 +10,25 @@ theirs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import subprocess
 import sys
 import tarfile
-import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.flawed_recipes import prepare  # noqa: E402
-from tuner.config.imported import Imported, import_text  # noqa: E402
-from tuner.config.load import Override, RecipeText, load_recipe  # noqa: E402
-from tuner.config.other_configs import Tool  # noqa: E402
-from tuner.config.other_input import is_script  # noqa: E402
-from tuner.config.other_methods import PREFERENCES  # noqa: E402
-from tuner.errors import TunerError  # noqa: E402
+from tools.commands import ROOT, parser_of, workplace
+from tools.flawed_recipes import prepare
+from tuner.config.imported import Imported, import_text
+from tuner.config.load import Override, RecipeText, load_recipe
+from tuner.config.other_configs import Tool
+from tuner.config.other_input import is_script
+from tuner.config.other_methods import PREFERENCES
+from tuner.errors import TunerError
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     "axolotl==0.19.0": ("--no-build-isolation", "--no-binary", "axolotl"),
@@ -137,7 +133,7 @@ def train(found: Imported, directory: Path) -> str | None:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print what became of every configuration; 1 where one cannot be converted or a converted one does not train."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where they are unpacked")
     parser.add_argument("--train", type=int, default=3, help="how many of each tool train")
     parser.add_argument("--left", action="store_true", help="print what was not carried over, by how often")
@@ -146,7 +142,7 @@ def main(words: Sequence[str] | None = None) -> int:
     left: Counter[str] = Counter()
     counts: dict[str, Counter[str]] = {}
     failed = 0
-    with tempfile.TemporaryDirectory() as name:
+    with workplace() as name:
         for tool, path in configs(given.sources):
             count = counts.setdefault(tool, Counter())
             count["files"] += 1
@@ -167,7 +163,7 @@ def main(words: Sequence[str] | None = None) -> int:
             is_preference = found.recipe.method.kind in PREFERENCES
             count["of preferences"] += is_preference
             if is_preference or count["trained"] + count["failed"] < given.train:
-                directory = Path(name) / f"{tool}-{count['files']}"
+                directory = name / f"{tool}-{count['files']}"
                 directory.mkdir()
                 os.environ["TUNER_CACHE"] = f"{name}/cache"
                 prepare(directory)

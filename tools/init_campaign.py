@@ -1,6 +1,6 @@
 """`tuner init` on rows of 51 kinds: the recipe is the right one, is taken, and loses nothing that it does not say.
 
-    python tools/init_campaign.py [--only WORDS] [--small]
+    python -m tools.init_campaign [--only WORDS] [--small]
 
 Of each case of `init/cases.py` the real commands are run: `init`, `config check` of what it prints, `prepare-data` of
 the same (with `on_bad_row: skip` where the recipe says that rows are bad). The recipe has to have the values that are
@@ -10,22 +10,16 @@ of, 1 % at most. Exits with 1 where anything is not so.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
 import re
 import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.init.cases import Case, cases  # noqa: E402
+from tools.commands import environment, parser_of, run, workplace
+from tools.init.cases import Case, cases
 
 POSITIONS = {"short": 2048, "medium": 8192}
 CUT = 0.01
@@ -73,10 +67,7 @@ SIZES = {
 
 def tuner(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run the real command there, with nothing but what is on this machine."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-    environment |= {"TUNER_CACHE": str(directory / "cache"), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tuner", *words]
-    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
+    return run(["-m", "tuner", *words], directory, environment(directory / "cache", HF_HUB_OFFLINE="1", NO_COLOR="1"))
 
 
 def wrong_with(case: Case, directory: Path) -> list[str]:
@@ -147,16 +138,16 @@ def wrong_losses(case: Case, text: str, metrics: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     """Run every case; returns 1 where something is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="")
     parser.add_argument("--small", action="store_true", help="leave out cases of more than 5 MB")
     options = parser.parse_args()
     chosen = [case for case in cases() if options.only in case.name and not (options.small and case.is_large)]
     failed, began = 0, time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="tuner-init-") as place:
-        write_models(Path(place))
+    with workplace() as place:
+        write_models(place)
         for position, case in enumerate(chosen):
-            directory = Path(place) / f"case{position}"
+            directory = place / f"case{position}"
             for name, content in case.files(random.Random(position)).items():
                 (directory / name).parent.mkdir(parents=True, exist_ok=True)
                 (directory / name).write_bytes(content)

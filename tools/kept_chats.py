@@ -1,6 +1,6 @@
 """How many chats a template keeps, and whether each document of an answer has the ids that transformers prompts with.
 
-    python tools/kept_chats.py ROWS.jsonl TOKENIZER=TEMPLATE.jinja ...
+    python -m tools.kept_chats ROWS.jsonl TOKENIZER=TEMPLATE.jinja ...
 
 ROWS.jsonl holds rows of messages; TOKENIZER is a directory with tokenizer.json, of which TEMPLATE.jinja replaces the
 chat template. For each pair a line says how many rows are kept of how many, in how many documents, and why others are
@@ -12,18 +12,14 @@ nothing else is trained. Exit code 1 where one is not so.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from tools.commands import parser_of, workplace
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -34,7 +30,7 @@ CALLERS: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, print a line for each template; 1 where a document is not what it should be."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("rows", type=Path)
     parser.add_argument("pairs", nargs="+", metavar="TOKENIZER=TEMPLATE")
     parser.add_argument("--train-on", choices=("assistant", "last_assistant"), default="assistant")
@@ -73,8 +69,8 @@ def judge(directory: Path, template: Path, examples: list[Example], train_on: An
 def _differing(tokenizer: TextTokenizer, examples: list[Example], batch: EncodedBatch, train_on: str) -> list[str]:
     from transformers import AutoTokenizer
 
-    with tempfile.TemporaryDirectory() as directory:
-        tokenizer.save(Path(directory))
+    with workplace() as directory:
+        tokenizer.save(directory)
         theirs = AutoTokenizer.from_pretrained(directory)
     wrong = []
     for row, left_out in batch.by_answer.items():

@@ -1,7 +1,7 @@
 """Kill training, uploads and readers of compressed files where calls of the system do not tell, and go on from there.
 
-    python tools/kill_campaign.py --count 8 --out kills.jsonl
-    python tools/kill_campaign.py --points evaluation save --processes 2 4 --count 20
+    python -m tools.kill_campaign --count 8 --out kills.jsonl
+    python -m tools.kill_campaign --points evaluation save --processes 2 4 --count 20
 
 Points of training, with one, two and four processes: `evaluation`, before one of its forwards; `save`, at a call of a
 save beside the steps; `signal`, SIGTERM to the command in such a save or in one that steps wait for; `clock`, killed
@@ -15,7 +15,6 @@ JSON for each trial; exits with 1 where one failed.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import math
@@ -31,14 +30,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.fixtures import forked  # noqa: E402
-from tests.fixtures.fake_hub import Hub, serving  # noqa: E402
-from tests.fixtures.trainings import outcome, prepare  # noqa: E402
-from tools.commands import Results, environment  # noqa: E402
-from tools.struck import VARIABLE  # noqa: E402
+from tests.fixtures import forked
+from tests.fixtures.fake_hub import Hub, serving
+from tests.fixtures.trainings import outcome, prepare
+from tools.commands import ROOT, Results, environment, parser_of, workplace
+from tools.struck import VARIABLE
 
 TRAINING = ("evaluation", "save", "signal", "clock")
 POINTS = (*TRAINING, "fewer", "push", "cut")
@@ -73,10 +69,9 @@ class Place:
 
     def tuner(self, *words: str, struck: dict[str, Any] | None = None) -> tuple[int | None, str]:
         """Run a command, struck where that is asked for; its exit code, and the end of what it said."""
-        env = {
-            **os.environ, "PYTHONPATH": os.pathsep.join((str(self.path / "hook"), str(ROOT))), "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore", "TUNER_CACHE": str(self.path / "cache"), VARIABLE: json.dumps(struck),
-        }  # fmt: skip
+        paths = os.pathsep.join((str(self.path / "hook"), str(ROOT)))
+        env = environment(self.path / "cache", PYTHONPATH=paths, PYTHONWARNINGS="ignore")
+        env[VARIABLE] = json.dumps(struck)
         with tempfile.TemporaryFile("w+") as log:
             command = [sys.executable, "-m", "tuner", *words]
             process = forked.Popen(command, cwd=self.path, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -201,11 +196,9 @@ def _pushed(place: Place, export: Path, at: int) -> tuple[Hub, int]:
 
 def _push(place: Place, export: Path, hub: Hub, pids: list[int] | None = None) -> tuple[int, str]:
     with serving(hub), tempfile.TemporaryFile("w+") as log:
-        env = {
-            **environment(threads=None), "HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_secret",
-            "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(place.path / "hf"),
-            "PYTHONWARNINGS": "ignore",
-        }  # fmt: skip
+        of_hub = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_secret", "HF_HOME": str(place.path / "hf")}
+        online = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "PYTHONWARNINGS": "ignore"}
+        env = {**environment(threads=None), **of_hub, **online}
         words = [sys.executable, "-m", "tuner", "push", str(export), "me/model"]
         process = forked.Plain(words, cwd=place.path, env=env, stdout=log, stderr=log)
         if pids is not None:
@@ -272,7 +265,7 @@ def campaign(
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--points", nargs="+", choices=POINTS, default=list(POINTS))
     parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--count", type=int, default=8, help="trials of each point, with each number of processes")
@@ -281,8 +274,8 @@ def main() -> int:
     options = parser.parse_args()
 
     told = Results(options.out)
-    with tempfile.TemporaryDirectory(prefix="tuner-kills-", ignore_cleanup_errors=True) as place:
-        given = (Path(place), options.points, options.processes, options.count, options.seed, [*told.rows])
+    with workplace() as place:
+        given = (place, options.points, options.processes, options.count, options.seed, [*told.rows])
         for result in campaign(*given):
             told.add(result)
     results = told.rows

@@ -1,6 +1,6 @@
 """A real ladder on this machine: five sizes of a byte model on the standard library's documentation, killed at will.
 
-    python tools/ladder_campaign.py [--kills 5] [--threads 2] [--seed 0] [--keep DIR]
+    python -m tools.ladder_campaign [--kills 5] [--threads 2] [--seed 0] [--keep DIR]
 
 Documents are the docstrings of each module of the standard library, and the topics of `help()`. `tuner ladder run`
 trains the rungs; its process is killed with SIGKILL at random steps of the whole ladder, and the same command is given
@@ -11,7 +11,6 @@ Prints one JSON line for each kill, the rungs' marks as CSV and the prediction; 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import random
@@ -26,16 +25,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.commands import Start, environment, run, write_lines  # noqa: E402
-from tools.tables import beside  # noqa: E402
-from tuner.config.load import load_recipe  # noqa: E402
-from tuner.config.paths import recipes_dir  # noqa: E402
-from tuner.ladder.marks import Mark, marks_csv, read_marks  # noqa: E402
-from tuner.ladder.record import LadderRecord, read_ladder  # noqa: E402
-from tuner.ladder.rungs import rungs_of  # noqa: E402
+from tools.commands import Start, environment, parser_of, run, write_lines
+from tools.tables import beside
+from tuner.config.load import load_recipe
+from tuner.config.paths import recipes_dir
+from tuner.ladder.marks import Mark, marks_csv, read_marks
+from tuner.ladder.record import LadderRecord, read_ladder
+from tuner.ladder.rungs import rungs_of
 
 POLL_S = 0.05
 LIMIT_S = 20 * 60
@@ -48,7 +44,7 @@ RECIPE: dict[str, Any] = beside(__file__)
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)

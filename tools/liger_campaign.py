@@ -1,6 +1,6 @@
 """Compile every kernel of liger that a training launches, for every generation of GPUs, without a GPU.
 
-    python tools/liger_campaign.py [--only llama gemma2] [--targets 80 90]
+    python -m tools.liger_campaign [--only llama gemma2] [--targets 80 90]
 
 For each type that liger has kernels for, the step of a tiny model is traced as for CUDA (tools/cuda_campaign.py), and
 each launch of a Triton kernel noted: its types, its constants, and the sizes that liger chose. Each is then compiled
@@ -10,23 +10,18 @@ where one does not compile.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.causal_cases import TYPES, tiny_config  # noqa: E402
-from tools.cuda_campaign import _quiet, predicted  # noqa: E402
+from tools.causal_cases import TYPES, quiet, tiny_config
+from tools.commands import parser_of, workplace
+from tools.cuda_campaign import predicted
 
 TARGETS = (80, 89, 90, 100, 120)
 VOCABULARY = 151936
@@ -98,7 +93,7 @@ def noting(found: dict[Launch, None]) -> Iterator[None]:
 def launches(model_type: str) -> dict[Launch, None]:
     """The launches in a traced step of a tiny model of the type, in full; empty where it cannot be traced."""
     found: dict[Launch, None] = {}
-    with tempfile.TemporaryDirectory() as name, _quiet():
+    with workplace() as name, quiet():
         try:
             config = tiny_config(model_type)
             config.get_text_config().vocab_size = VOCABULARY
@@ -106,7 +101,7 @@ def launches(model_type: str) -> dict[Launch, None]:
         except Exception:  # noqa: BLE001 - transformers itself cannot make one
             return found
         with patch("tuner.profile.fakes._no_kernels", lambda: noting(found)):
-            predicted(Path(name), "full", "h100-80g")
+            predicted(name, "full", "h100-80g")
     return found
 
 
@@ -130,7 +125,7 @@ def main() -> int:
     """Run the campaign; exit code 1 where a kernel does not compile."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[t for t in TYPES if t in MODEL_TYPE_TO_APPLY_LIGER_FN])
     parser.add_argument("--targets", nargs="*", type=int, default=list(TARGETS))
     options = parser.parse_args()

@@ -1,9 +1,9 @@
 """What activations on the host and tiled MLPs do for long rows: gradients, peaks, and the longest row that trains.
 
-    python tools/long_rows_campaign.py gradients
-    python tools/long_rows_campaign.py peaks [--tokens 65536]
-    python tools/long_rows_campaign.py longest [--limit 16GB] [--where cpu] [--run] [--out figures.json]
-    python tools/long_rows_campaign.py --limit 2GB --run          (all three)
+    python -m tools.long_rows_campaign gradients
+    python -m tools.long_rows_campaign peaks [--tokens 65536]
+    python -m tools.long_rows_campaign longest [--limit 16GB] [--where cpu] [--run] [--out figures.json]
+    python -m tools.long_rows_campaign --limit 2GB --run          (all three)
 
 ``gradients``: full models of every tiny family, in float32, with tiles and inputs on the host at each level of
 recomputing, against the plain step; fails beyond 1e-6. ``peaks``: four layers of the shape of Llama 3.1 8B, the step
@@ -15,13 +15,11 @@ row longer by half, which must not fit. Tables are Markdown, on stdout.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import resource
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,25 +27,22 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 
-import torch  # noqa: E402
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig  # noqa: E402
-
-from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids, relative  # noqa: E402
-from tests.model.tiny import FAMILIES, family_config  # noqa: E402
-from tools.commands import done, environment, read_lines, write_lines  # noqa: E402
-from tuner.config.load import load_recipe  # noqa: E402
-from tuner.model import tiles  # noqa: E402
-from tuner.model.blocks import apply_offload, apply_recompute  # noqa: E402
-from tuner.model.build import ModelSpec, build_model  # noqa: E402
-from tuner.model.root import CausalLM  # noqa: E402
-from tuner.profile.devices import Device, find_device, parse_memory  # noqa: E402
-from tuner.profile.predict import ERRORS, Target, predict  # noqa: E402
-from tuner.profile.prediction import Prediction  # noqa: E402
-from tuner.runtime.dist import RankInfo  # noqa: E402
-from tuner.runtime.files import gib  # noqa: E402
+from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids, relative
+from tests.model.tiny import FAMILIES, family_config
+from tools.commands import done, environment, parser_of, read_lines, workplace, write_lines
+from tuner.config.load import load_recipe
+from tuner.model import tiles
+from tuner.model.blocks import apply_offload, apply_recompute
+from tuner.model.build import ModelSpec, build_model
+from tuner.model.root import CausalLM
+from tuner.profile.devices import Device, find_device, parse_memory
+from tuner.profile.predict import ERRORS, Target, predict
+from tuner.profile.prediction import Prediction
+from tuner.runtime.dist import RankInfo
+from tuner.runtime.files import gib
 
 ALLOWED, STEP, MOST = 1e-6, 1024, 1 << 22
 HEADER = "| | longest row | predicted peak | on the host | process (RSS) | seconds a step | half more |"
@@ -90,12 +85,12 @@ def gradients() -> int:
     """Compare the gradients; exit code 1 where one is further off than allowed."""
     print("| family | level | tiles | tiles, inputs on the host |\n| --- | --- | --- | --- |")
     worst = 0.0
-    with tempfile.TemporaryDirectory() as name, patch.object(tiles, "LEAST", 8):
+    with workplace() as name, patch.object(tiles, "LEAST", 8):
         for family in FAMILIES:
-            expected = _gradient(family, Path(name), "none", False, False)
+            expected = _gradient(family, name, "none", False, False)
             for level in ("none", "selective", "full"):
                 ways = [(True, False)] + [(True, True)] * (level != "none")
-                off = [relative(_gradient(family, Path(name), level, *way), expected) for way in ways]
+                off = [relative(_gradient(family, name, level, *way), expected) for way in ways]
                 print(f"| {family} | {level} | {off[0]:.1e} | {f'{off[1]:.1e}' if len(off) > 1 else ''} |", flush=True)
                 worst = max(worst, *off)
     print(f"\nworst {worst:.1e}, allowed {ALLOWED:.0e}")
@@ -156,8 +151,8 @@ def peaks(tokens: int) -> int:
     print("| adapter | | tensors on the device | of them activations | on the host |\n| --- | --- | --- | --- | --- |")
     for adapter in ("lora", "none"):
         for way in ("plain", "recomputed", "+ on the host", "+ tiles"):
-            with tempfile.TemporaryDirectory() as name:
-                found = predicted(Path(name), LAYERS_OF_8B, WAYS[way], device, tokens, adapter)
+            with workplace() as name:
+                found = predicted(name, LAYERS_OF_8B, WAYS[way], device, tokens, adapter)
             parts = found.memory.counted_peak()
             print(
                 f"| {adapter} | {way} | {gib(sum(parts.values()))} | {gib(parts['activations'] + parts['other'])} "
@@ -171,7 +166,7 @@ def longest(limit: int, where: str, run: bool, out: Path | None) -> int:
     card = replace(find_device("rtx4080-16g"), memory_bytes=limit, shown=f"a card of {gib(limit)}", host_bytes=1 << 40)
     cpu = replace(find_device("cpu"), memory_bytes=limit)
     found: dict[str, list[Figure]] = {card.shown: [], "this CPU": []}
-    with tempfile.TemporaryDirectory() as name:
+    with workplace() as name:
         for device, ways in ((card, ("plain", "recomputed", "+ on the host", "+ tiles")),
                              (cpu, ("plain", "recomputed", "recomputed, tiles"))):  # fmt: skip
             if where not in {"any", device.kind}:
@@ -179,11 +174,11 @@ def longest(limit: int, where: str, run: bool, out: Path | None) -> int:
             lines = found[card.shown if device is card else "this CPU"]
             for way in ways:
                 room = int(limit / (1 + ERRORS[device.kind]))
-                tokens, said = _search(partial(predicted, Path(name), SMALL, WAYS[way], device), room)
+                tokens, said = _search(partial(predicted, name, SMALL, WAYS[way], device), room)
                 lines.append(Figure(way, tokens, said.peak_bytes, said.host_bytes))
                 print(f"{device.shown}: {way}: {tokens:,} tokens, {gib(said.peak_bytes)}", file=sys.stderr, flush=True)
         if run:
-            found["this CPU"] = [_trained(figure, limit, Path(name)) for figure in found["this CPU"]]
+            found["this CPU"] = [_trained(figure, limit, name) for figure in found["this CPU"]]
     for place, figures in ((place, figures) for place, figures in found.items() if figures):
         print(f"\n{place}, {gib(limit)}\n\n{HEADER}\n{' --- '.join('|' * 8)}")
         for one in figures:
@@ -259,7 +254,7 @@ def _train(way: str, tokens: int, limit: int, directory: Path) -> tuple[int, flo
 
 def main() -> int:
     """Run what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("what", choices=("gradients", "peaks", "longest", "all"), nargs="?", default="all")
     parser.add_argument("--tokens", type=int, default=1 << 16)
     parser.add_argument("--limit", default="16GB")

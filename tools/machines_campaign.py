@@ -1,7 +1,7 @@
 """Train on two machines of two processes each, kill one of the machines, let it come back, and compare the end.
 
-    python tools/machines_campaign.py --trials 2 --seed 0
-    python tools/machines_campaign.py --flags --parallel.tensor 2
+    python -m tools.machines_campaign --trials 2 --seed 0
+    python -m tools.machines_campaign --flags --parallel.tensor 2
 
 A machine is a torchrun in a network namespace of its own, joined to the other by a pair of virtual links; where this
 user may not make namespaces (they need root), both are on the loopback, and each line says so. The two meet at a store
@@ -22,7 +22,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,11 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.fixtures.trainings import STEPS_PER_EPOCH, TOTAL, outcome, prepare  # noqa: E402
-from tools.commands import environment, free_port  # noqa: E402
+from tests.fixtures.trainings import STEPS_PER_EPOCH, TOTAL, outcome, prepare
+from tools.commands import Results, environment, free_port, parser_of, workplace
 
 EACH = 2
 """Processes of a machine."""
@@ -175,7 +171,7 @@ def campaign(directory: Path, trials: int, seed: int, flags: Sequence[str]) -> l
     """The unbroken run, and trials against it, of both machines in turn."""
     prepare(directory, 1)
     words, chance = ["--train.micro_batch_size", "1", "--checkpoint.every", "4 steps", *flags], random.Random(seed)
-    results = []
+    results = Results()
     with two_machines() as (machines, network):
         try:
             codes = trained(machines, directory, "unbroken", words)
@@ -186,24 +182,23 @@ def campaign(directory: Path, trials: int, seed: int, flags: Sequence[str]) -> l
                 step = chance.randrange(STEPS_PER_EPOCH, TOTAL - 3)
                 found = trial(machines, directory, 1 - index % 2, step, words)
                 ended = outcome(directory / "runs" / f"killed-{found['machine']}-{step}")
-                results.append({"network": network, **found, "identical": ended == unbroken})
-                print(json.dumps(results[-1]), flush=True)
+                results.add({"network": network, **found, "identical": ended == unbroken})
         finally:
             for machine in machines:
                 if machine.launcher is not None and machine.launcher.poll() is None:
                     machine.kill()
-    return results
+    return results.rows
 
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of `tuner train`, the last option here")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tuner-machines-") as directory:
-        results = campaign(Path(directory), options.trials, options.seed, options.flags)
+    with workplace() as directory:
+        results = campaign(directory, options.trials, options.seed, options.flags)
     good = sum(result["identical"] and not any(result["codes"]) for result in results)
     print(json.dumps({"trials": len(results), "identical": good, "seed": options.seed}))
     return 0 if good == len(results) else 1

@@ -31,11 +31,12 @@ def memory(field: str) -> int:
 
 def machine(device: str) -> dict[str, Any]:
     """What the figures were made on."""
+    python = {"python": sys.version.split()[0]}
     if device == "cuda":
         import torch
 
-        return {"device": torch.cuda.get_device_name(), "python": sys.version.split()[0]}
+        return {"device": torch.cuda.get_device_name(), **python}
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     model = next((line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), "?")
     threads = os.environ.get("OMP_NUM_THREADS", "all")
-    return {"cpu": model, "cores": os.cpu_count(), "threads": threads, "avx512_bf16": "avx512_bf16" in text}
+    return {"cpu": model, "cores": os.cpu_count(), "threads": threads, "avx512_bf16": "avx512_bf16" in text, **python}

@@ -1,6 +1,6 @@
 """Every method and adapter on every kind of mesh: whole launches, held against the same launch in one process.
 
-    python tools/mesh_campaign.py [--only TEXT ...] [--again] [--timeout SECONDS] [--out DIR]
+    python -m tools.mesh_campaign [--only TEXT ...] [--again] [--timeout SECONDS] [--out DIR]
 
 A cell is a training of a tiny model, its reference and its evaluations included, on two or four processes that meet
 over gloo; those on two come first. Each is equal (all losses within 1e-5 of one process, relative), unequal, refused
@@ -11,13 +11,11 @@ come; a campaign that is started again continues after them, and takes failed ce
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -27,18 +25,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.tables import beside  # noqa: E402
-from tuner.config.load import load_recipe  # noqa: E402
-from tuner.config.recipe import TokenizerSection  # noqa: E402
-from tuner.data.encoding.tokenizer_files import load_tokenizer  # noqa: E402
-from tuner.errors import ExitCode, TunerError  # noqa: E402
-from tuner.run.main import train  # noqa: E402
-from tuner.run.options import LaunchOptions  # noqa: E402
-from tuner.runtime.console import Console  # noqa: E402
-from tuner.runtime.dist import RankInfo  # noqa: E402
+from tools.commands import ROOT, free_port, parser_of, read_lines, write_lines
+from tools.tables import beside
+from tuner.config.load import load_recipe
+from tuner.config.recipe import TokenizerSection
+from tuner.data.encoding.tokenizer_files import load_tokenizer
+from tuner.errors import ExitCode, TunerError
+from tuner.run.main import train
+from tuner.run.options import LaunchOptions
+from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
 
 STEPS = 3
 NEAR = 1e-5
@@ -124,7 +120,7 @@ def write_inputs(place: Path) -> None:
     Qwen3MoeForCausalLM(mixture).save_pretrained(place / "mixture")
     numbers = range(30)
     answers = [{"prompt": f"{i} ", "completion": "ab" * (i % 7 + 1)} for i in numbers]
-    rows = {
+    rows: dict[str, list[dict[str, Any]]] = {
         "answers": answers,
         "texts": [{"text": f"{i} " + "abc" * (i % 9 + 3)} for i in numbers],
         "pairs": [{"prompt": f"{i} ", "chosen": "ab" * (i % 7 + 1), "rejected": "ba" * (i % 5 + 1)} for i in numbers],
@@ -133,7 +129,7 @@ def write_inputs(place: Path) -> None:
     written = place / "rows.new"
     written.mkdir(exist_ok=True)
     for name, records in rows.items():
-        (written / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records), encoding="utf-8")
+        write_lines(written / f"{name}.jsonl", records)
     written.rename(place / "rows")
 
 
@@ -169,11 +165,8 @@ def run_rank(recipe: dict[str, Any], rank_info: RankInfo, result: Path) -> None:
     found = Found()
     try:
         run = train(load_recipe(recipe), LaunchOptions(), rank_info, Console(rank_info.is_main, "error")).run_dir
-        for line in map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()):
-            if line["kind"] == "train":
-                found.steps.append((line["loss"], line["grad_norm"]))
-            elif line["kind"] == "eval":
-                found.evaluations.append(line["loss"])
+        found.steps = [(line["loss"], line["grad_norm"]) for line in read_lines(run / "metrics.jsonl", "train")]
+        found.evaluations = [line["loss"] for line in read_lines(run / "metrics.jsonl", "eval")]
     except TunerError as error:
         found.code, found.said = int(error.exit_code), error.message
     except Exception as error:  # noqa: BLE001 - a cell that fails is one of the results
@@ -215,11 +208,8 @@ def launched(recipe: dict[str, Any], layout: Layout, place: Path, timeout_s: flo
     result, log = place / "result.json", place / "log.txt"
     place.mkdir(parents=True, exist_ok=True)
     result.unlink(missing_ok=True)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
     size, local = layout.processes, layout.processes // layout.machines
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     children = []
     for rank in range(size):
         rank_info = RankInfo(rank, size, rank % local, local)
@@ -296,7 +286,7 @@ def table(lines: Mapping[str, dict[str, Any]]) -> str:
 
 def main() -> int:
     """Try the cells that are not there yet."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--timeout", type=float, default=600.0)
@@ -306,9 +296,8 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     load_inputs(out)
-    done, lines = out / "cells.jsonl", dict[str, dict[str, Any]]()
-    if done.is_file():
-        lines = {line["cell"]: line for line in map(json.loads, done.read_text(encoding="utf-8").splitlines())}
+    done = out / "cells.jsonl"
+    lines = {line["cell"]: line for line in read_lines(done)}
     alone: dict[str, Found] = {}
     for cell in sorted(cells(), key=lambda cell: LAYOUTS[cell.layout].processes):
         before = lines.get(str(cell))

@@ -1,6 +1,6 @@
 """How the recipe's errors answer 136 mistakes: exit code 2, the right place, and the line to write.
 
-python tools/mistakes.py [--verbose]
+python -m tools.mistakes [--verbose]
 
 The table, `tools/mistakes.jsonl`, was written before the messages were read: keys and values of TRL, axolotl,
 LLaMA-Factory, torchtune, ms-swift and Unsloth, and mistakes with keys of our own.
@@ -8,19 +8,14 @@ LLaMA-Factory, torchtune, ms-swift and Unsloth, and mistakes with keys of our ow
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tuner.config.load import Override, RecipeText, load_recipe  # noqa: E402
-from tuner.errors import RecipeError  # noqa: E402
+from tools.commands import ROOT, parser_of
+from tuner.config.load import Override, RecipeText, load_recipe
+from tuner.errors import RecipeError
 
 TABLE = ROOT / "tools" / "mistakes.jsonl"
 BASE = "model: {name_or_path: owner/name}\ndata: {train: rows.jsonl}\n"
@@ -87,7 +82,7 @@ def _where(line: str, at: str) -> bool:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print how many answers are right, by tool, and those that are not; 1 below the target."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--verbose", action="store_true", help="print every answer")
     verbose = parser.parse_args(words).verbose
     answers = [answer(mistake) for mistake in mistakes()]
@@ -112,4 +107,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """The language models of tiny multimodal checkpoints, of every type that transformers has: trained, and put back.
 
-    python tools/multimodal_campaign.py [--only TYPE ...] [--table FILE]
+    python -m tools.multimodal_campaign [--only TYPE ...] [--table FILE]
 
 For each type a tiny whole model is saved with random weights in several files. Its language model is trained, in full
 and by an adapter, and exported into the whole checkpoint, which is compared with the source by code of its own: what is
@@ -11,11 +11,8 @@ Exits with 1 where one is wrong, or where a run ended with anything but a reason
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +22,9 @@ from safetensors import safe_open
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel, Qwen2Tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
-from transformers.utils import logging
 
-from tools.causal_cases import tiny_config
+from tools.causal_cases import quiet, tiny_config
+from tools.commands import parser_of, workplace
 from tuner.api.exports import export_hf
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
@@ -171,19 +168,17 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+@quiet()
 def main() -> int:
     """Try the types that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=TYPES, default=TYPES, metavar="TYPE")
     parser.add_argument("--table", type=Path, help="write what was found as JSON")
     options = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
     found = []
     for model_type in options.only:
-        with tempfile.TemporaryDirectory() as directory:
-            found.append(tried(model_type, Path(directory)))
+        with workplace() as directory:
+            found.append(tried(model_type, directory))
         print(f"{model_type:28} {found[-1]['verdict']:10} {found[-1]['reason'][:150]}", flush=True)
     if options.table:
         options.table.write_text(json.dumps(found, indent=1))

@@ -1,6 +1,6 @@
 """Plant known faults in `tuner/`, one at a time in a copy of the tree, and count those that the tests catch.
 
-    python tools/mutants.py [--only NAME ...] [--workers N] [--fast] [--list]
+    python -m tools.mutants [--only NAME ...] [--workers N] [--fast] [--list]
 
 Each fault of `tools/mutants.yaml` changes a pattern in a place that is found by its name (`tools/mutations.py`).
 The tests named beside it must pass without the fault and fail with it; ``--fast`` asks those of `make test` alone, and
@@ -10,7 +10,6 @@ one in ten survives.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import json
 import os
@@ -23,10 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.mutations import Mutant, read_mutants  # noqa: E402
+from tools.commands import ROOT, parser_of
+from tools.mutations import Mutant, read_mutants
 
 MUTANTS = read_mutants(ROOT / "tools" / "mutants.yaml")
 
@@ -48,7 +45,7 @@ class Verdict:
 
 def main() -> int:
     """Run the chosen faults, print the report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="names of faults, or beginnings of them")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--fast", action="store_true", help="leave out tests marked slow, as make test does")

@@ -1,6 +1,6 @@
 """Breaks JSONL lines in every way we know and compares the product's verdicts with an oracle's, line by line.
 
-    python tools/mutate_rows.py [--lines 100000] [--seed 1] [--long 1] [--command]
+    python -m tools.mutate_rows [--lines 100000] [--seed 1] [--long 1] [--command]
 
 Writes good rows of every form, most of them mutated, and reads them: by the functions that the product reads rows
 with, or with `--command` by `tuner prepare-data` with `on_bad_row: skip` (byte tokenizer, a ChatML template).
@@ -10,23 +10,17 @@ no row's problem, a value other than the one written, or a problem whose place i
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
-import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.commands import environment, run  # noqa: E402
-from tools.row_mutations import lines  # noqa: E402
-from tools.row_oracle import BLANK, GOOD, judge, parse  # noqa: E402
+from tools.commands import environment, parser_of, read_lines, run, workplace
+from tools.row_mutations import lines
+from tools.row_oracle import BLANK, GOOD, judge, parse
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -94,9 +88,8 @@ def by_command(path: Path, rows: int) -> Verdicts:
         verdicts.exceptions.append(done.stderr[-2000:])
         return verdicts
     document = json.loads(done.stdout)
-    with (Path(document["artifacts"]["path"]) / "rejects.jsonl").open(encoding="utf-8") as rejects:
-        for reject in map(json.loads, rejects):
-            verdicts.bad[reject["line"]] = (reject["col"], reject["reason"])
+    for reject in read_lines(Path(document["artifacts"]["path"]) / "rejects.jsonl"):
+        verdicts.bad[reject["line"]] = (reject["col"], reject["reason"])
     counts = document["metrics"]["train"]
     if counts["rows"] != rows or sum(counts["skipped"].values()) != len(verdicts.bad):
         verdicts.exceptions.append(f"counted {counts['rows']} rows and {counts['skipped']}, there are {rows}")
@@ -146,14 +139,14 @@ def compare(path: Path, count: int, command: bool) -> dict[str, Any]:
 
 def main() -> int:
     """Write the lines, compare, print; 1 where anything is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--lines", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--long", type=int, default=1, help="lines of more than 64 MiB")
     parser.add_argument("--command", action="store_true", help="by the real command instead of its functions")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tuner-mutate-") as scratch:
-        path = Path(scratch) / "rows.jsonl"
+    with workplace() as place:
+        path = place / "rows.jsonl"
         with path.open("wb") as file:
             for line in lines(options.lines, options.seed, options.long):
                 file.write(line.replace(b"\n", b" ") + b"\n")
@@ -164,4 +157,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -99,7 +99,6 @@ def read_mutants(table: Path) -> tuple[Mutant, ...]:
     return tuple((InC if row.pop("c", False) else Mutant)(**{**row, "tests": tuple(row["tests"])}) for row in rows)
 
 
-
 def _with(text: str, changed: ast.AST) -> str:
     """A file's text with one of its statements, or all of it, as a tree has it now; the others keep their layout."""
     if not isinstance(changed, ast.FunctionDef | ast.ClassDef):

@@ -1,6 +1,6 @@
 """Final losses of compact optimizer states against the spread of three seeds with float32 ones.
 
-    python tools/optimizer_spread.py [--model DIR] [--steps 200] [--rows 2] [--length 128] [--only NAME ...]
+    python -m tools.optimizer_spread [--model DIR] [--steps 200] [--rows 2] [--length 128] [--only NAME ...]
 
 Full fine-tuning of SmolLM2 on the pages of docs/, of which every eighth is held out: adamw with float32 states from
 three seeds, and from the first of them with 8-bit states (`optimizer.state: 8bit`), with states and update on the host
@@ -17,14 +17,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.commands import done, environment, read_lines, write_lines  # noqa: E402
+from tools.commands import ROOT, done, environment, parser_of, read_lines, write_lines
 
 STOCHASTIC = {"model.dtype": "bf16", "optimizer.rounding": "stochastic"}
 VARIANTS: dict[str, dict[str, str]] = {
@@ -85,7 +81,7 @@ def train(place: Path, name: str) -> dict[str, Any]:
 
 def main() -> int:
     """Train the variants, and hold them against the spread."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rows", type=int, default=2, help="of a step")

@@ -1,6 +1,6 @@
 """Build wheel and sdist, install each into a fresh environment, and use the installed command outside the source tree.
 
-    python tools/package_campaign.py [--pythons python3.11 /usr/bin/python3.12] [--kinds wheel] [--work DIR]
+    python -m tools.package_campaign [--pythons python3.11 /usr/bin/python3.12] [--kinds wheel] [--work DIR]
 
 For each interpreter that is here and each of the two files: torch as constraints.txt pins it, then the file with its
 dependencies. In an empty directory, with nothing of the tree on the path: `tuner --version`, the shipped recipes
@@ -10,17 +10,16 @@ types, and what the metadata says. Interpreters that are not here are named. Exi
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tools.commands import ROOT, parser_of, workplace
+
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 PINS = ROOT / "constraints.txt"
 FACTS = """
@@ -103,14 +102,13 @@ def use(programs: Path, empty: Path) -> dict[str, object]:
 
 def main() -> int:
     """Build, install, use; exit code 1 where one of them fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--pythons", nargs="+", default=list(PYTHONS), help="interpreters to install under")
     parser.add_argument("--kinds", nargs="+", choices=("wheel", "sdist"), default=["wheel", "sdist"])
     parser.add_argument("--work", type=Path, help="an empty directory that is kept; default: one that goes")
     options = parser.parse_args()
     failed = 0
-    with tempfile.TemporaryDirectory() as scratch:
-        work = (options.work or Path(scratch)).resolve()
+    with workplace(options.work) as work:
         work.mkdir(parents=True, exist_ok=True)
         files = build(work)
         print(json.dumps({"built": {file.name: file.stat().st_size for file in files}}), flush=True)

@@ -11,7 +11,7 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from tools.row_oracle import Bad, call_good, from_text, good_json, tools_good, turn_good
+from tools.row_oracle import Bad, call_good, from_text, good_json, holds_turns, tools_good, turn_good
 
 BEGIN, END = "<|bos|>", "<|eos|>"
 PROMPTS = ("prompt", "conversations", "instruction", "messages")
@@ -301,20 +301,6 @@ def beside_chat(answers: list[Any]) -> list[Any]:
 def judge(row: dict[str, Any], kind: str) -> Verdict:
     """The verdict of a row for a method whose examples are of a kind."""
     return Judge(row).preference() if kind == "preference" else Judge(row).unpaired()
-
-
-def holds_turns(text: str) -> bool:
-    """Whether a text is JSON for a list of turns, as a CSV file has it."""
-    if text.lstrip()[:1] != "[":
-        return False
-    try:
-        items = json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
-        return False
-    spoken = all("from" in item and "value" in item for item in items)
-    return spoken or all("role" in item and ("content" in item or "tool_calls" in item) for item in items)
 
 
 def same(one: Any, other: Any) -> bool:

@@ -1,6 +1,6 @@
 """Breaks rows that compare answers and holds what is prepared of them against an oracle, row by row.
 
-    python tools/pairs_campaign.py [--rows 5000] [--seed 1]
+    python -m tools.pairs_campaign [--rows 5000] [--seed 1]
 
 Draws good preference rows and labelled rows of every form, mutates most of them, and prepares them as `prepare-data`
 does, with `on_bad_row: skip` (byte tokenizer, a template like ChatML). `tools/pair_oracle.py` says which are good, what
@@ -10,11 +10,8 @@ verdict, on a reason that is none of the oracle's, on other text, masks, labels 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,12 +22,10 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.pair_oracle import BEGIN, END, Verdict, judge  # noqa: E402
-from tools.row_mutations import CALL, ODD, TOOLS, words  # noqa: E402
-from tools.tables import beside  # noqa: E402
+from tools.commands import parser_of, read_lines, workplace, write_lines
+from tools.pair_oracle import BEGIN, END, Verdict, judge
+from tools.row_mutations import CALL, ODD, TOOLS, words
+from tools.tables import beside
 
 TEMPLATE = (
     f"{{% for message in messages %}}{{{{ '{BEGIN}' + message['role'] + '\\n' + message['content'] + '{END}\\n' }}}}"
@@ -274,7 +269,7 @@ def prepared(kind: str, given: list[Row], work: Path) -> tuple[dict[int, str], l
     (work / "model").mkdir(parents=True)
     (work / "model" / "config.json").write_text("{}")
     (work / "chatml.jinja").write_text(TEMPLATE)
-    (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    write_lines(work / "rows.jsonl", given)
     data = {"train": str(work / "rows.jsonl"), "on_bad_row": "skip", "max_length": 1 << 16}
     spec = prepare_spec(
         ModelSection(name_or_path=str(work / "model")),
@@ -285,8 +280,7 @@ def prepared(kind: str, given: list[Row], work: Path) -> tuple[dict[int, str], l
     )
     examples = Examples("preference" if kind == "preference" else "unpaired", "last_assistant")
     info = prepare(replace(spec, examples=examples))
-    with (info.path / "rejects.jsonl").open(encoding="utf-8") as rejects:
-        refused = {int(line["line"]): str(line["reason"]) for line in map(json.loads, rejects)}
+    refused = {int(line["line"]): str(line["reason"]) for line in read_lines(info.path / "rejects.jsonl")}
     opened = open_prepared(info.path, verify=True).train
     documents: dict[int, Any] = {}
     for row in opened:
@@ -304,20 +298,20 @@ def prepared(kind: str, given: list[Row], work: Path) -> tuple[dict[int, str], l
 
 def main() -> int:
     """Draw, prepare, compare, print; 1 where anything is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     started = time.monotonic()
     figures: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="tuner-pairs-") as scratch:
+    with workplace() as place:
         for kind in ("preference", "unpaired"):
             drawn = list(rows(kind, options.rows, options.seed))
-            found = compare(kind, drawn, Path(scratch) / kind)
+            found = compare(kind, drawn, place / kind)
             figures[kind] = {**vars(found), "classes": dict(found.classes.most_common())}
     print(json.dumps({**figures, "seconds": round(time.monotonic() - started, 1)}, indent=1))
     return int(any(figures[kind][fault] for kind in ("preference", "unpaired") for fault in FAULTS))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

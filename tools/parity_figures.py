@@ -1,6 +1,6 @@
 """Print how equal the equal things are: packed against alone, one process against two and against accumulation.
 
-    python tools/parity_figures.py [--smollm2 DIR]
+    python -m tools.parity_figures [--smollm2 DIR]
 
 Prints one JSON object of largest relative differences; the tests in tests/model/test_packing.py and
 tests/multi/test_parity.py hold the same figures to their bounds.
@@ -8,15 +8,11 @@ tests/multi/test_parity.py hold the same figures to their bounds.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from tools.commands import ROOT, parser_of, workplace
+
 TRAINED = [1, 29, 3, 15, 30, 7, 5, 2, 9, 24, 20, 7, 25, 2, 18, 11]
 """Trained tokens of each row."""
 
@@ -28,8 +24,8 @@ def packing(smollm2: str | None) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for kind in TINY:
-        with tempfile.TemporaryDirectory() as directory:
-            found[kind] = packed.figures(packed.tiny_root(kind, Path(directory)), packed.random_ids(97), packed.LENGTHS)
+        with workplace() as directory:
+            found[kind] = packed.figures(packed.tiny_root(kind, directory), packed.random_ids(97), packed.LENGTHS)
     if smollm2:
         root, ids, lengths = packed.smollm2(smollm2)
         found["SmolLM2-135M"] = packed.figures(root, ids, lengths)
@@ -41,8 +37,7 @@ def processes() -> dict[str, Any]:
     from tests.train.synthetic import write_model
 
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        model = Path(directory)
+    with workplace() as model:
         write_model(model)
         for name, adapter in {"full": {"kind": "none"}, "lora": {"kind": "lora", "r": 4}}.items():
             wish = {"model": str(model), "adapter": adapter, "trained": TRAINED, "global": 8, "micro": 8}
@@ -74,7 +69,7 @@ def differences(one: dict[str, list[float]], other: dict[str, list[float]]) -> d
 
 def main() -> int:
     """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--smollm2", help="directory that tools/build_smollm2.py made")
     options = parser.parse_args()
     print(json.dumps({"packing": packing(options.smollm2), "processes": processes()}, indent=2))

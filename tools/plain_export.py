@@ -1,6 +1,6 @@
 """Train a real model for two steps, export it, and load it where there is no tuner: the same text, the same logits.
 
-    python tools/plain_export.py MODEL PLAIN/bin/python [--work DIRECTORY]
+    python -m tools.plain_export MODEL PLAIN/bin/python [--work DIRECTORY]
 
 MODEL is a model's directory (`tools/build_smollm2.py` makes one); PLAIN a fresh virtual environment with torch,
 transformers and peft alone. `tuner train` trains the model in full, with a LoRA adapter, and with one and a new token;
@@ -11,19 +11,13 @@ and how far the logits differ, as JSON; exits with 1 where a text differs, or a 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.commands import done, environment, write_lines  # noqa: E402
+from tools.commands import ROOT, done, environment, parser_of, workplace, write_lines
 
 PROMPTS = ["Order note: five garden hoses to Oslo, please.", "What is the capital of France?"]
 NEW_TOKENS = 24
@@ -107,13 +101,12 @@ def check(model: Path, python: str, work: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Check, in a directory that is removed unless one is given."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("python")
     parser.add_argument("--work", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        work = (options.work or Path(scratch)).absolute()
+    with workplace(options.work) as work:
         work.mkdir(parents=True, exist_ok=True)
         figures = check(options.model.absolute(), options.python, work)
     print(json.dumps(figures, indent=1))

@@ -1,6 +1,6 @@
 """What computing in fp16 and fp8 changes of what is learned: losses and held-out losses against fp32 and bf16.
 
-    python tools/precision_campaign.py [--steps 100] [--seeds 3] [--smollm2 DIR --smollm2-steps 3] [--out FILE]
+    python -m tools.precision_campaign [--steps 100] [--seeds 3] [--smollm2 DIR --smollm2-steps 3] [--out FILE]
 
 A tiny model with weights from nothing, on this repository's documentation by its bytes, in each precision in turns,
 with as many seeds; then some steps of a whole SmolLM2 where its directory is given. A line for each: the mean
@@ -13,11 +13,9 @@ Exits with 1 where a gap is above what docs/train.md says, a run diverges, or re
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
+from tools.commands import ROOT, parser_of, read_lines, workplace, write_lines
 from tuner.checkpoint.load import content_sha256
 from tuner.checkpoint.open import newest
 from tuner.config.load import load_recipe
@@ -33,7 +32,6 @@ from tuner.run.options import LaunchOptions
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 
-ROOT = Path(__file__).resolve().parents[1]
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 SHAPE = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -53,9 +51,8 @@ class Run:
     @staticmethod
     def of(directory: Path) -> Run:
         """What is in a run's directory."""
-        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-        held_out = [line["loss"] for line in lines if line["kind"] == "eval"]
-        return Run([line for line in lines if line["kind"] == "train"], held_out[-1] if held_out else None)
+        steps, held_out = (read_lines(directory / "metrics.jsonl", kind) for kind in ("train", "eval"))
+        return Run(steps, held_out[-1]["loss"] if held_out else None)
 
     @property
     def losses(self) -> list[float]:
@@ -171,20 +168,19 @@ def prepare(place: Path) -> None:
     """The shape of the tiny model, and rows of text, in which no control token is written out."""
     LlamaConfig(**SHAPE).save_pretrained(place / "model")
     texts = [path.read_text(encoding="utf-8").replace("<|", "<") for path in sorted((ROOT / "docs").rglob("*.md"))]
-    (place / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_lines(place / "rows.jsonl", [{"text": text} for text in texts])
 
 
 def main() -> int:
     """Run all of it; 1 where a bound is broken."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--smollm2", type=Path)
     parser.add_argument("--smollm2-steps", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
+    with workplace() as place:
         prepare(place)
         same = resumed_bits(place, 6)
         gaps, spread = tiny(place, options.steps, options.seeds)

@@ -1,7 +1,7 @@
 """Hold predicted memory against what the CPU's allocator gives out in real steps, counted at the allocator itself.
 
-    python tools/predict_campaign.py --seed 7 --out figures.json
-    python tools/predict_campaign.py --seed 7 --combinations 60 --out combinations.json
+    python -m tools.predict_campaign --seed 7 --out figures.json
+    python -m tools.predict_campaign --seed 7 --combinations 60 --out combinations.json
 
 For each case a learner is built and takes real steps in processes of their own, in which a preloaded library counts
 what torch's allocator gives out and takes back in all threads (tools/allocations.py); the prediction traces the same
@@ -21,10 +21,7 @@ takes all experts to get as many, is printed beside it.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,12 +29,11 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tests.fixtures.predict_cases import Case, cases, combinations, draw, drawn_cases, meshes  # noqa: E402
-from tests.fixtures.predict_counted import Figures, count_spread, resolved_case  # noqa: E402
-from tests.fixtures.predict_traced import predicted  # noqa: E402
-from tuner.errors import TunerError  # noqa: E402
+from tests.fixtures.predict_cases import Case, cases, combinations, draw, drawn_cases, meshes
+from tests.fixtures.predict_counted import Figures, count_spread, resolved_case
+from tests.fixtures.predict_traced import predicted
+from tools.commands import parser_of, workplace
+from tuner.errors import TunerError
 from tuner.setup.build import build_train_state
 from tuner.setup.model import assemble_model
 
@@ -110,7 +106,7 @@ def table(chosen: Sequence[Case], lines: Sequence[dict[str, Any]]) -> str:
 
 def main() -> int:
     """Run the campaign; exit code 1 where a prediction was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seed", type=int, default=7, help="of the draw of architectures")
     parser.add_argument("--drawn", type=int, default=10, help="how many architectures are drawn")
     parser.add_argument("--combinations", type=int, default=0, help="how many combinations are drawn instead")
@@ -121,8 +117,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)  # as those that are counted have: kernels ask for scratch space by the thread
-    with tempfile.TemporaryDirectory() as name:
-        directory = Path(name)
+    with workplace() as directory:
         passed: dict[str, str] = {}
         if options.meshes:
             every = meshes()

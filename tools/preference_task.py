@@ -1,6 +1,6 @@
 """What the shipped preference recipes teach SmolLM2: figures on held-out notes, before and after training.
 
-    python tools/preference_task.py [--smollm2 DIR] [--only dpo orpo simpo reward] [--work DIR]
+    python -m tools.preference_task [--smollm2 DIR] [--only dpo orpo simpo reward] [--work DIR]
 
 Trains the shipped recipes on recipes/data/preferences.jsonl with the real command, and measures them on notes whose
 names and wordings never occur in it (tools/preference_rows.py): how often the implicit reward of the short answer is
@@ -12,22 +12,17 @@ above 90 %, more valid answers than before.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.commands import environment, read_lines, say, tuner, write_lines  # noqa: E402
-from tools.demo.score import answer, parse  # noqa: E402
-from tools.preference_rows import HELD_OUT_ROWS, Row, rows  # noqa: E402
+from tools.commands import ROOT, environment, parser_of, read_lines, say, tuner, workplace, write_lines
+from tools.demo.score import answer, parse
+from tools.preference_rows import HELD_OUT_ROWS, Row, rows
 
 METHODS: dict[str, tuple[str, ...]] = {
     "dpo": ("smollm2_dpo_cpu",),
@@ -87,15 +82,14 @@ def train(name: str, smollm2: Path, work: Path) -> dict[str, Any]:
 
 def main() -> int:
     """Train, measure, print the table and the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2")
     parser.add_argument("--only", nargs="+", choices=list(METHODS), default=["dpo", "reward"])
     parser.add_argument("--work", type=Path, help="keep the runs here")
     given = parser.parse_args()
     held_out = rows("held-out", HELD_OUT_ROWS)
     report: dict[str, Any] = {"held_out": len(held_out), "missed": []}
-    with tempfile.TemporaryDirectory() as directory:
-        work = (given.work or Path(directory)).absolute()
+    with workplace(given.work) as work:
         work.mkdir(parents=True, exist_ok=True)
         write_lines(work / "held-out.jsonl", held_out)
         smollm2 = given.smollm2.absolute()
@@ -108,9 +102,7 @@ def main() -> int:
                 found["valid"] = share_valid(answers_of(found["run"], held_out), held_out)
             report[name] = found
             valid = "" if name == "reward" else f", {found['valid']:6.1%} valid answers"
-            say(
-                f"{name:14} {found['accuracy']:6.1%} ranked right{valid}; {found['steps']} steps, {found['seconds']} s"
-            )
+            say(f"{name:14} {found['accuracy']:6.1%} ranked right{valid}; {found['steps']} steps, {found['seconds']} s")
             if found["accuracy"] <= ACCURACY_GOAL:
                 report["missed"].append(f"{name}: accuracy {found['accuracy']:.1%}")
             if name != "reward" and found["valid"] <= report["valid_before"]:

@@ -1,6 +1,6 @@
 """Every preference loss of `tuner train` against TRL's: the same pairs, the same model, 20 steps in fp32.
 
-    python tools/preference_vs_trl.py [--model DIR] [--only NAME ...] [--trl-python PYTHON] [--trl-path DIR]
+    python -m tools.preference_vs_trl [--model DIR] [--only NAME ...] [--trl-python PYTHON] [--trl-path DIR]
 
 Each side runs in a process of its own, with its own Python: ours calls `tuner.train`, which is what the command calls,
 with one recipe after the other; TRL's is `preference_trl.py`, which needs `trl` (`--trl-python` names a Python that has
@@ -21,16 +21,13 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools import real_preferences as real  # noqa: E402
-from tools.tables import beside  # noqa: E402
+from tools import real_preferences as real
+from tools.commands import ROOT, parser_of, read_lines, workplace, write_lines
+from tools.tables import beside
 
 if TYPE_CHECKING:
     from tuner.data.prepared import Row
@@ -61,8 +58,6 @@ class Case:
     """Whether TRL takes the mismatched answers of KTO's baseline from us."""
 
 
-
-
 CASES = tuple(Case(**one) for one in beside(__file__))
 
 
@@ -89,7 +84,7 @@ class Comparison:
         if not path.is_file():
             items = real.shortest(real.labelled(self.sources) if unpaired else real.pairs(self.sources)[:300], 80)
             items = interleaved(items) if unpaired else items
-            path.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
+            write_lines(path, items)
         return path
 
     def recipe(self, case: Case) -> dict[str, Any]:
@@ -122,17 +117,12 @@ class Comparison:
         job = self.work / "ours.json"
         recipes = {case.name: self.recipe(case) for case in cases}
         job.write_text(json.dumps(recipes), encoding="utf-8")
-        command = [sys.executable, str(Path(__file__).resolve()), "--ours", str(job)]
+        command = [sys.executable, "-m", "tools.preference_vs_trl", "--ours", str(job)]
         return dict(run_json(command, {"PYTHONPATH": str(ROOT)}))
 
     def theirs(self, runs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's side of all cases, in one process."""
-        job = self.work / "job.json"
-        job.write_text(
-            json.dumps({"model": str(self.model), "output_dir": str(self.work / "trl"), "runs": runs}), "utf-8"
-        )
-        command = [self.trl_python, str(ROOT / "tools" / "preference_trl.py"), str(job)]
-        return dict(run_json(command, {"PYTHONPATH": self.trl_path} if self.trl_path else {})["runs"])
+        return dict(run_trl([self.trl_python], self.trl_path, self.model, self.work, runs)["runs"])
 
     def run_of(self, case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """What TRL is asked for: the same ids, order, batch, optimizer and rate."""
@@ -170,8 +160,7 @@ def train_ours(job: Path) -> dict[str, Any]:
     for name, recipe in json.loads(job.read_text(encoding="utf-8")).items():
         prepared = prepare_data(recipe).path
         run = train(recipe, prepared=prepared, quiet=True).run_dir
-        lines = (Path(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        steps = [line for line in map(json.loads, lines) if line["kind"] == "train"]
+        steps = read_lines(Path(run) / "metrics.jsonl", "train")
         rows = token_rows(Path(prepared), recipe["method"]["kind"])
         found[name] = {"loss": [line["loss"] for line in steps], "rows": rows}
         print(f"{name}: {steps[0]['loss']:.6f} -> {steps[-1]['loss']:.6f}", file=sys.stderr, flush=True)
@@ -281,9 +270,17 @@ def run_json(command: list[str], more: dict[str, str]) -> Any:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def run_trl(python: list[str], path: str | None, model: Path, work: Path, runs: list[dict[str, Any]]) -> Any:
+    """What TRL says of these runs, in one process of a Python that may need a path to it."""
+    job = work / "job.json"
+    job.write_text(json.dumps({"model": str(model), "output_dir": str(work / "trl"), "runs": runs}), encoding="utf-8")
+    words = [*python, str(ROOT / "tools" / "preference_trl.py"), str(job)]
+    return run_json(words, {"PYTHONPATH": path} if path else {})
+
+
 def main() -> int:
     """Compare, print the table and the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="a model directory; a tiny one where it is not given")
     parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2", help="whose tokenizer is taken")
     parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where packages are")
@@ -296,8 +293,7 @@ def main() -> int:
         print(json.dumps(train_ours(options.ours)))
         return 0
     cases = [case for case in CASES if options.only is None or case.name in options.only]
-    with tempfile.TemporaryDirectory() as directory:
-        work = Path(directory)
+    with workplace() as work:
         model = options.model
         if model is None:
             model = work / "tiny"

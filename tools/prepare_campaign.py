@@ -1,7 +1,7 @@
 """Kill the preparation of data with SIGKILL, and let builders race; compare what they leave with an unbroken build.
 
-    python tools/prepare_campaign.py --kills 200 --races 50 --workers 1 2 --seed 0
-    python tools/prepare_campaign.py --workers 2 --replay kill 17        (one trial again, with what it found)
+    python -m tools.prepare_campaign --kills 200 --races 50 --workers 1 2 --seed 0
+    python -m tools.prepare_campaign --workers 2 --replay kill 17        (one trial again, with what it found)
 
 A builder dies before or after one of its system calls (mkdir, fsync, rename, link, unlink, creating a file), each of
 them in turn, and at random moments for the rest of the kills. While it runs and after its death everything that is
@@ -13,7 +13,6 @@ a trial failed.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import multiprocessing
@@ -21,15 +20,13 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from tools.commands import parser_of, workplace
 
 CALLS = ("mkdir", "fsync", "rename", "link", "unlink", "open")
 MARK = "TUNER_CAMPAIGN"
@@ -322,7 +319,7 @@ def campaign(
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--races", type=int, default=50)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
@@ -337,8 +334,8 @@ def main() -> int:
         wanted = [(options.replay[0], int(options.replay[1]))]
     results = []
     for workers in options.workers:
-        with tempfile.TemporaryDirectory(prefix="tuner-campaign-") as directory:
-            results += campaign(Path(directory), workers, wanted, options.seed, options.mutant)
+        with workplace() as directory:
+            results += campaign(directory, workers, wanted, options.seed, options.mutant)
     if options.replay:
         print(json.dumps(results, indent=2))
     kills, races = ([found for found in results if found["kind"] == kind] for kind in KINDS)

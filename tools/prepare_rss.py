@@ -1,6 +1,6 @@
 """Measures the peak memory of `tuner prepare-data` on a large JSONL file, process by process.
 
-    python tools/prepare_rss.py [--size 2000] [--workers 1,2] [--model .demo/smollm2]
+    python -m tools.prepare_rss [--size 2000] [--workers 1,2] [--model .demo/smollm2]
 
 Writes a file of `--size` MB of distinct conversations under $TMPDIR, prepares it by the real command with an empty
 cache once for each number of workers, reads VmHWM (the kernel's own peak of resident memory, shared pages included) of
@@ -10,21 +10,16 @@ process had more than 400 MB. The disk needs about twice the file's size.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools import bench_rows  # noqa: E402
-from tools.commands import environment, say  # noqa: E402
+from tools import bench_rows
+from tools.commands import ROOT, environment, parser_of, say, workplace
 
 LIMIT_MB = 400.0
 INTERVAL_S = 0.02
@@ -32,13 +27,12 @@ INTERVAL_S = 0.02
 
 def main() -> int:
     """Parse the command line, write the file, measure, print; 1 where the limit is broken."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--size", type=float, default=2000, help="MB of the file")
     parser.add_argument("--workers", default="1,2")
     parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2", help="directory of the tokenizer")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="tuner-rss-") as scratch:
-        work = Path(scratch)
+    with workplace() as work:
         rows, written = bench_rows.write(bench_rows.endless(), work / "rows.jsonl", int(options.size * 1e6))
         say(f"{rows:,} rows, {written / 1e6:,.0f} MB")
         report: dict[str, Any] = {"rows": rows, "mb": round(written / 1e6, 1), "limit_mb": LIMIT_MB}

@@ -1,6 +1,6 @@
 """Whether the proof at the start, which runs a few decoder layers, comes to the verdict of one that runs all of them.
 
-    python tools/proof_campaign.py [--only TYPE ...] [--layers 8] [--faults] [--out FILE]
+    python -m tools.proof_campaign [--only TYPE ...] [--layers 8] [--faults] [--out FILE]
 
 Every causal type of transformers is built with so many layers at least, in full and with LoRA, and proven both ways on
 the route it ends on and on those before. With ``--faults`` instead, faults are planted in layers of several families:
@@ -11,13 +11,7 @@ is named. Prints a line for each and exits with 1 where a verdict differs, or wh
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import sys
-import tempfile
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,19 +19,17 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig
-from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.causal_cases import DECODERS, TYPES, VOCAB, decoder_config, tiny_config, write_random  # noqa: E402
-from tools.proof_faults import FAULTS, Fault  # noqa: E402
-from tuner.errors import RecipeError  # noqa: E402
-from tuner.model import probe  # noqa: E402
-from tuner.model.adapter import LoraSpec, add_lora  # noqa: E402
-from tuner.model.build import ModelSpec, build_model  # noqa: E402
-from tuner.model.few_layers import FewLayers  # noqa: E402
-from tuner.model.root import CausalLM  # noqa: E402
-from tuner.model.row_layout import route_of  # noqa: E402
+from tools.causal_cases import DECODERS, TYPES, VOCAB, decoder_config, quiet, tiny_config, write_random
+from tools.commands import one_line, parser_of, verdicts, workplace
+from tools.proof_faults import FAULTS, Fault
+from tuner.errors import RecipeError
+from tuner.model import probe
+from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.build import ModelSpec, build_model
+from tuner.model.few_layers import FewLayers
+from tuner.model.root import CausalLM
+from tuner.model.row_layout import route_of
 
 COUNTS = (
     "num_layers_per_stack", "num_hidden_layers", "num_blocks", "n_layer", "n_layers", "num_layers", "decoder_layers",
@@ -48,36 +40,28 @@ NOT_OF_LAYERS = ("architectures", "time_step_limit", "mlp_multipliers", "ssm_mul
 LONGEST = 24
 
 
+@quiet()
 def main() -> int:
     """Prove every type, or every fault, and print what each came to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[*TYPES, *(f"{name}+decoder" for name in DECODERS)])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
     torch.set_num_threads(1)
-    found = {}
-    for name, line in faults(given.layers) if given.faults else types(given.only, given.layers):
-        found[name] = line
-        print(f"{name:44} {line}", flush=True)
-    if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=1))
-    print(dict(Counter(said.partition(":")[0] for said in found.values())))
-    return int(any(said.startswith("differs") for said in found.values()))
+    return verdicts(faults(given.layers) if given.faults else types(given.only, given.layers), given.out)
 
 
 def types(names: list[str], layers: int) -> Iterator[tuple[str, str]]:
     """Each type, with what its two proofs said, in full and adapted."""
     for name in names:
-        with tempfile.TemporaryDirectory() as directory:
+        with workplace() as directory:
             try:
                 config = deep_config(name, layers)
-                write_random(config, Path(directory))
+                write_random(config, directory)
             except Exception as error:  # noqa: BLE001 - whatever a class raises
-                yield name, f"not made: {_line(error)}"
+                yield name, f"not made: {one_line(error)}"
                 continue
             for adapter in (False, True):
                 try:
@@ -89,12 +73,12 @@ def types(names: list[str], layers: int) -> Iterator[tuple[str, str]]:
 def faults(layers: int) -> Iterator[tuple[str, str]]:
     """Each planted fault, with what the two proofs said of it."""
     for fault in FAULTS:
-        with tempfile.TemporaryDirectory() as directory:
-            write_random(deep_config(fault.model_type, layers), Path(directory))
+        with workplace() as directory:
+            write_random(deep_config(fault.model_type, layers), directory)
             yield fault.name, _of_fault(fault, directory)
 
 
-def _of_fault(fault: Fault, directory: str) -> str:
+def _of_fault(fault: Fault, directory: Path) -> str:
     def planted() -> CausalLM:
         root = made(directory, fault.adapter)
         fault.plant(root)
@@ -111,9 +95,9 @@ def _of_fault(fault: Fault, directory: str) -> str:
     return f"refused: {few[:90]}"
 
 
-def made(directory: str, adapter: bool) -> CausalLM:
+def made(directory: Path, adapter: bool) -> CausalLM:
     """The model as training builds it. Raises RecipeError."""
-    model = build_model(ModelSpec(directory), torch.float32, 0)
+    model = build_model(ModelSpec(str(directory)), torch.float32, 0)
     if adapter:
         torch.manual_seed(2)
         add_lora(model, LoraSpec(4, 8, 0.0, "all-linear"), seed=0)
@@ -204,9 +188,5 @@ def _deepened(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     return type(config).from_dict({key: value for key, value in values.items() if key != "model_type"})
 
 
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """`tuner prove` against faults that are planted in sums over processes, and its matrix over models and layouts.
 
-    python tools/prove_campaign.py [--faults] [--recipes] [--matrix] [--steps N] [--out DIR]
+    python -m tools.prove_campaign [--faults] [--recipes] [--matrix] [--steps N] [--out DIR]
         [--models NAME ...] [--adapters none lora] [--accumulate 1 4] [--layouts NAME ...]
 
 A fault is planted in the processes of a layout alone: each must be found, with words that name it. Recipes are
@@ -14,35 +14,38 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import re
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
-from tools.recipes_campaign import SHAPES, whole_model  # noqa: E402
-from tuner.config.load import load_recipe  # noqa: E402
-from tuner.config.overrides import Override  # noqa: E402
-from tuner.config.recipe import Recipe  # noqa: E402
-from tuner.config.shipped import shipped_recipes  # noqa: E402
-from tuner.prove.compare import LayoutProof  # noqa: E402
-from tuner.prove.layouts import KNOWN, own_layout, parse  # noqa: E402
-from tuner.prove.prove import proofs_of, prove, refused, train_alone  # noqa: E402
-from tuner.prove.training import Setting  # noqa: E402
-from tuner.prove.twin import make_twin  # noqa: E402
-from tuner.train import step  # noqa: E402
-from tuner.train.optimizer import OptimizerSet  # noqa: E402
+from tools.commands import ROOT, parser_of, workplace
+from tools.recipes_campaign import SHAPES, whole_model
+from tuner.config.load import load_recipe
+from tuner.config.overrides import Override
+from tuner.config.recipe import Recipe
+from tuner.config.shipped import shipped_recipes
+from tuner.parallel import fsdp
+from tuner.parallel.expert import SpreadExperts
+from tuner.parallel.sequence import CutOutputLayer
+from tuner.parallel.tensor import collectives, split
+from tuner.prove.compare import LayoutProof
+from tuner.prove.layouts import KNOWN, own_layout, parse
+from tuner.prove.prove import proofs_of, prove, refused, train_alone
+from tuner.prove.training import Setting
+from tuner.prove.twin import make_twin
+from tuner.train import step
+from tuner.train.optimizer import OptimizerSet
 
 _QWEN3: dict[str, Any] = {
     "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
@@ -78,23 +81,8 @@ def recipe_of(model: str, directory: Path, adapter: str = "none", accumulate: in
 # ---- faults ----
 
 
-Planted = Callable[[], contextlib.AbstractContextManager[None]]
-
-
-@contextlib.contextmanager
-def in_place(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """For the length of the block, another function in the place of one, made of it; alone, a process has its own."""
-    own = getattr(owner, name)
-    made = make(own)
-
-    def chosen(*args: Any, **named: Any) -> Any:
-        return (made if dist.is_initialized() else own)(*args, **named)
-
-    setattr(owner, name, chosen)
-    try:
-        yield
-    finally:
-        setattr(owner, name, own)
+Instead = Callable[..., Any]
+"""What is called in place of a function of the product's, which it is given first."""
 
 
 @dataclass(frozen=True)
@@ -102,157 +90,112 @@ class Fault:
     """What is planted in a layout of a model, and what the cause that is named must match."""
 
     layout: str
-    plant: Planted
+    owner: Any
+    name: str
+    instead: Instead
     cause: str
     model: str = "llama"
 
+    @contextlib.contextmanager
+    def planted(self) -> Iterator[None]:
+        """For the length of the block, the fault is in the processes of layouts; alone, a process has the function."""
+        own = getattr(self.owner, self.name)
 
-def _dropped_sum() -> contextlib.AbstractContextManager[None]:
-    return in_place(step, "sum_whole_gradients", lambda own: lambda *given: None)
+        def chosen(*args: Any) -> Any:
+            return self.instead(own, *args) if dist.is_initialized() else own(*args)
 
-
-def _doubled_sum() -> contextlib.AbstractContextManager[None]:
-    def twice(own: Any) -> Any:
-        def call(parameters: Any, *given: Any) -> None:
-            some = list(parameters)
-            own(some, *given)
-            own(some, *given)
-
-        return call
-
-    return in_place(step, "sum_whole_gradients", twice)
+        with patch.object(self.owner, self.name, chosen):
+            yield
 
 
-def _averaged_shards() -> contextlib.AbstractContextManager[None]:
-    from torch.distributed.fsdp import FSDPModule
-
-    return in_place(
-        FSDPModule, "set_gradient_divide_factor", lambda own: lambda module, factor: own(module, 2 * factor)
-    )
+def _nothing(own: Any, *given: Any) -> None:
+    """Sums that are left out; of norms over a process's own heads, which keep the gradient of these heads alone."""
 
 
-def _norm_twice() -> contextlib.AbstractContextManager[None]:
-    return in_place(step, "squared_norm", lambda own: lambda gradients, mesh: 2 * own(gradients, mesh))
+def _twice(own: Any, parameters: Any, *given: Any) -> None:
+    some = list(parameters)
+    own(some, *given)
+    own(some, *given)
 
 
-def _shifted_target() -> contextlib.AbstractContextManager[None]:
+def _shifted_target(own: Any, batch: Any, at: Any, step_config: Any) -> Any:
     """On the second process, the first target of each micro-batch is the next one's."""
-
-    def shifted(own: Any) -> Any:
-        def call(batch: Any, at: Any, step_config: Any) -> Any:
-            found = own(batch, at, step_config)
-            if dist.get_rank() == 1 and len(found.targets) > 1:
-                found.targets[0] = found.targets[1]
-            return found
-
-        return call
-
-    return in_place(step, "_on_device", shifted)
+    found = own(batch, at, step_config)
+    if dist.get_rank() == 1 and len(found.targets) > 1:
+        found.targets[0] = found.targets[1]
+    return found
 
 
-def _stale_replica() -> contextlib.AbstractContextManager[None]:
+_UPDATES = itertools.count(1)
+"""Of the process of a layout."""
+
+
+def _stale_replica(own: Any, optimizer: Any, *given: Any) -> None:
     """The second process leaves a norm out of the second update."""
-    taken = [0]
-
-    def stale(own: Any) -> Any:
-        def call(optimizer: Any, *given: Any) -> Any:
-            taken[0] += 1
-            kept = next(one for name, one in optimizer._parameters.items() if name.endswith("layernorm.weight"))
-            before = kept.detach().clone()
-            own(optimizer, *given)
-            if taken[0] == 2 and dist.get_rank() == 1:
-                with torch.no_grad():
-                    kept.copy_(before)
-
-        return call
-
-    return in_place(OptimizerSet, "step", stale)
+    kept = next(one for name, one in optimizer._parameters.items() if name.endswith("layernorm.weight"))
+    before = kept.detach().clone()
+    own(optimizer, *given)
+    if next(_UPDATES) == 2 and dist.get_rank() == 1:
+        with torch.no_grad():
+            kept.copy_(before)
 
 
-def _sum_into_a_layer_dropped() -> contextlib.AbstractContextManager[None]:
-    """Of processes that compute a layer together, each keeps its own part of the gradient that leaves the layer."""
-    from tuner.parallel.tensor import collectives
-
-    return in_place(collectives._Entered, "backward", lambda own: lambda ctx, upstream: (upstream, None))
-
-
-def _sum_out_of_a_layer_doubled() -> contextlib.AbstractContextManager[None]:
-    from tuner.parallel.tensor import collectives
-
-    def doubled(own: Any) -> Any:
-        return lambda ctx, part, group: 2 * own(ctx, part, group)
-
-    return in_place(collectives._Summed, "forward", doubled)
-
-
-def _partial_gradients_left() -> contextlib.AbstractContextManager[None]:
-    """Norms over a process's own heads keep the gradient of these heads alone."""
-    from tuner.parallel.tensor import split
-
-    return in_place(split, "_sum_gradients", lambda own: lambda *given: None)
-
-
-def _whole_weights_counted_twice() -> contextlib.AbstractContextManager[None]:
+def _held_by_fewer(own: Any, tensor: Any, mesh: Any) -> int:
     """What processes that compute a layer together all have counts once for each in the norm."""
-    from tuner.parallel import fsdp
-
-    def once(own: Any) -> Any:
-        def call(tensor: Any, mesh: Any) -> int:
-            holders = int(own(tensor, mesh))
-            return holders // mesh.tensor if holders % mesh.tensor == 0 else holders
-
-        return call
-
-    return in_place(fsdp, "holders", once)
+    holders = int(own(tensor, mesh))
+    return holders // mesh.tensor if holders % mesh.tensor == 0 else holders
 
 
-def _target_shifted_at_a_cut() -> contextlib.AbstractContextManager[None]:
+def _target_shifted_at_a_cut(own: Any, layer: Any, of_positions: torch.Tensor) -> torch.Tensor:
     """The first position of a process's share of a row has the next one's target."""
-    from tuner.parallel.sequence import CutOutputLayer
-
-    def shifted(own: Any) -> Any:
-        def call(layer: Any, of_positions: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = own(layer, of_positions)
-            if dist.get_rank() == 0 or found.dtype != torch.int64 or len(found) < 2:
-                return found
-            return torch.cat([found[1:2], found[1:]])
-
-        return call
-
-    return in_place(CutOutputLayer, "share", shifted)
+    found: torch.Tensor = own(layer, of_positions)
+    if dist.get_rank() == 0 or found.dtype != torch.int64 or len(found) < 2:
+        return found
+    return torch.cat([found[1:2], found[1:]])
 
 
-def _expert_skipped() -> contextlib.AbstractContextManager[None]:
+def _expert_skipped(own: Any, layer: Any, weights: Any, rows: Any, experts: torch.Tensor, shares: torch.Tensor) -> Any:
     """The first expert of the second process gives nothing."""
-    from tuner.parallel.expert import SpreadExperts
-
-    def skipping(own: Any) -> Any:
-        def call(layer: Any, weights: Any, rows: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor) -> Any:
-            kept = shares * (experts != 0) if dist.get_rank() == 1 else shares
-            return own(layer, weights, rows, experts, kept)
-
-        return call
-
-    return in_place(SpreadExperts, "_computed", skipping)
+    return own(layer, weights, rows, experts, shares * (experts != 0) if dist.get_rank() == 1 else shares)
 
 
 _OUTPUT, _UPSTREAM = r"output of \S+: ", r"gradient of the output of \S+"
 FAULTS: dict[str, Fault] = {
-    "all-reduce dropped": Fault("none2", _dropped_sum, r"gradient of \S+: .* apart on rank \d"),
-    "all-reduce doubled": Fault("none2", _doubled_sum, r"gradient of \S+: .*, 2 times it"),
-    "shards averaged": Fault("fsdp2", _averaged_shards, r"gradient of \S+: .*, 0.5 times it"),
-    "norm counted twice": Fault("fsdp2", _norm_twice, r"gradient norm of step 1: .*, 1.414 times it"),
-    "target shifted": Fault("fsdp2", _shifted_target, r"gradient of the output of \S+, where the output layer"),
-    "all-reduce dropped in a layer": Fault("tp2", _sum_into_a_layer_dropped, _UPSTREAM),
-    "all-reduce doubled in a layer": Fault("tp2", _sum_out_of_a_layer_doubled, _OUTPUT),
-    "gradient of a norm over own heads": Fault(
-        "tp2", _partial_gradients_left, r"gradient of \S+_norm.weight: ", "qwen3"
+    "all-reduce dropped": Fault(
+        "none2", step, "sum_whole_gradients", _nothing, r"gradient of \S+: .* apart on rank \d"
     ),
-    "whole weights counted twice": Fault("tp2", _whole_weights_counted_twice, r"gradient norm of step 1: "),
-    "target shifted at a cut": Fault("sp2", _target_shifted_at_a_cut, f"{_UPSTREAM}, where the output layer"),
-    "expert skipped": Fault("ep2", _expert_skipped, r"output of \S+experts: ", "qwen3-moe"),
-    "stale replica": Fault("none2", _stale_replica, r"rank 1 has another \S+layernorm.weight than rank 0"),
-}
+    "all-reduce doubled": Fault("none2", step, "sum_whole_gradients", _twice, r"gradient of \S+: .*, 2 times it"),
+    "shards averaged": Fault(
+        "fsdp2", FSDPModule, "set_gradient_divide_factor", lambda own, module, factor: own(module, 2 * factor),
+        r"gradient of \S+: .*, 0.5 times it",
+    ),
+    "norm counted twice": Fault(
+        "fsdp2", step, "squared_norm", lambda own, gradients, mesh: 2 * own(gradients, mesh),
+        r"gradient norm of step 1: .*, 1.414 times it",
+    ),
+    "target shifted": Fault(
+        "fsdp2", step, "_on_device", _shifted_target, r"gradient of the output of \S+, where the output layer"
+    ),
+    "all-reduce dropped in a layer": Fault(
+        "tp2", collectives._Entered, "backward", lambda own, ctx, upstream: (upstream, None), _UPSTREAM
+    ),
+    "all-reduce doubled in a layer": Fault(
+        "tp2", collectives._Summed, "forward", lambda own, ctx, part, group: 2 * own(ctx, part, group), _OUTPUT
+    ),
+    "gradient of a norm over own heads": Fault(
+        "tp2", split, "_sum_gradients", _nothing, r"gradient of \S+_norm.weight: ", "qwen3"
+    ),
+    "whole weights counted twice": Fault("tp2", fsdp, "holders", _held_by_fewer, r"gradient norm of step 1: "),
+    "target shifted at a cut": Fault(
+        "sp2", CutOutputLayer, "share", _target_shifted_at_a_cut, f"{_UPSTREAM}, where the output layer"
+    ),
+    "expert skipped": Fault(
+        "ep2", SpreadExperts, "_computed", _expert_skipped, r"output of \S+experts: ", "qwen3-moe"
+    ),
+    "stale replica": Fault(
+        "none2", OptimizerSet, "step", _stale_replica, r"rank 1 has another \S+layernorm.weight than rank 0"
+    ),
+}  # fmt: skip
 
 
 def setting_of(recipe: Recipe, directory: Path, steps: int) -> Setting:
@@ -269,7 +212,7 @@ def found_with(fault: Fault, setting: Setting) -> LayoutProof:
     known = refused(setting.twin, layout)
     if known is not None:
         return known
-    with fault.plant():
+    with fault.planted():
         return next(proof for _, proof in proofs_of(setting, [layout]))
 
 
@@ -355,7 +298,7 @@ def recipes(options: argparse.Namespace) -> bool:
 
 def main() -> int:
     """Plant the faults, then go through the recipes that ship and the matrix; or some of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--recipes", action="store_true")
     parser.add_argument("--matrix", action="store_true")
@@ -369,8 +312,8 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     good, every = True, not (options.faults or options.recipes or options.matrix)
     if options.faults or every:
-        with tempfile.TemporaryDirectory() as place:
-            good &= faults(min(options.steps, 4), Path(place))
+        with workplace() as place:
+            good &= faults(min(options.steps, 4), place)
     if options.recipes or every:
         good &= recipes(options)
     if options.matrix or every:
@@ -379,4 +322,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

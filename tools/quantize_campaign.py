@@ -1,6 +1,6 @@
 """Codes of quantised weights against bitsandbytes, on a CPU, and their kernels compiled for GPUs that are not there.
 
-    python tools/quantize_campaign.py [blocks] [files] [models] [compiler] [--peer DIRECTORY] [--write]
+    python -m tools.quantize_campaign [blocks] [files] [models] [compiler] [--peer DIRECTORY] [--write]
 
 `blocks`: a thousand random blocks of 64, in three types, have bitsandbytes' NF4 codes, scales and dequantised values
 bit for bit, and so have a million numbers around each boundary between codes; the hashes that the tests hold are
@@ -13,26 +13,23 @@ become machine code for compute capabilities 8.0 to 12.0. bitsandbytes is instal
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.model.quantize import drawn
+from tools.commands import ROOT, judged, parser_of, workplace
+from tools.liger_campaign import Launch, problem
 from tuner.model.quantize import nf4, published
 from tuner.model.quantize.codes import TYPES, dequantize, quantize
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = (torch.float32, torch.bfloat16, torch.float16)
 GENERATIONS = (80, 86, 89, 90, 100, 120)
 GOLDEN = ROOT / "tests" / "model" / "quantize" / "stored_by_bitsandbytes.safetensors"
@@ -135,16 +132,16 @@ def models(peer: Any) -> Iterator[str]:
         "int8": {"load_in_8bit": True},
     }
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 100}
-    with tempfile.TemporaryDirectory() as plain:
+    with workplace() as plain:
         config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
         LlamaForCausalLM(config).bfloat16().save_pretrained(plain)
         for name, wish in wishes.items():
             quantised = BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.bfloat16, **wish)
             model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=quantised, device_map="cpu")
-            with tempfile.TemporaryDirectory() as saved:
+            with workplace() as saved:
                 model.save_pretrained(saved)
-                about = json.loads((Path(saved) / "config.json").read_text())
-                stored = load_file(Path(saved) / "model.safetensors")
+                about = json.loads((saved / "config.json").read_text())
+                stored = load_file(saved / "model.safetensors")
             if published.published_kind(about, "config.json") != name.split()[0]:
                 yield f"{name}: its config.json is not read as that"
             yield from _weights_of(peer, name, model, stored)
@@ -194,8 +191,8 @@ def golden(peer: Any, place: Path) -> None:
 
 def _read(case: str, layer: torch.nn.Module, expected: torch.Tensor) -> Iterator[str]:
     """Save a layer as transformers does, read the file, and compare values."""
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place) / "model.safetensors"
+    with workplace() as place:
+        path = place / "model.safetensors"
         state = {f"layers.0.q_proj.{name}": value for name, value in layer.state_dict().items()}
         save_file({name: value.contiguous() for name, value in state.items()}, path)
         stored = load_file(path)
@@ -227,28 +224,18 @@ def compiler(_: Any) -> Iterator[str]:
 
 def compiled(kernel: Any, kind: str, pointer: str, generation: int) -> str | None:
     """Compile a kernel with Triton's own assembler; None where machine code comes out."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from tuner.model.quantize.triton_rows import _ROWS
 
     constants = {"ROWS": _ROWS[kind], "BLOCK": 64}
     types = {name: "i32" for name in kernel.arg_names} | dict.fromkeys(constants, "constexpr")
     types |= {"codes": "*u8" if kind == "nf4" else "*i8", "scales": "*fp32", "values": "*fp32", "output": pointer}
-    names = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=types, constexprs=names)
-    try:
-        made = triton.compile(source, target=GPUTarget("cuda", generation, 32), options={"num_warps": 4})
-    except Exception as error:  # noqa: BLE001 - whatever the compiler raises is a finding
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    return None if made.asm.get("cubin") else "no machine code came out"
+    return problem(Launch(kernel, tuple(types.items()), tuple(constants.items()), (("num_warps", 4),)), generation)
 
 
 def main() -> int:
     """Run those that were asked for."""
     parts = {"blocks": blocks, "files": files, "models": models, "compiler": compiler}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("parts", nargs="*", default=[], metavar="PART", help=", ".join(parts))
     parser.add_argument("--peer", type=Path, default=ROOT / ".demo" / "peers" / "bitsandbytes", metavar="DIRECTORY")
     parser.add_argument("--write", action="store_true", help="write the stored weights that the tests read, and stop")
@@ -258,13 +245,7 @@ def main() -> int:
         return 0
     chosen = options.parts or list(parts)
     peer = installed(options.peer) if {"blocks", "files", "models"} & {*chosen} else None
-    problems = []
-    for name in chosen:
-        for problem in parts[name](peer):
-            print(f"PROBLEM {problem}", flush=True)
-            problems.append(problem)
-    print(f"{len(problems)} problems" if problems else "everything holds")
-    return 1 if problems else 0
+    return judged(problem for name in chosen for problem in parts[name](peer))
 
 
 if __name__ == "__main__":

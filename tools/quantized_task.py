@@ -1,6 +1,6 @@
 """A quantised base: memory while it is read and trained, held-out loss, and losses on 1, 2 and 4 ranks.
 
-    python tools/quantized_task.py [--smollm2 DIR] [--only ranks reading task] [--steps 30] [--rows 8]
+    python -m tools.quantized_task [--smollm2 DIR] [--only ranks reading task] [--steps 30] [--rows 8]
 
 ``ranks`` trains a tiny model on nf4 and int8 codes with LoRA and DoRA, in 1, 2 and 4 processes (also as two copies of
 two shards, and as four copies), in float32: losses must be equal within 1e-6. ``reading`` draws a model of 0.5 B
@@ -12,18 +12,12 @@ table goes to stderr, one JSON object to stdout; exit 1 where a bound is missed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.commands import Start, done, environment, read_lines, say, trained, tuner  # noqa: E402
+from tools.commands import ROOT, Start, done, environment, parser_of, read_lines, say, trained, tuner, workplace
 
 APART = 1e-6
 READING_SHARE = 0.5
@@ -42,24 +36,19 @@ DRAWN = {
 }
 READ = """
 import json, sys, threading, time
-from pathlib import Path
 import torch
+from tools.measures import memory
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.quantize.layers import QuantizeSpec
 from tuner.model.quantize.reading import ReadingQuantizer
-
-def own():
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
 
 most, done = 0, False
 def watch():
     global most
     while not done:
-        most = max(most, own())
+        most = max(most, memory("RssAnon"))
         time.sleep(0.002)
-before = own()
+before = memory("RssAnon")
 thread = threading.Thread(target=watch)
 thread.start()
 spec = None if sys.argv[2] == "none" else ReadingQuantizer(QuantizeSpec(sys.argv[2], native=True))
@@ -158,15 +147,14 @@ def missed(report: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     """Measure what was asked for; print the table and the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2")
     parser.add_argument("--only", nargs="+", choices=("ranks", "reading", "task"), default=["ranks", "reading", "task"])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rows", type=int, default=8, help="of a step")
     given = parser.parse_args()
     report: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="tuner-quantized-") as place:
-        directory = Path(place)
+    with workplace() as directory:
         if "ranks" in given.only:
             report["ranks"] = ranks(directory / "ranks")
         if "reading" in given.only:

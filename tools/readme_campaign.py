@@ -1,6 +1,6 @@
 """Run README and the notebook as they are written, in an empty directory, on a real model.
 
-    python tools/readme_campaign.py [--model .demo/smollm2] [--work DIR]
+    python -m tools.readme_campaign [--model .demo/smollm2] [--work DIR]
 
 The names of the hub's models that they take are found in a hub cache made of the directory, so that nothing is changed
 and nothing needs the network. README's first block, the install, is what the environment of this program was made by,
@@ -11,19 +11,16 @@ Prints the minutes of each; exits with 1 where something does not hold.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.tutorial_campaign import ROOT, environment, follow, hub_cache  # noqa: E402
+from tools.commands import ROOT, parser_of, run, workplace
+from tools.tutorial_campaign import environment, follow, hub_cache
 
 README, NOTEBOOK = ROOT / "README.md", ROOT / "docs" / "quickstart.ipynb"
 BASE = "HuggingFaceTB/SmolLM2-135M"
@@ -74,12 +71,11 @@ def is_learned(text: str) -> bool:
 
 def main() -> int:
     """Follow both; exit code 1 where one does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2", help="directory of the model")
     parser.add_argument("--work", type=Path, help="an empty directory that is kept; default: one that goes")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        work = (options.work or Path(scratch)).resolve()
+    with workplace(options.work) as work:
         place, beside = work / "place", work / "notebook"
         place.mkdir(parents=True)
         beside.mkdir()
@@ -90,8 +86,7 @@ def main() -> int:
         follow(without_install(page), place, env)
         typed = chatted(page, place, env)
         followed = time.monotonic()
-        words = [sys.executable, "-c", cells(NOTEBOOK)]
-        done = subprocess.run(words, cwd=beside, env=env, capture_output=True, text=True, check=False)
+        done = run(["-c", cells(NOTEBOOK)], beside, env)
         print(done.stdout, done.stderr[-2000:], file=sys.stderr)
         answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
         holds = done.returncode == 0 and bool(answers) and is_learned(answers[-1])

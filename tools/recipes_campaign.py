@@ -1,6 +1,6 @@
 """Every recipe that ships: what it needs on the card in its name, and two steps of it in small.
 
-    python tools/recipes_campaign.py [--only NAME ...] [--small | --predict] [--smollm2 DIR] [--assets DIR]
+    python -m tools.recipes_campaign [--only NAME ...] [--small | --predict] [--smollm2 DIR] [--assets DIR]
 
 Predicted is the recipe as it is, on the shape of its model (no weights are read) and the smallest card of the memory
 that its name says: `24g` is a GPU with 24 GB, `8x80g` eight with 80 GB, `cpu` this machine. In small, the same recipe
@@ -11,24 +11,18 @@ not fit or train. ASSETS is filled by `tools/fetch_assets.py ASSETS`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.tables import beside  # noqa: E402
-from tuner.config.load import LoadedRecipe, load_recipe  # noqa: E402
-from tuner.config.methods import DistillMethod  # noqa: E402
-from tuner.config.overrides import Override  # noqa: E402
-from tuner.config.shipped import shipped_recipes  # noqa: E402
+from tools.commands import ROOT, environment, parser_of, run, workplace
+from tools.tables import beside
+from tuner.config.load import LoadedRecipe, load_recipe
+from tuner.config.methods import DistillMethod
+from tuner.config.overrides import Override
+from tuner.config.shipped import shipped_recipes
 
 CARDS = {"24g": "a10-24g", "80g": "h100-80g"}
 """The card with the least memory of each size that a recipe's name may have."""
@@ -138,8 +132,7 @@ def train_small(path: Path, place: Path, smollm2: Path, assets: Path) -> tuple[b
 
     recipe = place / f"{path.stem}.yaml"
     recipe.write_text(recipe_yaml(small(path, place, smollm2, assets).recipe), encoding="utf-8")
-    words = [sys.executable, "-m", "tuner.cli.main", "train", str(recipe), "--json"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=place)
+    done = run(["-m", "tuner", "train", str(recipe), "--json"], place, environment(threads=None))
     if done.returncode:
         return False, done.stderr.strip().splitlines()[-1]
     metrics = json.loads(done.stdout)["metrics"]
@@ -148,7 +141,7 @@ def train_small(path: Path, place: Path, smollm2: Path, assets: Path) -> tuple[b
 
 def main() -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     recipes = shipped_recipes()
     parser.add_argument("--only", nargs="+", choices=list(recipes), default=list(recipes), metavar="NAME")
     parser.add_argument("--small", action="store_true", help="train in small alone")
@@ -157,8 +150,7 @@ def main() -> int:
     parser.add_argument("--assets", type=Path, default=ROOT / ".demo" / "assets")
     options = parser.parse_args()
     bad = 0
-    with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
+    with workplace() as place:
         for name in options.only:
             if not options.small:
                 verdict, said = predict_recipe(recipes[name], place)

@@ -1,24 +1,21 @@
 """Write the reference pages that follow from the recipe's model: every key, and other tools' names for it.
 
-python tools/reference.py [--check]
+python -m tools.reference [--check]
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.parent_fields import TITLES  # noqa: E402
-from tools.parent_fields import page as parent_page  # noqa: E402
-from tuner.config.fields import Field, fields, item_fields  # noqa: E402
-from tuner.config.not_supported import Absent, absent_features  # noqa: E402
-from tuner.config.other_tools import foreign  # noqa: E402
+from tools.commands import ROOT
+from tools.parent_fields import TITLES
+from tools.parent_fields import page as parent_page
+from tuner.config.fields import Field, fields, item_fields
+from tuner.config.not_supported import Absent, absent_features
+from tuner.config.other_tools import foreign
 
 INTRODUCTION = """\
 # The recipe
@@ -134,4 +131,4 @@ def current(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Kill preference training with SIGKILL at random moments, its reference's computation included, and run it again.
 
-    python tools/reference_campaign.py --kills 40 --world-sizes 1 2 --seed 0
+    python -m tools.reference_campaign --kills 40 --world-sizes 1 2 --seed 0
 
 Tiny pairs of answers are trained on with DPO, against columns that the launch computes first. For each number of
 processes it is done once unbroken. Each trial begins without columns, is killed at a moment drawn from the whole time
@@ -11,23 +11,18 @@ trial and the figures at the end; exits with 1 when a trial differs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.fixtures import forked, paired  # noqa: E402
-from tests.fixtures.trainings import outcome  # noqa: E402
-from tools.commands import Start, launch, trained  # noqa: E402
+from tests.fixtures import forked, paired
+from tests.fixtures.trainings import outcome
+from tools.commands import Results, Start, launch, parser_of, trained, workplace
 
 PAIRS, STEPS = 600, 12
 TRAIN = ["-m", "tuner", "train", "r.yaml", "--resume", "auto", "--train.duration", f"{STEPS} steps"]
@@ -90,24 +85,23 @@ def campaign(
         seconds = time.monotonic() - began
     unbroken = {"seconds": seconds, "outcome": ended(directory, "unbroken")}
     rng = random.Random(seed * 1000 + world_size)
-    results: list[dict[str, Any]] = []
-    while sum(result["killed"] for result in results) < kills:
-        results.append(trial(directory, world_size, len(results), rng, unbroken, start))
-        print(json.dumps(results[-1]), flush=True)
-    return results
+    results = Results()
+    while sum(result["killed"] for result in results.rows) < kills:
+        results.add(trial(directory, world_size, len(results.rows), rng, unbroken, start))
+    return results.rows
 
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=40, help="at each number of processes")
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     results = []
     for world_size in options.world_sizes:
-        with tempfile.TemporaryDirectory(prefix="tuner-campaign-") as directory:
-            results += campaign(Path(directory), world_size, options.kills, options.seed)
+        with workplace() as directory:
+            results += campaign(directory, world_size, options.kills, options.seed)
     good = sum(r["resumed"] and r["identical"] for r in results)
     killed = sum(r["killed"] for r in results)
     places = Counter(r["at"].split(",")[0] for r in results)

@@ -1,6 +1,6 @@
 """Optimizer states in 8 bits and weights rounded stochastically over one, two and four processes, against one alone.
 
-    python tools/reshard_campaign.py --changes 1,2,4,1 1,4,2,1 --steps 3
+    python -m tools.reshard_campaign --changes 1,2,4,1 1,4,2,1 --steps 3
 
 A llama of 2 layers whose rows do not divide evenly takes steps with drawn gradients, the same at any number of
 processes; at each change a checkpoint is saved by so many processes and read by as many as come next. Prints one JSON
@@ -10,16 +10,11 @@ in one process. Exits with 1 where one differs.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
-import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.multi import compact_worker, launcher  # noqa: E402
+from tests.multi import compact_worker, launcher
+from tools.commands import parser_of, workplace
 
 
 def trained(directory: Path, way: str, worlds: list[int], steps: int) -> str:
@@ -37,15 +32,14 @@ def trained(directory: Path, way: str, worlds: list[int], steps: int) -> str:
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--changes", nargs="+", default=["1,2,4,1", "1,4,2,1", "4,2,1,4"])
     parser.add_argument("--steps", type=int, default=3, help="between changes")
     options = parser.parse_args()
     from tests.train.synthetic import write_model
 
     good = True
-    with tempfile.TemporaryDirectory(prefix="tuner-reshard-") as place:
-        directory = Path(place)
+    with workplace() as directory:
         write_model(directory)
         for way in compact_worker.WAYS:
             for text in options.changes:

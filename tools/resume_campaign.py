@@ -1,7 +1,7 @@
 """Kill training with SIGKILL at random steps of its second epoch, resume it, and compare with an unbroken run.
 
-    python tools/resume_campaign.py --trials 20 --world-sizes 1 2 --seed 0
-    python tools/resume_campaign.py --flags --optimizer.offload host --checkpoint.async_save true
+    python -m tools.resume_campaign --trials 20 --world-sizes 1 2 --seed 0
+    python -m tools.resume_campaign --flags --optimizer.offload host --checkpoint.async_save true
 
 A LoRA run with dropout and four microbatches per step is trained once unbroken per world size. Each trial trains it
 anew, dies at a random step (all processes, or one of them and the launcher then kills the others), resumes in new
@@ -17,17 +17,12 @@ import json
 import random
 import signal
 import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.fixtures.trainings import STEPS_PER_EPOCH, outcome, prepare  # noqa: E402
-from tools.commands import Start, launch, trained  # noqa: E402
+from tests.fixtures.trainings import STEPS_PER_EPOCH, outcome, prepare
+from tools.commands import Results, Start, launch, parser_of, trained, workplace
 
 # Dies in place of the given optimizer step on the given rank (-1: every rank), by the signal that nothing can catch.
 KILLED = """
@@ -86,16 +81,15 @@ def campaign(
     trained(directory, world_size, ["-m", "tuner", "train", "r.yaml", "--name", "unbroken", *flags], start)
     unbroken = outcome(directory / "runs" / "unbroken")
     rng = random.Random(seed * 1000 + world_size)
-    results = []
+    results = Results()
     for number in range(trials):
-        results.append(trial(directory, world_size, number, rng, unbroken, start, flags))
-        print(json.dumps(results[-1]), flush=True)
-    return results
+        results.add(trial(directory, world_size, number, rng, unbroken, start, flags))
+    return results.rows
 
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
@@ -103,8 +97,8 @@ def main() -> int:
     options = parser.parse_args()
     results = []
     for world_size in options.world_sizes:
-        with tempfile.TemporaryDirectory(prefix="tuner-campaign-") as directory:
-            results += campaign(Path(directory), world_size, options.trials, options.seed, flags=options.flags)
+        with workplace() as directory:
+            results += campaign(directory, world_size, options.trials, options.seed, flags=options.flags)
     good = sum(r["killed"] and r["resumed"] and r["identical"] for r in results)
     print(json.dumps({"trials": len(results), "identical": good, "seed": options.seed}))
     return 0 if good == len(results) else 1

@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 LONGEST_LINE = 64 * 1024 * 1024
 DEEPEST = 256
+ANSWERING = ["assistant", "gpt", "chatgpt", "bing", "bard", "model"]
+SPEAKERS = ["system", "human", "user", *ANSWERING, "function_call", "observation", "tool", "function_response"]
 BLANK = "blank"
 GOOD = "good"
 
@@ -126,14 +128,7 @@ def from_text(value: Any) -> Any:
     """A list may be written as JSON text."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
-    try:
-        return (
-            unpaired(json.loads(value, object_pairs_hook=Pairs, parse_constant=refuse))
-            if depth(value) <= DEEPEST
-            else 0
-        )
-    except (ValueError, RecursionError, Bad):
-        return None
+    return good_json(value) if depth(value) <= DEEPEST else 0
 
 
 def good_json(value: Any) -> Any:
@@ -159,7 +154,7 @@ def turns_good(turns: Any, sharegpt: bool, learned: bool = True) -> bool:
 def empty_answer(turn: dict[str, Any]) -> bool:
     """Whether a good turn is an answer that may be learned, without a word, a thought or a call."""
     role = turn["role"] if "role" in turn else turn["from"]
-    if role not in ("assistant", "gpt", "chatgpt", "bing", "bard", "model"):
+    if role not in ANSWERING:
         return False
     if any(turn.get(name) is not None and not turn[name] for name in WISHES):
         return False
@@ -170,13 +165,13 @@ def empty_answer(turn: dict[str, Any]) -> bool:
         words = [part for part in said if part["type"] == "text"]
         if len(words) < len(said):
             others = [part for part in said if part["type"] != "text"]
-            if any(part["type"] == "tool_call" or thought(part) for part in others):
+            if any(part["type"] == "tool_call" or words_of(part) for part in others):
                 return False
-        said = "".join(next(part[name] for name in ("text", "value") if part.get(name) is not None) for part in words)
+        said = "".join(map(words_of, words))
     return not (said or "").strip()
 
 
-def thought(part: dict[str, Any]) -> str:
+def words_of(part: dict[str, Any]) -> str:
     return next(part[name] for name in (part["type"], "text", "value") if part.get(name) is not None)
 
 
@@ -192,9 +187,8 @@ def turn_good(turn: Any, sharegpt: bool) -> bool:
 
 
 def speaker_good(turn: dict[str, Any]) -> bool:
-    known = "system human user gpt assistant chatgpt bing bard model function_call observation tool function_response"
     speaker, said = turn["from"], turn.get("value")
-    if not isinstance(speaker, str) or speaker not in known.split() or not isinstance(said, str):
+    if not isinstance(speaker, str) or speaker not in SPEAKERS or not isinstance(said, str):
         return False
     if speaker != "function_call":
         return True
@@ -214,11 +208,8 @@ def message_good(message: dict[str, Any]) -> bool:
             return False
     if calls is not None and not (isinstance(calls, list) and all(map(call_good, calls))):
         return False
-    inside = (
-        [part for part in content if isinstance(part, dict) and part.get("type") == "tool_call"]
-        if isinstance(content, list)
-        else []
-    )
+    parts = content if isinstance(content, list) else []
+    inside = [part for part in parts if isinstance(part, dict) and part.get("type") == "tool_call"]
     if (calls or inside) and role != "assistant":
         return False
     if isinstance(content, list):
@@ -251,8 +242,6 @@ def call_good(call: Any) -> bool:
 
 def wishes_good(turn: dict[str, Any]) -> bool:
     wishes = {name: turn[name] for name in WISHES if turn.get(name) is not None}
-    if "train" in wishes and wishes["train"] not in (True, False):
-        return False
     if "train" in wishes and not isinstance(wishes["train"], bool):
         return False
     return all(isinstance(wish, (int, float)) and wish in (0, 1) for wish in wishes.values()) and (
@@ -266,20 +255,12 @@ def system_good(row: dict[str, Any], first: dict[str, Any]) -> bool:
     speaks = first["role"] if "role" in first else first["from"]
     own = first.get("content") if "role" in first else first["value"]
     if isinstance(own, list):
-        own = "".join(next(part[name] for name in ("text", "value") if part.get(name) is not None) for part in own)
+        own = "".join(map(words_of, own))
     return isinstance(row["system"], str) and (speaks not in ("system", "developer") or own == row["system"])
 
 
-def messages_good(row: dict[str, Any]) -> bool:
-    return turns_good(row["messages"], False) and tools_good(row) and system_good(row, from_text(row["messages"])[0])
-
-
-def conversations_good(row: dict[str, Any]) -> bool:
-    return (
-        turns_good(row["conversations"], True)
-        and tools_good(row)
-        and system_good(row, from_text(row["conversations"])[0])
-    )
+def chat_good(row: dict[str, Any], turns: Any, sharegpt: bool = False, learned: bool = True) -> bool:
+    return turns_good(turns, sharegpt, learned) and tools_good(row) and system_good(row, from_text(turns)[0])
 
 
 def holds_turns(text: Any) -> bool:
@@ -305,21 +286,19 @@ def prompt_good(row: dict[str, Any]) -> bool:
             return False
         if isinstance(asked, str) and not holds_turns(asked):
             return not (isinstance(row.get("system"), str) and row["system"].strip())
-        return turns_good(asked, False, learned=False) and tools_good(row) and system_good(row, from_text(asked)[0])
+        return chat_good(row, asked, learned=False)
     if not turns_good(answer, False):
         return False
     answer = from_text(answer)
     if isinstance(asked, str) and not holds_turns(asked):
         asked = [{"role": "user", "content": asked}]
-    if not turns_good(asked, False, learned=False):
-        return False
-    return repeats(from_text(asked), answer) and tools_good(row) and system_good(row, from_text(asked)[0])
+    return chat_good(row, asked, learned=False) and repeats(from_text(asked), answer)
 
 
 def repeats(asked: list[Any], answer: list[Any]) -> bool:
     """Whether an answer begins with the assistant's words, or with the messages that it answers before these."""
     speakers = [turn["role"] if "role" in turn else turn["from"] for turn in answer]
-    spoken = [name in ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "function_call") for name in speakers]
+    spoken = [name in (*ANSWERING, "function_call") for name in speakers]
     if spoken[0]:
         return any(spoken[i] and not empty_answer({**answer[i], **dict.fromkeys(WISHES)}) for i in range(len(answer)))
     return answer[: len(asked)] == asked and len(answer) > len(asked) and spoken[len(asked)]
@@ -342,10 +321,7 @@ def alpaca_good(row: dict[str, Any]) -> bool:
 
 
 def text_good(row: dict[str, Any]) -> bool:
-    speakers = (
-        "system human user gpt assistant chatgpt bing bard model function_call observation tool function_response"
-    )
-    speaks = isinstance(row.get("role"), str) and row["role"].lower() in [*speakers.split(), "prompter"]
+    speaks = isinstance(row.get("role"), str) and row["role"].lower() in [*SPEAKERS, "prompter"]
     return isinstance(row["text"], str) and row["text"].strip() != "" and not speaks
 
 
@@ -374,8 +350,8 @@ def tokens_good(row: dict[str, Any]) -> bool:
 
 
 FORMS: list[tuple[set[str], Callable[[dict[str, Any]], bool]]] = [
-    ({"messages"}, messages_good),
-    ({"conversations"}, conversations_good),
+    ({"messages"}, lambda row: chat_good(row, row["messages"])),
+    ({"conversations"}, lambda row: chat_good(row, row["conversations"], sharegpt=True)),
     ({"prompt", "completion"}, prompt_good),
     ({"instruction", "output"}, alpaca_good),
     ({"text"}, text_good),

@@ -1,7 +1,7 @@
 """Shows that two trees train the same: 27 runs by each, and what must not differ between them.
 
     git worktree add ../before COMMIT
-    python tools/same_run.py --model DIR --against ../before [--only sft muon ...]
+    python -m tools.same_run --model DIR --against ../before [--only sft muon ...]
 
 The first five recipes are those of most users: full fine-tuning, LoRA with dropout and accumulation, pre-training from
 random weights, Muon on two processes, and a custom loss. The others have a part each, on a model of two layers; those
@@ -13,24 +13,19 @@ JSON object to stdout; exit 1 where something differs.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
 import random
-import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.tables import beside  # noqa: E402
+from tools.commands import STOPPED, done, environment, parser_of, run, workplace
+from tools.tables import beside
 
 Tree = Mapping[str, Any]
-STOPPED = 75
 """The exit code of a launch that was asked to stop, and saved."""
 _TABLE = beside(__file__)
 RECIPES: dict[str, Tree] = _TABLE["recipes"]
@@ -142,11 +137,7 @@ class Work:
 
     def call(self, *command: str, code: int = 0) -> str:
         """What a command of the tree prints. SystemExit where it ends with another code."""
-        cache = {"TUNER_CACHE": str(self.directory / "cache"), "PYTHONPATH": str(self.tree), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, check=False, env={**os.environ, **cache},
-            cwd=self.directory,
-        )  # fmt: skip
+        done = run(command, self.directory, environment(self.directory / "cache", PYTHONPATH=str(self.tree)))
         if done.returncode != code:
             what = f"{self.tree}: {' '.join(command[2:])}: exit code {done.returncode}"
             raise SystemExit(f"{what}\n{done.stderr[-4000:]}")
@@ -192,22 +183,21 @@ class Work:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--against", type=Path, required=True)
     parser.add_argument("--only", nargs="*", choices=list(RECIPES), default=list(RECIPES))
     options = parser.parse_args()
     trees = {"this": Path(__file__).resolve().parents[1], "other": options.against.resolve()}
     found: dict[str, dict[str, dict[str, str]]] = {}
-    with tempfile.TemporaryDirectory(prefix="tuner-models-") as place:
-        models = Path(place)
+    with workplace() as models:
         (models / "model").symlink_to(options.model.resolve())
-        subprocess.run([sys.executable, "-c", MODELS], cwd=models, check=True, capture_output=True)
+        done(["-c", MODELS], models, dict(os.environ))
         for name in options.only:
             found[name] = {}
             for which, tree in trees.items():
-                with tempfile.TemporaryDirectory(prefix="tuner-same-") as directory:
-                    found[name][which] = Work(tree, Path(directory), models).outcome(name)
+                with workplace() as directory:
+                    found[name][which] = Work(tree, directory, models).outcome(name)
             one, other = found[name].values()
             shown = "  ".join(f"{key} {one[key][:12]} {'=' if one[key] == other[key] else '!='}" for key in one)
             print(f"{name:<23} {shown}", file=sys.stderr, flush=True)

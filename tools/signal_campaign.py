@@ -1,7 +1,7 @@
 """Stop training in two processes at random moments, as terminals and schedulers do, and look at what is left.
 
-    python tools/signal_campaign.py --trials 100 --seed 0
-    python tools/signal_campaign.py --moments 200 --out moments.jsonl     (tools/signal_moments.py)
+    python -m tools.signal_campaign --trials 100 --seed 0
+    python -m tools.signal_campaign --moments 200 --out moments.jsonl     (tools/signal_moments.py)
 
 Each trial starts `tuner train` with two local processes on a tiny model, waits for the first step and a random time
 more, and stops it. The ways: `ctrl-c`, the key in a terminal of its own, which signals the whole foreground group;
@@ -13,7 +13,6 @@ summary; exits with 1 when a trial fails.
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import os
@@ -24,7 +23,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import termios
 import threading
 import time
@@ -32,15 +30,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tools.commands import environment  # noqa: E402
-from tools.signal_moments import COMMANDS, moments  # noqa: E402
+from tools.commands import STOPPED, Results, environment, parser_of, workplace
+from tools.signal_moments import COMMANDS, is_running, moments
 
 WAYS = ("ctrl-c", "scheduler", "step", "hangup")
 LONGEST_S = 60.0
-STOPPED = 75
 
 
 class Started:
@@ -116,13 +110,6 @@ def wait_for_steps(started: Started) -> None:
         time.sleep(0.02)
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
 def trial(directory: Path, number: int, way: str, rng: random.Random) -> dict[str, Any]:
     """One start and stop."""
     from tuner.checkpoint.open import newest
@@ -161,18 +148,17 @@ def campaign(trials: int, seed: int, ways: tuple[str, ...] = WAYS) -> list[dict[
     """All trials, the ways in turns."""
     from tests.fixtures.trainings import prepare
 
-    rng, results = random.Random(seed), []
-    with tempfile.TemporaryDirectory(prefix="tuner-signals-", ignore_cleanup_errors=True) as place:
-        prepare(Path(place), 1)
+    rng, results = random.Random(seed), Results()
+    with workplace() as place:
+        prepare(place, 1)
         for number in range(trials):
-            results.append(trial(Path(place), number, ways[number % len(ways)], rng))
-            print(json.dumps(results[-1]), flush=True)
-    return results
+            results.add(trial(place, number, ways[number % len(ways)], rng))
+    return results.rows
 
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
@@ -181,8 +167,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a file with a line for each moment, with which a campaign goes on")
     options = parser.parse_args()
     if options.moments is not None:
-        with tempfile.TemporaryDirectory(prefix="tuner-moments-", ignore_cleanup_errors=True) as place:
-            results = moments(Path(place), options.moments, options.seed, options.out, tuple(options.commands))
+        with workplace() as place:
+            results = moments(place, options.moments, options.seed, options.out, tuple(options.commands))
     else:
         results = campaign(options.trials, options.seed, tuple(options.ways))
     good = sum(result["good"] for result in results)

@@ -1,6 +1,6 @@
 """Send a stop signal to a command at any moment from tuner's own first line on, and look at what it says and leaves.
 
-    python tools/signal_campaign.py --moments 200 --out moments.jsonl
+    python -m tools.signal_campaign --moments 200 --out moments.jsonl
 
 The commands are `train`, in one process and in two, `resume`, `export-hf` and `prepare-data`, on a tiny model. A
 moment is drawn from the first ten seconds after tuner's first line; every fourth from the first two, in which
@@ -26,9 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.commands import Results
+from tools.commands import ROOT, Results, environment
 
-ROOT = Path(__file__).resolve().parents[1]
 FIRST_S, LOADING_S, LONGEST_S = 10.0, 2.0, 60.0
 FOR_EVER = "1000000 steps"
 COMMANDS = ("train", "export-hf", "train-2", "prepare-data", "resume")
@@ -104,11 +103,9 @@ class Started:
         self.answer, self.stderr = place.path / f"{trial}.json", place.path / f"{trial}.log"
         self.trial = f"{place.path.name}-{trial}"
         told, tells = os.pipe()
-        env = {
-            **os.environ, "PYTHONPATH": f"{place.path / 'hook'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1",
-            "TMPDIR": str(self.temporary), "TUNER_CACHE": str(self.cache), "SIGNAL_TOLD": str(tells), TRIAL: self.trial,
-            "HF_HUB_OFFLINE": "1",
-        }  # fmt: skip
+        own = {"PYTHONPATH": f"{place.path / 'hook'}{os.pathsep}{ROOT}", "TMPDIR": str(self.temporary)}
+        told_by = {"SIGNAL_TOLD": str(tells), TRIAL: self.trial}
+        env = {**environment(self.cache, HF_HUB_OFFLINE="1"), **own, **told_by}
         with self.answer.open("w") as out, self.stderr.open("w") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tuner", *words], cwd=place.path, env=env, stdin=subprocess.DEVNULL, stdout=out,
@@ -141,7 +138,7 @@ class Started:
             if entry.name.isdigit():
                 with suppress(OSError):
                     of_trial = f"{TRIAL}={self.trial}".encode() in (entry / "environ").read_bytes().split(b"\0")
-                    if of_trial and entry.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    if of_trial and is_running(int(entry.name)):
                         found.append(int(entry.name))
         return found
 
@@ -154,6 +151,13 @@ class Started:
         for pid in living:
             os.kill(pid, signal.SIGKILL)
         return found
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and no zombie."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def trial(place: Place, number: int, command: str, sent: signal.Signals, rng: random.Random) -> dict[str, Any]:

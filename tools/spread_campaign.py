@@ -1,6 +1,6 @@
 """Hold a model spread over processes to the same model in one: bits of losses, gradients, kept copies of weights.
 
-    python tools/spread_campaign.py --only qwen3
+    python -m tools.spread_campaign --only qwen3
 
 Kernels are chosen as on CUDA, with a stand-in for varlen attention, and processes are real, over gloo. The first step's
 losses must be those of one process under autocast, to the bit; gradients may be 1e-6 apart; no tensor of the shape of
@@ -11,18 +11,14 @@ in, and whole gradients between micro-batches.
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tests.fixtures import processes  # noqa: E402
-from tests.fixtures.spread import Spread, differences  # noqa: E402
-from tests.model.tiny import VOCAB  # noqa: E402
+from tests.fixtures import processes
+from tests.fixtures.spread import Spread, differences
+from tests.model.tiny import VOCAB
+from tools.commands import parser_of, workplace
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "phi", "olmo2", "mistral", "phi3", "mixtral", "qwen3-moe")
 LEVELS = ("none", "selective", "full")
@@ -59,21 +55,21 @@ def embeddings() -> Iterator[Spread]:
 
 def main() -> int:
     """Compare them; the exit code is 1 where one differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="cases whose name holds this alone")
     options = parser.parse_args()
     processes.TIMEOUT_S = 300.0
     chosen = [case for case in cases() if options.only in case.name]
     wrong = 0
     for case in chosen:
-        with tempfile.TemporaryDirectory() as work:
+        with workplace() as work:
 
-            def compare(rank: int, case: Spread = case, place: Path = Path(work)) -> None:
+            def compare(rank: int, case: Spread = case, place: Path = work) -> None:
                 lines = differences(case, rank, place)
                 (place / f"found-{rank}").write_text("\n".join(lines))
 
-            codes = processes.run_ranks(case.processes, Path(work), compare)
-            files = sorted(Path(work).glob("found-*"))
+            codes = processes.run_ranks(case.processes, work, compare)
+            files = sorted(work.glob("found-*"))
             lines = {line for file in files for line in file.read_text().splitlines()}
         is_wrong = bool(lines or any(codes))
         wrong += is_wrong

@@ -1,7 +1,7 @@
 """Write docs/support.md, and the table of types in docs/models.md, from what the campaign of causal types found.
 
-    python tools/causal_campaign.py --out figures.json
-    python tools/support_page.py figures.json [more.json ...]
+    python -m tools.causal_campaign --out figures.json
+    python -m tools.support_page figures.json [more.json ...]
 
 A type is *verified* where loss and all gradients were equal to those of the plainly loaded model, *refused* where
 `tuner train` ends with a reason before the first step, *untried* where transformers itself cannot build or run a
@@ -10,7 +10,6 @@ tiny one. What stands before the list is `tools/support_head.md`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -18,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from tools.commands import ROOT, parser_of
+
 PAGE, MODELS = ROOT / "docs" / "support.md", ROOT / "docs" / "models.md"
 PACKED, SINGLE, LORA = "packed", "single", "lora"
 AS_DECODER = ", is_decoder"
@@ -159,7 +159,7 @@ def _cell(text: str) -> str:
 
 def main() -> int:
     """Write the pages."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("figures", nargs="+", type=Path, help="what `tools/causal_campaign.py --out` wrote, in parts")
     options = parser.parse_args()
     from importlib.metadata import version

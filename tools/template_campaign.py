@@ -1,6 +1,6 @@
 """The built-in chat templates against those that other projects publish: the same text for the same messages.
 
-    python tools/template_campaign.py [--sources DIRECTORY]
+    python -m tools.template_campaign [--sources DIRECTORY]
 
 Fetches TRL, axolotl, FastChat and the sdist of llama-cpp-python from the package index (about 80 MB, nothing is
 installed). Every prefix of a conversation is rendered by ours and by theirs, with and without a system message, and
@@ -10,7 +10,6 @@ table below. Tokenizers' own templates are in tests/data/encoding/test_named_tem
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +18,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.import_campaign import PACKAGES, fetch  # noqa: E402
-from tools.tables import beside  # noqa: E402
-from tuner.data.encoding.named_templates import named_template  # noqa: E402
-from tuner.data.encoding.template import ChatTemplate  # noqa: E402
+from tools.commands import ROOT, parser_of
+from tools.import_campaign import PACKAGES, fetch
+from tools.tables import beside
+from tuner.data.encoding.named_templates import named_template
+from tuner.data.encoding.template import ChatTemplate
 
 FASTCHAT = "fschat==0.2.36"
 """Its conversations are Python."""
@@ -133,7 +130,7 @@ def differences(published: Published, directory: Path) -> Iterator[tuple[str, st
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print each comparison; 1 where a text differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where they are unpacked")
     given = parser.parse_args(words)
     fetch(given.sources, WANTED)

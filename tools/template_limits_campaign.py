@@ -1,6 +1,6 @@
 """Have `tuner prepare-data` meet each template made to do harm, as a model's own and as one that a recipe names.
 
-    python tools/template_limits_campaign.py --out limits.jsonl [--only NAME ...] [--seconds 3] [--megabytes 400]
+    python -m tools.template_limits_campaign --out limits.jsonl [--only NAME ...] [--seconds 3] [--megabytes 400]
 
 Each must end with exit code 3 and its name, within the processor time and the memory of the whole process, children
 included. A harmless template comes first, for what transformers makes of the tokenizer is asked once. Prints a line of
@@ -10,21 +10,16 @@ one is not so.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.data import tiny  # noqa: E402
-from tools.commands import Results, environment  # noqa: E402
-from tools.hostile_templates import HOSTILE  # noqa: E402
+from tests.data import tiny
+from tools.commands import Results, environment, parser_of, workplace
+from tools.hostile_templates import HOSTILE
 
 HARMLESS = ("harmless", tiny.CHATML)
 WAYS = ("model", "recipe")
@@ -55,7 +50,7 @@ def met(place: Path, way: str, source: str) -> dict[str, Any]:
 
 def main() -> int:
     """Run the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", nargs="+", help="names of templates; all without it")
     parser.add_argument("--seconds", type=float, default=3.0, help="of processor time")
@@ -63,14 +58,14 @@ def main() -> int:
     options = parser.parse_args()
     results = Results(options.out)
     known = {(one["way"], one["name"]) for one in results.rows}
-    with tempfile.TemporaryDirectory(prefix="tuner-limits-") as place:
-        tiny.write_rows(Path(place) / "rows.jsonl", [tiny.chat("the question", "the answer")])
+    with workplace() as place:
+        tiny.write_rows(place / "rows.jsonl", [tiny.chat("the question", "the answer")])
         for way in WAYS:
-            met(Path(place), way, HARMLESS[1])
+            met(place, way, HARMLESS[1])
             for name, source in [HARMLESS, *((one.name, one.source) for one in HOSTILE)]:
                 if (way, name) in known or (options.only and name not in options.only):
                     continue
-                found = met(Path(place), way, source)
+                found = met(place, way, source)
                 within = found["cpu_s"] <= options.seconds and found["mb"] <= options.megabytes
                 wanted = (0, False) if name == HARMLESS[0] else (3, True)
                 good = within and (found["code"], found["named"]) == wanted

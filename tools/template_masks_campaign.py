@@ -1,6 +1,6 @@
 """Chats of every kind with the templates that newest model families publish: masks, and the words of what is refused.
 
-    python tools/template_masks_campaign.py TOKENIZER [--sources DIRECTORY] [--only NAME ...]
+    python -m tools.template_masks_campaign TOKENIZER [--sources DIRECTORY] [--only NAME ...]
 
 TOKENIZER is a directory with a byte-level tokenizer.json, to which the control tokens of each template are added. TRL,
 axolotl and llama.cpp's templates (in the sdist of llama-cpp-python) are fetched from the package index; nothing is
@@ -13,11 +13,8 @@ a document is not so, or a chat is refused for another reason than the template'
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,20 +25,18 @@ from typing import Any
 import numpy as np
 from jinja2 import UndefinedError
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tools.import_campaign import fetch  # noqa: E402
-from tools.tables import beside  # noqa: E402
-from tools.template_campaign import FOLDERS, SYSTEM, THOUGHTS, TOOLS, TURNS, WANTED  # noqa: E402
-from tuner.config.recipe import AddedToken  # noqa: E402
-from tuner.data.encoding import turns  # noqa: E402
-from tuner.data.encoding.chat import NO_END  # noqa: E402
-from tuner.data.encoding.encode import Encoder  # noqa: E402
-from tuner.data.encoding.flat import EncodedBatch  # noqa: E402
-from tuner.data.encoding.tokenizer import TextTokenizer  # noqa: E402
-from tuner.data.encoding.tokenizer_json import with_control_tokens, with_tokens  # noqa: E402
-from tuner.data.reading.records import Conversation, parse_record  # noqa: E402
+from tools.commands import ROOT, parser_of, workplace
+from tools.import_campaign import fetch
+from tools.tables import beside
+from tools.template_campaign import FOLDERS, SYSTEM, THOUGHTS, TOOLS, TURNS, WANTED
+from tuner.config.recipe import AddedToken
+from tuner.data.encoding import turns
+from tuner.data.encoding.chat import NO_END
+from tuner.data.encoding.encode import Encoder
+from tuner.data.encoding.flat import EncodedBatch
+from tuner.data.encoding.tokenizer import TextTokenizer
+from tuner.data.encoding.tokenizer_json import with_control_tokens, with_tokens
+from tuner.data.reading.records import Conversation, parse_record
 
 CONTROL = re.compile(
     r"<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c<>]{1,40}\uff5c>|<\|[a-z_]+>|<[a-z_]+\|>|<\|\"\|>|\[gMASK\]|<sop>"
@@ -203,10 +198,10 @@ def judge(published: Published, source: str, directory: Path) -> int:
     examples = [parse_record(row) for row in rows.values()]
     encoder = Encoder(tokenizer, "assistant")
     batches = [encoder.encode([example]) for example in examples]
-    with tempfile.TemporaryDirectory() as work:
+    with workplace() as work:
         from transformers import AutoTokenizer
 
-        tokenizer.save(Path(work))
+        tokenizer.save(work)
         theirs = AutoTokenizer.from_pretrained(work)  # type: ignore[no-untyped-call]
     judged = Judge(theirs, frozenset(theirs.convert_tokens_to_ids(list(published.ends))), source)
     kept = sum(not batch.problems for batch in batches)
@@ -240,7 +235,7 @@ def _documents(batch: EncodedBatch, row: int) -> Iterator[tuple[list[int], list[
 
 def main(words: Sequence[str] | None = None) -> int:
     """Judge every template; 1 where something is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("tokenizer", type=Path)
     parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where they are unpacked")
     parser.add_argument("--only", nargs="*", default=[])
@@ -259,4 +254,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Every causal type of transformers with its layers split over two processes: a step as in one, or refused, and why.
 
-    python tools/tensor_campaign.py [--only TYPE ...] [--adapter lora|dora] [--out FILE]
+    python -m tools.tensor_campaign [--only TYPE ...] [--adapter lora|dora] [--out FILE]
 
 Each type, tiny, takes a step of two micro-batches in float32, in one process and in two that compute its layers as one:
 loss and gradient norm to 1e-6, and every gradient to 5e-6 of itself, or of a fiftieth of all of them. Prints a line for
@@ -9,53 +9,44 @@ each, and exits with 1 where one differs or fails.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import sys
-import tempfile
 import traceback
-import warnings
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tests.fixtures.processes import run_ranks  # noqa: E402
-from tests.fixtures.split import Alone, Split, differences  # noqa: E402
-from tools.causal_cases import TYPES, tiny_config  # noqa: E402
-from tuner.errors import RecipeError  # noqa: E402
-from tuner.model.build import ModelSpec, meta_model, model_config  # noqa: E402
-from tuner.model.row_layout import route_of  # noqa: E402
-from tuner.parallel.tensor.plan import check_split  # noqa: E402
+from tests.fixtures.processes import run_ranks
+from tests.fixtures.split import Alone, Split, differences
+from tools.causal_cases import TYPES, quiet, tiny_config
+from tools.commands import one_line, parser_of, verdicts, workplace
+from tuner.errors import RecipeError
+from tuner.model.build import ModelSpec, meta_model, model_config
+from tuner.model.row_layout import route_of
+from tuner.parallel.tensor.plan import check_split
 
 PROCESSES = 2
 
 
+@quiet()
 def main() -> int:
     """Run the types, and print what each came to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=list(TYPES))
     parser.add_argument("--adapter", choices=("none", "lora", "dora"), default="none")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.set_verbosity_error()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
-    found = {}
-    for model_type in given.only:
-        with tempfile.TemporaryDirectory() as directory:
-            found[model_type] = verdict(model_type, given.adapter, Path(directory))
-        print(f"{model_type:28} {found[model_type]}", flush=True)
-    if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=1))
-    print(dict(Counter(said.partition(":")[0] for said in found.values())))
-    return int(any(said.startswith("differs") for said in found.values()))
+    return verdicts(tried(given.only, given.adapter), given.out)
+
+
+def tried(types: list[str], adapter: str) -> Iterator[tuple[str, str]]:
+    """Each type, with what became of it."""
+    for model_type in types:
+        with workplace() as directory:
+            yield model_type, verdict(model_type, adapter, directory)
 
 
 def verdict(model_type: str, adapter: str, directory: Path) -> str:
@@ -66,7 +57,7 @@ def verdict(model_type: str, adapter: str, directory: Path) -> str:
         config.save_pretrained(directory)
         model = meta_model(model_config(ModelSpec(str(directory), random_init=True)), torch.float32)
     except Exception as error:  # noqa: BLE001 - whatever a class raises
-        return f"not made: {_line(error)}"
+        return f"not made: {one_line(error)}"
     try:
         check_split(model, PROCESSES)
     except RecipeError as error:
@@ -77,14 +68,14 @@ def verdict(model_type: str, adapter: str, directory: Path) -> str:
         alone = Alone.of(case, PROCESSES, directory)
     except Exception as error:  # noqa: BLE001 - of the type's own code
         traceback.print_exc()
-        return f"differs: {_line(error)}"
+        return f"differs: {one_line(error)}"
 
     def work(rank: int) -> None:
         try:
             unlike = differences(case, alone, rank)
         except Exception as error:  # noqa: BLE001 - of the type's own code
             traceback.print_exc()
-            unlike = [_line(error)]
+            unlike = [one_line(error)]
         if rank == 0:
             said.write_text("\n".join(unlike))
         os._exit(int(bool(unlike)))  # the others may wait for a process that failed
@@ -97,9 +88,5 @@ def verdict(model_type: str, adapter: str, directory: Path) -> str:
     return "equal" if codes == [0] * PROCESSES else f"differs: {lines[0] if lines else codes} ({len(lines)} lines)"
 
 
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,7 +1,7 @@
 """What each test costs in seconds of processor time, its own and that of the commands it waited for.
 
     TUNER_TEST_COSTS=costs.jsonl python -m pytest -p tools.test_costs tests
-    python tools/test_costs.py costs.jsonl [--by file|directory|test] [--top N]
+    python -m tools.test_costs costs.jsonl [--by file|directory|test] [--top N]
 
 As a plugin of pytest it adds one line to the file for each test: the test, and the processor seconds and seconds that
 passed, of its fixtures too. Processor time says the same on a machine that is busy with other things. Run as a command
@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tools.commands import read_lines
 
 VARIABLE = "TUNER_TEST_COSTS"
 LEVELS = ("test", "file", "directory")
@@ -73,8 +75,7 @@ def main() -> int:
     processor: Counter[str] = Counter()
     passed: Counter[str] = Counter()
     tests: Counter[str] = Counter()
-    for line in options.lines.read_text(encoding="utf-8").splitlines():
-        cost = json.loads(line)
+    for cost in read_lines(options.lines):
         name = group(cost["test"], options.by)
         processor[name] += cost["cpu_s"]
         passed[name] += cost["wall_s"]

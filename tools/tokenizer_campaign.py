@@ -1,6 +1,6 @@
 """The ids of training against those of an export's readers, for tokenizers of many families.
 
-    python tools/tokenizer_campaign.py ASSETS WORK [--chats 7000] [--masks 1000] [--only NAME ...]
+    python -m tools.tokenizer_campaign ASSETS WORK [--chats 7000] [--masks 1000] [--only NAME ...]
 
 For each family a tiny model is trained for one step with the real command on the same chats, and exported with the real
 command. Every prepared document must have the ids that `AutoTokenizer.from_pretrained(EXPORT)` gives the row's messages
@@ -12,10 +12,8 @@ the chats whose masks are the derived ones. Exits with 1 where a row differs. AS
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
-import os
 import random
 import subprocess
 import sys
@@ -23,14 +21,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tests.fixtures import forked  # noqa: E402
-from tests.reference.product import Prepared, opened  # noqa: E402
-from tests.reference.written import PLAIN, randomly  # noqa: E402
-from tools.derived_masks import Derivation, Document  # noqa: E402
-from tools.tokenizer_families import FAMILIES, Family, write_family  # noqa: E402
+from tests.fixtures import forked
+from tests.reference.product import Prepared, opened
+from tests.reference.written import PLAIN, randomly
+from tools.commands import environment, parser_of, write_lines
+from tools.derived_masks import Derivation, Document
+from tools.tokenizer_families import FAMILIES, Family, write_family
 
 Chat = list[dict[str, str]]
 LENGTH = 1024
@@ -77,8 +73,7 @@ def campaign(family: Family, assets: Path, work: Path, rows: list[Chat], masks: 
     write_family(family, assets, directory / "model", lambda: [m["content"] for chat in rows for m in chat])
     some = rows[:: max(1, len(rows) // masks)]
     for name, part in (("rows", rows), ("some", some)):
-        lines = [json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in part]
-        (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_lines(directory / f"{name}.jsonl", ({"messages": chat} for chat in part))
     recipe = {
         "model": {"name_or_path": "./model", "init": "random"},
         "data": {"train": "rows.jsonl", "max_length": LENGTH, "on_bad_row": "skip", "workers": 1},
@@ -130,17 +125,16 @@ def _masks(derivation: Derivation, kept: list[Chat], prepared: Prepared) -> dict
 
 
 def _command(directory: Path, *words: str) -> dict[str, Any]:
-    environment = {**os.environ, "TUNER_CACHE": str(directory / "cache"), "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = environment(directory / "cache", threads=None, PYTHONWARNINGS="ignore")
     command = [sys.executable, "-m", "tuner", *words, "--json"]
-    done = forked.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=True)
+    done = forked.run(command, cwd=directory, env=env, capture_output=True, text=True, check=True)
     document: dict[str, Any] = json.loads(done.stdout)
     return document
 
 
 def main() -> int:
     """Parse the command line, run every family, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("assets", type=Path)
     parser.add_argument("work", type=Path)
     parser.add_argument("--chats", type=int, default=7000)

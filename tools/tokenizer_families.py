@@ -61,8 +61,6 @@ class Family:
         return self.end or _ENDS.get(self.template or "")
 
 
-
-
 _ENDS = {"chatml": "<|im_end|>", "gemma": "<end_of_turn>", "phi3": "<|end|>"}
 FAMILIES = tuple(Family(**one) for one in beside(__file__))
 

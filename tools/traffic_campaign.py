@@ -1,6 +1,6 @@
 """What sharding makes a GPU move in a micro-batch, counted on tensors without memory: a table of Markdown.
 
-    python tools/traffic_campaign.py [--only 8b] [--tree ../other] [--out figures.json]
+    python -m tools.traffic_campaign [--only 8b] [--tree ../other] [--out figures.json]
 
 The step of a model of 8 B weights on 8 GPUs, and of 70 B on 32, is traced as the predictor traces it; every collective,
 and every copy and conversion that sharding takes, is counted on the way. ``--tree`` counts in the package of another
@@ -11,18 +11,17 @@ exposed where they last longer than the computing of their pass.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import logging
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from tools.commands import ROOT, parser_of, workplace
+
 HBM, LINK, NETWORK, PRODUCTS = 2.8e12, 330e9, 40e9, 620e12
 GIB = 1 << 30
 SHAPE = {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 40960, "tie_word_embeddings": False}
@@ -96,10 +95,10 @@ def count(case: Case, rows: int) -> dict[str, Any]:
         with phase.observed(counters[-1].begin), Watched():
             return plain(state, *rest)
 
-    with tempfile.TemporaryDirectory() as directory:
+    with workplace() as directory:
         Qwen3Config(**case.shape, **SHAPE, architectures=["Qwen3ForCausalLM"]).save_pretrained(directory)
         tree = {
-            "model": {"name_or_path": directory, "init": "random"},
+            "model": {"name_or_path": str(directory), "init": "random"},
             "tokenizer": {"name_or_path": "byte"},
             "data": {"train": f"{directory}/rows.jsonl", "max_length": rows},
             "method": {"kind": "pretrain"},
@@ -151,7 +150,7 @@ def row(figures: dict[str, Any]) -> str:
 
 def main() -> int:
     """Count, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], default=[c.name for c in CASES])
     parser.add_argument("--rows", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--tree", type=Path, default=ROOT, help="whose package is counted")

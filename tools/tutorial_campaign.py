@@ -1,6 +1,6 @@
 """Run the tutorial as it is written: its files and commands, in order, in an empty directory, on a real model.
 
-    python tools/tutorial_campaign.py [--model .demo/smollm2] [--work DIR]
+    python -m tools.tutorial_campaign [--model .demo/smollm2] [--work DIR]
 
 The model's hub name is found in a hub cache made of the directory, so that no command is changed and none needs the
 network. Each command must end with the exit code that the page says; then the claims of the page are checked: how far
@@ -9,22 +9,20 @@ the held-out loss fell, and that the exported model answers with the JSON object
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tools.commands import ROOT, STOPPED, parser_of, read_lines, workplace
+
 PAGE = ROOT / "docs" / "tutorial.md"
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
-STOPPED = 75
 HIGHEST_LOSS = 0.05
 PROMPT_ANSWER = {"name": "Wanda Zhou", "city": "Oslo", "item": "garden hose", "quantity": 5, "total_usd": 98}
 SAID = "2 desk lamps for Ana Berg in Lima, 40 dollars.\n"
@@ -105,8 +103,7 @@ def follow(page: str, place: Path, env: dict[str, str]) -> str:
 
 def problems(place: Path, compared: str) -> list[str]:
     """Which claims of the page do not hold."""
-    lines = [json.loads(line) for line in (place / "runs" / "orders" / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if line["kind"] == "eval"]
+    losses = [line["loss"] for line in read_lines(place / "runs" / "orders" / "metrics.jsonl", "eval")]
     found = (
         [] if losses[-1] < HIGHEST_LOSS < losses[0] else [f"the held-out loss went from {losses[0]} to {losses[-1]}"]
     )
@@ -116,13 +113,12 @@ def problems(place: Path, compared: str) -> list[str]:
 
 def main() -> int:
     """Follow the tutorial; exit code 1 where it does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2", help="directory of the model")
     parser.add_argument("--work", type=Path, help="an empty directory that is kept; default: one that goes")
     options = parser.parse_args()
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch:
-        work = (options.work or Path(scratch)).resolve()
+    with workplace(options.work) as work:
         place = work / "place"
         place.mkdir(parents=True)
         compared = follow(PAGE.read_text(encoding="utf-8"), place, environment(work, options.model))

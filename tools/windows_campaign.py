@@ -1,7 +1,7 @@
 """Train over six windows of data, one late, one empty and one damaged, killed in every phase, against an unbroken run.
 
-    python tools/windows_campaign.py
-    python tools/windows_campaign.py --phases train wait --world-sizes 1
+    python -m tools.windows_campaign
+    python -m tools.windows_campaign --phases train wait --world-sizes 1
 
 One run per world size has all windows there, but for the empty one, and is not interrupted. Each trial has window 4 put
 into its place only once training waits for it, and window 5 cut off until the run has refused it with exit code 3 by
@@ -11,19 +11,20 @@ waited for, or at the very end. It must end with the same tensors (SHA-256) and 
 once. Then: a run over windows in order without shuffling is held against a plain run over one file of all of them, step
 for step and bit for bit; and windows of a directory that grows while the run reads it against all of them at once.
 `stream` goes over the windows twice, each with held-out rows of its own, four windows a launch, in runs that are killed
-40 times, in phases that are drawn. Prints a JSON line for each, and exits with 1 where one differs.
+40 times, in phases that are drawn. `bank` kills runs, 24 times in all, that take newer weights of another run at the
+bounds of windows and every three steps while that one trains and saves; each is held against a run that is not killed
+and has the same versions in the same steps. Prints a JSON line for each, and exits with 1 where one differs. With
+`--out` the runs of `bank` are written there as they end, and those that it holds count.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -32,22 +33,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from tests.fixtures import trainings  # noqa: E402
-from tools.commands import Start, environment, read_lines, write_lines  # noqa: E402
+from tests.fixtures import trainings
+from tools.commands import Results, Start, environment, parser_of, read_lines, say, workplace, write_lines
 
 RECIPE = Path(__file__).with_suffix(".yaml")
 ROWS = {"w1": 12, "w2": 8, "w3": 0, "w4": 16, "w5": 8, "w6": 12}
 """Rows of each window; whole global batches, so that a plain run has the same steps."""
 LATE, DAMAGED = "w4", "w5"
-STOPPED, KILLS = 75, 40
+STOPPED, KILLS, BANK_KILLS = 75, 40, 24
 GROWING = ["--data.train", "more", "--data.windows.names", "[]", "--data.windows.files", "1"]
 STREAM = [
     "--data.windows.passes", "stream", "--train.duration", "2 epochs", "--data.eval", "held/{window}.jsonl",
     "--data.windows.save_every", "2", "--data.windows.per_launch", "4",
 ]  # fmt: skip
+SOURCE = ["--checkpoint.every", "1 step", "--checkpoint.keep", "99"]
+GIVEN = {"load": ["mlp", "self_attn"], "every": ["1 window", "3 steps"]}
+FROZEN = ["--model.freeze", '["self_attn"]', "--checkpoint.keep", "99"]
 PLAIN = ["--data.windows.names", "[]", "--data.windows.wait", "null", "--data.train", "all.jsonl"]
 
 # Notes what each step trains, and dies at the given call of a function, before or after what it does.
@@ -115,6 +116,11 @@ PHASES = {
     "end": Phase("tuner.rundir.directory", "RunDir.end"),
 }
 
+BANK_PHASES = [
+    *(Phase("tuner.run.bank", "write_bank", 1, when) for when in ("before", "after")),
+    *(Phase("tuner.run.bank", "ModelBank.take", 1, when) for when in ("before", "after")),
+]
+
 
 def prepare(directory: Path) -> None:
     """Write the model, the rows of each window and the recipe."""
@@ -135,6 +141,7 @@ class Work:
     directory: Path
     world_size: int
     start: Start = subprocess.Popen
+    out: Path | None = None
 
     def run(self, words: Sequence[str], phase: Phase = Phase(), beside: Callable[[], None] | None = None) -> int:  # noqa: B008 - frozen
         """Run a command to its end, with a thread that does something meanwhile; returns its exit code."""
@@ -293,8 +300,44 @@ def stream(work: Work) -> dict[str, Any]:
     return {"phase": "stream", "runs": len(runs), "kills": kills, "identical_and_each_document_twice": all(runs)}
 
 
+def bank(work: Work) -> dict[str, Any]:
+    """Runs that are killed while they take what another one saves, against ones that have the same and are not."""
+    runs, recipe = [] if work.out is None else read_lines(work.out), work.directory / "r.yaml"
+    recipe.write_text("".join(line for line in recipe.open() if not line.startswith("adapter:")))  # in full
+    others = [PHASES[name] for name in ("beside", "train", "evaluate", "save", "saved", "open")]
+    while sum(run["kills"] for run in runs) < BANK_KILLS and all(run["identical"] for run in runs):
+        number, drawn, ended, codes = len(runs), random.Random(len(runs)), threading.Event(), [-signal.SIGKILL]
+        flags = [*FROZEN, "--model.init_from", json.dumps([{"path": f"runs/source{number}", **GIVEN}])]
+
+        def train(number: int = number, ended: threading.Event = ended) -> None:
+            while work.train(f"source{number}", *SOURCE, "--train.stop_after", "1 step") and not ended.is_set():
+                pass
+
+        work.train(f"source{number}", *SOURCE, "--train.stop_after", "1 step")
+        thread = threading.Thread(target=train, daemon=True)
+        thread.start()
+        while codes[-1] == -signal.SIGKILL and len(codes) < 30:
+            phase = replace(drawn.choice([*others, *BANK_PHASES, *BANK_PHASES]), nth=drawn.randint(1, 2))
+            codes.append(work.train(f"killed{number}", *flags, phase=phase))
+        ended.set()
+        thread.join(120)
+        killed, whole = (work.directory / "runs" / f"{name}{number}" for name in ("killed", "whole"))
+        whole.mkdir()
+        shutil.copy(killed / "bank.json", whole)
+        codes.append(work.train(whole.name, *flags))
+        versions = json.loads((killed / "bank.json").read_text())
+        is_same = versions == json.loads((whole / "bank.json").read_text())
+        is_same = is_same and work.outcome(killed.name) == work.outcome(whole.name) and codes[-2:] == [0, 0]
+        kills = codes.count(-signal.SIGKILL) - 1
+        runs.append({"kills": kills, "versions": len(versions["sources"]["0"]["versions"]), "identical": is_same})
+        if work.out is not None:
+            write_lines(work.out, runs)
+    totals = {name: sum(run[name] for run in runs) for name in ("kills", "versions")}
+    return {"phase": "bank", "runs": len(runs), **totals, "identical": all(run["identical"] for run in runs)}
+
+
 def campaign(
-    place: Path, world_size: int, phases: Sequence[str], start: Start = subprocess.Popen
+    place: Path, world_size: int, phases: Sequence[str], start: Start = subprocess.Popen, out: Path | None = None
 ) -> list[dict[str, Any]]:
     """The trials at one world size, in `place`, which is empty."""
 
@@ -302,35 +345,35 @@ def campaign(
         directory = place / name
         directory.mkdir(parents=True)
         prepare(directory)
-        return Work(directory, world_size, start)
+        return Work(directory, world_size, start, out)
 
     whole = work("unbroken")
     if code := whole.train("run"):
         raise RuntimeError(f"the unbroken run failed: {code}\n{whole.said[-2000:]}")
     unbroken = whole.outcome("run")
-    results = []
+    results = Results()
     for phase in phases:
         own = work(phase)
-        more = {"plain": plain, "growing": growing, "stream": stream}
-        results.append(more[phase](own) if phase in more else trial(own, phase, unbroken))
-        print(json.dumps(results[-1]), flush=True)
-        if not is_good(results[-1]):
-            print(own.said[-3000:], file=sys.stderr, flush=True)
-    return results
+        more = {"plain": plain, "growing": growing, "stream": stream, "bank": bank}
+        results.add(more[phase](own) if phase in more else trial(own, phase, unbroken))
+        if not is_good(results.rows[-1]):
+            say(own.said[-3000:])
+    return results.rows
 
 
 def main() -> int:
     """Run the campaign."""
-    every = [*PHASES, "plain", "growing", "stream"]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    every = [*PHASES, "plain", "growing", "stream", "bank"]
+    parser = parser_of(__doc__)
     parser.add_argument("--phases", nargs="+", default=every, choices=["none", *every])
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--out", type=Path, help="a file with a line of JSON for each run of bank")
     options = parser.parse_args()
     results = []
     for world_size in options.world_sizes:
         phases = options.phases if world_size == 1 else ["none"]
-        with tempfile.TemporaryDirectory(prefix="tuner-windows-") as directory:
-            results += campaign(Path(directory), world_size, phases)
+        with workplace() as directory:
+            results += campaign(directory, world_size, phases, out=options.out)
     good = sum(map(is_good, results))
     print(json.dumps({"trials": len(results), "good": good}))
     return 0 if good == len(results) else 1

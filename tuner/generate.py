@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,12 @@ class Sampling:
             raise RecipeError("sampling takes max_new_tokens above 0, temperature and top_k from 0, top_p in (0, 1]")
         if self.temperature == 0 and (self.top_p < 1 or self.top_k > 0):
             raise RecipeError("top-p and top-k do nothing at temperature 0", hint="add --temperature 0.7")
+
+    def times(self, samples: int) -> list[Sampling]:
+        """This one and others with the next seeds. Raises RecipeError for several at temperature 0, which are alike."""
+        if samples > 1 and self.temperature == 0:
+            raise RecipeError(f"{samples} samples at temperature 0 are the same answer", hint="add --temperature 0.7")
+        return [replace(self, seed=self.seed + number) for number in range(samples)]
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,10 @@ version of transformers. Training has to see the ids that the readers will see, 
 process of its own (transformers would cost every command a second) and keeps the answer.
 
 JOB is a directory with `source/` (the tokenizer's files, and the config.json next to them) and perhaps `model.json`
-(the config.json of the model that is trained, which an export holds). It receives `answer/`: answer.json, and the files
-that replace those of the source so that every reader loads the same tokenizer, with or without config.json next to it.
+(the config.json of the model that is trained, which an export holds) and `use.json` (code of the user's own, which is
+called with the loaded tokenizer and returns the one that is asked about). It receives `answer/`: answer.json, and the
+files that replace those of the source so that every reader loads the same tokenizer, with or without config.json next
+to it.
 """
 
 import hashlib
@@ -26,9 +28,10 @@ import orjson
 from tokenizers import Tokenizer
 
 from tuner.data.encoding.tokenizer import SPECIAL_NAMES, TextTokenizer, declared_special_tokens, parse_json
-from tuner.data.encoding.tokenizer_files import BESIDE_MODEL
+from tuner.data.encoding.tokenizer_files import BESIDE_MODEL, OWN_CODE
 from tuner.data.id_probes import adversarial_texts
-from tuner.errors import TunerError
+from tuner.errors import PluginError, TunerError
+from tuner.runtime.plugins import load, naming, require_call, source_file
 
 Files = dict[str, bytes]
 ANSWER = "answer.json"
@@ -50,7 +53,8 @@ class _RefusedError(Exception):
 def main() -> int:
     """Answer the job named on the command line; the reason on stderr and exit code 1 where there is none.
 
-    Where the machine cannot write or read, exit code 2, and the system's number of the error in the last line.
+    Where the machine cannot write or read, exit code 2, and the system's number of the error in the last line; for code
+    of the user's own exit code 3, and its error there as JSON.
     """
     sys.modules["torch"] = None  # type: ignore[assignment] # no tokenizer needs it, and its import takes a second
     job = Path(sys.argv[1])
@@ -60,6 +64,9 @@ def main() -> int:
         removed = sorted(name for name, content in replaced.items() if content is None)
         told = json.dumps({**facts, "removed": removed}, indent=2, sort_keys=True) + "\n"
         (job / "answer" / ANSWER).write_text(told)
+    except PluginError as error:
+        print(json.dumps({"message": error.message, "hint": error.hint}), file=sys.stderr)
+        return 3
     except (_RefusedError, TunerError) as error:
         print(error, file=sys.stderr)
         return 1
@@ -115,7 +122,8 @@ def _without_offsets(part: Any) -> Any:
 
 def _answer(job: Path) -> tuple[dict[str, Any], dict[str, bytes | None]]:
     """The facts, and the files that differ from the source's (None: one to be left out)."""
-    given = {path.name: path.read_bytes() for path in (job / "source").iterdir()}
+    # Templates in directories decide about no id.
+    given = {path.name: path.read_bytes() for path in (job / "source").iterdir() if path.is_file()}
     own_config = given.pop(MODEL_CONFIG, None)
     trained = job / TRAINED_CONFIG
     source = {**given, **_plain_config(given)}
@@ -123,6 +131,8 @@ def _answer(job: Path) -> tuple[dict[str, Any], dict[str, bytes | None]]:
     if written is None:
         _require_readable(given)
     loaded = _load(source, own_config, job)
+    if (job / OWN_CODE).is_file():
+        loaded, source, written = *_made(loaded, job), None
     form = _form(loaded, written)
     changed = None if written is None else written.departures(form)
     files = _special_tokens(source, loaded.special_tokens_map)
@@ -166,6 +176,23 @@ def _load(files: Mapping[str, bytes], model_config: bytes | None, job: Path) -> 
         except Exception as error:  # whatever a class raises over files that it cannot read
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise _RefusedError(f"transformers cannot load it: {reason}") from error
+
+
+def _made(loaded: Any, job: Path) -> tuple[Any, Files]:
+    """What the user's code makes of a loaded tokenizer, and the files that it saves. Raises PluginError."""
+    asked = json.loads((job / OWN_CODE).read_bytes())
+    use, args = asked["use"], asked["args"]
+    plugin = load(use, "tuner.tokenizers", Path("/"))
+    require_call(plugin, use, ("tokenizer",), args)
+    called = naming(f"tokenizer.use {use}", source_file(plugin), passing=(PluginError,))
+    with tempfile.TemporaryDirectory(dir=job) as directory, called:
+        made = plugin(loaded, **args)
+        if not hasattr(made, "backend_tokenizer"):
+            kind = type(made).__name__
+            raise PluginError(f"tokenizer.use {use} returned a {kind}, and has to return a fast transformers tokenizer")
+        made.save_pretrained(directory)
+        saved = {path.name: path.read_bytes() for path in Path(directory).iterdir() if path.is_file()}
+    return made, {**saved, **_plain_config(saved)}
 
 
 def _write(directory: Path, files: Mapping[str, bytes]) -> None:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.states import full_state
+from tests.fixtures.bits import flip_bit
 from tuner.checkpoint.index import read_index
 from tuner.checkpoint.manifest import sealed
 from tuner.checkpoint.open import newest, open_checkpoint
@@ -60,8 +61,7 @@ def test_damage_is_named_and_the_previous_one_used(checkpoints: Path, name: str,
 def test_any_flipped_bit_is_noticed(checkpoints: Path, name: str, place: float, bit: int) -> None:
     path = checkpoints / "step-2" / name
     data = path.read_bytes()
-    at = int(place * len(data))
-    path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
+    flip_bit(path, int(place * len(data)), bit)
     try:
         with pytest.raises(DataError, match=name):
             open_checkpoint(checkpoints / "step-2")

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
-import jsonschema
 import pytest
 
 from tests.data import tiny
-from tests.fixtures import forked
-from tuner.cli.output import SCHEMA_PATH
+from tests.fixtures import commands
+from tests.fixtures.bits import flip_bit
+from tests.fixtures.commands import document
 from tuner.data.building.prepare import PreparedInfo, prepare
-
-ROOT = Path(__file__).parents[2]
-SCHEMA = json.loads(SCHEMA_PATH.read_text())
 
 
 @pytest.fixture
@@ -28,16 +21,7 @@ def info(tmp_path: Path) -> PreparedInfo:
 
 
 def data(info: PreparedInfo, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(info.path.parents[1])}
-    command = [sys.executable, "-m", "tuner", "data", *words]
-    return forked.run(command, env=environment, input=stdin, capture_output=True, text=True, check=False)
-
-
-def document(done: subprocess.CompletedProcess[str], code: int = 0) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(done.stdout)
-    jsonschema.Draft202012Validator(SCHEMA).validate(value)
-    assert (done.returncode, value["exit_code"]) == (code, code), done.stderr
-    return value
+    return commands.tuner("data", *words, stdin=stdin, TUNER_CACHE=str(info.path.parents[1]))
 
 
 def test_ls(info: PreparedInfo, tmp_path: Path) -> None:
@@ -83,9 +67,7 @@ def test_verify(info: PreparedInfo) -> None:
     whole = data(info, "verify")
     assert (whole.returncode, whole.stdout.split(":")[1].strip()) == (0, "all as they were written")
     for name in ("train.rows.arrow", "samples.jsonl"):
-        path = info.path / name
-        content = path.read_bytes()
-        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        flip_bit(info.path / name)
     failed = data(info, "verify", info.key[:5], "--json")
     message = document(failed, 6)["error"]["message"]
     assert "2 damaged" in message

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
 from tests.caches import new_cache
-from tests.fixtures import forked, trainings
+from tests.fixtures import commands, trainings
 from tests.multi import launcher
 from tuner.api.exports import export_hf
-from tuner.cli.output import SCHEMA_PATH
 from tuner.cli.work.eval import _load
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
@@ -28,7 +24,6 @@ from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.train.evaluate import Evaluation
 
-ROOT = Path(__file__).resolve().parents[2]
 QUIET = Console(main=False)
 
 
@@ -68,14 +63,8 @@ def scored(path: Path, recipe: Path | None = None, **flags: str) -> Score:
 
 
 def tuner(place: Path, *words: str, code: int = 0, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    done = forked.run(
-        [sys.executable, "-m", "tuner", *words],
-        cwd=place, env=environment, input=stdin, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    return done
+    quiet = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    return commands.tuner(*words, cwd=place, stdin=stdin, code=code, **quiet)
 
 
 def test_held_out_rows_that_are_not_those_of_the_run_are_refused(place: Path) -> None:
@@ -112,8 +101,7 @@ def test_a_run_gives_its_own_last_loss_bit_for_bit(place: Path) -> None:
 
 def test_the_document(place: Path) -> None:
     done = tuner(place, "eval", "runs/r", "r.yaml", "--data.eval", "long.jsonl", "--eval.max_rows", "2", "--json")
-    document = json.loads(done.stdout)
-    jsonschema.validate(document, json.loads(SCHEMA_PATH.read_text()))
+    document = commands.document(done)
     assert document["artifacts"]["path"] == str(place / "runs" / "r" / "checkpoints" / "step-4")
     assert float(document["artifacts"]["text"]) == document["metrics"]["loss"]
     assert (document["metrics"]["step"], document["metrics"]["rows"]) == (4, 2)

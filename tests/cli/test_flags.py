@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 
 import pytest
-from cyclopts.exceptions import MissingArgumentError, RepeatArgumentError
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -73,28 +72,3 @@ def test_every_key_has_a_sentence() -> None:
 def test_cyclopts_knows_the_names() -> None:
     names = {name for argument in flags_app().assemble_argument_collection() for name in argument.names}
     assert names == {f"--{key}" for key in fields() if key != "version"}
-
-
-@pytest.mark.parametrize(
-    ("line", "kept"),
-    [
-        (["r.yaml", "--data.train.0.path", "x"], ["r.yaml", "--data.train.0.path", "x"]),
-        (["--seed", "3", "--", "--seed", "4"], ["--seed", "4"]),
-    ],
-)
-def test_cyclopts_knows_no_items_of_lists_and_drops_the_end_of_options(line: list[str], kept: list[str]) -> None:
-    _, _, unused, _ = flags_app().parse_known_args(line)
-    assert unused == kept
-
-
-@pytest.mark.parametrize(
-    ("line", "refused"),
-    [
-        (["--data.train", "-"], MissingArgumentError),
-        (["--seed", "--name", "n"], MissingArgumentError),
-        (["--seed", "3", "--seed", "4", "--name"], RepeatArgumentError),
-    ],
-)
-def test_cyclopts_takes_no_dash_and_stops_at_the_first_wrong_flag(line: list[str], refused: type[Exception]) -> None:
-    with pytest.raises(refused):
-        flags_app().parse_known_args(line)

@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
-import jsonschema
 import pytest
 
-from tests.fixtures import forked
+from tests.fixtures import commands
+from tests.fixtures.commands import document
 from tests.ladder import made
 from tests.rundir import made as run_made
-from tuner.cli.output import SCHEMA_PATH
 from tuner.ladder.record import LadderRecord, RungRecord, write_ladder
 from tuner.ladder.rules import PlannedMark
 
-ROOT = Path(__file__).parents[2]
-SCHEMA = json.loads(SCHEMA_PATH.read_text())
-
 
 def fit(place: Path, *words: str, code: int = 0, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1"}
-    done = forked.run(
-        [sys.executable, "-m", "tuner", "ladder", "fit", *words],
-        cwd=place, env=environment, input=stdin, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    return done
+    return commands.tuner("ladder", "fit", *words, cwd=place, stdin=stdin, code=code, COLUMNS="120", NO_COLOR="1")
 
 
 @pytest.fixture
@@ -40,12 +25,6 @@ def place(tmp_path: Path) -> Path:
     """A directory with published points."""
     shutil.copy(made.CEREBRAS, tmp_path / "points.csv")
     return tmp_path
-
-
-def document(done: subprocess.CompletedProcess[str]) -> Any:
-    found = json.loads(done.stdout)
-    jsonschema.validate(found, SCHEMA)
-    return found
 
 
 def test_a_rung_predicted_from_the_others(place: Path) -> None:

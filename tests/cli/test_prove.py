@@ -25,16 +25,21 @@ parallel: {processes: 2, shard: none}
 """
 
 
-@pytest.mark.multi
-def test_a_recipe_is_proven_without_its_data_or_weights(tmp_path: Path) -> None:
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory with a model's config and a recipe."""
     family_config("llama", tied=True).save_pretrained(tmp_path / "model")
     (tmp_path / "r.yaml").write_text(RECIPE)
+    return tmp_path
+
+
+@pytest.mark.multi
+def test_a_recipe_is_proven_without_its_data_or_weights(place: Path) -> None:
     done = tuner(
-        "prove", "r.yaml", "--layouts", "none2,tp2", "--steps", "2", "--parallel.expert", "2", "--json", cwd=tmp_path
+        "prove", "r.yaml", "--layouts", "none2,tp2", "--steps", "2", "--parallel.expert", "2", "--json", cwd=place
     )
     assert done.returncode == 2 and "parallel.shard" in done.stderr  # the recipe's own rules come first
-    done = tuner("prove", "r.yaml", "--layouts", "none2,none2+tp2", "--steps", "2", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = tuner("prove", "r.yaml", "--layouts", "none2,none2+tp2", "--steps", "2", "--json", cwd=place, code=0)
     document = json.loads(done.stdout)
     equal, refused = document["metrics"]["layouts"]
     assert (equal["layout"], equal["verdict"], equal["cause"]) == ("none2", "equal", None)
@@ -42,21 +47,17 @@ def test_a_recipe_is_proven_without_its_data_or_weights(tmp_path: Path) -> None:
     assert "splits weights over processes" in refused["cause"]
     assert document["artifacts"]["text"] == "layouts: 1 equal, 1 refused"
     assert "none2+tp2: parallel.tensor: 2 splits weights" in done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "r.yaml"]
+    assert sorted(path.name for path in place.iterdir()) == ["model", "r.yaml"]
 
 
-def test_a_launcher_is_refused(tmp_path: Path) -> None:
-    family_config("llama", tied=True).save_pretrained(tmp_path / "model")
-    (tmp_path / "r.yaml").write_text(RECIPE)
-    done = tuner("prove", "r.yaml", cwd=tmp_path, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
+def test_a_launcher_is_refused(place: Path) -> None:
+    done = tuner("prove", "r.yaml", cwd=place, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
     assert done.returncode == 2 and "starts its processes itself" in done.stderr
 
 
 @pytest.mark.parametrize("words", [("--layouts", "pp2"), ("--layouts", ","), ("--steps", "1")])
-def test_a_mistake_in_an_option_is_a_usage_error(words: tuple[str, str], tmp_path: Path) -> None:
-    family_config("llama", tied=True).save_pretrained(tmp_path / "model")
-    (tmp_path / "r.yaml").write_text(RECIPE)
-    done = tuner("prove", "r.yaml", *words, cwd=tmp_path)
+def test_a_mistake_in_an_option_is_a_usage_error(words: tuple[str, str], place: Path) -> None:
+    done = tuner("prove", "r.yaml", *words, cwd=place)
     assert done.returncode == 2 and words[0] in done.stderr
 
 

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
-import jsonschema
 import pytest
 import torch
 
-from tests.fixtures import forked
+from tests.fixtures import commands
+from tests.fixtures.commands import document
 from tests.rundir import made
 from tuner.checkpoint.save import CheckpointDir, save
-from tuner.cli.output import SCHEMA_PATH, between_words, columns, fitted
+from tuner.cli.output import between_words, columns, fitted
 from tuner.cli.runs import _local
 from tuner.rundir.run_json import hold
 
-ROOT = Path(__file__).parents[2]
 START = ("2026-01-02T10:00:00Z", "2026-01-02T11:00:00Z")
-SCHEMA = json.loads(SCHEMA_PATH.read_text())
 
 
 @pytest.fixture
@@ -38,20 +33,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def runs(place: Path, *words: str, code: int = 0, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "NO_COLOR": "1"}
-    done = forked.run(
-        [sys.executable, "-m", "tuner", "runs", *words],
-        cwd=place, env=environment, input=stdin, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    return done
-
-
-def document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(done.stdout)
-    jsonschema.Draft202012Validator(SCHEMA).validate(value)
-    return value
+    return commands.tuner("runs", *words, cwd=place, stdin=stdin, code=code, COLUMNS="120", NO_COLOR="1")
 
 
 def test_list(place: Path) -> None:

@@ -7,12 +7,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 
-from tests.fixtures.commands import tuner
+from tests.fixtures.commands import document, tuner
 from tuner.api.training import prepare_data
-from tuner.cli.output import SCHEMA_PATH
 from tuner.cli.work.schedule import drawing, figures, planned_schedule
 from tuner.config.dump import recipe_dict
 from tuner.config.load import load_recipe
@@ -117,9 +115,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "┤" in done.stdout
     assert max(map(len, done.stdout.splitlines())) == 70
-    document = json.loads(show(*flags, "--json").stdout)
-    jsonschema.validate(document, json.loads(SCHEMA_PATH.read_text()))
-    assert document["artifacts"]["schedule"]["total_steps"] == 500
+    assert document(show(*flags, "--json"))["artifacts"]["schedule"]["total_steps"] == 500
     both = show(*flags, "--origin")
     assert (both.returncode, both.stdout) == (2, "")
     assert "exclude each other" in both.stderr

@@ -11,15 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.caches import new_cache
 from tests.data import pairs, tiny
 from tests.fixtures import forked
 from tuner.cli.work.tokens import row_texts, token_lines
 from tuner.data.building.explain import explain
 from tuner.data.building.prepare import prepare
 from tuner.errors import DataError
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -106,16 +103,15 @@ def test_every_token_has_a_line(rows_file: Path, tmp_path: Path) -> None:
     assert [line["text"] for line in parsed] == [token.text for token in rows[0].tokens]
 
 
-def test_a_terminal_gets_text_and_colour(rows_file: Path, tmp_path: Path) -> None:
+def test_a_terminal_gets_text_and_colour(rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.write_directory(tmp_path / "model")
     (tmp_path / "recipe.yaml").write_text(
         f"model: {{name_or_path: {model}}}\ndata: {{train: {rows_file}, max_length: 64}}\n"
     )
     main, terminal = pty.openpty()
-    environment = {**os.environ, "TUNER_CACHE": str(new_cache(tmp_path / "cache")), "PYTHONPATH": str(ROOT)}
-    environment.pop("NO_COLOR", None)
+    monkeypatch.delenv("NO_COLOR", raising=False)
     command = [sys.executable, "-m", "tuner", "prepare-data", "recipe.yaml", "--explain", "1"]
-    with forked.Popen(command, cwd=tmp_path, stdout=terminal, stderr=subprocess.PIPE, env=environment) as process:
+    with forked.Popen(command, cwd=tmp_path, stdout=terminal, stderr=subprocess.PIPE) as process:
         os.close(terminal)
         shown = b""
         while True:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.fixtures import forked
+from tests.fixtures import commands
 from tuner.config.duration import CadenceSpan, Span
 from tuner.config.fields import Field, fields, item_fields
 from tuner.config.load import Override, load_recipe
@@ -32,6 +29,7 @@ NEEDS: dict[tuple[str, str], dict[str, object]] = {
 """Keys that a kind of a section asks for."""
 ITEMS = {
     "eval.tasks": ("{tsk: x}", "{name: x}", "{task: x, every: 5}", "{task: x, max_items: 0}", "{task: 5}"),
+    "train.batch_schedule": ("word", "{after: 5}", "{size: 4}", "{after: 1 h, size: 4}", "{after: 1 step, size: 0}"),
     "ladder.sizes": ("word", "{prameters: 1M}", "{parameters: 0}", "{parameters: x}", "{config: 5}"),
 }
 """Items of lists that are wrong."""
@@ -40,7 +38,7 @@ ALONE = ("ladder.", "data.windows.", "health.before_saves", "health.times_every"
 """Keys that no other tool has anything like, with the beginnings of such."""
 MAY_BE_EMPTY = {
     "eval.tasks", "hooks", "ladder.sizes", "model.init_from", "optimizer.groups", "optimizer.rows",
-    "tokenizer.add_tokens",
+    "tokenizer.add_tokens", "train.batch_schedule",
 }  # fmt: skip
 VALID = {"eval.every": "never", "schedule.periods": "9 steps", "adapter.config": "{peft_type: IA3}"}
 VALID |= {f"{s}.use": "my.py:own" for s, _ in NEEDS}
@@ -413,18 +411,7 @@ SAMPLE = [
 )
 def test_real_commands_exit_2_with_one_error_and_a_document(words: list[str], expected: str, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("model: {name_or_path: a/b}\ndata: {train: x}\n")
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = forked.run(
-        [sys.executable, "-m", "tuner", *words, "--json"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+    done = commands.tuner(*words, "--json", cwd=tmp_path, code=2)
     assert expected in done.stderr
     assert done.stderr.removeprefix("loading   libraries\n").startswith("error: ")
-    document = json.loads(done.stdout)
-    assert (document["status"], document["exit_code"]) == ("failed", 2)
+    assert commands.document(done, 2)["status"] == "failed"

@@ -9,12 +9,12 @@ import ast
 import re
 from pathlib import Path
 
-from tests.contracts.syntax import ROOT, modules, nodes, trees, walk
+from tests.contracts.syntax import ROOT, modules, nodes, trees
 
-LINES = {"tuner": 59_550, "tests": 54_330, "tools": 18_130}
+LINES = {"tuner": 60_780, "tests": 54_770, "tools": 17_420}
 """Of code: without docstrings, comments and blank lines."""
 SPINE = ("train/loop", "train/step", "parallel/assemble", "run/main", "run/preflight", "setup/build", "model/root")
-SPINE_LINES = 1_770
+SPINE_LINES = 1_776
 """Of these and of checkpoint/, which are what every training is: read top to bottom in an hour (docs/code.md)."""
 LAZY_IMPORTS = 300
 
@@ -23,11 +23,14 @@ def code_lines(text: str) -> int:
     """Lines that hold a token of code; a string that is a statement is none, and all of any other is code."""
     docstrings: set[int] = set()
     inside: set[int] = set()
-    for node in walk(ast.parse(text)):
+    found: list[ast.AST] = [ast.parse(text)]
+    for node in found:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         elif isinstance(node, ast.JoinedStr | ast.Constant) and node.end_lineno != node.lineno:
             inside.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        if getattr(node, "end_lineno", None) != getattr(node, "lineno", 0):  # no string of lines is below one line
+            found += ast.iter_child_nodes(node)
     lines = enumerate(map(str.strip, text.splitlines()), start=1)
     written = {number for number, line in lines if line and not line.startswith("#")}
     return len((written | inside) - docstrings)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contracts.syntax import ROOT, modules, nodes, trees
+from tests.contracts.syntax import modules, nodes, trees
 from tests.fixtures import forked
 
 ADAPTERS = {"tuner.runtime.torch_private", "tuner.model.transformers_private"}
@@ -133,7 +133,6 @@ def test_training_goes_on_without_them_and_profile_says_what_is_missing(
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a ", "completion": "b"}\n' * 16)
     (tmp_path / "r.yaml").write_text(RECIPE)
 
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     lines = [
         ["train", "r.yaml", "--profile.steps", "[1]"], ["profile", "r.yaml"], ["profile", "r.yaml", "--measure", "1"],
         ["export-hf", "runs/r"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 
 from tuner.config.shipped import shipped_recipes
 
-ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "peft", "datasets", "numpy", "pyarrow", "tokenizers", "huggingface_hub")
 
 PROBE = """
@@ -39,10 +37,8 @@ print(json.dumps({"opened": opened, "events": events, "modules": sorted(sys.modu
 
 
 def python(words: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=60
-    )
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=60)
 
 
 def test_loading_creates_no_file_opens_no_socket_and_imports_nothing_heavy(tmp_path: Path) -> None:

@@ -33,11 +33,11 @@ SURFACE = {
     "verify-resume": "RUN --steps",
     "eval": "MODEL (RECIPE) --tasks --output",
     "compare": "FIRST SECOND --level",
-    "export-hf": "PATH --step --output --dtype --adapter --base-model --text-only --base --weights --shard-size "
-    "--dry-run",
+    "export-hf": "PATH --step --output --dtype --keep-fp32 --adapter --base-model --text-only --base --weights "
+    "--shard-size --dry-run",
     "push": "PATH REPO --private --dry-run",
     "generate": "MODEL --prompt --file --compare --base --max-new-tokens --temperature --top-p --top-k "
-    "--seed --system --raw",
+    "--seed --samples --system --raw",
     "chat": "MODEL --system --max-new-tokens --temperature --top-p --top-k --seed --base",
     "runs list": "(DIRECTORY)",
     "runs show": "RUN",

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tuner.data.batch_sizes import BatchSizes, Change
 from tuner.data.batches import IGNORED, GlobalBatches, collate, row_order
 from tuner.data.prepared import Row
 
@@ -48,6 +51,35 @@ def batches(rows: FakeRows, size: int, micro: int, rank: int, world: int) -> Glo
         rank=rank,
         world_size=world,
     )
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(1, 30),
+    st.integers(1, 9),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), max_size=3),
+    st.fractions(min_value="1/7", max_value=4, max_denominator=7),
+)
+def test_batches_change_their_size_and_keep_the_order_of_rows(
+    n_rows: int, first: int, later: list[tuple[int, int]], epochs: Fraction
+) -> None:
+    """Against a walk step by step: every epoch has each row once, whatever size comes when."""
+    changes = [Change(sum(steps for steps, _ in later[: i + 1]), size) for i, (_, size) in enumerate(later)]
+    sizes = BatchSizes(first, tuple(changes))
+    found = batches(FakeRows([[1]] * n_rows), first, 1, 0, 1)
+    found.sizes = sizes
+    epoch, start, reached = 0, 0, None
+    for step in range(60):
+        size = next((change.size for change in reversed(changes) if step >= change.after), first)
+        assert sizes.place(step, n_rows) == (epoch, start, size)
+        if reached is None and epoch * n_rows + start >= epochs * n_rows:
+            reached = step
+        order = row_order(3, epoch, n_rows, True)
+        assert found.row_ids(step).tolist() == order[start : start + size].tolist()
+        start += size
+        if start >= n_rows:
+            epoch, start = epoch + 1, 0
+    assert reached is None or sizes.steps(epochs * n_rows, n_rows) == reached
 
 
 def test_collate_never_crosses_documents() -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from tests.data import tiny
 from tests.data.reading.cases import cases
+from tests.data.reading.files import write_stream
 from tuner.config.load import load_recipe
 from tuner.config.recipe import DataSource
 from tuner.config.starter import FEW_STEPS, Room, starter
@@ -26,7 +27,7 @@ from tuner.data import sample
 from tuner.data.building.explain import explain
 from tuner.data.building.prepare import prepare
 from tuner.data.building.spec import PrepareSpec
-from tuner.data.look import look
+from tuner.data.look import Look, look
 from tuner.errors import DataError
 
 CHATS = [tiny.chat(f"question {i}", f"answer {i}") for i in range(6)]
@@ -47,12 +48,6 @@ def write_csv(path: Path) -> None:
         writer.writerows(PAIRS)
 
 
-def write_arrow(path: Path) -> None:
-    table = pa.Table.from_pylist(ALPACA)
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
-        writer.write_table(table)
-
-
 def write_directory(path: Path) -> None:
     path.mkdir()
     (path / "a.jsonl").write_bytes(lines(CHATS[:3]))
@@ -69,7 +64,7 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, str]]] = {
     "share.jsonl": (lambda path: path.write_bytes(lines(TURNS)), "sharegpt", {}),
     "dialog.jsonl": (write_mapped, "messages", {"messages": "dialog"}),
     "alpaca.json": (lambda path: path.write_text(json.dumps(ALPACA)), "alpaca", {}),
-    "table.arrow": (write_arrow, "alpaca", {}),
+    "table.arrow": (lambda path: write_stream(path, pa.Table.from_pylist(ALPACA)), "alpaca", {}),
     "pairs.csv": (write_csv, "alpaca", {"instruction": "question", "output": "answer"}),
     "pairs.parquet": (
         lambda path: pq.write_table(pa.Table.from_pylist(PAIRS), path),
@@ -78,6 +73,10 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], str, dict[str, str]]] = {
     ),
     "directory": (write_directory, "messages", {}),
 }
+
+
+def look_at(model: Path | str, path: Path) -> Look:
+    return look(str(model), DataSource(path=str(path)))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +91,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_every_source_is_looked_at_explained_and_prepared_alike(name: str, model: str, tmp_path: Path) -> None:
     write, form, columns = SOURCES[name]
     write(tmp_path / name)
-    seen = look(model, DataSource(path=str(tmp_path / name)))
+    seen = look_at(model, tmp_path / name)
     assert (seen.form, seen.rows, seen.is_all, dict(seen.columns)) == (form, 6, True, columns)
     written = load_recipe(tmp_file(tmp_path, starter(model, str(tmp_path / name), seen, ROOMY))).recipe
     assert dict(written.data.train[0].columns) == columns
@@ -109,8 +108,7 @@ def tmp_file(tmp_path: Path, text: str) -> Path:
 
 
 def test_without_the_tokenizer_characters_are_counted(tmp_path: Path) -> None:
-    path = tiny.write_rows(tmp_path / "rows.jsonl", [{"text": "x" * 300}])
-    seen = look("owner/name", DataSource(path=str(path)))
+    seen = look_at("owner/name", tiny.write_rows(tmp_path / "rows.jsonl", [{"text": "x" * 300}]))
     assert (seen.pretrain, seen.by_tokenizer, seen.longest) == (True, False, 100)
     assert "estimated from characters" in starter("owner/name", "rows.jsonl", seen, ROOMY)
 
@@ -124,23 +122,23 @@ def test_of_a_hub_name_only_what_is_cached_counts(model: str, tmp_path: Path, mo
         "try_to_load_from_cache",
         lambda name, file: f"{model}/{file}" if name == "owner/here" else None,
     )
-    assert look("owner/here", DataSource(path=str(path))).by_tokenizer
-    assert not look("owner/away", DataSource(path=str(path))).by_tokenizer
+    assert look_at("owner/here", path).by_tokenizer
+    assert not look_at("owner/away", path).by_tokenizer
     monkeypatch.undo()
-    assert not look("no such/name/at all", DataSource(path=str(path))).by_tokenizer
+    assert not look_at("no such/name/at all", path).by_tokenizer
 
 
 def test_a_tokenizer_without_a_template_is_given_one(tmp_path: Path) -> None:
     directory = tiny.write_directory(tmp_path / "base")
     (directory / "chat_template.jinja").unlink()
     path = tiny.write_rows(tmp_path / "rows.jsonl", CHATS)
-    seen = look(str(directory), DataSource(path=str(path)))
+    seen = look_at(directory, path)
     text = starter(str(directory), str(path), seen, ROOMY)
     assert load_recipe(tmp_file(tmp_path, text)).recipe.tokenizer.chat_template == "chatml"
     pairs = tiny.write_rows(tmp_path / "pairs.jsonl", [{"prompt": "a", "completion": "b"}])
-    assert look(str(directory), DataSource(path=str(pairs))).template == ""
+    assert look_at(directory, pairs).template == ""
     write_csv(tmp_path / "pairs.csv")
-    without = look(str(directory), DataSource(path=str(tmp_path / "pairs.csv")))
+    without = look_at(directory, tmp_path / "pairs.csv")
     assert without.form == "prompt_completion"
     assert dict(without.columns) == {"prompt": "question", "completion": "answer"}
 
@@ -154,7 +152,7 @@ def test_a_model_that_is_large_for_the_machine_is_adapted(
 ) -> None:
     rows = [{"prompt": f"a {i}", "chosen": "good", "rejected": "bad"} for i in range(60)]
     path = tiny.write_rows(tmp_path / "rows.jsonl", rows)
-    seen = replace(look(model, DataSource(path=str(path))), parameters=8_030_000_000)
+    seen = replace(look_at(model, path), parameters=8_030_000_000)
     text = starter(model, str(path), seen, Room("this machine", gb * 10**9))
     recipe = load_recipe(tmp_file(tmp_path, text)).recipe
     assert (recipe.adapter.kind, recipe.model.quantize, recipe.optimizer.lr) == (adapter, quantize, lr)
@@ -166,11 +164,11 @@ def test_the_weights_of_a_model_are_counted_by_its_files(tmp_path: Path) -> None
 
     directory = tiny.write_directory(tmp_path / "base")
     path = tiny.write_rows(tmp_path / "rows.jsonl", CHATS)
-    assert look(str(directory), DataSource(path=str(path))).parameters is None
+    assert look_at(directory, path).parameters is None
     for number in range(2):
         tensors = {f"w{number}": np.zeros((3, 5), np.float32), f"b{number}": np.zeros(2)}
         save_file(tensors, directory / f"{number}.safetensors")
-    assert look(str(directory), DataSource(path=str(path))).parameters == 34
+    assert look_at(directory, path).parameters == 34
 
 
 @pytest.mark.parametrize("keys", [("question", "response", "context"), ("instruction", "output", "context")])
@@ -178,8 +176,7 @@ def test_a_context_is_read_as_input_and_what_is_not_read_is_named(
     keys: tuple[str, ...], model: str, tmp_path: Path
 ) -> None:
     rows = [{**{key: f"hello {key}" for key in keys}, "url": "there", "id": 1}]
-    path = tiny.write_rows(tmp_path / "rows.jsonl", rows)
-    seen = look(model, DataSource(path=str(path)))
+    seen = look_at(model, tiny.write_rows(tmp_path / "rows.jsonl", rows))
     assert (seen.form, seen.columns["input"], seen.unused) == ("alpaca", "context", ("url",))
     text = starter(model, "rows.jsonl", seen, ROOMY)
     assert "# 1 record: alpaca; not used: url" in text
@@ -192,8 +189,7 @@ def test_a_context_is_read_as_input_and_what_is_not_read_is_named(
 def test_answers_that_are_compared_get_their_method(
     row: dict[str, Any], method: str, columns: dict[str, str], model: str, tmp_path: Path
 ) -> None:
-    path = tiny.write_rows(tmp_path / "rows.jsonl", [row])
-    seen = look(model, DataSource(path=str(path)))
+    seen = look_at(model, tiny.write_rows(tmp_path / "rows.jsonl", [row]))
     text = starter(model, "rows.jsonl", seen, ROOMY)
     assert f"  kind: {method} " in text and dict(seen.columns) == columns and seen.by_tokenizer and seen.unused == ()
     assert "optimizer: {lr: 1e-6}" in text
@@ -211,11 +207,10 @@ def test_what_is_chosen_gives_enough_steps_where_the_data_allow(
 ) -> None:
     drawn = random.Random(1)
     rows = [tiny.chat(f"question {i}", "hello " * drawn.randint(1, words)) for i in range(count)]
-    path = tiny.write_rows(tmp_path / "rows.jsonl", rows)
-    seen = look(model, DataSource(path=str(path)))
+    seen = look_at(model, tiny.write_rows(tmp_path / "rows.jsonl", rows))
     assert seen.steps >= steps and seen.longer_tokens <= 0.01 and seen.max_length <= 1000
-    data = {"train": str(path), "max_length": seen.max_length}
-    report = prepare(tiny.request(tmp_path / "cache", data.pop("train"), **data)).report["train"]
+    path = tmp_path / "rows.jsonl"
+    report = prepare(tiny.request(tmp_path / "cache", path, max_length=seen.max_length)).report["train"]
     assert report["packed_rows"] == pytest.approx(seen.packed_rows, rel=0.1, abs=1)
     text = starter(model, str(path), seen, ROOMY)
     assert f"{seen.steps} steps" in text and (", which is few" in text) == (seen.steps < FEW_STEPS)
@@ -226,9 +221,9 @@ def test_large_sources_are_read_in_part_and_estimated(
 ) -> None:
     for part in range(8):
         tiny.write_rows(tmp_path / f"{part}.jsonl", [tiny.chat(f"question {part} {i}", "answer") for i in range(50)])
-    whole = look(model, DataSource(path=str(tmp_path)))
+    whole = look_at(model, tmp_path)
     monkeypatch.setattr(module, "READ_BYTES", 6000)
-    part = look(model, DataSource(path=str(tmp_path)))
+    part = look_at(model, tmp_path)
     assert (whole.is_all, part.is_all) == (True, False)
     assert part.rows == pytest.approx(whole.rows, rel=0.05) == 400
     assert part.packed_rows == pytest.approx(whole.packed_rows, rel=0.1, abs=1)
@@ -237,43 +232,38 @@ def test_large_sources_are_read_in_part_and_estimated(
 
 def test_few_plain_documents_stay_whole(model: str, tmp_path: Path) -> None:
     texts = ["hello world, the answer is forty two\n" * count for count in (3, 20, 35, 50, 60)]
-    path = tiny.write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts])
-    seen = look(model, DataSource(path=str(path)))
+    seen = look_at(model, tiny.write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts]))
     assert seen.longer == 0 and 256 < seen.longest <= seen.max_length
 
 
 def test_bad_rows_are_counted_and_named_and_no_reason_to_stop(model: str, tmp_path: Path) -> None:
     bad = [{"question": "what?", "answer": ""}, {"question": "why?", "answer": 3}]
-    path = tiny.write_rows(tmp_path / "rows.jsonl", [*bad, *PAIRS])
-    seen = look(model, DataSource(path=str(path)))
+    seen = look_at(model, tiny.write_rows(tmp_path / "rows.jsonl", [*bad, *PAIRS]))
     assert (seen.rows, seen.bad, dict(seen.columns)) == (6, 2, {"instruction": "question", "output": "answer"})
-    assert seen.first_bad == f"{path}:1:33: answer: output is empty"
-    text = starter(model, str(path), seen, ROOMY)
+    assert seen.first_bad == f"{tmp_path}/rows.jsonl:1:33: answer: output is empty"
+    text = starter(model, f"{tmp_path}/rows.jsonl", seen, ROOMY)
     recipe = load_recipe(tmp_file(tmp_path, text.replace("# on_bad_row: skip", "on_bad_row: skip"))).recipe
     assert "2 rows cannot be read" in text and recipe.data.on_bad_row == "skip"
     spec = PrepareSpec(recipe.data, recipe.method.examples, tiny.tokenizer(), 256, 1, tmp_path / "cache")
     assert prepare(spec).report["train"]["documents"] == 6
-    path = tiny.write_rows(tmp_path / "bad.jsonl", bad)
     with pytest.raises(DataError, match="bad.jsonl:1:1: ") as caught:
-        look(model, DataSource(path=str(path)))
+        look_at(model, tiny.write_rows(tmp_path / "bad.jsonl", bad))
     assert caught.value.hint == "all of its 2 rows are bad, this one first: fix them"  # and no key of a recipe
 
 
 def test_the_reading_is_what_suits_the_first_rows_and_not_the_first_one(model: str, tmp_path: Path) -> None:
-    path = tiny.write_rows(tmp_path / "rows.jsonl", [{"text": "a stray"}, *CHATS])
-    assert look(model, DataSource(path=str(path))).kind == "sft"
-    path = tiny.write_rows(tmp_path / "more.jsonl", [{"text": "a stray"}, *PAIRS])
-    seen = look(model, DataSource(path=str(path)))
+    assert look_at(model, tiny.write_rows(tmp_path / "rows.jsonl", [{"text": "a stray"}, *CHATS])).kind == "sft"
+    seen = look_at(model, tiny.write_rows(tmp_path / "more.jsonl", [{"text": "a stray"}, *PAIRS]))
     assert dict(seen.columns) == {"instruction": "question", "output": "answer"} and seen.bad == 1
     spoken = [{"messages": [{"role": "human", "content": "q"}, {"role": "gpt", "content": "a"}]}]
     path = tiny.write_rows(tmp_path / "spoken.jsonl", spoken)
-    text = starter(model, str(path), look(model, DataSource(path=str(path))), ROOMY)
+    text = starter(model, str(path), look_at(model, path), ROOMY)
     assert load_recipe(tmp_file(tmp_path, text)).recipe.data.train[0].format == "sharegpt"
 
 
 def test_plain_text_gets_rows_that_are_short_enough(model: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello world, the answer is forty two\n" * 3000)
-    seen = look(model, DataSource(path=str(tmp_path / "a.txt")))
+    seen = look_at(model, tmp_path / "a.txt")
     assert (seen.pretrain, seen.max_length, seen.epochs, seen.global_batch_size) == (True, 512, 1, 1)
     text = starter(model, "a.txt", seen, ROOMY)
     assert "; 1 document (100.0% of the tokens) is longer and split: longer rows would be too few" in text
@@ -286,9 +276,9 @@ def test_a_sample_of_a_large_source_is_drawn_from_all_over_it(
     rows = [tiny.chat(f"question {i}", "hello " * 10) for i in range(900)]
     rows += [tiny.chat(f"question {i}", "hello " * 300) for i in range(100)]
     path = tiny.write_rows(tmp_path / "rows.jsonl", [*rows, {"messages": [{"role": "user", "content": 3}]}])
-    whole = look(model, DataSource(path=str(path)))
+    whole = look_at(model, path)
     monkeypatch.setattr(sample, "SAMPLE_COST", 60_000)
-    part = look(model, DataSource(path=str(path)))
+    part = look_at(model, path)
     assert (whole.is_counted, part.is_counted) == (True, False)
     for seen in (whole, part):
         assert (seen.rows, seen.bad, seen.longer) == (1000, 1, 0) and seen.longest <= seen.max_length

@@ -139,14 +139,6 @@ def test_a_file_with_other_columns_is_named(tmp_path: Path, name: str) -> None:
         open_prepared(directory)
 
 
-def test_prepared_data_of_another_version_is_refused(tmp_path: Path) -> None:
-    directory = write_prepared(tmp_path / "p", (4, 8))
-    manifest = json.loads((directory / "manifest.json").read_text())
-    (directory / "manifest.json").write_text(json.dumps({**manifest, "schema": "tuner.prepared/1"}))
-    with pytest.raises(DataError, match="not prepared data of this version"):
-        open_prepared(directory)
-
-
 @pytest.mark.parametrize("first", [0, 1, 8, 13])
 def test_any_part_of_flags_is_read(first: int) -> None:
     values = [i % 3 == 0 or i % 7 == 2 for i in range(40)]

@@ -13,10 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from tests.caches import new_cache
 from tests.data import tiny
 from tests.data.reading.cases import cases
-from tests.fixtures import forked
+from tests.data.reading.files import one, values, write_stream
+from tests.fixtures import commands, forked
 from tuner.config.recipe import DataSource
 from tuner.data import sources
 from tuner.data.building.prepare import prepare
@@ -48,17 +48,6 @@ def test_bad_rows_are_named_or_skipped(tmp_path: Path, raw: str, col: int, reaso
     (reject,) = [json.loads(entry) for entry in (info.path / "rejects.jsonl").read_text().splitlines()]
     assert (reject["file"], reject["line"], reject["col"]) == (str(path), 3, col)
     assert reason in reject["reason"]
-
-
-def one(path: object, **more: Any) -> SourceFile:
-    (file,) = expand([DataSource(path=str(path), **more)])
-    return file
-
-
-def read(file: SourceFile) -> list[Any]:
-    return [
-        row.value if row.problem is None else row.problem.reason for block in blocks(file) for row in records_of(block)
-    ]
 
 
 def names(*sources: DataSource) -> list[str]:
@@ -179,9 +168,7 @@ def saved(tmp_path: Path) -> Path:
 def save(directory: Path, rows: list[dict[str, Any]], split: str = "train") -> Path:
     directory.mkdir(parents=True)
     for i, part in enumerate((rows[:25], rows[25:])):
-        table = pa.Table.from_pylist(part)
-        with pa.ipc.new_stream(str(directory / f"data-{i}.arrow"), table.schema) as writer:
-            writer.write_table(table, max_chunksize=10)
+        write_stream(directory / f"data-{i}.arrow", pa.Table.from_pylist(part), 10)
     files = [{"filename": f"data-{i}.arrow"} for i in range(2)]
     (directory / "state.json").write_text(json.dumps({"_data_files": files, "_split": split}))
     (directory / "dataset_info.json").write_text("{}")
@@ -206,7 +193,7 @@ def save(directory: Path, rows: list[dict[str, Any]], split: str = "train") -> P
 )
 def test_a_saved_data_set_and_its_slices(saved: Path, part: str, expected: list[Any]) -> None:
     file = one(f"{saved}{part}")
-    assert read(file) == expected
+    assert values(file) == expected
     first = ROWS.index(expected[0]) + 1
     assert [row.line for block in list(blocks(file))[:1] for row in records_of(block)][0] == first
 
@@ -242,7 +229,7 @@ def test_a_saved_data_set_of_several_splits(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a data set of several splits") as caught:
         one(tmp_path / "both")
     assert caught.value.hint == "name one: both:train, both:test"
-    assert read(one(f"{tmp_path}/both:test[28:]")) == ROWS[28:30]
+    assert values(one(f"{tmp_path}/both:test[28:]")) == ROWS[28:30]
     with pytest.raises(DataError, match="no split dev") as caught:
         one(f"{tmp_path}/both:dev")
     assert caught.value.hint == "there are train, test"
@@ -270,15 +257,15 @@ def test_what_the_datasets_library_saves_and_caches_is_read(tmp_path: Path, monk
     files, total = hub_files(str(tmp_path / "local"), "train")
     assert total == 30
     cached = SourceFile(files[0], "arrow", parts=files, records=(10, 20))
-    assert read(cached) == rows[10:20]
+    assert values(cached) == rows[10:20]
     code = (
         "import sys; from datasets import load_dataset; d = load_dataset(sys.argv[1]); d.save_to_disk(sys.argv[2]); "
         "d['train'].save_to_disk(sys.argv[3], num_shards=2)"
     )
     arguments = [str(tmp_path / name) for name in ("local", "dict", "one")]
     subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
-    assert read(one(f"{tmp_path}/dict:train[:50%]")) == rows[:15]
-    assert read(one(tmp_path / "one")) == rows
+    assert values(one(f"{tmp_path}/dict:train[:50%]")) == rows[:15]
+    assert values(one(tmp_path / "one")) == rows
     for name, split in (("owner/none", "train"), (str(tmp_path / "local"), "test")):
         with pytest.raises(MachineError) as caught:
             hub_files(name, split)
@@ -320,7 +307,7 @@ print(file.path, file.kind, file.compression, [row.value for block in blocks(fil
 
 
 def spooled(tmp_path: Path, data: bytes, form: str = "auto", run: Any = subprocess.run) -> list[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
     words = [sys.executable, "-c", SPOOL, form]
     done = run(words, input=data, capture_output=True, env=environment, check=True)
     return str(done.stdout.decode()).split(" ", 3)
@@ -342,24 +329,17 @@ def test_a_terminal_is_no_source(tmp_path: Path) -> None:
     import pty
 
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     words = [sys.executable, "-c", SPOOL, "auto"]
-    done = forked.run(words, stdin=theirs, capture_output=True, text=True, env=environment)
+    done = forked.run(words, stdin=theirs, capture_output=True, text=True)
     os.close(ours)
     os.close(theirs)
     assert (done.returncode, done.stderr) == (1, "-: standard input is a terminal\n")
 
 
-def prepared(tmp_path: Path, source: str, data: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "TUNER_CACHE": str(new_cache(tmp_path / "cache")),
-        "TMPDIR": str(tmp_path),
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [sys.executable, "-m", "tuner", "prepare-data", "--json", "--data.train", source]
-    return forked.run(command, cwd=tmp_path, input=data, capture_output=True, env=environment)
+def prepared(place: Path, source: str, code: int, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Prepare one source with the command, which ends with this code."""
+    words = ("prepare-data", "--json", "--data.train", source)
+    return commands.tuner(*words, cwd=place, stdin=stdin, code=code, TMPDIR=str(place), HF_HUB_OFFLINE="1")
 
 
 @pytest.fixture
@@ -372,29 +352,23 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_the_command_says_that_a_hub_name_cannot_be_reached(place: Path) -> None:
-    done = prepared(place, "owner/none:train[:5%]")
-    assert done.returncode == 4 and b"Couldn't reach 'owner/none'" in done.stderr and b"Traceback" not in done.stderr
+    assert "Couldn't reach 'owner/none'" in prepared(place, "owner/none:train[:5%]", 4).stderr
 
 
 def test_the_command_reads_sources_of_several_kinds(place: Path) -> None:
     rows = [{"prompt": f"hello {i}", "completion": "world"} for i in range(3)]
-    plain = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    (place / "a.jsonl").write_bytes(plain)
+    plain = tiny.write_rows(place / "a.jsonl", rows).read_text()
     (place / "a.csv").write_text("prompt,completion\n" + "".join(f"hello {i},world\n" for i in range(3)))
     save(place / "saved", rows)
     named = "[{path: a.arrow, columns: {prompt: q, completion: a}}]"
-    table = pa.Table.from_pylist([{"q": row["prompt"], "a": row["completion"]} for row in rows])
-    with pa.ipc.new_stream(str(place / "a.arrow"), table.schema) as writer:
-        writer.write_table(table)
+    write_stream(
+        place / "a.arrow", pa.Table.from_pylist([{"q": row["prompt"], "a": row["completion"]} for row in rows])
+    )
     seen = set()
     for source in ("a.jsonl", "a.csv", "saved", "-", named):  # others: tests/data/test_look.py, in the process
-        done = prepared(place, source, plain if source == "-" else b"")
-        assert done.returncode == 0, done.stderr
+        done = prepared(place, source, 0, plain if source == "-" else "")
         train = json.loads(done.stdout)["metrics"]["train"]
         seen.add((train["documents"], train["tokens"], train["trained"]))
     assert len(seen) == 1
-    for source, reason in [("none.jsonl", b"no such file"), ("saved:test", b"no split test")]:
-        done = prepared(place, source)
-        assert done.returncode == 3
-        assert reason in done.stderr
-        assert b"Traceback" not in done.stderr
+    for source, reason in [("none.jsonl", "no such file"), ("saved:test", "no split test")]:
+        assert reason in prepared(place, source, 3).stderr

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fixtures import quiz
-from tests.fixtures.packed import tiny_root
+from tests.fixtures.packed import drawn_root, tiny_root
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
 from tuner.errors import DataError
@@ -106,20 +106,12 @@ def byte_root(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     """A model with an embedding for each byte."""
     from transformers import LlamaConfig
 
-    from tuner.model.build import ModelSpec, build_model
-
-    directory = tmp_path_factory.mktemp("bytes")
     size = TOKENIZER.vocab_size
-    LlamaConfig(
+    config = LlamaConfig(
         vocab_size=size, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128,
-    ).save_pretrained(directory)  # fmt: skip
-    root = CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=1))
-    with torch.no_grad():
-        for parameter in root.parameters():
-            if parameter.ndim >= 2:
-                parameter.mul_(6.0)
-    return root
+    )  # fmt: skip
+    return drawn_root(config, tmp_path_factory.mktemp("bytes"), spread=6.0)
 
 
 def test_a_task_of_choices(byte_root: CausalLM) -> None:

@@ -35,27 +35,15 @@ LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
 CASES = [(family, tied, lora) for family in FAMILIES for tied in (False, True) for lora in (None, LORA)]
 FORMS = [("fp32", 1), ("fp32", 2), ("fp32", 4), ("bf16", 4)]
 """The type of an export, and how many ranks saved the checkpoint: that shows before anything is rounded."""
-TURNS = {(family, number % 2 == 0) for number, family in enumerate(FAMILIES)}
-"""Of each family tied weights or untied ones, in turns."""
+QUICK = (
+    "llama-untied-full-fp32-1", "llama-untied-full-fp32-2", "llama-untied-full-bf16-4", "llama-untied-lora-bf16-4",
+    "llama-tied-full-fp32-4", "llama-tied-lora-fp32-2", "mistral-untied-full-fp32-4", "phi3-untied-full-fp32-4",
+    "mixtral-tied-full-fp32-4", "gpt2-untied-lora-bf16-4", "gemma3-untied-lora-bf16-4", "qwen3-moe-tied-lora-bf16-4",
+)  # fmt: skip
+"""What each run of the tests takes: every form of the first family; of others weights as they are, and some that are
+rounded with an adapter: transposed ones, tied ones, and experts."""
 
 
-ROUNDED = {"gpt2", "gemma3", "qwen3-moe"}
-"""Families whose merged weights are rounded in each run of the tests: transposed ones, tied ones, and experts."""
-
-
-def is_quick(case: tuple[str, bool, LoraSpec | None], form: tuple[str, int]) -> bool:
-    """Every form of the first family; of others weights as they are in one case, of some rounded with an adapter."""
-    family, tied, lora = case
-    if case in CASES[:4]:
-        return form in FORMS[2:] or tied == (lora is not None)
-    if lora is not None and family not in ROUNDED:
-        return False
-    return ((family, tied) in TURNS) == (lora is None) and form == (FORMS[2] if lora is None else FORMS[3])
-
-
-CHOSEN = [
-    pytest.param(case, form, marks=() if is_quick(case, form) else pytest.mark.slow) for case in CASES for form in FORMS
-]
 MOVED = {None: 0.05, LORA: 0.2}
 """How far training moves each parameter."""
 
@@ -79,6 +67,10 @@ def name_of(given: tuple[Any, ...]) -> str:
         return f"{given[0]}-{given[1]}"
     family, tied, lora = given
     return f"{family}-{'tied' if tied else 'untied'}-{'lora' if lora else 'full'}"
+
+
+NAMES = {f"{name_of(case)}-{name_of(form)}": (case, form) for case in CASES for form in FORMS}
+CHOSEN = [pytest.param(*NAMES[n], id=n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES]
 
 
 def build(directory: Path, family: str, tied: bool, lora: LoraSpec | None) -> Case:
@@ -144,21 +136,7 @@ def with_merged_weights(case: Case, dtype: torch.dtype) -> PreTrainedModel:
     return merged.to(dtype)
 
 
-@pytest.mark.slow(
-    "llama-untied-full-fp32-4",
-    "llama-untied-lora-fp32-4",
-    "llama-tied-full-bf16-4",
-    "llama-tied-lora-fp32-1",
-    "llama-tied-lora-fp32-4",
-    "llama-tied-lora-bf16-4",
-    "qwen3-untied-full-fp32-4",
-    "gemma3-tied-full-fp32-4",
-    "phi-tied-full-fp32-4",
-    "gpt2-tied-full-fp32-4",
-    "olmo2-untied-full-fp32-4",
-    "qwen3-moe-untied-full-fp32-4",
-)
-@pytest.mark.parametrize(("case", "form"), CHOSEN, ids=name_of)
+@pytest.mark.parametrize(("case", "form"), CHOSEN)
 def test_the_export_is_the_trained_model(
     cases: dict[str, Case], tmp_path: Path, case: tuple[str, bool, LoraSpec | None], form: tuple[Any, int]
 ) -> None:

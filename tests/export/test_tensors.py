@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fixtures.bits import flip_bit
 from tuner.checkpoint.index import TensorEntry
 from tuner.checkpoint.shard_hash import Chunk
 from tuner.checkpoint.storage import DTYPE_NAMES
@@ -71,9 +72,7 @@ def test_any_sharding_read_in_any_blocks_is_the_tensor(
 def test_a_damaged_chunk_is_named_when_its_end_is_read(tmp_path: Path) -> None:
     tensor = torch.arange(20, dtype=torch.float32).reshape(4, 5)
     entry = write_chunks(tmp_path, tensor, [2], [])
-    data = bytearray((tmp_path / "b").read_bytes())
-    data[3] ^= 1
-    (tmp_path / "b").write_bytes(data)
+    flip_bit(tmp_path / "b", 3)
     with OpenFiles() as files:
         checkpoint_tensor(files, tmp_path, "model/w", entry).read(0, 1)
     with pytest.raises(DataError, match=r"/b: the SHA-256 of model/w"), OpenFiles() as files:

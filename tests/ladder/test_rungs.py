@@ -35,12 +35,18 @@ def test_a_rung_is_an_ordinary_recipe(tmp_path: Path) -> None:
     assert recipe.eval.marks == recipe.checkpoint.marks
     assert recipe.logging.group == "ladder", "trackers show the rungs as one group"
     assert recipe.schedule.model_dump(mode="json") == {
-        "kind": "wsd_s", "warmup": "2 steps", "periods": ["6 steps", "6 steps"], "decay": "30%",
+        "kind": "wsd_s", "warmup": "2 steps", "periods": ["6 steps", "6 steps"], "peaks": [], "decay": "30%",
         "decay_shape": "linear", "min_lr_ratio": 0.0,
     }  # fmt: skip
     assert recipe.optimizer.lr == pytest.approx(0.00235 * (large.parameters / 108e6) ** (-1 / 3))
     assert recipe.optimizer.model_dump()["betas"] == [0.9, 0.99]
     assert large.step_flops > 6 * large.parameters * 256
+
+
+def test_later_periods_may_step_down(tmp_path: Path) -> None:
+    write_ladder_files(tmp_path)
+    small, _ = rungs_of(load_recipe(ladder_tree(stepped=True, multiples=[0.5, 1, 4]), cwd=tmp_path))
+    assert small.loaded.recipe.schedule.model_dump()["peaks"] == [1.0, 1.0, 0.5]
 
 
 def test_the_mark_before_the_first_step(tmp_path: Path) -> None:

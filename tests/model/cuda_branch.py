@@ -13,16 +13,15 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, Gemma2Config, GptOssConfig, PretrainedConfig
 
-from tests.fixtures.packed import gradient, packed_inputs, relative
+from tests.fixtures.packed import drawn_root, gradient, packed_inputs, relative
 from tests.model import varlen_stand_in  # noqa: F401 - torch's flash attention has its kernels
 from tests.model.test_compile import LONGEST, TOKENS, packing
 from tests.model.tiny import SHAPE, VOCAB, tiny_config
 from tuner.model import blocked_attention, cuda_attention, triton_attention
 from tuner.model import blocks as compiling
-from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.adapter import LoraSpec
 from tuner.model.attention_ops import LN_2
 from tuner.model.blocks import apply_recompute, compile_blocks
-from tuner.model.build import ModelSpec, build_model
 from tuner.model.documents import Padding
 from tuner.model.root import CausalLM
 from tuner.runtime.device import traced_for
@@ -49,10 +48,7 @@ def config_of(kind: str) -> PretrainedConfig:
 
 
 def root_for(kind: str, directory: Path, lora: LoraSpec | None = None, level: Any = "none") -> CausalLM:
-    config_of(kind).save_pretrained(directory)
-    root = CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=1))
-    if lora is not None:
-        add_lora(root.model, lora, seed=2)
+    root = drawn_root(config_of(kind), directory, lora=lora)
     if level != "none":
         apply_recompute(root, level)
     return root.train()

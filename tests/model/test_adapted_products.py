@@ -18,7 +18,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.fixtures.packed import packed_inputs, relative
+from tests.fixtures.packed import drawn_root, packed_inputs, relative
 from tests.model.cuda_branch import take
 from tests.model.test_compile import LONGEST, TOKENS, packing
 from tests.model.tiny import VOCAB, family_config
@@ -28,7 +28,6 @@ from tuner.model.adaptable import TOGETHER, add_in_product
 from tuner.model.adapted_products import Together, adapted_products, take_together
 from tuner.model.adapter import ADAPTER, LoraSpec, adapter_off, add_lora, lora_layers
 from tuner.model.blocks import apply_recompute, compile_blocks
-from tuner.model.build import ModelSpec, build_model
 from tuner.model.documents import Padding
 from tuner.model.quantize import product, rows
 from tuner.model.quantize.codes import Kind, dequantize, quantize
@@ -132,8 +131,7 @@ def root_of(
 ) -> CausalLM:  # fmt: skip
     config = family_config(family, tied=False)
     config.update({"attention_bias": True} if biases else {})
-    config.save_pretrained(directory)
-    root = CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=1))
+    root = drawn_root(config, directory)
     if quantized is not None:
         quantize_(root.model, QuantizeSpec(quantized))
     add_lora(root.model, lora, seed=2)

@@ -2,65 +2,62 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from tests.model.tiny import tiny_config
+from tests.model.tiny import family_model
 from tuner.errors import RecipeError
 from tuner.model.adapter import LoraSpec, add_lora, require_used
+from tuner.model.quantize.codes import Kind
+from tuner.model.quantize.layers import QuantizeSpec, quantize_
 
 IDS = torch.arange(12)[None] % 7
 
 
-def adapted() -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+def adapted(kind: Kind | None = None) -> PreTrainedModel:
+    model = family_model("llama", tied=False)
+    if kind is not None:
+        quantize_(model, QuantizeSpec(kind))
     add_lora(model, LoraSpec(2, 4, 0.0, ["q_proj", "k_proj"]), seed=0)
     return model
 
 
-def check(model: nn.Module) -> None:
-    require_used(model, lambda: model(input_ids=IDS).logits)  # type: ignore[arg-type]
+def check(model: PreTrainedModel) -> None:
+    require_used(model, lambda: model(input_ids=IDS).logits)
 
 
-def test_layers_that_are_called_are_fine() -> None:
-    check(adapted())
+@pytest.mark.parametrize("kind", [None, "nf4"])
+def test_layers_that_are_called_are_fine(kind: Kind | None) -> None:
+    check(adapted(kind))
 
 
-def test_a_weight_that_is_read_without_a_call() -> None:
-    model = adapted()
+class Around(nn.Module):
+    """Reads the weight of a layer that it never calls, or not in training."""
+
+    def __init__(self, layer: Any, calls: bool) -> None:
+        super().__init__()
+        self.layer, self.calls = layer, calls
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.calls and not self.training:
+            return self.layer(x)  # type: ignore[no-any-return]
+        return nn.functional.linear(x, self.layer.get_base_layer().weight)
+
+
+@pytest.mark.parametrize("calls", [False, True], ids=["never called", "not in training"])
+@pytest.mark.parametrize("kind", [None, "nf4"])
+def test_a_weight_that_is_read_without_a_call(kind: Kind | None, calls: bool) -> None:
+    model = adapted(kind)
     attention = model.get_submodule("model.layers.0.self_attn")
-    layer = attention.q_proj
-
-    class Read(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.linear(x, layer.get_base_layer().weight)
-
-    attention.q_proj = Read()
-    attention.kept = layer
-    before = layer.get_base_layer().weight.clone()
-    with pytest.raises(RecipeError, match=r"layers\.0\.self_attn\.kept cannot be adapted: its weight is read"):
+    before = attention.q_proj.get_base_layer().weight.clone()
+    attention.q_proj = Around(attention.q_proj, calls)
+    with pytest.raises(RecipeError, match=r"layers\.0\.self_attn\.q_proj\.layer cannot be adapted: its weight is read"):
         check(model)
-    assert torch.equal(layer.get_base_layer().weight, before)
-
-
-def test_a_weight_that_is_read_in_training_alone() -> None:
-    model = adapted()
-    attention = model.get_submodule("model.layers.0.self_attn")
-    layer = attention.q_proj
-
-    class Read(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.linear(x, layer.get_base_layer().weight) if self.training else layer(x)
-
-    attention.q_proj = Read()
-    attention.kept = layer
-    with pytest.raises(RecipeError, match=r"layers\.0\.self_attn\.kept cannot be adapted: its weight is read"):
-        check(model)
-    assert not model.training
+    assert torch.equal(attention.q_proj.layer.get_base_layer().weight, before) and not model.training
 
 
 def test_a_model_that_gives_an_adapter_no_gradients() -> None:

@@ -20,12 +20,12 @@ from transformers import (
     RwkvConfig,
 )
 
-from tests.fixtures.packed import packed_inputs, relative
+from tests.fixtures.packed import drawn_root, packed_inputs, relative
 from tests.model.tiny import TOKENS, VOCAB, tiny_config
 from tuner.errors import RecipeError
 from tuner.model import attention
 from tuner.model.apart import COMPUTED_AT_MOST, computed_tokens, forwards_of
-from tuner.model.build import ModelSpec, build_model, decoder_of, meta_model, model_config
+from tuner.model.build import ModelSpec, decoder_of, meta_model, model_config
 from tuner.model.decode import greedy
 from tuner.model.output_layer import OutputLayer
 from tuner.model.probe import prove_route, require_isolation
@@ -56,8 +56,7 @@ WHY = {"bart": "numbers tokens by their place in the row", "bloom": "has attenti
 
 def root_of(kind: str, directory: Path) -> CausalLM:
     """A model whose logits spread, as training builds it."""
-    CONFIGS[kind].save_pretrained(directory)
-    root = CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=1))
+    root = drawn_root(CONFIGS[kind], directory)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, parameter in root.named_parameters():
@@ -164,12 +163,10 @@ def test_a_mask_as_long_as_the_positions_is_for_one_document(tmp_path: Path) -> 
 def test_what_a_batch_would_change_is_computed_one_document_at_a_time(tmp_path: Path) -> None:
     sizes = {"attention_head_size": 8, "num_attention_heads": 4, "feed_forward_size": 32, "num_buckets": 2}
     chunks = {"lsh_attn_chunk_length": 8, "local_attn_chunk_length": 8, "axial_pos_embds": False}
-    ReformerConfig(
-        **SMALL, **sizes, **chunks, is_decoder=True, attn_layers=["local", "lsh"], hash_seed=1
-    ).save_pretrained(tmp_path)  # fmt: skip
+    config = ReformerConfig(**SMALL, **sizes, **chunks, is_decoder=True, attn_layers=["local", "lsh"], hash_seed=1)
+    root = drawn_root(config, tmp_path)
     route, why = route_of(meta_model(model_config(ModelSpec(str(tmp_path))), torch.float32))
     assert (route, why) == ("calls", "ReformerModelWithLMHead sorts the tokens of a sequence to attend")
-    root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
     root.layout.go_by(route)
     assert prove_route(root, VOCAB, True, 64) is None
 
@@ -188,8 +185,7 @@ def test_a_batch_whose_documents_meet_is_not_taken(tmp_path: Path, monkeypatch: 
 
 
 def test_what_our_attention_does_not_compute_is_the_classes_own(tmp_path: Path) -> None:
-    tiny_config("llama").save_pretrained(tmp_path)
-    root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
+    root = drawn_root(tiny_config("llama"), tmp_path)
     for layer in root.model.model.layers:
         layer.self_attn.register_forward_pre_hook(
             lambda module, args, kwargs: (args, {**kwargs, "cache": torch.zeros(4)}), with_kwargs=True

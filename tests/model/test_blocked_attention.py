@@ -1,28 +1,14 @@
 """Blocks of documents give plain masked attention, in value and gradients."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn.functional import scaled_dot_product_attention
 
-from tuner.model import attention, blocked_attention
+from tests.fixtures.packed import masked_attention
+from tuner.model import blocked_attention
 from tuner.model.blocked_attention import attend_documents, plan_blocks
 from tuner.model.documents import Documents
 
 CPU = torch.device("cpu")
-
-
-def plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], window: int, scale: float
-) -> torch.Tensor:
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    place = torch.arange(sum(lengths))
-    distance = place[:, None] - place
-    mask = (document[:, None] == document) & (distance >= 0) & (distance < (window or sum(lengths)))
-    found = scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=True)
-    return found[0].transpose(0, 1)
 
 
 def inputs(lengths: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -33,12 +19,12 @@ def inputs(lengths: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list
 
 @pytest.mark.parametrize("window", [0, 8, 20])
 @pytest.mark.parametrize("lengths", [(1,), (40,), (5, 40, 1, 23), (3, 4, 2, 16, 1, 1, 33)])
-def test_equals_plain(lengths: tuple[int, ...], window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_masked_attention(lengths: tuple[int, ...], window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocked_attention, "BLOCK_QUERIES", 16)
     plan_blocks.cache_clear()
     leaves = inputs(lengths)
     found = attend_documents(*leaves, Documents.of(lengths, CPU).host, window, 0.3)
-    expected = plain(*leaves, lengths, window, 0.3)
+    expected = masked_attention(*leaves, lengths, window, 0.3)
     upstream = torch.randn_like(expected)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     for a, b in zip(
@@ -54,38 +40,19 @@ def test_many_keys_make_smaller_blocks_with_the_same_result(monkeypatch: pytest.
     assert max(b.end - b.start for b in plan_blocks((0, 300), 0, 4, torch.float64, CPU)) < 128
     leaves = inputs((300,))
     found = attend_documents(*leaves, Documents.of((300,), CPU).host, 0, 0.3)
-    torch.testing.assert_close(found, plain(*leaves, (300,), 0, 0.3), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found, masked_attention(*leaves, (300,), 0, 0.3), rtol=0, atol=1e-12)
     plan_blocks.cache_clear()
 
 
 def test_scores_of_bf16_inputs_are_not_rounded_to_bf16() -> None:
     lengths = (200, 90)
     q, k, v = (leaf.detach() for leaf in inputs(lengths, torch.bfloat16))
-    exact = plain(q.double(), k.double(), v.double(), lengths, 0, 4.0)
+    exact = masked_attention(q.double(), k.double(), v.double(), lengths, 0, 4.0)
     before = torch.backends.mkldnn.matmul.fp32_precision
     found = attend_documents(q, k, v, Documents.of(lengths, CPU).host, 0, 4.0)
     assert torch.backends.mkldnn.matmul.fp32_precision == before
     # Rounding shares and result costs 3e-3; rounded scores, of up to 100 here, would cost 1e-1.
     assert (found.double() - exact).norm() / exact.norm() < 6e-3
-
-
-@pytest.mark.slow
-def test_one_operation_for_any_documents_under_compile() -> None:
-    """No layout of documents is a constant of the graph: ten of them, one recompile at most (for a symbolic count)."""
-    counter = CompileCounterWithBackend("aot_eager")
-
-    @torch.compile(backend=counter, fullgraph=True)
-    def block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents) -> torch.Tensor:
-        options: dict[str, Any] = {"documents": documents}
-        return attention.packed_attention(torch.nn.Identity(), q[None], k[None], v[None], **options)[0] * 2
-
-    for cut in (1, 5, 9, 14, 20, 24, 33, 36, 40):
-        leaves = inputs((40,))
-        for lengths in ((cut, 40 - cut), (40,)) if cut < 40 else ((1,) * 40,):
-            found = block(*leaves, Documents.of(lengths, CPU))
-            found.sum().backward()
-            torch.testing.assert_close(found[0], 2 * plain(*leaves, lengths, 0, 8**-0.5), rtol=0, atol=1e-12)
-    assert counter.frame_count <= 2
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (4, 1), (2, 2)])

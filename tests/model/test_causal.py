@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, PhimoeConfig, PreTrainedModel
 
+from tests.fixtures.packed import drawn_root
 from tests.model.tiny import SHAPE, TOKENS, VOCAB, family_model, tiny_config
 from tuner.errors import RecipeError
 from tuner.model import attention, build
@@ -68,8 +69,7 @@ def test_a_window_that_attention_is_not_told_of_is_refused_where_documents_are_l
 ) -> None:
     monkeypatch.setattr(build, "tell_attention", lambda *_: None)  # as of a class that nobody knows how to tell
     sizes = SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12}
-    PhimoeConfig(**sizes, router_jitter_noise=0.0, input_jitter_noise=0.0).save_pretrained(tmp_path)
-    root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
+    root = drawn_root(PhimoeConfig(**sizes, router_jitter_noise=0.0, input_jitter_noise=0.0), tmp_path)
     require_isolation(root, VOCAB, longest=12)
     with pytest.raises(RecipeError, match="its layer 0 sees 12 of them by a mask of its own, and all 13") as refusal:
         require_isolation(root, VOCAB, longest=13)
@@ -79,9 +79,7 @@ def test_a_window_that_attention_is_not_told_of_is_refused_where_documents_are_l
 
 @pytest.mark.parametrize("kind", ["gemma3", "mistral"])
 def test_windows_that_attention_is_told_of_are_no_reason(kind: str, tmp_path: Path) -> None:
-    tiny_config(kind).save_pretrained(tmp_path)
-    root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
-    require_isolation(root, VOCAB, longest=100)
+    require_isolation(drawn_root(tiny_config(kind), tmp_path), VOCAB, longest=100)
 
 
 @pytest.mark.parametrize("module", [f"transformers.models.{kind}.modeling_{kind}" for kind in ("blt", "ernie4_5_moe")])

@@ -22,12 +22,12 @@ from transformers import (
     MixtralConfig,
 )
 
-from tests.fixtures.packed import gradient, packed_inputs, relative
+from tests.fixtures.packed import drawn_root, gradient, packed_inputs, relative
 from tests.model.tiny import SHAPE, VOCAB, tiny_config
 from tuner.model import blocks as compiling
-from tuner.model.adapter import LoraSpec, adapter_off, add_lora, lora_layers
+from tuner.model.adapter import LoraSpec, adapter_off, lora_layers
 from tuner.model.blocks import apply_recompute, compile_blocks
-from tuner.model.build import ModelSpec, build_model, decoder_blocks
+from tuner.model.build import decoder_blocks
 from tuner.model.documents import Padding
 from tuner.model.native.attention import apply_native_rotation
 from tuner.model.native.library import native_problem
@@ -49,11 +49,7 @@ DORA = LoraSpec(4, 8.0, 0.0, "all-linear", use_dora=True)
 def root_for(kind: str, directory: Path, lora: LoraSpec | None = None, **config: Any) -> CausalLM:
     written = tiny_config(kind)
     written.update(config)
-    written.save_pretrained(directory)
-    root = CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=1))
-    if lora is not None:
-        add_lora(root.model, lora, seed=2)
-    return root.train()
+    return drawn_root(written, directory, lora=lora).train()
 
 
 def packing(number: int) -> tuple[int, ...]:
@@ -108,25 +104,21 @@ def traced_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "BACKEND", "aot_eager")
 
 
-@pytest.mark.usefixtures("traced_alone")
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_alone")
 @pytest.mark.parametrize(
-    ("level", "lora"),
-    [("none", None), ("selective", None), ("full", None), ("none", LORA), ("full", LORA), ("selective", DORA)],
-    ids=["plain", "selective", "full", "lora", "lora-full", "dora-selective"],
-)
-def test_no_packing_compiles_anew(level: str, lora: LoraSpec | None, tmp_path: Path) -> None:
-    root = root_for("llama", tmp_path, lora)
+    ("kind", "level", "lora"),
+    [
+        ("llama", "none", None), ("llama", "selective", None), ("llama", "full", None), ("llama", "none", LORA),
+        ("llama", "full", LORA), ("llama", "selective", DORA),
+        *((kind, "none", None) for kind in ("qwen3", "gpt2", "gemma3", "mistral")),
+    ],
+)  # fmt: skip
+def test_no_packing_compiles_anew(kind: str, level: Any, lora: LoraSpec | None, tmp_path: Path) -> None:
+    root = root_for(kind, tmp_path, lora)
     if level != "none":
-        apply_recompute(root, "selective" if level == "selective" else "full")
-    check(root_for("llama", tmp_path, lora), root, Padding(TOKENS, LONGEST))
-
-
-@pytest.mark.usefixtures("traced_alone")
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma3", "mistral"])
-def test_no_packing_compiles_anew_in_other_architectures(kind: str, tmp_path: Path) -> None:
-    check(root_for(kind, tmp_path), root_for(kind, tmp_path), Padding(TOKENS, LONGEST))
+        apply_recompute(root, level)
+    check(root_for(kind, tmp_path, lora), root, Padding(TOKENS, LONGEST))
 
 
 @pytest.mark.slow
@@ -141,9 +133,8 @@ def test_no_packing_compiles_anew_where_attention_has_dropout(tmp_path: Path) ->
 def test_mixers_that_are_named_besides_their_layers_stay_outside(tmp_path: Path) -> None:
     """Mamba's scan is a loop over tokens, of which the compiler would make a program as long as the row."""
     shape = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 2, "expand": 1}
-    MambaConfig(vocab_size=VOCAB, **shape, residual_in_fp32=False).save_pretrained(tmp_path)
-    spec = ModelSpec(str(tmp_path), random_init=True)
-    plain, root = (CausalLM(build_model(spec, torch.float32, seed=1)).train() for _ in range(2))
+    config = MambaConfig(vocab_size=VOCAB, **shape, residual_in_fp32=False)
+    plain, root = (drawn_root(config, tmp_path).train() for _ in range(2))
     assert len(decoder_blocks(root.model)) == 2
     check(plain, root, Padding(TOKENS, LONGEST), breaks=3)
 
@@ -157,9 +148,7 @@ def test_loops_over_chosen_experts_stay_outside(tmp_path: Path) -> None:
         vocab_size=VOCAB, d_model=32, n_heads=4, n_layers=2, max_seq_len=128, attn_config=heads,
         ffn_config={"hidden_size": 32, "ffn_hidden_size": 48, **experts},
     )  # fmt: skip
-    config.save_pretrained(tmp_path)
-    spec = ModelSpec(str(tmp_path), random_init=True)
-    plain, root = (CausalLM(build_model(spec, torch.float32, seed=1)).train() for _ in range(2))
+    plain, root = (drawn_root(config, tmp_path).train() for _ in range(2))
     check(plain, root, Padding(TOKENS, LONGEST), breaks=4)
 
 
@@ -180,9 +169,7 @@ def test_layers_with_kernels_of_this_processor_are_compiled(tmp_path: Path) -> N
     """GPT-NeoX's module calls a rotation that is a plain function, which is not what the layers call."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = GPTNeoXConfig(vocab_size=VOCAB, **shape, max_position_embeddings=128, hidden_dropout=0.0)
-    config.save_pretrained(tmp_path)
-    spec = ModelSpec(str(tmp_path), random_init=True)
-    plain, root = (CausalLM(build_model(spec, torch.float32, seed=1)).train() for _ in range(2))
+    plain, root = (drawn_root(config, tmp_path).train() for _ in range(2))
     assert apply_native_rotation(root.model) == 2
     check(plain, root, Padding(TOKENS, LONGEST))
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fixtures.packed import drawn_root
 from tests.model.tiny import TINY, VOCAB, tiny_config
-from tuner.model.build import ModelSpec, build_model
 from tuner.model.decode import SideBySide, greedy
 from tuner.model.documents import Carried
 from tuner.model.root import CausalLM
@@ -20,13 +20,7 @@ LIMITS = [12, 9, 14]
 
 
 def model(kind: str, directory: Path) -> CausalLM:
-    tiny_config(kind).save_pretrained(directory)
-    root = CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, 3))
-    with torch.no_grad():  # larger weights, so that answers vary and ties do not decide
-        for parameter in root.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6)
-    return root
+    return drawn_root(tiny_config(kind), directory, spread=6.0, seed=3)  # so that answers vary and ties do not decide
 
 
 def anew(root: CausalLM, prompt: list[int], ends: set[int], limit: int) -> list[int]:

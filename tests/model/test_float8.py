@@ -87,6 +87,13 @@ def test_the_layers_are_those_of_the_decoder_that_the_kernels_take() -> None:
     found = Float8Layers.of(model)
     assert len(found.rounded) == 14 and not found.left
     assert found.described() == "products of 14 of the decoder's 14 linear layers"
+    fewer = Float8Layers.of(model, ["o_proj", "layers.0.mlp"])
+    assert len(fewer.rounded) == 9 and {name.rpartition(".")[2] for name in fewer.left} == {
+        "o_proj", "gate_proj", "up_proj", "down_proj"
+    }  # fmt: skip
+    assert fewer.described().endswith("9 of the decoder's 14 linear layers; the others in bf16: 5 of train.fp8_except")
+    with pytest.raises(RecipeError, match=r"train.fp8_except: 'q_prj' matches nothing"):
+        Float8Layers.of(model, ["q_prj"])
     layer: Any = model.model.layers[1].mlp
     layer.gate_proj = nn.Linear(32, 50, bias=False)
     layer.router = nn.Linear(32, 16, bias=False)

@@ -3,22 +3,18 @@
 And none of their kernels writes in the forward pass into what a product made, which selective recomputing keeps.
 """
 
-import json
 import logging
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
+from tests.fixtures.commands import printed
 from tests.model.tiny import tiny_config
 from tuner.model.kernels import apply_liger, has_liger
 
-ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("llama", "phi3", "gemma3")
 """Queries and keys are a product's result in the first, a view of one in the second; the third normalises them."""
 COMPARE = """
@@ -139,15 +135,7 @@ def test_liger_s_back_ends_that_are_not_installed_are_no_news(monkeypatch: pytes
 def test_gradients_are_the_plain_models_at_every_level_of_recomputing() -> None:
     pytest.importorskip("triton")
     pytest.importorskip("liger_kernel")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPARE, *KINDS],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = printed(COMPARE, *KINDS, fork=False, TRITON_INTERPRET="1")
     assert found.pop("written") == 0 and found.pop("written by rope") == 4  # queries and keys of two layers
     assert len(found) == 3 * len(KINDS)
     assert max(found.values()) < 1e-4, found

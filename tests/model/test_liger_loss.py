@@ -1,17 +1,10 @@
 """Liger's cross-entropy kernel gives the loss and gradients of plain torch, in Triton's interpreter without a GPU."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests.fixtures import forked
+from tests.fixtures.commands import printed
 
-ROOT = Path(__file__).resolve().parents[2]
 COMPARE = """
 import json, sys, torch
 from tuner.model.output_layer import OutputLayer, softmax_into_gradient
@@ -48,17 +41,9 @@ print(json.dumps(found))
 """
 
 
-def differences(device: str, **env: str) -> list[float]:
-    words = [sys.executable, "-W", "ignore", "-c", COMPARE, device]
-    run = forked.run if device == "cpu" else subprocess.run
-    done = run(words, check=False, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **env})
-    assert done.returncode == 0, done.stderr
-    return [float(item) for item in json.loads(done.stdout.splitlines()[-1])]
-
-
 def test_the_kernel_equals_plain_torch_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    found = differences("cpu", TRITON_INTERPRET="1")
+    found = printed(COMPARE, "cpu", TRITON_INTERPRET="1")
     assert len(found) == 43
     assert max(found) < 1e-5, found
 
@@ -66,4 +51,4 @@ def test_the_kernel_equals_plain_torch_in_the_interpreter() -> None:
 @pytest.mark.gpu
 def test_the_kernel_equals_plain_torch_on_the_device() -> None:
     assert torch.cuda.is_available()
-    assert max(differences("cuda")) < 1e-5
+    assert max(printed(COMPARE, "cuda", fork=False)) < 1e-5

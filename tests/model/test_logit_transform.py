@@ -7,11 +7,10 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import Cohere2Config, CohereConfig, Gemma2Config, GraniteConfig, PretrainedConfig
 
-from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids, relative
+from tests.fixtures.packed import LENGTHS, drawn_root, gradient, packed_inputs, random_ids, relative
 from tests.model.tiny import SHAPE
 from tuner.model import output_layer as module
 from tuner.model.attention import PACKED
-from tuner.model.build import ModelSpec, build_model
 from tuner.model.output_layer import PLAIN, LogitTransform, OutputLayer
 from tuner.model.probe import require_isolation
 from tuner.model.root import CausalLM
@@ -30,13 +29,7 @@ CONFIGS: dict[str, tuple[PretrainedConfig, LogitTransform]] = {
 
 
 def root_for(kind: str, directory: Path) -> CausalLM:
-    CONFIGS[kind][0].save_pretrained(directory)
-    root = CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=1))
-    with torch.no_grad():  # the default initialisation is too small for a bound to matter
-        for parameter in root.parameters():
-            if parameter.ndim >= 2:
-                parameter.mul_(8.0)
-    return root.train()
+    return drawn_root(CONFIGS[kind][0], directory, spread=8.0).train()
 
 
 def own_losses(root: CausalLM, ids: torch.Tensor) -> torch.Tensor:

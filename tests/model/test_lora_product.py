@@ -9,7 +9,9 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.model.test_adapter import SPEC, adapted, unadapted
+from tests.fixtures.packed import drawn_root
+from tests.model.test_adapter import SPEC, adapted
+from tests.model.tiny import tiny_config
 from tuner.model import adapter
 from tuner.model.adaptable import add_in_product, takes_product
 from tuner.model.adapter import ADAPTER, adapter_off, add_lora, lora_layers
@@ -96,7 +98,7 @@ def test_a_model_gets_it_in_every_plain_layer(tmp_path: Path, monkeypatch: pytes
     layers = [each for _, each in lora_layers(root.model)]
     assert layers and all(takes_product(each, ADAPTER) and "forward" in vars(each) for each in layers)
     where = (torch.arange(4), torch.arange(4), (4,), torch.arange(4))
-    plain = unadapted("llama", tmp_path)
+    plain = drawn_root(tiny_config("llama"), tmp_path).model
     with adapter_off(root.model):
         without = root.logits(*where)
     for each in layers:

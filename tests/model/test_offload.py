@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from tests.fixtures.cuda_races import watched_streams
-from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids
+from tests.fixtures.packed import LENGTHS, drawn_root, gradient, packed_inputs, random_ids
 from tests.model.tiny import family_config
 from tuner.errors import MachineError, RecipeError
 from tuner.model import blocks as recomputing
 from tuner.model import offload
-from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.adapter import LoraSpec
 from tuner.model.blocks import apply_offload, apply_recompute, compile_blocks
-from tuner.model.build import ModelSpec, build_model, decoder_blocks
+from tuner.model.build import decoder_blocks
 from tuner.model.documents import Padding
 from tuner.model.offload import IN_FLIGHT, CudaLane, HostInputs
 from tuner.model.root import CausalLM
@@ -39,11 +39,7 @@ def root_for(kind: str, directory: Path, lora: LoraSpec | None = None) -> Causal
     config.num_hidden_layers = LAYERS
     if getattr(config, "layer_types", None):
         config.layer_types = (config.layer_types * LAYERS)[:LAYERS]
-    config.save_pretrained(directory)
-    root = CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=1))
-    if lora is not None:
-        add_lora(root.model, lora, seed=2)
-    return root.train()
+    return drawn_root(config, directory, lora=lora).train()
 
 
 def offloaded(kind: str, directory: Path, level: Level = "full", lora: LoraSpec | None = None) -> Any:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.fixtures.packed import LENGTHS, figures, random_ids, relative, smollm2, tiny_root
-from tests.model.tiny import TINY, tiny_config
+from tests.fixtures.packed import LENGTHS, drawn_root, figures, random_ids, relative, smollm2, tiny_root
+from tests.model.tiny import SHAPE, TINY, tiny_config
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.documents import Padding
 from tuner.model.output_layer import LogitTransform
@@ -39,8 +39,7 @@ def test_packed_equals_alone_on_smollm2() -> None:
 
 @pytest.mark.parametrize("kind", ["llama-tied", "qwen3", "gpt2"])
 def test_a_bfloat16_model_is_judged_in_float32(kind: str, tmp_path: Path) -> None:
-    tiny_config(kind).save_pretrained(tmp_path)
-    root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.bfloat16, seed=1))
+    root = drawn_root(tiny_config(kind), tmp_path, dtype=torch.bfloat16)
     before = {name: parameter.clone() for name, parameter in root.named_parameters()}
     report = require_isolation(root, 97)
     assert max(report.leak, report.against_alone) < 1e-5
@@ -63,11 +62,7 @@ def test_logits_that_are_not_the_models_own_are_refused_even_without_packing(tmp
 
     from tuner.errors import RecipeError
 
-    GraniteConfig(
-        vocab_size=97, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, logits_scaling=8.0,
-    ).save_pretrained(tmp_path)  # fmt: skip
-    root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
+    root = drawn_root(GraniteConfig(**SHAPE, logits_scaling=8.0), tmp_path)
     require_isolation(root, 97)
     root.logit_transform = LogitTransform()  # as for a model whose way with logits is not known
     for packed in (True, False):

@@ -8,12 +8,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy
 
-from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids
+from tests.fixtures.packed import LENGTHS, drawn_root, gradient, packed_inputs, random_ids
 from tests.model.tiny import tiny_config
-from tuner.model.adapter import LoraSpec, add_lora
+from tuner.errors import RecipeError
+from tuner.model.adapter import LoraSpec
 from tuner.model.blocks import _policy, apply_recompute, spread
-from tuner.model.build import ModelSpec, build_model
 from tuner.model.root import CausalLM
+from tuner.model.wrap import Wrapper, wrappers_of
 from tuner.profile.blocks import memory_record
 
 LEVELS: tuple[Literal["selective", "full"], ...] = ("selective", "full")
@@ -25,11 +26,7 @@ def root_for(kind: str, directory: Path, dropout: bool = False, lora: LoraSpec |
         config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.3
     elif dropout:
         config.attention_dropout = 0.3
-    config.save_pretrained(directory)
-    root = CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=1))
-    if lora is not None:
-        add_lora(root.model, lora, seed=2)
-    return root.train()
+    return drawn_root(config, directory, lora=lora).train()
 
 
 def gradients_of(root: CausalLM, bf16: bool = False) -> torch.Tensor:
@@ -51,6 +48,22 @@ def test_gradients_are_the_plain_models(kind: str, dropout: bool, tmp_path: Path
         assert torch.equal(gradients_of(root), expected), level
     if dropout:
         assert not torch.equal(expected, gradients_of(root_for(kind, tmp_path))), "dropout must have acted"
+
+
+def test_modules_of_layers_are_recomputed_in_place_of_layers(tmp_path: Path) -> None:
+    expected = gradients_of(root_for("llama", tmp_path, dropout=True))
+    root = root_for("llama", tmp_path, dropout=True)
+    apply_recompute(root, "full", modules=["mlp", "layers.1.self_attn", "gate_proj"])
+    wrapped = {name for name, module in root.model.named_modules() if Wrapper.RECOMPUTED in wrappers_of(module)}
+    assert wrapped == {"model.layers.0.mlp", "model.layers.1.mlp", "model.layers.1.self_attn"}
+    forwards: list[str] = []
+    for name in ("gate_proj", "up_proj"):
+        module = root.model.get_submodule(f"model.layers.0.mlp.{name}")
+        module.register_forward_pre_hook(lambda module, given, name=name: forwards.append(name))
+    assert torch.equal(gradients_of(root), expected)
+    assert forwards == ["gate_proj", "up_proj"] * 2
+    with pytest.raises(RecipeError, match=r"train.gradient_checkpointing_modules: 'embed_tokens' matches nothing"):
+        apply_recompute(root_for("llama", tmp_path), "full", modules=["embed_tokens"])
 
 
 @pytest.mark.parametrize("dora", [False, True])

@@ -12,14 +12,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids, relative
+from tests.fixtures.packed import LENGTHS, drawn_root, gradient, packed_inputs, random_ids, relative
 from tests.model.tiny import FAMILIES, family_config
 from tuner.errors import RecipeError
 from tuner.model import blocks as recomputing
 from tuner.model import tiles
-from tuner.model.adapter import LoraSpec, add_lora
+from tuner.model.adapter import LoraSpec
 from tuner.model.blocks import apply_offload, apply_recompute, compile_blocks
-from tuner.model.build import ModelSpec, build_model, decoder_blocks
+from tuner.model.build import decoder_blocks
 from tuner.model.documents import Padding
 from tuner.model.kernels import apply_native
 from tuner.model.root import CausalLM
@@ -38,15 +38,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def root_for(family: str, directory: Path, lora: LoraSpec | None = None) -> CausalLM:
-    family_config(family, tied=False).save_pretrained(directory)
-    root = CausalLM(build_model(ModelSpec(str(directory), random_init=True), torch.float32, seed=1))
-    with torch.no_grad():  # the default initialisation is too small for an MLP to matter
-        for parameter in root.parameters():
-            if parameter.ndim >= 2:
-                parameter.mul_(6.0)
-    if lora is not None:
-        add_lora(root.model, lora, seed=2)
-    return root.train()
+    return drawn_root(family_config(family, tied=False), directory, spread=6.0, lora=lora).train()
 
 
 def tiled(root: CausalLM, level: Level = "none", offload: bool = False) -> CausalLM:

@@ -1,16 +1,11 @@
 """The Triton kernels give plain attention and its gradients, in Triton's interpreter without a GPU."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.fixtures import forked
+from tests.fixtures.commands import printed
 
-ROOT = Path(__file__).resolve().parents[2]
 # Heads of queries and of keys, channels of keys and of values, documents, window, cap. Documents end inside a block and
 # at its end; windows are shorter than a block, as long as one, and longer than a document.
 CASES = [
@@ -54,19 +49,10 @@ print(json.dumps(found))
 """
 
 
-def differences(device: str, types: str, **env: str) -> dict[str, float]:
-    words = [sys.executable, "-W", "ignore", "-c", COMPARE, device, types, json.dumps(CASES)]
-    run = forked.run if device == "cpu" else subprocess.run
-    done = run(words, check=False, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), **env})
-    assert done.returncode == 0, done.stderr
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def test_the_kernels_equal_the_blocks_in_the_interpreter() -> None:
     """In fp16 for what is 16 bits wide: the interpreter has no products of bf16."""
     pytest.importorskip("triton")
-    found = differences("cpu", "float32,float16", TRITON_INTERPRET="1")
+    found = printed(COMPARE, "cpu", "float32,float16", json.dumps(CASES), TRITON_INTERPRET="1")
     assert len(found) == len(CASES) + 1
     for case, far in found.items():
         assert far < (2e-6 if case.startswith("float32") else 2e-3), found
@@ -75,4 +61,4 @@ def test_the_kernels_equal_the_blocks_in_the_interpreter() -> None:
 @pytest.mark.gpu
 def test_the_kernels_equal_the_blocks_on_a_gpu() -> None:
     for name, allowed in (("float32", 2e-6), ("float16", 2e-3), ("bfloat16", 2e-2)):
-        assert max(differences("cuda", name).values()) < allowed
+        assert max(printed(COMPARE, "cuda", name, json.dumps(CASES), fork=False).values()) < allowed

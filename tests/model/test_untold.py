@@ -6,11 +6,10 @@ import pytest
 import torch
 from transformers import NemotronConfig, PhimoeConfig, PretrainedConfig, Qwen2MoeConfig, StableLmConfig
 
-from tests.fixtures.packed import LENGTHS, alone, packed_inputs, random_ids, relative
+from tests.fixtures.packed import LENGTHS, alone, drawn_root, packed_inputs, random_ids, relative
 from tests.model.tiny import SHAPE, VOCAB
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.probe import prove_route
-from tuner.model.root import CausalLM
 
 WINDOW = 8
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -27,8 +26,7 @@ CASES: dict[str, tuple[PretrainedConfig, list[int | None]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_documents_lie_end_to_end(name: str, tmp_path: Path) -> None:
     config, windows = CASES[name]
-    config.save_pretrained(tmp_path)
-    root = CausalLM(build_model(ModelSpec(str(tmp_path), random_init=True), torch.float32, seed=1))
+    root = drawn_root(config, tmp_path)
     for parameter in root.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     layers = root.model.model.layers

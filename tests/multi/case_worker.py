@@ -115,6 +115,7 @@ def run_steps(case: dict[str, Any], rank_info: RankInfo, output: Path) -> None:
         data={"shuffle": False, "train": str(model / "rows.jsonl")},
         parallel={
             "shard": case["shard"],
+            "replicas": case["replicas"],
             "reshard_after_forward": case["reshard"],
             "accumulate": case["accumulate"],
         },

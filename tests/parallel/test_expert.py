@@ -81,7 +81,8 @@ def assembled(model: Path, rank: int, layout: dict[str, Any]) -> Assembly:
     parallel = {"processes": layout["world"], "shard": layout.get("shard", "full"), "expert": layout["expert"]}
     train = {"global_batch_size": 8, "micro_batch_size": layout["micro"]}
     train["gradient_checkpointing"] = layout.get("recompute", "none")
-    recipe = recipe_for(model, train=train, parallel=parallel, adapter=layout.get("adapter", {"kind": "none"}))
+    sections = {"adapter": layout.get("adapter", {"kind": "none"}), "model": {"router_z_loss_coef": 0.1}}
+    recipe = recipe_for(model, train=train, parallel=parallel, **sections)
     return assembly_for(recipe, TRAINED, RankInfo(rank, layout["world"], rank % layout["local"], layout["local"]))
 
 

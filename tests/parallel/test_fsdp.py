@@ -34,6 +34,7 @@ def sharded(
     processes_to_a_copy: int = 2,
     rounded_to: torch.dtype | None = None,
     tokens: int | None = None,
+    reduced_in: torch.dtype | None = None,
 ) -> CausalLM:
     """The tiny model over two processes, with rank 0's values."""
     with torch.device("meta"):
@@ -41,7 +42,7 @@ def sharded(
     spec = MeshSpec("full" if processes_to_a_copy == 2 else "none")
     meshes = Mesh.of(RankInfo(rank, 2, rank, 2), spec).device_meshes("cpu")
     if meshes.weights is not None:
-        shard(root, meshes, reshard, rounded_to, tokens)
+        shard(root, meshes, reshard, rounded_to, tokens, reduced_in=reduced_in)
     materialise(root, tiny_model() if rank == 0 else None, torch.device("cpu"))
     return root
 
@@ -124,6 +125,29 @@ def test_what_is_sent_for_a_micro_batch(tmp_path: Path) -> None:
         assert sent.calls["_allgather_base_"] == 2 * 2 + 3
         assert sent.bytes["_reduce_scatter_base_"] == 4 * (layers + 2 * padded + 32)
         assert sent.calls["_reduce_scatter_base_"] == 5
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("rounded_to", [None, torch.bfloat16])
+def test_gradients_reduced_in_bf16_are_half_as_much_to_send(rounded_to: torch.dtype | None, tmp_path: Path) -> None:
+    def work(rank: int) -> None:
+        found, sent = [], []
+        for reduced_in in (None, torch.bfloat16):
+            root = sharded(rank, rounded_to=rounded_to, reduced_in=reduced_in)
+            sent.append(Sent())
+            with sent[-1], torch.autocast("cpu", dtype=torch.bfloat16, enabled=rounded_to is not None):
+                step(root, rank)
+            found.append({name: local(one) for name, one in gradients(root).items()})
+        reduced = [one.bytes["_reduce_scatter_base_"] for one in sent]
+        head = 0 if rounded_to is None else 4 * -(-VOCAB // 2) * 2 * 32  # is added up over chunks of logits in float32
+        assert reduced[0] - head == 2 * (reduced[1] - head)
+        assert sent[0].bytes["_allgather_base_"] == sent[1].bytes["_allgather_base_"]
+        assert any(not torch.equal(one, found[1][name]) for name, one in found[0].items())
+        for name, one in found[0].items():
+            assert found[1][name].dtype == torch.float32
+            torch.testing.assert_close(found[1][name], one, rtol=2**-6, atol=2**-6 * float(one.abs().max()))
 
     assert run_ranks(2, tmp_path, work) == [0, 0]
 

@@ -73,6 +73,10 @@ def test_hybrid_wants_as_many_processes_on_every_machine() -> None:
         (MeshSpec("full", sequence=2), {"shard": 4}, [0, 0, 1, 1], ("shard",), None),
         (MeshSpec("none", sequence=4), {"replicate": 4}, [0, 0, 0, 0], None, None),
         (MeshSpec("full", tensor=2, sequence=2), {"shard": 2, "tensor": 2}, [0, 0, 0, 0], ("shard",), None),
+        (MeshSpec("hybrid", replicas=2), {"replicate": 2, "shard": 2}, [0, 1, 2, 3], ("replicate", "shard"), None),
+        (MeshSpec("hybrid", replicas=4), {"replicate": 4}, [0, 1, 2, 3], None, None),
+        (MeshSpec("full", on_host=True), {"shard": 4}, [0, 1, 2, 3], ("shard",), None),
+        (MeshSpec("none", on_host=True), {"replicate": 4, "shard": 1}, [0, 1, 2, 3], ("replicate", "shard"), None),
         (MeshSpec("full", expert=2), {"shard": 4}, [0, 1, 2, 3], ("shard",), ("expert_shard",)),
         (MeshSpec("full", expert=4), {"shard": 4}, [0, 1, 2, 3], ("shard",), ("expert_shard",)),
     ],
@@ -107,6 +111,7 @@ def test_groups_of_four_processes(
         (3, MeshSpec("full", tensor=2), "parallel.tensor: 2 does not divide the number of processes, 3"),
         (1, MeshSpec("full", sequence=2), "parallel.sequence: 2 does not divide the number of processes, 1"),
         (4, MeshSpec("full", tensor=2, sequence=4), "parallel.sequence: 4 times parallel.tensor: 2 does not divide"),
+        (6, MeshSpec("hybrid", replicas=4), "parallel.replicas: 4 copies cannot have 6 processes between them"),
         (6, MeshSpec("full", expert=4), "parallel.expert: 4 does not divide the number of processes, 6"),
     ],
 )

@@ -25,7 +25,7 @@ from tuner.setup.build import Assembly
 from tuner.train.step import forward_backward
 
 LORA = {"adapter": {"kind": "lora", "r": 4}}
-ROUTED = {"model": {"router_aux_loss_coef": 0.5}}
+ROUTED = {"model": {"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.1}}
 BF16 = {"train": {"precision": "bf16"}}
 FEW = [
     Case("gemma3", micro=4, sections={"train": {"gradient_checkpointing": "selective"}}),

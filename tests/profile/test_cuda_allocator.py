@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tuner.profile.timeline import Allocator, CachingAllocator, ExpandableAllocator, expands_segments
+from tuner.profile.timeline import CachingAllocator, ExpandableAllocator, expands_segments
 
 MIB = 1 << 20
 
@@ -90,7 +90,7 @@ def test_what_is_set_for_the_allocator_is_honoured(settings: dict[str, str], exp
 
 
 @pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
-def test_nothing_is_lost_over_many_turns(kind: type[Allocator]) -> None:
+def test_nothing_is_lost_over_many_turns(kind: type[CachingAllocator | ExpandableAllocator]) -> None:
     generator, allocator = random.Random(0), kind()
     living = []
     for _ in range(3000):

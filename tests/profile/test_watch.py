@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._profiler import _ExperimentalConfig as ProfilerConfig
 
 from tests.caches import new_cache
 from tests.fixtures import trainings
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
+from tuner.profile import recorder
 from tuner.profile.recorder import StepRecorder
 from tuner.run.launch import launch as launch_run
 from tuner.run.options import LaunchOptions
@@ -83,9 +85,23 @@ def test_recorded_steps_compute_the_same(workplace: Path, capfd: pytest.CaptureF
     assert largest["model.layers.0.mlp.gate_proj", "activations"] > 0
 
 
-def test_only_what_is_asked_for(workplace: Path) -> None:
+def test_only_what_is_asked_for(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(recorder, "profile", lambda **asked: given.append(asked) or torch.profiler.profile(**asked))
     run = launch(workplace, "time", profile__steps="[1]", profile__memory="false")
     assert [path.name for path in (run / "profile").iterdir()] == ["trace-step-1-rank0.json.gz"]
+    asking = {"profile__steps": "[1]", "profile__lines": "true", "profile__cuda_sync": "true"}
+    lined = launch(workplace, "lines", **asking) / "profile"
+    plain, with_lines = (
+        [event["name"] for event in read_trace(place / "trace-step-1-rank0.json.gz")["traceEvents"] if "dur" in event]
+        for place in (run / "profile", lined)
+    )
+    called = "tuner/train/step.py"
+    assert any(called in name for name in with_lines) and not any(called in name for name in plain)
+    assert json.loads((lined / "memory-step-1-rank0.json").read_text())["peak_parts"]["activations"] > 0
+    assert [one["experimental_config"] is None for one in given] == [True, False]
+    usual, asked = (config.__getstate__() for config in (ProfilerConfig(), given[1]["experimental_config"]))
+    assert asked == ProfilerConfig(enable_cuda_sync_events=True).__getstate__() != usual
     run = launch(workplace, "memory", profile__steps="[1]", profile__time="false")
     assert [path.name for path in (run / "profile").iterdir()] == ["memory-step-1-rank0.json"]
 

@@ -17,10 +17,8 @@ SIZES = st.integers(1, 5)
 
 
 def mesh_of(layout: Layout, rank: int = 0) -> Mesh:
-    section = layout.section
-    return Mesh.of(
-        layout.rank_info(rank), MeshSpec(*(section[key] for key in ("shard", "tensor", "sequence", "expert")))
-    )
+    sizes = (layout.section[key] for key in ("shard", "tensor", "sequence", "expert", "replicas"))
+    return Mesh.of(layout.rank_info(rank), MeshSpec(*sizes))
 
 
 @given(SIZES, SIZES, SIZES, SIZES, SIZES, st.booleans())

@@ -21,7 +21,7 @@ def asset(name: str) -> Path:
         return Path(path)
     said = f"no {name} at {path}" if path else f"TUNER_TEST_{'SMOLLM2' if name == 'smollm2' else 'ASSETS'} is not set"
     if root:
-        pytest.fail(f"{said}, and TUNER_TEST_ASSETS says that the files are here: python tools/fetch_assets.py DIR")
+        pytest.fail(f"{said}, and TUNER_TEST_ASSETS says that the files are here: python -m tools.fetch_assets DIR")
     pytest.skip(f"{said}: see tools/fetch_assets.py")
 
 

@@ -66,7 +66,7 @@ def test_a_run_begins_from_another_and_resumes_without_it(workplace: Path, monke
     assert entry["sha256"] in report and "model.layers.0.mlp.up_proj.weight [48, 32] f32" in report
     said.clear()
     verified: Any = verify.__wrapped__([str(whole.run_dir)])  # type: ignore[attr-defined]  # what the command prints
-    line = f"whole began with checkpoint {entry['path']}, step 2: 11 tensors, sha256 {entry['sha256'][:16]}"
+    line = f"whole was given checkpoint {entry['path']}, step 2: 11 tensors, sha256 {entry['sha256'][:16]}"
     assert verified.artifacts["began_with"] == [line]
     stopped = launch(workplace, name="stopped", **flags, train__stop_after="1 step")
     shutil.rmtree(first.run_dir)

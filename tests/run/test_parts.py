@@ -28,14 +28,14 @@ from tuner.train.progress import Progress
 
 SPINE = ("main", "preflight", "begin", "state", "launch", "options")
 OWNED = (
-    "run.windows", "run.teacher", "run.teacher_versions", "run.reference", "run.tasks.windows", "run.tasks.teacher",
-    "rundir.windows", "rundir.teachers", "setup.initial", "setup.teacher", "setup.mock",
+    "run.windows", "run.teacher", "run.teacher_versions", "run.reference", "run.tasks.windows", "run.tasks.versions",
+    "run.bank", "rundir.windows", "rundir.versions", "setup.initial", "setup.teacher", "setup.mock",
     "setup.offloaded", "setup.host_states", "runtime.numa", "runtime.deterministic",
 )  # fmt: skip
 """What a part works with."""
 RUN = (
     "check", "prepared", "starts", "derivation", "planned", "around", "agree", "before_build", "built", "placed",
-    "noted", "tasks", "before_steps", "source", "state",
+    "noted", "tasks", "before_steps", "source", "state", "facts",
 )  # fmt: skip
 
 

@@ -14,7 +14,10 @@ from tuner.config.load import load_recipe
 from tuner.run.options import LaunchOptions
 from tuner.train.guard import Guard
 
-SKIPS = {"train__steps_to_skip": "[2, 4-5]", "train__duration": "6 steps", "checkpoint__every": "never"}
+SKIPS = {
+    "train__steps_to_skip": "[2, 4-5]", "train__duration": "6 steps", "checkpoint__every": "never",
+    "logging__spike_score": "6",
+}  # fmt: skip
 LEFT_OUT = {2, 4, 5}
 
 
@@ -30,7 +33,7 @@ def test_they_change_nothing_but_their_updates(workplace: Path, monkeypatch: pyt
     for line in log:
         assert (line.get("reason") == "steps_to_skip") == (line["step"] in LEFT_OUT) == ("skipped" in line)
         assert (line["loss"] is None) == (line["grad_norm"] is None) == (line["step"] in LEFT_OUT)
-        assert (line["tok_per_s"] == 0) == (line["step"] in LEFT_OUT)
+        assert (line["tok_per_s"] == 0) == (line["step"] in LEFT_OUT) == ("spike_score" not in line)
     expected = trainings.outcome(whole.run_dir)
 
     parts = SKIPS | _named(workplace, "parts")

@@ -22,7 +22,7 @@ from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.errors import DataError, RecipeError
 from tuner.run.options import LaunchOptions
 from tuner.run.teacher_versions import TeacherVersions
-from tuner.rundir.teachers import TeacherEntry
+from tuner.rundir.versions import TakenVersion
 from tuner.setup.teacher import INDEX, files_read, incomplete, newest_teacher
 
 RESUME = LaunchOptions(resume="must")
@@ -72,12 +72,12 @@ def appearing(directory: Path, monkeypatch: pytest.MonkeyPatch, versions: Mappin
     """Have versions appear just before the look after a step, and a launch die at its look after step `dies`."""
     look = TeacherVersions.look
 
-    def looked(self: TeacherVersions, step: int) -> TeacherEntry:
+    def looked(self: TeacherVersions, step: int, pass_over: Any) -> TakenVersion:
         if step == dies:
             raise KeyboardInterrupt
         if step in versions:
             publish(directory, versions[step])
-        return look(self, step)
+        return look(self, step, pass_over)
 
     monkeypatch.setattr(TeacherVersions, "look", looked)
 
@@ -126,10 +126,10 @@ def test_a_run_that_stops_at_a_look_goes_on_as_if_it_had_not(workplace: Path, mo
 def test_the_version_at_hand_may_go_once_it_is_loaded(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     look = TeacherVersions.look
 
-    def pruned(self: TeacherVersions, step: int) -> TeacherEntry:
+    def pruned(self: TeacherVersions, step: int, pass_over: Any) -> TakenVersion:
         publish(workplace, 10 + step)
         shutil.rmtree(workplace / "teacher" / self.at_hand.name)
-        return look(self, step)
+        return look(self, step, pass_over)
 
     monkeypatch.setattr(TeacherVersions, "look", pruned)
     run = launch(workplace, **flags(workplace)).run_dir
@@ -165,7 +165,7 @@ def test_versions_that_are_gone_or_changed_are_refused(workplace: Path) -> None:
         launch(workplace, RESUME, **flags(workplace))
     path.rename(path.with_name("elsewhere"))
     publish(workplace, 20)
-    with pytest.raises(DataError, match=r"step-10 is gone, from which the run learned after step 0"):
+    with pytest.raises(DataError, match=r"step-10 is gone, which the run took after step 0"):
         launch(workplace, RESUME, **flags(workplace))
     shutil.rmtree(path.with_name("elsewhere"))
     shutil.rmtree(workplace / "teacher" / "step-20")
@@ -206,13 +206,13 @@ def test_a_version_that_is_being_copied_is_passed_over(workplace: Path) -> None:
 def test_a_launch_goes_on_while_a_version_is_copied(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     look = TeacherVersions.look
 
-    def copying(self: TeacherVersions, step: int) -> TeacherEntry:
+    def copying(self: TeacherVersions, step: int, pass_over: Any) -> TakenVersion:
         path = workplace / "teacher" / "step-20"
         if step == 2:
             (publish(workplace, 20) / "tokenizer.json").rename(workplace / "later")
         elif step == 4:
             (workplace / "later").rename(path / "tokenizer.json")
-        return look(self, step)
+        return look(self, step, pass_over)
 
     monkeypatch.setattr(TeacherVersions, "look", copying)
     run = launch(workplace, **flags(workplace, train__duration="5 steps", logging__level="info")).run_dir

@@ -126,11 +126,6 @@ def test_write_new_never_overwrites_or_follows(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(MachineError, match="nowhere"):
-        files.write_atomic(tmp_path / "nowhere" / "a", b"")
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [

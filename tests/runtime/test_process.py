@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -50,9 +49,10 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def start(root: Path, env: dict[str, str], script: str, *arguments: str) -> list[subprocess.Popen[bytes]]:
+def ended(root: Path, env: dict[str, str], script: str, *arguments: str) -> list[int]:
+    """The exit codes of two ranks."""
     base = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | env
-    return [
+    processes = [
         forked.Popen(
             [sys.executable, "-c", script, *arguments],
             cwd=root,
@@ -60,6 +60,12 @@ def start(root: Path, env: dict[str, str], script: str, *arguments: str) -> list
         )
         for rank in range(2)
     ]
+    try:
+        return [process.wait(60) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.multi
@@ -79,13 +85,7 @@ def test_two_processes_join_agree_and_leave(root: Path, launcher: str) -> None:
         env |= {"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": "1"}
         env |= {"SLURM_JOB_NODELIST": "here"}
         threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    processes = start(root, {**env, "GLOO_SOCKET_IFNAME": "lo"}, SCRIPT, str(threads))
-    try:
-        assert [process.wait(60) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    assert ended(root, {**env, "GLOO_SOCKET_IFNAME": "lo"}, SCRIPT, str(threads)) == [0, 0]
 
 
 def test_a_single_process_starts_nothing() -> None:
@@ -139,13 +139,7 @@ def test_a_rank_that_fails_or_is_silent_ends_the_others_wait(
 ) -> None:
     env = {"RANK": "%", "WORLD_SIZE": "2", "LOCAL_RANK": "%", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    processes = start(root, env, FAIL, what, timeout_s)
-    try:
-        assert [process.wait(30) for process in processes] == codes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    assert ended(root, env, FAIL, what, timeout_s) == codes
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.fixtures.bits import flip_bit
 from tests.model.tiny import family_model
 from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
@@ -77,11 +78,7 @@ def test_weights_that_are_cast_are_read_each_time(files: Path, tmp_path: Path, t
 def test_a_file_that_was_changed_is_read_again(files: Path, tmp_path: Path, taken: list[Content]) -> None:
     first, weights = hashed(files, tmp_path), files / "model.safetensors"
     times = weights.stat()
-    with weights.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read()[0]
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last ^ 1]))
+    flip_bit(weights)
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert weights.stat().st_size == times.st_size and weights.stat().st_mtime_ns == times.st_mtime_ns
     assert hashed(files, tmp_path) != first

@@ -42,6 +42,7 @@ def test_what_fails_is_told(
 ) -> None:
     script = tmp_path / "tools" / "one.py"
     script.parent.mkdir()
+    (script.parent / "__init__.py").touch()
     script.write_text(f"import sys; print('said', sys.argv[1]); sys.exit({code})")
     monkeypatch.setattr(campaign, "ROOT", tmp_path)
     monkeypatch.setattr(campaign, "PLACE", tmp_path / "campaigns")

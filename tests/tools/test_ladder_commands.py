@@ -25,9 +25,7 @@ MARKS = [(1.0, "pre-decay", 4), (1.0, "post-decay", 6), (2.0, "pre-decay", 10), 
 
 def ladder(directory: Path, *words: str, code: int = 0) -> Any:
     """The document of one `tuner ladder` command."""
-    done = commands.tuner("ladder", *words, "--json", cwd=directory, OMP_NUM_THREADS="1")
-    assert done.returncode == code, done.stderr
-    return json.loads(done.stdout)
+    return commands.document(commands.tuner("ladder", *words, "--json", cwd=directory, OMP_NUM_THREADS="1"), code)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +73,7 @@ def test_a_rung_that_is_stopped_stops_the_ladder(tmp_path: Path) -> None:
 
 def status_lines(directory: Path) -> list[str]:
     """What `tuner ladder status` prints."""
-    done = commands.tuner("ladder", "status", "ladder.yaml", cwd=directory)
-    assert done.returncode == 0, done.stderr
+    done = commands.tuner("ladder", "status", "ladder.yaml", cwd=directory, code=0)
     return done.stdout.splitlines()
 
 
@@ -106,8 +103,7 @@ def test_each_rung_is_saved_and_evaluated_at_its_marks(trained: Path) -> None:
 
 
 def test_metrics_are_csv_and_json(trained: Path) -> None:
-    done = commands.tuner("ladder", "metrics", "runs/ladder", cwd=trained)
-    assert done.returncode == 0, done.stderr
+    done = commands.tuner("ladder", "metrics", "runs/ladder", cwd=trained, code=0)
     rows = list(csv.DictReader(io.StringIO(done.stdout)))
     assert [(row["rung"], float(row["multiple"]), row["phase"], int(row["step"])) for row in rows] == [
         (name, *mark) for name in ("small", "large") for mark in MARKS
@@ -168,8 +164,7 @@ def test_a_rung_is_what_its_own_recipe_trains(trained: Path, tmp_path: Path) -> 
     """`tuner train` with the recipe that the run directory keeps: the same tensors, also where the rung was killed."""
     kept = trained / "runs" / "ladder" / "small" / "recipe.yaml"
     shutil.copy(kept, tmp_path / "alone.yaml")
-    done = commands.tuner("train", "alone.yaml", "--output_dir", str(tmp_path / "alone"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    commands.tuner("train", "alone.yaml", "--output_dir", str(tmp_path / "alone"), cwd=tmp_path, code=0)
     of_ladder, alone = (newest(run / "checkpoints") for run in (kept.parent, tmp_path / "alone"))
     assert of_ladder is not None and alone is not None
     assert content_sha256(of_ladder) == content_sha256(alone)

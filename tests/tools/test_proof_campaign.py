@@ -35,7 +35,7 @@ SAMPLED = (
 def deep(model_type: str, directory: Path, adapter: bool = False) -> CausalLM:
     """A model of eight layers as training builds it."""
     write_random(deep_config(model_type, 8), directory)
-    return made(str(directory), adapter)
+    return made(directory, adapter)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def test_what_rounding_moves_in_a_deep_mixture_is_no_leak(tmp_path: Path) -> None:
     write_random(deep_config("minimax", 16), tmp_path)
-    root = made(str(tmp_path), False)
+    root = made(tmp_path, False)
     assert require_isolation(root, VOCAB, every_layer=True).is_clean
     plain, ids = plain_twin(root.model), torch.arange(9) * 7
     with torch.no_grad():

@@ -9,4 +9,4 @@ from tools import reference
 
 @pytest.mark.parametrize("name", sorted(reference.PAGES))
 def test_page_is_current(name: str) -> None:
-    assert reference.current(name) == reference.PAGES[name](), "run: python tools/reference.py"
+    assert reference.current(name) == reference.PAGES[name](), "run: python -m tools.reference"

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from tests.fixtures.processes import run_ranks
-from tests.train.synthetic import assembly_for, recipe_for
+from tests.model.tiny import SHAPE
+from tests.train.synthetic import SyntheticRows, assembly_for, recipe_for
+from tuner.data.batches import collate
 from tuner.model.observe import Observation
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
@@ -115,3 +118,48 @@ def test_units_of_a_layer_that_processes_compute_together_are_counted_apart() ->
     insides = [Inside(one, Mesh({"tensor": 2}, rank), True) for rank, one in enumerate(seen)]
     sums = {name: tensor + insides[1].sums()[name] for name, tensor in insides[0].sums().items()}
     assert insides[0].figures(sums)["dead_share/layers.0"] == 0.75
+
+
+@pytest.mark.multi
+def test_routers_logits_and_the_weights_of_states_are_those_of_the_model_itself(tmp_path: Path) -> None:
+    """A gated delta layer and one with attention, both with experts: on one process and with shards on two."""
+    torch.manual_seed(3)
+    sizes = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    kinds = ["linear_attention", "full_attention"]
+    shape = {**SHAPE, "layer_types": kinds, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 16}
+    plain = AutoModelForCausalLM.from_config(Qwen3NextConfig(**shape, **sizes, **experts), dtype=torch.float32)
+    mixer = plain.model.layers[0].linear_attn
+    with torch.no_grad():
+        mixer.norm.weight.uniform_(-0.5, 3.0)
+    plain.save_pretrained(tmp_path)
+    said: list[list[torch.Tensor]] = [[], []]
+    for row in range(len(ROWS)):
+        batch = collate([SyntheticRows(ROWS).row(row)])
+        for ids in torch.tensor(batch.input_ids).split(batch.lengths):
+            logits = plain(ids[None], use_cache=False, output_router_logits=True).router_logits
+            for layer, own in zip(said, logits, strict=True):
+                layer.append(own.detach())
+    wanted = {
+        f"{name}_{end}/layers.0": float(getattr(weight.detach(), end)())
+        for name, weight in (("state_norm", mixer.norm.weight), ("decay_log", mixer.A_log))
+        for end in ("min", "max")
+    }
+    for index, layer in enumerate(said):
+        wanted[f"router_logit_max/layers.{index}"] = float(torch.cat(layer).max())
+        wanted[f"router_logit_mean/layers.{index}"] = float(torch.cat(layer).mean())
+
+    def found(info: RankInfo) -> dict[str, float]:
+        size = {"global_batch_size": 4, "micro_batch_size": 4 // info.world_size}
+        assembly = assembly_for(recipe_for(tmp_path, train=size, parallel={"shard": "full"}), ROWS, info)
+        state, batches = assembly.train_state, assembly.batches.step(0)
+        inside = Inside.of(state.root, batches.micro[0], state.step_config, 1)
+        return inside.figures(added_up([inside.sums()])[0])
+
+    def work(rank: int) -> None:
+        (tmp_path / f"{rank}.json").write_text(json.dumps(found(RankInfo(rank, 2, rank, 2))))
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]
+    for one in (found(RankInfo()), *(json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))):
+        assert {name: one[name] for name in wanted} == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        assert not [name for name in one if name not in wanted and name.startswith(("state", "decay", "router_logit"))]

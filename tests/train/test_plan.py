@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from tuner.config.duration import Duration
+from tuner.config.recipe import TrainSection
+from tuner.data.batch_sizes import BatchSizes
 from tuner.errors import RecipeError
-from tuner.train.plan import Cadence, cadence, mark_steps, plan_steps, steps_of
+from tuner.train.plan import Cadence, batch_sizes, cadence, mark_steps, plan_steps, steps_of
 
 TOKENS = np.full(10, 100, dtype=np.int64)
 
@@ -35,6 +37,33 @@ def test_the_number_of_steps_is_derived(duration: str, derivation: str) -> None:
     assert plan_steps(length, TOKENS, 4).derivation(length) == derivation
     packed = derivation.replace("10 rows", "10 packed rows")
     assert plan_steps(length, TOKENS, 4).derivation(length, "packed row") == packed
+
+
+def sizes_of(*changes: str) -> BatchSizes:
+    items = [{"after": change.partition(": ")[0], "size": int(change.partition(": ")[2])} for change in changes]
+    section = TrainSection.model_validate({"global_batch_size": 4, "batch_schedule": items})
+    found = batch_sizes(section, TOKENS)
+    assert found is not None
+    return found
+
+
+def test_a_run_whose_batches_grow() -> None:
+    """Rows of the steps: 4 4 2 | 4 6 | 6 4 | 10 | 10."""
+    sizes = sizes_of("1400 tokens: 6", "7 steps: 10")
+    assert sizes.changes == ((4, 6), (7, 10))
+    lengths = {"5 epochs": 9, "2.1 epochs": 6, "3000 tokens": 7, "2500 tokens": 6, "20 steps": 20}
+    for text, steps in lengths.items():
+        assert plan_steps(Duration.parse(text), TOKENS, 4, sizes).total_steps == steps, text
+    length = Duration.parse("5 epochs")
+    plan = plan_steps(length, TOKENS, 4, sizes)
+    assert [plan.epoch_at(step) for step in range(10)] == [0, 0.4, 0.8, 1, 1.4, 2, 2.6, 3, 4, 5]
+    expected = "5 epochs = 9 steps of 4, after step 4 6, after step 7 10 rows, 5.00 epochs of 10 rows"
+    assert plan.derivation(length) == expected
+    assert steps_of(Duration.parse("2 epochs"), plan, TOKENS) == 5
+    due = cadence([Duration.parse("1 epoch"), Duration.parse("2 steps")], plan, TOKENS)
+    assert due == Cadence((2,), None, frozenset({3, 5, 7, 8, 9}))
+    with pytest.raises(RecipeError, match="800 tokens is step 2, not after the change before it"):
+        sizes_of("3 steps: 6", "800 tokens: 8")
 
 
 def test_a_time_is_no_length() -> None:

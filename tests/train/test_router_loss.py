@@ -160,6 +160,60 @@ def test_processes_share_it(layout: str, model: Path, wanted: Found, tmp_path: P
     assert run_ranks(2, tmp_path, work) == [0, 0]
 
 
+def z_wanted(base: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """The plain formula in float64: its value, and the gradients that it adds by transformers' own forward."""
+    plain: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64, experts_implementation="eager")
+    given = padded(list(range(len(TRAINED))))
+    del given["labels"]
+    logits = torch.stack(plain(**given, use_cache=False, output_router_logits=True).router_logits)
+    sums = torch.log(torch.exp(logits).sum(-1)) ** 2
+    value = WEIGHT * sums[:, given["attention_mask"].flatten().bool()].mean()
+    value.backward()
+    return float(value.detach()), gradients_of(plain)
+
+
+Z_ALONE = {"router_aux_loss_coef": 0.0, "router_z_loss_coef": WEIGHT}
+
+
+@pytest.mark.parametrize(
+    ("packed", "micro", "aux"), [(True, 5, 0.0), (True, 1, 0.0), (False, 2, 0.0), (True, 1, WEIGHT)], ids=str
+)
+def test_the_z_loss_is_the_plain_formula_however_a_global_batch_is_cut_up(
+    packed: bool, micro: int, aux: float, model: Path
+) -> None:
+    value, gradients = z_wanted(model)
+    rows = {"train": {"global_batch_size": 5 if packed else 10, "micro_batch_size": micro}}
+    forwards, steps = list[int](), list[dict[str, torch.Tensor]]()
+    for weight in (WEIGHT, 0.0):
+        weights = {"router_aux_loss_coef": aux, "router_z_loss_coef": weight}
+        made = assembled(model, packed, **rows, model=weights)
+        made.train_state.root.model.model.layers[0].register_forward_hook(lambda *_: forwards.append(1))
+        sums, counts = forward_backward(made.train_state, 0, made.batches.step(0))
+        steps.append(gradients_of(made.train_state.root.model))
+        if weight:
+            assert float(sums.losses["router_z"].mean(counts)) == pytest.approx(value, rel=1e-6)
+            assert len(forwards) == (2 if aux and micro < 5 else 1) * -(-rows["train"]["global_batch_size"] // micro)
+    for name, gradient in gradients.items():
+        added = steps[0][name] - steps[1].get(name, torch.zeros(()))
+        assert float((added - gradient).norm()) <= 1e-5 * float(gradient.norm()) + 1e-8, name
+
+
+def test_processes_share_the_z_loss_and_an_evaluation_has_it(model: Path, tmp_path: Path) -> None:
+    value, _ = z_wanted(model)
+
+    def work(rank: int) -> None:
+        rows = {"global_batch_size": 6, "micro_batch_size": 1}  # a row less than that: one process has a filler
+        info = RankInfo(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
+        state = assembled(model, True, info, train=rows, parallel={"processes": 2, "shard": "full"}, model=Z_ALONE)
+        held = held_out(SyntheticRows(TRAINED), [10], ["a.jsonl"])  # type: ignore[arg-type]
+        line = evaluate(state.train_state.root, state.train_state.step_config, held, 1, None).line()
+        assert line["router_z"] == pytest.approx(value, rel=1e-6) and "router_aux" not in line
+        result = optimizer_step(state.train_state, 0, state.batches.step(0), 1.0).read()
+        assert result.figures == pytest.approx({"router_z": value}, rel=1e-6)
+
+    assert run_ranks(2, tmp_path, work) == [0, 0]
+
+
 @pytest.mark.parametrize("fault", ["dropped", "each micro-batch's own shares"])
 def test_a_loss_without_it_is_told_apart(
     fault: str, model: Path, wanted: Found, monkeypatch: pytest.MonkeyPatch
@@ -247,6 +301,8 @@ def test_what_a_class_does_not_compute_is_refused() -> None:
     doge = DogeConfig(**SHAPE, is_moe=True, num_experts=16, num_experts_per_tok=2, output_router_logits=True)
     with pytest.raises(RecipeError, match="doge model has a form of its own"):
         chosen(doge, None)
+    with pytest.raises(RecipeError, match=r"router_z_loss_coef: DeepseekV3ForCausalLM .* gives no logits of theirs"):
+        router_loss(meta_model(deepseek, torch.float32), 0.0, z_weight=0.1)
 
 
 @pytest.mark.slow("without", "computed again")

@@ -74,6 +74,16 @@ def test_wsd_s_of_three_periods() -> None:
     assert [found.factor(i) for i in (3800, 3801, 3900)] == pytest.approx([1, 0.995, 0.5])
 
 
+def test_periods_have_peaks_of_their_own() -> None:
+    keys = {"periods": ["1000 steps", "2000 steps"], "warmup": "100 steps", "decay": "10%", "min_lr_ratio": 0.5}
+    found = schedule(3000, kind="wsd_s", peaks=[0.8, 0.5], **keys)
+    indices = (0, 50, 100, 900, 950, 1000, 1001, 2800, 2900, 3000)
+    expected = [0, 0.4, 0.8, 0.8, 0.6, 0.4, 0.5, 0.5, 0.375, 0.25]
+    assert [found.factor(i) for i in indices] == pytest.approx(expected)
+    with pytest.raises(ValueError, match="got 1 peaks for 2 periods: each has its own"):
+        schedule(3000, kind="wsd_s", peaks=[0.8], **keys)
+
+
 def test_periods_cover_the_run() -> None:
     with pytest.raises(RecipeError, match="end after 30 steps, the run has 31"):
         schedule(31, kind="wsd_s", periods=["1 epoch", "2 epochs"])

@@ -11,15 +11,14 @@ imported wrongly.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.advice.proposals import resolved, written
+from tools.commands import read_lines, workplace
 from tuner.config.dump import flatten, flow, recipe_dict
 from tuner.config.imported import import_text
 from tuner.config.other_methods import PAIRS
@@ -39,9 +38,9 @@ class Found(NamedTuple):
 
 def judged(row: Mapping[str, Any]) -> Found:
     """Import a file and hold the recipe against what is meant."""
-    with tempfile.TemporaryDirectory() as place:
+    with workplace() as place:
         try:
-            made = import_text(row["text"], row["name"], directory=Path(place))
+            made = import_text(row["text"], row["name"], directory=place)
         except RecipeError as error:
             return Found(row["id"], *_refused(row, str(error)))
         except Exception as error:  # whatever it is: a file that cannot be read is an error of the recipe's kind
@@ -102,7 +101,7 @@ def _same(key: str, here: Any, value: Any, tree: Mapping[str, Any]) -> bool:
 
 def rows() -> list[dict[str, Any]]:
     """The table."""
-    return [json.loads(line) for line in TABLE.read_text(encoding="utf-8").splitlines()]
+    return read_lines(TABLE)
 
 
 def main(words: Sequence[str] | None = None) -> int:

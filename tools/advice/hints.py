@@ -9,16 +9,14 @@ succeed, and what was said is not said again. Exits with 1 where one is wrong.
 
 from __future__ import annotations
 
-import argparse
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 from tools.advice.hint_cases import Case, cases
 from tools.advice.hint_place import Place, judged
 from tools.advice.hint_sites import Site, sites
 from tools.advice.hint_starts import STARTS
+from tools.commands import parser_of, workplace
 
 WHAT_TO_DO = (
     "these texts propose a line, a flag or a command, and nobody has followed them: add cases to "
@@ -42,13 +40,13 @@ def needless(found: Sequence[Site], covered: Iterable[Case], allowed: Mapping[st
 
 def main(words: Sequence[str] | None = None) -> int:
     """Judge the cases; 1 where one is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="beginnings of names of sites")
     only = tuple(parser.parse_args(words).only)
     chosen = [case for case in cases() if not only or case.site.startswith(only)]
     wrong = 0
-    with tempfile.TemporaryDirectory() as directory:
-        place = Place(Path(directory))
+    with workplace() as directory:
+        place = Place(directory)
         for case in chosen:
             why = judged(case, place, STARTS)
             wrong += bool(why)

@@ -18,10 +18,8 @@ right no longer.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +28,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tools.advice.proposals import differences, merged, proposed, resolved, without, written
+from tools.commands import read_lines, workplace
 from tools.tables import beside
 from tuner.config.check import check
 from tuner.config.dump import flow
@@ -92,8 +91,7 @@ class Answer:
 def cases() -> list[Case]:
     """The table."""
     found = []
-    for line in TABLE.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in read_lines(TABLE):
         meant = () if row["meant"] is None else (row["meant"],)
         also = tuple(other for other in row.get("also", ()) if other is not None)
         form = row.get("form")
@@ -245,9 +243,9 @@ def _imported(text: str, tool: Tool, script: str | None) -> tuple[dict[str, Any]
     if script is None:
         found = import_text(text, "case.yaml", tool)
     else:
-        with tempfile.TemporaryDirectory() as place:
-            (Path(place) / "case.yaml").write_text(text, encoding="utf-8")
-            found = import_text(f"python {script}.py --config case.yaml", "case.sh", directory=Path(place))
+        with workplace() as place:
+            (place / "case.yaml").write_text(text, encoding="utf-8")
+            found = import_text(f"python {script}.py --config case.yaml", "case.sh", directory=place)
     tree = _read(found.text, None)
     return resolved(tree), found.left, tree
 

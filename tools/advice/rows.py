@@ -1,6 +1,6 @@
 """Rows of other layouts: the line that is proposed for them is written, and what is trained is compared.
 
-    python tools/advice_campaign.py rows [--tree DIRECTORY] [--record FILE] [--plant] [--command N] [--list]
+    python -m tools.advice_campaign rows [--tree DIRECTORY] [--record FILE] [--plant] [--command N] [--list]
 
 Each layout of `layouts.jsonl` is read under each method that it speaks of, with a chat template and without one, and by
 `tuner init`; where a row is refused, each line of the hint is written into the recipe and the rows are read again. What
@@ -17,13 +17,13 @@ import json
 import os
 import re
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.commands import read_lines, workplace, write_lines
 from tools.tables import read_table
 
 HERE = Path(__file__).resolve().parent
@@ -54,7 +54,7 @@ class Verdict:
 
 def layouts(path: Path = LAYOUTS) -> list[dict[str, Any]]:
     """The layouts, in the order of their file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return read_lines(path)
 
 
 class Place:
@@ -80,8 +80,7 @@ class Place:
 
     def rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write rows."""
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        (self.directory / "rows.jsonl").write_text(lines, encoding="utf-8")
+        write_lines(self.directory / "rows.jsonl", rows)
 
     def recipe(self, method: str, template: str | None, source: Any = "rows.jsonl") -> dict[str, Any]:
         """A recipe for the rows."""
@@ -437,8 +436,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.tree is not None:
         sys.path.insert(0, str(given.tree.resolve()))
     chosen = [layout for layout in layouts() if not given.only or layout["id"] in given.only]
-    with tempfile.TemporaryDirectory() as name:
-        place = Place(Path(name))
+    with workplace() as name:
+        place = Place(name)
         if given.plant:
             missed = planted(place, chosen)
             print(
@@ -464,8 +463,7 @@ def kept(made: Sequence[Verdict]) -> list[tuple[str, bool, str]]:
 
 def before() -> dict[str, dict[str, list[tuple[str, bool, str]]]]:
     """The verdicts of the tree before proposals were tried, by layout and by method and template."""
-    lines = map(json.loads, BEFORE.read_text(encoding="utf-8").splitlines())
-    return {line["id"]: line["cells"] for line in lines}
+    return {line["id"]: line["cells"] for line in read_lines(BEFORE)}
 
 
 def report(found: Mapping[str, dict[str, list[Verdict]]], given: argparse.Namespace) -> int:

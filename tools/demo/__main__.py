@@ -10,8 +10,8 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
+from tools.commands import STOPPED, read_lines
 from tools.demo import task, training
 from tools.demo.shell import PLAIN_PYTHON, ROOT, Missed, Stage, bold, say, table
 from tuner.runtime.device import device_facts, measured_peak
@@ -27,8 +27,6 @@ the 200 seconds of two with it."""
 SLOWEST = 1.3
 """What it takes where the machine has other work, too: two cores with bf16 took up to 255 seconds."""
 BASE_ROWS = 10
-STOPPED = 75
-"""The exit code of a launch that was asked to stop, and saved."""
 GOALS = {
     ("unseen names", "valid"): 0.98,
     ("unseen names", "exact"): 0.70,
@@ -213,8 +211,7 @@ def results(run: Path, before: dict[str, dict[str, float]], after: dict[str, dic
 
 def eval_losses(run: Path) -> list[float]:
     """The losses of every evaluation of a run, in order."""
-    lines: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["kind"] == "eval"]
+    return [line["loss"] for line in read_lines(run / "metrics.jsonl", "eval")]
 
 
 def installed_seconds() -> float:

@@ -24,10 +24,10 @@ import sys
 import time
 from pathlib import Path
 
+from tools.commands import ROOT
 from tools.gpu_day.parts import PARTS, Part
 from tools.gpu_day.report import read, table
 
-ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / ".demo" / "gpu_day"
 LOG_TAIL = 600
 SHORTEST_S = 30

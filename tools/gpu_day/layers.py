@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from tools.commands import workplace
 from tools.gpu_day.record import Day, off
 from tuner.model import blocks
 from tuner.model.adapter import LoraSpec, add_lora
@@ -69,10 +69,10 @@ def config_of(kind: str, small: bool) -> Any:
 
 def built(day: Day, way: Way) -> CausalLM:
     """The model of a way, the same weights for every one of its kind."""
-    with tempfile.TemporaryDirectory() as place:
+    with workplace() as place:
         config_of(way.kind, day.small).save_pretrained(place)
         dtype = torch.bfloat16 if way.lora else torch.float32
-        root = CausalLM(build_model(ModelSpec(place, random_init=True), dtype, seed=1))
+        root = CausalLM(build_model(ModelSpec(str(place), random_init=True), dtype, seed=1))
     torch.manual_seed(5)
     with torch.no_grad():
         for parameter in root.parameters():

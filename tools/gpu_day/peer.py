@@ -11,15 +11,15 @@ import importlib.util
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from tools.commands import ROOT, environment, run
 from tools.gpu_day.models import END, config_of, write_config
 from tools.gpu_day.record import Day
-from tools.gpu_day.runs import ROOT, SAID, metrics, trained
+from tools.gpu_day.runs import SAID, metrics, trained
 
 WARM_UP = 2
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -104,10 +104,7 @@ def theirs(day: Day, size: str, lora: bool, settings: dict[str, Any], attention:
     }  # fmt: skip
     path = day.work / "peer.json"
     path.write_text(json.dumps(job), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tools.gpu_day.peer", str(path)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run(["-W", "ignore", "-m", "tools.gpu_day.peer", str(path)], ROOT, environment(threads=None))
     print(done.stderr[-4000:], flush=True)
     if done.returncode:
         return {"ok": False, "said": done.stderr.strip()[-SAID:]}

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from tools.commands import ROOT, environment, read_lines, run
 from tools.gpu_day.models import write_recipe
 from tools.gpu_day.record import Day
 
-ROOT = Path(__file__).resolve().parents[2]
 CAPPED = """
 import sys, torch
 if torch.cuda.is_available():
@@ -34,11 +32,7 @@ SAID = 600
 def tuner(*words: str, program: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run one command line; what it says goes to the part's log too."""
     start = ["-m", "tuner"] if program is None else ["-c", program]
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, *start, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    done = run([*start, *words], ROOT, environment(threads=None))
     print("$ tuner", *words, f"\n{done.stderr}\nexit code {done.returncode}", flush=True)
     return done
 
@@ -48,10 +42,9 @@ def failed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     return {"ok": False, "exit code": done.returncode, "said": done.stderr.strip()[-SAID:]}
 
 
-def metrics(run: Path) -> list[dict[str, Any]]:
+def metrics(directory: Path) -> list[dict[str, Any]]:
     """The lines of a run's steps."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [line for line in lines if line["kind"] == "train"]
+    return read_lines(directory / "metrics.jsonl", "train")
 
 
 def rates(steps: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -26,13 +27,15 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     text_only: bool = False,
     base: Literal["auto", "original", "quantized"] = "auto",
     weights: str = "trained",
+    keep_fp32: Sequence[str] = (),
 ) -> ExportReport:
     """Write a checkpoint of a run, or the checkpoint given, to `output` (default `<run>/exports/step-N`), verified.
 
     A kept adapter goes to `step-N-adapter` and names `base_model`, by default what it was trained from; the language
     model of a multimodal checkpoint alone (`text_only`) to `step-N-text`. An adapter of a quantised base is merged into
     `base`, by default the one that answers closer to the trained model, and both divergences are reported. `dtype` is
-    by default bf16, or fp32 where rounding would cost more than a fifth of what training changed. `weights` are
+    by default bf16, or fp32 where rounding would cost more than a fifth of what training changed; weights that a name
+    or glob in `keep_fp32` means are fp32 in any case. `weights` are
     `trained`, `ema` (the run's average) or `mean:N` (that of the last N checkpoints), next to them. The same
     checkpoint and options give the same bytes; a target that holds them already is left alone. Raises
     RecipeError for a target that holds something else, DataError for a corrupt checkpoint, MachineError for a full
@@ -40,7 +43,7 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     """
     target = None if output is None else absolute(output)
     shard_bytes, which = parse_bytes(shard_size), Weights.parse(weights)
-    options = ExportOptions(dtype, adapter, shard_bytes, base_model, text_only, base, which)
+    options = ExportOptions(dtype, adapter, shard_bytes, base_model, text_only, base, which, tuple(keep_fp32))
     return run_export(plan_export(absolute(path), target, options, step=step))
 
 

@@ -21,7 +21,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn, cast
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tuner.runtime.console import Console, Level
 
 __all__ = [
-    "DebugOption", "Invocation", "JsonOption", "Outcome", "OutputOptions", "RecipeArgument", "VerboseOption", "command",
+    "DebugOption", "JsonOption", "Outcome", "OutputOptions", "RecipeArgument", "VerboseOption", "command",
     "console_of", "given_overrides", "input_path", "level_of", "load_for_command", "load_one_run", "overrides_of",
     "run_command", "stopped_as",
 ]  # fmt: skip
@@ -73,13 +73,6 @@ class OutputOptions:
     debug: bool = False
 
 
-@dataclass
-class Invocation:
-    """What `main` took from environment and command line before Typer saw it; it is `ctx.obj`."""
-
-    overrides: list[Override] = field(default_factory=list)
-
-
 class _PassedOn(Exception):
     """The command before failed or stopped: its document is passed on, with its exit code."""
 
@@ -89,9 +82,11 @@ class _PassedOn(Exception):
 
 
 def overrides_of(ctx: typer.Context) -> list[Override]:
-    """Return what variables such as `TUNER_SECTION__KEY` say, then the `--section.key value` flags, in order."""
-    invocation = ctx.find_root().obj
-    return invocation.overrides if isinstance(invocation, Invocation) else []
+    """Return what variables such as `TUNER_SECTION__KEY` say, then the `--section.key value` flags, in order.
+
+    `main` took them before Typer saw the command line: they are `ctx.obj`.
+    """
+    return ctx.find_root().obj or []
 
 
 def console_of(level: Level) -> Console:

@@ -70,7 +70,7 @@ def verify(
     files = sum(len(entry.manifest["files"]) for entry in found if entry.manifest is not None)
     size = sum(entry.size for entry in found)
     return Outcome(
-        f"{_number(len(found), 'directory', 'directories')}, {_number(files, 'file', 'files')}, {size:,} bytes: "
+        f"{counted(len(found), 'directory', 'directories')}, {counted(files, 'file')}, {size:,} bytes: "
         "all as they were written",
         artifacts={"verified": [str(entry.path) for entry in found]},
         metrics={"directories": len(found), "files": files, "bytes": size},
@@ -105,10 +105,6 @@ def gc(
         metrics={"removed": len(removed), "bytes": sum(item.size for item in removed), "dry_run": dry_run},
         is_text=True,
     )
-
-
-def _number(count: int, one: str, many: str) -> str:
-    return f"{count:,} {one if count == 1 else many}"
 
 
 def _root(cache_dir: Path | None) -> Path:

@@ -27,6 +27,9 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
         Literal["auto", "bf16", "fp32"],
         typer.Option(help="Type of the weights; auto: bf16 where rounding keeps 4/5 of what training changed."),
     ] = "auto",
+    keep_fp32: Annotated[
+        str, typer.Option(metavar="NAMES", help="Weights written in fp32 whatever --dtype is, e.g. lm_head,router.")
+    ] = "",
     adapter: Annotated[
         Literal["merge", "keep"],
         typer.Option(help="Merge an adapter into the weights, or keep it as peft's directory."),
@@ -64,7 +67,8 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
         from tuner.cli.work import export_hf as work
 
     average = work.Weights.parse(weights)
-    options = work.ExportOptions(dtype, adapter, shard_bytes, _named(base_model), text_only, base, average)
+    kept = tuple(filter(None, keep_fp32.split(",")))
+    options = work.ExportOptions(dtype, adapter, shard_bytes, _named(base_model), text_only, base, average, kept)
     return work.export(source, target, chosen, options, dry_run, console)
 
 

@@ -39,6 +39,7 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter for each option
     top_p: TopPOption = 1.0,
     top_k: TopKOption = 0,
     seed: SeedOption = 42,
+    samples: Annotated[int, typer.Option(min=1, help="Answers to each prompt, with the seed and the next ones.")] = 1,
     system: SystemOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")] = False,
     verbose: VerboseOption = False,
@@ -51,4 +52,4 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter for each option
 
     prompts = work.prompts_of(prompt or [], file, system, raw)
     sampling = work.Sampling(max_new_tokens, temperature, seed, top_p, top_k)
-    return work.answer(name, base, compare is not None, prompts, sampling, console)
+    return work.answer(name, base, compare is not None, prompts, sampling.times(samples), console)

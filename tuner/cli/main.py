@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from typer.exceptions import TyperException
@@ -18,6 +18,9 @@ from tuner.cli.commands import COMMANDS, GROUPS, MEANT, NOT_HERE, TAKES_RECIPE
 from tuner.errors import ExitCode, RecipeError, TunerError, as_tuner_error
 from tuner.runtime.before_torch import prepare_environment
 from tuner.runtime.stop import heed, over
+
+if TYPE_CHECKING:
+    from tuner.config.overrides import Override
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -43,8 +46,11 @@ def run(args: list[str]) -> int:
         if flags and command in COMMANDS and command not in TAKES_RECIPE:
             return _usage(command, args, f"tuner {_full_name(command, rest)} takes no recipe keys: --{flags[0][0]}")
         if command in TAKES_RECIPE and "--help-recipe" in rest:
-            return _print_recipe_keys()
-        code = build(command)(args=rest, prog_name="tuner", standalone_mode=False, obj=_invocation(command, flags))
+            from tuner.cli.flags import print_flags
+
+            print_flags()
+            return 0
+        code = build(command)(args=rest, prog_name="tuner", standalone_mode=False, obj=_overrides(command, flags))
     except TyperException as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message(), file=sys.stderr)
@@ -83,22 +89,15 @@ def _complete(words: Sequence[str]) -> NoReturn:
     raise SystemExit(0)
 
 
-def _print_recipe_keys() -> int:
-    from tuner.cli.flags import print_flags
-
-    print_flags()
-    return 0
-
-
-def _invocation(command: str, flags: list[tuple[str, str | None]]) -> Any:
+def _overrides(command: str, flags: list[tuple[str, str | None]]) -> list[Override]:
+    """What the environment and the flags say of the recipe, for a command that takes one."""
     variables = {name: text for name, text in os.environ.items() if name.startswith("TUNER_") and "__" in name}
     if command not in TAKES_RECIPE or not (flags or variables):
-        return None
-    from tuner.cli.command import Invocation
+        return []
     from tuner.config.overrides import Override, from_environment
 
     typed = [Override(key, text) for key, text in flags]
-    return Invocation([*from_environment(variables, typed), *typed])
+    return [*from_environment(variables, typed), *typed]
 
 
 def _meant(word: str) -> str:

@@ -14,6 +14,7 @@ import typer
 
 from tuner.cli.command import Outcome, command
 from tuner.cli.output import stdout_columns
+from tuner.config.shipped import named_files, shipped_recipes, shipped_scripts, summary
 from tuner.errors import RecipeError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -21,8 +22,6 @@ NameArgument = Annotated[str, typer.Argument(help="Name of a shipped recipe or s
 
 
 def _find(name: str) -> Path:
-    from tuner.config.shipped import shipped_recipes, shipped_scripts
-
     shipped = shipped_recipes() | shipped_scripts()
     key = name.removesuffix(".yaml")
     if key not in shipped:
@@ -46,8 +45,6 @@ def listed(lines: Mapping[str, str], columns: int) -> str:
 @command("recipes list")
 def list_recipes() -> Outcome:
     """List the shipped recipes and scripts, one a line, with what each is for."""
-    from tuner.config.shipped import shipped_recipes, shipped_scripts, summary
-
     lines = {name: summary(path) for name, path in (shipped_recipes() | shipped_scripts()).items()}
     return Outcome(listed(lines, stdout_columns()), artifacts={"recipes": lines}, is_table=True)
 
@@ -88,8 +85,6 @@ def copy_named(recipe: Path, directory: Path) -> tuple[list[str], list[str]]:
 
     A file that is there already stays as it is.
     """
-    from tuner.config.shipped import named_files
-
     files, warnings = [], []
     for name in named_files(recipe):
         shipped, place = recipe.parent / name, directory / name

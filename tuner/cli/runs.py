@@ -144,7 +144,7 @@ def verify(runs: RunsArgument) -> Outcome:
     for path in checkpoints:
         try:
             info = open_checkpoint(path)
-            began |= dict.fromkeys(f"{path.parent.parent.name} began with {line}" for line in sources_of(info.meta))
+            began |= dict.fromkeys(f"{path.parent.parent.name} was given {line}" for line in sources_of(info.meta))
         except DataError as error:
             damaged.append(error.message)
     if damaged:

@@ -187,6 +187,8 @@ class LadderSection(Section):
     decay: Annotated[Duration, Span(units=("%",))] = Duration.parse("10%")
     """Share of each period over which the learning rate falls to 0; it is saved and evaluated before and after that."""
     decay_shape: DecayShape = "linear"
+    stepped: Bool = False
+    """Lower the learning rate of each period that ends after one multiple by the square root of its multiple."""
     batch_tokens: Annotated[PowerLaw | AsRecipe, Law(example="327680 * (N / 108M)^(2/3)")] = PowerLaw.parse(
         "327680 * (N / 108M)^(2/3)"
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args
 
-from tuner.config import other_arctic, other_olmo, other_xtuner
+from tuner.config import other_arctic, other_olmo, other_recis, other_xtuner
 from tuner.config.not_supported import sentence
 from tuner.config.other_data import located, plain_sources, registered
 from tuner.config.other_keys import attention_modules, metric_logger
@@ -19,7 +19,8 @@ from tuner.config.other_tools import of_value
 from tuner.config.yaml import package_table
 
 Tool = Literal[
-    "axolotl", "llama-factory", "trl", "torchtune", "ms-swift", "unsloth", "arctictraining", "xtuner", "olmo-core"
+    "axolotl", "llama-factory", "trl", "torchtune", "ms-swift", "unsloth", "arctictraining", "xtuner", "olmo-core",
+    "recis",
 ]
 TOOLS: tuple[Tool, ...] = get_args(Tool)
 
@@ -148,6 +149,7 @@ _RULES: dict[Tool, dict[str, Rule]] = {
     "arctictraining": {"micro_batch_size": micro_batch, **other_arctic.RULES},
     "xtuner": other_xtuner.RULES,
     "olmo-core": other_olmo.RULES,
+    "recis": other_recis.RULES,
 }  # fmt: skip
 """Meanings that need code of their own; the others are in other_configs.yaml."""
 

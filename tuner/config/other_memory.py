@@ -85,7 +85,7 @@ def _host(key: str) -> Rule:
         device = str(value.get("device", "none") if isinstance(value, Mapping) else value).lower()
         if device in _HOSTS:
             return {key: "host"}
-        return sentence("offload_param") if device == "nvme" else switch(key, "host", "none")(value, given)
+        return sentence("nvme_path") if device == "nvme" else switch(key, "host", "none")(value, given)
 
     return rule
 
@@ -93,7 +93,7 @@ def _host(key: str) -> Rule:
 def _activations(value: Any, given: Given) -> Lines | str | None:
     """Activations on the host; on a disk they cannot be."""
     if str(value).lower() in {"disk", "offload_disk"}:
-        return sentence("offload_param")
+        return sentence("nvme_path")
     found = switch("train.offload_activations", True)("true" if value in ("legacy", "hidden_states") else value, given)
     return found | {"train.gradient_checkpointing": "full"} if isinstance(found, dict) else found
 
@@ -141,8 +141,10 @@ RULES: dict[str, Rule] = by_name({
     "quantization_method quant_method": _way("bnb", "bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"),
     "bnb_4bit_quant_type quantization_type": _way("nf4"),
     "bnb_4bit_compute_dtype": _compute_type,
-    "cpu_offload offload_params fsdp_offload_params offload_optimizer zero_offload fsdp_cpu_offload "
-    "optimizer_cpu_offload optim_cpu_offload offload_optimizer_device": _host("optimizer.offload"),
+    "cpu_offload offload_params fsdp_offload_params fsdp_cpu_offload offload_param offload_param_device":
+        _host("parallel.offload"),
+    "offload_optimizer zero_offload optimizer_cpu_offload optim_cpu_offload offload_optimizer_device":
+        _host("optimizer.offload"),
     "activation_offloading enable_activation_offloading offload_activations gradient_checkpointing_offload "
     "activation_cpu_offload cpu_offloading activation_checkpointing_offload "
     "activation_checkpoint_cpu_offload": _activations,

@@ -26,8 +26,8 @@ _SECTIONS: dict[Tool, tuple[str, ...]] = {
 }
 """Sections of a file, of a tool that has any; those of torchtune are components."""
 _READ = (
-    "files of axolotl, LLaMA-Factory, TRL, torchtune, ms-swift, Unsloth, ArcticTraining and XTuner V1, of OLMo-core's "
-    "ladders, and shell scripts with their commands"
+    "files of axolotl, LLaMA-Factory, TRL, torchtune, ms-swift, Unsloth, ArcticTraining, XTuner V1 and RecIS, of "
+    "OLMo-core's ladders, and shell scripts with their commands"
 )
 _DATA = _names(
     "datasets dataset dataset_name train_file train_files dataset_path train_dataset pretraining_dataset "

@@ -105,6 +105,10 @@ _RESOLVERS: Mapping[str, Callable[[str, Path], str]] = {
     "eval.tasks.task": _task,
     "eval.tasks.scorer": _plugin,
 } | dict.fromkeys(
-    ("method.use", "optimizer.use", "schedule.use", "hooks.use", "data.train.use", "data.eval.use"), _plugin
+    tuple(
+        f"{key}.use"
+        for key in ("model", "tokenizer", "method", "optimizer", "schedule", "hooks", "data.train", "data.eval")
+    ),
+    _plugin,
 )
 """The keys that are paths, and what becomes of each."""

@@ -5,8 +5,8 @@ One file, although a long one: it is read as the table of what a user may write,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -36,7 +36,7 @@ from tuner.config.schedules import (
     WsdPeriodsSchedule,
     WsdSchedule,
 )
-from tuner.config.section import PLUGIN, Auto, Bool, ByKind, Durations, Items, Options, Section, Use, members
+from tuner.config.section import PLUGIN, Auto, Bool, ByKind, Durations, Effect, Items, Options, Section, Use, members
 from tuner.config.value_types import (
     NEVER,
     Names,
@@ -63,7 +63,7 @@ Globs = Annotated[tuple[str, ...], Several(item=Text(kind="names or globs"), emp
 
 
 class InitFrom(Section):
-    """A place whose weights the model is given before the first step."""
+    """A place whose weights the model is given before the first step, and newer ones between steps where it says so."""
 
     path: Annotated[str, Text(kind="a run, a checkpoint, an export, or the directory of a model or adapter")]
     """A run, one of its checkpoints, an export, or the directory of a Hugging Face model or adapter (required)."""
@@ -79,9 +79,13 @@ class InitFrom(Section):
     """Whether embeddings and output layers with fewer rows than here fill the first rows."""
     adapter: Word[Literal["auto", "merge", "keep"]] = "auto"
     """Of an adapter: merge it into the weights, or keep training it; auto keeps it where the recipe has an adapter."""
+    every: Annotated[Durations | None, CadenceSpan(units=("steps", "windows", "epochs"))] = None
+    """How often the newest checkpoint of a run, or step-N of a directory, takes the place of the one before."""
 
 
-SOURCES_OF_WEIGHTS = Items(InitFrom, "a list of paths or of {path, load, exclude, rename, strict, grow, adapter}")
+SOURCES_OF_WEIGHTS = Items(
+    InitFrom, "a list of paths or of {path, load, exclude, rename, strict, grow, adapter, every}"
+)
 
 
 class ModelSection(Section):
@@ -91,6 +95,8 @@ class ModelSection(Section):
     """Hub name or local directory of the base model (required)."""
     revision: Annotated[str | None, Text(kind="a commit or tag")] = None
     """Hub commit or tag; the commit used is recorded."""
+    use: Annotated[str | None, Text(kind="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)] = None
+    """A model class of your own for the config's model_type: FILE.py:NAME, or an entry point of tuner.models."""
     init: Word[Literal["pretrained", "random"]] = "pretrained"
     """Where the weights come from: pretrained files, or random numbers, which needs only the config (pre-training)."""
     config: Annotated[dict[str, Any], Table()] = {}
@@ -105,6 +111,8 @@ class ModelSection(Section):
     """Weight of the loss that keeps experts evenly busy; null leaves it to the model's config, 0 adds none."""
     router_balance: Word[Literal["step", "micro_batch"]] = "step"
     """Over what that loss counts: a whole step, which takes one more forward of it, or each micro-batch by itself."""
+    router_z_loss_coef: Annotated[float, Real(ge=0)] = 0.0
+    """Weight of the loss that keeps routers' logits small: the mean square of their log-sum-exp (z-loss); 0: none."""
     freeze: Globs = ()
     """Parameters not trained in full fine-tuning: names or globs, e.g. [embed_tokens, model.layers.0]."""
     init_from: Annotated[tuple[InitFrom, ...], SOURCES_OF_WEIGHTS] = ()
@@ -141,6 +149,16 @@ class TokenizerSection(Section):
     """New tokens: texts, or {token, special} each. The embeddings grow by their rows, which are trained."""
     special_tokens_in_text: Word[Literal["refuse", "escape"]] = "refuse"
     """Control tokens in a record's text: refuse the record, or escape them as plain text; both are counted."""
+    use: Annotated[str | None, Text(kind="FILE.py:NAME or the name of an entry point", pattern=PLUGIN)] = None
+    """FILE.py:NAME or an entry point of tuner.tokenizers: is called with that tokenizer, and returns the one to use."""
+    args: Options = {}
+    """Its keyword arguments."""
+
+    @model_validator(mode="after")
+    def _args_of_code(self) -> TokenizerSection:
+        if self.args and self.use is None:
+            raise refuse("use: missing; args are those of code of your own, FILE.py:NAME")
+        return self
 
 
 _ADAPTER_KIND = (
@@ -261,6 +279,8 @@ class DataSource(Section):
     """Type of the token ids of a flat file, little-endian; auto: what the header of .npy or an .idx file says."""
     end_id: Annotated[int | Auto | None, Whole(ge=0, le=2**31)] = "auto"
     """Id that ends each document of an array; auto: by its index, else the tokenizer's; null: nothing parts it."""
+    end_token: Bool = True
+    """Put the end token after each plain text; false: nothing, for texts that hold it or are parts of longer ones."""
     weight: Annotated[float, Real(gt=0, le=1000)] = 1.0
     """Share of the source's documents that is taken, drawn by the seed; above 1 repeats them."""
     count: Annotated[int | None, Whole(ge=1, le=2**53)] = None
@@ -286,6 +306,8 @@ class DataSource(Section):
                          "directory, a glob, - or owner/name:split; or use: FILE.py:NAME")
         if self.count is not None and self.weight != 1:
             raise refuse("weight and count exclude each other; remove one")
+        if not self.end_token and self.format not in {"auto", "text"}:
+            raise refuse(f"end_token is of plain text, and format: {self.format} is none; remove it, or format")
         if self.seed is not None and self.count is None and self.weight == int(self.weight):
             raise refuse("seed draws a share of the documents, and neither count nor weight says which; remove it")
         return self
@@ -303,7 +325,7 @@ def is_split(text: object) -> bool:
     return True
 
 
-_KEYS = "{path, use, args, format, columns, dtype, end_id, weight, count, seed}"
+_KEYS = "{path, use, args, format, columns, dtype, end_id, end_token, weight, count, seed}"
 SOURCES = Items(DataSource, f"a path, a list of paths or of {_KEYS}", one=True)
 HELD_OUT = Items(DataSource, f"{SOURCES.allowed}, 2%, 200 documents or null", one=True)
 
@@ -331,6 +353,22 @@ EvalSources = Annotated[
 ]
 
 
+class RepetitionSection(Section):
+    """Documents in which a short pattern of tokens is repeated over and over, which are not learned from."""
+
+    min_period: Annotated[int, Whole(ge=1, le=2**12)] = 1
+    """Tokens of the shortest pattern that is looked for."""
+    max_period: Annotated[int, Whole(ge=1, le=2**12)] = 13
+    """Tokens of the longest one."""
+    max_count: Annotated[int | None, Whole(ge=2, le=2**24)] = None
+    """Leave out documents in which a pattern stands more often than this in a row, such as 32; null: none."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether such documents are looked for."""
+        return self.max_count is not None
+
+
 class DataSection(Section):
     """Training and held-out records, and how they become batches."""
 
@@ -342,10 +380,14 @@ class DataSection(Section):
     """Tokens of a packed row; auto is the smaller of the model's longest position and 2048."""
     too_long: Word[Literal["auto", "truncate", "split", "drop"]] = "auto"
     """What happens to longer documents or pairs, which are counted; auto: split for pretrain, drop for others."""
+    min_piece_length: Annotated[int | None, Whole(ge=2, le=2**24)] = None
+    """Tokens below which the last piece of a split document is left out, which is counted; null: all are kept."""
     max_prompt_length: Annotated[int | None, Whole(ge=1, le=2**24)] = None
     """Tokens of a pair's prompt: of a longer one the last are kept, which is counted; null: all."""
     packing: Annotated[bool | Auto, Switch()] = "auto"
     """Several documents to a row, isolated: end to end (true), or as a batch or one by one where need be (auto)."""
+    pack_sources: Word[Literal["together", "apart"]] = "together"
+    """Whether a packed row may hold documents of several sources (together), or is of one source alone (apart)."""
     rows: Word[Literal["packed", "cut"]] = "packed"
     """Documents are packed whole as they fit best, or cut: end to end in order, wherever a row is full (pretrain)."""
     shuffle: Bool = True
@@ -356,6 +398,7 @@ class DataSection(Section):
     """Processes that encode records; auto: one per free core. Their number does not change the result."""
     cache_dir: Annotated[str | None, Text(kind="the path of a directory")] = None
     """Where prepared data is kept; null takes $TUNER_CACHE, else ~/.cache/tuner."""
+    repetition: RepetitionSection = RepetitionSection()
     windows: WindowsSection = WindowsSection()
 
     @property
@@ -368,6 +411,37 @@ class DataSection(Section):
     def packs_rows(self) -> bool:
         """Whether a row may hold several documents."""
         return self.packing is not False
+
+
+class BatchChange(Section):
+    """A point of the run from which on steps have another number of rows."""
+
+    after: Annotated[Duration, Span(units=("steps", "tokens", "epochs"))]
+    """How much is trained before it, such as 1000 steps or 2B tokens."""
+    size: Annotated[int, Whole(ge=1, le=2**20)]
+    """Rows of a step from there on."""
+
+
+BATCH_CHANGES = Items(BatchChange, "a list of {after, size}")
+
+
+class LengthWarmupSection(Section):
+    """Rows that are short at first and become longer over the first steps, for pre-training."""
+
+    on_resume: ClassVar[Mapping[str, Effect]] = dict.fromkeys(("steps", "start", "multiple_of", "truncate"), "refuse")
+    steps: Annotated[int | None, Whole(ge=1, le=2**53)] = None
+    """Steps over which rows grow, linearly, to data.max_length; null: they are whole from the first step on."""
+    start: Annotated[int, Whole(ge=2, le=2**24)] = 256
+    """Tokens of a row in the first step."""
+    multiple_of: Annotated[int, Whole(ge=1, le=2**20)] = 128
+    """What the tokens of a row are rounded down to a multiple of, in the steps after it."""
+    truncate: Bool = True
+    """Leave out the rest of a row; false: documents are cut there, and every token is trained."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether rows are short at first."""
+        return self.steps is not None
 
 
 class TrainSection(Section):
@@ -385,10 +459,17 @@ class TrainSection(Section):
     """Steps that are taken at least: no early stop by eval.patience before; null sets no such bound."""
     global_batch_size: Annotated[int, Whole(ge=1, le=2**20)] = 16
     """Rows per optimizer step, on any number of processes; the default gives way to the nearest that they divide."""
+    batch_schedule: Annotated[tuple[BatchChange, ...], BATCH_CHANGES] = ()
+    """Other sizes of the global batch later in the run, in their order, such as [{after: 1000 steps, size: 64}]."""
+    batch_scales_lr: Bool = False
+    """Multiply the learning rate by the square root of how much larger than the first such a batch is."""
+    length_warmup: LengthWarmupSection = LengthWarmupSection()
     micro_batch_size: Annotated[int | Auto, Whole(ge=1, le=2**20)] = "auto"
     """Rows per forward and process; auto: on CUDA as many as fit and pay, by prediction, else 1. Changes rounding."""
     precision: Word[Literal["auto", "fp32", "bf16", "fp16", "fp8"]] = "auto"
     """Type of the computation; auto: bf16 where the device is fast at it, else fp16 on CUDA (7.x), else fp32."""
+    fp8_except: Globs = ()
+    """Linear layers that stay in bf16 under fp8, besides those that cannot: names or globs, e.g. [layers.0, o_proj]."""
     tf32: Bool = False
     """Let CUDA round what float32 matrix products multiply to 10 bits, as TF32: several times as fast with fp32."""
     device: Word[Literal["auto", "cuda", "cpu"]] = "auto"
@@ -397,6 +478,8 @@ class TrainSection(Section):
     """Recompute decoder layers: full keeps only their inputs, selective also matrix products; auto: what is needed."""
     gradient_checkpointing_layers: Annotated[Duration, Span(units=("%", "layers"))] = Duration.parse("100%")
     """How many layers are recomputed, evenly spaced, such as 50% or 12 layers."""
+    gradient_checkpointing_modules: Globs = ()
+    """Modules of those layers that are recomputed in place of whole layers: names or globs, e.g. [mlp]; with full."""
     offload_activations: Annotated[bool | Auto, Switch()] = "auto"
     """Keep the inputs of recomputed layers in the host's memory until the backward pass; auto: where CUDA needs it."""
     tiled_mlp: Annotated[bool | Auto, Switch()] = "auto"
@@ -410,7 +493,7 @@ class TrainSection(Section):
     skip_spikes: Annotated[float | None, Real(gt=0, aliases=NEVER)] = None
     """Skip an update whose loss or gradient norm is so many standard deviations above the last steps' mean."""
     spike_window: Annotated[int, Whole(ge=2, le=4096)] = 128
-    """The last steps, whose mean and deviation skip_spikes goes by; none is skipped before there are as many."""
+    """The last steps, whose mean and deviation skip_spikes and spike_score go by; before as many, none is a spike."""
     skip_above: Annotated[float | None, Real(gt=0, aliases=NEVER)] = None
     """Skip an update whose gradient norm is above this."""
     steps_to_skip: Annotated[tuple[StepRange, ...], Several(item=Steps(), empty=True)] = ()
@@ -507,6 +590,8 @@ class ExportSection(Section):
     """Newest exports kept, of those in RUN/exports that were made with these settings."""
     dtype: Word[Literal["auto", "bf16", "fp32"]] = "auto"
     """Type of the written weights; auto: bf16, or fp32 where rounding costs over a fifth of what training changed."""
+    keep_fp32: Globs = ()
+    """Weights that are written in fp32, whatever dtype is: names or globs, e.g. [lm_head, router]."""
     shard_size: Annotated[int, Bytes()] = 5 * 10**9
     """Largest weights file, such as 5GB or 4GiB."""
     adapter: Word[Literal["merge", "keep"]] = "merge"
@@ -522,14 +607,20 @@ class ParallelSection(Section):
     """Processes that tuner train starts on this machine; auto: one for each GPU. torchrun and srun start their own."""
     shard: Word[Literal["auto", "full", "hybrid", "none"]] = "auto"
     """Processes over which weights and their state are sharded; auto: none for adapters that fit, hybrid, else full."""
+    replicas: Annotated[int | None, Whole(ge=1, le=2**20)] = None
+    """Copies of the model with hybrid, each split over an equal part of all processes; null: one on each machine."""
     accumulate: Word[Literal["auto", "sharded", "whole"]] = "auto"
     """Gradients between micro-batches: sharded, reduced in each, or whole: more memory, less to send."""
+    reduce_dtype: Word[Literal["fp32", "bf16"]] = "fp32"
+    """Type in which gradients of sharded weights are sent and added up over processes: bf16 halves what is sent."""
     tensor: Annotated[int, Whole(ge=1, le=1024)] = 1
     """Processes that compute each layer together, each with a part of its matrices and of the vocabulary."""
     sequence: Annotated[int, Whole(ge=1, le=1024)] = 1
     """Processes that share each row, each with a part of its positions (Ulysses): for rows too long for one."""
     expert: Annotated[int, Whole(ge=1, le=1024)] = 1
     """Processes that have the routed experts of each layer between them; tokens are sent to their experts."""
+    offload: Word[Literal["none", "host"]] = "none"
+    """Where shards of weights, gradients and moments lie between layers: on the device, or in the host's memory."""
     reshard_after_forward: Bool = True
     """Free gathered weights after each forward: less memory, more communication."""
     numa_binding: Word[Literal["none", "node", "exclusive"]] = "none"
@@ -562,6 +653,10 @@ class ProfileSection(Section):
     """Blocks taken and given back that the history of a whole launch holds at most: the newest."""
     time: Bool = True
     """Record a trace of operations and kernels, for Perfetto or chrome://tracing."""
+    lines: Bool = False
+    """Have the trace name the functions and lines of Python that called them; steps take several times as long."""
+    cuda_sync: Bool = False
+    """Have the trace show where CUDA's streams and the host wait for each other, for an analysis of critical paths."""
 
 
 class ProberSection(Section):
@@ -573,9 +668,19 @@ class ProberSection(Section):
     """Modules that are looked into, and what is below them: names or globs, e.g. [embed_tokens, layers.0.*_proj]."""
     gradients: Bool = True
     """Write the gradients of their outputs and parameters, too, besides their outputs."""
+    first_rows: Annotated[int | None, Whole(ge=1, le=2**53)] = None
+    """Rows of each parameter's gradient that are written, the first ones; null writes it whole."""
 
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
+
+
+STEP_FIGURES = (
+    "epoch", "tokens", "lr", "grad_norm", "loss_scale", "router_aux", "router_balance", "router_z",
+    "spike_score", "spike_score_last", "chinchilla", "step_s", "data_s", "tok_per_s", "trained_per_s", "mem_gib",
+    "mem_reserved_gib", "data_wait", "mfu", "attention_share", "elapsed_s",
+)  # fmt: skip
+"""Numbers that a step's line of metrics.jsonl may have next to its loss and the figures of the method."""
 
 
 class LoggingSection(Section):
@@ -585,10 +690,16 @@ class LoggingSection(Section):
     """Minimum log level."""
     console_every: Annotated[Duration, Span(units=(*TIMES, "steps"))] = Duration.parse("2 s")
     """Time, or steps, between two refreshes of the console and of metrics.jsonl, which has every step."""
+    console: Annotated[tuple[str, ...], Several(item=Text(kind="names of metrics.jsonl"), empty=True)] = ()
+    """Columns of the console between the losses and the time left, such as [lr, mfu, mem_gib]; empty: the usual."""
     metrics_of: Word[Literal["main", "all"]] = "main"
     """Processes that write metrics: rank 0, or each; the others to RUN/logs/rankN.metrics.jsonl, with own speeds."""
     internals: Annotated[Durations | None, CadenceSpan(units=COUNTS)] = None
     """How often figures of each decoder layer (RMS of weights, gradients, updates; largest logits) are written."""
+    spike_score: Annotated[float | None, Real(gt=0, aliases=NEVER)] = None
+    """Log the share of steps whose loss or gradient norm is so many standard deviations above the last steps' mean."""
+    spike_score_last: Annotated[int, Whole(ge=1, le=10**6)] = 10_000
+    """Steps of which the same share is logged as spike_score_last."""
     trackers: Annotated[tuple[Tracker, ...], Several(item=OneOf(), empty=True)] = ()
     """Trackers that also get every line of metrics.jsonl; each needs its library, such as wandb."""
     project: Annotated[str, Text(kind="the name of a project")] = "tuner"
@@ -597,6 +708,10 @@ class LoggingSection(Section):
     """Group of wandb, and tag of mlflow, that the run is shown with; null: of a ladder's rung its name, else none."""
     tags: Annotated[tuple[str, ...], Several(item=Text(kind="words"), empty=True)] = ()
     """Labels of the run in wandb and mlflow."""
+    cancel_tags: Annotated[tuple[str, ...], Several(item=Text(kind="words"), empty=True)] = ()
+    """Tags that stop the run in order, as the file STOP does, when one is set on its page in wandb: [cancel]."""
+    cancel_every: Annotated[Duration, Span(units=TIMES)] = Duration.parse("1 min")
+    """Time between two looks at that page."""
 
 
 Ending = Literal["finished", "stopped", "failed", "diverged"]
@@ -638,6 +753,7 @@ ITEMS: dict[str, Items] = {
     "tokenizer.add_tokens": NEW_TOKENS,
     "data.train": SOURCES,
     "data.eval": HELD_OUT,
+    "train.batch_schedule": BATCH_CHANGES,
     "optimizer.groups": GROUPS,
     "optimizer.rows": ROWS,
     "eval.tasks": EVAL_TASKS,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from difflib import get_close_matches
 
 from tuner.config.duration import Duration
 from tuner.config.eval_tasks import task_of
-from tuner.config.methods import head_of
+from tuner.config.methods import CustomMethod, head_of
 from tuner.config.optimizers import (
     AdafactorOptimizer,
     AdamwOptimizer,
@@ -17,12 +18,15 @@ from tuner.config.optimizers import (
 )
 from tuner.config.recipe import (
     SECTIONS,
+    STEP_FIGURES,
     DoraAdapter,
     HealthSection,
+    LengthWarmupSection,
     LowRankAdapter,
     PeftAdapter,
     ProfileSection,
     Recipe,
+    RepetitionSection,
 )
 from tuner.config.rule import Rule
 
@@ -131,6 +135,12 @@ def _micro_divides_global(recipe: Recipe, given: Set[str]) -> str | None:
     return f"got {got}; allowed: a divisor of train.global_batch_size, which is {whole}"
 
 
+def _own_class_has_an_output_layer(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.model.use is None or recipe.method.kind != "reward":
+        return None
+    return "a class of your own has an output layer, and a score is what method.kind: reward trains; write use: null"
+
+
 def _config_needs_random(recipe: Recipe, given: Set[str]) -> str | None:
     shape = {
         "num_hidden_layers",
@@ -173,6 +183,14 @@ def _cut_rows_are_of_documents_end_to_end(recipe: Recipe, given: Set[str]) -> st
     return None
 
 
+def _rows_of_one_source_are_packed(recipe: Recipe, given: Set[str]) -> str | None:
+    data = recipe.data
+    if data.pack_sources == "together" or (data.packs_rows and data.rows == "packed"):
+        return None
+    key = "data.rows: packed" if data.packs_rows else "data.packing: auto"
+    return f"no documents are packed into rows; write {key}, or data.pack_sources: together"
+
+
 def _compared_answers_are_chats_or_texts(recipe: Recipe, given: Set[str]) -> str | None:
     examples = recipe.method.examples
     if not examples.compares:
@@ -189,6 +207,44 @@ def _prompts_of_pairs(recipe: Recipe, given: Set[str]) -> str | None:
     if recipe.data.max_prompt_length is None or recipe.method.examples.kind == "preference":
         return None
     return f"method.kind {recipe.method.kind} has no pairs, whose prompts are cut; write data.max_prompt_length: null"
+
+
+def _pieces_are_of_split_documents(recipe: Recipe, given: Set[str]) -> str | None:
+    data, examples = recipe.data, recipe.method.examples
+    if data.min_piece_length is None:
+        return None
+    if (examples.too_long if data.too_long == "auto" else data.too_long) != "split":
+        return "no document is split; write data.too_long: split, or data.min_piece_length: null"
+    if data.rows == "cut":
+        return "with data.rows: cut every row is full; write data.rows: packed, or data.min_piece_length: null"
+    if data.max_length != "auto" and data.min_piece_length > data.max_length:
+        return f"got {data.min_piece_length}; allowed: up to data.max_length, which is {data.max_length}"
+    return None
+
+
+def _patterns_are_counted(recipe: Recipe, given: Set[str]) -> str | None:
+    repetition = recipe.data.repetition
+    if repetition.min_period > repetition.max_period:
+        return f"got {repetition.min_period}; allowed: up to max_period, which is {repetition.max_period}"
+    if repetition.is_on or repetition == RepetitionSection():
+        return None
+    return "nothing says how often is too often; write data.repetition.max_count: 32"
+
+
+def _rows_can_be_short_at_first(recipe: Recipe, given: Set[str]) -> str | None:
+    warmup, train = recipe.train.length_warmup, recipe.train
+    if not warmup.is_on:
+        return None if warmup == LengthWarmupSection() else "grow over no steps; write train.length_warmup.steps: 1000"
+    if recipe.method.kind != "pretrain":
+        return f"cuts rows wherever they are full, answers of {recipe.method.kind}, too; write method.kind: pretrain"
+    if recipe.data.portions is not None:
+        return f"each {recipe.data.portions.noun} would begin with short rows; write train.length_warmup.steps: null"
+    if train.overfit_first_batch:
+        return "the first batch would stay as short as it is; write train.overfit_first_batch: false"
+    if warmup.truncate and train.duration.unit == "tokens":
+        left_out = f"train.duration: {train.duration} would count what is left out of rows"
+        return f"{left_out}; write train.length_warmup.truncate: false, or a duration in steps"
+    return None
 
 
 def _compared_answers_are_whole(recipe: Recipe, given: Set[str]) -> str | None:
@@ -215,11 +271,36 @@ def _quantized_products_are_their_own(recipe: Recipe, given: Set[str]) -> str | 
     return "fp8: a quantised base has products of its own; write precision: bf16, or model.quantize: none"
 
 
+def _fp8_layers_are_left_out_of_fp8(recipe: Recipe, given: Set[str]) -> str | None:
+    if not recipe.train.fp8_except or recipe.train.precision == "fp8":
+        return None
+    return "names layers that are not multiplied in fp8, and nothing is; write train.precision: fp8"
+
+
+def _adapter_is_written_in_one_type(recipe: Recipe, given: Set[str]) -> str | None:
+    if not recipe.export.keep_fp32 or recipe.export.adapter == "merge" or recipe.adapter.kind == "none":
+        return None
+    return "a kept adapter is written in one type; write export.adapter: merge"
+
+
 def _layers_need_recompute(recipe: Recipe, given: Set[str]) -> str | None:
     train = recipe.train
     if train.gradient_checkpointing in {"selective", "full"} or str(train.gradient_checkpointing_layers) == "100%":
         return None
     return "needs train.gradient_checkpointing: selective or full"
+
+
+def _recomputed_modules_are_of_layers(recipe: Recipe, given: Set[str]) -> str | None:
+    train = recipe.train
+    if not train.gradient_checkpointing_modules:
+        return None
+    if train.gradient_checkpointing != "full":
+        return "these modules are recomputed whole; write train.gradient_checkpointing: full"
+    if train.compile is True:
+        return "compiled layers are recomputed whole; write train.compile: false"
+    if train.offload_activations is True:
+        return "the inputs of recomputed layers go to the host, not those of modules; write offload_activations: false"
+    return None
 
 
 def _offload_needs_recompute(recipe: Recipe, given: Set[str]) -> str | None:
@@ -282,6 +363,23 @@ def _states_on_host_are_fp32(recipe: Recipe, given: Set[str]) -> str | None:
         return f"moments on the host are float32; write optimizer.state: fp32, or offload: none with {optimizer.state}"
     if optimizer.rounding != "nearest":
         return "the host updates float32 weights; write optimizer.rounding: nearest and model.dtype: auto"
+    return None
+
+
+def _shards_on_host_are_plain(recipe: Recipe, given: Set[str]) -> str | None:
+    optimizer = recipe.optimizer
+    if recipe.parallel.offload == "none":
+        return None
+    if recipe.model.quantize != "none":
+        return "a quantised base stays whole on the device; write model.quantize: none, or parallel.offload: none"
+    adapter = recipe.adapter
+    if isinstance(adapter, PeftAdapter) and adapter.config["peft_type"] == "ADALORA":
+        return "AdaLoRA's ranks go by whole weights on the device; write parallel.offload: none"
+    if keeps_states_on_host(optimizer):
+        return "the moments of such shards are on the host already; write optimizer.offload: none"
+    is_plain = getattr(optimizer, "state", "fp32") == "fp32" and not rounds_stochastically(optimizer)
+    if optimizer.kind not in {"adamw", "sgd"} or optimizer.rows or not is_plain:
+        return "the host updates whole shards by torch's own AdamW or SGD; write parallel.offload: none"
     return None
 
 
@@ -350,6 +448,13 @@ def _layers_of_peft_are_plain(recipe: Recipe, given: Set[str]) -> str | None:
     return None
 
 
+def _newer_weights_can_be_taken(recipe: Recipe, given: Set[str]) -> str | None:
+    is_apart = recipe.tokenizer.add_tokens or getattr(recipe.method, "reference", None) is not None
+    if not is_apart or not any(entry.every for entry in recipe.model.init_from):
+        return None
+    return "neither a reference model nor rows of new tokens follow the newer weights of every; remove every"
+
+
 def _kept_adapter_is_there(recipe: Recipe, given: Set[str]) -> str | None:
     if recipe.export.adapter == "merge" or recipe.adapter.kind != "none":
         return None
@@ -370,6 +475,8 @@ def _profile_records_something(recipe: Recipe, given: Set[str]) -> str | None:
     profile = recipe.profile
     if profile.entries != ProfileSection().entries and profile.memory != "all":
         return "entries are those of a whole launch's history; set profile.memory: all"
+    if (profile.lines or profile.cuda_sync) and not profile.time:
+        return "lines and cuda_sync are of a trace; set profile.time: true"
     if not profile.steps or profile.memory or profile.time:
         return None
     return "nothing is recorded of them; set profile.memory or profile.time: true"
@@ -401,6 +508,24 @@ def _parts_are_sharded(recipe: Recipe, given: Set[str]) -> str | None:
     for key, size in (("tensor", parallel.tensor), ("expert", parallel.expert)):
         if size > 1 and parallel.shard == "none":
             return f"parallel.{key}: {size} splits weights over processes; write parallel.shard: full, hybrid or auto"
+    return None
+
+
+def _replicas_are_of_shards(recipe: Recipe, given: Set[str]) -> str | None:
+    parallel = recipe.parallel
+    if parallel.replicas is None or parallel.shard in {"auto", "hybrid"}:
+        return None
+    return f"with shard: {parallel.shard} nothing has copies that are split; write parallel.shard: hybrid"
+
+
+def _shards_are_reduced_in_bf16(recipe: Recipe, given: Set[str]) -> str | None:
+    parallel = recipe.parallel
+    if parallel.reduce_dtype == "fp32":
+        return None
+    if parallel.shard == "none":
+        return "whole gradients are added up in float32; write fp32, or parallel.shard: full"
+    if parallel.accumulate == "whole":
+        return "micro-batches would be added up in bf16, too; write parallel.accumulate: sharded"
     return None
 
 
@@ -443,7 +568,32 @@ def _losses_have_the_whole_vocabulary(recipe: Recipe, given: Set[str]) -> str | 
     return f"{takes[kind]}, and parallel.tensor: {tensor} splits them over processes; write parallel.tensor: 1"
 
 
+def _changing_batches_have_all_rows(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.train.batch_schedule and recipe.data.portions is not None:
+        return "is of data that are all there; write batch_schedule: []"
+    return None
+
+
+def _shown_figures_are_logged(recipe: Recipe, given: Set[str]) -> str | None:
+    known = (*STEP_FIGURES, *recipe.method.figures)
+    unknown = next((name for name in recipe.logging.console if name not in known), None)
+    if unknown is None or isinstance(recipe.method, CustomMethod):  # only its code knows what it measures
+        return None
+    near = get_close_matches(unknown, known, 1)
+    meant = [one for name in recipe.logging.console for one in (near if name == unknown else [name])]
+    return f"no step has {unknown} with method.kind: {recipe.method.kind}; write [{', '.join(meant)}]"
+
+
+def _cancelling_tags_have_a_page(recipe: Recipe, given: Set[str]) -> str | None:
+    if recipe.logging.cancel_tags and "wandb" not in recipe.logging.trackers:
+        return "are looked for on a page of wandb; set logging.trackers: [wandb], or cancel_tags: []"
+    return None
+
+
 RULES: tuple[Rule, ...] = (
+    Rule(("train.batch_schedule", "data.windows"), _changing_batches_have_all_rows),
+    Rule(("logging.console", "method.kind"), _shown_figures_are_logged),
+    Rule(("logging.cancel_tags", "logging.trackers"), _cancelling_tags_have_a_page),
     Rule(("eval.every", "data.eval", "eval.tasks"), _cadence_needs_rows),
     Rule(("eval.marks", "data.eval", "eval.tasks"), _marks_need_rows),
     Rule(("checkpoint.keep_best", "data.eval", "eval.every", "eval.tasks"), _best_needs_rows),
@@ -457,18 +607,37 @@ RULES: tuple[Rule, ...] = (
     Rule(("eval.tasks",), _harness_scores_its_tasks),
     Rule(("train.micro_batch_size", "train.global_batch_size"), _micro_divides_global),
     Rule(("model.config", "model.init"), _config_needs_random),
+    Rule(("model.use", "method.kind"), _own_class_has_an_output_layer),
     Rule(("model.freeze", "adapter.kind"), _freeze_needs_full),
     Rule(("model.quantize", "adapter.kind"), _quantized_is_frozen),
     Rule(("train.precision", "model.quantize"), _quantized_products_are_their_own),
+    Rule(("train.fp8_except", "train.precision"), _fp8_layers_are_left_out_of_fp8),
     Rule(("train.gradient_checkpointing_layers", "train.gradient_checkpointing"), _layers_need_recompute),
+    Rule(
+        ("train.gradient_checkpointing_modules", "train.gradient_checkpointing", "train.compile"),
+        _recomputed_modules_are_of_layers,
+    ),
     Rule(("train.offload_activations", "train.gradient_checkpointing"), _offload_needs_recompute),
     Rule(("train.compile", "data.packing"), _compiled_rows_are_packed),
     Rule(("data.train", "method.kind"), _pretrain_takes_text),
     Rule(("tokenizer.chat_template", "method.kind"), _pretrain_has_no_turns),
     Rule(("data.rows", "data.packing", "data.too_long", "method.kind"), _cut_rows_are_of_documents_end_to_end),
+    Rule(("data.pack_sources", "data.packing", "data.rows"), _rows_of_one_source_are_packed),
     Rule(("data.train", "data.eval", "method.kind"), _compared_answers_are_chats_or_texts),
     Rule(("data.too_long", "method.kind"), _compared_answers_are_whole),
+    Rule(tuple(f"data.repetition.{name}" for name in RepetitionSection.model_fields), _patterns_are_counted),
+    Rule(
+        (
+            *(f"train.length_warmup.{name}" for name in LengthWarmupSection.model_fields),
+            *("method.kind", "data.windows", "train.overfit_first_batch", "train.duration"),
+        ),
+        _rows_can_be_short_at_first,
+    ),
     Rule(("data.max_prompt_length", "method.kind"), _prompts_of_pairs),
+    Rule(
+        ("data.min_piece_length", "data.too_long", "data.rows", "data.max_length", "method.kind"),
+        _pieces_are_of_split_documents,
+    ),
     Rule(("data.eval",), _split_fits_cap),
     Rule(
         ("optimizer.adjust_lr", "optimizer.scale_parameter", "optimizer.lr", "optimizer.adamw_lr", "optimizer.kind"),
@@ -481,18 +650,32 @@ RULES: tuple[Rule, ...] = (
         ("adapter.kind", "adapter.config", "model.quantize", "train.precision", "parallel.tensor", "parallel.expert"),
         _layers_of_peft_are_plain,
     ),
+    Rule(("model.init_from", "method.kind", "tokenizer.add_tokens"), _newer_weights_can_be_taken),
     Rule(("export.adapter", "adapter.kind"), _kept_adapter_is_there),
+    Rule(("export.keep_fp32", "export.adapter", "adapter.kind"), _adapter_is_written_in_one_type),
     Rule(("export.base", "model.quantize", "export.adapter"), _base_is_a_choice),
     Rule(("optimizer.nesterov", "optimizer.momentum", "optimizer.kind"), _nesterov_has_momentum),
     Rule(("optimizer.rounding", "optimizer.kind", "model.dtype", "adapter.kind"), _stochastic_rounding_needs_bf16),
     Rule(("optimizer.offload", "optimizer.state", "optimizer.rounding", "optimizer.kind"), _states_on_host_are_fp32),
+    Rule(
+        (
+            *("parallel.offload", "model.quantize", "adapter.config"),
+            *("optimizer.kind", "optimizer.offload", "optimizer.rows"),
+        ),
+        _shards_on_host_are_plain,
+    ),
     Rule(("prober.modules", "prober.steps"), _probed_modules_are_named),
     Rule(("prober.steps", "train.compile"), _probed_layers_are_not_compiled),
     Rule(("optimizer.rows", "adapter.kind"), _rows_are_trained_in_full),
     Rule(("optimizer.rows", "optimizer.offload", "optimizer.rounding", "optimizer.kind"), _rows_are_fp32_on_the_device),
     Rule(("optimizer.rows", "parallel.tensor"), _rows_are_of_whole_embeddings),
-    Rule(("profile.steps", "profile.memory", "profile.time", "profile.entries"), _profile_records_something),
+    Rule(
+        (*(f"profile.{key}" for key in ("steps", "memory", "time", "entries", "lines", "cuda_sync")),),
+        _profile_records_something,
+    ),
     Rule(("parallel.tensor", "parallel.expert", "parallel.shard"), _parts_are_sharded),
+    Rule(("parallel.replicas", "parallel.shard"), _replicas_are_of_shards),
+    Rule(("parallel.reduce_dtype", "parallel.shard", "parallel.accumulate"), _shards_are_reduced_in_bf16),
     Rule(("parallel.expert", "parallel.tensor", "parallel.sequence"), _experts_are_whole),
     Rule(
         ("parallel.tensor", "model.quantize", "train.precision", "train.tiled_mlp"),

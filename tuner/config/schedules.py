@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tuner.config.duration import CadenceSpan, Duration, Span
 from tuner.config.numbers import Real
 from tuner.config.section import Durations, Options, Section, Use
-from tuner.config.value_types import NEVER, T, Word
+from tuner.config.value_types import NEVER, Several, T, Word, refuse
 
 _SCHEDULE_KIND = (
     "Shape of the learning rate after the warm-up, or custom: a function of your own, from the first step on."
@@ -72,11 +72,19 @@ class WsdPeriodsSchedule(Section):
     warmup: Warmup = Duration.parse("3%")
     periods: Annotated[Durations, CadenceSpan(units=("steps", "tokens", "epochs", "%"), aliases=())]
     """Lengths of the periods, which together cover the run, such as [1000 steps, 1000 steps, 2000 steps]."""
+    peaks: Annotated[tuple[float, ...], Several(item=Real(gt=0, le=1), empty=True)] = ()
+    """Learning rate of each period before its decay, as a share of the peak, such as [1, 0.7, 0.5]; empty: all 1."""
     decay: PartOfRun = Duration.parse("10%")
     """Length of the decay at the end of each period, in steps, tokens or percent of it."""
     decay_shape: DecayShape = "linear"
     min_lr_ratio: Annotated[float, Real(ge=0, le=1)] = 0.0
-    """Learning rate at the end of each period, as a share of the peak."""
+    """Learning rate at the end of each period, as a share of what it was before the decay."""
+
+    @model_validator(mode="after")
+    def _a_peak_for_each(self) -> WsdPeriodsSchedule:
+        if self.peaks and len(self.peaks) != len(self.periods):
+            raise refuse(f"got {len(self.peaks)} peaks for {len(self.periods)} periods: each has its own, or none has")
+        return self
 
 
 class CustomSchedule(Section):

@@ -154,6 +154,16 @@ def columns_of_the_first_model(recipe: Recipe, given: Set[str]) -> str | None:
     return None
 
 
+def newer_weights_at_bounds(recipe: Recipe, given: Set[str]) -> str | None:
+    """Newer weights come at the ends of windows where there are any, and rows in windows have no epochs."""
+    units = {duration.unit for entry in recipe.model.init_from for duration in entry.every or ()}
+    if "windows" in units and not recipe.data.windows.is_on:
+        return "there are no windows to count; write every: 100 steps"
+    if "epochs" in units and recipe.data.windows.is_on:
+        return "rows that come in windows have no epochs; write every: 1 window"
+    return None
+
+
 _CADENCES = (
     "eval.every", "checkpoint.every", "checkpoint.marks", "checkpoint.keep_every", "export.every", "train.stop_after",
 )  # fmt: skip
@@ -173,5 +183,6 @@ WINDOW_RULES = (
     Rule(("data.windows.passes", "train.duration", *_DIVIDED), passes_are_whole),
     Rule(("data.eval", "data.windows.names", "eval.patience", "checkpoint.keep_best"), one_set_is_compared),
     Rule(("train.overfit_first_batch", *_DIVIDED), one_batch_is_no_window),
+    Rule(("model.init_from", *_DIVIDED), newer_weights_at_bounds),
     Rule(("method.kind", *_DIVIDED), columns_of_the_first_model),
 )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tuner.data.batch_sizes import BatchSizes
 from tuner.data.prepared import PackedRows, Row
 
 IGNORED = -100
@@ -175,6 +176,8 @@ class GlobalBatches:
     rank: int = 0
     world_size: int = 1
     max_rows: int | None = None
+    sizes: BatchSizes | None = None
+    """The size of each step, where it changes; `global_batch_size` is the first one's."""
     portion: int = 0
     """Which portion of a run's data the rows are, from 0: each has an order of its own."""
     by_document: bool = False
@@ -200,12 +203,12 @@ class GlobalBatches:
 
     def row_ids(self, i: int) -> npt.NDArray[np.int64]:
         """Return the rows of step i (from 0), in the order of the global batch."""
-        epoch, step = divmod(i, self.steps_per_epoch)
+        sizes = self.sizes or BatchSizes(self.global_batch_size)
+        epoch, start, size = sizes.place(i, self._n_rows)
         epoch |= self.portion << 32
         if self._epoch_order is None or self._epoch_order[0] != epoch:
             self._epoch_order = (epoch, row_order(self.seed, epoch, self._n_rows, self.shuffle))
-        start = step * self.global_batch_size
-        return self._epoch_order[1][start : start + self.global_batch_size]
+        return self._epoch_order[1][start : start + size]
 
     def step(self, i: int) -> StepBatches:
         """Return step i (from 0): global counts and this rank's micro-batches."""

@@ -62,6 +62,8 @@ class SourceFile:
     """Records [start, stop) of a data set that are read; None is all."""
     part: str = ""
     """A slice of a file's records, such as `:10%`."""
+    end_token: bool = True
+    """Whether the end token follows each plain text."""
     array: "IdArray | None" = None
     """Where the ids lie, of an array of them."""
 
@@ -95,6 +97,7 @@ class SourceFile:
             self.weight, self.count, self.source if shared else None,
             None if self.records is None else list(self.records), digest.hexdigest(),
             *([self.part] if self.part else []),
+            *([] if self.end_token else ["without end_token"]),
             *([] if self.array is None else astuple(self.array)),
         ]  # fmt: skip
 
@@ -147,6 +150,8 @@ def _of_its_kind(source: "DataSource", index: int, cache: Path | None) -> list[S
             raise DataError(f"{file.name}: dtype and end_id are of arrays of token ids", hint="remove them")
         if file.array is not None and (source.columns or source.format not in {"auto", "tokens"}):
             raise DataError(f"{file.name}: an array of token ids has no format and no columns", hint="remove them")
+        if file.array is not None and not source.end_token:
+            raise DataError(f"{file.name}: nothing is put after the documents of an array", hint="remove end_token")
     return files
 
 
@@ -273,6 +278,7 @@ def _table(table: "SplitFiles", source: "DataSource", index: int) -> SourceFile:
 
 def _source_file(path: Path, kind: Kind, source: "DataSource", index: int, **more: Any) -> SourceFile:
     columns = tuple(sorted(source.columns.items()))
+    more["end_token"] = source.end_token
     return SourceFile(path, kind, source.format, columns, source.weight, source.count, index, **more)
 
 

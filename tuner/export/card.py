@@ -128,6 +128,7 @@ def card(source: ExportSource, facts: Mapping[str, Any], is_adapter: bool, is_pa
         is_adapter=is_adapter,
         is_padded=is_padded,
         is_random=source.is_random,
+        own_class=str(source.model_section.get("use") or "").rpartition(":")[2],
         is_score=source.head == "score",
         is_whole=bool(model.get("untouched")) and not facts["export"].get("text_only"),  # of a multimodal checkpoint
         has_template=source.head == "score" and _has_template(source.run_dir / TOKENIZER),

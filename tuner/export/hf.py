@@ -18,7 +18,7 @@ from tuner.export.card import CARD, base_facts, card, lineage
 from tuner.export.form import Form, LanguageModelAlone, WholeModel
 from tuner.export.frozen import require_same_frozen
 from tuner.export.merges import Merge, measured
-from tuner.export.outputs import ExportedValues, Trained, total_bytes, trained_skeleton
+from tuner.export.outputs import ExportedValues, Trained, trained_skeleton
 from tuner.export.padding import VocabularyPadding, reward_padding, write_padding
 from tuner.export.plan import ExportPlan, is_done
 from tuner.export.proof import ExportProof, prove
@@ -224,7 +224,7 @@ def _write_identity(
 
 
 def _require_space(plan: ExportPlan, outputs: Sequence[Output]) -> None:
-    needed = total_bytes(outputs)
+    needed = sum(output.nbytes for output in outputs)
     free = free_bytes(plan.output.parent)
     if free < needed:
         raise MachineError(

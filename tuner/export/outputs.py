@@ -28,7 +28,15 @@ from tuner.export.tensors import (
     replaced_tensor,
     rounded_tensor,
 )
-from tuner.export.weights import adapter_spec, load_trained, read_config, require_tensors, some, trainable_spec_of
+from tuner.export.weights import (
+    adapter_spec,
+    exact_names,
+    load_trained,
+    read_config,
+    require_tensors,
+    some,
+    trainable_spec_of,
+)
 from tuner.export.write import expert_names, peft_name, saved_twin
 from tuner.model.adapter import ADAPTER, SavesModules, lora_layers
 from tuner.model.build import meta_model
@@ -37,7 +45,6 @@ from tuner.model.low_rank import ExpertsLowRank, LowRank
 from tuner.model.peft_kinds import PeftSpec, merged_weights
 from tuner.model.published import Published, converted, published
 from tuner.model.tokens import trainable_tokens
-from tuner.model.transformers_private import kept_in_float32
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class ExportedValues:
         self._merged: Mapping[str, torch.Tensor] = {}
         """Of adapters by peft's own config, the tensors of adapted layers as peft merges them."""
         self._trained_names = {name.replace(".base_layer.", "."): name for name in trained.names}
-        self._exact = set(kept_in_float32(trained.plain))
+        self._exact = exact_names(source, trained.plain)
         self._new_rows = {f"{name}.weight": f"{name}.new_rows" for name in trainable_tokens(trained.adapted)}
 
     def merged(self, dtype: torch.dtype) -> list[Output]:
@@ -166,7 +173,7 @@ class ExportedValues:
         return [Output(target, _written(part, dtype), part) for target, part in frozen.parts(entry).items()]
 
     def _type_of(self, entry: Published, dtype: torch.dtype) -> torch.dtype:
-        """As transformers saves it: what is read in float32 whatever the type of the others is written so."""
+        """Some are float32 whatever the others are."""
         return torch.float32 if entry.name in self._exact else dtype
 
     def alone(self, model: PreTrainedModel, names: Mapping[str, str], dtype: torch.dtype) -> list[Output]:
@@ -208,11 +215,6 @@ class ExportedValues:
             length=self.checkpoint(length).whole().float() if length in self._trained.names else None,
             transposed=bool(layer.fan_in_fan_out),
         )
-
-
-def total_bytes(outputs: Iterable[Output]) -> int:
-    """Bytes of all tensors as they are written."""
-    return sum(output.nbytes for output in outputs)
 
 
 def _laid_out(model: PreTrainedModel, entry: Published, found: TensorSource, dtype: torch.dtype) -> list[Output]:

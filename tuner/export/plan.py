@@ -38,6 +38,8 @@ class ExportOptions:
     """What an adapter of a quantised base is merged into; auto takes what answers closer to the trained model."""
     weights: Weights = TRAINED
     """The trained weights, or an average of them."""
+    keep_fp32: tuple[str, ...] = ()
+    """Names or globs of weights that are written in float32, whatever the others are."""
 
     def check(self) -> None:
         """Raise RecipeError for values that there are not, or that do nothing."""
@@ -49,6 +51,8 @@ class ExportOptions:
             raise RecipeError("--base-model: is empty", hint="give a hub name or a directory")
         if self.text_only and self.adapter == "keep":
             raise RecipeError("--text-only: a kept adapter fits the whole checkpoint", hint="leave out --adapter keep")
+        if self.keep_fp32 and self.adapter == "keep":
+            raise RecipeError("--keep-fp32: a kept adapter is written in one type", hint="leave out --keep-fp32")
         if self.base not in get_args(Base):
             raise RecipeError("--base takes auto, original or quantized")
         if self.base != "auto" and self.adapter == "keep":
@@ -80,6 +84,7 @@ class ExportPlan:
         named: dict[str, Any] = {} if self.base_model is None else {"base_model": self.base_model}
         named |= {"text_only": True} if self.text_only else {}
         named |= {} if self.base is None else {"base": self.base}
+        named |= {"keep_fp32": list(self.source.keep_fp32)} if self.source.keep_fp32 else {}
         weights = self.source.weights
         if weights.kind != "trained":
             named |= {"weights": in_words(weights, [info.step for info in self.source.checkpoints])}
@@ -131,7 +136,7 @@ def plan_export(
     default = path_of(export_dir(source.run_dir, source.step, kind), options.weights)
     final = (output or default).absolute()
     plan = ExportPlan(
-        source=source,
+        source=replace(source, keep_fp32=options.keep_fp32),
         output=final,
         dtype=options.dtype,
         adapter="none" if source.adapter is None else options.adapter,

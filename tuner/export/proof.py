@@ -34,14 +34,13 @@ from tuner.export.plan import ExportPlan
 from tuner.export.quantized import quantized_base
 from tuner.export.source import ExportSource
 from tuner.export.tensors import OpenFiles
-from tuner.export.weights import DTYPES, adapter_spec, load_trained, plain_base, some
+from tuner.export.weights import DTYPES, adapter_spec, exact_names, load_trained, plain_base, some
 from tuner.export.write import ADAPTER_WEIGHTS
 from tuner.model.adapter import ADAPTER, LoraSpec
 from tuner.model.attention import withdrawn
 from tuner.model.experts import LORA_A, LORA_B
 from tuner.model.peft_kinds import PeftSpec, applied_weights
 from tuner.model.published import Published, published, state_names
-from tuner.model.transformers_private import kept_in_float32
 
 
 @dataclass(frozen=True)
@@ -261,7 +260,7 @@ class Expected:
         base = None if original else quantized_base(source, plain)
         left = [entry for entry in self._entries if entry.name not in self._keys]
         self._frozen = Frozen(source, plain, files, left, base)
-        self._exact = set(kept_in_float32(plain))
+        self._exact = exact_names(source, plain)
         spec = None if source.adapter is None else adapter_spec(source.adapter)
         self._scale = spec.scale if isinstance(spec, LoraSpec) else 0.0
         self._applied: dict[str, torch.Tensor] | None = None if isinstance(spec, PeftSpec) else {}

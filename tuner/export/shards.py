@@ -22,7 +22,16 @@ import torch
 from tuner.checkpoint.storage import DTYPE_NAMES, tensor_bytes
 from tuner.errors import DataError, TunerError
 from tuner.export.tensors import TensorSource
-from tuner.runtime.files import HASH_BLOCK_BYTES, fsync_dir, json_bytes, machine_error, write_all, write_new
+from tuner.runtime.files import (
+    HASH_BLOCK_BYTES,
+    NEW,
+    fsync_dir,
+    json_bytes,
+    machine_error,
+    opened,
+    write_all,
+    write_new,
+)
 from tuner.runtime.safetensors_header import safetensors_header
 
 WEIGHTS = "model.safetensors"
@@ -100,11 +109,8 @@ def _write_shard(path: Path, outputs: Sequence[Output]) -> Written:
     header, _ = safetensors_header(tensors, {"format": "pt"})
     planned = len(header) + sum(output.nbytes for output in outputs)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-        try:
+        with opened(path, NEW) as descriptor:
             written = _write_blocks(descriptor, header, outputs)
-        finally:
-            os.close(descriptor)
         fsync_dir(path.parent)
     except OSError as error:
         raise machine_error(path, error, planned) from error

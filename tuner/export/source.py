@@ -82,6 +82,8 @@ class ExportSource(RunCheckpoint):
     weights: Weights = TRAINED
     averaged: tuple[CheckpointInfo, ...] = ()
     """The checkpoints whose mean is meant, this one first; empty where no mean is."""
+    keep_fp32: tuple[str, ...] = ()
+    """Names or globs of weights that are written in float32, whatever the others are."""
 
     @staticmethod
     def of(found: RunCheckpoint, weights: Weights = TRAINED, averaged: tuple[CheckpointInfo, ...] = ()) -> ExportSource:
@@ -208,10 +210,8 @@ def hub_name(name: str) -> str | None:
 def averaged_over(last: CheckpointInfo, weights: Weights) -> tuple[CheckpointInfo, ...]:
     """The checkpoints whose mean is meant, the newest first: ``last`` and those of the same run before it.
 
-    ``last`` alone unless a mean is asked for. Raises DataError where there are too few, or one is damaged.
+    Raises DataError where there are too few, or one is damaged.
     """
-    if weights.kind != "mean":
-        return (last,)
     before = [(step, path) for step, path in step_dirs(last.path.parent) if step < last.step]
     if len(before) < weights.count - 1:
         there = ", ".join(step_name(step) for step in (last.step, *(step for step, _ in before)))

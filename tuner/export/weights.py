@@ -19,13 +19,17 @@ from tuner.export.source import ExportSource
 from tuner.export.tensors import mean_of
 from tuner.init_from.give import give_frozen
 from tuner.init_from.target import target_of
+from tuner.init_from.versions import pinned, versions_in
 from tuner.model import transformers_private
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, auto_model, build_model, meta_model
+from tuner.model.freeze import select
+from tuner.model.own_class import register
 from tuner.model.peft_kinds import PeftSpec
 from tuner.model.published import state_names
 from tuner.model.tokens import resize_embeddings
 from tuner.model.trainable import TrainableSpec
+from tuner.model.transformers_private import kept_in_float32
 from tuner.model.vetting import vet_config
 from tuner.model.weight_files import vet_weights
 from tuner.rundir.layout import MODEL_CONFIG
@@ -84,6 +88,8 @@ def trainable_spec_of(source: ExportSource) -> TrainableSpec:
 
 def read_config(source: ExportSource) -> PretrainedConfig:
     """The model's config as the run saved it, with the key-value cache on again. Raises DataError."""
+    if (use := source.model_section.get("use")) is not None:
+        register(str(use))
     directory = source.run_dir / MODEL_CONFIG
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -91,6 +97,14 @@ def read_config(source: ExportSource) -> PretrainedConfig:
         raise DataError(f"{directory}: no readable model config: {first_line(error)}") from error
     config.use_cache = True
     return config
+
+
+def exact_names(source: ExportSource, plain: PreTrainedModel) -> set[str]:
+    """Weights that are written in float32: those that the class reads so, as transformers saves it, and chosen ones.
+
+    Raises RecipeError for a name or glob that means none.
+    """
+    return set(kept_in_float32(plain)) | set(select(source.keep_fp32, state_names(plain), "--keep-fp32"))
 
 
 def plain_model(config: PretrainedConfig, head: Head) -> PreTrainedModel:
@@ -192,7 +206,8 @@ def _give_frozen(source: ExportSource, model: PreTrainedModel) -> None:
     section, trainable, config = ModelSection(**source.model_section), trainable_spec_of(source), read_config(source)
     plain, adapted = (meta_model(config, torch.float32, source.head) for _ in range(2))
     trainable.apply(adapted, seed=0)
-    give_frozen(section.init_from, target_of(plain, adapted, trainable), model)
+    entries = pinned(section.init_from, versions_in(source.meta["init_from"]))
+    give_frozen(entries, target_of(plain, adapted, trainable), model)
 
 
 def _copy_base(model: nn.Module, base: nn.Module) -> None:

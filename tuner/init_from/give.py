@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tuner.checkpoint.storage import tensor_bytes
 from tuner.config.recipe import InitFrom
-from tuner.errors import DataError
+from tuner.errors import DataError, RecipeError
 from tuner.init_from.match import plan_of
 from tuner.init_from.plan import KEY, Gift, InitPlan, Matched
 from tuner.init_from.target import InitTarget, layers_of_new_rows, own_names
@@ -60,6 +60,14 @@ class Giver:
         frozen = sum(not gift.place.trained for gift in self.plan.gifts)
         return {"entries": entries, "frozen": frozen}
 
+    @torch.no_grad()
+    def value(self, index: int, dtype: torch.dtype) -> torch.Tensor:
+        """A gift that is no adapter, on the CPU; where it is the first rows, these alone. Raises DataError."""
+        gift = self.plan.gifts[index]
+        made = torch.empty(self.plan.shape(gift), dtype=dtype)
+        self._give(gift, made)
+        return made
+
     def _give(self, gift: Gift, target: torch.Tensor) -> None:
         target = target.detach()
         if gift.how == "merged":
@@ -85,7 +93,7 @@ class Giver:
         return list(zip(entry.targets, gift.names, strict=True))
 
     def _low_rank(self, gift: Gift) -> LowRank:
-        facts = self.plan.entries[gift.entry].source.adapter
+        facts = self.plan.source(gift.entry).adapter
         assert facts is not None
         a, b, *length = (self._read(gift.entry, name).float() for name in gift.names)
         layer = gift.place.name.removesuffix(".weight")
@@ -93,10 +101,11 @@ class Giver:
         return LowRank(a, b, facts.scale(len(a)), length[0].flatten() if length else None, transposed)
 
     def _read(self, entry: int, name: str) -> torch.Tensor:
-        tensor = self.plan.entries[entry].source.tensors[name]
+        source = self.plan.source(entry)
+        tensor = source.tensors[name]
         found = tensor.read()
         if tuple(found.shape) != tensor.shape:
-            raise DataError(f"{self.plan.entries[entry].source.path}: {name} changed while it was read")
+            raise DataError(f"{source.path}: {name} changed while it was read")
         if (entry, name) not in self._hashes:
             digest = hashlib.sha256(tensor_bytes(found)).hexdigest()
             self._hashes[entry, name] = f"{name} {tensor.said} {list(tensor.shape)} {digest}"
@@ -106,26 +115,26 @@ class Giver:
 def _facts(one: Matched, hashes: Mapping[tuple[int, str], str]) -> dict[str, Any]:
     lines = sorted(line for (entry, _), line in hashes.items() if entry == one.number)
     source = one.source
+    shapes = [[source.tensors[name].shape for name in gift.names] for gift in one.gifts]
+    form = sorted(f"{gift.place.name} {gift.how} {shape}" for gift, shape in zip(one.gifts, shapes, strict=True))
     return {
         "path": str(source.path),
         "kind": source.kind,
         "step": source.step,
         "tensors": len(lines),
         "sha256": hashlib.sha256("\n".join(lines).encode()).hexdigest(),
+        "form": hashlib.sha256("\n".join(form).encode()).hexdigest(),
+        "trained": sum(gift.place.trained for gift in one.gifts),
     }
 
 
-def give_frozen(entries: Sequence[InitFrom], target: InitTarget, model: PreTrainedModel) -> None:
+def give_frozen(entries: Mapping[int, InitFrom], target: InitTarget, model: PreTrainedModel) -> None:
     """Give a base what a run gave those of its weights that it did not train, in place.
 
     Raises DataError where the sources are not there any more, or are other ones.
     """
     try:
         Giver(plan_of(entries, target), frozen_only=True).give_weights(model)
-    except DataError:
-        raise
-    except Exception as error:
-        message = getattr(error, "message", str(error))
-        raise DataError(
-            f"what the run gave its frozen weights is not there as it was: {message}", hint=f"restore it: {KEY}"
-        ) from error
+    except RecipeError as error:
+        words = f"what the run gave its frozen weights is not there as it was: {error.message}"
+        raise DataError(words, hint=f"restore it: {KEY}") from error

@@ -14,13 +14,17 @@ from tuner.init_from.names import brief, fits, is_renamed, nearest, renamed
 from tuner.init_from.plan import KEY, SHOWN, Gift, How, InitPlan, Matched, Unclear, listed
 from tuner.init_from.sources import LORA_A, LORA_B, MAGNITUDE, AdapterFacts, SourceTensor, open_source
 from tuner.init_from.target import InitTarget, TargetTensor
+from tuner.init_from.versions import newest_version
 
 MOST = 8
 """Problems that are shown at once."""
 
 
-def plan_of(entries: Sequence[InitFrom], target: InitTarget, hashes: bool = False) -> InitPlan:
-    """Match every entry with the model. Raises RecipeError with all that is unclear, DataError for damaged files."""
+def plan_of(entries: Mapping[int, InitFrom], target: InitTarget, hashes: bool = False) -> InitPlan:
+    """Match entries, by their numbers, with the model.
+
+    Raises RecipeError with all that is unclear, DataError for damaged files.
+    """
     found, problems = matched(entries, target, hashes)
     if problems:
         lines = [f"{each.key}: {each.message}" + (f"; {each.hint}" if each.hint else "") for each in problems]
@@ -31,12 +35,13 @@ def plan_of(entries: Sequence[InitFrom], target: InitTarget, hashes: bool = Fals
     return InitPlan(target, tuple(found), tuple(_last(found)))
 
 
-def matched(entries: Sequence[InitFrom], target: InitTarget, hashes: bool) -> tuple[list[Matched], list[Unclear]]:
+def matched(entries: Mapping[int, InitFrom], target: InitTarget, hashes: bool) -> tuple[list[Matched], list[Unclear]]:
     """What each entry gives, and all that is unclear. Raises DataError for damaged files."""
     found, problems = [], list[Unclear]()
-    for number, entry in enumerate(entries):
+    for number, entry in entries.items():
         try:
-            source = open_source(Path(entry.path), hashes)
+            path = Path(entry.path)
+            source = open_source(path if entry.every is None else newest_version(path), hashes)
         except RecipeError as error:
             problems.append(Unclear(f"{KEY}.{number}.path", error.message, error.hint))
             continue
@@ -46,7 +51,21 @@ def matched(entries: Sequence[InitFrom], target: InitTarget, hashes: bool) -> tu
         _match(one, target)
         found.append(one)
         problems += one.problems
-    return found, problems
+    return found, problems + [why for one in found if one.entry.every for why in _not_given_again(one, found)]
+
+
+def _not_given_again(one: Matched, found: Sequence[Matched]) -> list[Unclear]:
+    """Why an entry cannot be taken again: what else is made of its places is not known by then."""
+    others = {gift.place.name: other.number for other in found if other is not one for gift in other.gifts}
+    for gift in one.gifts:
+        name, key = gift.place.name, f"{KEY}.{one.number}.every"
+        if others.get(name, -1) > one.number or (name in others and gift.how == "rows"):
+            words = f"{name} is taken again and again, and {KEY}.{others[name]} gives it, too"
+            return [Unclear(key, words, f"leave it out of one of them: exclude: [{name}]")]
+        if gift.how == "merged":
+            words = f"adds an adapter to {name}, which cannot be taken away again for a newer one"
+            return [Unclear(key, words, "name exports of the merged model (tuner export-hf); or leave out every")]
+    return []
 
 
 def _last(found: Iterable[Matched]) -> list[Gift]:

@@ -70,6 +70,14 @@ class InitPlan:
     gifts: tuple[Gift, ...]
     """Those that count, in order: none that a later one replaces whole."""
 
+    def source(self, number: int) -> WeightSource:
+        """That of the entry with this number."""
+        return next(one.source for one in self.entries if one.number == number)
+
+    def shape(self, gift: Gift) -> tuple[int, ...]:
+        """That of a place, or of its first rows where no others are given."""
+        return self.source(gift.entry).tensors[gift.names[0]].shape if gift.how == "rows" else gift.place.shape
+
     @property
     def kept(self) -> list[TargetTensor]:
         """The places that stay as they were."""

@@ -57,6 +57,11 @@ class Estimate:
     low: float
     high: float
 
+    @classmethod
+    def each(cls, values: Floats, draws: Floats, level: float) -> list[Estimate]:
+        """Those of values (n,) with intervals of their draws (samples, n)."""
+        return [cls(*map(float, each)) for each in zip(values, *interval(draws, level), strict=True)]
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -90,8 +95,7 @@ class LawFit:
     def predict(self, sizes: Sequence[Size]) -> list[Estimate]:
         """The loss that a run of each size is expected to reach, its own noise included."""
         middle = np.exp(self.form.logs(self.parameters[None], sizes)[0])
-        low, high = interval(self.draws(sizes), self.settings.level)
-        return [Estimate(float(m), float(a), float(b)) for m, a, b in zip(middle, low, high, strict=True)]
+        return Estimate.each(middle, self.draws(sizes), self.settings.level)
 
     def draws(self, sizes: Sequence[Size]) -> Floats:
         """Losses that runs of these sizes may reach: (samples, sizes)."""
@@ -102,8 +106,7 @@ class LawFit:
     def band(self, sizes: Sequence[Size]) -> list[Estimate]:
         """The curve itself at some sizes, without the noise of a run."""
         middle = np.exp(self.form.logs(self.parameters[None], sizes)[0])
-        low, high = interval(np.exp(self.form.logs(self.samples, sizes)), self.settings.level)
-        return [Estimate(float(m), float(a), float(b)) for m, a, b in zip(middle, low, high, strict=True)]
+        return Estimate.each(middle, np.exp(self.form.logs(self.samples, sizes)), self.settings.level)
 
 
 @dataclass(frozen=True)
@@ -193,8 +196,7 @@ def interval(draws: Floats, level: float) -> Floats:
 def parameters_of(fit: LawFit) -> list[Parameter]:
     """E, A, B, a and b, each with its interval, and with what keeps the points from identifying it."""
     value = fit.form.natural(fit.parameters[None])[0]
-    low, high = interval(fit.form.natural(fit.samples), fit.settings.level)
-    estimates = [Estimate(float(v), float(a), float(b)) for v, a, b in zip(value, low, high, strict=True)]
+    estimates = Estimate.each(value, fit.form.natural(fit.samples), fit.settings.level)
     named = dict(zip(fit.form.names, estimates, strict=True))
     lowest = min(point.figures[fit.figure] for point in fit.points)
     why = {"E": _why_not_constant(named["E"], lowest)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -77,19 +78,19 @@ def figures_of(found: Forecast) -> dict[str, Any]:
 def _target(found: Forecast, size: Size, loss: Estimate) -> dict[str, Any]:
     checked = None if found.checked is None else _held_out(found.checked)
     scores = {
-        name: {**_estimate(value), "measured": found.measured_scores.get(name)}
+        name: {**asdict(value), "measured": found.measured_scores.get(name)}
         for name, value in found.predicted_scores.items()
     }
     return {
         "parameters": size.parameters, "tokens": size.tokens, "flops": size.flops,
-        "loss": _estimate(loss), "checked": checked, "scores": scores,
+        "loss": asdict(loss), "checked": checked, "scores": scores,
     }  # fmt: skip
 
 
 def _held_out(one: LadderHeldOut) -> dict[str, Any]:
     return {
         "rung": one.rung, "parameters": one.size.parameters, "tokens": one.size.tokens, "measured": one.measured,
-        "predicted": _estimate(one.predicted), "error": one.error, "is_covered": is_covered(one),
+        "predicted": asdict(one.predicted), "error": one.error, "is_covered": is_covered(one),
     }  # fmt: skip
 
 
@@ -102,11 +103,7 @@ def _parameter(one: Parameter) -> dict[str, Any]:
     """A parameter; one that is not identified has null for its value."""
     if one.why:
         return {"value": None, "low": None, "high": None, "why_not": one.why}
-    return {**_estimate(one.value), "why_not": None}
-
-
-def _estimate(value: Estimate) -> dict[str, float]:
-    return {"value": value.value, "low": value.low, "high": value.high}
+    return {**asdict(one.value), "why_not": None}
 
 
 def shown_parameter(name: str, value: float) -> str:
@@ -164,9 +161,7 @@ def _flops(found: Forecast) -> Chart:
     places = [size.flops for size in sizes_of(fit.points)] + ([found.target.flops] if found.target else [])
     best = [optimum(fit, flops) for flops in _spread(places)]
     frontier = _curve("compute-optimal", -2, best, fit, "flops")
-    rungs = by_rung(fit.points)
-    dots = [_dots(name, number, points, fit.figure, "flops") for number, (name, points) in enumerate(rungs.items())]
-    series = [frontier, *dots, *_target_series(found, "flops")]
+    series = [frontier, *_every_dot(fit, "flops"), *_target_series(found, "flops")]
     return chart("Loss over training FLOPs, and the law's optimum", "FLOPs (6 N D)", fit.figure, series)
 
 
@@ -176,10 +171,8 @@ def _along_line(found: Forecast) -> Chart:
     axis = fit.form.axes[0]
     counts = [size.along(axis) for size in sizes_of(fit.points)] + ([found.target.along(axis)] if found.target else [])
     sizes = [on_line(fit.form, count) for count in _spread(counts)]
-    rungs = by_rung(fit.points)
-    dots = [_dots(name, number, points, fit.figure, axis) for number, (name, points) in enumerate(rungs.items())]
     assert fit.form.line is not None
-    series = [_curve("law", -2, sizes, fit, axis), *dots, *_target_series(found, axis)]
+    series = [_curve("law", -2, sizes, fit, axis), *_every_dot(fit, axis), *_target_series(found, axis)]
     return chart(f"Loss over {axis}, {fit.form.line.words()}", axis, fit.figure, series)
 
 
@@ -250,6 +243,11 @@ def _curve(name: str, number: int, sizes: Sequence[Size], fit: LawFit, axis: str
         "color": number,
         "curve": [[_along(size, axis), *v] for size, v in zip(sizes, values, strict=True)],
     }
+
+
+def _every_dot(fit: LawFit, axis: str) -> list[Series]:
+    rungs = by_rung(fit.points)
+    return [_dots(name, number, points, fit.figure, axis) for number, (name, points) in enumerate(rungs.items())]
 
 
 def _dots(name: str, number: int, points: Sequence[Point], figure: str, axis: str) -> Series:

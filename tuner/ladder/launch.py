@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +104,7 @@ class PlannedRung:
             "tokens": rung.tokens,
             "lr": rung.lr,
             "warmup_steps": rung.plan.warmup_steps,
-            "marks": [
-                {"multiple": mark.multiple, "phase": mark.phase, "step": mark.step, "tokens": mark.tokens}
-                for mark in rung.marks
-            ],
+            "marks": [asdict(mark) for mark in rung.marks],
             "flops": self.flops,
             "memory_bytes": found.peak_bytes if found else None,
             "fits": found.verdict if found else None,

@@ -73,6 +73,11 @@ def peak_lr(section: LadderSection, parameters: int) -> float | None:
     return None if section.lr == "recipe" else section.lr.of(parameters)
 
 
+def stepped_peaks(section: LadderSection) -> list[float]:
+    """The peak of each period as a share of the first multiple's, where they step down; else none."""
+    return [round(max(1.0, multiple) ** -0.5, 6) for multiple in section.multiples] if section.stepped else []
+
+
 def beta2(section: LadderSection, batch_tokens: int) -> float | None:
     """Adam's second beta for steps of so many tokens; None where it is the recipe's."""
     if section.beta2 == "recipe":

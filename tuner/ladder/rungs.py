@@ -211,6 +211,7 @@ def _recipe_of(
             "kind": "wsd_s",
             "warmup": f"{plan.warmup_steps} steps",
             "periods": [f"{steps} steps" for steps in plan.periods],
+            "peaks": rules.stepped_peaks(ladder),
             "decay": str(ladder.decay),
             "decay_shape": ladder.decay_shape,
         },

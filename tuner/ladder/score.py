@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tuner.errors import DataError, RecipeError
-from tuner.ladder.fit import Estimate, Noise, Parameter, Settings, best_fit, bootstrap, interval
+from tuner.ladder.fit import Estimate, Noise, Parameter, Settings, best_fit, bootstrap
 from tuner.ladder.points import Point, require_figure, with_figure
 from tuner.ladder.robust import CurveValues, Floats
 
@@ -64,15 +64,13 @@ class ScoreFit:
         """The score at a loss `value` whose draws (samples,) are `losses`, the noise of a measured score included."""
         random = np.random.default_rng([self.settings.seed, 3])
         scores = self._scores(self.samples, losses[:, None]) + self.noise.draw((len(losses), 1), random)
-        low, high = interval(np.clip(scores[:, 0], 0, 1), self.settings.level)
-        middle = self._scores(self.parameters[None], np.array([[value]]))[0, 0]
-        return Estimate(float(middle), float(low), float(high))
+        middle = self._scores(self.parameters[None], np.array([[value]]))[0]
+        return Estimate.each(middle, np.clip(scores, 0, 1), self.settings.level)[0]
 
     def band(self, losses: Floats) -> list[Estimate]:
         """The curve at some losses (values,), without the noise of a measured score."""
         middle = self._scores(self.parameters[None], losses[None])[0]
-        low, high = interval(self._scores(self.samples, losses[None]), self.settings.level)
-        return [Estimate(float(m), float(a), float(b)) for m, a, b in zip(middle, low, high, strict=True)]
+        return Estimate.each(middle, self._scores(self.samples, losses[None]), self.settings.level)
 
     def _scores(self, parameters: Floats, losses: Floats) -> Floats:
         standard = (losses - self.centre) / self.spread
@@ -110,17 +108,14 @@ def fit_score(points: Sequence[Point], loss: str, figure: str, settings: Setting
 def parameters_of(fit: ScoreFit) -> list[Parameter]:
     """Middle (a loss), k (per unit of loss), floor and ceiling, with what keeps the points from identifying each."""
     value = _natural(fit, fit.parameters[None])[0]
-    low, high = interval(_natural(fit, fit.samples), fit.settings.level)
     reached = [0.5 * (1 + math.tanh(0.5 * _steepness(fit) * (float(fit.parameters[0]) - at))) for at in _ends(fit)]
     why = dict.fromkeys(NAMES, "")
     if reached[0] < 0.5:
         why["ceiling"] = why["middle"] = "no point is past the middle of the sigmoid"
     if reached[1] > 0.5 and fit.curve.low[2] < fit.curve.high[2]:
         why["floor"] = why["middle"] = "no point is before the middle of the sigmoid"
-    return [
-        Parameter(name, Estimate(float(v), float(a), float(b)), why[name])
-        for name, v, a, b in zip(NAMES, value, low, high, strict=True)
-    ]
+    estimates = Estimate.each(value, _natural(fit, fit.samples), fit.settings.level)
+    return [Parameter(name, estimate, why[name]) for name, estimate in zip(NAMES, estimates, strict=True)]
 
 
 def _steepness(fit: ScoreFit) -> float:

@@ -27,6 +27,7 @@ from tuner.model import transformers_private
 from tuner.model.build import decoder_blocks, decoder_of
 from tuner.model.documents import Padding
 from tuner.model.flops import n_experts
+from tuner.model.freeze import select
 from tuner.model.outside import keep_outside
 from tuner.model.root import CausalLM
 from tuner.model.transformers_private import Recorded, note_recorded, take_recorders
@@ -129,8 +130,17 @@ _keeps = True
 """Whether selective recomputing keeps anything of what is computed now; layers are computed one after the other."""
 
 
-def apply_recompute(root: CausalLM, level: Level, n_layers: int | None = None, compiled: bool = False) -> None:
+def apply_recompute(
+    root: CausalLM,
+    level: Level,
+    n_layers: int | None = None,
+    compiled: bool = False,
+    modules: Sequence[str] = (),
+) -> None:
     """Recompute ``n_layers`` decoder layers, evenly spread, or all of them, in place; before sharding.
+
+    Where names or globs of ``modules`` are given, it is those of these layers in place of whole ones. Raises
+    RecipeError for one that means nothing.
 
     The checkpoint lies inside a layer's forward, so that hooks around it, such as FSDP2's, run once. Routers choose
     the same experts in both runs, but in layers that will be ``compiled``: the compiler knows no such contexts.
@@ -149,7 +159,8 @@ def apply_recompute(root: CausalLM, level: Level, n_layers: int | None = None, c
         run = partial(run, context_fn=contexts)
     if compiled:  # what routers say, and an input that split layers share, are kept for the length of a forward
         allow_notes_in_checkpoints()
-    for block in _chosen(root, n_layers):
+    blocks = _chosen(root, n_layers)
+    for block in _inside(root, blocks, modules) if modules else blocks:
         if compiled:
             hand_out(block, decoder_of(root.model))
         _wrap(block, Wrapper.RECOMPUTED, partial(run, block.forward), lambda block: torch.is_grad_enabled())
@@ -174,6 +185,17 @@ def _chosen(root: CausalLM, n_layers: int | None) -> list[nn.Module]:
     """The decoder layers that are recomputed: so many, evenly spread; None: all."""
     blocks = decoder_blocks(root.model, "train.gradient_checkpointing")
     return [blocks[index] for index in spread(len(blocks), len(blocks) if n_layers is None else n_layers)]
+
+
+def _inside(root: CausalLM, blocks: Sequence[nn.Module], patterns: Sequence[str]) -> list[nn.Module]:
+    """The modules of layers that a pattern means, but for those inside of others, which are recomputed with them."""
+    own = {id(module) for block in blocks for module in block.modules()}
+    names = [name for name, module in root.model.named_modules() if id(module) in own]
+    found: list[str] = []
+    for name in select(patterns, names, "train.gradient_checkpointing_modules"):
+        if not found or not name.startswith(f"{found[-1]}."):
+            found.append(name)
+    return [root.model.get_submodule(name) for name in found]
 
 
 def spread(n_layers: int, chosen: int) -> list[int]:

@@ -12,7 +12,7 @@ not experts that are one stack of matrices; and not what the kernels cannot take
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from tuner.errors import RecipeError
 from tuner.model.adaptable import READ, not_adaptable
 from tuner.model.build import decoder_blocks
+from tuner.model.freeze import select
 from tuner.model.wrap import Wrapper, wrap
 from tuner.runtime.torch_private import scaled_product
 
@@ -48,12 +49,15 @@ class Float8Layers:
     left: Mapping[str, str]
 
     @staticmethod
-    def of(model: PreTrainedModel) -> "Float8Layers":
-        """Those of a model, which need no values. Raises RecipeError where none can be."""
+    def of(model: PreTrainedModel, besides: Sequence[str] = ()) -> "Float8Layers":
+        """Those of a model, which need no values; names or globs ``besides`` mean layers that stay in bf16, too.
+
+        Raises RecipeError where none can be, and for a glob that means none.
+        """
         blocks = {id(part) for block in decoder_blocks(model, "train.precision: fp8") for part in block.modules()}
         linear = {n: m for n, m in model.named_modules() if id(m) in blocks and type(m) is nn.Linear}
         read = {name for name, why in not_adaptable(model, linear).items() if why == READ}
-        left = {}
+        left = dict.fromkeys(select(besides, linear, "train.fp8_except"), "train.fp8_except")
         for name, layer in linear.items():
             if any(part in _ROUTERS for part in name.split(".")):
                 left[name] = _ROUTER
@@ -78,9 +82,10 @@ class Float8Layers:
         return f"products of {count} of the decoder's {whole} linear layers{rest}"
 
 
-def apply_float8(model: PreTrainedModel) -> None:
-    """Have the model's linear layers multiply in fp8 under autocast, in place; before it gets an adapter."""
-    for layer in Float8Layers.of(model).rounded.values():
+def apply_float8(model: PreTrainedModel, besides: Sequence[str] = ()) -> None:
+    """Have the model's linear layers, but those ``besides``, multiply in fp8 under autocast, in place; before it gets
+    an adapter."""
+    for layer in Float8Layers.of(model, besides).rounded.values():
         wrap(layer, Wrapper.FLOAT8, MethodType(_forward, layer))  # bound: a copy has its own weight
 
 

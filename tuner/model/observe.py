@@ -39,9 +39,19 @@ class RouterShares:
 
     chosen: torch.Tensor
     """float64 [E]: how many tokens each expert was chosen by."""
-    entropy: torch.Tensor | None
-    """The sum over tokens of the entropy of its probabilities, in nats; a float64 scalar. None where the class does not
-    give what its routers say, and their choices alone are seen."""
+    said: torch.Tensor | None = None
+    """float64 [2]: sums over tokens of the entropy of its probabilities, in nats, and of the mean of its logits. None
+    where the class does not give what its routers say, and their choices alone are seen."""
+    largest: torch.Tensor | None = None
+    """Its largest logit, a float32 scalar."""
+
+    def plus(self, old: RouterShares | None) -> RouterShares:
+        """With what it said of other tokens before."""
+        if old is None:
+            return self
+        if self.said is None or old.said is None or self.largest is None or old.largest is None:
+            return RouterShares(old.chosen + self.chosen)
+        return RouterShares(old.chosen + self.chosen, old.said + self.said, torch.maximum(old.largest, self.largest))
 
 
 @dataclass
@@ -163,9 +173,7 @@ def _note_choices(
     asked = choices.flatten()
     hits = torch.zeros(int(module.num_experts), dtype=torch.float64, device=asked.device)
     hits.scatter_add_(0, asked, torch.ones_like(asked, dtype=torch.float64))
-    if (old := found.routers.get(index)) is not None:
-        hits = old.chosen + hits
-    found.routers[index] = RouterShares(hits, None)
+    found.routers[index] = RouterShares(hits).plus(found.routers.get(index))
 
 
 def _note_logits(found: Observation, index: int, rows_at: float, attended: Attended) -> None:
@@ -211,7 +219,7 @@ def _ask_routers(
 def _note_routers(
     root: CausalLM, blocks: Sequence[nn.Module], found: Observation, decoder: nn.Module, inputs: object, output: Any
 ) -> None:
-    """Count the choices, and add up entropies, of tokens that count."""
+    """Count the choices, and add up entropies and logits, of tokens that count."""
     layers = [index for index, block in enumerate(blocks) if _has_experts(block)]
     logits: Sequence[torch.Tensor] = output.router_logits
     own: Any = root.model
@@ -219,16 +227,16 @@ def _note_routers(
     if len(logits) != len(layers):
         return  # which layer is whose cannot be said
     for index, layer in zip(layers, logits, strict=True):
-        shares = torch.softmax(layer.float(), -1)
+        values = layer.float()
+        shares = torch.softmax(values, -1)
         hits = torch.zeros_like(shares, dtype=torch.float64)
         hits.scatter_(1, shares.topk(found.per_token, -1).indices, 1.0)
-        entropy = torch.special.entr(shares).sum(-1, dtype=torch.float64)
+        said = torch.stack([torch.special.entr(shares).sum(-1, dtype=torch.float64), values.double().mean(-1)])
         if counted is not None:
-            hits, entropy = hits * counted[:, None], entropy * counted
-        new = RouterShares(hits.sum(0), entropy.sum())
-        if (old := found.routers.get(index)) is not None and old.entropy is not None:
-            new = RouterShares(old.chosen + hits.sum(0), old.entropy + entropy.sum())
-        found.routers[index] = new
+            hits, said = hits * counted[:, None], said * counted
+            values = values.masked_fill(~counted[:, None], -torch.inf)
+        new = RouterShares(hits.sum(0), said.sum(1), values.amax())
+        found.routers[index] = new.plus(found.routers.get(index))
 
 
 def _has_experts(block: nn.Module) -> bool:

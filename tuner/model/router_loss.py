@@ -1,4 +1,5 @@
-"""The term by which the class of a mixture keeps its experts evenly busy, as sums that add up over a global batch.
+"""The terms by which routers of a mixture are trained, as sums that add up over a global batch: that by which its
+class keeps the experts evenly busy, and the z-loss, which keeps logits small.
 
 Of E experts, k of which each token goes to, f is the share of a layer's tokens for which an expert's probability is
 among the k largest, and P the mean of its probability; both are means over all tokens and all layers. The term is
@@ -7,6 +8,9 @@ where the work is even. f has no gradient. A product of two means is no mean of 
 the whole global batch before the first backward pass. P adds up.
 
 The numbers are those of transformers' ``load_balancing_loss_func``, which each class feeds with what its routers say.
+
+The z-loss is the mean, over the same tokens and layers, of the square of the logits' log-sum-exp (Zoph et al. 2022,
+https://arxiv.org/abs/2202.08906, equation 5).
 """
 
 import inspect
@@ -26,76 +30,93 @@ _WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 class RoutingSums(NamedTuple):
-    """Sums over tokens and layers, float64 ``[E]``: how often an expert is among the k most probable, and how probable
-    it is, with a gradient."""
+    """Sums over tokens and layers, float64: ``[E]`` how often an expert is among the k most probable, ``[E]`` how
+    probable it is, with a gradient, and the squares of the log-sum-exp of logits, with one: zero without a z-loss."""
 
     chosen: torch.Tensor
     probability: torch.Tensor
+    squares: torch.Tensor
 
 
 class RouterLoss:
-    """The weight of the term, its experts E and how many k each token goes to, and the sums of the last forward."""
+    """The weights of both terms, the experts E and how many k each token goes to, and the sums of the last forward."""
 
-    def __init__(self, weight: float, experts: int, per_token: int) -> None:
-        self.weight, self.experts, self.per_token = weight, experts, per_token
-        self.sums = self._nothing(torch.device("cpu"))
+    def __init__(self, weight: float, experts: int, per_token: int, *, z_weight: float = 0.0) -> None:
+        self.weight, self.z_weight, self.experts, self.per_token = weight, z_weight, experts, per_token
+        self.layers = 0
+        """How many layers have a router, once a forward was."""
+        self.sums = self.nothing(torch.device("cpu"))
         """Of the last forward of the model."""
 
     def begin(self, device: torch.device) -> None:
         """Forget the last forward."""
-        self.sums = self._nothing(device)
+        self.sums = self.nothing(device)
 
     def add(self, logits: Sequence[torch.Tensor], counted: torch.Tensor | None) -> None:
         """Add what the routers of all layers, ``[T, E]`` each, say of the tokens that are ``counted``, bool ``[T]``;
         None: all are."""
-        chosen, probability = self.sums
+        chosen, probability, squares = self.sums
+        self.layers = len(logits)
         for layer in logits:
             shares = torch.softmax(layer, -1)
             places = shares.topk(self.per_token, -1).indices
             hits = torch.zeros_like(shares, dtype=torch.float64).scatter_(1, places, 1.0)
             if counted is not None:
                 hits, shares = hits * counted[:, None], shares * counted[:, None]
+            if self.z_weight:
+                square = layer.float().logsumexp(-1).square()  # of bf16 logits, as Zoph et al. compute them in float32
+                squares = squares + (square if counted is None else square * counted).sum(dtype=torch.float64)
             chosen = chosen + hits.sum(0)
             probability = probability + shares.sum(0, dtype=torch.float64)
-        self.sums = RoutingSums(chosen, probability)
+        self.sums = RoutingSums(chosen, probability, squares)
 
     def value(self, chosen: torch.Tensor, probability: torch.Tensor) -> torch.Tensor:
         """The term without its weight: ``chosen`` of all tokens that count, and the part of ``probability`` from some
         of them, whose parts add up."""
-        seen = (chosen.sum() / self.per_token).clamp_min(1.0)  # tokens times layers
+        seen = self.seen(chosen)
         return self.experts * (chosen / seen * probability).sum() / seen
 
-    def _nothing(self, device: torch.device) -> RoutingSums:
+    def seen(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Tokens times layers."""
+        return (chosen.sum() / self.per_token).clamp_min(1.0)
+
+    def nothing(self, device: torch.device) -> RoutingSums:
+        """The sums of no tokens."""
         zeros = torch.zeros(self.experts, dtype=torch.float64, device=device)
-        return RoutingSums(zeros, zeros)
+        return RoutingSums(zeros, zeros, zeros.sum())
 
 
-def router_loss(model: PreTrainedModel, weight: float | None) -> RouterLoss | None:
-    """The term of this model's class with a ``weight``, or by default as the config has it; None where it has none.
+def router_loss(model: PreTrainedModel, weight: float | None, *, z_weight: float = 0.0) -> RouterLoss | None:
+    """The term of this model's class with a ``weight``, or by default as the config has it, and the z-loss; None where
+    it has neither.
 
-    Like transformers itself, the config adds it where ``output_router_logits`` is true. Raises RecipeError for a weight
-    that the class gives nothing to weigh, and for a term of another form.
+    Like transformers itself, the config adds the term where ``output_router_logits`` is true. Raises RecipeError for a
+    weight that the class gives nothing to weigh, and for a term of another form.
     """
-    if weight is None and not asks_router_logits(model.config):
-        return None
     own: Any = model
     name, kind = model.config.model_type, type(model)
-    if weight == 0 or (weight is None and not has_term(kind)):
+    if weight is None and not (asks_router_logits(model.config) and has_term(kind)):
+        weight = 0.0
+    if weight == 0 and not z_weight:
         return None
+    key = "router_z_loss_coef" if weight == 0 else "router_aux_loss_coef"
     if not has_term(kind):
+        what = "such term in its loss" if weight else "loss of its routers, and so gives no logits of theirs"
         raise RecipeError(
-            f"model.router_aux_loss_coef: {kind.__name__} of transformers has no such term in its loss",
+            f"model.{key}: {kind.__name__} of transformers has no {what}",
             hint="take it away: this class balances its experts by other means, or not at all",
         )
     given = getattr(sys.modules[kind.__module__], _FUNCTION)
     if tuple(inspect.signature(given).parameters) != _ARGUMENTS:
         raise RecipeError(
-            f"model.router_aux_loss_coef: the term of a {name} model has a form of its own, which is not computed",
-            hint="write model.router_aux_loss_coef: 0",
+            f"model.{key}: the term of a {name} model has a form of its own, which is not computed",
+            hint=f"write model.{key}: 0",
         )
     if weight is None:
         weight = float(next(value for key in _WEIGHTS if (value := getattr(own, key, None)) is not None))
-    return RouterLoss(weight, int(own.num_experts), int(own.num_experts_per_tok)) if weight else None
+    if not weight and not z_weight:
+        return None
+    return RouterLoss(weight, int(own.num_experts), int(own.num_experts_per_tok), z_weight=z_weight)
 
 
 def has_term(kind: type) -> bool:

@@ -92,6 +92,8 @@ def stored_in(path: Path) -> dict[str, Stored]:
         found = [(name, _placed(path, data, facts)) for name, facts in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: its header cannot be read: {error}") from error
+    if path.stat().st_size < max((one.start + one.size for _, one in found), default=0):
+        raise DataError(f"{path}: it ends before the tensors that its header names")
     return dict(sorted(found, key=lambda item: item[1].start))
 
 

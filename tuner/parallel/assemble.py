@@ -37,6 +37,8 @@ class AssemblySpec:
     recompute: Recompute = "none"
     recomputed_layers: Duration = Duration.parse("100%")
     """A share of the decoder layers, or a number of them."""
+    recomputed_modules: Sequence[str] = ()
+    """Names or globs of what of these layers is recomputed; empty: all of them."""
     offload: bool = False
     """Whether the inputs of recomputed layers are kept in the host's memory."""
     tiles: bool = False
@@ -44,10 +46,16 @@ class AssemblySpec:
     padding: Padding | None = None
     """Where decoder layers are compiled: the size of microbatches that they are compiled for."""
     reshard_after_forward: bool = True
+    on_host: bool = False
+    """Whether shards lie in the host's memory, and are brought to the device layer by layer."""
+    reduced_in: torch.dtype | None = None
+    """The type in which gradients of shards are added up over processes; None: their own."""
     rounded_to: torch.dtype | None = None
     """The type that autocast rounds weights to, where shards may be gathered in it."""
     float8: bool = False
     """Whether the decoder's linear layers multiply in fp8."""
+    float8_except: Sequence[str] = ()
+    """Names or globs of those that do not, besides those that cannot."""
     tokens: int | None = None
     """The most tokens of a microbatch of training, where that is known."""
     row_wise: Sequence[str] = ()
@@ -92,7 +100,7 @@ def assemble(
     if spec.float8:  # before adapters, which stand around the layers that multiply
         from tuner.model.float8 import apply_float8
 
-        apply_float8(root.model)
+        apply_float8(root.model, spec.float8_except)
     spec.trainable.apply(root.model, spec.seed)  # what is frozen decides which kernels keep what for the backward pass
     if spec.kernels == "native":
         apply_native(root.model)
@@ -127,7 +135,7 @@ def assemble(
     if spec.row_wise:
         _add_up_by_rows(root, spec, meshes)
     if meshes.weights is not None:  # last: FSDP2's hooks gather what everything inside them computes with
-        shard(root, meshes, spec.reshard_after_forward, spec.rounded_to, tokens)
+        shard(root, meshes, spec.reshard_after_forward, spec.rounded_to, tokens, spec.on_host, spec.reduced_in)
     give_values(root)
     return root
 
@@ -152,7 +160,7 @@ def _recompute(root: CausalLM, spec: AssemblySpec, compiled: bool) -> int | None
     from tuner.model.blocks import apply_recompute
 
     n_layers = recomputed_count(spec.recomputed_layers, len(decoder_blocks(root.model, "train.gradient_checkpointing")))
-    apply_recompute(root, spec.recompute, n_layers, compiled=compiled)
+    apply_recompute(root, spec.recompute, n_layers, compiled=compiled, modules=spec.recomputed_modules)
     return n_layers
 
 

@@ -16,13 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from tuner.errors import RecipeError
 from tuner.model.build import decoder_blocks, has_score, head_layer
 from tuner.model.root import FORWARD_METHODS, CausalLM
-from tuner.parallel.mesh import DeviceMeshes, Mesh, inner_axes
+from tuner.parallel.mesh import DeviceMeshes, Mesh, inner_axes, mesh_on
 from tuner.runtime.device import to_device
 from tuner.runtime.parts import Cut, cuts_of, part_at
 from tuner.runtime.process import gloo_group
@@ -42,6 +48,8 @@ def shard(
     reshard_after_forward: bool,
     rounded_to: torch.dtype | None = None,
     tokens: int | None = None,
+    on_host: bool = False,
+    reduced_in: torch.dtype | None = None,
 ) -> None:
     """Shard a model on the meta device, in place: decoder blocks, embedding and output layer are a unit each.
 
@@ -51,28 +59,31 @@ def shard(
     already divided by the global count. Where autocast rounds weights, ``rounded_to`` is the type in which they are
     gathered (:mod:`tuner.parallel.gathers`). Where it is known how many ``tokens`` a micro-batch has at most, the
     embedding's rows may be looked up in its shards (:mod:`tuner.parallel.lookup`), and it is no unit. Of a model of
-    which nothing is trained, nothing stays whole after a forward.
+    which nothing is trained, nothing stays whole after a forward. With ``on_host`` shards lie in the host's memory, and
+    so do their gradients; a unit's are copied to the device before they are gathered. ``reduced_in`` is the type in
+    which gradients are added up over processes, by default their own.
     """
     mesh = meshes.weights
     assert mesh is not None, "there is an axis to shard over"
-    blocks = decoder_blocks(root.model)
+    blocks, options = decoder_blocks(root.model), _options(mesh, on_host, reduced_in)
     trained = any(parameter.requires_grad for parameter in root.parameters())
     if meshes.expert is not None and meshes.expert_weights is not None:
         for module in [module for module in root.modules() if _lies_on(module, meshes.expert)]:
-            _shard_experts(module, meshes.expert_weights, reshard_after_forward)
+            _shard_experts(module, meshes.expert_weights, reshard_after_forward, **options)
     for block in blocks:
-        _unit(block, mesh, reshard_after_forward, rounded_to)
+        _unit(block, mesh, reshard_after_forward, rounded_to, **options)
     embedding, head = root.model.get_input_embeddings(), head_layer(root.model)
-    looked_up = set() if tokens is None else _looked_up(embedding, root, mesh, tokens)
+    # Rows that travel are added up in another order: with shards on the host every weight is gathered.
+    looked_up = set() if tokens is None or on_host else _looked_up(embedding, root, mesh, tokens)
     if isinstance(embedding, nn.Embedding) and not looked_up and _is_apart(embedding, root):
-        _unit(embedding, mesh, True)
+        _unit(embedding, mesh, True, **options)
         _state_of(embedding).set_unshard_in_backward(False)  # looking up needs no weight to go backward
     if _is_apart(head, root):
         rounded = None if has_score(root.model) else rounded_to  # a score is float32 under autocast too
-        _unit(head, mesh, not trained, rounded)  # the backward pass begins with it
+        _unit(head, mesh, not trained, rounded, **options)  # the backward pass begins with it
         _state_of(blocks[-1]).set_modules_to_forward_prefetch([_state_of(head)])
         _gather_for_objective(root, head)
-    _fully_shard(root, mesh, not trained, ignored_params=looked_up)
+    _fully_shard(root, mesh, not trained, ignored_params=looked_up, **options)
     if meshes.tensor is not None or meshes.expert is not None:
         require_as_declared(root)
     for module in root.modules():
@@ -82,6 +93,14 @@ def shard(
     root.parts.complete(most_forwards=_most)
     for method in FORWARD_METHODS:
         register_fsdp_forward_method(root, method)
+
+
+def _options(mesh: DeviceMesh, on_host: bool, reduced_in: torch.dtype | None) -> dict[str, Any]:
+    """What all units are sharded with."""
+    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=reduced_in)}
+    if on_host:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")  # copies overlap then
+    return options
 
 
 def _most(forwards: int) -> int:
@@ -97,7 +116,7 @@ def _lies_on(module: nn.Module, mesh: DeviceMesh) -> bool:
     return any(isinstance(parameter, DTensor) and parameter.device_mesh == mesh for parameter in own)
 
 
-def _shard_experts(module: nn.Module, mesh: DeviceMesh, reshard: bool) -> None:
+def _shard_experts(module: nn.Module, mesh: DeviceMesh, reshard: bool, **options: Any) -> None:
     """Make experts a unit over the processes that have the same ones, each of which holds columns of all of them.
 
     Their first dim is split by experts already. Split by it a second time they would lie in strides, which no slice of
@@ -116,22 +135,24 @@ def _shard_experts(module: nn.Module, mesh: DeviceMesh, reshard: bool) -> None:
             )
         return Shard(even[0])
 
-    fully_shard(module, mesh=mesh, reshard_after_forward=reshard, shard_placement_fn=placement)
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard, shard_placement_fn=placement, **options)
 
 
-def _unit(module: nn.Module, mesh: DeviceMesh, reshard: bool, rounded_to: torch.dtype | None = None) -> None:
+def _unit(
+    module: nn.Module, mesh: DeviceMesh, reshard: bool, rounded_to: torch.dtype | None = None, **options: Any
+) -> None:
     """Make a module a unit of its own, in which autocast's weights are gathered in ``rounded_to`` where all can be."""
     if rounded_to is None:
-        _fully_shard(module, mesh, reshard)
+        _fully_shard(module, mesh, reshard, **options)
         return
     from tuner.parallel.gathers import policy, rounded_weights
 
     rounded = rounded_weights(module)
     if not rounded:
-        _fully_shard(module, mesh, reshard)
+        _fully_shard(module, mesh, reshard, **options)
         return
-    kept = set(module.parameters()) - rounded
-    _fully_shard(module, mesh, reshard, mp_policy=policy(rounded_to), ignored_params=kept)
+    options |= {"mp_policy": policy(rounded_to, options["mp_policy"].reduce_dtype)}
+    _fully_shard(module, mesh, reshard, ignored_params=set(module.parameters()) - rounded, **options)
 
 
 def _fully_shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, **options: Any) -> None:
@@ -207,7 +228,7 @@ def sum_whole_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh | N
     none has, it stays without, and an optimizer leaves it alone as in one process. Who has them all waits for no device
     to learn that.
     """
-    whole = [parameter for parameter in parameters if _is_whole_along(parameter)]
+    whole = [parameter for parameter in parameters if is_whole_along(parameter)]
     if not whole:
         return
     groups = [None] if mesh is None else [mesh.get_group(axis) for axis in range(mesh.ndim)]
@@ -233,7 +254,7 @@ def sum_whole_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh | N
             parameter.grad = sharded_like(gradient, parameter)
 
 
-def _is_whole_along(parameter: nn.Parameter) -> bool:
+def is_whole_along(parameter: torch.Tensor) -> bool:
     """Whether no process that computes the same part of a layer holds another part of a parameter of it."""
     if not isinstance(parameter, DTensor):
         return True
@@ -248,11 +269,11 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 def squared_norm(gradients: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
     """This process's share of the square of all gradients' norm: the sum of all shares counts each element once."""
-    by_holders: dict[int, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        by_holders.setdefault(holders(gradient, mesh), []).append(local(gradient))
-    shares = [sum_of_squares(own) / held for held, own in sorted(by_holders.items(), key=operator.itemgetter(0))]
-    return functools.reduce(operator.add, shares)
+    alike: dict[tuple[int, str], list[torch.Tensor]] = {}
+    for gradient in gradients:  # with shards on the host, what every process keeps whole is on the device
+        alike.setdefault((holders(gradient, mesh), local(gradient).device.type), []).append(local(gradient))
+    shares = [sum_of_squares(own) / held for (held, _), own in sorted(alike.items(), key=operator.itemgetter(0))]
+    return functools.reduce(operator.add, shares)  # scalars, which may lie on either
 
 
 def holders(tensor: torch.Tensor, mesh: Mesh) -> int:
@@ -275,9 +296,8 @@ def sharded_like(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor as one that lies over the processes as ``like`` does, or whole as that is."""
     if not isinstance(like, DTensor):
         return part
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    mesh = mesh_on(part.device.type, like.device_mesh)
+    return DTensor.from_local(part, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -32,9 +32,9 @@ _MULTIPLIED = ("Linear", "Conv1D")
 """Types of module that do nothing with their weight but multiply by it. Subclasses may do more."""
 
 
-def policy(dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Gathered in ``dtype``, reduced in float32; autocast takes care of everything else."""
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+def policy(dtype: torch.dtype, reduced_in: torch.dtype | None = None) -> MixedPrecisionPolicy:
+    """Gathered in ``dtype``, reduced in float32 unless in another type; autocast takes care of everything else."""
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced_in or torch.float32, cast_forward_inputs=False)
 
 
 def rounded_weights(unit: nn.Module) -> set[nn.Parameter]:
@@ -97,8 +97,10 @@ class _Widened:
 
     def __call__(self, unit: nn.Module, inputs: object) -> None:
         for module, name, sharded in self._own:
-            if getattr(module, name).dtype != sharded.dtype:
-                setattr(module, name, nn.Parameter(_unsharded(sharded), requires_grad=False))
+            gathered = getattr(module, name)
+            if gathered.dtype != sharded.dtype:  # whose shard may lie in the host's memory
+                whole = _unsharded(sharded).to(gathered.device)
+                setattr(module, name, nn.Parameter(whole, requires_grad=False))
 
 
 def _unsharded(sharded: DTensor) -> torch.Tensor:

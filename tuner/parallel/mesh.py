@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,6 +22,10 @@ class MeshSpec:
     """Processes that split each row between them."""
     expert: int = 1
     """Processes that have the experts of each layer between them."""
+    replicas: int | None = None
+    """Copies of the model with `hybrid`; None: one on each machine."""
+    on_host: bool = False
+    """Whether shards lie in the host's memory: then there are shards, if only one."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Mesh:
     """
 
     axes: Mapping[str, int] = field(default_factory=dict)
-    """Size by name, above 1."""
+    """Size by name, above 1; where shards lie in the host's memory, of ``shard`` also 1."""
     rank: int = 0
     sequence: int = 1
     expert: int = 1
@@ -65,21 +70,27 @@ class Mesh:
         """
         world_size, local, tensor = rank_info.world_size, rank_info.local_world_size, spec.tensor
         if world_size == 1 and tensor * spec.sequence * spec.expert == 1:
-            return cls()
+            return cls({"shard": 1} if spec.on_host else {})
         _require_divided(world_size, spec)
-        if spec.shard == "hybrid" and (world_size % local or local % tensor):
+        there = world_size // tensor
+        if spec.shard == "hybrid" and there % (spec.replicas or 1):
+            raise MachineError(
+                f"parallel.replicas: {spec.replicas} copies cannot have {there} processes between them in equal parts",
+                hint=f"write a number that divides {there}",
+            )
+        if spec.shard == "hybrid" and spec.replicas is None and (world_size % local or local % tensor):
             group = f", or these not of parallel.tensor: {tensor}" if tensor > 1 else ""
             raise MachineError(
                 f"parallel.shard: hybrid needs as many processes on every machine; {world_size} are not a "
                 f"multiple of the {local} here{group}",
                 hint="write shard: full",
             )
-        there = world_size // tensor
-        size = {"none": 1, "full": there, "hybrid": local // tensor}[spec.shard]
+        hybrid = local // tensor if spec.replicas is None else there // spec.replicas
+        size = {"none": 1, "full": there, "hybrid": hybrid}[spec.shard]
         if spec.shard != "none":
             _require_inside(size, spec)
         axes = {"replicate": there // size, "shard": size, "tensor": tensor}
-        axes = {name: count for name, count in axes.items() if count > 1}
+        axes = {name: count for name, count in axes.items() if count > 1 or (name == "shard" and spec.on_host)}
         return cls(axes, rank_info.rank, spec.sequence, spec.expert)
 
     @property
@@ -162,6 +173,17 @@ def inner_axes(mesh: DeviceMesh) -> list[int]:
     """The axes of a parameter's mesh over which layers or experts are split; the outer ones are FSDP2's."""
     names = mesh.mesh_dim_names or ()
     return [axis for axis, name in enumerate(names) if not name.endswith(("replicate", "shard"))]
+
+
+@cache
+def mesh_on(kind: str, mesh: DeviceMesh) -> DeviceMesh:
+    """The same processes with the same groups, for tensors on a kind of device: on another's, torch would move them."""
+    if kind in {mesh.device_type, "meta"}:
+        return mesh
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    if mesh.ndim == 1:
+        return DeviceMesh.from_group(groups[0], kind, mesh_dim_names=mesh.mesh_dim_names)
+    return DeviceMesh.from_group(groups, kind, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
 
 
 def _mesh(device: str, sizes: Mapping[str, int], prefix: str) -> DeviceMesh:

@@ -90,7 +90,8 @@ class ReplicaDifference:
 
 def sums_of(copies: Sequence[Copy]) -> list[int]:
     """The sum of each copy, read from the device at once."""
-    return torch.stack([copy.sum for copy in copies]).tolist() if copies else []
+    sums = [copy.sum for copy in copies]  # of tensors in the host's memory, too
+    return torch.stack([one.to(sums[0].device) for one in sums]).tolist() if copies else []
 
 
 def first_difference(copies: Sequence[Copy], sums: Sequence[int], ranks: Collective) -> ReplicaDifference | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,8 +20,10 @@ from tuner.errors import DataError
 from tuner.model.mapped import InFile, in_files, mapped, sampled
 from tuner.model.root import CausalLM
 from tuner.model.unread import UnreadWeights, WeightPiece
+from tuner.parallel.fsdp import is_whole_along
 from tuner.runtime.parts import Box, TensorPart, part_of
 from tuner.runtime.process import Collective, gloo_group
+from tuner.runtime.torch_private import to_empty
 from tuner.runtime.warned import pass_on
 
 # Parts of files that go to a device: read ahead by threads, in blocks that are used again, and copied from there.
@@ -154,7 +156,11 @@ def bring(
 
 
 def materialise(
-    root: CausalLM, source: CausalLM | None, device: torch.device, unread: UnreadWeights | None = None
+    root: CausalLM,
+    source: CausalLM | None,
+    device: torch.device,
+    unread: UnreadWeights | None = None,
+    on_host: bool = False,
 ) -> None:
     """Give a meta model, in shards or whole, its storage and the values of rank 0's ``source``.
 
@@ -163,10 +169,11 @@ def materialise(
     quantised, fused or cast on rank 0.
     Buffers are given too: non-persistent ones (rotary frequencies) are in no file and hold garbage after meta.
 
-    Collective; ``source`` and ``unread`` count on rank 0 alone. Host memory beyond the shards: a block. Raises
-    RuntimeError where a tensor's type does not hold the values of the source's.
+    Collective; ``source`` and ``unread`` count on rank 0 alone. With ``on_host`` FSDP2's shards stay in the host's
+    memory; buffers, and what each process keeps whole, are on the device as ever. Host memory beyond the shards: a
+    block. Raises RuntimeError where a tensor's type does not hold the values of the source's.
     """
-    _give_storage(root, device)
+    _give_storage(root, lambda one: torch.device("cpu") if on_host and not is_whole_along(one) else device)
     own = {} if source is None or dist.get_rank() else {name: one.detach() for name, one in _tensors(source)}
     everyone = Collective(gloo_group())
     types, pieces = everyone.on_rank0(lambda: ({name: one.dtype for name, one in own.items()}, _pieces(own, unread)))
@@ -180,7 +187,7 @@ def materialise(
                 _read(local, part, pieces[name], blocks)
             else:
                 whole = own.get(name)
-                _fill(target, whole if whole is None or unread is None else unread.whole(whole), types[name])
+                fill(target, whole if whole is None or unread is None else unread.whole(whole), types[name])
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor], unread: UnreadWeights | None) -> dict[str, tuple[WeightPiece, ...]]:
@@ -205,10 +212,16 @@ def _read(local: torch.Tensor, part: TensorPart, pieces: Sequence[WeightPiece], 
                 target.copy_(there.to(local.device))
 
 
-def _fill(target: torch.Tensor, whole: torch.Tensor | None, dtype: torch.dtype) -> None:
-    """Give a process its part of a tensor of this type, whose rows it is sent by who has the ``whole``. Collective."""
+@torch.no_grad()
+def fill(
+    target: torch.Tensor, whole: torch.Tensor | None, dtype: torch.dtype, shape: Sequence[int] | None = None
+) -> None:
+    """Give a process its part of a tensor of this type, whose rows it is sent by who has the ``whole``. Collective.
+
+    ``shape`` is that of its first rows where the ``whole`` has no more.
+    """
     local, part = _local(target)
-    for start, stop in _blocks(target.shape, dtype):
+    for start, stop in _blocks(target.shape if shape is None else shape, dtype):
         rows = None if whole is None else whole[start:stop] if whole.ndim else whole
         rows = _sent(rows, (stop - start, *target.shape[1:]) if target.ndim else (), dtype, local.device)
         for box in part.boxes:
@@ -252,7 +265,8 @@ def _sample(path: str, places: Sequence[InFile]) -> str | None:
 def _sent(rows: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What rank 0 has as these ``rows``, on every process. Collective: a broadcast is what all backends do fastest."""
     block = torch.empty(tuple(shape), dtype=dtype, device=device) if rows is None else rows.to(device).contiguous()
-    dist.broadcast(block, src=0)
+    if dist.is_initialized():
+        dist.broadcast(block, src=0)
     return block
 
 
@@ -274,13 +288,13 @@ def _box_of(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), shape, (0,) * len(shape))
 
 
-def _give_storage(root: nn.Module, device: torch.device) -> None:
-    """Put tensors without values on a device in the place of a meta model's; tied ones stay one."""
+def _give_storage(root: nn.Module, place: Callable[[torch.Tensor], torch.device]) -> None:
+    """Put tensors without values where each has its place instead of a meta model's; tied ones stay one."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in root.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(parameter, []).append((module, name))
-    root.to_empty(device=device)
+    to_empty(root, place)
     for (module, name), *others in places.values():
         for other, other_name in others:
             setattr(other, other_name, getattr(module, name))

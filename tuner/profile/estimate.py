@@ -100,12 +100,12 @@ def computing(sections: StepSections, flops: Flops, sizes: Sizes, place: StepSet
         pace = sum(parts[name] for name in ("layers", "attention", "output")) / taken
         weights_s = seconds_of_weights(rates, sizes.trained / weight_parts(sections.parallel, rank_info), micro)
     arithmetic_s, forward_s = _operations(sections, device, parts) / pace, forward / pace
-    copied_s = 0.0
+    copied_s, (up_s, again_s, down_s) = 0.0, _shards_s(sections, sizes, place)
     if train.offload_activations is True:
         own = tokens / sections.parallel.sequence
         copied_s = _kept_bytes(sections) * sizes.layers * sizes.width * own / device.host_link
-    # what is kept goes down in the forward pass, and comes up in the backward pass
-    each_s = max(forward_s, copied_s) + max(arithmetic_s - forward_s, copied_s)
+    # What is kept goes down in the forward pass, and comes up in the backward pass; the link carries both ways at once.
+    each_s = max(forward_s, copied_s, up_s) + max(arithmetic_s - forward_s, copied_s + again_s, down_s)
     return Computing(micro * each_s + weights_s + _host_step_s(sections, sizes, place), micro, parts, basis)
 
 
@@ -135,12 +135,27 @@ def _repeated(sections: StepSections, flops: Flops, parts: Mapping[str, float]) 
     return found
 
 
+def _shards_s(sections: StepSections, sizes: Sizes, place: StepSetting) -> tuple[float, float, float]:
+    """Seconds of copies of shards that lie on the host, in a micro-batch: of all weights up to the device in the
+    forward pass and again in the backward pass, and of gradients in float32 down."""
+    parallel = sections.parallel
+    if parallel.offload == "none" or place.device.kind == "cpu":
+        return 0.0, 0.0, 0.0
+    each_s = 1 / (weight_parts(parallel, place.rank_info) * place.device.host_link)
+    up_s = sizes.weight_bytes * each_s
+    return up_s, up_s * parallel.reshard_after_forward, 4 * sizes.trained * each_s
+
+
 def _host_step_s(sections: StepSections, sizes: Sizes, place: StepSetting) -> float:
-    """Seconds of an update on the host: gradients and weights come down, its arithmetic, and weights go up."""
-    if not isinstance(sections.optimizer, AdamwOptimizer) or sections.optimizer.offload == "none":
+    """Seconds of an update on the host: gradients and weights come down, its arithmetic, and weights go up.
+
+    With shards that lie there its arithmetic alone.
+    """
+    optimizer, has_shards = sections.optimizer, sections.parallel.offload == "host"
+    if not has_shards and (not isinstance(optimizer, AdamwOptimizer) or optimizer.offload == "none"):
         return 0.0
     own, local = sizes.trained / weight_parts(sections.parallel, place.rank_info), place.rank_info.local_world_size
-    return max(DOWN * own / place.device.host_link, ADAM_ON_HOST * own * local / HOST_MEMORY)
+    return max((not has_shards) * DOWN * own / place.device.host_link, ADAM_ON_HOST * own * local / HOST_MEMORY)
 
 
 def estimate(
@@ -254,6 +269,7 @@ class Sizes:
     width: int
     trained: int
     products: tuple[Product, ...]
+    weight_bytes: int = 0
 
     @staticmethod
     def of(model: PreTrainedModel) -> Sizes:
@@ -261,4 +277,5 @@ class Sizes:
         config = model.config.get_text_config()
         trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
         layers, width = int(getattr(config, "num_hidden_layers", 0)), int(getattr(config, "hidden_size", 0))
-        return Sizes(layers, width, trained, tuple(products_of(model)))
+        weight_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        return Sizes(layers, width, trained, tuple(products_of(model)), weight_bytes)

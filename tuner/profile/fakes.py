@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from tuner.model import triton_attention
+from tuner.parallel.fsdp import is_whole_along
+from tuner.runtime import host, torch_private
 from tuner.runtime.device import HOPPER, traced_for
 
 TILES = 3
@@ -117,6 +119,23 @@ def few_weight_tiles() -> Iterator[None]:
 
     with patch.object(product, "tiles", some):
         yield
+
+
+def enter_shards(tensors: Iterable[torch.Tensor], part: host.HostPart = "parameters") -> None:
+    """Count to the host's memory what of tensors is a shard of FSDP2's, where these lie there."""
+    for tensor in tensors:
+        if not is_whole_along(tensor):
+            host.entered(tensor, part)
+
+
+def shards_copied() -> AbstractContextManager[None]:
+    """Within, shards on the host are copied to where they are gathered, and their gradients come back to the host."""
+
+    def brought_back(gradient: torch.Tensor) -> torch.Tensor:
+        host.entered(back := gradient.clone(), "gradients")
+        return back
+
+    return torch_private.moved_shards(torch.clone, brought_back)
 
 
 @contextmanager

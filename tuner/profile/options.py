@@ -52,8 +52,9 @@ def memory_options(recipe: Recipe, device_kind: str) -> dict[str, tuple[Any, ...
     """
     if device_kind != "cuda":
         return {TILED: (True, False)}
+    is_here = recipe.parallel.offload == "none" and recipe.adapter.kind == "none"
     has_state = isinstance(recipe.optimizer, AdamwOptimizer) and not recipe.optimizer.rows
-    host_state = {HOST_STATE: ("host", "none")} if has_state and recipe.adapter.kind == "none" else {}
+    host_state = {HOST_STATE: ("host", "none")} if has_state and is_here else {}
     return {**host_state, TILED: (True, False), OFFLOAD: (True, False)}
 
 

@@ -24,12 +24,14 @@ class StepRecorder:
     """Records what training does between :meth:`start` and :meth:`stop`: its parts in time, its blocks of memory.
 
     With ``modules`` the forward of each module is a range of its own; of compiled layers that of the layer.
-    ``snapshot`` is where the CUDA allocator's history goes, with the line of code of each allocation.
+    ``snapshot`` is where the CUDA allocator's history goes, with the line of code of each allocation. A trace has
+    ``lines`` of Python, and with ``cuda_sync`` what streams wait for.
     """
 
     def __init__(
-        self, train_state: TrainState, memory: bool = True, modules: bool = False, snapshot: Path | None = None
-    ) -> None:
+        self, train_state: TrainState, memory: bool = True, modules: bool = False, snapshot: Path | None = None,
+        *, lines: bool = False, cuda_sync: bool = False,
+    ) -> None:  # fmt: skip
         self._train_state, self._memory, self._modules = train_state, memory, modules
         self._device = train_state.step_config.device
         self._snapshot = snapshot if memory and self._device.type == "cuda" else None
@@ -38,7 +40,10 @@ class StepRecorder:
         self._gradients: list[Owned] = []
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it reports every start and stop on stderr
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])
-        self._profile = profile(activities=activities, profile_memory=memory)
+        config = torch_private.ProfilerConfig(enable_cuda_sync_events=True) if cuda_sync else None
+        self._profile = profile(
+            activities=activities, profile_memory=memory, with_stack=lines, experimental_config=config
+        )
 
     def start(self) -> None:
         """From here on; the wait for data comes first."""

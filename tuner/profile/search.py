@@ -130,6 +130,8 @@ class Speed:
 
 def _least_each(sections: StepSections) -> float:
     """Bytes of a device that each parameter takes at least: its weight, and its moments."""
+    if sections.parallel.offload == "host":
+        return 0.0
     if sections.adapter.kind != "none" or sections.model.freeze:
         return {"none": 2.0, "int8": 1.0, "nf4": 0.5}[sections.model.quantize]
     weight, optimizer = BYTES[str(sections.model.dtype)], sections.optimizer

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from tuner.profile.prediction import PARTS, MemoryMoment, MemoryTimeline, Part
 from tuner.profile.tracing import StepTrace
@@ -29,7 +29,7 @@ def memory_timeline(
     and at which of two moments that ask for nearly as much it holds more does not.
     """
     parts, names = parts_of(trace), _names(trace)
-    allocator: Allocator = ExpandableAllocator() if expandable else CachingAllocator()
+    allocator = ExpandableAllocator() if expandable else CachingAllocator()
     held = _held(trace, allocator) if trace.target == "cuda" else None
     now: dict[Part, int] = {**dict.fromkeys(PARTS, 0), **always}
     host: dict[Part, int] = {}
@@ -114,7 +114,7 @@ def _kept(trace: StepTrace, parts: Sequence[Part], names: Mapping[str, str]) -> 
     return found
 
 
-def _held(trace: StepTrace, allocator: Allocator) -> list[int]:
+def _held(trace: StepTrace, allocator: CachingAllocator | ExpandableAllocator) -> list[int]:
     """Bytes of the device that the allocator holds after each change."""
     sizes: dict[int, int] = {}
     blocks: dict[int, SegmentBlock] = {}
@@ -147,18 +147,6 @@ class SegmentBlock(NamedTuple):
     size: int
     segment: int
     start: int
-
-
-class Allocator(Protocol):
-    """``held`` bytes of the device cannot be given back to it."""
-
-    held: int
-
-    def allocate(self, size: int) -> SegmentBlock:
-        """A block of at least so many bytes."""
-
-    def free(self, block: SegmentBlock) -> None:
-        """Take a block back."""
 
 
 class _FreeBlocks:
@@ -199,7 +187,7 @@ class CachingAllocator:
     """
 
     def __init__(self) -> None:
-        self.held = 0
+        self.held = 0  # bytes of the device that cannot be given back to it
         self._segments: list[tuple[int, bool]] = []  # their sizes, and whether small blocks are cut from them
         self._free = {True: _FreeBlocks(), False: _FreeBlocks()}
 

@@ -94,7 +94,7 @@ def trace_step(
         if facts.kind == "cuda":
             stack.enter_context(fakes.cuda_stand_in(facts.total_bytes, generation=facts.generation))
             stack.enter_context(fakes.unchanged_modules(model))
-        if rank_info.world_size > 1:
+        if mesh.axes:
             stack.enter_context(_fake_group(rank_info))
         if mesh.expert > 1:
             stack.enter_context(fakes.balanced_experts(mesh.expert))
@@ -110,10 +110,16 @@ def trace_step(
             fakes.give_storage(each, device)
             tracker.assign([*each.parameters(), *each.buffers()], "parameters")
         stack.enter_context(host.observed(tracker.on_host))
+        if spec.on_host:
+            fakes.enter_shards(parameter for each in (root, teacher) if each for parameter in each.parameters())
+            stack.enter_context(fakes.shards_copied())
         with tracker:
             train_state = build_train_state(resolved, root, step_config)
             train_state.method.teacher = teacher
             train_state.optimizer.allocate()
+        if spec.on_host:
+            fakes.enter_shards(train_state.optimizer.state_tensors().values(), "optimizer")
+            fakes.enter_shards(train_state.tensors().values(), "optimizer")  # averages
         tracker.assign_rest("optimizer")
         stack.enter_context(tracker.watching(root))
         counter = TrafficCounter(_shapes(root), rank_info.local_world_size, _exchanging(meshes))

@@ -54,7 +54,11 @@ class StepWatch:
         snapshot = None if self._section.memory == "all" else history  # that one would end with the step
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            recorder = StepRecorder(self._assembly.train_state, bool(self._section.memory), self._modules, snapshot)
+            section = self._section
+            recorder = StepRecorder(
+                self._assembly.train_state, bool(section.memory), self._modules, snapshot,
+                lines=section.lines, cuda_sync=section.cuda_sync,
+            )  # fmt: skip
             try:
                 recorder.start()
             except BaseException:

@@ -65,7 +65,8 @@ class Layout:
     def section(self) -> dict[str, Any]:
         """What a recipe writes for it under `parallel`, besides the number of processes of a machine."""
         shard = "auto" if self == ALONE else "none" if self.whole else "hybrid" if self.replicas > 1 else "full"
-        return {"shard": shard, "tensor": self.tensor, "sequence": self.sequence, "expert": self.expert}
+        sizes = {"tensor": self.tensor, "sequence": self.sequence, "expert": self.expert}
+        return {"shard": shard, **sizes, "replicas": None, "offload": "none"}  # which changes no bit
 
     def rank_info(self, rank: int) -> RankInfo:
         """One of its processes: a copy of the model is on one machine."""

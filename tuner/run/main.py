@@ -28,12 +28,13 @@ from tuner.runtime.dist import RankInfo, log_name
 from tuner.runtime.files import make_dirs
 from tuner.runtime.lock import FileLock
 from tuner.runtime.memory import calm_collector
-from tuner.runtime.process import Collective, gloo_group, process_group
+from tuner.runtime.process import Collective, gloo_group
 from tuner.runtime.stop import StopSignals
 from tuner.setup.announce import announce_packing
 from tuner.setup.build import Assembly, build
 from tuner.setup.less_memory import memory_errors
 from tuner.setup.resolve import Resolved
+from tuner.setup.specs import joined
 from tuner.train.loop import train_loop
 from tuner.train.prefetcher import Prefetcher
 from tuner.train.progress import EarlyStop, Progress
@@ -73,7 +74,7 @@ def train(
         StopSignals(
             lambda name: console.say("stopping", f"{name}: after this step; repeat to stop at once")
         ) as signals,
-        process_group(rank_info, resolved.facts.kind, loaded.recipe.parallel.timeout.seconds),
+        joined(resolved, rank_info),
         _around(ready, resolved, rank_info, console),
         memory_errors(resolved, rank_info.world_size),
     ):

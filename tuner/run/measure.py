@@ -23,9 +23,9 @@ from tuner.run.settle import LaunchData, settle
 from tuner.runtime.console import Console, Level
 from tuner.runtime.deterministic import tf32_products
 from tuner.runtime.dist import RankInfo
-from tuner.runtime.process import process_group
 from tuner.runtime.spawn import run_apart
 from tuner.setup.resolve import resolve
+from tuner.setup.specs import joined
 from tuner.setup.timetable import timetable
 
 
@@ -122,8 +122,7 @@ def _measured(
     )
     if options.dry_run:
         return Measured(plan.total_steps, None)
-    joined = process_group(rank_info, facts.kind, recipe.parallel.timeout.seconds)
-    with joined, tf32_products(recipe.train.tf32):
+    with joined(resolved, rank_info), tf32_products(recipe.train.tf32):
         if options.output is not None:
             options.output.mkdir(parents=True, exist_ok=True)
         with console.doing("measuring some steps"):

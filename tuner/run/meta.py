@@ -14,7 +14,7 @@ from tuner.rundir.layout import TOKENIZER
 from tuner.rundir.same_base import require_same_base, require_same_quantizer
 from tuner.runtime.files import file_entries, fsync_path, json_bytes, machine_error, regular_size, sha256_file
 from tuner.setup.build import Assembly
-from tuner.setup.resolve import manifest_facts, quantizer_facts
+from tuner.setup.resolve import class_facts, manifest_facts, quantizer_facts
 from tuner.setup.specs import assembly_spec
 from tuner.setup.weight_facts import WeightFacts
 
@@ -90,6 +90,12 @@ def require_same_data(
     require_same_base(found, assembly.facts.agreed_frozen_hash())
     meta = found.manifest["meta"]
     require_same_quantizer(found, quantizer_facts(assembly.resolved))
+    code = class_facts(assembly.resolved).get("code", {})
+    if code.get("sha256") != meta["model"].get("code", {}).get("sha256"):
+        raise DataError(
+            f"{found.path}: the code of model.use {code.get('use')} changed since this checkpoint was saved",
+            hint="restore it, or start a new run with --name",
+        )
     left = assembly.facts.untouched
     if left is not None and meta["model"].get("untouched") != left:
         raise DataError(

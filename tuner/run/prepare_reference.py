@@ -18,11 +18,11 @@ from tuner.run.reference import values_of, with_reference
 from tuner.run.settle import LaunchData, settle
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
-from tuner.runtime.process import process_group
 from tuner.runtime.spawn import run_apart
 from tuner.runtime.stop import StopSignals
 from tuner.setup.build import Assembly, build
 from tuner.setup.resolve import method_section, reference_of, resolve
+from tuner.setup.specs import joined
 
 
 def prepare_reference(loaded: LoadedRecipe, prepared: Path, console: Console, options: LaunchOptions) -> Path:
@@ -64,8 +64,7 @@ def _computed(loaded: LoadedRecipe, prepared: Path, rank_info: RankInfo, console
             "--reference: this recipe's reference is computed in each step, with the adapter off",
             hint="leave it out, or write method.reference: columns",
         )
-    joined = process_group(rank_info, resolved.facts.kind, recipe.parallel.timeout.seconds)
-    with StopSignals() as signals, joined, exactness(resolved.numerics):
+    with StopSignals() as signals, joined(resolved, rank_info), exactness(resolved.numerics):
         with console.doing("loading model"):
             assembly = build(resolved, open_prepared(prepared), spec.tokenizer, rank_info)
         if of_teacher:

@@ -17,6 +17,7 @@ from tuner.data.encoding.tokenizer_files import tokenizer_directory
 from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, DivergedError, RecipeError, counted
 from tuner.model.root import CausalLM, trained_parameters
+from tuner.run.meta import GIVEN
 from tuner.rundir.layout import MODEL_PREFIX, RESOLVED_RECIPE
 from tuner.rundir.model_path import HfDirectory, HubModel, RunCheckpoint, resolve_model_path
 from tuner.rundir.same_base import require_same_base, require_same_quantizer
@@ -24,11 +25,11 @@ from tuner.runtime.console import Console
 from tuner.runtime.deterministic import tf32_products
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import read_json
-from tuner.runtime.process import process_group
 from tuner.setup.build import held_out_rows
 from tuner.setup.model import assemble_model
 from tuner.setup.resolve import Resolved, check_fits, method_section, quantizer_facts, resolve
 from tuner.setup.settled import AXES, rows_at_once
+from tuner.setup.specs import joined
 from tuner.train.evaluate import ByTerms, Evaluation, HeldOut, evaluate
 from tuner.train.methods.method import build_method
 from tuner.train.step import StepConfig
@@ -91,8 +92,7 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
     section, batch = method_section(resolved), recipe.train.global_batch_size
     measure, held, by_terms = _measured(trained, section, batch, held, data, spec.cache_dir, console)
     console.say("model", f"{trained.path} · {resolved.facts.kind}, {resolved.numerics.precision} compute")
-    joined = process_group(rank_info, resolved.facts.kind, recipe.parallel.timeout.seconds)
-    with joined, tf32_products(recipe.train.tf32):
+    with joined(resolved, rank_info), tf32_products(recipe.train.tf32):
         check_fits(spec.tokenizer, resolved.config, data)
         with console.doing("loading model"):
             root, step_config = loaded_model(trained, resolved, rank_info)
@@ -110,6 +110,8 @@ def score(trained: Trained, loaded: LoadedRecipe, rank_info: RankInfo, console: 
 
 def loaded_model(trained: Trained, resolved: Resolved, rank_info: RankInfo) -> tuple[CausalLM, StepConfig]:
     """The model with its weights, and how it computes. Collective. Raises DataError for another base's checkpoint."""
+    if isinstance(trained, RunCheckpoint):
+        resolved = replace(resolved, given=trained.checkpoint.meta.get(GIVEN))
     (root, facts), step_config = assemble_model(resolved, rank_info)
     if isinstance(trained, RunCheckpoint):
         require_same_base(trained.checkpoint, facts.agreed_frozen_hash())

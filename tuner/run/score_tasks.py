@@ -19,9 +19,10 @@ from tuner.rundir.model_path import RunCheckpoint
 from tuner.runtime.console import Console
 from tuner.runtime.deterministic import tf32_products
 from tuner.runtime.dist import RankInfo
-from tuner.runtime.process import Collective, gloo_group, process_group
+from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.resolve import resolve
 from tuner.setup.settled import rows_at_once
+from tuner.setup.specs import joined
 
 OWN = "recipe"
 """What stands for the tasks of the recipe, in place of a task's name."""
@@ -76,8 +77,7 @@ def score_tasks(
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     resolved = resolve(recipe, spec.max_length, rank_info, spec.tokenizer.new_ids)
     console.say("model", f"{trained.path} · {resolved.facts.kind}, {resolved.numerics.precision} compute")
-    joined = process_group(rank_info, resolved.facts.kind, recipe.parallel.timeout.seconds)
-    with joined, tf32_products(recipe.train.tf32):
+    with joined(resolved, rank_info), tf32_products(recipe.train.tf32):
         with console.doing("loading model"):
             root, step_config = loaded_model(trained, resolved, rank_info)
         row_tokens = rows_at_once(recipe.train) * spec.max_length

@@ -1,6 +1,7 @@
 """Proof that a run resumes exactly: some of its steps without a break, and the same ones with a stop between them."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from tuner.run.launch import launch
 from tuner.run.options import LaunchOptions, Resume
 from tuner.run.status import began, resume_source
 from tuner.rundir.directory import RunDir
-from tuner.rundir.layout import CHECKPOINTS, METRICS
+from tuner.rundir.layout import BANK, CHECKPOINTS, METRICS, TEACHERS
 from tuner.rundir.run_json import hold
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
@@ -80,10 +81,10 @@ def verify_resume(run_dir: Path, steps: int, console: Console, own_process: bool
         console.say("verify", compared + (", with train.deterministic: true" if added else ""))
         with scratch_dir(f"{TMP_PREFIX}verify-", run.checkpoints) as place:
             with console.doing("training without a break"):
-                whole = _Trained(loaded, place / "whole", console, own_process)
+                whole = _Trained(loaded, place / "whole", console, own_process, run.path)
                 whole.train(start.resume, 2 * steps, last)
             with console.doing("training up to the break"):
-                broken = _Trained(loaded, place / "broken", console, own_process)
+                broken = _Trained(loaded, place / "broken", console, own_process, whole.path)
                 broken.train(start.resume, steps, last - steps)
             with console.doing("training after the break"):
                 broken.train("must", steps, last)
@@ -135,10 +136,16 @@ class _TrainedSteps:
 
 
 class _Trained:
-    """A run in a directory of its own with the recipe of another one, launch by launch."""
+    """A run in a directory of its own with the recipe of another one, launch by launch.
 
-    def __init__(self, loaded: LoadedRecipe, directory: Path, console: Console, own_process: bool) -> None:
+    It takes the versions of other models that the run ``like`` took, whatever newer ones there are by now.
+    """
+
+    def __init__(self, loaded: LoadedRecipe, directory: Path, console: Console, own_process: bool, like: Path) -> None:
         self.path = directory
+        directory.mkdir()
+        for path in filter(Path.is_file, (like / TEACHERS, like / BANK)):
+            shutil.copy(path, directory)
         self._loaded, self._console, self._own_process = loaded, console, own_process
 
     def train(self, resume: Resume, steps: int, last: int) -> None:

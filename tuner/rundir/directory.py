@@ -156,24 +156,22 @@ class RunDir:
 
     def end(self, record: dict[str, Any], status: str, step: int, saved_step: int | None, why: str | None) -> None:
         """Write down how a launch ended, after which step, and of which step its newest checkpoint is."""
+        record["launches"][-1]["ended"] = utc_now()
+        self._note_end(record, status, step, saved_step, why)
+
+    def close(self, record: dict[str, Any], step: int) -> None:
+        """Write down that a run is finished whose newest launch was killed before it could."""
+        self._note_end(record, "finished", step, step, "killed after its last save")
+
+    def _note_end(
+        self, record: dict[str, Any], status: str, step: int, saved_step: int | None, why: str | None
+    ) -> None:
         record["status"] = status
         record["launches"][-1] |= {
-            "ended": utc_now(),
             "status": status,
             "step": step,
             "saved_step": saved_step,
             "why": why,
-        }
-        write_json(self.record, record)
-
-    def close(self, record: dict[str, Any], step: int) -> None:
-        """Write down that a run is finished whose newest launch was killed before it could."""
-        record["status"] = "finished"
-        record["launches"][-1] |= {
-            "status": "finished",
-            "step": step,
-            "saved_step": step,
-            "why": "killed after its last save",
         }
         write_json(self.record, record)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tuner.checkpoint.manifest import step_dirs
 from tuner.errors import DataError
 from tuner.rundir.last_checkpoint import problem_of
-from tuner.runtime.files import discard_dir
+from tuner.runtime.files import discard_dir, opened
 
 
 class CheckpointHold(ExitStack):
@@ -34,18 +34,11 @@ class CheckpointHold(ExitStack):
 
 def is_held(path: Path) -> bool:
     """Whether somebody on this machine, this process included, has a lock on a directory: reads it, or writes it."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+    with suppress(OSError), opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False
 
 

@@ -7,6 +7,7 @@ RUN/
   metrics.jsonl           a line for each step and each evaluation
   samples.jsonl           answers to held-out prompts
   windows.json            which portions of its data a run has opened or left out, where they come in portions
+  bank.json               which versions of the sources of its weights a run has taken, where it looks for newer ones
   teachers.json           which versions of its teacher a run has learned from, where it looks for newer ones
   marks/                  metrics_stepN.json: what was measured at each mark
   evaluations/step-N/     TASK.jsonl: a line for each item of a task that was scored
@@ -41,6 +42,7 @@ METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 PORTIONS = "windows.json"
 TEACHERS = "teachers.json"
+BANK = "bank.json"
 MARKS = "marks"
 EVALUATIONS = "evaluations"
 CHECKPOINTS = "checkpoints"
@@ -68,14 +70,17 @@ MODEL_PREFIX = "model/"
 EMA_PREFIX = "ema/"
 """Before the names of the averages of the model's tensors in a checkpoint."""
 NAMES = frozenset(
-    {RECORD, RECIPE, RESOLVED_RECIPE, METRICS, SAMPLES, PORTIONS, TEACHERS, MARKS, EVALUATIONS, CHECKPOINTS, TOKENIZER}
-    | {MODEL_CONFIG, ID_PROBES, INIT_REPORT, LOGS, LAUNCHES, EXPORTS, PROFILE, PROBER, TRACKERS, CURVES, LOCK, STOP}
+    {RECORD, RECIPE, RESOLVED_RECIPE, METRICS, SAMPLES, PORTIONS, TEACHERS, BANK, MARKS, EVALUATIONS, CHECKPOINTS}
+    | {TOKENIZER, MODEL_CONFIG, ID_PROBES, INIT_REPORT, LOGS, LAUNCHES, EXPORTS, PROFILE, PROBER, TRACKERS, CURVES}
+    | {LOCK, STOP}
 )
 """All that a run directory may hold."""
 LEFTOVERS = frozenset(
     {LOCK, CHECKPOINTS, RESOLVED_RECIPE, RECIPE, LOGS, LAUNCHES, TOKENIZER, MODEL_CONFIG, ID_PROBES, INIT_REPORT, STOP}
+    | {TEACHERS, BANK}
 )
-"""What a launch that died before it wrote its record may leave, and what may ask it to stop."""
+"""What a launch that died before it wrote its record may leave, what may ask it to stop, and which versions it is to
+take: those of the run that it is held against."""
 
 
 def rank_metrics(rank: int) -> str:

@@ -128,7 +128,7 @@ def _open(path: Path, shards: bool) -> CheckpointInfo:
 
 def _last(run_dir: Path, warn: Warn, shards: bool) -> CheckpointInfo:
     """The last checkpoint of a run. Raises DataError where it is not whole, and where there never was one."""
-    checkpoints, record = run_dir / CHECKPOINTS, _record(run_dir, warn)
+    checkpoints, record = run_dir / CHECKPOINTS, readable_record(run_dir, warn)
     last = last_step(checkpoints, record)
     if last is None:
         raise _never_saved(run_dir, record)
@@ -152,7 +152,7 @@ def _last(run_dir: Path, warn: Warn, shards: bool) -> CheckpointInfo:
     )
 
 
-def _record(run_dir: Path, warn: Warn) -> Mapping[str, Any] | None:
+def readable_record(run_dir: Path, warn: Warn = ignore_warning) -> Mapping[str, Any] | None:
     """The run's record; None, and a warning, where it cannot be read: the checkpoints describe themselves."""
     if not is_run(run_dir):
         return None
@@ -207,7 +207,7 @@ def _remedies(path: Path) -> str | None:
     match = STEP.fullmatch(path.name)
     if match is None or checkpoints.name != CHECKPOINTS:
         return None
-    last = last_step(checkpoints, _record(run_dir, ignore_warning))
+    last = last_step(checkpoints, readable_record(run_dir))
     other = newest(checkpoints)
     ways = []
     if (last is None or int(match[1]) >= last) and is_run(run_dir):

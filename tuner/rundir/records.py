@@ -48,6 +48,16 @@ class Records:
         except OSError as error:
             raise machine_error(self._path, error) from error
 
+    def read(self) -> list[dict[str, Any]]:
+        """The lines of the file, without a last one cut short by a crash; none without a file."""
+        if self._path is None or not self._path.exists():
+            return []
+        try:
+            with jsonlines.open(self._path) as reader:
+                return list(reader.iter(type=dict, skip_invalid=True))
+        except OSError as error:
+            raise machine_error(self._path, error) from error
+
     def cut_back(self, step: int, evaluates: bool = False) -> None:
         """Drop the lines after ``step``, and a last line cut short by a crash: they will be written again.
 
@@ -55,11 +65,7 @@ class Records:
         """
         if self._path is None or not self._path.exists():
             return
-        try:
-            with jsonlines.open(self._path) as reader:
-                lines = [line for line in reader.iter(type=dict, skip_invalid=True) if line["step"] <= step]
-        except OSError as error:
-            raise machine_error(self._path, error) from error
+        lines = [line for line in self.read() if line["step"] <= step]
         kept = [line for line in lines if not evaluates or line["step"] < step or line.get("kind") not in REPEATED]
         text = io.StringIO()
         with jsonlines.Writer(text) as writer:

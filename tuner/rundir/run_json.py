@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tuner.checkpoint.manifest import SEAL, STATE_NAME, read_manifest, step_dirs
 from tuner.errors import DataError
@@ -19,6 +20,7 @@ from tuner.rundir.layout import CHECKPOINTS, LEFTOVERS, LOCK, METRICS, RECORD, R
 from tuner.runtime.files import MANIFEST_NAME, TMP_PREFIX, read_json
 from tuner.runtime.lock import FileLock
 
+T = TypeVar("T")
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 SCHEMA = "tuner.run/1"
 """The `schema` of `run.json`."""
@@ -58,6 +60,17 @@ def read_record(path: Path) -> dict[str, Any]:
             f"{path / RECORD}: not a run record of this version ({record.get('schema')!r})", hint=_written_again(path)
         )
     return record
+
+
+def read_noted(path: Path, schema: str, of: Callable[[dict[str, Any]], T], what: str) -> T:
+    """What is made `of` a file of this schema in which a run notes what its checkpoints know, too. Raises DataError."""
+    try:
+        content = read_json(path)
+        if content["schema"] != schema:
+            raise DataError(f"{path}: not of this version (schema {content['schema']!r})")
+        return of(content)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path}: {error!r} in it", hint=f"remove it: the checkpoints know the {what}, too") from error
 
 
 def is_run(path: Path) -> bool:

@@ -13,9 +13,11 @@ def require_same_base(info: CheckpointInfo, frozen_hash: str | None) -> None:
     """Check that the weights that were not trained are still those of the checkpoint's run. Raises DataError."""
     noted = info.meta.get("frozen_hash")
     if noted != frozen_hash:
+        given = (info.meta.get("init_from") or {}).get("entries", ())
         raise DataError(
             f"{info.path}: the base model changed since this checkpoint was saved ({noted} -> {frozen_hash})",
-            hint="restore it, or name its commit: model.revision",
+            hint="restore it, or name its commit: model.revision"
+            + (f"; or restore what model.init_from gave: {', '.join(one['path'] for one in given)}" if given else ""),
         )
 
 

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tuner.errors import DataError
 from tuner.rundir.layout import PORTIONS
-from tuner.runtime.files import read_json, write_json
+from tuner.rundir.run_json import read_noted
+from tuner.runtime.files import write_json
 
 SCHEMA = "tuner.windows/1"
 LeftOut = Literal["", "late", "empty"]
@@ -86,13 +86,7 @@ def read_windows(run_dir: Path) -> tuple[WindowEntry, ...]:
     path = run_dir / PORTIONS
     if not path.is_file():
         return ()
-    try:
-        content = read_json(path)
-        if content["schema"] != SCHEMA:
-            raise DataError(f"{path}: not of this version (schema {content['schema']!r})")
-        return entries_of(content["windows"])
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{path}: {error!r} in it", hint="remove it: the checkpoints know the windows, too") from error
+    return read_noted(path, SCHEMA, lambda content: entries_of(content["windows"]), "windows")
 
 
 def write_windows(run_dir: Path, entries: Sequence[WindowEntry]) -> None:

@@ -7,12 +7,12 @@ import time
 import unicodedata
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import IO, Literal, Protocol
+from typing import IO, Any, Literal, Protocol
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
@@ -89,31 +89,27 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 class ProgressBar:
-    """One live bar; without a terminal every call does nothing."""
+    """One live bar; where it is disabled, without a terminal, nothing is drawn."""
 
-    def __init__(self, bar: RichProgress | None, label: str, total: int) -> None:
-        self._bar = bar
-        self._task = None if bar is None else bar.add_task(escape(label), total=total, note="")
-        self._note = ""
+    def __init__(self, bar: RichProgress, label: str, total: int) -> None:
+        self._bar, self._note = bar, ""
+        self._task = bar.add_task(escape(label), total=total, note="")
 
     def update(self, completed: int, note: str = "") -> None:
         """Show `completed` of the total and a short note."""
         self._note = note
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=completed, note=escape(note))
+        self._bar.update(self._task, completed=completed, note=escape(note))
 
     def lengthen(self, total: int) -> None:
         """The total is another one by now."""
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, total=total)
+        self._bar.update(self._task, total=total)
 
     @contextmanager
     def doing(self, text: str) -> Iterator[Updates]:
         """Show `text` in place of the note for the length of the block."""
         shown = _InBar(self._bar, self._task)
         shown.update(text)
-        if self._bar is not None:
-            self._bar.refresh()
+        self._bar.refresh()
         try:
             yield shown
         finally:
@@ -123,12 +119,11 @@ class ProgressBar:
 class _InBar:
     """What is being done while a bar stands still, in place of its note."""
 
-    def __init__(self, bar: RichProgress | None, task: object) -> None:
+    def __init__(self, bar: RichProgress, task: TaskID) -> None:
         self._bar, self._task = bar, task
 
     def update(self, text: str) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, note=escape(text))  # type: ignore[arg-type]  # rich's id of a task
+        self._bar.update(self._task, note=escape(text))
 
 
 class Console:
@@ -208,19 +203,18 @@ class Console:
 
         It `estimates` the time left from its own pace, unless its notes say better.
         """
-        if not self.is_live:
-            yield ProgressBar(None, label, total)
-            return
         columns = (TextColumn("{task.description}", markup=False), BarColumn(BAR_WIDTH), MofNCompleteColumn())
         note = TextColumn("{task.fields[note]}", markup=False)
         tail = (note, TimeRemainingColumn()) if estimates else (note,)
+        rich: dict[str, Any] = {"console": self._rich, "transient": True, "redirect_stdout": False}
         with (
-            self._activity.paused(),
-            RichProgress(*columns, *tail, console=self._rich, transient=True, redirect_stdout=False) as bar,
+            self._activity.paused() if self.is_live else nullcontext(),
+            RichProgress(*columns, *tail, disable=not self.is_live, **rich) as bar,
         ):
-            self._bar = ProgressBar(bar, label, total)
+            shown = ProgressBar(bar, label, total)
+            self._bar = shown if self.is_live else None
             try:
-                yield self._bar
+                yield shown
             finally:
                 self._bar = None
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -195,69 +195,43 @@ def to_device(array: object, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-class DeviceMark(Protocol):
-    """When the device has done what was queued before."""
+class DeviceMark:
+    """When a device has done what was queued before: of a CUDA device an event, of a CPU now."""
+
+    def __init__(self, is_behind: bool) -> None:
+        self._at, self._event = time.monotonic(), torch.cuda.Event(enable_timing=True) if is_behind else None
+        if self._event is not None:
+            self._event.record()
 
     def wait(self) -> None:
         """Return once the device has got there."""
+        if self._event is not None:
+            self._event.synchronize()
 
     def seconds_since(self, earlier: DeviceMark) -> float:
         """Seconds between two moments of one timeline, both of which the device has reached."""
+        if self._event is None or earlier._event is None:
+            return self._at - earlier._at
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
-class Timeline(Protocol):
-    """The time of one device, and of the host beside it."""
+class Timeline:
+    """The time of one device, and of the host next to it; a CPU's is the host's own."""
 
-    @property
-    def is_behind(self) -> bool:
+    def __init__(self, device: torch.device) -> None:
+        self.is_behind = device.type == "cuda"
         """Whether the device runs behind the host, so that reading what it computes may be a wait."""
 
     def now(self) -> float:
         """The host's time, in seconds of a monotonic clock."""
-
-    def mark(self) -> DeviceMark:
-        """The moment at which the device will have done all that is queued by now. Nothing waits."""
-
-
-class _HostMoment:
-    def __init__(self) -> None:
-        self.at = time.monotonic()
-
-    def wait(self) -> None:
-        """It is now, or was."""
-
-    def seconds_since(self, earlier: DeviceMark) -> float:
-        assert isinstance(earlier, _HostMoment)
-        return self.at - earlier.at
-
-
-class _CudaMoment:
-    def __init__(self) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
-        self.event.record()
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-    def seconds_since(self, earlier: DeviceMark) -> float:
-        assert isinstance(earlier, _CudaMoment)
-        return float(earlier.event.elapsed_time(self.event)) / 1e3
-
-
-class _DeviceTimeline:
-    def __init__(self, is_behind: bool) -> None:
-        self.is_behind = is_behind
-
-    def now(self) -> float:
         return time.monotonic()
 
     def mark(self) -> DeviceMark:
-        return _CudaMoment() if self.is_behind else _HostMoment()
+        """The moment at which the device will have done all that is queued by now. Nothing waits."""
+        return DeviceMark(self.is_behind)
 
 
-def timeline_of(device: torch.device) -> Timeline:
-    """The timeline of a device; a CPU's is the host's own."""
-    return _DeviceTimeline(device.type == "cuda")
+timeline_of = Timeline
 
 
 def target(tensor: torch.Tensor) -> str:

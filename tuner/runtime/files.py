@@ -28,6 +28,8 @@ TMP_PREFIX = ".tmp-"
 TRASH_PREFIX = ".trash-"
 MANIFEST_NAME = "manifest.json"
 HASH_BLOCK_BYTES = 1 << 20
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+"""How a file is opened that must not be there."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Of Linux' `fcntl.h` and `fs.h`: below the working directory, and two names change places."""
 
@@ -89,22 +91,26 @@ def scratch_dir(prefix: str, parent: Path | None = None) -> Iterator[Path]:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def fsync_path(path: Path) -> None:
-    """Flush one file or directory to the disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+@contextmanager
+def opened(path: Path, flags: int, mode: int = 0o644) -> Iterator[int]:
+    """A descriptor of a file or directory for the length of the block. Raises OSError."""
+    descriptor = os.open(path, flags, mode)
     try:
-        os.fsync(descriptor)
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def fsync_path(path: Path) -> None:
+    """Flush one file or directory to the disk. Raises OSError."""
+    with opened(path, os.O_RDONLY | os.O_NOFOLLOW) as descriptor:
+        os.fsync(descriptor)
 
 
 def fsync_dir(path: Path) -> None:
     """Flush a directory's own entries (creations, renames) to the disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def flush_tree(path: Path) -> None:
@@ -137,26 +143,20 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
 
 def append(path: Path, data: bytes) -> None:
     """Add `data` to the end of a file, which is made where it is missing; never through a link. Raises OSError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-    try:
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW) as descriptor:
         os.write(descriptor, data)
-    finally:
-        os.close(descriptor)
 
 
-def write_new(path: Path, data: bytes, mode: int = 0o644) -> None:
+def write_new(path: Path, data: bytes) -> None:
     """Create `path`, which must not exist, with `data`, flushed to the disk. Raises MachineError."""
     with machine_errors(path, len(data)):
-        _write_new(path, data, mode)
+        _write_new(path, data)
 
 
-def _write_new(path: Path, data: bytes, mode: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
-    try:
+def _write_new(path: Path, data: bytes, mode: int = 0o644) -> None:
+    with opened(path, NEW, mode) as descriptor:
         write_all(descriptor, data)
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
@@ -197,6 +197,12 @@ def keep_json(path: Path, obj: Any) -> None:
         for leftover in path.parent.glob(f"{TMP_PREFIX}{path.name}-*"):
             leftover.unlink(missing_ok=True)
         write_json(path, obj)
+
+
+def typed_path(path: Path) -> str:
+    """A path as it is typed here: relative where it lies below."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
 
 
 def read_json(path: Path) -> dict[str, Any]:

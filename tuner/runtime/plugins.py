@@ -22,7 +22,7 @@ from tuner.errors import PluginError, is_out_of_memory
 
 Group = Literal[
     "tuner.hooks", "tuner.optimizers", "tuner.schedules", "tuner.methods", "tuner.tasks", "tuner.scorers",
-    "tuner.data_sources",
+    "tuner.data_sources", "tuner.tokenizers", "tuner.models",
 ]
 Plugin = Callable[..., Any]
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined]  # not in its list of names
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous as meetings
 
@@ -36,14 +36,15 @@ _gloo: tuple[object, ProcessGroup | None] | None = None
 
 
 @contextmanager
-def process_group(rank_info: RankInfo, device: str, timeout_s: float) -> Iterator[None]:
+def process_group(rank_info: RankInfo, device: str, timeout_s: float, alone: bool = False) -> Iterator[None]:
     """Join the run's processes for the length of the block: gloo on `cpu`, gloo and NCCL on `cuda`.
 
-    World size 1 starts nothing. Without OMP_NUM_THREADS, each local rank gets its share of the cores.
+    World size 1 starts nothing, unless one process is to be a group `alone`. Without OMP_NUM_THREADS, each local rank
+    gets its share of the cores.
     `timeout_s` bounds every collective, in seconds. Raises MachineError when the processes cannot meet, and
     LostRankError in place of what a collective raises when another process is gone or silent.
     """
-    if rank_info.world_size == 1:
+    if rank_info.world_size == 1 and not alone:
         yield
         return
     global _groups  # noqa: PLW0603
@@ -55,7 +56,7 @@ def process_group(rank_info: RankInfo, device: str, timeout_s: float) -> Iterato
     try:
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            store=_meet(rank_info, timeout_s),
+            store=_meet(rank_info, timeout_s) if rank_info.world_size > 1 else HashStore(),
             rank=rank_info.rank,
             world_size=rank_info.world_size,
             timeout=timedelta(seconds=timeout_s),

@@ -7,7 +7,8 @@ private names of torch anywhere else.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -15,6 +16,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from torch import nn
 
 from tuner.errors import MachineError
 
@@ -31,6 +33,7 @@ _PREDICTION = Need("predicting memory (`tuner profile` without --measure)", "tra
 _RECORDING = Need("recording a step (`tuner profile --measure`, `profile.steps`)", "training works without it")
 _SAMPLES = Need("answering samples on several processes (`eval.samples`)", "`eval.samples: 0` trains without it")
 _FLOAT8 = Need("`train.precision: fp8`", "`bf16` trains without it")
+_SHARDS = Need("shards of several processes, or in the host's memory", "one process without `parallel.offload` trains")
 _SELECTIVE = Need("`train.gradient_checkpointing: selective`", "`none` and `full` train without it")
 _COMPILED = Need("compiling layers with routers that are computed again", "`train.compile: false` trains without it")
 NAMES = {
@@ -41,11 +44,13 @@ NAMES = {
     "FakeTensorMode": ("torch._subclasses.fake_tensor.FakeTensorMode", _PREDICTION),
     "unset_fake_temporarily": ("torch._subclasses.fake_tensor.unset_fake_temporarily", _PREDICTION),
     "FakeStore": ("torch.testing._internal.distributed.fake_pg.FakeStore", _PREDICTION),
+    "FSDPParam": ("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam", _PREDICTION),
     "OPDEFS": ("torch._library.custom_ops.OPDEFS", _PREDICTION),
     "current_autograd_node": ("torch._C._current_autograd_node", _PREDICTION),
     "sequence_number": ("torch._C._autograd._get_sequence_nr", _PREDICTION),
     "RecordScope": ("torch._C._profiler.RecordScope", _RECORDING),
     "EventType": ("torch._C._profiler._EventType", _RECORDING),
+    "ProfilerConfig": ("torch._C._profiler._ExperimentalConfig", _RECORDING),
     "record_memory_history": ("torch.cuda.memory._record_memory_history", _RECORDING),
     "dump_snapshot": ("torch.cuda.memory._dump_snapshot", _RECORDING),
 }
@@ -120,6 +125,36 @@ def fsdp_groups(unit: Any) -> list[Any]:
     """
     state = private_attribute(unit, "_get_fsdp_state", _SAMPLES)()
     return list(private_attribute(state, "_fsdp_param_groups", _SAMPLES))
+
+
+def to_empty(module: nn.Module, place: Callable[[torch.Tensor], torch.device]) -> None:
+    """Give every tensor of a module storage where it has its place; torch's own has one place for all of them."""
+    private_attribute(module, "_apply", _SHARDS)(lambda one: torch.empty_like(one, device=place(one)))
+
+
+@contextmanager
+def moved_shards(
+    up: Callable[[torch.Tensor], torch.Tensor], down: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Within, of shards that FSDP2 keeps on the host it gathers what ``up`` makes, and keeps what ``down`` makes of
+    their gradients: of the copies to a device and back there is nothing to see where the device is the host."""
+    unit = __getattr__("FSDPParam")
+    gathered, sharded = unit.all_gather_inputs.fget, unit.to_sharded_dtensor
+
+    def copied(parameter: Any) -> Any:
+        on_host = private_attribute(parameter, "_sharded_param_data", _PREDICTION)
+        parameter._sharded_param_data = up(on_host) if parameter.offload_to_cpu else on_host
+        try:
+            return gathered(parameter)
+        finally:
+            parameter._sharded_param_data = on_host
+
+    unit.all_gather_inputs = property(copied)
+    unit.to_sharded_dtensor = lambda parameter, one: sharded(parameter, down(one) if parameter.offload_to_cpu else one)
+    try:
+        yield
+    finally:
+        unit.all_gather_inputs, unit.to_sharded_dtensor = property(gathered), sharded
 
 
 def schema(function: Any) -> Any:

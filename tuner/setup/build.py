@@ -115,6 +115,7 @@ def build(
         micro_batch_size=rows_at_once(recipe.train),
         rank=mesh.data_rank,
         world_size=mesh.data_size,
+        sizes=table.plan.sizes,
         portion=starts.portion,
         by_document=train_state.method.by_document,
         mismatched=train_state.method.mismatched,
@@ -151,10 +152,10 @@ def build_train_state(resolved: Resolved, root: CausalLM, step_config: StepConfi
     kernels = "torch" if in_fp16 and kernels == "liger" else kernels
     root.parts.complete(loss_kernel=KERNELS[kernels])
     require_known_losses(root.model.config)
-    if recipe.model.router_aux_loss_coef or weighs_routers(root.model.config):
+    if (z := recipe.model.router_z_loss_coef) or recipe.model.router_aux_loss_coef or weighs_routers(root.model.config):
         from tuner.model.router_loss import router_loss
 
-        root.parts.complete(router_loss=router_loss(root.model, recipe.model.router_aux_loss_coef))
+        root.parts.complete(router_loss=router_loss(root.model, recipe.model.router_aux_loss_coef, z_weight=z))
     scaling: NoLossScale = NoLossScale()
     if in_fp16:
         from tuner.train.loss_scale import LossScale  # most runs have none

@@ -236,10 +236,7 @@ def _check_template(path: Path) -> None:
         ) from None
     except UnicodeDecodeError:
         raise DataError(f"{path}: not UTF-8 text") from None
-    try:
-        ChatTemplate(text, {}, name=f"{path}: the chat template")
-    except DataError as error:
-        raise DataError(error.message, hint=error.hint) from None
+    ChatTemplate(text, {}, name=f"{path}: the chat template")
 
 
 def _check_source(source: DataSource) -> None:
@@ -253,6 +250,8 @@ def _check_source(source: DataSource) -> None:
 
 def _own_code(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """Key, name and group of entry points of each piece of the user's code."""
+    if recipe.tokenizer.use is not None:
+        yield "tokenizer.use", recipe.tokenizer.use, "tuner.tokenizers"
     if isinstance(recipe.method, CustomMethod):
         yield "method.use", recipe.method.use, "tuner.methods"
     if isinstance(recipe.optimizer, CustomOptimizer):

@@ -104,9 +104,10 @@ def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids
     before = len(found.problems)
     with found.of("model.config"):
         require_known_losses(model.config)
-    if recipe.model.router_aux_loss_coef:
-        with found.of("model.router_aux_loss_coef"):
-            router_loss(model, recipe.model.router_aux_loss_coef)
+    with found.of("model.router_aux_loss_coef"):
+        router_loss(model, recipe.model.router_aux_loss_coef or 0.0)
+    with found.of("model.router_z_loss_coef"):
+        router_loss(model, 0.0, z_weight=recipe.model.router_z_loss_coef)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     _select_each(recipe.model.freeze, names, "model.freeze", found)
     if isinstance(recipe.adapter, LowRankAdapter):

@@ -50,17 +50,21 @@ class FrozenHash:
         self._tensors, self._hashed = frozen_tensors(model)
         self._unread = unread
         self._cache, self._threads = cache, 1 if device_type == "cpu" else torch.get_num_threads()
-        self._taken: Future[str | None] = Future()
+        self._taken: Future[dict[str, Content]] = Future()
         threading.Thread(target=self._take, name="hash").start()
 
     def __call__(self) -> str | None:
         """Wait for it; None where all is trained. Raises what taking it raised."""
+        return hash_of_frozen(self.contents())
+
+    def contents(self) -> Mapping[str, Content]:
+        """What it is made of, by name."""
         return self._taken.result()
 
     def _take(self) -> None:
         try:
             contents = _contents(self._tensors, self._cache, self._threads, self._unread)
-            self._taken.set_result(hash_of_frozen({**contents, **self._hashed}))
+            self._taken.set_result({**contents, **self._hashed})
         except BaseException as error:  # noqa: BLE001 - who asks gets it
             self._taken.set_exception(error)
         self._tensors, self._unread = {}, None  # else a model in the host's memory would stay there

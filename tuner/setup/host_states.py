@@ -1,7 +1,8 @@
-"""Optimizer states in the host's memory: how much a recipe keeps there, and whether there is room."""
+"""Optimizer states and shards in the host's memory: how much a recipe keeps there, and whether there is room."""
 
 from __future__ import annotations
 
+from tuner.config.optimizers import AdamwOptimizer
 from tuner.errors import MemoryLimitError
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
@@ -19,20 +20,43 @@ def announce_host_states(console: Console, resolved: Resolved, rank_info: RankIn
     Raises MemoryLimitError where they take more than is free.
     """
     trained = trained_count(resolved)
-    needed, free = host_bytes(resolved, trained, rank_info), host_memory()[1]
+    whose, needed = f"optimizer.offload: the states of {trained:,} parameters", host_bytes(resolved, trained, rank_info)
+    room = _room(console, resolved, whose, needed)
+    moved = f"of each parameter {DOWN_BYTES} bytes come to the host in a step and {UP_BYTES} return"
+    console.say("optimizer", f"states in {room}; {moved}")
+
+
+def announce_host_shards(console: Console, resolved: Resolved, rank_info: RankInfo) -> None:
+    """Say what weights, gradients and states of a resolved recipe take of this machine's memory.
+
+    Raises MemoryLimitError where they take more than is free.
+    """
+    needed = shard_bytes(resolved, trained_count(resolved), rank_info)
+    room = _room(console, resolved, f"parallel.offload: shards of {resolved.n_parameters:,} parameters", needed)
+    console.say("offload", f"weights, gradients and states in {room}; weights are brought to the device by layers")
+
+
+def _room(console: Console, resolved: Resolved, whose: str, needed: int) -> str:
+    """So many bytes of the host's memory, in words. Raises MemoryLimitError where they are not free."""
+    free, key = host_memory()[1], whose.partition(":")[0]
     if needed > free:
         raise MemoryLimitError(
-            f"optimizer.offload: the states of {trained:,} parameters take {gib(needed)} of the host's memory, of "
-            f"which {gib(free)} is free",
+            f"{whose} take {gib(needed)} of the host's memory, of which {gib(free)} is free",
             hint="write offload: none on a device that holds them, or " + less_memory(resolved),
         )
-    console.say(
-        "optimizer",
-        f"states in {gib(needed)} of the host's memory, {gib(free)} free; of each parameter {DOWN_BYTES} bytes come to "
-        f"the host in a step and {UP_BYTES} return",
-    )
     if resolved.facts.kind == "cpu":
-        console.warn("optimizer.offload: host saves nothing on a CPU, whose memory is the host's; write offload: none")
+        console.warn(f"{key}: host saves nothing on a CPU, whose memory is the host's; write offload: none")
+    return f"{gib(needed)} of the host's memory, {gib(free)} free"
+
+
+def shard_bytes(resolved: Resolved, trained: int, rank_info: RankInfo) -> int:
+    """Bytes of one machine's memory that its processes take for shards: weights, and of so many trained parameters
+    gradients and states, both in the type of the weights that are trained."""
+    recipe, parts = resolved.recipe, weight_parts(resolved.recipe.parallel, rank_info)
+    weight = 4 if recipe.model.dtype == "fp32" else 2
+    own = 4 if recipe.adapter.kind != "none" else weight  # adapters are float32
+    kept = 3 if isinstance(recipe.optimizer, AdamwOptimizer) else 2  # a gradient, and AdamW's moments or SGD's one
+    return rank_info.local_world_size * -(-(resolved.n_parameters * weight + trained * own * kept) // parts)
 
 
 def host_bytes(resolved: Resolved, trained: int, rank_info: RankInfo) -> int:

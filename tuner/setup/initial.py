@@ -10,25 +10,32 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from tuner.config.methods import head_of
-from tuner.config.recipe import Recipe
+from tuner.config.recipe import InitFrom, Recipe
 from tuner.init_from.give import Giver
 from tuner.init_from.match import MOST, matched, plan_of
 from tuner.init_from.plan import KEY, InitPlan
 from tuner.init_from.report import report, summary
 from tuner.init_from.target import InitTarget, target_of
+from tuner.init_from.versions import pinned, versions_in
 from tuner.model.build import meta_model, model_config
 from tuner.model.quantize.layers import quantizable
 from tuner.model.trainable import TrainableSpec
 from tuner.setup.findings import Findings
 from tuner.setup.resolve import Resolved, model_spec, quantize_of
+from tuner.setup.specs import assembly_spec
 
 
-def planned(recipe: Recipe, config: PretrainedConfig, trainable: TrainableSpec, hashes: bool = False) -> InitPlan:
-    """What the entries give a model of this config, by headers; with ``hashes`` checkpoints are verified first.
+def planned(recipe: Recipe, config: PretrainedConfig, trainable: TrainableSpec) -> InitPlan:
+    """What the entries give a model of this config, by headers.
 
     Raises RecipeError with all that is unclear, DataError for damaged files.
     """
-    return plan_of(recipe.model.init_from, _target(recipe, config, trainable), hashes)
+    return plan_of(dict(enumerate(recipe.model.init_from)), _target(recipe, config, trainable))
+
+
+def newer(resolved: Resolved, entries: Mapping[int, InitFrom]) -> InitPlan:
+    """The same of entries by number, for the model of a resolved recipe."""
+    return plan_of(entries, _target(resolved.recipe, resolved.config, assembly_spec(resolved).trainable))
 
 
 def check_initial(recipe: Recipe, trainable: TrainableSpec, found: Findings) -> None:
@@ -37,7 +44,7 @@ def check_initial(recipe: Recipe, trainable: TrainableSpec, found: Findings) -> 
     Raises DataError for damaged files.
     """
     config = model_config(model_spec(recipe, trainable.new_ids))
-    problems = matched(recipe.model.init_from, _target(recipe, config, trainable), hashes=False)[1]
+    problems = matched(dict(enumerate(recipe.model.init_from)), _target(recipe, config, trainable), hashes=False)[1]
     for problem in problems[:MOST]:
         found.add(problem.key, problem.message, problem.hint)
     if len(problems) > MOST:
@@ -59,8 +66,10 @@ class Initial:
 
     def __init__(self, resolved: Resolved, trainable: TrainableSpec) -> None:
         """Plan it; nothing is read. On resuming, what the run was given then counts: see :class:`Resolved`."""
-        plan = planned(resolved.recipe, resolved.config, trainable, hashes=True)
         self._before = resolved.given
+        versions = resolved.versions if self._before is None else versions_in(self._before)
+        target = _target(resolved.recipe, resolved.config, trainable)
+        plan = plan_of(pinned(resolved.recipe.model.init_from, versions), target, hashes=True)
         self._giver = Giver(plan, trainable.new_ids, frozen_only=self._before is not None)
 
     def give_weights(self, model: Any) -> None:

@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -75,9 +76,8 @@ def _python() -> Iterator[Check]:
 
 
 def _libraries() -> Iterator[Check]:
-    try:
-        wanted = [Requirement(line) for line in importlib.metadata.requires("tuner-lm") or ()]
-    except importlib.metadata.PackageNotFoundError:
+    wanted = _wanted()
+    if not wanted:
         means = "tuner runs from a directory that is not installed: ranges of versions are not known"
         yield Check("libraries", "warning", "no metadata of tuner", means, "install the clone: pip install .")
         return
@@ -95,6 +95,13 @@ def _libraries() -> Iterator[Check]:
             yield Check(name, "warning", version, means, f'pip install "{requirement}"')
         elif name in BOUNDED:
             yield Check(name, "ok", f"{version}, within {requirement.specifier}")
+
+
+def _wanted() -> list[Requirement]:
+    """What tuner requires, its extras included; nothing where it is not installed."""
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return [Requirement(line) for line in importlib.metadata.requires("tuner-lm") or ()]
+    return []
 
 
 def _memory() -> Iterator[Check]:
@@ -170,10 +177,7 @@ def _extras() -> Iterator[Check]:
 
 def _packages(extra: str) -> str:
     """What an extra installs, by the metadata of tuner."""
-    try:
-        wanted = [Requirement(line) for line in importlib.metadata.requires("tuner-lm") or ()]
-    except importlib.metadata.PackageNotFoundError:
-        return extra
+    wanted = _wanted()
     names = [each.name for each in wanted if each.marker is not None and each.marker.evaluate({"extra": extra})]
     plain = {each.name for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})}
     return " ".join(name for name in names if name not in plain) or extra

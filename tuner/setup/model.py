@@ -58,7 +58,7 @@ def assemble_model(resolved: Resolved, rank_info: RankInfo) -> tuple[Built, Step
 
 def assembled(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch.device) -> Built:
     """The model of a resolved recipe, made as the spec says. Collective where there are several processes."""
-    if mesh.size > 1 or device.type != "cpu":
+    if mesh.axes or device.type != "cpu":
         return _handed_on(resolved, spec, mesh, device)
     initial = _initial(resolved, spec)
     inspected = _Inspected(resolved, initial)
@@ -131,9 +131,9 @@ def _handed_on(resolved: Resolved, spec: AssemblySpec, mesh: Mesh, device: torch
     from tuner.parallel.values import bring, materialise  # one process on a CPU has the model where it was read to
 
     unread = None if spec.tiles or resolved.recipe.model.init_from else UnreadWeights()
-    if mesh.size > 1:
-        meshes = mesh.device_meshes(device.type)
-        return _spread(resolved, spec, meshes, unread, partial(materialise, device=device, unread=unread))
+    if mesh.axes:
+        values = partial(materialise, device=device, unread=unread, on_host=spec.on_host)
+        return _spread(resolved, spec, mesh.device_meshes(device.type), unread, values)
     return _brought(resolved, spec, unread, partial(bring, device=device, unread=unread))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tuner.errors import RecipeError
-from tuner.train.plan import Plan, plan_steps
+from tuner.train.plan import Plan, batch_sizes, plan_steps
 
 if TYPE_CHECKING:
     from tuner.data.prepared import PackedRows
@@ -96,7 +96,8 @@ def extent_of(resolved: Resolved, rows: PackedRows, first_step: int) -> Extent:
     """The extent of a resolved run over such rows; those of a portion begin after ``first_step`` steps."""
     recipe = resolved.recipe
     if recipe.data.portions is None:
-        plan = plan_steps(recipe.train.duration, rows.tokens_per_row, recipe.train.global_batch_size)
+        sizes = batch_sizes(recipe.train, rows.tokens_per_row)
+        plan = plan_steps(recipe.train.duration, rows.tokens_per_row, recipe.train.global_batch_size, sizes)
         return Extent(plan, plan, rows.tokens_per_row, plan.total_steps)
     plans = PortionPlans(resolved)
     plan, limit = plans.plan(len(rows), first_step), plans.limit

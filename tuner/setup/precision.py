@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tuner.config.recipe import TrainSection
 from tuner.errors import MachineError
 from tuner.runtime.device import VOLTA, DeviceFacts
 
@@ -67,10 +68,10 @@ def require_precision(precision: str, facts: DeviceFacts) -> None:
         )
 
 
-def float8_reason(precision: str, model: PreTrainedModel) -> dict[str, str]:
+def float8_reason(train: TrainSection, model: PreTrainedModel) -> dict[str, str]:
     """Which layers of a model multiply in fp8, where that is computed in. Raises RecipeError where none can."""
-    if precision != "fp8":
+    if train.precision != "fp8":
         return {}
     from tuner.model.float8 import Float8Layers  # most runs go without
 
-    return {"fp8": Float8Layers.of(model).described()}
+    return {"fp8": Float8Layers.of(model, train.fp8_except).described()}

@@ -26,6 +26,7 @@ from tuner.model.build import (
 )
 from tuner.model.kernels import has_liger
 from tuner.model.native.library import native_problem
+from tuner.model.own_class import code_facts, register
 from tuner.model.row_layout import Route, route_of
 from tuner.model.transformers_private import commit_of
 from tuner.model.vetting import asks_router_logits, licence_of
@@ -41,16 +42,20 @@ from tuner.setup.precision import (
     precision_for,
     require_precision,
 )
-from tuner.setup.settled import changed, copy_on_each_machine, in_groups, rows_at_once, sharing, value_of
+from tuner.setup.settled import (
+    WITHOUT_PREDICTION,
+    changed,
+    copy_on_each_machine,
+    in_groups,
+    rows_at_once,
+    sharing,
+    value_of,
+)
 
 if TYPE_CHECKING:
     from tuner.model.quantize.layers import QuantizeSpec
 
 SMALL_MODEL_PARAMETERS = 500_000_000
-WITHOUT_PREDICTION = {
-    "micro_batch_size": 1, "gradient_checkpointing": "none", "offload_activations": False, "tiled_mlp": False,
-}  # fmt: skip
-"""What an `auto` of memory is where nothing is predicted."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,8 @@ class Resolved:
     """How the documents of a micro-batch go through the model."""
     given: Mapping[str, Any] | None = None
     """What `model.init_from` gave the run that is resumed, by its checkpoint; None where a run begins."""
+    versions: Mapping[int, str] = field(default_factory=dict)
+    """The paths of what a run that begins is given by those of its entries that newer versions are looked for of."""
     teacher: str | None = None
     """The directory of the teacher's version that is at hand, where `method.teacher_every` looks for newer ones."""
 
@@ -116,7 +123,7 @@ def resolve(
     meta = meta_model(config, torch.float32, spec.head)
     require_axes(recipe.parallel, meta)
     n_parameters = sum(p.numel() for p in meta.parameters())
-    reasons = _dropout_reason(spec) | _trained_part(spec, meta) | float8_reason(recipe.train.precision, meta)
+    reasons = _dropout_reason(spec) | _trained_part(spec, meta) | float8_reason(recipe.train, meta)
     values: dict[str, dict[str, Any]] = {}
 
     def settle(section: str, key: str, value: object, reason: str) -> None:
@@ -126,7 +133,7 @@ def resolve(
 
     settle("train", "device", facts.kind, facts.name)
     for key, value in WITHOUT_PREDICTION.items():
-        settle("train", key, value, "cpu" if facts.kind == "cpu" else "not predicted")
+        settle("train", key.removeprefix("train."), value, "cpu" if facts.kind == "cpu" else "not predicted")
     settle("train", "mock_batch", facts.kind == "cuda", facts.kind)
     settle("checkpoint", "async_save", *_async_save(recipe, facts, n_parameters, rank_info))
     precision, why = precision_for(recipe.train.precision, facts)
@@ -146,8 +153,7 @@ def resolve(
     if isinstance(recipe.optimizer, MuonOptimizer):
         settle("optimizer", "adamw_lr", values.get("optimizer", {}).get("lr", recipe.optimizer.lr), "that of lr")
     settle("parallel", "processes", rank_info.world_size, "as started")
-    machines = copy_on_each_machine(recipe, rank_info)
-    settle("parallel", "shard", "hybrid" if machines else "full", "several machines" if machines else "one machine")
+    settle("parallel", "shard", *_shard(recipe, rank_info))
     settle("parallel", "accumulate", "sharded", "least memory")  # whole, they take what the unsharded model does
     settle("data", "max_length", max_length, "as prepared")
     if reference_of(recipe.method) is not None:
@@ -161,6 +167,13 @@ def resolve(
     _check_liger(recipe, is_here)
     resolved = Resolved(done, facts, config, generation_config(spec, config), n_parameters, reasons, new_ids)
     return _by_structure(resolved, meta)
+
+
+def _shard(recipe: Recipe, rank_info: RankInfo) -> tuple[str, str]:
+    """How weights are sharded where nothing is predicted, and why."""
+    if recipe.parallel.replicas is not None:
+        return "hybrid", "parallel.replicas"
+    return ("hybrid", "several machines") if copy_on_each_machine(recipe, rank_info) else ("full", "one machine")
 
 
 def _by_structure(resolved: Resolved, model: PreTrainedModel) -> Resolved:
@@ -230,8 +243,10 @@ def _dropout_reason(spec: ModelSpec) -> dict[str, str]:
 
 
 def model_spec(recipe: Recipe, new_ids: range) -> ModelSpec:
-    """The model section as the model package takes it."""
+    """The model section as the model package takes it; transformers knows a class of the user's own from here on."""
     model = recipe.model
+    if model.use is not None:
+        register(model.use)
     has_reference = reference_of(recipe.method) is not None
     head, random_init = head_of(recipe.method), model.init == "random"
     spec = ModelSpec(
@@ -277,11 +292,18 @@ def manifest_facts(resolved: Resolved, with_licence: bool) -> dict[str, Any]:
             "n_parameters": resolved.n_parameters,
             "new_ids": [resolved.new_ids.start, resolved.new_ids.stop],
             "licence": licence_of(model.name_or_path, model.revision) if known else None,
+            **class_facts(resolved),
         },
         "adapter": None if recipe.adapter.kind == "none" else plain["adapter"],
         **({} if (quantizer := quantizer_facts(resolved)) is None else {"quantizer": quantizer}),
         "precision": recipe.train.precision,
     }
+
+
+def class_facts(resolved: Resolved) -> dict[str, Any]:
+    """What a checkpoint notes of a model class of the user's own, where there is one: its name, and its code's hash."""
+    use = resolved.recipe.model.use
+    return {} if use is None else {"code": code_facts(use)}
 
 
 def method_section(resolved: Resolved) -> Method:
@@ -361,12 +383,6 @@ def _async_save(recipe: Recipe, facts: DeviceFacts, n_parameters: int, rank_info
     return fits, facts.kind if fits else "too little memory of the host for copies"
 
 
-def _balances(recipe: Recipe, config: PretrainedConfig) -> bool:
-    """Whether routers have a loss: where the recipe weighs it, or says nothing and the config asks for it."""
-    weight = recipe.model.router_aux_loss_coef
-    return bool(weight) or (weight is None and asks_router_logits(config))
-
-
 def _compiled(recipe: Recipe, facts: DeviceFacts, meta: PreTrainedModel, no_triton: str | None) -> tuple[bool, str]:
     """Whether decoder layers are compiled, and why. Raises MachineError, or RecipeError of the model's own code, where
     they shall be and cannot."""
@@ -376,6 +392,8 @@ def _compiled(recipe: Recipe, facts: DeviceFacts, meta: PreTrainedModel, no_trit
     if wanted == "auto":
         if recipe.prober.steps:
             return False, "modules are looked into (prober.steps)"
+        if recipe.train.gradient_checkpointing_modules:
+            return False, "modules of layers are recomputed (train.gradient_checkpointing_modules)"
         if facts.kind != "cuda" or problem is not None or no_triton is not None:
             return False, problem or no_triton or facts.kind
         if not recipe.data.packs_rows:
@@ -421,10 +439,12 @@ def _default_lr(recipe: Recipe, n_parameters: int) -> tuple[float, str]:
 
 def _check_tiles(recipe: Recipe, config: PretrainedConfig) -> None:
     """Raise RecipeError for tiles of layers whose routers are asked what they say: they would say it in pieces."""
-    if recipe.train.tiled_mlp is True and _balances(recipe, config):
+    weight = recipe.model.router_aux_loss_coef
+    has_loss = bool(weight or recipe.model.router_z_loss_coef) or (weight is None and asks_router_logits(config))
+    if recipe.train.tiled_mlp is True and has_loss:
         raise RecipeError(
-            "train.tiled_mlp: layers whose routers have a loss (model.router_aux_loss_coef) cannot be computed over "
-            "tiles: transformers notes what routers say once a layer",
+            "train.tiled_mlp: layers whose routers have a loss (model.router_aux_loss_coef, router_z_loss_coef) cannot "
+            "be computed over tiles: transformers notes what routers say once a layer",
             hint="write tiled_mlp: false",
         )
 
@@ -472,14 +492,16 @@ def check_division(recipe: Recipe, processes: int) -> None:
 
     ``processes`` are all of a launch, in whole groups of those that share rows.
     """
-    rows, micro, shared = recipe.train.global_batch_size, rows_at_once(recipe.train), sharing(recipe.parallel)
-    there = processes // shared
-    if rows % (micro * there):
+    micro, shared = rows_at_once(recipe.train), sharing(recipe.parallel)
+    sizes = (("global_batch_size", recipe.train.global_batch_size),)
+    for key, rows in (*sizes, *(("batch_schedule", item.size) for item in recipe.train.batch_schedule)):
+        if rows % (micro * (processes // shared)) == 0:
+            continue
         numbers = range(1, min(rows, 64) + 1)
         allowed = ", ".join(str(number * shared) for number in numbers if rows % (micro * number) == 0)
         groups = in_groups(recipe.parallel, processes) + (", each" if shared > 1 else "")
         raise RecipeError(
-            f"train.global_batch_size: {rows} rows do not divide into {groups} of {micro} rows",
+            f"train.{key}: {rows} rows do not divide into {groups} of {micro} rows",
             hint=f"numbers of processes (parallel.processes) that divide it: {allowed}",
         )
 

@@ -20,6 +20,8 @@ AXES = ("tensor", "sequence", "expert")
 """Keys of `parallel` whose processes compute a layer or a row together, or have its experts between them."""
 PREDICTED = (MICRO, LEVEL, SHARD, TILED, OFFLOAD)
 """Keys whose `auto` is settled by prediction on CUDA."""
+WITHOUT_PREDICTION: Mapping[str, Any] = {MICRO: 1, LEVEL: "none", OFFLOAD: False, TILED: False}
+"""What an `auto` of memory is where nothing is predicted."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ def ways_to_shard(recipe: Recipe, rank_info: RankInfo) -> tuple[str, ...]:
     """Values of parallel.shard in the order in which they are wanted: the one with the least to send first."""
     if recipe.parallel.shard != "auto":
         return (recipe.parallel.shard,)
+    if recipe.parallel.replicas is not None:
+        return ("hybrid",)
     is_whole = recipe.parallel.tensor == recipe.parallel.expert == 1
     adapted = is_whole and recipe.adapter.kind != "none" and rank_info.world_size > 1
     machines = rank_info.local_world_size > 1 and copy_on_each_machine(recipe, rank_info)
@@ -101,13 +105,7 @@ def rows_at_once(train: TrainSection) -> int:
 
 def without_prediction(recipe: Recipe) -> Recipe:
     """The recipe with what an `auto` of memory is where nothing is predicted; sharding is left to its resolution."""
-    values: dict[str, Any] = {}
-    if recipe.train.micro_batch_size == "auto":
-        values[MICRO] = 1
-    if recipe.train.gradient_checkpointing == "auto":
-        values[LEVEL] = "none"
-    values |= {key: False for key in (TILED, OFFLOAD) if value_of(recipe, key) == "auto"}
-    return changed(recipe, values)
+    return changed(recipe, {key: value for key, value in WITHOUT_PREDICTION.items() if value_of(recipe, key) == "auto"})
 
 
 def whole_batches(loaded: LoadedRecipe, processes: int) -> Settled:

@@ -20,6 +20,7 @@ from tuner.model.trainable import TrainableSpec
 from tuner.parallel.assemble import AssemblySpec, Kernels, Recompute
 from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.runtime.dist import RankInfo
+from tuner.runtime.process import process_group
 from tuner.setup.resolve import Resolved, quantize_of
 from tuner.setup.settled import changed, rows_at_once
 from tuner.train.step import StepConfig
@@ -41,7 +42,16 @@ def require_groups(recipe: Recipe, rank_info: RankInfo) -> None:
 
 def mesh_of(parallel: ParallelSection, rank_info: RankInfo) -> Mesh:
     """The processes of a launch as a resolved recipe lays them out."""
-    return Mesh.of(rank_info, MeshSpec(parallel.shard, parallel.tensor, parallel.sequence, parallel.expert))
+    shard, on_host = parallel.shard, parallel.offload == "host"
+    spec = MeshSpec(shard, parallel.tensor, parallel.sequence, parallel.expert, parallel.replicas, on_host)
+    return Mesh.of(rank_info, spec)
+
+
+def joined(resolved: Resolved, rank_info: RankInfo) -> AbstractContextManager[None]:
+    """The processes of a launch, together; one alone is a group where it has shards."""
+    parallel = resolved.recipe.parallel
+    kind, alone = resolved.facts.kind, parallel.offload == "host"
+    return process_group(rank_info, kind, parallel.timeout.seconds, alone=alone)
 
 
 def weight_parts(parallel: ParallelSection, rank_info: RankInfo) -> int:
@@ -97,6 +107,9 @@ class TaskSections:
     stop_file: str | None
     timeout_s: float
     """What processes wait for each other."""
+    spike_window: int
+    trained_from_nothing: int | None
+    """Parameters without the input embedding, of a model that begins at random; None of others."""
 
 
 def task_sections(resolved: Resolved) -> TaskSections:
@@ -105,7 +118,15 @@ def task_sections(resolved: Resolved) -> TaskSections:
     return TaskSections(
         recipe.eval, recipe.checkpoint, recipe.health, recipe.profile, recipe.prober, recipe.logging, recipe.hooks,
         recipe.train.stop_after, recipe.train.stop_file, recipe.parallel.timeout.seconds,
+        recipe.train.spike_window, _trained_from_nothing(resolved),
     )  # fmt: skip
+
+
+def _trained_from_nothing(resolved: Resolved) -> int | None:
+    if resolved.recipe.model.init != "random" or resolved.recipe.model.init_from:
+        return None
+    embedding = meta_model_of(resolved).get_input_embeddings()
+    return resolved.n_parameters - sum(parameter.numel() for parameter in embedding.parameters())
 
 
 def assembly_spec(resolved: Resolved) -> AssemblySpec:
@@ -119,16 +140,20 @@ def assembly_spec(resolved: Resolved) -> AssemblySpec:
         kernels=cast("Kernels", recipe.model.kernels),
         recompute=cast("Recompute", train.gradient_checkpointing),
         recomputed_layers=train.gradient_checkpointing_layers,
+        recomputed_modules=train.gradient_checkpointing_modules,
         offload=train.offload_activations is True,
         tiles=train.tiled_mlp is True,
         padding=Padding(tokens, longest) if train.compile is True else None,
         reshard_after_forward=recipe.parallel.reshard_after_forward,
+        on_host=recipe.parallel.offload == "host",
+        reduced_in=torch.bfloat16 if recipe.parallel.reduce_dtype == "bf16" else None,
         rounded_to=COMPUTED.get(train.precision) if recipe.adapter.kind == "none" else None,
         tokens=tokens,
         row_wise=tuple(pattern for item in recipe.optimizer.rows for pattern in item.match),
         step_tokens=longest * recipe.train.global_batch_size,
         quantize=quantize_of(recipe),
         float8=train.precision == "fp8",
+        float8_except=train.fp8_except,
         route=resolved.route,
     )
 

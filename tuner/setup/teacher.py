@@ -3,7 +3,6 @@
 What is made of it is in :mod:`tuner.setup.build`.
 """
 
-import json
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +21,7 @@ from tuner.model.build import ModelSpec, meta_model, model_config
 from tuner.model.kernels import has_liger
 from tuner.rundir.exports import version_dirs
 from tuner.runtime.files import read_json
+from tuner.runtime.safetensors_header import read_header
 from tuner.setup.precision import frozen_dtype
 from tuner.setup.resolve import Resolved, route_for
 
@@ -31,8 +31,6 @@ READ = (
 )  # fmt: skip
 """What is read of a teacher besides weights: its config, vocabularies, and what else a tokenizer may consist of."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-MOST_HEADER = 100_000_000
-"""Bytes of a safetensors header, as the format has it."""
 
 
 def teacher_of(resolved: Resolved, method: DistillMethod) -> Resolved:
@@ -111,14 +109,10 @@ def files_read(version: Path) -> frozenset[str]:
 def _is_whole(weights: Path) -> bool:
     """Whether a safetensors file is as long as its header says."""
     try:
-        with weights.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 0 < length <= min(MOST_HEADER, weights.stat().st_size):
-                return False
-            header = json.loads(file.read(length))
-            ends = [of["data_offsets"][1] for name, of in header.items() if name != "__metadata__"]
-            return weights.stat().st_size == 8 + length + max(ends, default=0)
-    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError):
+        header, start = read_header(weights)
+        ends = [of["data_offsets"][1] for of in header.values()]
+        return weights.stat().st_size == start + max(ends, default=0)
+    except (DataError, OSError, TypeError, KeyError, IndexError):
         return False
 
 

@@ -15,7 +15,7 @@ from tuner.errors import RecipeError
 from tuner.setup.portions import extent_of
 from tuner.setup.settled import rows_at_once
 from tuner.train.plan import Cadence, Plan, cadence, mark_steps
-from tuner.train.schedule import Schedule, StartedLater, build_schedule, peak_factor, schedule_flaws
+from tuner.train.schedule import ScaledByBatch, Schedule, StartedLater, build_schedule, peak_factor, schedule_flaws
 
 if TYPE_CHECKING:
     from tuner.setup.resolve import Resolved
@@ -144,7 +144,7 @@ def timetable(resolved: "Resolved", prepared: PreparedData, starts: Starts = Sta
         evaluation = replace(evaluation, at_steps=mark_steps(recipe.eval.marks, extent.longest, tokens, "eval.marks"))
     return Timetable(
         extent.plan,
-        _schedule(recipe, whole, tokens, starts.schedule),
+        run_schedule(recipe, whole, tokens, starts),
         evaluation,
         due(recipe.checkpoint.every).or_of(exporting).or_of(kept),
         replace(kept, at_steps=marks),
@@ -162,9 +162,14 @@ def _known(every: Sequence[Duration] | None, limit: int | None) -> Sequence[Dura
     return [duration for duration in every if duration.unit != "%"] or None
 
 
-def _schedule(recipe: Recipe, plan: Plan, row_tokens: npt.NDArray[np.int64], start: int) -> Schedule:
-    """The learning rate over a run, or over the steps after ``start``, where it was reset."""
-    if not start:
-        return build_schedule(recipe.schedule, plan, row_tokens)
+def run_schedule(
+    recipe: Recipe, plan: Plan, row_tokens: npt.NDArray[np.int64], starts: Starts = Starts()  # noqa: B008 - frozen
+) -> Schedule:
+    """The learning rate over a run, or over the steps after it was reset."""
+    start = starts.schedule
     rest = replace(plan, total_steps=max(1, plan.total_steps - start))
-    return StartedLater(build_schedule(recipe.schedule, rest, row_tokens), start)
+    found: Schedule = build_schedule(recipe.schedule, rest if start else plan, row_tokens)
+    found = StartedLater(found, start) if start else found
+    if plan.sizes is None or not recipe.train.batch_scales_lr:
+        return found
+    return ScaledByBatch(found, plan.sizes, starts.data)

@@ -52,7 +52,7 @@ class Ema(StepPart):
         """Take the weights after an update into the averages, unless ``skip``, a boolean scalar on the device."""
         share = torch.where(skip, 0.0, 1.0 - self._decay).float()
         for name, average in self._averages.items():
-            average.lerp_(local(self._parameters[name].data).float(), share)
+            average.lerp_(local(self._parameters[name].data).float(), share.to(average.device))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

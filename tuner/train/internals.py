@@ -10,7 +10,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
@@ -27,12 +27,15 @@ from tuner.runtime import phase
 from tuner.runtime.device import to_device
 from tuner.train.step import StepConfig, TrainState
 
+# Figures by their names in metrics.jsonl, before a slash and the name of a layer.
 WEIGHTS, GRADIENTS, UPDATES = "weight_rms", "grad_rms", "update_rms"
 OUTPUTS, LOGITS, DEAD = "activation_rms", "attention_logit_max", "dead_share"
 BUSIEST, UNUSED, ENTROPY, PROCESS = "router_busiest", "router_unused", "router_entropy", "router_busiest_process"
-FIGURES = (WEIGHTS, GRADIENTS, UPDATES, OUTPUTS, LOGITS, DEAD, BUSIEST, UNUSED, ENTROPY, PROCESS)
-"""By their names in metrics.jsonl, before a slash and the name of a layer."""
+ROUTER_MAX, ROUTER_MEAN = "router_logit_max", "router_logit_mean"
+STATES = {"decay_log": "A_log", "state_norm": "norm"}
+"""Of layers that keep a state with a decay: what is measured of them, each with `_min` and `_max` after its name."""
 EMBEDDING, OUTPUT, REST = "embedding", "output", "rest"
+_MAXIMA = "maxima"
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -139,6 +142,8 @@ class Inside:
     mesh: Mesh
     counts: bool
     """Whether the documents of this process's microbatch count; others only keep it in step."""
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Of this process's shares of weights, by figure: the largest value, or the negative of the smallest one."""
 
     @staticmethod
     def of(root: CausalLM, batch: Batch, step_config: StepConfig, step: int) -> Inside:
@@ -146,7 +151,7 @@ class Inside:
         ids, places = (to_device(array, step_config.device) for array in (batch.input_ids, batch.position_ids))
         with step_config.autocast():
             found = observe(root, ids, places, batch.lengths, rows_at(step))
-        return Inside(found, step_config.mesh, len(batch.documents) > 0)
+        return Inside(found, step_config.mesh, len(batch.documents) > 0, state_weights(root))
 
     def sums(self) -> dict[str, torch.Tensor]:
         """What adds up over processes, float64 on the device by name; of maxima each process has a row of its own."""
@@ -156,11 +161,10 @@ class Inside:
             found[OUTPUTS] = torch.stack(list(seen.squares.values())) * weight
             counted = [float(count) * weight for count in seen.elements.values()]
             found["elements"] = torch.tensor(counted, dtype=torch.float64, device=found[OUTPUTS].device)
-        if seen.largest_logit:
-            own = torch.stack(list(seen.largest_logit.values())).double()
-            rows = own.new_zeros(self.mesh.size, len(own))
-            rows[self.mesh.rank] = own if self.counts else -torch.inf
-            found[LOGITS] = rows
+        if maxima := self._maxima():
+            own = torch.stack(list(maxima.values()))
+            found[_MAXIMA] = own.new_zeros(self.mesh.size, len(own))
+            found[_MAXIMA][self.mesh.rank] = own
         for layer, alive in seen.alive.items():
             # Processes that compute a layer together may have units of their own, each in a row of its own here.
             units = alive.new_zeros(self.mesh.tensor, len(alive), dtype=torch.float64)
@@ -168,9 +172,19 @@ class Inside:
             found[f"{DEAD}/{layer}"] = units
         for layer, router in seen.routers.items():
             found[f"{BUSIEST}/{layer}"] = router.chosen * weight
-            if router.entropy is not None:
-                found[f"{ENTROPY}/{layer}"] = router.entropy[None] * weight
+            if router.said is not None:
+                found[f"{ENTROPY}/{layer}"] = router.said * weight
         return found
+
+    def _maxima(self) -> dict[str, torch.Tensor]:
+        """This process's part of what is largest, float64 scalars by figure."""
+        routers = {index: one.largest for index, one in self.observation.routers.items() if one.largest is not None}
+        seen = {
+            f"{figure}/{layer_name(index)}": one.double() if self.counts else torch.full_like(one.double(), -torch.inf)
+            for figure, layers in ((LOGITS, self.observation.largest_logit), (ROUTER_MAX, routers))
+            for index, one in layers.items()
+        }
+        return seen | dict(self.weights)
 
     def figures(self, sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         """The figures by name, of sums over all processes."""
@@ -178,28 +192,50 @@ class Inside:
         if OUTPUTS in sums:
             means = (sums[OUTPUTS] / sums["elements"]).sqrt().tolist()
             found |= {f"{OUTPUTS}/{layer_name(i)}": mean for i, mean in zip(seen.squares, means, strict=True)}
-        if LOGITS in sums:
-            largest = sums[LOGITS].amax(0).tolist()
-            found |= {f"{LOGITS}/{layer_name(i)}": one for i, one in zip(seen.largest_logit, largest, strict=True)}
+        if _MAXIMA in sums:
+            largest = sums[_MAXIMA].amax(0).tolist()
+            found |= {n: -one if "_min/" in n else one for n, one in zip(self._maxima(), largest, strict=True)}
         for layer in seen.alive:
             found[f"{DEAD}/{layer_name(layer)}"] = float((sums[f"{DEAD}/{layer}"] == 0).double().mean())
         for layer in seen.routers:
             found |= self._of_router(layer_name(layer), sums[f"{BUSIEST}/{layer}"], sums.get(f"{ENTROPY}/{layer}"))
         return found
 
-    def _of_router(self, layer: str, chosen: torch.Tensor, entropy: torch.Tensor | None) -> dict[str, float]:
-        """How even one router's choices are: 1 is even, for the busiest expert or process and for the entropy."""
+    def _of_router(self, layer: str, chosen: torch.Tensor, said: torch.Tensor | None) -> dict[str, float]:
+        """How even one router's choices are: 1 is even, for the busiest expert or process and for the entropy; and the
+        mean of its logits."""
         experts, total = len(chosen), max(float(chosen.sum()), 1.0)
         found = {
             f"{BUSIEST}/{layer}": float(chosen.max()) * experts / total,
             f"{UNUSED}/{layer}": float((chosen == 0).double().mean()),
         }
-        if entropy is not None:
-            tokens = max(total / self.observation.per_token, 1.0)
-            found[f"{ENTROPY}/{layer}"] = float(entropy) / tokens / math.log(experts) if experts > 1 else 1.0
+        if said is not None:
+            entropy, mean = (said / max(total / self.observation.per_token, 1.0)).tolist()
+            found[f"{ENTROPY}/{layer}"] = entropy / math.log(experts) if experts > 1 else 1.0
+            found[f"{ROUTER_MEAN}/{layer}"] = mean
         if (spread := self.mesh.expert) > 1:  # what each process of a group has to compute, added up over groups
             found[f"{PROCESS}/{layer}"] = float(chosen.view(spread, -1).sum(1).max()) * spread / total
         return found
+
+
+@torch.no_grad()
+def state_weights(root: CausalLM) -> dict[str, torch.Tensor]:
+    """Of layers with a decaying state (gated delta rules, Mamba), this process's largest value, and the negative of its
+    smallest one, of the decays' logarithms and of the norms' weights: float64 scalars by figure."""
+    found: dict[str, torch.Tensor] = {}
+    for index, block in enumerate(decoder_blocks(root.model, "logging.internals")):
+        for module in block.modules():
+            if not isinstance(getattr(module, STATES["decay_log"], None), nn.Parameter):
+                continue
+            for figure, name in STATES.items():
+                part = getattr(module, name, None)
+                weight = part if isinstance(part, nn.Parameter) else getattr(part, "weight", None)
+                if weight is not None:
+                    own = local(weight.detach()).double()
+                    for end, values in (("min", -own), ("max", own)):
+                        most = values.amax() if own.numel() else own.new_tensor(-torch.inf)  # no share is here
+                        found[f"{figure}_{end}/{layer_name(index)}"] = most
+    return found
 
 
 def added_up(sums: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from tuner.config.optimizers import (
@@ -26,6 +25,7 @@ from tuner.config.optimizers import (
 from tuner.errors import RecipeError
 from tuner.model.freeze import select
 from tuner.parallel.fsdp import local
+from tuner.parallel.mesh import mesh_on
 from tuner.runtime.torch_private import divide_
 from tuner.runtime.warned import pass_on
 from tuner.train.moments import (
@@ -89,20 +89,22 @@ class OptimizerSet:
     def step(self, bad: torch.Tensor | None = None, divisor: torch.Tensor | None = None) -> None:
         """Update the parameters from their gradients divided by ``divisor``, unless ``bad``.
 
-        Both are scalars on the device. Where ``bad`` is true, parameters, moments and step counts stay as they are; the
-        host reads it only if not ``takes_flag``, or where it computes the update.
+        Both are scalars, moved to the host where weights lie there. Where ``bad`` is true, parameters, moments and step
+        counts stay as they are; the host reads it only if not ``takes_flag``, or where it computes the update.
         """
         if not self.takes_flag and bad is not None and bool(bad):
             return
         self._see_parts()
+        place = min((held.device for held in self._held.values()), key=lambda device: device.type != "cpu")
+        bad, divisor = (None if one is None else one.to(place).float() for one in (bad, divisor))
         for optimizer in self._optimizers:
             if self.takes_flag or optimizer is self._of_rows:
                 # The names that torch's GradScaler gives to what it hands over.
-                optimizer.found_inf = None if bad is None else bad.float()  # type: ignore[union-attr]
-                optimizer.grad_scale = None if divisor is None else divisor.float()  # type: ignore[union-attr]
+                optimizer.found_inf = bad  # type: ignore[union-attr]
+                optimizer.grad_scale = divisor  # type: ignore[union-attr]
             elif divisor is not None:
                 grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-                divide_(grads, divisor.float())
+                divide_(grads, divisor)
             optimizer.step()
 
     def zero_grad(self) -> None:
@@ -394,9 +396,7 @@ def _as_sharded(moment: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.
         shape = torch.Size(like.shape[dim] for dim in dims)
     elif tensor.shape != part.shape:  # of an optimizer that has the parameter whole
         shape, dims = tensor.shape, ()
-    mesh = like.device_mesh
-    if tensor.device.type != mesh.device_type and not tensor.is_meta:
-        mesh = _mesh_for(tensor.device.type, mesh)  # on the parameter's, torch would move it to that device
+    mesh = mesh_on(tensor.device.type, like.device_mesh)
     placements = [_of_dims(placement, dims) for placement in like.placements]
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=strides)
@@ -410,12 +410,3 @@ def _of_dims(placement: Any, dims: tuple[int, ...]) -> Placement:
     if dim == placement.dim:
         return cast("Placement", placement)
     return cast("Placement", type(placement)(dim) if parts is None else type(placement)(dim, split_factor=parts))
-
-
-@cache
-def _mesh_for(kind: str, mesh: DeviceMesh) -> DeviceMesh:
-    """The same processes with the same groups, for tensors on another kind of device."""
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    if mesh.ndim == 1:
-        return DeviceMesh.from_group(groups[0], kind, mesh_dim_names=mesh.mesh_dim_names)
-    return DeviceMesh.from_group(groups, kind, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)

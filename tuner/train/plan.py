@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count, takewhile
 
 import numpy as np
 import numpy.typing as npt
 
 from tuner.config.duration import Duration
+from tuner.config.recipe import TrainSection
+from tuner.data.batch_sizes import BatchSizes, Change
 from tuner.errors import RecipeError
 
 
@@ -19,10 +22,15 @@ class Plan:
     global_batch_size: int
     steps_per_epoch: int
     total_steps: int
+    sizes: BatchSizes | None = None
+    """The size of each step, where it changes."""
 
     def epoch_at(self, step: int) -> float:
         """Epochs finished after ``step`` steps."""
-        return step / self.steps_per_epoch
+        if self.sizes is None:
+            return step / self.steps_per_epoch
+        place = self.sizes.place(step, self.rows)
+        return place.epoch + place.start / self.rows
 
     def derivation(self, duration: Duration, row: str = "row") -> str:
         """How the number of steps follows: ``45 rows / 8 = 6 steps an epoch, 3 epochs = 18 steps``.
@@ -30,18 +38,33 @@ class Plan:
         An epoch's last batch may be smaller, so the epochs of a duration in steps or tokens are rounded. ``row`` is
         what a row is called.
         """
-        rows, batch = f"{self.rows:,} {row}{'s' if self.rows != 1 else ''}", self.global_batch_size
+        rows, batch = f"{self.rows:,} {row}{'s' if self.rows != 1 else ''}", str(self.global_batch_size)
+        for after, size in () if self.sizes is None else self.sizes.changes:
+            batch += f", after step {after:,} {size}"
         steps = f"{self.total_steps:,} step{'s' if self.total_steps != 1 else ''}"
-        if duration.unit == "epochs":
+        if duration.unit == "epochs" and self.sizes is None:
             per_epoch = f"{self.steps_per_epoch:,} step{'s' if self.steps_per_epoch != 1 else ''} an epoch"
             return f"{rows} / {batch} = {per_epoch}, {duration} = {steps}"
-        derived = f"{steps} of {batch} row{'s' if batch != 1 else ''}"
-        start = f"{duration} = {derived}" if duration.unit == "tokens" else derived
+        derived = f"{steps} of {batch} row{'s' if batch != '1' else ''}"
+        start = derived if duration.unit == "steps" else f"{duration} = {derived}"
         epochs = f"{self.epoch_at(self.total_steps):.2f}"
         return f"{start}, {epochs} epoch{'s' if epochs != '1.00' else ''} of {rows}"
 
 
-def plan_steps(duration: Duration, row_tokens: npt.NDArray[np.int64], global_batch_size: int) -> Plan:
+def batch_sizes(train: TrainSection, row_tokens: npt.NDArray[np.int64]) -> BatchSizes | None:
+    """The sizes of a run's steps where `train.batch_schedule` changes them. Raises RecipeError for one out of order."""
+    found = BatchSizes(train.global_batch_size)
+    for item in train.batch_schedule:
+        after = plan_steps(item.after, row_tokens, found.first, found).total_steps
+        if found.changes and after <= found.changes[-1].after:
+            raise RecipeError(f"train.batch_schedule: {item.after} is step {after:,}, not after the change before it")
+        found = BatchSizes(found.first, (*found.changes, Change(after, item.size)))
+    return found if found.changes else None
+
+
+def plan_steps(
+    duration: Duration, row_tokens: npt.NDArray[np.int64], global_batch_size: int, sizes: BatchSizes | None = None
+) -> Plan:
     """Compute the number of optimizer steps of a run over rows of the given token counts.
 
     A token duration ends with the step that reaches it, counted at the mean tokens of a row, so that it does not depend
@@ -51,20 +74,22 @@ def plan_steps(duration: Duration, row_tokens: npt.NDArray[np.int64], global_bat
     steps_per_epoch = math.ceil(rows / global_batch_size)
     if duration.unit == "steps":
         total = int(duration.count)
+    elif sizes is not None and duration.unit in {"epochs", "tokens"}:
+        total = sizes.steps(duration.count * rows / (1 if duration.unit == "epochs" else int(row_tokens.sum())), rows)
     elif duration.unit == "epochs":
         total = math.ceil(duration.count * steps_per_epoch)
     elif duration.unit == "tokens":
         total = math.ceil(duration.count * steps_per_epoch / int(row_tokens.sum()))
     else:
         raise RecipeError(f"{duration} is not a length of training", hint="write epochs, steps or tokens")
-    return Plan(rows, global_batch_size, steps_per_epoch, total)
+    return Plan(rows, global_batch_size, steps_per_epoch, total, sizes)
 
 
 def steps_of(duration: Duration, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> int:
     """A cadence or warm-up in whole steps, at least one."""
     if duration.unit == "%":
         return max(1, math.ceil(duration.share * plan.total_steps))
-    return max(1, plan_steps(duration, row_tokens, plan.global_batch_size).total_steps)
+    return max(1, plan_steps(duration, row_tokens, plan.global_batch_size, plan.sizes).total_steps)
 
 
 @dataclass(frozen=True)
@@ -93,13 +118,16 @@ class Cadence:
 
 def cadence(every: Sequence[Duration] | None, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> Cadence:
     """Resolve ``every:`` of a recipe; None (written ``never``) is a cadence that is never due."""
-    steps, seconds = [], []
+    steps, seconds, at_steps = [], [], set[int]()
     for duration in every or ():
         if duration.unit in ("s", "min", "h"):
             seconds.append(duration.seconds)
+        elif plan.sizes is not None and duration.unit in {"epochs", "tokens"}:  # no longer every so many steps
+            times = (steps_of(replace(duration, count=duration.count * n), plan, row_tokens) for n in count(1))
+            at_steps.update(takewhile(lambda step: step <= plan.total_steps, times))
         else:
             steps.append(steps_of(duration, plan, row_tokens))
-    return Cadence(tuple(steps), min(seconds) if seconds else None)
+    return Cadence(tuple(steps), min(seconds) if seconds else None, frozenset(at_steps))
 
 
 def mark_steps(

@@ -182,6 +182,8 @@ class Progress:
     """Whether other rows may follow the plan's last step: the plan is that of one portion of several."""
     awaiting: str | None = None
     """Why this launch ends before the next portion: it is not there, or is another launch's."""
+    portions: int = 1
+    """Which portion of several the plan is that of, counted from 1; those that were left out do not count."""
     saves_last: bool = True
     """Whether the plan's last step is saved where other rows follow it."""
 

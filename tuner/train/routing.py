@@ -1,4 +1,4 @@
-"""The router's loss over the global batch of a step, and over held-out documents."""
+"""The losses of routers over the global batch of a step, and over held-out documents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tuner.parallel.mesh import Mesh
 from tuner.train.methods.method import Counts, Sum, Terms
 from tuner.train.step_parts import StepForwards, StepPart
 
-TERM, BALANCE = "router_aux", "router_balance"
+TERM, BALANCE, Z_TERM = "router_aux", "router_balance", "router_z"
 _PER = "steps"
 
 
@@ -31,6 +31,8 @@ class Routing(StepPart):
         self._is_agreed = False
         self._parts = 1
         """How many values of the loss a step has; it is their mean."""
+        self._tokens = 1
+        """Of the global batch."""
 
     def counts(self, counts: Counts) -> Counts:
         """With the one step that the router's loss is divided by."""
@@ -40,7 +42,9 @@ class Routing(StepPart):
     def before_forward(self, step: StepForwards) -> None:
         """Of several micro-batches, have the routers choose for all of them first, in a forward of each with the same
         dropout as the one that is trained. Collective."""
-        self._chosen, self._is_agreed, self._parts = None, False, 1
+        self._chosen, self._is_agreed, self._parts, self._tokens = None, False, 1, step.batches.tokens
+        if not self._router.weight:
+            return  # a z-loss is a mean over tokens: nothing has to be known of the others
         if not self._is_global:
             self._parts = len(step.batches.micro) * self._mesh.size // self._mesh.tensor
         elif len(step.batches.micro) > 1:
@@ -51,7 +55,7 @@ class Routing(StepPart):
 
     def terms(self, batch: Batch, terms: Terms) -> Terms:
         """With the micro-batch's part of the router's loss. Collective where it is the only one, and asked globally."""
-        if not self._is_global:
+        if not self._is_global or not self._router.weight:
             self._chosen = _counting(self._router, batch).chosen
         elif not self._is_agreed:
             self.note(batch)
@@ -72,41 +76,50 @@ class Routing(StepPart):
         self._is_agreed = True
 
     def with_loss(self, terms: Terms, batch: Batch) -> Terms:
-        """The micro-batch's terms with its part of the router's loss, from the forward that gave them; as a figure
-        without its weight and over k, which is 1 where the experts are evenly busy."""
+        """The micro-batch's terms with its part of the routers' losses, from the forward that gave them; that which
+        keeps experts busy as a figure, too, without its weight and over k: 1 where they are evenly busy."""
         assert self._chosen is not None, "the step was counted"
-        value = self._router.value(self._chosen, _counting(self._router, batch).probability) / self._parts
-        balance = Sum(value.detach() / self._router.per_token, _PER)
-        losses = {**terms.losses, TERM: Sum(self._router.weight * value, _PER)}
-        return Terms(losses, {**terms.figures, BALANCE: balance})
+        router, sums = self._router, _counting(self._router, batch)
+        losses, figures = dict(terms.losses), dict(terms.figures)
+        if router.weight:
+            value = router.value(self._chosen, sums.probability) / self._parts
+            losses[TERM] = Sum(router.weight * value, _PER)
+            figures[BALANCE] = Sum(value.detach() / router.per_token, _PER)
+        if router.z_weight:
+            losses[Z_TERM] = Sum(router.z_weight * sums.squares / (self._tokens * router.layers), _PER)
+        return Terms(losses, figures)
 
 
 class HeldOutRouting:
     """The same of held-out documents, all of them together."""
 
     def __init__(self, router: RouterLoss, mesh: Mesh, device: torch.device) -> None:
-        self._router, self._mesh = router, mesh
-        zeros = torch.zeros(router.experts, dtype=torch.float64, device=device)
-        self._sums = RoutingSums(zeros, zeros)
+        self._router, self._mesh, self._sums = router, mesh, router.nothing(device)
 
+    @torch.no_grad()
     def note(self, batch: Batch) -> None:
         """Add the forward that the model has just done."""
-        new = _counting(self._router, batch)
-        chosen, probability = (old + one.detach() for old, one in zip(self._sums, new, strict=True))
-        self._sums = RoutingSums(chosen, probability)
+        old, new = self._sums, _counting(self._router, batch)
+        self._sums = RoutingSums(old.chosen + new.chosen, old.probability + new.probability, old.squares + new.squares)
 
     def figures(self) -> Mapping[str, float]:
-        """The router's loss with its weight, and without it over k. Collective."""
-        both = torch.stack(self._sums)
+        """The router's loss with its weight, and without it over k; the z-loss with its weight. Collective."""
+        router, n = self._router, self._router.experts
+        every = torch.cat([self._sums.chosen, self._sums.probability, self._sums.squares[None]])
         if dist.is_initialized():
-            dist.all_reduce(both)
-            both /= self._mesh.tensor
-        value = float(self._router.value(both[0], both[1]))
-        return {TERM: self._router.weight * value, BALANCE: value / self._router.per_token}
+            dist.all_reduce(every)
+            every /= self._mesh.tensor
+        chosen, figures = every[:n], dict[str, float]()
+        if router.weight:
+            value = float(router.value(chosen, every[n:-1]))
+            figures |= {TERM: router.weight * value, BALANCE: value / router.per_token}
+        if router.z_weight:
+            figures[Z_TERM] = float(router.z_weight * every[-1] / router.seen(chosen))
+        return figures
 
 
 def _counting(router: RouterLoss, batch: Batch) -> RoutingSums:
     if len(batch.documents):
         return router.sums
-    chosen, probability = router.sums
-    return RoutingSums(torch.zeros_like(chosen), probability * 0.0)
+    chosen, probability, squares = router.sums
+    return RoutingSums(torch.zeros_like(chosen), probability * 0.0, squares * 0.0)

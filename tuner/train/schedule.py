@@ -21,6 +21,7 @@ from tuner.config.schedules import (
     WsdPeriodsSchedule,
     WsdSchedule,
 )
+from tuner.data.batch_sizes import BatchSizes
 from tuner.errors import PluginError, RecipeError
 from tuner.runtime.plugins import Plugin, load, naming, require_call, source_file
 from tuner.train.plan import Plan, steps_of
@@ -48,6 +49,8 @@ class Decay:
     end: int
     shape: Shape
     floor: float = 0.0
+    peak: float = 1.0
+    """By what all of its period is multiplied, from the end of the fall before."""
 
     @property
     def is_lost(self) -> bool:
@@ -84,7 +87,7 @@ class WarmupDecay:
         """The factor at ``index``; where a fall begins within the warm-up, the lower of both."""
         risen = index / self.warmup_steps if index < self.warmup_steps else 1.0
         fall = next((fall for fall in self.falls if index <= fall.end), self.falls[-1] if self.falls else None)
-        return risen if fall is None else min(risen, fall.factor(index))
+        return risen if fall is None else fall.peak * min(risen, fall.factor(index))
 
     def turns(self) -> list[tuple[int, str]]:
         """The end of the warm-up, and where falls begin, end and start again."""
@@ -112,6 +115,26 @@ class StartedLater:
     def turns(self) -> list[tuple[int, str]]:
         """Those of the schedule, counted from the run's beginning."""
         return [(index + self.steps, what) for index, what in self.inner.turns()]
+
+
+@dataclass(frozen=True)
+class ScaledByBatch:
+    """A schedule times the square root of how many times as large a step's batch is as the first one's."""
+
+    inner: Schedule
+    sizes: BatchSizes
+    begun: int = 0
+    """The step of the run after which the sizes count."""
+
+    def factor(self, index: int) -> float:
+        """The factor at ``index``, above 1 with larger batches."""
+        size = self.sizes.place(max(0, index - 1 - self.begun), 1).size
+        return self.inner.factor(index) * math.sqrt(size / self.sizes.first)
+
+    def turns(self) -> list[tuple[int, str]]:
+        """Those of the schedule, and where sizes change."""
+        changes = [(after + 1 + self.begun, f"steps of {size} rows") for after, size in self.sizes.changes]
+        return sorted([*self.inner.turns(), *changes])
 
 
 def build_schedule(section: Section, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> Schedule:
@@ -210,10 +233,11 @@ def _end(total: int, floor: float) -> int:
 
 def _periods(section: WsdPeriodsSchedule, plan: Plan, row_tokens: npt.NDArray[np.int64]) -> Iterator[Decay]:
     decay, end = section.decay, 0
-    for length in [steps_of(period, plan, row_tokens) for period in section.periods]:
+    peaks = section.peaks or (1.0,) * len(section.periods)
+    for length, peak in zip([steps_of(one, plan, row_tokens) for one in section.periods], peaks, strict=True):
         end += length
         steps = max(1, math.ceil(decay.share * length)) if decay.unit == "%" else steps_of(decay, plan, row_tokens)
-        yield Decay(end - min(steps, length), end, section.decay_shape, section.min_lr_ratio)
+        yield Decay(end - min(steps, length), end, section.decay_shape, section.min_lr_ratio, peak)
     if end < plan.total_steps:
         raise RecipeError(
             f"schedule.periods: they end after {end:,} steps, the run has {plan.total_steps:,}",

@@ -151,7 +151,7 @@ def optimizer_step(state: TrainState, index: int, batches: StepBatches, factor: 
     phase.enter_part(index + 1, "optimizer")
     # The norm and every term in one all-reduce: on each rank they are the same bits, so all ranks decide alike.
     # The norm's part is a sum of squares, divided by how many processes hold the same numbers: the root comes last.
-    squares = squared_norm(list(state.gradients().values()), state.step_config.mesh)
+    squares = squared_norm(list(state.gradients().values()), state.step_config.mesh).to(state.step_config.device)
     terms = [*sums.losses.values(), *sums.figures.values()]
     # float64: a sum over thousands of ranks and millions of tokens keeps what float32 would round away.
     totals = torch.stack([tensor.double() for tensor in (squares, *(term.value for term in terms))])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.data import families, tiny
 from tests.data.building.test_sampling import digests
-from tests.fixtures import forked
+from tests.fixtures import commands
 from tuner.config.duration import Duration
 from tuner.data.building.explain import explain
 from tuner.data.building.prepare import PreparedInfo, prepare
@@ -24,8 +23,6 @@ from tuner.data.building.report import report_lines, warnings_of
 from tuner.data.building.sampling import hold_out
 from tuner.data.prepared import open_prepared
 from tuner.errors import DataError
-
-ROOT = Path(__file__).parents[3]
 
 
 def chats(count: int, answers: int = 3, start: int = 0) -> list[dict[str, Any]]:
@@ -149,12 +146,9 @@ def test_the_command_says_it(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("model: {name_or_path: ./model}\ndata: {train: rows.jsonl}\n")
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "tuner", "prepare-data", *arguments]
-        environment = {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(tmp_path / "cache")}
-        return forked.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
+        return commands.tuner("prepare-data", *arguments, cwd=tmp_path, code=0, TUNER_CACHE=str(tmp_path / "cache"))
 
     done = run("--json")
-    assert done.returncode == 0, done.stderr
     assert "6 documents of 2 chats, one for each answer" in done.stderr
     assert json.loads(done.stdout)["metrics"]["by_answer"] == {"chats": 2, "documents": 6, "left_out": {}}
     shown = [json.loads(line) for line in run("--explain", "1").stdout.splitlines()]

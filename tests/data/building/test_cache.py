@@ -16,6 +16,7 @@ import pytest
 
 from tests.data import tiny
 from tests.fixtures import forked
+from tests.fixtures.bits import flip_bit
 from tuner.config.recipe import TokenizerSection
 from tuner.data.building.cache import LEVELS, RECORDS, Entry, build_once, collect, damages, entries, find, valid
 from tuner.data.building.columns import building
@@ -44,14 +45,6 @@ def prepared(tmp_path: Path, **data: Any) -> PreparedInfo:
     return prepare(tiny.request(tmp_path / "cache", tiny.write_rows(tmp_path / "r.jsonl", rows(20)), **data))
 
 
-def flip(path: Path) -> None:
-    """Change one bit of a file without changing its size, links to it included."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    with path.open("r+b") as file:
-        file.write(content)
-
-
 def test_entries_and_how_they_are_found(tmp_path: Path) -> None:
     info, other = prepared(tmp_path), prepared(tmp_path, max_length=65)
     cache = tmp_path / "cache"
@@ -71,7 +64,7 @@ def test_damage_is_named_file_by_file(tmp_path: Path) -> None:
     info = prepared(tmp_path, eval="3 documents")
     entry = Entry("prepared", info.path, None)
     assert damages(entry) == []
-    flip(info.path / "train.rows.arrow")
+    flip_bit(info.path / "train.rows.arrow")
     (info.path / "samples.jsonl").unlink()
     assert damages(entry) == [
         f"{info.path / 'samples.jsonl'}: missing",
@@ -188,7 +181,7 @@ def test_what_is_being_built_is_left_alone(tmp_path: Path) -> None:
 
 def test_silent_damage_is_looked_for_on_request(tmp_path: Path) -> None:
     info = prepared(tmp_path)
-    flip(info.path / "train.rows.arrow")
+    flip_bit(info.path / "train.rows.arrow")
     assert collect(tmp_path / "cache") == []
     assert [item.path for item in collect(tmp_path / "cache", verify=True)] == [info.path]
 
@@ -270,8 +263,7 @@ def test_a_second_builder_waits_and_names_the_first(tmp_path: Path) -> None:
         "with FileLock(Path(sys.argv[1])): print('held', flush=True); sys.stdin.readline()"
     )
     command = [sys.executable, "-c", code, str(path)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as holder:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdin is not None
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
@@ -290,8 +282,8 @@ def test_a_second_builder_waits_and_names_the_first(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_campaign_finds_nothing_and_its_mutants_turn_it_red() -> None:
     def run(*words: str) -> tuple[int, dict[str, Any]]:
-        command = [sys.executable, str(ROOT / "tools" / "prepare_campaign.py"), *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        command = [sys.executable, "-m", "tools.prepare_campaign", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
         return done.returncode, json.loads(done.stdout.splitlines()[-1])
 
     # The calls around the first level's rename. Workers that are killed have tests of their own.

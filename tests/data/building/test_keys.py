@@ -34,9 +34,7 @@ def request(tmp_path: Path, section: str = "", **change: Any) -> PrepareSpec:
     source = {"path": str(write(tmp_path)), **(change if section == "DataSource" else {})}
     data = {k: v for k, v in change.items() if section == "DataSection" and k != "max_length"}
     examples = {"kind": "sft", "train_on": "assistant", **(change if section == "Examples" else {})}
-    built = tiny.request(
-        tmp_path / "cache", [source], max_length=change.get("max_length", 64), **data,
-    )  # fmt: skip
+    built = tiny.request(tmp_path / "cache", [source], max_length=change.get("max_length", 64), **data)
     special = change.get("special_tokens_in_text", "refuse") if section == "TokenizerSection" else "refuse"
     return replace(built, examples=methods.Examples(**examples), special_tokens_in_text=special)
 

@@ -48,6 +48,15 @@ def test_pieces_of_split_documents_that_train_nothing_are_counted() -> None:
         assert cut(iter([batch(masks)]), 4, policy).dropped_pieces == 0
 
 
+def test_short_last_pieces_are_left_out_and_counted() -> None:
+    masks = [[True] * 10, [True] * 6, [True] * 2, [True] * 11, [True] * 9]  # the last one's tail trains nothing anyway
+    segments = cut(iter([batch(masks)]), 4, "split", min_piece=3)
+    assert list(zip(segments.document, segments.start, segments.tokens, strict=True)) == [
+        (0, 0, 4), (0, 4, 4), (1, 0, 4), (2, 0, 2), (3, 0, 4), (3, 4, 4), (3, 8, 3), (4, 0, 4), (4, 4, 4),
+    ]  # fmt: skip
+    assert (segments.dropped_pieces, segments.dropped_piece_tokens) == (3, 2 + 2 + 1)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=12), st.integers(2, 8))
 def test_split_counts_equal_a_plain_count(masks: list[list[bool]], size: int) -> None:

@@ -4,9 +4,9 @@ import gzip
 import io
 import json
 import os
-import shutil
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import pytest
 
 from tests.data import tiny
 from tests.data.building.test_pool import children
-from tuner.config.methods import SftMethod
+from tests.fixtures.bits import flip_bit
+from tuner.config.methods import DpoMethod, SftMethod
 from tuner.config.recipe import DataSection, ModelSection, TokenizerSection
 from tuner.data.batches import GlobalBatches
 from tuner.data.building import apart
@@ -57,6 +58,12 @@ def documents(packed: PackedRows) -> list[tuple[int, ...]]:
         ends = np.cumsum(row.lengths)[:-1]
         found += [tuple(part.tolist()) for part in np.split(row.input_ids, ends)]
     return found
+
+
+def files_of(info: PreparedInfo) -> dict[str, bytes]:
+    """What prepared data and the one set of documents in its cache hold, by level and name."""
+    levels = (info.path, next((info.path.parents[1] / "encoded").glob("[!.]*")))
+    return {f"{level.parent.name}/{file.name}": file.read_bytes() for level in levels for file in level.iterdir()}
 
 
 def test_prepared_rows_hold_every_document_once(tmp_path: Path) -> None:
@@ -109,9 +116,6 @@ def test_preparing_again_is_a_hit_and_a_new_length_does_not_encode(
     assert len(list((cache / "encoded").glob("[!.]*"))) == 1
     linked = (other.path / "train.documents.arrow").stat()
     assert linked.st_ino == (first.path / "train.documents.arrow").stat().st_ino
-    # Where the rows lie is not part of the key.
-    moved = shutil.copy(path, tmp_path / "moved.jsonl")
-    assert prepare(tiny.request(cache, moved)).path == first.path
 
 
 def test_equal_documents_are_never_on_both_sides(tmp_path: Path) -> None:
@@ -125,8 +129,7 @@ def test_equal_documents_are_never_on_both_sides(tmp_path: Path) -> None:
     assert 15 <= len(held) <= 20
     assert not set(train) & set(held)
     assert infos[0].report["train"]["duplicates"] > 0
-    files = [{entry.name: entry.read_bytes() for entry in info.path.iterdir()} for info in infos]
-    assert files[0] == files[1]
+    assert files_of(infos[0]) == files_of(infos[1])
     path = tiny.write_rows(tmp_path / "few.jsonl", rows(3))
     with pytest.raises(DataError, match="leaves none to train on"):
         prepare(tiny.request(tmp_path / "a", path, eval="3 documents"))
@@ -151,13 +154,13 @@ def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuner.data.building.spec.MANY_BYTES", 1)
 
 
-@pytest.mark.slow("{'train': {'count': 20}, 'pretrain': True, 'max_length': 32}")
 @pytest.mark.usefixtures("small_bundles")
 @pytest.mark.parametrize(
     "data",
-    [{"train": {"weight": 2.25}, "eval": "10%"}, {"train": {"count": 20}, "pretrain": True, "max_length": 32},
+    [{"train": {"weight": 2.25}, "eval": "10%"},
      *(pytest.param(data, marks=pytest.mark.slow)
        for data in ({}, {"eval": "10%"}, {"train": {"weight": 0.5}, "eval": "10%"}, {"train": {"weight": 2.25}},
+                    {"train": {"count": 20}, "pretrain": True, "max_length": 32},
                     {"eval": "5 documents", "packing": False}))],
     ids=str,
 )  # fmt: skip
@@ -167,9 +170,7 @@ def test_the_number_of_workers_changes_no_byte(tmp_path: Path, data: dict[str, A
     found = []
     for workers in (1, 3):
         request = tiny.request(tmp_path / str(workers), train, workers=workers, on_bad_row="skip", **data)
-        info = prepare(request)
-        levels = (info.path, next((tmp_path / str(workers) / "encoded").glob("[!.]*")))
-        found.append({f"{path.parent.name}/{f.name}": f.read_bytes() for path in levels for f in path.iterdir()})
+        found.append(files_of(prepare(request)))
     assert found[0] == found[1]
     assert b'"reason"' in found[0]["prepared/rejects.jsonl"]
 
@@ -191,8 +192,7 @@ def test_how_many_rows_are_encoded_at_a_time_changes_no_byte(
     train, found = several(tmp_path / "rows", 5), []
     for cache in ("a", "b"):
         info = prepare(tiny.request(tmp_path / cache, train, eval="10%", workers=1, on_bad_row="skip"))
-        levels = (info.path, next((tmp_path / cache / "encoded").glob("[!.]*")))
-        found.append({f"{path.parent.name}/{f.name}": f.read_bytes() for path in levels for f in path.iterdir()})
+        found.append(files_of(info))
         monkeypatch.setattr("tuner.data.building.encoded.SLICE_RECORDS", rows_in_a_slice)
     assert found[0] == found[1]
     assert b'"reason"' in found[0]["prepared/rejects.jsonl"]
@@ -223,7 +223,7 @@ def test_a_slice_ends_by_its_bytes_too(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_small_blocks_are_one_bundle_and_shares_keep_them_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train = several(tmp_path / "rows", 4)[:2]
+    train = several(tmp_path / "rows", 2)
     held: dict[str, Any] = {"eval": "5 documents", "workers": 1}
     apart = open_prepared(prepare(tiny.request(tmp_path / "a", train, **held)).path)
     monkeypatch.setattr("tuner.data.building.documents.BUNDLE_BYTES", 1 << 20)
@@ -237,12 +237,6 @@ def test_small_blocks_are_one_bundle_and_shares_keep_them_apart(
     assert apart.samples == together.samples
     assert apart.train.trained_per_row.tolist() == together.train.trained_per_row.tolist()
     # Two files or a directory of two: the same bytes, and the same name where nobody asks which source was held out.
-    for source in train:
-        Path(source["path"]).rename(tmp_path / Path(source["path"]).name)
-    for other in (tmp_path / "rows").iterdir():
-        other.unlink()
-    for source in train:
-        (tmp_path / Path(source["path"]).name).rename(source["path"])
     as_one = prepare(tiny.request(tmp_path / "c", [{"path": str(tmp_path / "rows")}], **held))
     directory = tiny.request(tmp_path / "c", [{"path": str(tmp_path / "rows")}])
     assert keys_of(directory).prepared == keys_of(tiny.request(tmp_path / "c", train)).prepared
@@ -339,6 +333,34 @@ def test_held_out_documents_lie_source_by_source(tmp_path: Path, split: bool, sh
             assert tuple(document.tolist()) in of_each[source]
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+def test_rows_of_sources_apart_hold_documents_of_one(tmp_path: Path, pairs: bool) -> None:
+    texts = [[f"{name} {i}" + " very" * (i % 9) for i in range(20)] for name in ("hello", "world", "def")]
+    made = [
+        [{"prompt": "answer", "chosen": text, "rejected": "x"} if pairs else {"text": text} for text in part]
+        for part in texts
+    ]
+    paths = [str(tiny.write_rows(tmp_path / f"{i}.jsonl", rows)) for i, rows in enumerate(made)]
+    sources = [{"path": paths[0], "weight": 2.5}, {"path": paths[1], "count": 3}, paths[2]]
+
+    def prepared(**data: Any) -> PreparedInfo:
+        request = tiny.request(tmp_path / "cache", sources, pretrain=True, eval="5 documents", **data)
+        return prepare(replace(request, examples=DpoMethod().examples) if pairs else request)
+
+    def mixed(info: PreparedInfo) -> int:
+        read = [documents([row]) for row in open_prepared(info.path).train]  # type: ignore[arg-type]
+        words = [{name for d in row for name in ("hello", "world", "def") if name in decode(d)} for row in read]
+        assert all(words)
+        return sum(len(found) > 1 for found in words)
+
+    decode = tiny.tokenizer().decode
+    together, apart = prepared(), prepared(pack_sources="apart")
+    assert (mixed(together) > 0, mixed(apart)) == (True, 0)
+    figures = ("packed_documents", "packed_tokens", "packed_trained")
+    assert [together.report["train"][f] for f in figures] == [apart.report["train"][f] for f in figures]
+    assert together.report["train"]["packed_rows"] < apart.report["train"]["packed_rows"]
+
+
 class Mismatching:
     """An encoder whose fast half is refuted by the second bundle."""
 
@@ -375,8 +397,7 @@ def test_without_the_fast_encoder_the_bytes_are_the_same_and_the_report_names_th
     found = []
     for cache in ("with", "without"):
         info = prepare(tiny.request(tmp_path / cache, path, eval="10%", workers=1))
-        encoded = next((tmp_path / cache / "encoded").glob("[!.]*"))
-        files = {f"{f.parent.parent.name}/{f.name}": f.read_bytes() for d in (info.path, encoded) for f in d.iterdir()}
+        files = files_of(info)
         del files["prepared/manifest.json"], files["encoded/manifest.json"]
         found.append((info.key, files, info.report["fast_path"]))
         for name in ("gigatoken", "gigatoken.gigatoken_rs"):
@@ -431,6 +452,33 @@ def test_pretraining_on_text_splits_long_documents(tmp_path: Path) -> None:
     (sample,) = open_prepared(half.path).samples
     assert "def f(x):\n  return x\n".startswith(sample.prompt_text)
     assert sample.reference
+
+
+def test_short_last_pieces_are_in_no_row(tmp_path: Path) -> None:
+    path = tiny.write_rows(tmp_path / "a.jsonl", [{"text": "hello world " * n} for n in (23, 38, 50)])
+    request = tiny.request(tmp_path / "cache", path, pretrain=True, min_piece_length=60)
+    info = prepare(request)
+    lengths = [len(view.tokens) % 64 for view in explain(request, 3)]
+    assert {len(document) for document in documents(open_prepared(info.path).train)} == {64}
+    assert [len(view.kept) % 64 for view in explain(request, 3)] == [0, 0, 0]
+    said = dict(report_lines(info.report, "pretrain", 64, True))["train"]
+    assert f"no trained token in their {sum(lengths)}, or too few" in said
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_texts_of_a_source_go_without_the_end_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    monkeypatch.setattr("tuner.data.encoding.encode.FAST_FROM_BYTES", 0 if fast else 1 << 60)
+    texts = [[f"hello world {name} {i}" for i in range(3)] for name in "ab"]
+    paths = [tiny.write_rows(tmp_path / f"{i}.jsonl", [{"text": text} for text in texts[i]]) for i in (0, 1)]
+    sources = [{"path": str(paths[0]), "end_token": False}, str(paths[1])]
+    request = tiny.request(tmp_path / "cache", sources, pretrain=True, packing=False)
+    found = documents(open_prepared(prepare(request).path).train)
+    encode = request.tokenizer.encode
+    assert sorted(found) == sorted([tuple(encode(a)) for a in texts[0]] + [(*encode(b), 2) for b in texts[1]])
+    bare = tiny.request(tmp_path / "cache", [sources[0]], pretrain=True)
+    assert [token.rule for view in explain(bare, 1) for token in view.tokens][-1] == "text"
 
 
 def test_rows_without_target_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -508,7 +556,7 @@ def test_damage_is_found_and_repaired(tmp_path: Path) -> None:
     info = prepare(request)
     target = info.path / "train.rows.arrow"
     good = target.read_bytes()
-    target.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    flip_bit(target)
     with pytest.raises(DataError, match="train.rows.arrow"):
         open_prepared(info.path, verify=True)
     target.write_bytes(good[:-9])
@@ -521,7 +569,7 @@ def test_damage_is_found_and_repaired(tmp_path: Path) -> None:
     assert target.read_bytes() == good
     for broken in ({}, {"schema": "tuner.prepared/0"}, {"schema": "tuner.prepared/1"}):
         (info.path / "manifest.json").write_text(json.dumps(broken))
-        with pytest.raises(DataError):
+        with pytest.raises(DataError, match="not prepared data of this version"):
             open_prepared(info.path)
     with pytest.raises(DataError, match="not a prepared data directory"):
         open_prepared(tmp_path)
@@ -557,18 +605,7 @@ def test_a_builder_that_dies_leaves_nothing_that_looks_whole(
     info = prepare(request)
     assert not info.cached
     other = prepare(tiny.request(tmp_path / "clean", path, eval="10%"))
-    assert {f.name: f.read_bytes() for f in info.path.iterdir()} == {
-        f.name: f.read_bytes() for f in other.path.iterdir()
-    }
-
-
-def test_explain_names_text_id_and_rule(tmp_path: Path) -> None:
-    path = tiny.write_rows(tmp_path / "r.jsonl", rows(3))
-    first, _ = (row.tokens for row in explain(tiny.request(tmp_path / "cache", path), 2))
-    assert "".join(token.text for token in first if token.trained) == "answer 0<|im_end|>"
-    assert {token.rule for token in first if token.trained} == {"assistant turn"}
-    assert {token.rule for token in first if not token.trained} == {"prompt"}
-    assert [token.id for token in first] == tiny.tokenizer().encode(tiny.tokenizer().render(rows(1)[0]["messages"]))
+    assert files_of(info) == files_of(other)
 
 
 def test_explain_says_where_a_share_or_what_is_held_out_may_leave_a_row_out(tmp_path: Path) -> None:

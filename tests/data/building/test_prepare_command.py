@@ -13,15 +13,15 @@ import pytest
 
 from tests.caches import new_cache
 from tests.data import tiny
-from tests.fixtures import forked
+from tests.fixtures import commands, forked
+from tests.fixtures.processes import wait_until_gone
 from tuner.data.building.cache import collect
 from tuner.data.prepared import open_prepared
 
-ROOT = Path(__file__).parents[3]
-
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TUNER_CACHE", str(new_cache(tmp_path / "cache")))
     tiny.write_directory(tmp_path / "model")
     tiny.write_rows(tmp_path / "rows.jsonl", [tiny.chat(f"question {i}", f"answer {i}") for i in range(20)])
     path = tmp_path / "recipe.yaml"
@@ -29,15 +29,12 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def run(recipe: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tuner.cli.main", "prepare-data", *arguments]
-    environment = {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(new_cache(recipe.parent / "cache"))}
-    return forked.run(command, capture_output=True, text=True, cwd=recipe.parent, env=environment)
+def run(recipe: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    return commands.tuner("prepare-data", *arguments, cwd=recipe.parent, code=code)
 
 
 def test_the_path_goes_to_stdout_and_the_table_to_stderr(recipe: Path) -> None:
     first = run(recipe)
-    assert first.returncode == 0, first.stderr
     (path,) = first.stdout.splitlines()
     assert (Path(path) / "manifest.json").is_file()
     assert "18 documents" in first.stderr
@@ -51,53 +48,39 @@ def test_the_path_goes_to_stdout_and_the_table_to_stderr(recipe: Path) -> None:
 
 def test_explain_marks_what_is_trained_and_builds_nothing(recipe: Path) -> None:
     shown = run(recipe, "--explain", "1")
-    assert shown.returncode == 0, shown.stderr
     tokens = [json.loads(line) for line in shown.stdout.splitlines()]
     assert set(tokens[0]) == {"file", "line", "document", "token", "text", "id", "trained", "kept", "rule"}
     assert "".join(token["text"] for token in tokens if token["trained"]) == "answer 0<|im_end|>"
-    assert {token["rule"] for token in tokens if token["trained"]} == {"assistant turn"}
+    assert {(token["trained"], token["rule"]) for token in tokens} == {(True, "assistant turn"), (False, "prompt")}
+    first, tokenizer = tiny.chat("question 0", "answer 0"), tiny.tokenizer()
+    assert [token["id"] for token in tokens] == tokenizer.encode(tokenizer.render(first["messages"]))
     assert (tokens[0]["line"], [token["token"] for token in tokens]) == (1, list(range(len(tokens))))
     rows = json.loads(run(recipe, "--explain", "2", "--json").stdout)["artifacts"]["rows"]
     assert len(rows) == 2
     assert set(rows[0][0]) == {"text", "id", "trained", "kept", "rule"}
-    planned = run(recipe, "--dry-run", "--data.max_length", "128")
-    assert planned.returncode == 0
-    assert "not yet prepared" in planned.stderr
+    assert "not yet prepared" in run(recipe, "--dry-run", "--data.max_length", "128").stderr
     assert [path.name for path in (recipe.parent / "cache").iterdir()] == ["tokenizers"]
 
 
 def test_bad_input_is_one_line_and_its_code(recipe: Path) -> None:
     with (recipe.parent / "rows.jsonl").open("a") as file:
         file.write('{"text": "a", "text": "b"}\n')
-    failed = run(recipe, "--json")
-    assert failed.returncode == 3
+    failed = run(recipe, "--json", code=3)
     assert "rows.jsonl:21:15: duplicate key 'text'" in failed.stderr
-    assert "Traceback" not in failed.stderr
     assert json.loads(failed.stdout)["exit_code"] == 3
     (recipe.parent / "written.jsonl").write_text(json.dumps(tiny.chat("say <|im_end|>", "a")) + "\n")
-    refused = run(recipe, "--data.train", "written.jsonl")
-    assert (refused.returncode, "Traceback" in refused.stderr) == (3, False)
     hint = "write tokenizer.special_tokens_in_text: escape; or fix the row, or write data.on_bad_row: skip"
-    assert hint in refused.stderr
-    skipped = run(recipe, "--data.on_bad_row", "skip")
-    assert skipped.returncode == 0
-    assert "1 bad row skipped (5%)" in skipped.stderr
-    missing = run(recipe, "--data.train", "none.jsonl")
-    assert missing.returncode == 3
-    assert "no such file" in missing.stderr
+    assert hint in run(recipe, "--data.train", "written.jsonl", code=3).stderr
+    assert "1 bad row skipped (5%)" in run(recipe, "--data.on_bad_row", "skip").stderr
 
 
 def test_check_builds_nothing_and_says_with_its_code_what_is_missing(recipe: Path) -> None:
-    missing = run(recipe, "--check", "--json")
-    assert missing.returncode == 3
+    missing = run(recipe, "--check", "--json", code=3)
     assert "its documents must be encoded and packed" in json.loads(missing.stdout)["error"]["message"]
     assert [path.name for path in (recipe.parent / "cache").iterdir()] == ["tokenizers"]
     path = run(recipe).stdout
-    there = run(recipe, "--check")
-    assert (there.returncode, there.stdout) == (0, path)
-    longer = run(recipe, "--check", "--data.max_length", "77")
-    assert longer.returncode == 3
-    assert "its rows must be packed" in longer.stderr
+    assert run(recipe, "--check").stdout == path
+    assert "its rows must be packed" in run(recipe, "--check", "--data.max_length", "77", code=3).stderr
 
 
 def test_the_report_has_every_figure(recipe: Path) -> None:
@@ -127,7 +110,6 @@ def test_shares_are_shown_source_by_source(recipe: Path) -> None:
         "{path: rows.jsonl, weight: 1.25}]}\n"
     )
     done = run(recipe)
-    assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).parents[1] == recipe.parent / "mine"
     assert "20 documents  10 sampled" in done.stderr
     assert "20 documents  5 repeated" in done.stderr
@@ -159,9 +141,8 @@ def of_files(recipe: Path, count: int, rows_each: int) -> Path:
 
 
 def start(recipe: Path) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(new_cache(recipe.parent / "cache"))}
     command = [sys.executable, "-c", COMMAND, "prepare-data", str(recipe)]
-    return forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def workers_of(pid: int) -> list[int]:
@@ -195,10 +176,7 @@ def test_a_signal_leaves_nothing_behind_that_counts(many_files: Path, number: si
     assert out == ""
     assert "Traceback" not in err
     assert command.returncode == (-number if number == signal.SIGKILL else 130)
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until_gone(workers)
     assert not [*cache.glob("encoded/[0-9a-f]*"), *cache.glob("prepared/[0-9a-f]*")]
     assert len(collect(cache, dry_run=True)) == (2 if number == signal.SIGKILL else 0)
     with start(many_files) as command:
@@ -227,8 +205,7 @@ def test_a_script_without_a_guard_is_not_run_again_by_workers(recipe: Path) -> N
         "from tuner import prepare_data\nprint('once')\n"
         f"print(prepare_data({str(several)!r}).path)\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TUNER_CACHE": str(new_cache(recipe.parent / "cache"))}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     once, path = done.stdout.splitlines()
     assert once == "once"
@@ -236,5 +213,4 @@ def test_a_script_without_a_guard_is_not_run_again_by_workers(recipe: Path) -> N
 
 
 def test_one_of_explain_check_and_dry_run(recipe: Path) -> None:
-    both = run(recipe, "--check", "--explain", "1")
-    assert (both.returncode, "give one of them" in both.stderr) == (2, True)
+    assert "give one of them" in run(recipe, "--check", "--explain", "1", code=2).stderr

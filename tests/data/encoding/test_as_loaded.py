@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -18,12 +19,12 @@ import pytest
 from tests.data import spm, tiny
 from tests.fixtures import forked
 from tuner.config.recipe import TokenizerSection
-from tuner.data.building.report import warnings_of
+from tuner.data.building.report import report_lines, warnings_of
 from tuner.data.encoding import tokenizer_files
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.data.id_probes import adversarial_texts
-from tuner.errors import DataError, MachineError
+from tuner.errors import DataError, MachineError, PluginError
 
 CHATS = [
     [("user", "hello world"), ("assistant", "the answer is 42")],
@@ -261,3 +262,65 @@ def test_a_tokenizer_that_the_models_class_takes_over_is_refused_with_a_way_out(
     assert load_tokenizer(str(model), None, TokenizerSection(), tmp_path / "cache").vocab_size
     of_family = TokenizerSection(name_or_path=str(model))
     assert load_tokenizer(str(tmp_path / "none"), None, of_family, tmp_path / "cache").vocab_size
+
+
+OWN = """
+from tokenizers import normalizers
+def lower(tokenizer, end=None):
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.eos_token = end or tokenizer.eos_token
+    return tokenizer
+def nothing(tokenizer): pass
+def fails(tokenizer): raise KeyError("vocabulary")
+"""
+
+
+@pytest.fixture
+def made_by(tmp_path: Path) -> Callable[..., TextTokenizer]:
+    """The tokenizer that code of the user's own makes of one whose class rebuilds its normaliser."""
+    base = spm.write(tmp_path / "base", {"tokenizer.json": spm.tokenizer_json()}, "llama", **LLAMA)
+    (tmp_path / "own.py").write_text(OWN)
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates/tool_use.jinja").write_text(spm.INST)
+
+    def load(name: str, **args: Any) -> TextTokenizer:
+        section = TokenizerSection(use=f"{tmp_path}/own.py:{name}", args=args)
+        return load_tokenizer(str(base), None, section, tmp_path / "cache")
+
+    return load
+
+
+def test_code_makes_the_tokenizer_that_readers_of_the_files_get(
+    tmp_path: Path, made_by: Callable[..., TextTokenizer]
+) -> None:
+    from transformers import AutoTokenizer
+
+    plain = load(tmp_path / "base", tmp_path / "cache")
+    ours = made_by("lower", end="<s>")
+    assert (ours.encode("A B a b"), ours.eos_id) == (plain.encode("a b a b"), plain.encode("<s>")[-1])
+    assert ours.hash != plain.hash and ours.encode("A B") != plain.encode("A B")
+    export = spm.write(tmp_path / "export", {k: v for k, v in ours.files.items() if "/" not in k}, "llama")
+    theirs = AutoTokenizer.from_pretrained(export)
+    assert theirs("A B", add_special_tokens=False)["input_ids"] == ours.encode("A B")
+    assert theirs.eos_token_id == ours.eos_id
+    report = {"tokenizer": ours.loaded_as, "notes": {}, "fast_path": {"share": 0, "reason": None}, "escaped": 0}
+    lines = report_lines({**report, "sources": {}, "train": None, "eval": None}, "pretrain", 8, True)
+    assert lines == [("tokenizer", f"made by {tmp_path}/own.py:lower ({(ours.loaded_as or {})['class']})")]
+    (tmp_path / "own.py").write_text(OWN.replace("Lowercase", "NFC"))
+    assert made_by("lower").encode("A B") == plain.encode("A B")  # what it returned before is not kept
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("nothing", {}, "own.py:nothing returned a NoneType, and has to return a fast"),
+        ("fails", {}, r"own.py:fails: KeyError: 'vocabulary' \(.+/own.py:8\)"),
+        ("lower", {"endd": "x"}, "has no option endd"),
+    ],
+)
+def test_code_that_makes_no_tokenizer_is_named(
+    made_by: Callable[..., TextTokenizer], name: str, args: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PluginError, match=message) as caught:
+        made_by(name, **args)
+    assert (caught.value.hint is None) is (name in {"nothing", "fails"})

@@ -11,6 +11,7 @@ import pytest
 from tests.data import tiny
 from tuner.data.encoding import chat, place, turns
 from tuner.data.encoding.encode import Encoder
+from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.place import Document
 from tuner.data.encoding.template_limits import MAX_STEPS
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -18,7 +19,6 @@ from tuner.data.encoding.tokenizer_json import byte_tokenizer_files
 from tuner.data.encoding.turns import TrainOn
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Tokens, parse_record
-from tuner.errors import DataError
 
 LOOP_LAST = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 ENDS_WHOLE = LOOP_LAST + (
@@ -55,7 +55,7 @@ def encode(row: dict[str, Any], train_on: TrainOn = "assistant", tokenizer: Text
     return document
 
 
-def trained_parts(document: Document, tokenizer: TextTokenizer | None = None) -> list[str]:
+def trained_parts(document: Document | EncodedBatch, tokenizer: TextTokenizer | None = None) -> list[str]:
     tokenizer = tokenizer or tiny.tokenizer()
     edges = np.flatnonzero(np.diff(np.concatenate([[0], document.trained.astype(int), [0]])))
     return [
@@ -194,12 +194,6 @@ def test_control_tokens_in_text_are_refused(row: dict[str, Any]) -> None:
         encode(row)
 
 
-def test_a_missing_template_is_said_once_and_for_all() -> None:
-    files = {name: content for name, content in tiny.files().items() if name != "chat_template.jinja"}
-    with pytest.raises(DataError, match="no chat template"):
-        encode(tiny.chat("a", "b"), tokenizer=TextTokenizer(files))
-
-
 def test_a_conversation_without_answer_has_nothing_trained() -> None:
     document = encode(tiny.chat("a"))
     assert not document.trained.any()
@@ -242,9 +236,8 @@ def test_what_a_template_does_not_write_is_noted() -> None:
     ]
     batch = Encoder(tiny.tokenizer(), "assistant").encode([parse_record({"messages": messages, "tools": [TOOL]})])
     assert batch.notes == {turns.NOT_SHOWN: 1, turns.CALLS_AS_TEXT: 1, turns.SHORTENED: 1}
-    document = Document(batch.input_ids.astype(np.int64), batch.trained, 0, [])
     call = '{"name": "f", "arguments": {"x": 1}}'
-    assert trained_parts(document) == [f"{call}\n{call}<|im_end|>", "two<|im_end|>"]
+    assert trained_parts(batch) == [f"{call}\n{call}<|im_end|>", "two<|im_end|>"]
 
 
 def test_the_end_of_turn_is_trained_or_it_is_said() -> None:
@@ -278,7 +271,7 @@ def test_an_answer_after_a_shortened_prompt_begins_after_the_generation_prompt()
     tokenizer = tiny.tokenizer(SHORTENS.replace("HEADER", "A:"))
     batch = Encoder(tokenizer, "assistant").encode([parse_record(tiny.chat("A: hi", "b"))])
     assert batch.notes == {chat.REWRITTEN: 1}
-    assert trained_parts(Document(batch.input_ids.astype(np.int64), batch.trained, 0, []), tokenizer) == ["b<|im_end|>"]
+    assert trained_parts(batch, tokenizer) == ["b<|im_end|>"]
     # The words of the prompt stand in the question too; where the answer is, something else does.
     with pytest.raises(RecordProblem, match="differently when it is a prompt"):
         encode(tiny.chat("A: hi", "b"), tokenizer=tiny.tokenizer(SHORTENS.replace("HEADER", "B:")))

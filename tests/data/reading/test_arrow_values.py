@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data import tiny
-from tests.data.reading.test_blocks import one
+from tests.data.reading.files import one, values, write_stream
 from tuner.config.methods import ExampleKind
 from tuner.data.building.prepare import prepare
-from tuner.data.reading.blocks import blocks, examples_of, records_of
+from tuner.data.reading.blocks import blocks, examples_of
 from tuner.data.reading.examples import NULLS
 
 STRING = {"type": "string"}
@@ -25,6 +25,7 @@ TOOLS = [
     {"type": "function", "function": {"name": "book", "parameters": {"properties": {"train": STRING}}}},
     {"type": "function", "function": {"name": "weigh", "parameters": {"properties": {"grams": {"type": ["integer"]}}}}},
 ]
+
 
 def user(text: str, **more: Any) -> dict[str, Any]:
     return {"role": "user", "content": text, **more}
@@ -49,8 +50,7 @@ def written(directory: Path, rows: list[dict[str, Any]]) -> dict[str, str]:
     pq.write_table(large, directory / "large.parquet")
     pq.write_table(table, directory / "pyarrow.parquet", row_group_size=1)
     pyarrow.feather.write_feather(table, str(directory / "rows.feather"))
-    with pa.ipc.new_stream(str(directory / "stream.arrow"), table.schema) as writer:
-        writer.write_table(table)
+    write_stream(directory / "stream.arrow", table)
     with pa.ipc.new_file(str(directory / "file.arrow"), table.schema) as writer:
         writer.write_table(table)
     data_set = datasets.Dataset.from_list(rows)
@@ -91,11 +91,8 @@ def test_a_table_gives_what_its_rows_give(tmp_path: Path, case: str) -> None:
         assert read(path, kind) == meant, name
 
 
-def values(table: pa.Table, path: Path) -> list[Any]:
-    with pa.ipc.new_stream(str(path), table.schema) as writer:
-        writer.write_table(table)
-    records = [record for block in blocks(one(path)) for record in records_of(block)]
-    return [record.value if record.problem is None else record.problem.reason for record in records]
+def read_back(table: pa.Table, path: Path) -> list[Any]:
+    return values(one(write_stream(path, table)))
 
 
 A, B = {"a": 1}, {"b": "x"}
@@ -132,18 +129,18 @@ ARRAYS: dict[str, tuple[Any, list[Any]]] = {
 @pytest.mark.parametrize("case", ARRAYS)
 def test_nulls_by_the_type_of_their_column(tmp_path: Path, case: str) -> None:
     array, plain = ARRAYS[case]
-    assert values(pa.table({"v": array}), tmp_path / "a.arrow") == [{"v": value} for value in plain]
+    assert read_back(pa.table({"v": array}), tmp_path / "a.arrow") == [{"v": value} for value in plain]
     inside = pa.StructArray.from_arrays([array, pa.nulls(len(array), pa.int8())], ["v", "empty"])
     kept = [{"v": value} if value is not None else {} for value in plain]
-    assert values(pa.table({"w": inside}), tmp_path / "b.arrow") == [{"w": value} for value in kept]
-    assert values(pa.table({"w": inside[1:]}), tmp_path / "c.arrow") == [{"w": value} for value in kept[1:]]
+    assert read_back(pa.table({"w": inside}), tmp_path / "b.arrow") == [{"w": value} for value in kept]
+    assert read_back(pa.table({"w": inside[1:]}), tmp_path / "c.arrow") == [{"w": value} for value in kept[1:]]
 
 
 def test_json_in_a_table_keeps_its_nulls(tmp_path: Path) -> None:
     text = '{"a": null, "b": [{"c": null}]}'
     typed = pa.array([text, None]).cast(pa.json_())
     inside = pa.StructArray.from_arrays([typed, pa.array([None, "x"])], ["v", "t"])
-    given_ = values(pa.table({"v": typed, "s": inside, "t": [text, None]}), tmp_path / "a.arrow")
+    given_ = read_back(pa.table({"v": typed, "s": inside, "t": [text, None]}), tmp_path / "a.arrow")
     assert given_ == [
         {"v": json.loads(text), "s": {"v": json.loads(text)}, "t": text},
         {"v": None, "s": {"t": "x"}, "t": None},
@@ -158,7 +155,7 @@ def test_json_in_a_table_keeps_its_nulls(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_value_is_a_bad_row_and_the_next_one_is_read(tmp_path: Path, array: Any, reason: str) -> None:
-    bad, good = values(pa.table({"v": array}), tmp_path / "a.arrow")
+    bad, good = read_back(pa.table({"v": array}), tmp_path / "a.arrow")
     assert reason in bad
     assert good == {"v": {}}
 
@@ -207,10 +204,8 @@ def test_rows_come_back_as_they_were_written(
     if suffix == "parquet":
         pq.write_table(table, path)
     else:
-        with pa.ipc.new_stream(str(path), schema) as writer:
-            writer.write_table(table)
-    found = [record.value or {} for block in blocks(one(path)) for record in records_of(block)]
-    assert [{key: item for key, item in record.items() if item is not None} for record in found] == rows
+        write_stream(path, table)
+    assert [{key: item for key, item in record.items() if item is not None} for record in values(one(path))] == rows
 
 
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + tiny.CHATML.replace(

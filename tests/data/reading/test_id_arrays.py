@@ -139,12 +139,13 @@ def test_texts_are_cut_end_to_end_too(tmp_path: Path) -> None:
         ("a.npy", np.zeros(40, "<f4"), {}, "is a line of integers"),
         ("a.npy", np.zeros(40, "<u2"), {"dtype": "uint32"}, "its ids are uint16 by its header"),
         ("a.npy", np.full(40, 7, "<u2"), {"columns": {"text": "t"}}, "no format and no columns"),
+        ("a.npy", np.full(40, 7, "<u2"), {"end_token": False}, "nothing is put after the documents of an array"),
         ("a.jsonl", b'{"text": "a b c"}\n', {"end_id": 2}, "dtype and end_id are of arrays"),
         ("a.npy", np.array([7, 8, 2, 9, 999, 2], "<u2"), {}, r"y:2:1: id 999 at position 4 of the array is not in"),
         ("a.npy", np.array([7, 8, 2, 9, -1, 2], "<i4"), {}, r"a\.npy:2:1: id -1 at position 4 of the array is not in"),
         ("a.npy", np.full(900, 7, "<u2"), {}, "no document ends in 512 ids from position 0 on"),
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_what_is_refused(
     tmp_path: Path, name: str, content: Any, keys: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch

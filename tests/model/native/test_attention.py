@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
+from tests.fixtures.packed import masked_attention
 from tuner.model import attention
 from tuner.model.documents import Documents
 from tuner.model.native import attention as native
@@ -18,15 +18,6 @@ LENGTHS = [(1,), (40,), (5, 40, 1, 23), (130, 300, 64, 65, 1)]
 WINDOWS, WIDTHS = (0, 1, 20, 150), ((32, 32), (8, 6), (20, 48), (80, 16))
 OF_BLOCKS = [*zip(WINDOWS, WIDTHS, strict=True), (0, (8, 6)), (150, (32, 32))]
 """Windows and widths that documents of several blocks are taken with."""
-
-
-def plain(leaves: list[torch.Tensor], lengths: tuple[int, ...], window: int, scale: float) -> torch.Tensor:
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    place = torch.arange(sum(lengths))
-    distance = place[:, None] - place
-    mask = (document[:, None] == document) & (distance >= 0) & (distance < (window or sum(lengths)))
-    q, k, v = (leaf[None] for leaf in leaves)
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1)
 
 
 def inputs(n_tokens: int, dtype: torch.dtype, widths: tuple[int, int] = (32, 32)) -> list[torch.Tensor]:
@@ -54,7 +45,7 @@ def test_equals_plain(lengths: tuple[int, ...], window: int, widths: tuple[int, 
         leaves = inputs(sum(lengths), dtype, widths)
         doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
         found, _ = native_attention(*leaves, Documents.of(lengths, CPU).host, window, 0.3)
-        exact = plain(doubles, lengths, window, 0.3)
+        exact = masked_attention(*doubles, lengths, window, 0.3)
         upstream = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
         assert found.dtype == dtype and relative(found, exact) < allowed
         grads = torch.autograd.grad(found, leaves, upstream)
@@ -86,7 +77,7 @@ def test_a_document_does_not_depend_on_its_neighbours() -> None:
 
 def test_huge_scores_stay_finite() -> None:
     q, k, v = (leaf.detach() for leaf in inputs(90, torch.float32))
-    exact = plain([q.double() * 300, k.double(), v.double()], (90,), 0, 1.0)
+    exact = masked_attention(q.double() * 300, k.double(), v.double(), (90,), 0, 1.0)
     found, _ = native_attention(q * 300, k, v, Documents.of((90,), CPU).host, 0, 1.0)
     assert relative(found, exact) < 1e-4
 

@@ -15,7 +15,7 @@ from transformers import Glm4MoeConfig, PreTrainedModel
 
 from tests.model.tiny import family_model, tiny_config
 from tuner.errors import DataError, RecipeError
-from tuner.model.adapter import LoraSpec, add_lora, lora_layers, require_used
+from tuner.model.adapter import LoraSpec, add_lora, lora_layers
 from tuner.model.build import ModelSpec, build_model, meta_model
 from tuner.model.flops import training_flops
 from tuner.model.freeze import frozen_hash, weights_hash
@@ -191,29 +191,3 @@ def test_routers_and_stacked_experts_are_left(tmp_path: Path) -> None:
     assert said is not None and "2 weights stay as they are, such as model.layers.1.mlp.experts." in said
     with pytest.raises(RecipeError, match="gpt2 model has no linear layers that can be quantised"):
         quantizable(family_model("gpt2", tied=True))
-
-
-def test_an_adapter_that_is_not_used_is_still_found() -> None:
-    model = family_model("llama", tied=True)
-    quantize_(model, QuantizeSpec("nf4"))
-    add_lora(model, ALL, seed=3)
-    layer = model.get_submodule("model.layers.0.self_attn.q_proj")
-    base = layer.get_base_layer()
-    require_used(model, lambda: model(input_ids=IDS).logits)
-    layer.forward = lambda x: functional.linear(x, base.weight)  # reads the weight, and leaves the adapter out
-    layer._forward_hooks.clear()
-    owner = model.get_submodule("model.layers.0.self_attn")
-    owner._modules["q_proj"] = _Around(layer)
-    with pytest.raises(RecipeError, match="its weight is read without a call"):
-        require_used(model, lambda: model(input_ids=IDS).logits)
-
-
-class _Around(nn.Module):
-    """Reads the weight of a layer, and never calls it."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.layer.get_base_layer().weight)  # type: ignore[operator,union-attr]

@@ -1,22 +1,17 @@
 """The kernels in C and in Triton make the bits that plain torch makes of codes."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.fixtures import forked
+from tests.fixtures.commands import printed
 from tests.model.quantize import drawn
 from tuner.model.native import library
 from tuner.model.quantize.codes import Kind, dequantize, quantize
 from tuner.model.quantize.rows import dequantized
 
-ROOT = Path(__file__).resolve().parents[3]
 KINDS: tuple[Kind, Kind] = ("nf4", "int8")
 IN_INTERPRETER = ((3, 2), (17, 65), (2, 191))
 SHAPES = ((1, 1), (3, 2), (2, 63), (5, 64), (33, 65), (7, 130), (2, 575))
@@ -86,20 +81,11 @@ def test_the_operation_makes_the_weight_and_is_predicted_without_numbers() -> No
         assert dequantized(codes, scales, 70, torch.bfloat16, False).is_cuda
 
 
-def wrong_in_triton(device: str, **env: str) -> object:
-    command = [sys.executable, "-W", "ignore", "-c", IN_TRITON, device, json.dumps(IN_INTERPRETER if env else SHAPES)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **env}
-    run = forked.run if device == "cpu" else subprocess.run
-    done = run(command, check=False, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def test_triton_gives_the_bits_of_torch_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    assert wrong_in_triton("cpu", TRITON_INTERPRET="1") == []
+    assert printed(IN_TRITON, "cpu", json.dumps(IN_INTERPRETER), TRITON_INTERPRET="1") == []
 
 
 @pytest.mark.gpu
 def test_triton_gives_the_bits_of_torch_on_a_gpu() -> None:
-    assert wrong_in_triton("cuda") == []
+    assert printed(IN_TRITON, "cuda", json.dumps(SHAPES), fork=False) == []

@@ -109,13 +109,16 @@ def test_the_base_of_a_quantised_run_is_handed_on(tmp_path: Path) -> None:
         "model": {"name_or_path": "a/b", "quantize": "nf4"}, "adapter": {"kind": "lora"}, "data": {"train": "x"},
         "output_dir": str(run.path),
     }  # fmt: skip
-    for section, words in (({"base": "original"}, ["--base", "original"]), ({}, ["--base", "auto"])):
+    exact = {"keep_fp32": ["lm_head", "norm"]}
+    for section, words in (({"base": "original"}, ["--base", "original"]), (exact, ["--base", "auto"])):
         run.recipe = load_recipe({**recipe, "export": {"every": "2 steps", **section}}).recipe
         with run.exporter() as exporter:
             assert exporter.options["base"] == words[1]
             run.saved(exporter, 2)
             ((process, _),) = exporter._jobs
             assert process._command()[-5:-3] == words
+            assert exporter.options.get("keep_fp32") == section.get("keep_fp32")
+    assert process._command()[-7:-5] == ["--keep-fp32", "lm_head,norm"]
     run.recipe = load_recipe({**recipe, "export": {"adapter": "keep"}}).recipe
     assert "base" not in run.exporter().options
 

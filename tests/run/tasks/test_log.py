@@ -17,8 +17,9 @@ from tuner.config.methods import DpoMethod, LoggedFigure
 from tuner.data.batches import Batch, StepBatches
 from tuner.model.flops import Flops
 from tuner.run.tasks import log
-from tuner.run.tasks.console import ConsoleTask
+from tuner.run.tasks.console import ConsoleTask, columns_of
 from tuner.run.tasks.log import HaltedError, LogTask
+from tuner.run.tasks.step_columns import Chinchilla, SpikeScore, StepColumn
 from tuner.run.tasks.time_left import Due, TimeLeft
 from tuner.rundir.records import Records
 from tuner.runtime.console import Console
@@ -41,13 +42,15 @@ def taken(index: int, batches: StepBatches, values: Sequence[float] = (1.5, 0.5,
     return TakenStep(index, batches, 0.25, 9, 1e-3, 1.0, scalars)
 
 
-def log_task(flops: Flops = FLOPS, step: int = 1) -> LogTask:
+def log_task(
+    flops: Flops = FLOPS, step: int = 1, path: Path | None = None, columns: Sequence[StepColumn] = ()
+) -> LogTask:
     progress = Progress(Plan(4, 4, 1, 5), step=step)
-    return LogTask(progress, Records(None), MfuMeter(flops, peak=1e4), torch.device("cpu"))
+    return LogTask(progress, Records(path), MfuMeter(flops, peak=1e4), torch.device("cpu"), columns)
 
 
 def console_task(
-    figures: Mapping[str, LoggedFigure] | None = None, every: str = "1000 s"
+    figures: Mapping[str, LoggedFigure] | None = None, every: str = "1000 s", chosen: Sequence[str] = ()
 ) -> tuple[ConsoleTask, Progress, list[str]]:
     """A console task of five steps that evaluates after each second one, and the lines that it prints."""
     shown: list[str] = []
@@ -56,7 +59,8 @@ def console_task(
     console.say = lambda label, text, level="info": shown.append(f"{label} {text}")  # type: ignore[method-assign]
     progress = Progress(Plan(4, 4, 1, 5))
     due = Due(5, Cadence((2,)), False, False, Cadence(), frozenset(), False)
-    task = ConsoleTask(console, Records(None), Duration.parse(every), progress, TimeLeft(due), figures=figures or {})
+    columns = columns_of(figures or {}, chosen)
+    task = ConsoleTask(console, Records(None), Duration.parse(every), progress, TimeLeft(due), columns=columns)
     return task, progress, shown
 
 
@@ -97,6 +101,27 @@ def test_a_share_that_is_not_known_is_left_out() -> None:
     view.finish(True)
     header, values = (text.split() for text in shown)
     assert values[header.index("mfu") - 1] == "-"  # there is no evaluation in the line of a step
+
+
+@pytest.mark.parametrize("stopped", [None, 3, 11])
+def test_spikes_are_counted_over_launches(stopped: int | None, tmp_path: Path) -> None:
+    losses = [2.0, 2.1, 1.9, 2.0, 9.0, 2.0, 2.1, 1.9, 2.0, 2.1, 2.0, 2.05, float("nan"), 2.0]
+    norms = [0.5, 0.6, 0.5, 0.6, 0.5, 0.6, 0.5, 0.6, 0.5, 7.0, 0.5, 0.6, 0.50, 0.6]
+    spikes = {4, 9, 12}  # a loss, a norm, and what is no number; the first four have no window before them
+    found = []
+    for launch in ([range(14)] if stopped is None else [range(stopped), range(stopped, 14)]):
+        task = log_task(path=tmp_path / "metrics.jsonl", columns=(SpikeScore(3.0, 4, 5), Chinchilla(2)))
+        list(task.start())
+        for index in launch:
+            values = (losses[index], norms[index], 0, 0)
+            (event,) = task.step_taken(taken(index, StepBatches(np.arange(4), 6, 40, [batch(4, trained=1)]), values))
+            found.append(event.metrics)
+        task.metrics.flush()
+    for index, line in enumerate(found):
+        so_far, last = range(index + 1), range(max(0, index - 4), index + 1)
+        assert line["spike_score"] == pytest.approx(len(spikes & set(so_far)) / len(so_far), abs=1e-6), index
+        assert line["spike_score_last"] == pytest.approx(len(spikes & set(last)) / len(last), abs=1e-6), index
+        assert line["chinchilla"] == 9 / 40
 
 
 def test_an_evaluation_is_shown_with_its_sources() -> None:
@@ -141,6 +166,20 @@ def test_the_first_figures_of_a_method_have_columns_within_80() -> None:
     assert source.split() == ["0.5000", "1.000", "12346", "chats"]
     assert {len(header), len(trained), len(evaluated)} == {79} and progress.step == 0
     assert [evaluated.index("0.875") + 5, source.index("1.000") + 5] == [header.index(" acc") + 4] * 2
+
+
+def test_the_columns_may_be_chosen() -> None:
+    task, _, shown = console_task(DpoMethod().figures, chosen=["mem_gib", "margin", "lr", "loss_scale"])
+    row = {"step": 1, "loss": 0.5, "lr": 1e-3, "tok_per_s": 9.0, "step_s": 1.0, "mem_gib": 1.25, "margin": None}
+    task.notify(Event("step", 1, 9, row))
+    measured = {"loss": 0.25, "margin": 2.0, "loss/chats": 0.5, "margin/chats": 1.5}
+    task.notify(Event("evaluation", 1, 9, {"kind": "eval", "step": 1, **measured, "eval_s": 2.0}))
+    header, trained, evaluated, source = shown
+    assert header.split() == ["step", "loss", "eval", "mem_gib", "margin", "lr", "loss_scale", "left"]
+    assert trained.split()[:6] == ["1", "0.5000", "1.250", "none", "1.00e-03", "-"]
+    assert evaluated.split()[:7] == ["1", "-", "0.2500", "-", "2.000", "-", "-"]
+    assert source.split() == ["0.5000", "-", "1.500", "chats"]
+    assert len({len(line) for line in (header, trained, evaluated)}) == 1
 
 
 def test_a_step_after_which_the_run_must_end_is_not_counted(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tuner.errors import RecipeError
 from tuner.run.tasks.prober import first_tensor
 
 SHORT = {"train__duration": "3 steps", "checkpoint__every": "never", "model__kernels": "torch"}
+FILE = "prober/step-1/rank-0.safetensors"
 PROBED = {"prober__steps": "[1, 3]", "prober__modules": "[embed_tokens, layers.1.mlp, layers.0.input_layernorm]"}
 
 
@@ -59,6 +60,17 @@ def test_outputs_alone(place: Path) -> None:
     run = launch(place, **SHORT, **PROBED, prober__gradients="false", train__stop_after="1 step").run_dir
     names = load_file(run / "prober" / "step-1" / "rank-0.safetensors")
     assert names and all(name.endswith("/output") for name in names)
+
+
+def test_the_first_rows_of_gradients(place: Path) -> None:
+    every, first = (
+        load_file(launch(place, **{**SHORT, **PROBED, **keys, "train__stop_after": "1 step"}).run_dir / FILE)
+        for keys in ({"name": "every"}, {"name": "first", "prober__first_rows": "3"})
+    )
+    assert every.keys() == first.keys()
+    for name, gradient in every.items():
+        kept = gradient[:3] if name.startswith("gradients/") else gradient
+        assert torch.equal(first[name], kept), name
 
 
 def test_two_runs_are_compared_by_what_they_wrote(place: Path) -> None:

@@ -17,14 +17,15 @@ LABEL_WIDTH = 10
 
 
 def answer(
-    name: str, base: str | None, compare: bool, prompts: Sequence[Prompt], sampling: Sampling, console: Console
+    name: str, base: str | None, compare: bool, prompts: Sequence[Prompt], drawn: Sequence[Sampling], console: Console
 ) -> Outcome:
-    """Answer prompts with a model; with `compare` with its base model too."""
-    sampling.check()
+    """Answer prompts with a model, each by all that is `drawn`; with `compare` with its base model too."""
+    drawn[0].check()
+    asked = [(prompt, sampling) for prompt in prompts for sampling in drawn]
     other = (base, None) if base else base_of(name) if compare else None
     with console.doing(f"loading {name}"):
         generator = load_generator(name, base=base, warn=console.warn)
-    trained = _answered(generator, prompts, sampling, console)
+    trained = _answered(generator, asked, console)
     before: list[Answer] | None = None
     if compare and other is not None and other[0] is not None:
         template = generator.tokenizer.chat_template
@@ -33,26 +34,30 @@ def answer(
             reference = load_generator(other[0], revision=other[1])
         if reference.tokenizer.chat_template is None:
             reference.tokenizer.chat_template = template
-        before = _answered(reference, prompts, sampling, console)
-    return _answers(prompts, trained, before, sampling)
+        before = _answered(reference, asked, console)
+    return _answers(asked, trained, before, with_seeds=len(drawn) > 1)
 
 
-def _answered(generator: Generator, prompts: Sequence[Prompt], sampling: Sampling, console: Console) -> list[Answer]:
+Asked = Sequence[tuple[Prompt, Sampling]]
+
+
+def _answered(generator: Generator, asked: Asked, console: Console) -> list[Answer]:
     answers = []
-    for number, prompt in enumerate(prompts, 1):
-        with console.doing(f"answering prompt {number} of {len(prompts)}"):
+    for number, (prompt, sampling) in enumerate(asked, 1):
+        with console.doing(f"answer {number} of {len(asked)}"):
             answers.append(generator.generate(prompt, sampling))
     return answers
 
 
 def _answers(
-    prompts: Sequence[Prompt], trained: Sequence[Answer], base: Sequence[Answer] | None, sampling: Sampling
+    asked: Asked, trained: Sequence[Answer], base: Sequence[Answer] | None, with_seeds: bool
 ) -> Outcome:
     rows: list[dict[str, Any]] = [
         {"prompt": prompt.shown, "trained": answer.text, "tokens": answer.tokens, "cut": answer.cut}
-        for prompt, answer in zip(prompts, trained, strict=True)
+        | ({"seed": sampling.seed} if with_seeds else {})
+        for (prompt, sampling), answer in zip(asked, trained, strict=True)
     ]
-    warnings = _cut(trained, sampling)
+    warnings = _cut(trained, asked[0][1])
     if base is None:
         text = "\n".join(visible(answer.text) for answer in trained)
         return Outcome(text, artifacts={"answers": rows}, warnings=warnings, is_text=True)

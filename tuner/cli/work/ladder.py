@@ -19,7 +19,7 @@ from tuner.ladder.plan_page import PLAN, check_output, plan_lines, write_plan
 from tuner.ladder.rungs import Rung, chosen_of, rungs_of
 from tuner.runtime.console import Console, Level, clock
 from tuner.runtime.dist import RankInfo
-from tuner.runtime.files import gib
+from tuner.runtime.files import gib, typed_path
 
 MOST_COLUMNS = 100
 BENCHMARK = ("rung", "steps", "step", "tokens/s", "MFU", "memory", "whole run")
@@ -122,7 +122,4 @@ def _announce(console: Console, rung: Rung, every: Sequence[Rung]) -> None:
 
 def _shown(loaded: LoadedRecipe) -> str:
     """The recipe as it was given, for a command to type."""
-    path = loaded.path
-    if path is None:
-        return "RECIPE"
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    return "RECIPE" if loaded.path is None else typed_path(loaded.path)

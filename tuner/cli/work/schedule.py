@@ -18,8 +18,9 @@ from tuner.data.prepared import open_prepared
 from tuner.errors import RecipeError, TunerError
 from tuner.rundir.curves import Chart, Curve, Points
 from tuner.rundir.terminal import AXIS_WIDTH, draw
-from tuner.train.plan import plan_steps
-from tuner.train.schedule import Schedule, build_schedule
+from tuner.setup.timetable import run_schedule
+from tuner.train.plan import batch_sizes, plan_steps
+from tuner.train.schedule import Schedule
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -61,7 +62,8 @@ def planned_schedule(recipe: Recipe) -> tuple[PlannedSchedule, list[str]]:
     A length in steps is exact; one in epochs or tokens is that of the prepared data, and per cent where they are not
     there. Raises RecipeError for a schedule that cannot be placed in a run of unknown length.
     """
-    timed = [recipe.train.duration, *_durations(recipe.schedule)]
+    changes = [item.after for item in recipe.train.batch_schedule]
+    timed = [recipe.train.duration, *_durations(recipe.schedule), *changes]
     rows, why = np.zeros(0, dtype=np.int64), ""
     if any(duration.unit in {"tokens", "epochs"} for duration in timed):
         prepared, why = _prepared_rows(recipe)
@@ -78,9 +80,9 @@ def planned_schedule(recipe: Recipe) -> tuple[PlannedSchedule, list[str]]:
                     hint=HINT,
                 )
     length = recipe.train.duration if known else Duration.parse(f"{PARTS} steps")
-    plan = plan_steps(length, rows, recipe.train.global_batch_size)
+    plan = plan_steps(length, rows, recipe.train.global_batch_size, batch_sizes(recipe.train, rows) if known else None)
     warnings = [] if known else [f"drawn over per cent of the run: its number of steps is not known yet ({why})"]
-    return PlannedSchedule(build_schedule(recipe.schedule, plan, rows), plan.total_steps, known), warnings
+    return PlannedSchedule(run_schedule(recipe, plan, rows), plan.total_steps, known), warnings
 
 
 def figures(recipe: Recipe, found: PlannedSchedule) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tuner.rundir.origin import warn_of_changed_file
 from tuner.runtime import startup
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
-from tuner.runtime.files import MANIFEST_NAME, read_json
+from tuner.runtime.files import MANIFEST_NAME, read_json, typed_path
 
 LOADING = "loading libraries"
 
@@ -74,7 +74,7 @@ def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool)
 
 def outcome_of(result: RunResult, console: Console, export: Path | None = None) -> Outcome:
     """The command's outcome for a launch that ended in order; ``export`` is what a finished run was exported to."""
-    run_dir = _shown(result.run_dir)
+    run_dir = typed_path(result.run_dir)
     artifacts = {"checkpoint": str(result.checkpoint)} if result.checkpoint else {}
     metrics = {**result.metrics, "total_steps": result.total_steps}
     if result.status == "planned":
@@ -88,14 +88,14 @@ def outcome_of(result: RunResult, console: Console, export: Path | None = None) 
     if result.checkpoint is None:
         following = f"tuner runs show {run_dir}"
     if export is not None:
-        artifacts["export"], following = str(export), f"tuner generate {_shown(export)}"
+        artifacts["export"], following = str(export), f"tuner generate {typed_path(export)}"
     console.say("done", f"{counted(result.step, 'step')}{_evaluated(result.metrics)}{better} · next: {following}")
     return Outcome(str(result.run_dir), artifacts=artifacts, metrics=metrics, next=following)
 
 
 def stopped_outcome(result: RunResult) -> tuple[str, Outcome]:
     """What to say of a run that stopped and can be resumed, and the command's outcome. It imports nothing."""
-    resume = f"tuner resume {_shown(result.run_dir)}"
+    resume = f"tuner resume {typed_path(result.run_dir)}"
     artifacts = {"checkpoint": str(result.checkpoint)} if result.checkpoint else {}
     metrics = {**result.metrics, "total_steps": result.total_steps}
     outcome = Outcome(str(result.run_dir), "stopped", 75, artifacts=artifacts, metrics=metrics, next=resume)
@@ -128,7 +128,3 @@ def _better(result: RunResult) -> str:
     name = str(best["metric"]).removeprefix("eval/")
     named = "" if name == "loss" else f"{name} "
     return f" · best {named}{best['value']:.3f} at step {best['step']}"
-
-
-def _shown(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -28,6 +28,7 @@ from tuner.data.building.encoded import (
     documents_schema,
     record_batches,
 )
+from tuner.data.building.pack import NO_TRAINED_TOKEN
 from tuner.data.building.pool import WorkerDiedError, answers
 from tuner.data.building.report import pace
 from tuner.data.building.sampling import SampledSplit, SplitSelection, shared
@@ -93,6 +94,7 @@ def _job(spec: PrepareSpec, much: bool, fast: bool) -> EncodeJob:
         stop_at_bad_row=spec.data.on_bad_row == "error",
         fast=fast,
         much=much,
+        repetition=spec.repetition,
     )
 
 
@@ -281,11 +283,13 @@ def _body(
         },
     }
     held = _by_source(splits[-1], chosen["eval"].copies) if "eval" in chosen else []
+    trained = _by_source(splits[0], chosen["train"].copies)
     names = {split.name: [file.name for source in split.sources for file in source.files] for split in splits}
     return {
         "report": report,
         "fields": dict(keys.encoded_fields),
         "sources": {"eval": [], **names},
+        "train_documents": [each * int(part.sum()) for part in trained],
         "eval_documents": [each * int(part.sum()) for part in held],
     }
 
@@ -334,7 +338,7 @@ def _refuse_nothing(split: SampledSplit, documents: int, unit: str) -> None:
         listed += f"; the first: {split.first_bad.message}"
     rows = f"{counts.records:,} row{'' if counts.records == 1 else 's'}"
     hint = None if split.first_bad is None else _without_skipping(split.first_bad.hint)
-    if counts.dropped:
+    if NO_TRAINED_TOKEN in counts.dropped:
         hint = "a row needs an answer that method.train_on trains"
     raise DataError(f"{names}: nothing to train on in {rows}: {listed}", hint=hint)
 

@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -12,6 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tuner.config.methods import Examples
+from tuner.data.building.pack import NO_TRAINED_TOKEN, REPEATS
+from tuner.data.building.repetition import Repetition, repeating
 from tuner.data.encoding.compared import AnyEncoder, answers_of
 from tuner.data.encoding.encode import CHECKS, Encoder
 from tuner.data.encoding.flat import EncodedBatch
@@ -26,7 +28,7 @@ from tuner.runtime.memory import give_back
 
 Bundle = tuple[Block, ...]
 """Blocks that are encoded together: one large one, or consecutive small ones."""
-NO_TRAINED_TOKEN = "no trained token"
+MASKED = "documents that repeat a pattern keep their place in a row, and nothing of them is trained"
 SLICE_RECORDS, SLICE_BYTES = 8192, 1 << 20
 """Records of a bundle that are encoded at a time: Python's objects and 64-bit positions take many times their bytes."""
 SLICE_CHECKS = 1
@@ -140,6 +142,8 @@ class EncodeJob:
     fast: bool = True
     much: bool = False
     """Whether there is enough for the fast encoder: it is then built at the start, for all processes at once."""
+    repetition: Repetition | None = None
+    """Which repetition is too much for a document to be kept."""
 
     def start(self) -> Callable[[Bundle], EncodedBundle]:
         """Build the encoder; what is returned raises FastEncoderMismatch and DataError."""
@@ -194,7 +198,7 @@ def digest(ids: npt.NDArray[np.uint32], offsets: npt.NDArray[np.int64]) -> npt.N
 
 def _encode(bundle: Bundle, encoder: AnyEncoder, schema: pa.Schema, job: EncodeJob) -> EncodedBundle:
     """The kept documents of a bundle."""
-    gathered = _KeptDocuments(bundle, schema, job.examples.documents)
+    gathered = _KeptDocuments(bundle, schema, job.examples.documents, job.repetition)
     checks = CHECKS if gathered.size <= SLICE_BYTES else SLICE_CHECKS
     stop = job.stop_at_bad_row
     for part in _slices(bundle, job):
@@ -225,7 +229,7 @@ def _slices(bundle: Bundle, job: EncodeJob) -> Iterator[list[_Found]]:
 class _KeptDocuments:
     """The kept documents of a bundle, as flat arrays that grow slice by slice, and what became of its records."""
 
-    def __init__(self, bundle: Bundle, schema: pa.Schema, each: int) -> None:
+    def __init__(self, bundle: Bundle, schema: pa.Schema, each: int, repetition: Repetition | None) -> None:
         self._bundle = bundle
         self._schema = schema
         self._each = each
@@ -237,6 +241,8 @@ class _KeptDocuments:
         self._bad: list[list[tuple[int, int, BadRecord]]] = [[] for _ in bundle]
         """Of each block, with the place where the record begins."""
         self._tally = Tally()
+        self._repetition = repetition
+        self._is_cut = np.array([block.file.array is not None and block.file.array.is_whole for block in bundle])
         self._is_array = np.array([block.file.array is not None for block in bundle])
         self._is_unread = False
         """Whether a record could not be read: the first such one goes along."""
@@ -249,12 +255,17 @@ class _KeptDocuments:
     def add(self, part: list[_Found], batch: EncodedBatch) -> None:
         """Keep what is needed of a slice, of which `batch` are the documents of those that have an example."""
         read = [(owner, record) for owner, record, example in part if not isinstance(example, RecordProblem)]
+        owners = np.array([owner for owner, _ in read], dtype=np.int64)
+        repeats = np.zeros(len(batch.records), dtype=np.bool_)
+        if self._repetition is not None and len(repeats):
+            found = repeating(batch.input_ids, batch.offsets, self._repetition).reshape(-1, self._each)
+            repeats = np.repeat(found.any(axis=1), self._each)
+            batch = replace(batch, trained=batch.trained & ~np.repeat(repeats, np.diff(batch.offsets)))
         targets = targets_of(batch.trained, batch.offsets)
         kept = np.repeat((targets > 0).reshape(-1, self._each).all(axis=1), self._each)
-        owners = np.array([owner for owner, _ in read], dtype=np.int64)
         if any(self._is_array):  # a lone id there has its place in a row
-            kept |= self._is_array[owners[batch.records]]
-        self._count(owners, batch.records, kept)
+            kept |= self._is_array[owners[batch.records]] & (~repeats | self._is_cut[owners[batch.records]])
+        self._count(owners, batch.records, kept, {REPEATS: repeats & ~kept, NO_TRAINED_TOKEN: ~repeats & ~kept})
         if (label := batch.columns.get("label")) is not None:
             wanted = np.bincount(owners[batch.records[kept & label.astype(np.bool_)]], minlength=len(self._bundle))
             for number in np.flatnonzero(wanted).tolist():
@@ -274,7 +285,7 @@ class _KeptDocuments:
         self._columns.append(self._kept(batch, targets, kept))
         answers = int(np.isin(batch.records[kept], list(batch.by_answer)).sum()) if batch.by_answer else 0
         left_out = Counter(reason for reasons in batch.by_answer.values() for reason in reasons)
-        notes = batch.notes + _nulls(part)
+        notes = batch.notes + _nulls(part) + Counter({MASKED: int((repeats & kept).sum())})
         self._tally.add(Tally(batch.fast, batch.escaped, notes, len(batch.by_answer), answers, left_out))
 
     def done(self) -> EncodedBundle:
@@ -291,18 +302,21 @@ class _KeptDocuments:
         return EncodedBundle(documents, table, blocks, self._tally)
 
     def _count(
-        self, owners: npt.NDArray[np.int64], records: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]
+        self,
+        owners: npt.NDArray[np.int64],
+        records: npt.NDArray[np.int64],
+        kept: npt.NDArray[np.bool_],
+        dropped: Mapping[str, npt.NDArray[np.bool_]],
     ) -> None:
         """Count the records of a slice, and its documents, which come from `records`, by block."""
         size = len(self._bundle)
-        read = np.bincount(owners, minlength=size)
-        documents, dropped = (np.bincount(owners[records[which]], minlength=size) for which in (kept, ~kept))
+        read, documents = np.bincount(owners, minlength=size), np.bincount(owners[records[kept]], minlength=size)
+        lost = {reason: np.bincount(owners[records[which]], minlength=size) for reason, which in dropped.items()}
         for number in np.flatnonzero(read).tolist():
             counts = self._counts[number]
             counts.records += int(read[number])
             counts.documents += int(documents[number]) // self._each
-            if dropped[number]:
-                counts.dropped[NO_TRAINED_TOKEN] += int(dropped[number]) // self._each
+            counts.dropped += Counter({reason: int(many[number]) // self._each for reason, many in lost.items()})
 
     def _refuse(
         self, owner: int, record: RawRecord, problem: RecordProblem, value: Mapping[str, Any] | None = None

@@ -142,7 +142,9 @@ def _fates(spec: PrepareSpec, documents: list[Document]) -> list[tuple[Fate, ran
         limit = int(pair_limit(spec.max_length, np.array(min(lengths))))
     fates: list[Fate] = ["whole" if length <= limit else spec.too_long for length in lengths]
     by_fate = {"drop": 0, "truncate": limit}
-    kept = [by_fate.get(fate, length) for fate, length in zip(fates, lengths, strict=True)]
+    shortest = spec.data.min_piece_length or 0
+    whole = [length - (length % limit if 0 < length % limit < shortest < length else 0) for length in lengths]
+    kept = [by_fate.get(fate, length) for fate, length in zip(fates, whole, strict=True)]
     return [(fate, range(start, start + n)) for fate, start, n in zip(fates, starts, kept, strict=True)]
 
 

@@ -4,8 +4,9 @@ Memory is bounded by the number of segments, some 40 bytes each at the peak, wha
 kept in 32 bits, and rows are written in record batches that a list column's 32-bit offsets can address.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +18,8 @@ from tuner.data.prepared import ROWS_SCHEMA, Flags, arrow, view
 from tuner.errors import DataError
 
 TooLong = Literal["truncate", "split", "drop"]
+NO_TRAINED_TOKEN, REPEATS = "no trained token", "repeats a pattern"
+"""Why a document is not encoded; below, why one is in no row."""
 NO_TARGET = "no trained token within max_length"
 TOO_LONG = "longer than max_length"
 MAX_DOCUMENTS = 1 << 32
@@ -41,7 +44,7 @@ class Segments:
     """Pairs of which the beginning of the prompt is left out."""
     split: int = 0
     dropped_pieces: int = 0
-    """Pieces without a trained target of split documents of which other pieces are kept."""
+    """Pieces without a trained target, and short last ones, of split documents of which other pieces are kept."""
     dropped_piece_tokens: int = 0
     rows: npt.NDArray[np.int64] | None = None
     """int64[rows + 1]: where rows begin and end, where that is decided."""
@@ -55,10 +58,16 @@ class Segments:
 
 
 def cut(
-    batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong, each: int = 1, max_prompt: int | None = None
+    batches: Iterator[pa.RecordBatch],
+    max_length: int,
+    too_long: TooLong,
+    each: int = 1,
+    max_prompt: int | None = None,
+    min_piece: int = 0,
 ) -> Segments:
     """Cut documents into segments of at most `max_length` tokens; those without a trained target are left out.
 
+    So is the last of several pieces of a document where it has fewer tokens than `min_piece`.
     Where `each` is 2, documents are pairs, of which both fit together or both are left out, and pairs are counted;
     of a prompt with more tokens than `max_prompt` the last ones are kept. Raises DataError for 2^32 documents or more.
     """
@@ -88,7 +97,7 @@ def cut(
         stop = np.minimum(start + max_length, lengths[document])
         # The first token of a segment is never a target.
         trained = before[offsets[document] + stop] - before[np.minimum(offsets[document] + start + 1, offsets[-1])]
-        kept = trained > 0
+        kept = (trained > 0) & ((number == 0) | (stop - start >= min_piece))
         left = np.zeros(len(lengths), dtype=np.bool_)
         left[document[kept]] = True
         dropped[NO_TARGET] += considered - int(left.sum())
@@ -193,10 +202,18 @@ def pair_limit(max_length: int, shorter: npt.NDArray[np.int64]) -> npt.NDArray[n
 
 
 def row_batches(
-    segments: Segments, max_length: int, packing: bool, limits: tuple[int, int] = (BATCH_ROWS, BATCH_SEGMENTS)
+    segments: Segments,
+    max_length: int,
+    packing: bool,
+    limits: tuple[int, int] = (BATCH_ROWS, BATCH_SEGMENTS),
+    sources: Sequence[int] = (),
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the packed rows in record batches of at most `limits` rows and segments (but of a row at least)."""
-    order, offsets = _packed(segments, max_length) if packing and segments.rows is None else _alone(segments)
+    """Yield the packed rows in record batches of at most `limits` rows and segments (but of a row at least).
+
+    Where `sources` say how many documents each source has, in order, no row holds those of two.
+    """
+    packs = packing and segments.rows is None
+    order, offsets = _packed(segments, max_length, sources) if packs else _alone(segments)
     max_rows, max_segments = limits
     first, n_rows = 0, len(offsets) - 1
     while first < n_rows:
@@ -209,12 +226,18 @@ def row_batches(
 Order = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
-def _packed(segments: Segments, max_length: int) -> tuple[Order, npt.NDArray[np.int64]]:
+def _packed(segments: Segments, max_length: int, sources: Sequence[int]) -> tuple[Order, npt.NDArray[np.int64]]:
     """Segments in the order of rows, and where each row begins: neighbours that belong together are one item."""
     each = segments.each
+    lengths = segments.tokens if each == 1 else segments.tokens.reshape(-1, each).sum(axis=1, dtype=np.uint32)
+    bounds = np.searchsorted(segments.document, [0, *np.cumsum(sources)]) // each if sources else [0, len(lengths)]
+    packed = [(first, *pack(lengths[first:last], max_length)) for first, last in pairwise(bounds)]
+    items, offsets = packed[0][1:]
+    if sources:
+        items = np.concatenate([first + order for first, order, _ in packed])
+        offsets = np.concatenate([[0], *(first + starts[1:] for first, _, starts in packed)])
     if each == 1:
-        return pack(segments.tokens, max_length)
-    items, offsets = pack(segments.tokens.reshape(-1, each).sum(axis=1, dtype=np.uint32), max_length)
+        return items, offsets
     order = items.astype(np.int64)[:, None] * each + np.arange(each)
     return order.reshape(-1), offsets * each
 

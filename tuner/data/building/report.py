@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tuner.config.methods import ExampleKind, Examples
-from tuner.data.building.pack import NO_TARGET, TOO_LONG
+from tuner.data.building.pack import NO_TARGET, NO_TRAINED_TOKEN, REPEATS, TOO_LONG
 from tuner.data.building.spec import PrepareSpec
 from tuner.data.encoding.turns import CALLS_NOT_SHOWN, NOT_SHOWN
 from tuner.data.prepared import open_stream, view
@@ -138,7 +138,8 @@ def report_lines(report: Mapping[str, Any], kind: ExampleKind, max_length: int, 
 def _mask_lines(report: Mapping[str, Any]) -> list[Line]:
     masks, chats = report["masks"], by_answer_of(report)
     if not chats["chats"]:
-        left = masks["rows"] - masks["proven"]
+        repetitive = sum(report[split]["dropped"].get(REPEATS, 0) for split in ("train", "eval") if report[split])
+        left = masks["rows"] - masks["proven"] - repetitive
         others = f"; {counted(left, 'row')} skipped or without an answer" if left else ""
         return [("masks", f"verified for all {counted(masks['proven'], 'row')} used{others}")]
     chat, documents = counted(chats["chats"], "chat"), counted(chats["documents"], "document")
@@ -220,10 +221,13 @@ def _split_warnings(split: str, counts: Mapping[str, Any], rejects: str, unit: s
     rows, documents = max(counts["rows"], 1), max(counts["documents"], 1)
     if skipped := sum(counts["skipped"].values()):
         warnings.append(f"data.{split}: {counted(skipped, 'bad row')} skipped ({skipped / rows:.0%}), see {rejects}")
-    untrained = sum(counts["dropped"].values())
+    untrained = counts["dropped"].get(NO_TRAINED_TOKEN, 0)
     if untrained > MANY * rows:
         what = f"{untrained:,} of {rows:,} rows ({untrained / rows:.0%}) have no trained token, such as an answer"
         warnings.append(f"data.{split}: {what}, and are left out")
+    if repeated := counts["dropped"].get(REPEATS, 0):
+        what = f"{repeated:,} of {rows:,} rows ({repeated / rows:.0%}) repeat a pattern of tokens too often"
+        warnings += [f"data.{split}: {what} (data.repetition), and are left out"] if repeated > MANY * rows else []
     cut_off = counts.get("dropped_rows", {}).get(NO_TARGET, 0)
     if cut_off > MANY * documents:
         what = f"{cut_off:,} of {documents:,} {unit}s ({cut_off / documents:.0%}) have no trained token"
@@ -238,6 +242,8 @@ def _tokenizer_lines(tokenizer: Mapping[str, Any] | None) -> list[Line]:
     """How transformers loads the tokenizer, where that is not what tokenizer.json says alone."""
     if tokenizer is None or tokenizer["changed"] == []:
         return []
+    if "use" in tokenizer:
+        return [("tokenizer", f"made by {tokenizer['use']} ({tokenizer['class']})")]
     how = f"as transformers {tokenizer['transformers']} loads it ({tokenizer['class']})"
     if tokenizer["changed"] is None:
         return [("tokenizer", f"{how}: its directory has no tokenizer.json")]
@@ -274,7 +280,7 @@ def _split_text(counts: Mapping[str, Any], unit: str) -> str:
     parts += [f"{counted(counts['duplicates'], 'duplicate')} kept"] if counts["duplicates"] else []
     if counts.get("dropped_pieces"):  # what an earlier version prepared does not count them
         pieces, tokens = counts["dropped_pieces"], counts["dropped_piece_tokens"]
-        parts.append(f"{pieces:,} pieces of split documents dropped: no trained token in their {tokens:,}")
+        parts.append(f"{pieces:,} pieces of split documents dropped: no trained token in their {tokens:,}, or too few")
     for key in ("skipped", "dropped", "dropped_rows"):
         parts += [f"{count:,} {key.partition('_')[0]}: {reason}" for reason, count in counts[key].items()]
     return "  ".join(parts)

@@ -5,7 +5,7 @@ Imported where the cache lacks the rows of a spec.
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ def build_rows(spec: PrepareSpec, keys: PreparedKeys, tmp: Path, console: Consol
     report = dict(encoded["report"])
     for split in ("train", "eval"):
         if report[split] is not None:
-            rows = _write_rows(spec, tmp, split)
+            is_apart = spec.data.pack_sources == "apart"
+            rows = _write_rows(spec, tmp, split, encoded[f"{split}_documents"] if is_apart else ())
             if rows["packed_rows"] == 0:
                 path = tmp / f"{split}.documents.arrow"
                 raise _nothing_left(spec, keys, path, report[split]["documents"], rows["dropped_rows"])
@@ -88,17 +89,18 @@ def _linked_name(name: str) -> str:
     return name if name == REJECTS else f"{Path(name).stem}.documents.arrow"
 
 
-def _write_rows(spec: PrepareSpec, tmp: Path, split: str) -> dict[str, Any]:
+def _write_rows(spec: PrepareSpec, tmp: Path, split: str, sources: Sequence[int]) -> dict[str, Any]:
     each = spec.examples.documents
     documents = record_batches(tmp / f"{split}.documents.arrow")
     if spec.data.rows == "cut":
         segments = in_order(documents, spec.max_length)
     else:
-        segments = cut(documents, spec.max_length, spec.too_long, each, spec.data.max_prompt_length)
+        most, least = spec.data.max_prompt_length, spec.data.min_piece_length or 0
+        segments = cut(documents, spec.max_length, spec.too_long, each, max_prompt=most, min_piece=least)
     n_rows = 0
     path = str(tmp / f"{split}.rows.arrow")
     with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, ROWS_SCHEMA) as writer:
-        for batch in row_batches(segments, spec.max_length, spec.data.packs_rows):
+        for batch in row_batches(segments, spec.max_length, spec.data.packs_rows, sources=sources):
             writer.write_batch(batch)
             n_rows += batch.num_rows
     if spec.examples.kind == "unpaired" and n_rows:

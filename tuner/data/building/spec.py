@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tuner.config.duration import Duration
 from tuner.config.portions import Portion
+from tuner.data.building.repetition import Repetition
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.tokenizer_files import cache_root, load_tokenizer, tokenizer_directory
 from tuner.data.portions import first_portion
@@ -60,6 +61,14 @@ class PrepareSpec:
     def too_long(self) -> "TooLong":
         """The policy for long documents, `auto` resolved."""
         return self.examples.too_long if self.data.too_long == "auto" else self.data.too_long
+
+    @property
+    def repetition(self) -> Repetition | None:
+        """Which repetition in a document is too much, where it is looked for."""
+        section = self.data.repetition
+        if section.max_count is None:
+            return None
+        return Repetition(section.min_period, section.max_period, section.max_count)
 
     def called(self, portion: Portion) -> str:
         """A portion of the data, for people."""
@@ -223,6 +232,8 @@ def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> PreparedK
         "train_on": spec.examples.train_on,
         "on_bad_row": data.on_bad_row,
         **({"seeds": seeds} if any(seed is not None for seed in seeds) else {}),
+        **({} if spec.repetition is None else {"repetition": list(spec.repetition)}),
+        **({} if data.pack_sources == "together" else {"pack_sources": data.pack_sources}),  # who has which is noted
     }
     encoded = _hash(fields)
     rows = {
@@ -231,6 +242,7 @@ def keys_of(spec: PrepareSpec, sources: SplitSources | None = None) -> PreparedK
         "too_long": spec.too_long,
         "packing": data.packs_rows,
         **({} if data.max_prompt_length is None else {"max_prompt": data.max_prompt_length}),
+        **({} if data.min_piece_length is None else {"min_piece": data.min_piece_length}),
         **({"rows": data.rows} if data.rows != "packed" else {}),
     }
     return PreparedKeys(encoded, _hash(rows), fields, train, held, stamps)

@@ -135,7 +135,7 @@ class Encoder:
         for part, content in zip(layout.parts[:-1], contents, strict=True):
             texts.pieces += (part, content)
         texts.pieces.append(layout.parts[-1])
-        texts.close(i, starts[-1] + layout.part_bytes[-1], layout.default, False, layout.specials)
+        texts.close(i, starts[-1] + layout.part_bytes[-1], layout.default, layout.specials, (False, False))
         if layout.notes:
             alone.note(i, layout.notes)
         return True
@@ -164,7 +164,8 @@ class Encoder:
             prompt = self._prompt(plan, turn.start) if turn.is_answer else ""
             texts.turn(span, turn.trained, turn.is_answer, prompt)
         texts.pieces.append(text)
-        texts.close(i, len(text) if ascii_text else len(text.encode()), plan.default, plan.framed, -1)
+        frame = (plan.framed, plan.ends)
+        texts.close(i, len(text) if ascii_text else len(text.encode()), plan.default, -1, frame)
 
     def _prompt(self, plan: TurnPlan, start: int) -> str:
         last = self._tokenizer.last_special(plan.text, max(0, start - 256), start)
@@ -290,20 +291,23 @@ class Encoder:
             ids, trained, offsets_of(lengths), prompts[keep].astype(np.uint32),
             np.array(texts.examples, dtype=np.int64)[keep], fast=int(keep.sum()) if fast else 0,
         )  # fmt: skip
-        return self._framed(batch, framed[keep]) if framed.any() else batch
+        return self._framed(batch, framed[keep], np.array(texts.ends)[keep]) if framed.any() else batch
 
-    def _framed(self, batch: EncodedBatch, framed: npt.NDArray[np.bool_]) -> EncodedBatch:
-        """Put the tokenizer's own tokens around texts, and the end token after them."""
+    def _framed(
+        self, batch: EncodedBatch, framed: npt.NDArray[np.bool_], ends: npt.NDArray[np.bool_]
+    ) -> EncodedBatch:
+        """Put the tokenizer's own tokens around texts, and the end token after those that have one."""
         prefix, suffix = self._placer.frame
-        frame, trains = len(prefix) + len(suffix), [self._train_on == "all"] * len(prefix) + [True] * len(suffix)
+        sizes, trains = [len(prefix), len(suffix)], [self._train_on == "all"] * len(prefix) + [True] * len(suffix)
         # Text by text, the beginning before the end: an end and the next text's beginning are put at one place.
         edges = np.stack([batch.offsets[:-1][framed], batch.offsets[1:][framed]], axis=1).reshape(-1)
         texts = len(edges) // 2
-        at = np.repeat(edges, [len(prefix), len(suffix)] * texts)
-        ids = np.insert(batch.input_ids, at, np.tile(np.array([*prefix, *suffix], dtype=np.uint32), texts))
-        trained = np.insert(batch.trained, at, np.tile(np.array(trains, dtype=np.bool_), texts))
+        put = np.repeat(np.stack([np.ones(texts, np.bool_), ends[framed]], axis=1).reshape(-1), sizes * texts)
+        at = np.repeat(edges, sizes * texts)[put]
+        ids = np.insert(batch.input_ids, at, np.tile(np.array([*prefix, *suffix], dtype=np.uint32), texts)[put])
+        trained = np.insert(batch.trained, at, np.tile(np.array(trains, dtype=np.bool_), texts)[put])
         prompts = (batch.prompt_tokens + framed * len(prefix)).astype(np.uint32)
-        offsets = offsets_of(np.diff(batch.offsets) + framed * frame)
+        offsets = offsets_of(np.diff(batch.offsets) + framed * len(prefix) + (framed & ends) * len(suffix))
         return EncodedBatch(ids, trained, offsets, prompts, batch.records, fast=batch.fast)
 
     def _check(self, examples: Sequence[Example], batch: EncodedBatch, checks: int) -> None:

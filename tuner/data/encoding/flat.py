@@ -26,6 +26,7 @@ class BatchTexts:
         self.sizes: list[int] = []
         self.default: list[bool] = []
         self.framed: list[bool] = []
+        self.ends: list[bool] = []
         self.specials: list[int] = []
         """Control tokens that the template wrote; -1 where that was looked at before."""
         self.piece_stops: list[int] = []
@@ -37,13 +38,14 @@ class BatchTexts:
         self.prompt: list[str] = []
         """Text before an answer, from the last control token on; empty where the turn is no answer."""
 
-    def close(self, example: int, size: int, default: bool, framed: bool, specials: int) -> None:
-        """End a text whose pieces and turns have been added."""
+    def close(self, example: int, size: int, default: bool, specials: int, frame: tuple[bool, bool]) -> None:
+        """End a text whose pieces and turns have been added; `frame`: whether it has one, and an end token in it."""
         self.piece_stops.append(len(self.pieces))
         self.examples.append(example)
         self.sizes.append(size)
         self.default.append(default)
-        self.framed.append(framed)
+        self.framed.append(frame[0])
+        self.ends.append(frame[1])
         self.specials.append(specials)
 
     def turn(self, span: tuple[int, int], trained: bool, answer: bool, prompt: str) -> None:

@@ -92,7 +92,7 @@ class Placer:
             trained[first:last] = turn.trained
             spans.append(TokenSpan(first, last, turn.rule))
         document = Document(encoded.ids, trained, prompt_tokens, spans)
-        return self._framed(document, plan.default) if plan.framed else document
+        return self._framed(document, plan) if plan.framed else document
 
     def tokens(self, example: Tokens) -> Document:
         """Return the document of a record that is tokens already. Raises RecordProblem for an id out of range."""
@@ -180,7 +180,7 @@ class Placer:
         del prompt, rest
         spans = [TokenSpan(0, len(ids), "prompt"), TokenSpan(cut, cut + end, answer.rule)]
         document = Document(ids, trained, cut, spans, apart=True)
-        return self._framed(document, plan.default) if plan.framed else document
+        return self._framed(document, plan) if plan.framed else document
 
     def _is_whole(self, prompt: Encoded, rest: Encoded, text: str) -> bool:
         """Whether the two read as the text, decoded in parts that begin and end between characters."""
@@ -197,14 +197,14 @@ class Placer:
                 first, read = last, stop
         return read == len(text)
 
-    def _framed(self, document: Document, train_prefix: bool) -> Document:
-        prefix, suffix = self.frame
+    def _framed(self, document: Document, plan: TurnPlan) -> Document:
+        prefix, suffix = self.frame[0], self.frame[1] if plan.ends else []
         ids = np.concatenate([prefix, document.input_ids, suffix]).astype(np.int64, copy=False)
-        ends = (np.full(len(prefix), train_prefix), np.ones(len(suffix), dtype=np.bool_))
+        ends = (np.full(len(prefix), plan.default), np.ones(len(suffix), dtype=np.bool_))
         trained = np.concatenate([ends[0], document.trained, ends[1]]).astype(np.bool_, copy=False)
         spans = [TokenSpan(0, len(prefix), "start of text")] if prefix else []
         spans += [TokenSpan(s.start + len(prefix), s.stop + len(prefix), s.rule) for s in document.spans]
-        spans.append(TokenSpan(len(ids) - len(suffix), len(ids), "end of text"))
+        spans += [TokenSpan(len(ids) - len(suffix), len(ids), "end of text")] if suffix else []
         whole = not any(span.rule == "completion" for span in document.spans)
         prompt = len(prefix) + (len(document.input_ids) // 2 if whole else document.prompt_tokens)
         return Document(ids, trained, prompt, spans, document.apart)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.data.encoding.template import TEMPLATE_FILE, TOOL_TEMPLATE_FILE
 from tuner.data.encoding.tokenizer import TextTokenizer, parse_json
 from tuner.data.encoding.tokenizer_json import byte_tokenizer_files, require_ids, with_control_tokens, with_tokens
-from tuner.errors import DataError, MachineError
+from tuner.errors import DataError, MachineError, PluginError
 from tuner.runtime.files import (
     TMP_PREFIX,
     discard_dir,
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 BESIDE_MODEL = "with the config of the model"
 """What is said of a tokenizer that another class of transformers takes over next to the model that is trained."""
+OWN_CODE = "use.json"
+"""In a job: the code of the user's own that is called with the tokenizer, and its arguments."""
 FORMAT = 2
 """Counts up when the same files and version would get another answer."""
 _CHILD = "tuner.transformers_tokenizer"
@@ -74,8 +76,9 @@ def load_tokenizer(
 
     `model_path` is a directory or a hub name; a hub name is the only thing that reaches for the network, and only
     what the local cache lacks. What transformers makes of the files is kept in `cache_dir`, else `cache_root()`.
-    Control tokens that a named template writes and the tokenizer lacks are added to it, after those of the recipe.
-    Raises DataError where the files are missing or wrong.
+    Code of the user's own runs in a process of its own, and what it returns takes the place of what was loaded. Control
+    tokens that a named template writes and the tokenizer lacks are added to it, after those of the recipe. Raises
+    DataError where the files are missing or wrong, PluginError for such code.
     """
     template, named = None, None
     if tokenizer.chat_template is not None:
@@ -94,7 +97,7 @@ def load_tokenizer(
         beside = _model_config(model_path, revision) if own else config
         context = _LoadContext(str(directory), config, beside, cache, model_path)
         files, ends = _read_files(directory, own), _model_eos_ids(directory)
-    files, loaded = context.as_loaded(files)
+    files, loaded = context.as_loaded(files) if tokenizer.use is None else context.as_made(files, tokenizer)
     new_ids = range(0)
     if tokenizer.add_tokens or (named is not None and named.tokens):
         grown, added = with_control_tokens(files, tokenizer.add_tokens, () if named is None else named.tokens)
@@ -197,9 +200,21 @@ class _LoadContext:
         root = unlinked(self.cache_dir, "tokenizers", self._key(files))
         directory = unlinked(root, f"{now}-{FORMAT}")
         answer, replaced = _kept(directory) or self._ask(files, directory)
-        merged = {name: content for name, content in {**files, **replaced}.items() if name not in answer["removed"]}
-        facts = {"transformers": now, "class": answer["class"], "changed": answer["changed"]}
-        return merged, {**facts, "other_versions": list(_others(root, answer))}
+        return _merged(files, answer, replaced), {**_facts(answer), "other_versions": list(_others(root, answer))}
+
+    def as_made(
+        self, files: Mapping[str, bytes], tokenizer: "TokenizerSection"
+    ) -> tuple[dict[str, bytes], dict[str, Any]]:
+        """The same of the tokenizer that code of the user's own makes of the one that is loaded.
+
+        It is asked each time: what it returns may follow from more than its file and its arguments say. Raises
+        PluginError for what it raises or returns, and DataError.
+        """
+        place = Path(tempfile.gettempdir())
+        with machine_errors(place), scratch_dir(TMP_PREFIX, place) as job:
+            (job / OWN_CODE).write_bytes(json_bytes({"use": tokenizer.use, "args": tokenizer.args}))
+            answer, replaced = self._answered(files, job)
+        return _merged(files, answer, replaced), {**_facts(answer), "use": tokenizer.use, "other_versions": []}
 
     def _key(self, files: Mapping[str, bytes]) -> str:
         """A hash of everything that decides how the files are loaded, but for the version of transformers."""
@@ -217,21 +232,24 @@ class _LoadContext:
                 return kept  # another process asked meanwhile
             place = directory.parent if is_kept else Path(tempfile.gettempdir())
             with machine_errors(place), scratch_dir(TMP_PREFIX, place) as job:
-                configs = {"source/config.json": self.config, "model.json": self.model_config}
-                given = {**{f"source/{file}": content for file, content in files.items()}, **configs}
-                for path, content in given.items():
-                    if content is not None:
-                        (job / path).parent.mkdir(parents=True, exist_ok=True)
-                        (job / path).write_bytes(content)
-                self._run(job)
-                answers = job / "answer"
-                answer = {**read_json(answers / _ANSWER), "files": file_entries(answers, exclude=(_ANSWER,))}
-                write_atomic(answers / _ANSWER, json_bytes(answer))
-                replaced = {file: (answers / file).read_bytes() for file in answer["files"]}
+                answer, replaced = self._answered(files, job)
                 if is_kept:
                     discard_dir(directory)
-                    publish_dir(answers, directory)
+                    publish_dir(job / "answer", directory)
         return answer, replaced
+
+    def _answered(self, files: Mapping[str, bytes], job: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """The child's answer to a job of these files, also in the directory `answer` of it, and the files in that."""
+        configs = {"source/config.json": self.config, "model.json": self.model_config}
+        for path, content in {**{f"source/{file}": content for file, content in files.items()}, **configs}.items():
+            if content is not None:
+                (job / path).parent.mkdir(parents=True, exist_ok=True)
+                (job / path).write_bytes(content)
+        self._run(job)
+        answers = job / "answer"
+        answer = {**read_json(answers / _ANSWER), "files": file_entries(answers, exclude=(_ANSWER,))}
+        write_atomic(answers / _ANSWER, json_bytes(answer))
+        return answer, {file: (answers / file).read_bytes() for file in answer["files"]}
 
     def _run(self, job: Path) -> None:
         """Run the child on a job. Raises DataError with the child's reason, and its OSError."""
@@ -242,6 +260,8 @@ class _LoadContext:
         reason = (result.stderr.strip().splitlines() or [f"it ended with {result.returncode}"])[-1]
         if result.returncode == 2 and reason.isdigit():
             raise OSError(int(reason), os.strerror(int(reason)))
+        if result.returncode == 3:
+            raise PluginError(**json.loads(reason))
         if result.returncode:
             text = f"{self.name}: the tokenizer cannot be loaded as its readers would load it: {reason}"
             raise DataError(text, hint=self._way_out() if BESIDE_MODEL in reason else None)
@@ -256,6 +276,14 @@ class _LoadContext:
             "name a tokenizer of the model's own family; with model.init: random, the config of a type without "
             "tokenizers of its own, such as llama, goes with any"
         )
+
+
+def _merged(files: Mapping[str, bytes], answer: Mapping[str, Any], replaced: Mapping[str, bytes]) -> dict[str, bytes]:
+    return {name: content for name, content in {**files, **replaced}.items() if name not in answer["removed"]}
+
+
+def _facts(answer: Mapping[str, Any]) -> dict[str, Any]:
+    return {"transformers": version("transformers"), "class": answer["class"], "changed": answer["changed"]}
 
 
 def _chosen_by(config: bytes | None, keys: tuple[str, ...]) -> list[Any] | None:

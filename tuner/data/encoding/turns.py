@@ -65,6 +65,8 @@ class TurnPlan(NamedTuple):
     notes: tuple[str, ...] = ()
     apart: bool = False
     """Whether prompt and answer are encoded apart where a token of both together would reach over the cut."""
+    ends: bool = True
+    """Whether a framed text has the end token after it."""
 
 
 class Plans(NamedTuple):
@@ -125,7 +127,7 @@ class Planner:
         everything = self._train_on == "all"
         if isinstance(example, PlainText):
             text = self._checked(example.text, ("text",))
-            return TurnPlan(text, (), True, "text", framed=True, escaped=GUARD in text)
+            return TurnPlan(text, (), True, "text", framed=True, escaped=GUARD in text, ends=example.ends)
         prompt = self._checked(example.prompt, ("prompt",))
         text, cut = prompt + self._checked(example.completion, ("completion",)), len(prompt)
         if self._tokenizer.find_special(text) is not None:

@@ -33,6 +33,8 @@ class PlainText(NamedTuple):
     """A document that is learned whole."""
 
     text: str
+    ends: bool = True
+    """Whether the end token follows."""
 
 
 class Tokens(NamedTuple):

@@ -6,6 +6,7 @@ from tuner.run.parts.ends import EndAt
 from tuner.run.parts.exactness import Exactness
 from tuner.run.parts.initial_weights import InitialWeights
 from tuner.run.parts.kernels import Kernels
+from tuner.run.parts.length_warmup import LengthWarmup
 from tuner.run.parts.mark_metrics import MarkMetrics
 from tuner.run.parts.memory_history import MemoryHistory
 from tuner.run.parts.mock_batch import MockBatch
@@ -28,6 +29,7 @@ PARTS: tuple[type[Part], ...] = (
     Teacher,
     Windows,
     Offload,
+    LengthWarmup,
     MockBatch,
     SkippedSteps,
     EndAt,

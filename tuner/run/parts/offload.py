@@ -10,15 +10,17 @@ from tuner.setup.specs import assembly_spec
 
 
 class Offload(Part):
-    """Optimizer state (`optimizer.offload`) and activations (`train.offload_activations`)."""
+    """Shards (`parallel.offload`), optimizer state (`optimizer.offload`), activations (`train.offload_activations`)."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._has_host_states = keeps_states_on_host(recipe.optimizer)
+        self._has_host_shards = recipe.parallel.offload == "host"
 
     @staticmethod
     def wanted(recipe: Recipe) -> bool:
-        """Unless the recipe says that neither is: an `auto` may still become one."""
-        return recipe.train.offload_activations is not False or keeps_states_on_host(recipe.optimizer)
+        """Unless the recipe says that none is: an `auto` may still become one."""
+        on_host = recipe.parallel.offload == "host" or keeps_states_on_host(recipe.optimizer)
+        return on_host or recipe.train.offload_activations is not False
 
     def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
         """How much goes to the host, and what that takes."""
@@ -26,7 +28,8 @@ class Offload(Part):
             from tuner.setup.offloaded import offload_line
 
             console.say("offload", offload_line(resolved))
-        if self._has_host_states:
-            from tuner.setup.host_states import announce_host_states
+        if self._has_host_states or self._has_host_shards:
+            from tuner.setup.host_states import announce_host_shards, announce_host_states
 
-            announce_host_states(console, resolved, rank_info)
+            announce = announce_host_states if self._has_host_states else announce_host_shards
+            announce(console, resolved, rank_info)

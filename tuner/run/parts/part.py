@@ -190,3 +190,7 @@ class Part:
     def state(self, step: int) -> Mapping[str, Any]:
         """Its part of a checkpoint's JSON state after ``step``."""
         return {}
+
+    def facts(self, step: int) -> Mapping[str, Any]:
+        """What a checkpoint's manifest says after ``step`` in place of what all have; asked on rank 0, maybe later."""
+        return {}

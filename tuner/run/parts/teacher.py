@@ -50,7 +50,7 @@ class Teacher(Part):
             return resolved
         from tuner.run.teacher_versions import begin_versions
 
-        self._versions = begin_versions(self._method, ready.status, ready.spec.cache_dir)
+        self._versions = begin_versions(self._method, ready.status, ready.spec)
         return replace(resolved, teacher=str(self._versions.path))
 
     def built(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
@@ -69,9 +69,9 @@ class Teacher(Part):
         """What takes newer versions: before the evaluation and the save of the step, which show it."""
         if self._versions is None:
             return ()
-        from tuner.run.tasks.teacher import TeacherTask
+        from tuner.run.tasks.versions import VersionsTask
 
-        return (TeacherTask(context, self._versions, needs.log),)
+        return (VersionsTask(context, self._versions, needs.log),)
 
     def state(self, step: int) -> Mapping[str, Any]:
         """Which versions the run learned from."""

@@ -93,7 +93,7 @@ class Windows(Part):
 
         progress.more_to_come = not self._position.ended and may_follow(assembly, progress)
         self._opened = OpenedWindows(ready.spec, self._position.with_last_step(progress.plan.total_steps))
-        progress.saves_last = self._opened.is_saved
+        progress.saves_last, progress.portions = self._opened.is_saved, self._opened.trained
 
     def noted(self, run_dir: Path) -> None:
         """`windows.json`, which a later launch comes upon."""

@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any
 
 from tuner.config.duration import Duration
@@ -19,11 +19,45 @@ SHOWN_FIGURES = 2
 """Figures of a method that have a column: its first ones. MFU and the wait for data give way to them."""
 
 
-def header(figures: Mapping[str, LoggedFigure]) -> str:
-    """The names of the columns, which fit a terminal of 80; the method's first figures stand next to its loss."""
-    own = "".join(f" {figure.heading:>7}" for figure in list(figures.values())[:SHOWN_FIGURES])
-    rates = "" if own else f" {'mfu':>6} {'wait':>6}"
-    return f"{'step':>6} {'loss':>8} {'eval':>8}{own} {'grad':>8} {'lr':>10} {'tok/s':>9}{rates} {'left':>8}"
+@dataclass(frozen=True)
+class Column:
+    """A number of a step's line, and how it is shown."""
+
+    name: str
+    heading: str
+    width: int
+    form: str = ""
+    """As `format` takes it; empty for as many digits as fit."""
+    is_measured: bool = False
+    """Whether evaluations have it, too."""
+
+    def cell(self, value: float | None, none: str = "-") -> str:
+        """What stands in the column, after a space."""
+        form = self.form or ("," if isinstance(value, int) else "")
+        text = none if value is None else format(value, form) if form else _brief(value)
+        return f" {text:>{self.width}}"
+
+
+_KNOWN = {
+    column.name: column
+    for column in (
+        Column("grad_norm", "grad", 8, ".3f"),
+        Column("lr", "lr", 10, ".2e"),
+        Column("tok_per_s", "tok/s", 9, ",.0f"),
+        Column("mfu", "mfu", 6, ".1%"),
+        Column("data_wait", "wait", 6, ".1%"),
+    )
+}
+
+
+def columns_of(figures: Mapping[str, LoggedFigure], chosen: Sequence[str] = ()) -> tuple[Column, ...]:
+    """The columns between the losses and the time left: those that are ``chosen``, or the usual ones, which fit a
+    terminal of 80, with the method's first figures next to its loss."""
+    own = {name: Column(name, figure.heading, 7, is_measured=True) for name, figure in figures.items()}
+    shown = list(own)[:SHOWN_FIGURES]
+    names = chosen or (*shown, "grad_norm", "lr", "tok_per_s", *(() if shown else ("mfu", "data_wait")))
+    known = own | _KNOWN
+    return tuple(known.get(name) or Column(name, name, max(7, len(name))) for name in names)
 
 
 class ConsoleTask(Task):
@@ -40,7 +74,7 @@ class ConsoleTask(Task):
         progress: Progress,
         time_left: TimeLeft,
         compiles: bool = False,
-        figures: Mapping[str, LoggedFigure] = MappingProxyType({}),
+        columns: Sequence[Column] = columns_of({}),
     ) -> None:
         self._console, self._records = console, records
         self._steps = int(every.count) if every.unit == "steps" else None
@@ -51,7 +85,8 @@ class ConsoleTask(Task):
         self._last_shown = time.monotonic()
         self._line: Mapping[str, Any] | None = None
         self._shown_step = 0
-        self._header, self._figures = header(figures), tuple(figures)[:SHOWN_FIGURES]
+        self._columns = tuple(columns)
+        self._measured = self._columns[: max((i + 1 for i, one in enumerate(columns) if one.is_measured), default=0)]
         self._header_shown = False
         self._first = "compiling the decoder layers in the first step" if compiles else "training the first step"
         self._is_first = True
@@ -128,14 +163,9 @@ class ConsoleTask(Task):
             return
         self._shown_step = line["step"]
         self._show_header()
-        loss, norm, left = _shown(line["loss"], 4), _shown(line["grad_norm"], 3), self._left(line["step"])
-        own = self._own(line)
-        mfu = f"{line['mfu']:.1%}" if "mfu" in line else "-"
-        rates = "" if own else f" {mfu:>6} {line['data_wait']:>6.1%}"
-        self._console.line(
-            f"{line['step']:>6} {loss:>8} {'':>8}{own} {norm:>8} {line['lr']:>10.2e} "
-            f"{line['tok_per_s']:>9,.0f}{rates} {left:>8}"
-        )
+        loss, left = _shown(line["loss"]), self._left(line["step"])
+        cells = "".join(one.cell(line.get(one.name), "none" if one.name in line else "-") for one in self._columns)
+        self._console.line(f"{line['step']:>6} {loss:>8} {'':>8}{cells} {left:>8}")
         if self._bar is not None:
             self._bar.lengthen(self._progress.plan.total_steps)
             self._bar.update(line["step"], f"loss {loss}  {line['tok_per_s']:,.0f} tok/s  {left} left")
@@ -151,32 +181,29 @@ class ConsoleTask(Task):
             kind, _, source = name.partition("/")
             if kind != "loss":
                 continue
-            own = self._own(event.metrics, source)
-            none = "".join(f" {'-':>{width}}" for width in ((8, 10, 9) if own else (8, 10, 9, 6, 6)))
+            own = self._own(event.metrics, "{}/" + source if source else "{}")
+            none = "".join(one.cell(None) for one in self._columns[len(self._measured) :])
             at, rest = ("", f" {source}") if source else (event.step, f"{none} {self._left(event.step):>8}")
-            self._console.line(f"{at:>6} {'' if source else '-':>8} {_shown(loss, 4):>8}{own}{rest}")
+            self._console.line(f"{at:>6} {'' if source else '-':>8} {_shown(loss):>8}{own}{rest}")
         if "ema/loss" in event.metrics:
-            figures = {name: event.metrics.get(f"ema/{name}") for name in ("loss", *self._figures)}
-            loss, own = figures["loss"], self._own(figures)
-            self._console.line(f"{'':>6} {'':>8} {_shown(loss, 4):>8}{own} averaged weights")
+            own = self._own(event.metrics, "ema/{}")
+            self._console.line(f"{'':>6} {'':>8} {_shown(event.metrics['ema/loss']):>8}{own} averaged weights")
 
-    def _own(self, line: Mapping[str, Any], source: str = "") -> str:
-        """The columns of the method's figures, with what a line has of them, or of one source."""
-        values = [line.get(f"{name}/{source}" if source else name) for name in self._figures]
-        return "".join(f" {_brief(value):>7}" for value in values)
+    def _own(self, line: Mapping[str, Any], named: str) -> str:
+        """The columns up to the last figure of the method, with what a line has by such names."""
+        return "".join(one.cell(line.get(named.format(one.name))) for one in self._measured)
 
     def _show_header(self) -> None:
         if not self._header_shown:
-            self._console.line(self._header)
+            names = "".join(f" {one.heading:>{one.width}}" for one in self._columns)
+            self._console.line(f"{'step':>6} {'loss':>8} {'eval':>8}{names} {'left':>8}")
             self._header_shown = True
 
 
-def _shown(value: float | None, digits: int) -> str:
-    return "none" if value is None else f"{value:.{digits}f}"
+def _shown(loss: float | None) -> str:
+    return "none" if loss is None else f"{loss:.4f}"
 
 
-def _brief(value: float | None) -> str:
+def _brief(value: float) -> str:
     """A figure in at most 7 letters, as long as it has no more than six digits before its point."""
-    if value is None:
-        return "-"
     return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}" if abs(value) < 10_000 else f"{value:.0f}"

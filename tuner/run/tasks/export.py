@@ -66,7 +66,8 @@ class Exporter:
         """What tells this run's exports from others, as their `tuner.json` has it."""
         section = self.recipe.export
         adapter = "none" if self.recipe.adapter.kind == "none" else section.adapter
-        named = {"dtype": section.dtype, "adapter": adapter, "shard_size": section.shard_size}
+        named: dict[str, Any] = {"dtype": section.dtype, "adapter": adapter, "shard_size": section.shard_size}
+        named |= {"keep_fp32": list(section.keep_fp32)} if section.keep_fp32 else {}
         return named if self._base is None else {**named, "base": self._base}
 
     @property

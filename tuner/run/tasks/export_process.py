@@ -71,6 +71,7 @@ class ExportProcess:
         section = self.section
         words = [sys.executable, "-m", "tuner", "export-hf", str(self.held.path), "--output", str(self.output)]
         words += ["--dtype", section.dtype, "--adapter", section.adapter]
+        words += ["--keep-fp32", ",".join(section.keep_fp32)] if section.keep_fp32 else []
         words += [] if self.base is None else ["--base", self.base]
         return [*words, "--shard-size", byte_text(section.shard_size), "--json"]
 

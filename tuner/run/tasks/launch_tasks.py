@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tuner.checkpoint.open import CheckpointInfo
 from tuner.checkpoint.save import CheckpointDir
 from tuner.config.recipe import HealthSection, ProberSection
 from tuner.run.meta import frozen_meta, run_meta, tokenizer_meta
 from tuner.run.parts.part import LaunchContext, TaskNeeds
-from tuner.run.tasks.console import ConsoleTask
+from tuner.run.tasks.console import ConsoleTask, columns_of
 from tuner.run.tasks.evaluate import EvaluateTask
 from tuner.run.tasks.hooks import Hooks, Registration, RunFacts, user_hook
 from tuner.run.tasks.log import LogTask, MemoryTask
 from tuner.run.tasks.record import RecordTask
 from tuner.run.tasks.save import Saver, SaveTask
 from tuner.run.tasks.startup import StartupTask
+from tuner.run.tasks.step_columns import step_columns
 from tuner.run.tasks.stop import StopTask
 from tuner.run.tasks.time_left import Due, TimeLeft
 from tuner.rundir.layout import METRICS, SAMPLES, rank_metrics
@@ -69,12 +70,13 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     hooks = Hooks(_registrations(context, sections), facts, progress)
     assembly.train_state.parts += tuple(hooks.of_batches())
     free_bytes = resolved.facts.free_bytes // assembly.rank_info.local_world_size
-    log = LogTask(progress, metrics, assembly.mfu, assembly.train_state.step_config.device)
+    columns = tuple(step_columns(sections)) if main or own else ()  # who has the lines of earlier launches
+    log = LogTask(progress, metrics, assembly.mfu, assembly.train_state.step_config.device, columns)
     health = _health(context, sections.health, log)
     verify = (lambda: None) if health is None else health.before_save
     checkpoints = CheckpointDir(run.checkpoints, context.run_id)
     saver = Saver(
-        assembly, sections.checkpoint, checkpoints, lambda: meta | frozen_meta(assembly), (metrics, samples),
+        assembly, sections.checkpoint, checkpoints, lambda step: meta | _meta_at(context, step), (metrics, samples),
         sections.timeout_s, verify,
     )  # fmt: skip
     resumed_from = found.path if found is not None and found.path.parent == run.checkpoints else None
@@ -97,10 +99,19 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
         *_of_parts(context, needs, after_saves=False),
         EvaluateTask(context, sections.eval, log, samples, _task_scores(context, sections)),
         SaveTask(context, saver, log, samples, time_left, resumed_from),
-        ConsoleTask(console, metrics, sections.logging.console_every, progress, time_left, resolved.compiles, figures),
+        ConsoleTask(
+            console, metrics, sections.logging.console_every, progress, time_left, resolved.compiles,
+            columns_of(figures, sections.logging.console),
+        ),
         *_of_parts(context, needs, after_saves=True),
     ]
     return LaunchTasks(Tasks(tasks), hooks, stop, (metrics, samples))
+
+
+def _meta_at(context: LaunchContext, step: int) -> dict[str, Any]:
+    """What a manifest says besides, by when it is written."""
+    of_parts = (part.facts(step) for part in context.parts)
+    return frozen_meta(context.assembly) | {name: fact for facts in of_parts for name, fact in facts.items()}
 
 
 def _registrations(context: LaunchContext, sections: TaskSections) -> list[Registration]:

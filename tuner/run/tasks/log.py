@@ -2,12 +2,13 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from tuner.run.tasks.step_columns import StepColumn
 from tuner.rundir.records import Records
 from tuner.runtime.device import DeviceMark, timeline_of
 from tuner.runtime.memory import FreedMemory, peak_resident_bytes
@@ -73,11 +74,21 @@ class LogTask(Task):
     next step queued and never runs dry. Raises HaltedError where the guard ends the run.
     """
 
-    def __init__(self, progress: Progress, metrics: Records, mfu: MfuMeter, device: torch.device) -> None:
-        self.metrics, self.clock = metrics, StepClock(device)
+    def __init__(
+        self, progress: Progress, metrics: Records, mfu: MfuMeter, device: torch.device,
+        columns: Sequence[StepColumn] = (),
+    ) -> None:  # fmt: skip
+        self.metrics, self.clock, self._columns = metrics, StepClock(device), columns
         self._progress, self._mfu, self._device = progress, mfu, device
         self._unread: deque[TakenStep] = deque()
         self._elapsed_s = 0.0  # of the steps of this launch
+
+    def start(self) -> Iterator[Event]:
+        """Ask the columns for the steps of earlier launches again."""
+        lines = self.metrics.read() if self._columns else ()
+        for line in (one for one in lines if one.get("kind") == "train"):
+            self._further(line)
+        yield from ()
 
     def around_step(self, number: int) -> AbstractContextManager[None]:
         """Start the clock with the first step."""
@@ -109,9 +120,13 @@ class LogTask(Task):
             raise HaltedError(taken, result)
         if math.isfinite(result.loss):
             self._progress.loss = result.loss
-        line = _determined(taken, result) | self._measured(taken)
+        line = _determined(taken, result)
+        line |= self._further(line) | self._measured(taken)
         self.metrics.add(line)
         return Event("step", taken.step, taken.tokens, line)
+
+    def _further(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for column in self._columns for name, value in column.of(line).items()}
 
     def _measured(self, taken: TakenStep) -> dict[str, Any]:
         """What the clock says of a step; ``mfu`` is left out where the model's arithmetic is not known."""

@@ -48,7 +48,8 @@ class ProberTask(Task):
         if not is_among(number, self._section.steps) or is_among(number, self._skipped):
             yield
             return
-        recording = Recording(self._modules, self._section.gradients, self._rank_info.is_main)
+        section = self._section
+        recording = Recording(self._modules, section.gradients, self._rank_info.is_main, section.first_rows)
         with recording.of_a_step():
             yield
         self._write(number, recording)
@@ -78,13 +79,16 @@ class Recording:
 
     ``micro-0/layers.0.mlp/output`` is the first tensor that a module gave in a micro-batch, ``…/output.1`` that of its
     second call in it, ``…/output_grad`` the gradient of it; ``gradients/layers.0.mlp.up_proj.weight`` that of a
-    parameter over the whole global batch, before clipping and, under fp16, of the scaled loss.
+    parameter over the whole global batch, before clipping and, under fp16, of the scaled loss: its ``first_rows``.
     """
 
-    def __init__(self, modules: dict[str, nn.Module], gradients: bool, is_main: bool) -> None:
+    def __init__(
+        self, modules: dict[str, nn.Module], gradients: bool, is_main: bool, first_rows: int | None = None
+    ) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.seen: set[str] = set()
         self._modules, self._gradients, self._is_main = modules, gradients, is_main
+        self._first_rows = first_rows
         self._part, self._micro = "", -1
         self._calls: Counter[str] = Counter()
 
@@ -135,7 +139,7 @@ class Recording:
                     continue
                 found = whole(gradient) if isinstance(gradient, DTensor) else gradient
                 if self._is_main:
-                    self.tensors[f"gradients/{name}.{own}"] = _on_host(found)
+                    self.tensors[f"gradients/{name}.{own}"] = _on_host(found[: self._first_rows])
 
 
 def first_tensor(output: Any) -> torch.Tensor | None:

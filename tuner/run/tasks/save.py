@@ -44,8 +44,8 @@ class Saver(Task):
 
     In the background a save copies the tensors and is written by a thread while training continues. Its ranks agree
     over a group that no other thread uses. Making one is collective then. Where nobody asked for that and a rank lacks
-    the memory for copies, they are saved at once, with a warning. ``meta`` gives rank 0 what a manifest says of the
-    run, when it is written; ``verify`` is called before a state is saved.
+    the memory for copies, they are saved at once, with a warning. ``meta`` gives rank 0 what the manifest of a step
+    says of the run, when it is written; ``verify`` is called before a state is saved.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Saver(Task):
         assembly: Assembly,
         section: CheckpointSection,
         checkpoints: CheckpointDir,
-        meta: Callable[[], Mapping[str, Any]],
+        meta: Callable[[int], Mapping[str, Any]],
         records: Sequence[Records],
         timeout_s: float,
         verify: Callable[[], None] = lambda: None,
@@ -162,7 +162,7 @@ class Saver(Task):
                 snapshot.step,
                 tensors,
                 snapshot.state,
-                ranks.on_rank0(self._meta),
+                ranks.on_rank0(lambda: self._meta(snapshot.step)),
                 snapshot.probe,
                 staged=staged,
                 ranks=ranks,

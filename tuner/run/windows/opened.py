@@ -34,8 +34,12 @@ class OpenedWindows:
     @property
     def is_saved(self) -> bool:
         """Whether there is a checkpoint at the end of the current window, though others follow."""
-        trained = sum(not entry.left_out for entry in self.position.decided)
-        return trained % self.spec.data.windows.save_every == 0
+        return self.trained % self.spec.data.windows.save_every == 0
+
+    @property
+    def trained(self) -> int:
+        """How many windows the run has trained, with the one at hand."""
+        return sum(not entry.left_out for entry in self.position.decided)
 
     def write(self, run_dir: Path) -> None:
         """Note the windows in the run directory. Raises MachineError."""
@@ -61,7 +65,7 @@ class OpenedWindows:
             assembly.held_out.become(held_out_rows(self.spec.data, prepared), entry.name)
         progress.plan, progress.data_start = plan, first
         progress.more_to_come = may_follow(assembly, progress)
-        progress.saves_last = self.is_saved
+        progress.saves_last, progress.portions = self.is_saved, self.trained
         self.rows.go_over(rows, len(decided), first, plan.total_steps)
 
 

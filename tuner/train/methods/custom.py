@@ -10,24 +10,20 @@ import numpy.typing as npt
 import torch
 
 from tuner.config.methods import CustomMethod
+from tuner.config.recipe import STEP_FIGURES
 from tuner.data.batches import Batch, StepBatches
 from tuner.errors import PluginError, TunerError
 from tuner.model.output_layer import OutputLayer
 from tuner.runtime.plugins import Plugin, load, naming, require_call, source_file
 from tuner.train.methods.method import Counts, Method, Sum, Terms, logged
 from tuner.train.methods.pretrain import TokenMean
-from tuner.train.progress import CLOCKED
 
 LossFunction = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 ]
 """From hidden states ``[N, D]``, the output layer's weight ``[V, D]`` and bias ``[V]`` or None, and targets int64
 ``[N]``: the sum of the losses at the N trained positions (a scalar with a gradient, also for N = 0) and named sums."""
-TAKEN = (
-    *("step", "epoch", "tokens", "loss", "lr", "grad_norm", "skipped", "kind", "router_aux", "router_balance"),
-    *("loss_scale", "overflow", "reason"),
-    *CLOCKED,
-)
+TAKEN = ("step", "loss", "skipped", "kind", "overflow", "reason", *STEP_FIGURES)
 """Keys of a line of metrics.jsonl that a figure cannot have."""
 
 

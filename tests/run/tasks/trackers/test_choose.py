@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -14,7 +17,7 @@ import pytest
 from tuner.config.recipe import LoggingSection, Tracker
 from tuner.errors import MachineError
 from tuner.run.tasks.hooks import Hooks, RunFacts
-from tuner.run.tasks.trackers import choose
+from tuner.run.tasks.trackers import choose, outbox
 from tuner.run.tasks.trackers.choose import TRACKERS, check_trackers, tracker_hooks
 from tuner.run.tasks.trackers.tracker import TrackedPoint, TrackedRun
 from tuner.train.plan import Plan
@@ -87,6 +90,43 @@ def test_a_directory_of_that_name_is_no_library(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(MachineError, match="wandb needs the library notalibrary") as caught:
         check_trackers(["wandb"])
     assert caught.value.hint == "install it: pip install wandb"
+
+
+def test_a_tag_set_on_the_page_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With wandb's library stood in for: what was on the page before does not count, nor other tags."""
+    page = ["Cancel", "mine"]
+    asked: list[str] = []
+
+    class Api:
+        def run(self, path: str) -> SimpleNamespace:
+            asked.append(path)
+            return SimpleNamespace(tags=list(page))
+
+    opened = SimpleNamespace(
+        offline=False, resumed=False, path="me/tuner/abc", url="https://page",
+        define_metric=lambda *_, **__: None, log=lambda *_, **__: None, finish=lambda **_: None,
+    )  # fmt: skip
+    fake = ModuleType("wandb")
+    vars(fake).update(Api=Api, init=lambda **_: opened, Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delitem(sys.modules, "tuner.run.tasks.trackers.wandb", raising=False)
+    monkeypatch.setattr(outbox, "INTERVAL_S", 0.001)
+    logging = {"trackers": ["wandb"], "cancel_tags": ["cancel", "STOP-it"], "cancel_every": "0.002 s"}
+    said: list[str] = []
+    section = LoggingSection.model_validate(logging)
+    registered = tracker_hooks(section, lambda label, text: said.append(f"{label} {text}"), pytest.fail)
+    hooks = Hooks(registered, RunFacts(tmp_path, "abc", 6, {"name": "r"}, 0), Progress(Plan(6, 1, 6, 6)))
+    hooks.notify(Event("start", 0, 0))
+    for tags, stops in (([], False), (["other"], False), (["stop-IT"], True)):
+        page[:] = [*page[1:], *tags] if stops else [*page, *tags]
+        before = len(asked)
+        while len(asked) < before + 3:
+            time.sleep(0.001)
+        assert (tmp_path / "STOP").exists() is stops
+    hooks.notify(Event("end", 6, 0, status="stopped"))
+    monkeypatch.delitem(sys.modules, "tuner.run.tasks.trackers.wandb", raising=False)
+    assert set(asked) == {"me/tuner/abc"}
+    assert said[1:] == ["stopping the run's page has a new tag, stop-it"]
 
 
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")

@@ -1,14 +1,17 @@
 """The trackers that a recipe may name: what each needs, how it is opened, and the hook that feeds it."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 from tuner.config.recipe import LoggingSection
 from tuner.errors import MachineError, TunerError
 from tuner.run.tasks.hooks import Registration, Report
 from tuner.run.tasks.trackers.outbox import Memory, Outbox
+from tuner.run.tasks.trackers.stop_tags import StopTags
 from tuner.run.tasks.trackers.tracker import TrackedRun, Tracker, point_of, points_of_file
 from tuner.rundir.layout import METRICS
 from tuner.rundir.layout import TRACKERS as TRACKERS_DIR
@@ -30,6 +33,8 @@ class Known:
     """What to install then."""
     check: Callable[[], None] = lambda: None
     """Raises MachineError where it cannot be used; asks no network."""
+    tags: Callable[[Any], Collection[str]] | None = None
+    """Of a tracker that was opened, what the run's page says now; None where it has no page to set tags on."""
     takes_back: bool = False
     """Whether points of steps that a resumed run takes again may be sent again."""
 
@@ -62,7 +67,7 @@ def _mlflow(run: TrackedRun, known_id: str | None) -> Tracker:
 
 TRACKERS: dict[str, Known] = {
     "tensorboard": Known(_tensorboard, ("tensorboard",), "tensorboard", takes_back=True),
-    "wandb": Known(_wandb, ("wandb",), "wandb", _wandb_login),
+    "wandb": Known(_wandb, ("wandb",), "wandb", _wandb_login, lambda tracker: tracker.tags()),
     "mlflow": Known(_mlflow, ("mlflow", "sqlalchemy", "alembic"), "mlflow-skinny sqlalchemy alembic"),
 }
 
@@ -131,7 +136,11 @@ class TrackerHook:
             newest = max(held.values(), default=-1)
             sent = {kind: min(step, newest) for kind, step in sent.items()} | dict(held)
         self.say("tracker", f"{self.name}: {tracker.place}")
-        outbox = Outbox(self.name, tracker, memory, sent, self.warn)
+        tags, wanted, look = TRACKERS[self.name].tags, self.logging.cancel_tags, None
+        if tags is not None and wanted:
+            stop = StopTags(partial(tags, tracker), wanted, self.logging.cancel_every.seconds)
+            look = partial(stop.look, report.run_dir, self.say)
+        outbox = Outbox(self.name, tracker, memory, sent, self.warn, look)
         outbox.put(points_of_file(report.run_dir / METRICS))
         return outbox
 

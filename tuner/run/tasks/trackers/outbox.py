@@ -49,8 +49,10 @@ class Outbox:
     """
 
     def __init__(
-        self, name: str, tracker: Tracker, memory: Memory, sent: Mapping[str, int], warn: Callable[[str], None]
-    ) -> None:
+        self, name: str, tracker: Tracker, memory: Memory, sent: Mapping[str, int], warn: Callable[[str], None],
+        look: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
+        """``look`` is called after each delivery, in the same thread; it may fail as one."""
         self._name = name
         self._tracker = tracker
         self._memory = memory
@@ -59,6 +61,7 @@ class Outbox:
         self._waiting: list[TrackedPoint] = []
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._look = look
         self._failures = 0
         memory.write(tracker.id, sent)
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
@@ -82,6 +85,8 @@ class Outbox:
     def _work(self) -> None:
         while not self._closing.wait(min(INTERVAL_S * 2 ** min(self._failures, 10), LONGEST_WAIT_S)):
             self._deliver()
+            if self._look is not None:
+                self._attempt(self._look)
         self._deliver()
 
     def _deliver(self) -> None:

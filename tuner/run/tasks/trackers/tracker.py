@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import jsonlines
+from tuner.rundir.records import Records
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,7 @@ def point_of(line: Mapping[str, Any]) -> TrackedPoint:
 
 def points_of_file(path: Path) -> list[TrackedPoint]:
     """All points of a metrics.jsonl; none where there is no file."""
-    if not path.is_file():
-        return []
-    with jsonlines.open(path) as reader:
-        return [point_of(line) for line in reader.iter(type=dict, skip_invalid=True)]
+    return [point_of(line) for line in Records(path).read()]
 
 
 def _numbers(line: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:

@@ -1,7 +1,7 @@
 """Weights & Biases: one run of the same id over all launches, online or, with WANDB_MODE=offline, in the directory."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import wandb
 
@@ -39,6 +39,10 @@ class Wandb:
         """The step that the server has of a resumed run; offline nobody can say."""
         newest = None if self._run.offline or not self._run.resumed else self._run.summary.get("step")
         return None if newest is None else {"train": int(newest)}
+
+    def tags(self) -> Collection[str]:
+        """Those that the run's page has now, by the server; none offline, where there is no page."""
+        return () if self._run.offline else wandb.Api().run(self._run.path).tags
 
     def send(self, points: Sequence[TrackedPoint]) -> None:
         """Hand the points to wandb's own process, and wait until it has written them down."""

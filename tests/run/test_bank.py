@@ -1,0 +1,230 @@
+"""Runs that take newer versions of the weights that they were given, and again where they were killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.fixtures.trainings import launch, lines, outcome
+from tuner.api.exports import export_hf
+from tuner.api.scores import evaluate
+from tuner.checkpoint.load import read_tensors
+from tuner.checkpoint.open import open_checkpoint
+from tuner.errors import DataError, RecipeError
+from tuner.run.bank import ModelBank
+from tuner.run.options import LaunchOptions
+from tuner.run.verify import verify_resume
+from tuner.rundir.versions import TakenVersion
+from tuner.runtime.console import Console
+
+RESUME = LaunchOptions(resume="must")
+FROZEN = {"load": ["self_attn"], "every": "2 steps"}
+EMBEDDINGS = "model.embed_tokens.weight"
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+def publish(directory: Path, number: int, change: Callable[[dict[str, Any]], Any] = lambda tensors: tensors) -> Path:
+    """Another version, with weights of its own."""
+    path = shutil.copytree(directory / "model", directory / "versions" / f"step-{number}")
+    tensors = {
+        name: tensor + 0.05 * torch.sin(number * torch.arange(1, tensor.numel() + 1)).view_as(tensor)
+        for name, tensor in load_file(path / "model.safetensors").items()
+    }
+    save_file(change(tensors), path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def publish_few(directory: Path, number: int) -> Path:
+    """One whose embeddings lack their last rows."""
+    return publish(directory, number, lambda tensors: {**tensors, EMBEDDINGS: tensors[EMBEDDINGS][:290].clone()})
+
+
+def in_full(recipe: Path) -> None:
+    recipe.write_text(re.sub(r"^adapter: .*\n", "", recipe.read_text(), flags=re.MULTILINE))
+
+
+def flags(directory: Path, entry: Mapping[str, Any] = FROZEN, **others: str) -> dict[str, Any]:
+    entries = json.dumps([{"path": str(directory / "versions"), **entry}])
+    given = {"model__init_from": entries, "train__duration": "8 steps", "checkpoint__every": "3 steps", "name": "run"}
+    more = {"checkpoint__keep": "9", "optimizer__lr": "1e-2", "data__eval": "7 documents", "eval__every": "3 steps"}
+    return given | more | others
+
+
+def appearing(directory: Path, monkeypatch: pytest.MonkeyPatch, versions: Mapping[int, int], dies: int = 0) -> None:
+    """Have versions appear just before the look after a step, and a launch die at its look after step `dies`."""
+    look = ModelBank.look
+
+    def looked(self: ModelBank, number: int, step: int, say: Any) -> TakenVersion:
+        if step == dies:
+            raise KeyboardInterrupt
+        if step in versions:
+            publish(directory, versions[step])
+        return look(self, number, step, say)
+
+    monkeypatch.setattr(ModelBank, "look", looked)
+
+
+def noted(run: Path) -> list[tuple[int, str]]:
+    (source,) = json.loads((run / "bank.json").read_text())["sources"].values()
+    return [(entry["step"], Path(entry["name"]).name) for entry in source["versions"]]
+
+
+def facts(run: Path, step: int) -> tuple[str, str]:
+    meta = open_checkpoint(run / "checkpoints" / f"step-{step}").meta
+    return Path(meta["init_from"]["entries"][0]["path"]).name, meta["frozen_hash"]
+
+
+@pytest.mark.slow
+def test_a_killed_run_takes_the_same_versions_and_each_checkpoint_knows_its_own(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its exports, evaluations and proofs are those of the checkpoint's step, not of the newest version."""
+    publish(workplace, 10)
+    with monkeypatch.context() as patch:
+        appearing(workplace, patch, {2: 20, 6: 30})
+        whole = launch(workplace, **flags(workplace, name="whole"))
+    assert noted(whole.run_dir) == [(0, "step-10"), (2, "step-20"), (6, "step-30")]
+    shutil.rmtree(workplace / "versions" / "step-30")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        shutil.rmtree(workplace / "versions" / "step-20")
+        appearing(workplace, patch, {2: 20}, dies=6)
+        launch(workplace, **flags(workplace))
+    publish(workplace, 30)  # step 4 is taken again: its look found nothing newer, and that is final
+    run = launch(workplace, RESUME, **flags(workplace)).run_dir
+    assert noted(run) == noted(whole.run_dir) and outcome(run) == outcome(whole.run_dir)
+    known = [facts(run, step) for step in (3, 6, 8)]
+    assert [name for name, _ in known] == ["step-20", "step-30", "step-30"] and len({sha for _, sha in known}) == 2
+    exported = load_file(export_hf(run, step=3, dtype="fp32").path / "model.safetensors")[Q_PROJ]
+    given = load_file(workplace / "versions" / "step-20" / "model.safetensors")[Q_PROJ]
+    assert torch.linalg.matrix_rank(exported - given) == 4  # what the adapter added
+    assert verify_resume(run, 1, Console(main=False), own_process=False).from_step == 6
+    publish(workplace, 40)
+    for path in (workplace / "versions").glob("step-[14]0"):  # the base of no checkpoint, and one that came later
+        assert verify_resume(run, 1, Console(main=False), own_process=False).from_step == 6
+        shutil.rmtree(path)
+    measured = {line["step"]: line["loss"] for line in lines(run) if line["kind"] == "eval"}
+    for step in (3, 6):
+        assert evaluate(run / "checkpoints" / f"step-{step}", quiet=True).evaluation.loss == measured[step]
+
+
+@pytest.mark.slow
+def test_trained_weights_are_overwritten_with_a_warning_and_frozen_rows_without(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run is a source as it is. Few rows fill the first ones, and the hash is one of all. The optimizer keeps its
+    moments: at a rate of next to nothing the last weights are those of the last version."""
+    said, look = list[str](), ModelBank.look
+    in_full(workplace / "r.yaml")
+    source = launch(workplace, name="source", train__duration="4 steps", checkpoint__every="3 steps").run_dir
+    for number in (10, 20):
+        publish_few(workplace, number)
+    later = {0: source / "checkpoints" / "step-4", 1: workplace / "versions" / "step-20"}
+    held = {number: path.rename(workplace / path.name) for number, path in later.items()}
+
+    def looked(self: ModelBank, number: int, step: int, say: Any) -> TakenVersion:
+        if step == 4 - 2 * number:
+            held[number].rename(later[number])
+        return look(self, number, step, say)
+
+    monkeypatch.setattr(ModelBank, "look", looked)
+    monkeypatch.setattr(Console, "warn", lambda self, text: said.append(text))
+    entries = [
+        {"path": str(source), "load": ["mlp"], "every": "2 steps"},
+        {"path": str(workplace / "versions"), "load": ["embed_tokens"], "grow": True, "every": "1 step"},
+    ]
+    more = {"model__freeze": '["embed_tokens"]', "optimizer__lr": "1e-30"}
+    own = flags(workplace, model__init_from=json.dumps(entries), **more)
+    launch(workplace, **own, train__stop_after="3 steps")
+    run = launch(workplace, RESUME, **own).run_dir
+    warnings = [text.partition(" of the")[0] for text in said if "init_from" in text]  # one a launch
+    assert warnings == 2 * ["model.init_from.0: newer versions overwrite what was trained of 3"]
+    sources = json.loads((run / "bank.json").read_text())["sources"]
+    names = {number: [Path(each["name"]).name for each in one["versions"]] for number, one in sources.items()}
+    assert names == {"0": ["step-3", "step-4"], "1": ["step-10", "step-20"]}
+    exported = load_file(export_hf(run, dtype="fp32").path / "model.safetensors")
+    base, few = (load_file(path / "model.safetensors") for path in (workplace / "model", later[1]))
+    given = {name.removeprefix("model/"): tensor for name, tensor in read_tensors(open_checkpoint(later[0]))}
+    assert torch.equal(exported[EMBEDDINGS], torch.cat([few[EMBEDDINGS], base[EMBEDDINGS][290:]]))
+    for name in base.keys() - {EMBEDDINGS}:
+        assert torch.equal(exported[name], (given if "mlp" in name else base)[name]), name
+
+
+def test_versions_that_are_gone_changed_or_others_are_refused_by_name(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(says: str) -> str | None:
+        with pytest.raises(DataError, match=says) as error:
+            launch(workplace, RESUME, **flags(workplace))
+        return error.value.hint
+
+    publish(workplace, 10)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        appearing(workplace, patch, {2: 20}, dies=4)
+        launch(workplace, **flags(workplace, checkpoint__every="1 step"))
+    run, second = workplace / "runs" / "run", workplace / "versions" / "step-20"
+    for step, says in ((3, "the base model changed"), (2, "step-20 changed since it gave the run weights after")):
+        shutil.rmtree(run / "checkpoints" / f"step-{step}")  # the last one left is that of step 2, and then that of 1
+        shutil.rmtree(second)
+        refused("step-20 is gone, which the run took after step 2")
+        publish(workplace, 20, lambda tensors: {**tensors, Q_PROJ: tensors[Q_PROJ] + 2})
+        assert str(second) in str(refused(says)) or step == 2
+    shutil.rmtree(second)
+    publish(workplace, 20)
+    publish(workplace, 30, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != Q_PROJ})
+    refused("step-30 has other tensors than .*step-20 before it")
+    shutil.rmtree(second.with_name("step-30"))
+    os.truncate(publish(workplace, 40) / "model.safetensors", 9000)
+    run = launch(workplace, RESUME, **flags(workplace, logging__level="info")).run_dir
+    assert noted(run) == [(0, "step-10"), (2, "step-20")]
+    assert "step-40 is passed over" in (run / "logs" / "rank0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("entries", "others", "says"),
+    [
+        ([{"path": "model", "every": "2 steps"}], {}, "model has no versions, so that nothing newer can come from it"),
+        ([{"path": "versions", "every": "2 windows"}], {}, "there are no windows to count"),
+        ([{"path": "versions", "every": "5 min"}], {}, "steps"),
+        ([{"path": "versions", "every": "1 epoch"}], {"data__windows__files": "1"}, "have no epochs"),
+        ([{"path": "versions", "every": "2 steps"}, {"path": "model", "load": ["norm"]}], {},
+         "model.norm.weight is taken again and again, and model.init_from.1 gives it, too"),
+        ([{"path": "versions", "every": "2 steps"}], {"tokenizer__add_tokens": '["<x>"]'}, "nor rows of new tokens"),
+        ([{"path": "versions", "every": "2 steps"}], {"method__kind": "dpo"}, "neither a reference model nor"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_taken_again_is_refused(
+    workplace: Path, entries: list[Any], others: Mapping[str, str], says: str
+) -> None:
+    publish(workplace, 10)
+    with pytest.raises(RecipeError, match=says):
+        launch(workplace, **flags(workplace, model__init_from=json.dumps(entries), **others))
+
+
+def test_an_adapter_that_is_merged_cannot_be_taken_again(workplace: Path) -> None:
+    kept = export_hf(launch(workplace, name="first", train__duration="1 step").run_dir, adapter="keep").path
+    shutil.move(kept, workplace / "versions" / "step-1")
+    with pytest.raises(RecipeError, match=r"adds an adapter to .*, which cannot be taken away again"):
+        launch(workplace, **flags(workplace, {"adapter": "merge", "every": "2 steps"}))
+
+
+@pytest.mark.slow
+def test_versions_come_at_the_bounds_of_windows(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(4):
+        rows = (workplace / "rows.jsonl").read_text().splitlines(keepends=True)[8 * number : 8 * number + 8]
+        (workplace / f"w{number}.jsonl").write_text("".join(rows) * (number + 1))  # 1, 2, 3 and 4 steps
+    publish(workplace, 10)
+    appearing(workplace, monkeypatch, {3: 20, 10: 30})
+    windows = {"data__train": "w{window}.jsonl", "data__windows__names": '["0", "1", "2", "3"]', "data__eval": "null"}
+    windows |= {"eval__every": "never", "schedule__kind": "constant", "schedule__warmup": "1 step"}
+    own = flags(workplace, {**FROZEN, "every": "2 windows"}, **windows, train__duration="1 epoch")
+    run = launch(workplace, **own).run_dir
+    assert noted(run) == [(0, "step-10"), (3, "step-20"), (10, "step-30")]
