@@ -156,13 +156,13 @@ def test_weights_and_data_are_there_before_the_processes_meet(tmp_path: Path, mo
         monkeypatch.setattr(module, name, call)
 
     for module, name in [
-        (preflight_module, "fetch_weights"), (preflight_module, "prepare_to_use"), (main, "process_group"),
+        (preflight_module, "fetch_weights"), (preflight_module, "prepare_to_use"), (main, "joined"),
     ]:  # fmt: skip
         noting(module, name)
     launch(tmp_path, LaunchOptions(dry_run=True))
     assert done == ["prepare_to_use"], "a plan downloads no weights"
     launch(tmp_path, train__stop_after="1 step")
-    assert done[1:] == ["fetch_weights", "prepare_to_use", "process_group"]
+    assert done[1:] == ["fetch_weights", "prepare_to_use", "joined"]
 
 
 @pytest.mark.parametrize(

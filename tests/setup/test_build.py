@@ -106,14 +106,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("what", LAYOUTS)
 def test_experts_are_read_by_each_process(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family_model("qwen3-moe", tied=False).to(torch.bfloat16).save_pretrained(tmp_path / "model")
-    real, sent = values._fill, list[bool]()
+    real, sent = values.fill, list[bool]()
     is_trained = "adapter" not in LAYOUTS[what]  # an adapter's own are drawn, and sent
 
     def fill(target: torch.Tensor, *given: Any) -> None:
         sent.append(target.ndim > 2 and target.requires_grad is is_trained)
         real(target, *given)
 
-    monkeypatch.setattr(values, "_fill", fill)
+    monkeypatch.setattr(values, "fill", fill)
 
     def work(rank: int) -> None:
         info, cpu = RankInfo(rank, 2, rank, 2), torch.device("cpu")

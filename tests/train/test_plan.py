@@ -57,7 +57,7 @@ def test_a_run_whose_batches_grow() -> None:
     length = Duration.parse("5 epochs")
     plan = plan_steps(length, TOKENS, 4, sizes)
     assert [plan.epoch_at(step) for step in range(10)] == [0, 0.4, 0.8, 1, 1.4, 2, 2.6, 3, 4, 5]
-    expected = "5 epochs = 9 steps of 4, after step 4 6, after step 7 10 rows, 5.00 epochs of 10 rows"
+    expected = "5 epochs = 9 steps of 4 rows, 6 after step 4, 10 after step 7, 5.00 epochs of 10 rows"
     assert plan.derivation(length) == expected
     assert steps_of(Duration.parse("2 epochs"), plan, TOKENS) == 5
     due = cadence([Duration.parse("1 epoch"), Duration.parse("2 steps")], plan, TOKENS)

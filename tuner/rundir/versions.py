@@ -102,9 +102,8 @@ def _read(path: Path) -> dict[str, TakenVersions]:
     """By the names of their models; that of a file of one model is empty. Nothing where there is no file."""
     if not path.is_file():
         return {}
-    return read_noted(
-        path,
-        SCHEMA[path.name],
-        lambda content: {name: TakenVersions.of(plain) for name, plain in content.get("sources", {"": content}).items()},
-        "versions",
-    )
+
+    def by_names(content: Mapping[str, Any]) -> dict[str, TakenVersions]:
+        return {name: TakenVersions.of(plain) for name, plain in content.get("sources", {"": content}).items()}
+
+    return read_noted(path, SCHEMA[path.name], by_names, "versions")

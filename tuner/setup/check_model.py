@@ -110,6 +110,7 @@ def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids
         router_loss(model, 0.0, z_weight=recipe.model.router_z_loss_coef)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     _select_each(recipe.model.freeze, names, "model.freeze", found)
+    _select_each(recipe.export.keep_fp32, names, "export.keep_fp32", found)
     if isinstance(recipe.adapter, LowRankAdapter):
         _check_adapter(recipe.adapter, model, found)
     if isinstance(recipe.adapter, PeftAdapter):
@@ -122,6 +123,8 @@ def check_parts(recipe: Recipe, model: PreTrainedModel, found: Findings, new_ids
         with found.of("train.gradient_checkpointing_layers"):
             layers = decoder_blocks(model, "train.gradient_checkpointing")
             recomputed_count(train.gradient_checkpointing_layers, len(layers))
+        modules = [name for name, _ in model.named_modules() if name]
+        _select_each(train.gradient_checkpointing_modules, modules, "train.gradient_checkpointing_modules", found)
     if len(found.problems) > before:
         return
     with found.of("adapter.target_modules" if recipe.adapter.kind != "none" else "model.freeze"):

@@ -38,14 +38,14 @@ class Plan:
         An epoch's last batch may be smaller, so the epochs of a duration in steps or tokens are rounded. ``row`` is
         what a row is called.
         """
-        rows, batch = f"{self.rows:,} {row}{'s' if self.rows != 1 else ''}", str(self.global_batch_size)
-        for after, size in () if self.sizes is None else self.sizes.changes:
-            batch += f", after step {after:,} {size}"
+        rows, batch = f"{self.rows:,} {row}{'s' if self.rows != 1 else ''}", self.global_batch_size
         steps = f"{self.total_steps:,} step{'s' if self.total_steps != 1 else ''}"
         if duration.unit == "epochs" and self.sizes is None:
             per_epoch = f"{self.steps_per_epoch:,} step{'s' if self.steps_per_epoch != 1 else ''} an epoch"
             return f"{rows} / {batch} = {per_epoch}, {duration} = {steps}"
-        derived = f"{steps} of {batch} row{'s' if batch != '1' else ''}"
+        derived = f"{steps} of {batch} row{'s' if batch != 1 else ''}"
+        for after, size in () if self.sizes is None else self.sizes.changes:
+            derived += f", {size} after step {after:,}"
         start = derived if duration.unit == "steps" else f"{duration} = {derived}"
         epochs = f"{self.epoch_at(self.total_steps):.2f}"
         return f"{start}, {epochs} epoch{'s' if epochs != '1.00' else ''} of {rows}"
