@@ -55,7 +55,7 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     """Write a Hugging Face directory and verify it before it appears under its name."""
     from tuner.config.numbers import parse_bytes
 
-    chosen = _step(step)
+    chosen = which_step(step)
     source = run_path(path)
     try:
         shard_bytes = parse_bytes(shard_size)
@@ -72,7 +72,8 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     return work.export(source, target, chosen, options, dry_run, console)
 
 
-def _step(text: str) -> int | Literal["newest", "best"]:
+def which_step(text: str) -> int | Literal["newest", "best"]:
+    """What `--step` means. Raises RecipeError."""
     if text in ("newest", "best"):
         return "best" if text == "best" else "newest"
     if not text.isascii() or not text.isdigit():

@@ -103,7 +103,7 @@ def _attempt(
         trained = trained_skeleton(plan.source)
         form = form_of(plan, trained)
     verify.require_memory(trained.plain, form.elements)
-    with ExitStack() as held, _temporary(plan.output) as directory:
+    with ExitStack() as held, temporary(plan.output) as directory:
         for info in plan.source.checkpoints:
             held.enter_context(CheckpointHold(info.path))
         with quiet():
@@ -234,7 +234,7 @@ def _require_space(plan: ExportPlan, outputs: Sequence[Output]) -> None:
 
 
 @contextmanager
-def _temporary(final: Path) -> Iterator[Path]:
+def temporary(final: Path) -> Iterator[Path]:
     """A fresh locked directory next to `final`, removed unless it was published; a killed export's leftovers go too."""
     prefix = f"{TMP_PREFIX}{final.name}-"
     directory = final.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"

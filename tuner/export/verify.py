@@ -235,7 +235,7 @@ def require_same_ids(directory: Path, source: ExportSource) -> int:
     template must render to that text. Raises VerificationError for the first that differs, DataError where the probes
     are not those that the checkpoint noted.
     """
-    probes = list(_recorded(source) or _of_the_files(source.run_dir / TOKENIZER))
+    probes = list(recorded_ids(source) or _of_the_files(source.run_dir / TOKENIZER))
     auto: Any = AutoTokenizer
     try:
         tokenizer = auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -249,7 +249,7 @@ def require_same_ids(directory: Path, source: ExportSource) -> int:
     return len(probes)
 
 
-def _recorded(source: ExportSource) -> list[dict[str, Any]]:
+def recorded_ids(source: ExportSource) -> list[dict[str, Any]]:
     """The probes that the run wrote; none for a checkpoint that notes none. Raises DataError."""
     noted = source.meta.get("id_probes")
     if not isinstance(noted, Mapping) or not noted:

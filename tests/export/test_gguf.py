@@ -1,0 +1,307 @@
+"""A GGUF file is the trained model in llama.cpp, or it does not appear."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests.export import runs
+from tests.export.gguf_models import FAMILIES, VOCAB, write_model, write_tokenizer
+from tests.fixtures.commands import tuner
+from tuner.errors import DataError, MachineError, RecipeError, TunerError, VerificationError
+from tuner.export.source import TRAINED
+from tuner.export.tensors import TensorSource, held_tensor
+from tuner.model.adapter import LoraSpec
+from tuner.rundir.keep import is_held
+
+for needed in ("gguf", "xllamacpp"):
+    pytest.importorskip(needed, reason=f"needs {needed}: pip install gguf xllamacpp")
+
+from tuner.export.gguf import architecture, export, file, llama_cpp, proof, source, vocabulary  # noqa: E402
+
+Keys, Tensors = dict[str, Any], dict[str, TensorSource]
+
+
+@pytest.fixture(autouse=True)
+def _few_texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(proof, "N_TEXTS", 20)
+    proof.fixed.cache_clear()
+    yield
+    proof.fixed.cache_clear()
+
+
+def written(path: Path, kind: str, output: Path, verify: bool = True) -> export.GgufReport:
+    """The file of a run or a directory."""
+    return export.export_gguf(source.source_of(path, print, "newest", TRAINED), kind, output, verify)
+
+
+@pytest.mark.slow(*(family for family in FAMILIES if family not in {"llama", "gemma3_text"}))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_llama_cpp_answers_as_the_trained_model(family: str, tmp_path: Path) -> None:
+    """Every family at float32 within rounding; q8_0 with what it costs."""
+    report = written(write_model(tmp_path / "model", family), "q8_0", tmp_path / "m.gguf")
+
+    exact, figures = report.exact, report.figures
+    assert exact is not None and figures is not None
+    assert exact.difference <= (5e-3 if family.startswith("gemma") else 2e-5)
+    assert exact.greedy == exact.tokens >= 20 and exact.texts > 60 and exact.chats == 3
+    assert exact.kl <= figures.kl < 0.2 and "q8_0: KL" in report.proof() and report.better() == "bf16"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "model"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", file.TYPES)
+def test_every_type_costs_what_is_said(kind: str, tmp_path: Path) -> None:
+    report = written(write_model(tmp_path / "model", "qwen2"), kind, tmp_path / "m.gguf")
+    assert report.figures is not None
+    assert report.figures.kl < {"f32": 1e-9, "f16": 1e-4, "bf16": 2e-3, "q8_0": 2e-3}.get(kind, 0.5)
+
+
+def test_the_command_says_what_was_measured(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "qwen2")
+    done = tuner("export-gguf", "model", "--type", "q8_0", cwd=tmp_path, OMP_NUM_THREADS="1")
+    assert done.returncode == 0 and done.stdout == f"{tmp_path / 'model-q8_0.gguf'}\n"
+    assert "renders 3 chats as trained" in done.stderr and "closer    --type bf16" in done.stderr
+
+
+def test_a_run_with_an_adapter_is_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "write_tokenizer", write_tokenizer)
+    base = write_model(tmp_path / "base", "llama")
+    run = runs.write_run(tmp_path / "run", base, LoraSpec(4, 8.0, 0.0, "all-linear"), amount=0.2)
+
+    write = file.write_gguf
+
+    def watched(*given: Any) -> None:
+        assert is_held(run / "checkpoints" / "step-7")  # or a training would prune it
+        write(*given)
+
+    monkeypatch.setattr(file, "write_gguf", watched)
+    report = written(run, "f32", tmp_path / "m.gguf")
+    assert report.exact is not None and report.exact.difference <= 2e-5
+    keys = _keys(report.path)
+    assert keys["tuner.step"] == "7" and len(keys["tuner.manifest_sha256"]) == 64
+    assert keys["tuner.verified"].startswith("llama.cpp") and keys["general.name"] == "tiny"
+    with pytest.raises(RecipeError, match=re.escape("m.gguf: exists already")):
+        written(run, "f32", report.path)
+
+
+def _keys(path: Path) -> dict[str, Any]:
+    import gguf
+
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+
+
+def unlike(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Keys, Tensors], None]:
+    """Tensors whose names end so are other values in the file."""
+
+    def plant(keys: Keys, tensors: Tensors) -> None:
+        found = [each for each in tensors if each.endswith(name)]
+        assert found
+        for each in found:
+            tensors[each] = held_tensor(change(tensors[each].whole().clone()))
+
+    return plant
+
+
+def without(name: str) -> Callable[[Keys, Tensors], None]:
+    """A tensor that is not in the file."""
+    return lambda keys, tensors: tensors.__delitem__(name)
+
+
+def keyed(name: str, value: Any) -> Callable[[Keys, Tensors], None]:
+    """A key that says something else, or nothing where that is None."""
+
+    def plant(keys: Keys, tensors: Tensors) -> None:
+        assert keys.pop(name) != value
+        keys.update({} if value is None else {name: value})
+
+    return plant
+
+
+def lost(keys: Keys, tensors: Tensors) -> None:
+    """An added token is a normal one."""
+    at = keys["tokenizer.ggml.tokens"].index("<call>")
+    keys["tokenizer.ggml.token_type"][at] = 1
+
+
+def cut_merges(keys: Keys, tensors: Tensors) -> None:
+    """Merges after the first hundred are lost."""
+    del keys["tokenizer.ggml.merges"][100:]
+
+
+def halved(weight: torch.Tensor) -> torch.Tensor:
+    """Rows of heads of 16 with neighbouring pairs, as halves again; and the other way round."""
+    return weight.reshape(-1, 8, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+
+
+IDS, CHAT, END, MODEL = "other ids", "renders a chat", "does not end a turn", "another model"
+FAULTS: dict[str, tuple[str, Callable[[Keys, Tensors], None], str]] = {
+    "no permutation": ("llama", unlike("attn_q.weight", halved), MODEL),
+    "no permutation of keys": ("granite", unlike("attn_k.weight", halved), MODEL),
+    "a permutation": ("qwen2", unlike("attn_q.weight", halved), MODEL),
+    "norm without offset": ("gemma3_text", unlike("attn_norm.weight", lambda weight: weight - 1), MODEL),
+    "tied head left out": ("qwen2", without("output.weight"), MODEL),
+    "factors left out": ("llama", without("rope_freqs.weight"), MODEL),
+    "base of positions": ("olmo2", keyed("olmo2.rope.freq_base", architecture.Number(1e6)), MODEL),
+    "scale of positions": ("qwen3", keyed("qwen3.rope.scaling.factor", architecture.Number(8.0)), MODEL),
+    "window left out": ("gemma2", keyed("gemma2.attention.sliding_window", 4096), MODEL),
+    "soft cap": ("gemma2", keyed("gemma2.final_logit_softcapping", architecture.Number(30.0)), MODEL),
+    "scale of logits": ("granite", keyed("granite.logit_scale", architecture.Number(1.0)), MODEL),
+    "epsilon": ("olmo2", keyed("olmo2.attention.layer_norm_rms_epsilon", architecture.Number(0.1)), MODEL),
+    "transposed expert": ("gpt_oss", unlike("down_exps.weight", lambda weight: weight.transpose(1, 2)), MODEL),
+    "experts in another order": ("qwen3_moe", unlike("gate_exps.weight", lambda weight: weight.flip(0)), MODEL),
+    "sinks": ("gpt_oss", unlike("attn_sinks.weight", lambda weight: weight - 100), MODEL),
+    "wrong pre-tokenizer": ("qwen2", keyed("tokenizer.ggml.pre", "smollm"), IDS),
+    "merges cut short": ("qwen2", cut_merges, IDS),
+    "lost added token": ("llama", lost, IDS),
+    "framed": ("llama", keyed("tokenizer.ggml.add_bos_token", True), IDS),
+    "no end of turn": ("llama", keyed("tokenizer.ggml.eos_token_id", 0), END),
+    "another template": ("llama", keyed("tokenizer.chat_template", "{{ messages[0].content }}"), CHAT),
+    "another key": ("lfm2", keyed("lfm2.shortconv.l_cache", 4), "cannot use the file"),
+}  # fmt: skip
+
+
+@pytest.mark.slow(*(name for name in FAULTS if name not in {"no permutation", "lost added token"}))
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_published_by_no_type(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, plant, message = FAULTS[name]
+    write = file.write_gguf
+
+    def faulty(path: Path, name: str, keys: Mapping[str, Any], tensors: Mapping[str, TensorSource], kind: str) -> None:
+        keys = {key: list(value) if isinstance(value, list) else value for key, value in keys.items()}
+        tensors = dict(tensors)
+        plant(keys, tensors)
+        write(path, name, keys, tensors, kind)
+
+    monkeypatch.setattr(file, "write_gguf", faulty)
+    model = write_model(tmp_path / "model", family)
+    if name == "no end of turn":  # which llama.cpp would know by its name
+        _rename(model, "<|im_end|>", "<|done|>")
+    with pytest.raises(VerificationError, match=message) as caught:
+        written(model, "q8_0", tmp_path / "m.gguf")
+    assert caught.value.exit_code == 6 and [path.name for path in tmp_path.iterdir()] == ["model"]
+    if message == MODEL:
+        bound = 5e-3 if family.startswith("gemma") else 1e-4
+        moved = re.search(r"differ by (\S+) nats", caught.value.message)
+        assert moved is not None and float(moved[1]) >= 100 * bound
+
+
+def _rename(directory: Path, token: str, other: str) -> None:
+    for path in [*directory.glob("*.json"), *directory.glob("*.jinja")]:
+        path.write_text(path.read_text().replace(token, other))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "an architecture": ({"model_type": "gpt2"}, "gpt2: no GGUF of this architecture is proven"),
+    "an activation": ({"hidden_act": "relu"}, "llama with hidden_act: relu"),
+    "positions": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_llama_cpp_does_not_compute_is_refused(name: str, tmp_path: Path) -> None:
+    facts, message = REFUSED[name]
+    model = write_model(tmp_path / "model", "llama")
+    config = model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | facts))
+    with pytest.raises(RecipeError, match=message):
+        written(model, "f32", tmp_path / "m.gguf", verify=False)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"), [({"head": "score"}, "a reward model"), ({"quantize": "int8"}, "its base")]
+)
+def test_a_run_of_another_kind_is_refused(facts: Any, message: str, tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base", "llama")
+    run = runs.write_run(tmp_path / "run", base, LoraSpec(4, 8.0, 0.0, "all-linear"), **facts)
+    with pytest.raises(RecipeError, match=message):
+        source.source_of(run, print, "newest", TRAINED)
+
+
+def test_a_tokenizer_that_cuts_otherwise_is_refused(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    facts = json.loads((tmp_path / "tokenizer.json").read_text())
+    assert vocabulary.pre_tokenizer(facts, proof.fixed()[0]) == "gpt-2"
+    facts["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    with pytest.raises(RecipeError, match="cuts text as this tokenizer does"):
+        vocabulary.pre_tokenizer(facts, proof.fixed()[0])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(RecipeError, match="the tokenizer has 503 tokens, the model 100 embeddings"):
+        vocabulary.vocabulary(tokenizer, 100, [2], [])
+    assert len(vocabulary.vocabulary(tokenizer, VOCAB, [2, 0], ["a"])["tokenizer.ggml.tokens"]) == VOCAB
+    with pytest.raises(RecipeError, match="ends at 4 tokens"):
+        vocabulary.vocabulary(tokenizer, VOCAB, [1, 2, 3, 4], ["a"])
+
+
+def test_the_name_tells_llama_cpp_which_tokens_take_spaces(tmp_path: Path) -> None:
+    for family, names in {"llama": ("mine", "my-phi_3"), "phi3": ("mine (phi-3)", "my-Phi3")}.items():
+        write_tokenizer(tmp_path / family, family)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / family)
+        assert tuple(vocabulary.named_for(name, tokenizer) for name in ("mine", "my-Phi3")) == names
+
+
+def test_what_has_no_file_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(RecipeError, match="an adapter alone"):
+        written(tmp_path / "adapter", "f32", tmp_path / "m.gguf")
+    with pytest.raises(RecipeError, match="model: is no run, and has no other steps"):
+        source.source_of(model, print, 3, TRAINED)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "xllamacpp" else name)
+    with pytest.raises(MachineError, match="the library xllamacpp is missing") as caught:
+        written(model, "f32", tmp_path / "m.gguf")
+    assert caught.value.hint == "install it: pip install gguf xllamacpp"
+    report = written(model, "f16", tmp_path / "m.gguf", verify=False)  # which does not need it
+    assert _keys(report.path)["tuner.verified"] == "not verified" and report.figures is None
+    assert report.proof() == "not verified: --no-verify"
+
+
+def test_llama_cpp_that_dies_or_takes_too_long_publishes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(100))
+    empty: dict[str, list[Any]] = {name: [] for name in ("texts", "chats", "ends", "prompts")}
+    questions = {"context": 64, "threads": 1, "tokens": 1, "top": 1, **empty}
+    with pytest.raises(VerificationError, match="llama.cpp cannot use the file: .*nothing was published"):
+        llama_cpp.asked(tmp_path, tmp_path / "broken.gguf", questions)
+    with pytest.raises(VerificationError, match="did not answer within 0 s"):
+        llama_cpp.asked(tmp_path, tmp_path / "broken.gguf", questions, seconds=0.01)
+
+
+def test_what_fails_while_it_is_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_model(tmp_path / "model", "llama")
+
+    def fails(*_: Any) -> TensorSource:
+        raise DataError("damaged")
+
+    monkeypatch.setattr(file, "_blocks", fails)
+    with pytest.raises(TunerError, match="damaged"):
+        written(model, "f32", tmp_path / "m.gguf", verify=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_stays_wider_in_a_file_of_blocks() -> None:
+    wanted = {
+        ("token_embd.weight", (512, 64)): "q8_0",
+        ("blk.0.attn_q.weight", (64, 64)): "q4_0",
+        ("blk.0.attn_q.bias", (4, 64)): "f32",
+        ("blk.0.ffn_down.weight", (64, 72)): "f16",
+        ("blk.0.attn_norm.weight", (64,)): "f32",
+        ("blk.0.ffn_gate_inp.weight", (8, 64)): "f32",
+    }
+    assert {key: file.type_of(*key, "q4_0") for key in wanted} == wanted
+
+
+def test_steps_are_matched_to_tokens_where_that_is_certain() -> None:
+    """llama.cpp leaves out the steps of tokens that end inside a character."""
+    steps = [[5, "a"], [7, "b"], [5, "c"]]
+    assert list(proof._aligned([5, 7, 5], steps)) == [(2, "c"), (1, "b"), (0, "a")]
+    assert list(proof._aligned([9, 5, 7, 9, 5], steps)) == [(4, "c"), (2, "b"), (1, "a")]
+    assert list(proof._aligned([5, 5, 7], steps[:2])) == [(2, "b")]  # either 5 may be the first

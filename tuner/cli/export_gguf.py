@@ -1,0 +1,47 @@
+"""`tuner export-gguf`: a model as a GGUF file, from which llama.cpp has answered as the trained model does."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from tuner.cli.command import Outcome, VerboseOption, command, console_of, input_path
+from tuner.cli.export_hf import which_step
+from tuner.cli.named import run_path
+
+
+@command("export-gguf")
+def export_gguf(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Run, by its name in ./runs, checkpoint or Hugging Face directory; - reads stdin."
+        ),
+    ],
+    type: Annotated[  # noqa: A002 - the option's name
+        Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4"],
+        typer.Option(help="Type of the weights; what it costs is measured in llama.cpp and shown."),
+    ] = "bf16",
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="File to write; default RUN/exports/step-N-TYPE.gguf, or next to DIR."),
+    ] = None,
+    step: Annotated[str, typer.Option(help="Of a run's checkpoints: newest, best, or a step.")] = "newest",
+    weights: Annotated[
+        str,
+        typer.Option(metavar="WHICH", help="trained, ema (the run's average) or mean:N (of the last N checkpoints)."),
+    ] = "trained",
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Do not ask llama.cpp; the file's metadata say so.")
+    ] = False,
+    verbose: VerboseOption = False,
+) -> Outcome:
+    """Write a GGUF file and have llama.cpp answer as the trained model does before it appears."""
+    chosen, source = which_step(step), run_path(path, others=True)
+    target = None if output is None else input_path(output)
+    console = console_of("debug" if verbose else "info")
+    with console.doing("loading torch", at_once=True):
+        from tuner.cli.work import export_gguf as work
+
+    return work.export(source, target, type, chosen, weights, not no_verify, console)

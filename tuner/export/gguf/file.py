@@ -1,0 +1,111 @@
+"""GGUF files written front to back: keys and names first, then every tensor a block at a time."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from tuner.checkpoint.storage import tensor_bytes
+from tuner.export.gguf.architecture import Number
+from tuner.export.shards import FLUSH_BYTES
+from tuner.export.tensors import TensorSource
+from tuner.runtime.files import machine_errors
+
+PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+ROUNDED = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4")
+"""Types of blocks, the closest to the trained weights first."""
+TYPES = (*PLAIN, *ROUNDED)
+_HEADS = ("token_embd.weight", "output.weight")
+_ALWAYS_F32 = ("norm.weight", "ffn_gate_inp.weight", "shortconv.conv.weight", "attn_sinks.weight", "rope_freqs.weight")
+
+
+def type_of(name: str, shape: tuple[int, ...], wanted: str) -> str:
+    """The type of one tensor in a file of this type: vectors and routers stay f32; what blocks do not fit, f16.
+
+    The embeddings and the head of a file below 8 bits are q8_0, as rounding costs most there.
+    """
+    if len(shape) < 2 or name.endswith((*_ALWAYS_F32, ".bias")):  # noqa: PLR2004 - a vector
+        return "f32"
+    if wanted not in ROUNDED:
+        return wanted
+    if shape[-1] % 32:
+        return "f16"
+    return "q8_0" if name in _HEADS else wanted
+
+
+def write_gguf(
+    path: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, TensorSource], wanted: str
+) -> None:
+    """Write a new file and flush it. Raises MachineError, and what the tensors' sources raise."""
+    writer = gguf.GGUFWriter(None, architecture)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_file_type(_file_type(wanted))
+    for key, value in keys.items():
+        _add(writer, key, value)
+    types = {name: type_of(name, source.shape, wanted) for name, source in tensors.items()}
+    for name, source in tensors.items():
+        kind = Type[types[name].upper()]
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        count = math.prod(source.shape)
+        shape: Any = source.shape
+        writer.add_tensor_info(name, shape, np.dtype("float32"), count // block * size, raw_dtype=kind)
+    with machine_errors(path):
+        writer.write_header_to_file(path)
+        try:
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            _write_tensors(writer, tensors, types)
+        finally:
+            writer.close()
+
+
+def _write_tensors(writer: gguf.GGUFWriter, tensors: Mapping[str, TensorSource], types: Mapping[str, str]) -> None:
+    (file,) = writer.fout or []
+    writer.write_padding(file, file.tell())
+    unflushed = 0
+    for name, source in tensors.items():
+        written = 0
+        for data in _blocks(source, types[name]):
+            file.write(data)
+            written, unflushed = written + len(data), unflushed + len(data)
+            if unflushed >= FLUSH_BYTES:
+                os.fdatasync(file.fileno())
+                unflushed = 0
+        writer.write_padding(file, written)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _blocks(source: TensorSource, kind: str) -> Iterator[memoryview]:
+    if kind in PLAIN:
+        yield from (tensor_bytes(block) for block in source.blocks(PLAIN[kind]))
+        return
+    for block in source.blocks(torch.float32):
+        yield gguf.quants.quantize(block.contiguous().numpy(), Type[kind.upper()]).reshape(-1).data
+
+
+def _file_type(wanted: str) -> int:
+    name = {"f32": "ALL_F32", "mxfp4": "MOSTLY_MXFP4_MOE"}.get(wanted, f"MOSTLY_{wanted.upper()}")
+    return int(gguf.LlamaFileType[name])
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case Number():
+            writer.add_float32(key, value.value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)

@@ -1,0 +1,235 @@
+"""Whether llama.cpp is the trained model with a file: its ids, its chats, where it stops, and its log-probabilities."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from ruamel.yaml import YAML
+
+from tuner.data.encoding.template import LoadedTemplates, unless_refused
+from tuner.errors import TunerError, VerificationError
+from tuner.export.gguf.llama_cpp import asked
+
+N_TEXTS = 400
+"""How many texts are made of the pieces of the fixed ones, besides these."""
+PROMPT_TOKENS, LONG_TOKENS, TOKENS, TOP = 48, 1024, 16, 64
+ROUNDING = {"f16": 1e-3, "bf16": 1e-2}
+"""Nats of KL a token that a type may cost before the file counts as another model."""
+BROKEN = 2.0
+"""The same for types of blocks: no longer a rounding of the model."""
+SHIFT = 2e-3
+"""Nats by which all log-probabilities of a position may differ at float32: a sum of as many numbers as tokens."""
+TIE = 1e-3
+"""Of two tokens as likely as this either may come first."""
+_CLOCK = "strftime_now"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts with their ids by the trained tokenizer, bare and framed; chats as the trained template renders them."""
+
+    texts: Sequence[str]
+    ids: Sequence[tuple[list[int], list[int]]]
+    chats: Sequence[Mapping[str, Any]]
+    rendered: Sequence[str]
+    ends: Sequence[int]
+    names: Sequence[str]
+    """The tokens that end a turn."""
+    bos: str
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts, and the model in float32 that answers them."""
+
+    ids: Sequence[list[int]]
+    model: torch.nn.Module
+    context: int
+
+    def log_probabilities(self, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+        """Of each token of an answer, and of the next after it ``[T + 1, V]``, float64."""
+        with torch.no_grad():
+            logits: torch.Tensor = self.model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0]
+        return logits[len(prompt) - 1 :].double().log_softmax(-1)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """How far llama.cpp's answers are from the trained model's, over ``tokens`` positions.
+
+    ``difference`` is the largest of a log-probability among the likeliest 64 in nats, without what all 64 have in
+    common, which is ``shift``: llama.cpp adds up a vocabulary's probabilities in float32. ``kl`` is the mean over the
+    64 and the mass of the others, nats a token; ``greedy`` counts positions with the same most likely token.
+    """
+
+    difference: float
+    shift: float
+    kl: float
+    greedy: int
+    tokens: int
+    texts: int
+    chats: int
+
+
+@cache
+def fixed() -> tuple[list[str], list[list[dict[str, str]]]]:
+    """The texts and chats that every file is asked, with texts made of the texts' pieces."""
+    facts = YAML(typ="safe").load(Path(__file__).with_name("texts.yaml"))
+    pieces = sorted({text[at : at + 7] for text in facts["texts"] for at in range(0, len(text), 5)})
+    draw = random.Random(0)
+    made = ["".join(draw.choices(pieces, k=draw.randint(1, 12))) for _ in range(N_TEXTS)]
+    return [*facts["texts"], *made], facts["chats"]
+
+
+def texts_of(tokenizer: Any, recorded: Sequence[Mapping[str, Any]], ends: Sequence[int], directory: Path) -> Texts:
+    """What is asked of the tokenizer. Raises DataError for a template that goes beyond its limits."""
+    made, chats = fixed()
+    added = sorted(token.content for token in tokenizer.added_tokens_decoder.values())
+    places = (("", ""), ("a ", " b"), ("\n", "x\n"))
+    around = [f"{first}{token}{last}" for token in added[:64] for first, last in places]
+    texts = [*(each["text"] for each in recorded), *made, *around]
+    bare, framed = (tokenizer(texts, add_special_tokens=special)["input_ids"] for special in (False, True))
+    every: list[dict[str, Any]] = [{"messages": each} for each in chats]
+    every += [{"messages": each["messages"], "tools": each.get("tools")} for each in recorded if each.get("messages")]
+    asks, rendered = list[Mapping[str, Any]](), list[str]()
+    if tokenizer.chat_template and _CLOCK not in str(tokenizer.chat_template):
+        templates = LoadedTemplates(tokenizer, str(directory))
+        for chat in every:
+            if chat["messages"][-1]["role"] == "assistant":
+                chat = {**chat, "messages": chat["messages"][:-1]}  # noqa: PLW2901 - what asks for that answer
+            text = _rendered(partial(templates.render, tools=chat.get("tools")), chat["messages"])
+            if text is not None:
+                asks.append(chat)
+                rendered.append(text)
+    names = tokenizer.convert_ids_to_tokens(list(ends))
+    return Texts(texts, list(zip(bare, framed, strict=True)), asks, rendered, ends, names, tokenizer.bos_token or "")
+
+
+def _rendered(render: Any, messages: Any) -> str | None:
+    """A chat up to the assistant's turn; None where the template refuses it, as some do a system's message."""
+    try:
+        return str(unless_refused(render, messages, True))
+    except TunerError:
+        return None
+
+
+def prompts_of(texts: Texts, model: torch.nn.Module, recorded: Sequence[Mapping[str, Any]], context: int) -> Prompts:
+    """Prompts of the texts that training saw, else of the fixed ones; the last is longer than a sliding window.
+
+    ``context`` is how many tokens the file allows.
+    """
+    config: Any = model.config
+    config = config.get_text_config()
+    limit = max(1, min(context, LONG_TOKENS) - TOKENS)
+    joined = list(itertools.chain.from_iterable(bare for bare, _ in texts.ids))
+    window = int(getattr(config, "sliding_window", None) or 0)
+    sources = [bare for bare, _ in texts.ids[: len(recorded)] if bare] or [joined[at:] for at in (400, 800, 1200)]
+    prompts = [ids[: min(PROMPT_TOKENS, limit)] for ids in sources[:3]]
+    prompts.append(joined[: min(limit, max(2 * PROMPT_TOKENS, window + PROMPT_TOKENS))])
+    return Prompts(prompts, model, limit + 2 * TOKENS)
+
+
+def prove(directory: Path, file: Path, kind: str, texts: Texts, prompts: Prompts, bound: float) -> Figures:
+    """Ask llama.cpp and compare. Raises VerificationError naming the first thing that differs."""
+    questions = {
+        "context": prompts.context,
+        "threads": torch.get_num_threads(),
+        "texts": texts.texts,
+        "chats": texts.chats,
+        "ends": texts.ends,
+        "prompts": prompts.ids,
+        "tokens": TOKENS,
+        "top": TOP,
+    }
+    answers = asked(directory, file, questions)
+    _require_texts(texts, answers)
+    figures = _measured(texts, prompts, answers["answers"])
+    if kind == "f32":
+        _require_same(figures, bound)
+    elif not figures.kl <= ROUNDING.get(kind, BROKEN):
+        raise VerificationError(
+            f"in {kind} llama.cpp is {figures.kl:.3g} nats a token from the trained model, which rounding does not "
+            "explain; nothing was published"
+        )
+    return figures
+
+
+def _require_texts(texts: Texts, answers: Mapping[str, Any]) -> None:
+    for text, wanted, found in zip(texts.texts, texts.ids, answers["ids"], strict=True):
+        for how, one, other in zip(("", " with what frames it"), wanted, found, strict=True):
+            if one != other:
+                at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+                raise VerificationError(
+                    f"llama.cpp gives other ids than training saw: {_short(text)}{how} differs at token {at} "
+                    f"({other[at : at + 4]}, not {one[at : at + 4]}); nothing was published"
+                )
+    for wanted_text, found_text in zip(texts.rendered, answers["chats"], strict=True):
+        if found_text not in {wanted_text, wanted_text.removeprefix(texts.bos)}:  # which llama.cpp adds by itself
+            raise VerificationError(
+                f"llama.cpp renders a chat as {_short(found_text)}, training saw {_short(wanted_text)}; "
+                "nothing was published"
+            )
+    for name, stops in zip(texts.names, answers["ends"], strict=True):
+        if not stops:
+            raise VerificationError(f"llama.cpp does not end a turn at {name}; nothing was published")
+
+
+def _measured(texts: Texts, prompts: Prompts, answers: Sequence[Mapping[str, Any]]) -> Figures:
+    difference = shift = total = 0.0
+    greedy = tokens = 0
+    for prompt, answer in zip(prompts.ids, answers, strict=True):
+        expected = prompts.log_probabilities(prompt, answer["tokens"])
+        for at, step in _aligned(answer["tokens"], answer["steps"]):
+            ids, found = (torch.tensor(each) for each in zip(*step, strict=True))
+            wanted = expected[at][ids]
+            rest, left = (_rest(each) for each in (found.double(), wanted))
+            apart = wanted - found.double()
+            shift = max(shift, abs(float(apart.mean())))
+            difference = max(difference, float((apart - apart.mean()).abs().max()))
+            total += float((wanted.exp() * apart).sum()) + float(left * (left.log() - rest.log()))
+            greedy += int(wanted[0] >= expected[at].max() - TIE)
+            tokens += 1
+    if not tokens:
+        raise VerificationError("llama.cpp gives no log-probabilities; nothing was published")
+    return Figures(difference, shift, max(total / tokens, 0.0), greedy, tokens, len(texts.texts), len(texts.chats))
+
+
+def _aligned(tokens: Sequence[int], steps: Sequence[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    """Which token of an answer each step chose: llama.cpp leaves out those that end inside a character.
+
+    Steps of which that is not certain are left out too.
+    """
+    forward, at = list[int](), 0
+    for token, _ in steps:
+        forward.append(at := tokens.index(token, at))
+        at += 1
+    at = len(tokens)
+    for number in range(len(steps) - 1, -1, -1):
+        at = max(i for i in range(at) if tokens[i] == steps[number][0])
+        if at == forward[number]:
+            yield at, steps[number][1]
+
+
+def _rest(log: torch.Tensor) -> torch.Tensor:
+    """The mass of the tokens that are not among these."""
+    return (1 - log.exp().sum()).clamp(min=1e-9)
+
+
+def _require_same(figures: Figures, bound: float) -> None:
+    if not (figures.difference <= bound and figures.shift <= SHIFT) or figures.greedy < figures.tokens:
+        raise VerificationError(
+            f"llama.cpp is another model than the trained one: log-probabilities differ by {figures.difference:.3g} "
+            f"nats (allowed {bound:.0e}), {figures.tokens - figures.greedy} of {figures.tokens} likeliest tokens are "
+            "others; nothing was published"
+        )
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:40]} ... {text[-30:]}")  # noqa: PLR2004 - a line

@@ -1,0 +1,111 @@
+"""A tokenizer as a GGUF file holds it: tokens, how text is cut and merged, where it begins and where a turn ends."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
+from tokenizers import Tokenizer
+
+from tuner.errors import RecipeError
+
+_CUTS = Path(__file__).with_name("pre_tokenizers.yaml")
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_A_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_PHI = re.compile("phi-?3", re.IGNORECASE)
+_NEVER = -1e9
+"""The score of a token that no merge makes."""
+
+
+def vocabulary(tokenizer: Any, size: int, ends: Sequence[int], texts: Sequence[str]) -> dict[str, Any]:
+    """The keys of a tokenizer for a model of ``size`` embeddings whose turns end with one of ``ends``.
+
+    ``texts`` are what the way of cutting is found on. Raises RecipeError where llama.cpp has no such tokenizer.
+    """
+    facts = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = facts["model"]
+    if model["type"] != "BPE":
+        raise RecipeError(f"a tokenizer of kind {model['type']}: no GGUF of it is proven, of BPE alone")
+    if len(tokenizer) > size:
+        raise RecipeError(f"the tokenizer has {len(tokenizer):,} tokens, the model {size:,} embeddings")
+    by_id = {number: token for token, number in model["vocab"].items()}
+    tokens = [by_id.get(number, f"[UNUSED{number}]") for number in range(size)]
+    types = [_NORMAL if number in by_id else _UNUSED for number in range(size)]
+    keys: dict[str, Any] = {}
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    if model.get("byte_fallback"):
+        scores = {first + second: -float(rank) for rank, (first, second) in reversed(list(enumerate(merges)))}
+        keys["tokenizer.ggml.model"] = "llama"
+        keys["tokenizer.ggml.scores"] = [scores.get(token, _NEVER) for token in tokens]
+        keys["tokenizer.ggml.add_space_prefix"] = tokenizer.tokenize("a")[0].startswith("▁")
+        types = [_BYTE if _A_BYTE.fullmatch(token) else kind for token, kind in zip(tokens, types, strict=True)]
+    else:
+        keys["tokenizer.ggml.model"] = "gpt2"
+        keys["tokenizer.ggml.pre"] = pre_tokenizer(facts, texts)
+        keys["tokenizer.ggml.merges"] = [" ".join(merge) for merge in merges]
+    for added in facts["added_tokens"]:
+        tokens[added["id"]] = added["content"]
+        types[added["id"]] = _CONTROL if added["special"] else _USER_DEFINED
+    if model.get("unk_token") and model.get("byte_fallback"):
+        types[model["vocab"][model["unk_token"]]] = _UNKNOWN
+    return keys | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types} | _special(tokenizer, ends)
+
+
+def _special(tokenizer: Any, ends: Sequence[int]) -> dict[str, Any]:
+    """Ids of special tokens, what frames a text, and the template."""
+    stops = list(dict.fromkeys(ends or [tokenizer.eos_token_id]))
+    if len(stops) > 3:  # noqa: PLR2004 - the keys below
+        raise RecipeError(f"generation ends at {len(stops)} tokens, and a GGUF file names three")
+    ids = {"bos": tokenizer.bos_token_id, "unknown": tokenizer.unk_token_id, "padding": tokenizer.pad_token_id}
+    ids |= dict(zip(("eos", "eot", "eom"), stops, strict=False))
+    bare, framed = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    at = next(at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
+    known = {name: number for name, number in ids.items() if number is not None}
+    keys: dict[str, Any] = {f"tokenizer.ggml.{name}_token_id": number for name, number in known.items()}
+    keys["tokenizer.ggml.add_bos_token"] = at > 0
+    keys["tokenizer.ggml.add_eos_token"] = at + len(bare) < len(framed)
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    return keys | ({"tokenizer.chat_template": template} if template else {})
+
+
+def named_for(name: str, tokenizer: Any) -> str:
+    """The model's name, by which alone llama.cpp knows that special tokens take the spaces after them, as Phi 3's."""
+    takes_spaces = any(token.special and token.rstrip for token in tokenizer.added_tokens_decoder.values())
+    is_phi = _PHI.search(name) is not None
+    return f"{name} (phi-3)" if takes_spaces and not is_phi else name if takes_spaces else _PHI.sub("phi_3", name)
+
+
+def pre_tokenizer(facts: Mapping[str, Any], texts: Sequence[str]) -> str:
+    """llama.cpp's name for what cuts these texts as the tokenizer does. Raises RecipeError where nothing does."""
+    wanted = _ids(facts, texts)
+    whole = bool(facts["model"].get("ignore_merges"))
+    cuts: Mapping[str, Any] = YAML(typ="safe").load(_CUTS)
+    for name, cut in sorted(cuts.items(), key=lambda item: bool(item[1].get("whole")) != whole):
+        splits = [_split(pattern) for pattern in cut["splits"]]
+        bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+        other = {
+            **facts,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, bytes_of]},
+            "model": {**facts["model"], "ignore_merges": bool(cut.get("whole"))},
+        }
+        if _ids(other, texts) == wanted:
+            return str(name)
+    raise RecipeError(
+        "llama.cpp has nothing known here that cuts text as this tokenizer does: its ids would be others",
+        hint="serve the Hugging Face directory instead: docs/how-to/serve.md",
+    )
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def _ids(facts: Mapping[str, Any], texts: Sequence[str]) -> list[list[int]]:
+    encoded = Tokenizer.from_str(json.dumps(facts)).encode_batch(list(texts), add_special_tokens=False)
+    return [each.ids for each in encoded]
