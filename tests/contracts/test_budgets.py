@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.contracts.syntax import ROOT, modules, nodes, trees
 
-LINES = {"tuner": 61_690, "tests": 55_090, "tools": 17_420}
+LINES = {"tuner": 61_690, "tests": 55_100, "tools": 17_420}
 """Of code: without docstrings, comments and blank lines."""
 SPINE = ("train/loop", "train/step", "parallel/assemble", "run/main", "run/preflight", "setup/build", "model/root")
 SPINE_LINES = 1_776

@@ -216,6 +216,16 @@ def test_what_llama_cpp_does_not_compute_is_refused(name: str, tmp_path: Path) -
         written(model, "f32", tmp_path / "m.gguf", verify=False)
 
 
+def test_a_tokenizer_without_merges_is_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    place = model / "tokenizer.json"
+    facts = json.loads(place.read_text())
+    facts["model"]["merges"] = []
+    place.write_text(json.dumps(facts))
+    with pytest.raises(RecipeError, match="without merges"):
+        written(model, "f32", tmp_path / "m.gguf", verify=False)
+
+
 @pytest.mark.parametrize(
     ("facts", "message"), [({"head": "score"}, "a reward model"), ({"quantize": "int8"}, "its base")]
 )

@@ -34,5 +34,6 @@ def asked(directory: Path, model: Path, questions: Mapping[str, Any], seconds: f
     if code or not answers.is_file():
         lines = (directory / "llama.log").read_text(errors="replace").splitlines()
         why = next((line for line in lines if "error" in line.lower() or "GGML_ASSERT" in line), (lines or ["?"])[-1])
-        raise VerificationError(f"llama.cpp cannot use the file: {why.strip()}; nothing was published")
+        said = why.rpartition(" E ")[2].strip()  # without the time and the level
+        raise VerificationError(f"llama.cpp cannot use the file: {said}; nothing was published")
     return read_json(answers)

@@ -30,6 +30,8 @@ def vocabulary(tokenizer: Any, size: int, ends: Sequence[int], texts: Sequence[s
     model = facts["model"]
     if model["type"] != "BPE":
         raise RecipeError(f"a tokenizer of kind {model['type']}: no GGUF of it is proven, of BPE alone")
+    if not model["merges"]:
+        raise RecipeError("a tokenizer without merges, such as one of bytes: llama.cpp takes none")
     if len(tokenizer) > size:
         raise RecipeError(f"the tokenizer has {len(tokenizer):,} tokens, the model {size:,} embeddings")
     by_id = {number: token for token, number in model["vocab"].items()}
