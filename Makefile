@@ -44,7 +44,7 @@ types: $(VENV)/.installed
 	$(BIN)/mypy --strict
 
 # The real base model, and files of others from the registries, are inputs of some tests; a bare `pytest` skips these.
-# A process more than two cores: many tests wait for commands that they start. All are forked once the tests are collected
+# Five processes on two cores: many tests wait for commands that they start, or for a disk. All are forked once the tests are collected
 # (tests/forks.py). A file's tests stay together with what they share; in the order of their names, since a long test that
 # begins last would leave a core idle. What they write stays in memory where
 # there is room for it: they flush thousands of small files, and would wait for each. A bare `pytest` takes the disk.
@@ -57,7 +57,7 @@ unit: $(VENV)/.installed .demo/.model assets
 	trap 'rm -rf "$$place"' EXIT; \
 	$(BIN)/python -m compileall -q tuner tests tools; \
 	export TMPDIR=$$place OMP_NUM_THREADS=1 TUNER_TEST_SMOLLM2=$(CURDIR)/.demo/smollm2 TUNER_TEST_ASSETS=$(CURDIR)/.demo/assets; \
-	$(BIN)/python -m pytest -q --assert=plain -p tests.forks --forks 3 || \
+	$(BIN)/python -m pytest -q --assert=plain -p tests.forks --forks 5 || \
 		{ $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none; exit 1; }
 
 # Checks what is there and fetches what is missing.

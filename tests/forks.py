@@ -1,6 +1,6 @@
 """Tests in several processes, forked once all tests are collected: imports and collection are paid for once.
 
-    python -m pytest -p tests.forks --forks 3
+    python -m pytest -p tests.forks --forks 5
 
 Files are dealt in their order to whichever process is free, and the tests of a file stay together with what they share.
 A process that dies fails the test that it was in, and another one takes its place.

@@ -79,9 +79,10 @@ def test_few_layers_are_predicted_whole(tmp_path: Path) -> None:
     assert predict_by_layers(recipe, target, 2).memory == foreseen().memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "adapter"),
-    [("full", "none"), *(pytest.param(level, "lora", marks=pytest.mark.slow) for level in ("full", "selective"))],
+    [("full", "none"), ("full", "lora"), ("selective", "lora")],
 )
 def test_what_the_allocator_rounds_is_not_multiplied_by_the_layers(level: str, adapter: str, tmp_path: Path) -> None:
     layers = 7
