@@ -98,6 +98,7 @@ def test_problems_are_given_all_at_once(tmp_path: Path) -> None:
     assert len(tuner.check_recipe(recipe(tmp_path) | {"optimizer": {"lr": -1}, "surprise": 1})) == 2
 
 
+@pytest.mark.slow
 def test_a_ladder_is_planned_measured_trained_and_fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_ladder_files(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -202,7 +202,7 @@ def otherwise_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "BACKEND", backend)
 
 
-@pytest.mark.slow("dora")
+@pytest.mark.slow("lora", "dora")
 @pytest.mark.usefixtures("otherwise_without_gradients")
 @pytest.mark.parametrize("lora", [None, LORA, DORA], ids=["plain", "lora", "dora"])
 def test_a_forward_without_gradients_is_the_program_that_trains(lora: LoraSpec | None, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ def test_a_layout_that_is_right_is_equal(setting: Setting) -> None:
     assert proof.figures.keys() == LIMITS.keys() | set(EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAST)
 def test_a_planted_fault_is_named(name: str, setting: Setting) -> None:
     proof = found_with(FAULTS[name], setting)

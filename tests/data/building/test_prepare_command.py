@@ -197,6 +197,7 @@ def test_a_killed_worker_is_one_line_with_its_place(many_files: Path) -> None:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_not_run_again_by_workers(recipe: Path) -> None:
     several = of_files(recipe, 4, rows_each=20)
     script = recipe.parent / "script.py"
