@@ -16,7 +16,7 @@ from tuner.rundir.layout import CHECKPOINTS
 def newest_version(
     source: Path, than: Path | None = None, pass_over: Callable[[str], None] = lambda text: None
 ) -> Path:
-    """The newest version that is whole; ``than``, the one at hand, where none is newer.
+    """The newest version that is whole; ``than``, the current one, where none is newer.
 
     A checkpoint's files are held against its manifest. ``pass_over`` is called with what is wrong with a newer one.
     Raises RecipeError where there is none at all.

@@ -49,7 +49,7 @@ class ModelBank:
 
     @property
     def given(self) -> dict[int, Any]:
-        """What checkpoints note of each entry, as of the version at hand."""
+        """What checkpoints note of each entry, as of the current version."""
         return dict(enumerate(self.noted[-1][1][GIVEN]["entries"]))
 
     def begin(self, console: Console) -> None:
@@ -72,7 +72,7 @@ class ModelBank:
         return found
 
     def others(self, due: Sequence[int], step: int, say: Callable[[str], None]) -> dict[int, TakenVersion]:
-        """The versions to have that are others than those at hand. On rank 0. Raises DataError."""
+        """The versions to have that are not the current ones. On rank 0. Raises DataError."""
         found = {number: self.look(number, step, say) for number in due}
         return {number: version for number, version in found.items() if version != self.at_hand[number]}
 

@@ -30,7 +30,7 @@ class TakesVersions(Protocol):
         """Of which models newer versions are looked for now."""
 
     def others(self, due: Sequence[int], step: int, say: Callable[[str], None]) -> dict[int, TakenVersion]:
-        """Those to have after ``step``, and not at hand yet: as they were noted, or else the newest ones. On rank 0."""
+        """Those to have after ``step``, and not there yet: as they were noted, or else the newest ones. On rank 0."""
 
     def take(self, others: Mapping[int, TakenVersion], assembly: Assembly, step: int) -> None:
         """Go over to these. Collective."""

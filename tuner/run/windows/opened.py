@@ -38,7 +38,7 @@ class OpenedWindows:
 
     @property
     def trained(self) -> int:
-        """How many windows the run has trained, with the one at hand."""
+        """How many windows the run has trained, with the current one."""
         return sum(not entry.left_out for entry in self.position.decided)
 
     def write(self, run_dir: Path) -> None:
