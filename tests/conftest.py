@@ -1,7 +1,5 @@
 """What every test may use: a private cache, a quiet terminal, and no device or network by accident."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -15,8 +15,6 @@ Exits 1 when packing needs more than a second or less than 99.99 % efficiency, o
     OMP_NUM_THREADS=1 python -m tools.bench_pack [packing] [planner] [memory] [--items N] [--rounds N] [--no-peer]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

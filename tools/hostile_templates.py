@@ -6,8 +6,6 @@
 `tools/template_limits_campaign.py` has a command meet each of them; tests/tools/test_template_limits.py renders them.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from typing import Any, NamedTuple

@@ -13,8 +13,6 @@ gzip or Zstandard file that ends anywhere ends with exit code 3 and its name, an
 JSON for each trial; exits with 1 where one failed.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -6,8 +6,6 @@ Prints one JSON object of largest relative differences; the tests in tests/model
 tests/multi/test_parity.py hold the same figures to their bounds.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -8,8 +8,6 @@ line per list and way: whether the last checkpoint's tensors (weights, codes, sc
 in one process. Exits with 1 where one differs.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

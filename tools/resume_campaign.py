@@ -10,8 +10,6 @@ JSON line per trial and a summary; exits with 1 when a trial differs. What follo
 given to every run that is trained; a resume finds it in the run's recipe.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

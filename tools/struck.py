@@ -3,8 +3,6 @@
 A module named `sitecustomize` calls :func:`arm`, in every process of a command, with what the environment says.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

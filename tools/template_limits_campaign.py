@@ -8,8 +8,6 @@ JSON for each and the figures at the end; a campaign goes on from what is in its
 one is not so.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

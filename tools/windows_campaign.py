@@ -17,8 +17,6 @@ and has the same versions in the same steps. Prints a JSON line for each, and ex
 `--out` the runs of `bank` are written there as they end, and those that it holds count.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

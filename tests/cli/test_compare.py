@@ -1,7 +1,5 @@
 """`tuner eval --tasks` and `tuner compare`: the scores of two models, and whether they differ."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

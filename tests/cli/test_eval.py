@@ -1,7 +1,5 @@
 """`tuner eval`: the training's own losses again, of runs, checkpoints and Hugging Face directories."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The shipped SLURM script, run by bash with stand-ins for `srun` and `scontrol`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """What errors say about keys and values that are not ours."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whatever is written, loading answers with a recipe or with lines that name places, soon, and nothing else."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rules of `data.windows`: what cannot be is refused with the line to write, and without windows nothing is new."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each number is today's: it falls with the code, and rises only where a change weighs what it adds and says so here.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a hint proposes exists: every key with its value, every flag, every command that a text of the program names."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

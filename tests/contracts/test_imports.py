@@ -1,7 +1,5 @@
 """What a training loads: what it uses, and neither an instrument nor, where the data is prepared, what prepares it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

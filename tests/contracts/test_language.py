@@ -4,8 +4,6 @@ Read are the pages (without code), and in `tuner/` every string that may be show
 help, hints, messages, and what HTML pages show. Docstrings and comments speak to people who change the code.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterable, Iterator

@@ -5,8 +5,6 @@ that one command has started itself send each other pickled values, over sockets
 hold; the files in which that happens are named here, and nothing else may.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path

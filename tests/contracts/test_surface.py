@@ -1,7 +1,5 @@
 """The command line is frozen: a command or an option comes, goes or changes its name only together with this table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kill and starve an export at every one of its I/O calls: the target is absent or complete, the run is as it was."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

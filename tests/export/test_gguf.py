@@ -1,7 +1,5 @@
 """A GGUF file is the trained model in llama.cpp, or it does not appear."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

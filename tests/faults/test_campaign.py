@@ -3,8 +3,6 @@
 And damaged and hostile artifacts. In one file, whose tests share the jobs that were done once unbroken.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

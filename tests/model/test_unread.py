@@ -1,7 +1,5 @@
 """Weights of experts that stay in the files: found where they lie, read by who asks, and never taken for zeros."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shards in the host's memory: the bits of a run without, brought to a stand-in device and back."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Real processes that join, agree and leave."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

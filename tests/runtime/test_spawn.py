@@ -1,7 +1,5 @@
 """Ranks that are started, signalled, that fail, hang and die; and what the user is told."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """What is said of other tools' keys and files, followed, is what their documents mean."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Advice that proposes a line, a flag or a command is provoked and followed; all has a case but what is listed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

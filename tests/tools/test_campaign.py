@@ -1,7 +1,5 @@
 """`make campaign` runs every campaign that there is, and fails where one does."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The campaign of predictions for a GPU in its smallest form: a type of each outcome, and faults that it must find."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The demo's task and scorer: what is promised about held-out rows, and what counts as a right answer."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

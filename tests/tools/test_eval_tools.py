@@ -1,7 +1,5 @@
 """The tools that scores of tasks are held to: what they make, and that they see a difference."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The campaign about intervals of ladder fits in small: one case, and the verdicts."""
 
-from __future__ import annotations
-
 import functools
 import sys
 

@@ -1,7 +1,5 @@
 """The day on a GPU in tiny shapes on a CPU: no part fails by a slip, faults are seen, and lines become one table."""
 
-from __future__ import annotations
-
 import json
 import sys
 import zipfile

@@ -1,7 +1,5 @@
 """The campaign of kills at points of its own in its smallest form: one trial of each point, in one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

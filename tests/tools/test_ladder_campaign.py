@@ -1,7 +1,5 @@
 """The ladder that is killed and continued: its parts; test_ladder_commands.py shows that it ends well."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The campaign of methods and meshes: its verdicts, its table, and one launch on two processes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args

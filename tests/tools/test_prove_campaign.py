@@ -1,7 +1,5 @@
 """`tuner prove`: layouts that are right are equal, and planted faults are named."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.prove_campaign import FAULTS, found_with, problem, recipe_of, setting_of

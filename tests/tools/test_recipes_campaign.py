@@ -1,7 +1,5 @@
 """The recipes that ship: each names a card and a model whose shape is known, brings its data, and trains in small."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The campaign of kills of preference trainings in its smallest form: one kill, with two processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The campaign of kills and resumes in its smallest form: one trial, with two processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A small run of the campaign over tokenizers: its chats and families, without training and exporting."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

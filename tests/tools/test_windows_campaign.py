@@ -1,7 +1,5 @@
 """The campaign of windows: what it kills is there, it sees what it is to see, and one trial of it."""
 
-from __future__ import annotations
-
 import importlib
 from functools import reduce
 from pathlib import Path

@@ -5,8 +5,6 @@ value, a flag or a command; anywhere else, where it says to write or to set some
 follow already is left out.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """The whole pipeline on a real model, live: what `make demo` runs. Exits with 1 when a goal is missed."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Hugging Face directories, written and uploaded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal

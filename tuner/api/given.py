@@ -1,7 +1,5 @@
 """What functions are given, as what they call takes it: recipes, overrides, paths, and how much is said."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

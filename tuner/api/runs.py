@@ -1,7 +1,5 @@
 """Runs as they are on disk."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

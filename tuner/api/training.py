@@ -1,7 +1,5 @@
 """Data that is prepared, and runs that are begun and resumed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal

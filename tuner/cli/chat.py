@@ -1,7 +1,5 @@
 """`tuner chat`: talk to a run, a checkpoint, a Hugging Face directory or a hub model."""
 
-from __future__ import annotations
-
 from tuner.cli.command import JsonOption, Outcome, VerboseOption, command, console_of
 from tuner.cli.generate import (
     BaseOption,

@@ -1,7 +1,5 @@
 """`tuner eval`: loss and figures of a run, a checkpoint, a Hugging Face directory or a hub model, or its scores."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

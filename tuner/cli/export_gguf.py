@@ -1,7 +1,5 @@
 """`tuner export-gguf`: a model as a GGUF file, from which llama.cpp has answered as the trained model does."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import typer

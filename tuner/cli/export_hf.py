@@ -1,7 +1,5 @@
 """`tuner export-hf`: a checkpoint as a Hugging Face directory, proven equal to the trained model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """What an argument that names a run means: a path, the name of a run under ./runs, or a recipe, which has one run."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated

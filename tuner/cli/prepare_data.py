@@ -1,7 +1,5 @@
 """`tuner prepare-data`: rows to packed, encoded, content-addressed data."""
 
-from __future__ import annotations
-
 import os
 from typing import Annotated
 

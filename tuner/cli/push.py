@@ -1,7 +1,5 @@
 """`tuner push`: an export to the Hugging Face hub."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Annotated
 

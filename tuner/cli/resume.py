@@ -1,7 +1,5 @@
 """`tuner resume`: resume a stopped run."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """`tuner runs`: the directories of runs."""
 
-from __future__ import annotations
-
 import calendar
 import os
 import shlex

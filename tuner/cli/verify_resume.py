@@ -1,7 +1,5 @@
 """`tuner verify-resume`: prove on this machine that a run resumes exactly."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Rules between fields: each names the keys it looks at and returns what is wrong, if anything."""
 
-from __future__ import annotations
-
 from collections.abc import Set
 from difflib import get_close_matches
 

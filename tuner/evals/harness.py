@@ -4,8 +4,6 @@ Every process builds the same requests and is the harness's only one: what is di
 of requests, by :class:`~tuner.evals.scorer.Scorer`. (lm_eval is imported with this module alone.)
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence

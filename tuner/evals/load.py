@@ -1,7 +1,5 @@
 """Tasks as a recipe names them: items from a file, a plug-in of the user's, or lm-evaluation-harness."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial

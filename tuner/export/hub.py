@@ -1,7 +1,5 @@
 """An export on the Hugging Face hub: checked before it is uploaded, in one commit."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import time

@@ -1,7 +1,5 @@
 """What an export holds: every tensor under its published name, with its values' source; nothing is loaded yet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -3,8 +3,6 @@
 Where transformers lost one, what needs it says so. A contract test finds such names anywhere else.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Curves of runs: the columns of metrics.jsonl over steps, tokens and time, thinned to what a screen can show."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Nothing here trusts a name it reads: entries that leave their directory, symboli
 Unfinished work is named `.tmp-*`, unwanted work `.trash-*`, always beside its target; `sweep` removes both.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import glob

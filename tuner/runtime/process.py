@@ -3,8 +3,6 @@
 Ranks fail together: an exception on one is raised on all, with the rank's number.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import socket

@@ -5,8 +5,6 @@ reaches them through it alone) and says which rank failed and why, from the repo
 an exit code alone is lost when a signal ends a process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

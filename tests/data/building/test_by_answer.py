@@ -1,7 +1,5 @@
 """Rows of several documents: counted, packed, held out and shown."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Shares of sources and held-out documents, against plain Python."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Jobs for the tests of the workers, in a module that a worker can import."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

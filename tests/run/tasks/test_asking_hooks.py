@@ -1,7 +1,5 @@
 """Hooks at every stage of a run, what they may ask for, and on which ranks they are called."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

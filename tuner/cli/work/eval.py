@@ -1,7 +1,5 @@
 """What `tuner eval` does and shows: losses and figures of held-out rows, or scores of tasks."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What `tuner export-hf` does and shows."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path

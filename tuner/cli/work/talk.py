@@ -1,7 +1,5 @@
 """A talk with a model, one line after the other."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

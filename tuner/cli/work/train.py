@@ -1,7 +1,5 @@
 """What `tuner train` and `tuner resume` do, and what they say of how it ended."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
