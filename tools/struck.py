@@ -115,5 +115,6 @@ def _at_step(given: dict[str, Any]) -> None:
 
 
 _ARMED: dict[str, Callable[[dict[str, Any]], None]] = {
-    "evaluation": _in_evaluation, "save": _in_save, "signal": _in_save, "clock": _at_step, "fewer": _at_step,
+    "evaluation": _in_evaluation, "save": _in_save, "signal": _in_save, "clock": _at_step,
+    "step": _at_step, "fewer": _at_step,
 }  # fmt: skip
