@@ -7,6 +7,7 @@ follow already is left out.
 
 import ast
 import functools
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,10 @@ def sites() -> tuple[Site, ...]:
         file, text = str(path.relative_to(TUNER)), path.read_text(encoding="utf-8")
         if not file.startswith(FOLLOWED_ELSEWHERE) and (_WRITE.search(text) or any(part in text for part in _SAYS)):
             found |= dict.fromkeys(Site(file, *one) for one in _texts(ast.parse(text), "", False))
+    for path in sorted((TUNER / "config").glob("*rules.json")):
+        for name, rule in json.loads(path.read_text(encoding="utf-8")).items():
+            texts = (re.sub(r"\{[a-z_.]+\}", HOLE, text) for text in rule["wrong"])
+            found |= {Site(f"config/{path.name}", name, text): None for text in texts if _proposes(text, False)}
     return tuple(found)
 
 
