@@ -53,8 +53,6 @@ def test_a_recipe_without_windows_says_nothing_of_them(tmp_path: Path) -> None:
     assert "windows" not in recipe_dict(recipe)["data"]
 
 
-
-
 @pytest.mark.parametrize("text", [BASE, NAMED, CONSTANT, CONSTANT.replace("2 steps", "never")])
 def test_these_are_whole(tmp_path: Path, text: str) -> None:
     loaded(tmp_path, text)
