@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from difflib import get_close_matches
+from itertools import pairwise
 
 from tuner.config.duration import Duration
 from tuner.config.eval_tasks import task_of
@@ -574,6 +575,17 @@ def _changing_batches_have_all_rows(recipe: Recipe, given: Set[str]) -> str | No
     return None
 
 
+def _batches_change_in_order(recipe: Recipe, given: Set[str]) -> str | None:
+    """Changes in the same unit; for others the rows have to be counted, as the launch does (train/plan.py)."""
+    changes = recipe.train.batch_schedule
+    for before, item in pairwise(changes):
+        if item.after.unit == before.after.unit and item.after.count <= before.after.count:
+            ordered = sorted({change.after: change for change in changes}.values(), key=lambda one: one.after.count)
+            items = ", ".join(f"{{after: {one.after}, size: {one.size}}}" for one in ordered)
+            return f"{item.after} is not after the change before it, {before.after}; write [{items}]"
+    return None
+
+
 def _shown_figures_are_logged(recipe: Recipe, given: Set[str]) -> str | None:
     known = (*STEP_FIGURES, *recipe.method.figures)
     unknown = next((name for name in recipe.logging.console if name not in known), None)
@@ -592,6 +604,7 @@ def _cancelling_tags_have_a_page(recipe: Recipe, given: Set[str]) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     Rule(("train.batch_schedule", "data.windows"), _changing_batches_have_all_rows),
+    Rule(("train.batch_schedule",), _batches_change_in_order),
     Rule(("logging.console", "method.kind"), _shown_figures_are_logged),
     Rule(("logging.cancel_tags", "logging.trackers"), _cancelling_tags_have_a_page),
     Rule(("eval.every", "data.eval", "eval.tasks"), _cadence_needs_rows),
