@@ -21,6 +21,7 @@ LAW: dict[str, set[str]] = {
     "data": BASE,
     "model": BASE,
     "checkpoint": BASE,
+    "stores": {"errors", "runtime"},
     "parallel": BASE | {"model"},
     "rundir": BASE | {"checkpoint"},
     "transformers_tokenizer": BASE | {"data"},
