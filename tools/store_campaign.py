@@ -24,6 +24,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def make(directory: Path, version: int) -> None:
 
 
 def write(environment: dict[str, str], url: str, stage: Path, acknowledged: Path, seed: int) -> None:
-    """A writer: exit code 0 after its versions, 4 where the store cannot be reached or is another's; else it is a bug."""
+    """A writer: exit code 0 after its versions, 4 where the store is out of reach or another's; else it is a bug."""
     os.environ.update(environment)
     client.REQUEST_SECONDS, client.RETRY_SECONDS, client.CONNECT_SECONDS = 1, 2, 1
     lease.TTL_SECONDS = 2.0
@@ -179,12 +180,13 @@ class Group:
             if kind == "kill" and by_time and time.monotonic() > struck:
                 first.kill()
             if kind == "pause" and len(writers) == 1 and time.monotonic() > struck and first.is_alive():
-                os.kill(first.pid or 0, signal.SIGSTOP)
+                self._signal(first, signal.SIGSTOP)
                 writers.append(self._start(draw.randrange(1 << 30)))
             if len(writers) == 2 and not writers[1].is_alive():
-                os.kill(first.pid or 0, signal.SIGCONT)
-            time.sleep(0.02)
+                self._signal(first, signal.SIGCONT)
+            time.sleep(0.1)
         for writer in writers:
+            self._signal(writer, signal.SIGCONT)
             if writer.is_alive():
                 yield f"a writer did not end in {LONGEST_S:.0f} s"
                 writer.kill()
@@ -192,6 +194,11 @@ class Group:
             self.exits.append(writer.exitcode)
             if writer.exitcode not in (0, 4, -signal.SIGKILL):
                 yield f"a writer ended with {writer.exitcode}"
+
+    def _signal(self, process: Any, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            if process.exitcode is None:
+                os.kill(process.pid, number)
 
     def _start(self, seed: int) -> Any:
         environment = self.server.environment(self.proxy.port)

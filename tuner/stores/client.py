@@ -8,18 +8,25 @@ the store. Credentials, regions and endpoints come from the environment that oth
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from tuner.errors import MachineError
 
 SCHEMES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "gs": ("STORAGE_EMULATOR_HOST",),
+    "az": ("AZURE_STORAGE_ENDPOINT",),
+}  # fmt: skip
+"""The variables that lead to another server than the vendor's."""
 REQUEST_SECONDS = 300
 """How long one request may take: a part of a file over a slow line."""
 CONNECT_SECONDS = 10
@@ -28,6 +35,7 @@ RETRY_SECONDS = 60
 STREAM_BYTES = 1 << 20
 """What is read of an object before it is written to the file."""
 
+T = TypeVar("T")
 Version = Mapping[str, str]
 """What a store calls one state of an object: its etag, on Google its generation too."""
 
@@ -107,14 +115,17 @@ class Client:
         options: dict[str, Any] = {
             "timeout": timedelta(seconds=REQUEST_SECONDS), "connect_timeout": timedelta(seconds=CONNECT_SECONDS)
         }  # fmt: skip
+        endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS[scheme])), "")
+        # An address that says http is meant as it is said: by the vendors' own tools, and so here.
+        options["allow_http"] = endpoint.startswith("http:")
         settings: dict[str, Any] = {}
-        if scheme == "s3":
-            # An address that says http is meant as it is said: by the SDK's of Amazon, and so here.
-            options["allow_http"] = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http:")
-            if "AWS_CHECKSUM_ALGORITHM" not in os.environ:
-                settings["checksum_algorithm"] = "sha256"
-            if not {"AWS_REGION", "AWS_DEFAULT_REGION"} & os.environ.keys():
-                settings["region"] = "us-east-1"
+        if scheme == "s3" and "AWS_CHECKSUM_ALGORITHM" not in os.environ:
+            settings["checksum_algorithm"] = "sha256"
+        if scheme == "s3" and not {"AWS_REGION", "AWS_DEFAULT_REGION"} & os.environ.keys():
+            settings["region"] = "us-east-1"
+        if scheme == "gs" and endpoint:
+            emulator = {"gcs_base_url": endpoint, "disable_oauth": True, "client_email": "", "private_key": ""}
+            settings["service_account_key"] = json.dumps({**emulator, "private_key_id": ""})
         with _errors(url):
             made = store(bucket, prefix=prefix or None, client_options=options, retry_config=retries, **settings)
         return Client(url, made, obstore)
@@ -126,8 +137,7 @@ class Client:
             result = self.library.get(self.store, key)
             return bytes(result.bytes()), _version(result.meta)
 
-        found: tuple[bytes, Version] | None = self._found(read)
-        return found
+        return self._found(read)
 
     def has(self, key: str) -> bool:
         """Whether an object is there."""
@@ -174,20 +184,19 @@ class Client:
                 return found
         raise refused or MachineError(f"{self.url}: {key} is neither there nor to be made")
 
-    def read(self, key: str, write: Callable[[bytes], None]) -> bool:
-        """Have an object's bytes written as they arrive; False where there is none."""
+    def read(self, key: str, write: Callable[[Iterable[bytes]], None]) -> bool:
+        """Have an object's bytes written as they arrive, from the first again where they broke off; False: none."""
 
         def stream() -> bool:
-            for chunk in self.library.get(self.store, key).stream(min_chunk_size=STREAM_BYTES):
-                write(chunk)
+            write(map(bytes, self.library.get(self.store, key).stream(min_chunk_size=STREAM_BYTES)))
             return True
 
         return bool(self._found(stream))
 
     def names(self, prefix: str) -> list[str]:
         """The keys below a prefix, in no order."""
-        with _errors(self.url):
-            return [each["path"] for page in self.library.list(self.store, prefix, chunk_size=1000) for each in page]
+        pages = self._found(lambda: list(self.library.list(self.store, prefix, chunk_size=1000)))
+        return [each["path"] for page in pages or () for each in page]
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; one that is not there is fine."""
@@ -199,15 +208,23 @@ class Client:
         self.library.delete(self.store, keys)
         return True
 
-    def _found(self, ask: Callable[[], Any]) -> Any:
-        """What is asked, or None where the store has no such object."""
-        try:
-            with _errors(self.url):
-                return ask()
-        except MachineError as error:
-            if isinstance(error.__cause__, FileNotFoundError) and not re.search(_CAUSES[0][0], str(error.__cause__)):
-                return None
-            raise
+    def _found(self, ask: Callable[[], T]) -> T | None:
+        """What is asked, or None where the store has no such object.
+
+        Asked again where the answer broke off, which the library does not do: all that comes here may be repeated.
+        """
+        until = time.monotonic() + RETRY_SECONDS
+        while True:
+            try:
+                with _errors(self.url):
+                    return ask()
+            except MachineError as error:
+                said = str(error.__cause__)
+                if isinstance(error.__cause__, FileNotFoundError) and not re.search(_CAUSES[0][0], said):
+                    return None
+                if "HTTP error" not in said or time.monotonic() > until:
+                    raise
+                time.sleep(0.2)
 
 
 def _version(meta: Mapping[str, Any]) -> Version:

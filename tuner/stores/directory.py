@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -176,15 +177,21 @@ class StoreDirectory:
         A listing may lag, so that it only says where to begin, as the lease does; the numbers after it are asked for by
         their keys, which never lag.
         """
-        for _ in range(ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             number = max([hint(self._client), *self._numbers()])
             while self._client.has(commit_key(number + 1)):
                 number += 1
             if number == 0:
                 return None
-            commit = self._read(number)
+            try:
+                commit = self._read(number)
+            except DataError:  # some servers answer with less than they have, under load or while they remove it
+                if attempt == ATTEMPTS - 1:
+                    raise
+                commit = None
             if commit is not None:  # else it was removed meanwhile: there are newer ones
                 return commit
+            time.sleep(0.1 * attempt)
         raise MachineError(f"{self.url}: its commit {number} is gone", hint="find out what removed it")
 
     def _numbers(self) -> set[int]:
