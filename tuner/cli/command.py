@@ -43,6 +43,7 @@ from tuner.runtime import stop
 from tuner.runtime.activity import LABEL_WIDTH
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.warned import Warned, collected
+from tuner.stages import is_url, stage_of, url_of
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe, ReadRecipe, RecipeText, Source
@@ -101,13 +102,22 @@ def level_of(loaded: LoadedRecipe | None, verbose: bool) -> Level:
     return "debug" if verbose else "info" if loaded is None else loaded.recipe.logging.level
 
 
-def input_path(argument: str | Path) -> Path:
+def input_path(argument: str | Path, in_store: bool = False) -> Path:
     """Return a path argument as an absolute path; `-` reads it from stdin (call it inside a command's body).
 
     Stdin holds one line: a path, or a `--json` document. A failed or stopped document ends the command: it is passed
-    on, with its exit code. RecipeError when stdin is empty.
+    on, with its exit code. With ``in_store`` the URL of a directory in a store is the path of its stage. RecipeError
+    when stdin is empty, and for a URL otherwise.
     """
     text = _read_stdin() if str(argument) == "-" else str(argument)
+    if is_url(text):
+        try:
+            path = stage_of(text)
+        except ValueError as error:
+            raise RecipeError(f"{text}: {error}") from None
+        if url_of(path) is not None and not in_store:
+            raise RecipeError(f"{text}: is in an object store, and a path on a disk is wanted here")
+        return path
     return Path(os.path.abspath(Path(text).expanduser()))
 
 

@@ -18,6 +18,7 @@ from tuner.cli.command import (
     load_for_command,
     overrides_of,
 )
+from tuner.cli.named import stage_path
 from tuner.errors import RecipeError
 from tuner.runtime import startup
 
@@ -80,7 +81,7 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
 def _resume_mode(text: str) -> Resume:
     if text in WORDS:
         return cast("Resume", text)
-    path = input_path(text)
+    path = stage_path(text)
     if not path.is_dir():
         raise RecipeError(
             f"--resume {text}: not one of {', '.join(WORDS)}, and there is no such directory",
