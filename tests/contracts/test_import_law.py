@@ -23,6 +23,7 @@ LAW: dict[str, set[str]] = {
     "data": BASE,
     "model": BASE,
     "checkpoint": BASE,
+    "stores": {"errors", "runtime"},
     "parallel": BASE | {"model"},
     "rundir": BASE | {"checkpoint", "stores"},
     "transformers_tokenizer": BASE | {"data"},
