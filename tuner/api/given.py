@@ -10,9 +10,10 @@ from typing import Any
 from tuner.config.dump import flow
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.overrides import Override
+from tuner.config.store_rules import inputs_of
 from tuner.errors import RecipeError
 from tuner.rundir.base_model import require_base_model
-from tuner.rundir.in_store import Extent, bring
+from tuner.rundir.in_store import Extent, bring, bring_inputs
 from tuner.runtime.console import Console, Level
 from tuner.runtime.dist import RankInfo
 from tuner.stages import is_url, stage_of, url_of
@@ -21,9 +22,14 @@ RecipeSource = LoadedRecipe | Path | str | Mapping[str, Any]
 """A loaded recipe, a file's path, a shipped recipe's name, or a mapping with the recipe's keys."""
 
 
-def loaded_of(recipe: RecipeSource) -> LoadedRecipe:
-    """The recipe, loaded. Raises RecipeError where it is wrong, or its model is a run or an adapter."""
+def loaded_of(recipe: RecipeSource, fetches: bool = False) -> LoadedRecipe:
+    """The recipe, loaded; what it reads of object stores is fetched where the caller does not do so.
+
+    Raises RecipeError where it is wrong, or its model is a run or an adapter.
+    """
     loaded = recipe if isinstance(recipe, LoadedRecipe) else load_recipe(recipe)
+    if fetches:
+        bring_inputs(inputs_of(loaded.recipe), console_of("info", quiet=True).say)
     require_base_model(loaded.recipe.model.name_or_path, loaded.origins.get("model.name_or_path", "recipe"))
     return loaded
 

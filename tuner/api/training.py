@@ -25,7 +25,7 @@ def prepare_data(recipe: RecipeSource, quiet: bool = False) -> PreparedInfo:
 
     Raises RecipeError, DataError and MachineError as `tuner prepare-data` reports them.
     """
-    found = loaded_of(recipe).recipe
+    found = loaded_of(recipe, fetches=True).recipe
     spec = prepare_spec(found.model, found.tokenizer, found.data, found.method, found.seed)
     return prepare(spec, console_of(found.logging.level, quiet))
 
@@ -69,7 +69,7 @@ def _launched(
     options = LaunchOptions(start, prepared, dry_run=dry_run, reset=parse_reset(reset), level=level)
     main = RankInfo.from_environment().is_main
     console = Console(main, level)
-    with in_store(Path(loaded.recipe.output_dir), console, writes=not dry_run):
+    with in_store(loaded, console, writes=not dry_run):
         status = status_of(loaded, options, console, hashes=main)
         if (finished := nothing_to_do(status, loaded.recipe.export)) is not None:
             return finished

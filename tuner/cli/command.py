@@ -121,24 +121,34 @@ def input_path(argument: str | Path, in_store: bool = False) -> Path:
     return Path(os.path.abspath(Path(text).expanduser()))
 
 
-def load_for_command(argument: str | None, overrides: Sequence[Override] = (), cwd: Path | None = None) -> LoadedRecipe:
+def load_for_command(
+    argument: str | None, overrides: Sequence[Override] = (), cwd: Path | None = None, fetches: bool = False
+) -> LoadedRecipe:
     """Load the recipe that a command was given: a path, a shipped name, `-` or nothing.
 
+    With ``fetches`` what it reads of object stores is fetched to where its paths lead.
     On stdin it is the recipe itself, whose relative paths start from the working directory, or a path or document.
 
     Without an argument it is `./recipe.yaml`, or the flags alone when they name a model and data.
     Raises RecipeError, with the way out, when there is none, and where its model is a run or an adapter.
     """
+    from tuner.config.store_rules import inputs_of
     from tuner.rundir.base_model import require_base_model
 
     loaded = read_for_command(argument, overrides, cwd).whole()
+    if fetches and (inputs := inputs_of(loaded.recipe)):
+        from tuner.rundir.in_store import bring_inputs  # with what speaks to stores
+
+        console = console_of(level_of(loaded, verbose=False))
+        with console.doing("fetching from the store"):
+            bring_inputs(inputs, console.say)
     require_base_model(loaded.recipe.model.name_or_path, loaded.origins.get("model.name_or_path", "recipe"))
     return loaded
 
 
 def load_one_run(argument: str | None, overrides: Sequence[Override] = ()) -> LoadedRecipe:
     """The same of one run. Raises RecipeError for a ladder of several."""
-    loaded = load_for_command(argument, overrides)
+    loaded = load_for_command(argument, overrides, fetches=True)
     from tuner.config.ladder import require_one_run
 
     require_one_run(loaded.recipe.ladder)

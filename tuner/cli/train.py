@@ -68,7 +68,7 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
     if [overrides, prepared, recipe].count("-") > 1:
         raise RecipeError("stdin is read once: only one of recipe, --prepared and --overrides can be -")
     typed = overrides_of(ctx)
-    loaded = load_for_command(recipe, [*given_overrides(overrides, typed), *typed])
+    loaded = load_for_command(recipe, [*given_overrides(overrides, typed), *typed], fetches=True)
     startup.begin(with_process=True)
     with startup.phase(startup.LIBRARIES), console_of(level_of(loaded, verbose)).doing(LOADING, at_once=True):
         from tuner.cli.work import train as work

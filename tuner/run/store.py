@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 
+from tuner.config.load import LoadedRecipe
+from tuner.config.store_rules import inputs_of
 from tuner.errors import MachineError, TunerError
-from tuner.rundir.in_store import bring, not_published, opened, publish
+from tuner.rundir.in_store import bring, bring_inputs, not_published, opened, publish
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
+from tuner.stages import url_of
 from tuner.stores.upload import Snapshot
 from tuner.train.tasks import Event, Request, Task
 
@@ -20,11 +23,15 @@ STEP = "step"
 
 
 @contextmanager
-def in_store(run_dir: Path, console: Console, writes: bool = True) -> Iterator[None]:
-    """Around a command's launch: the run is fetched before, and what came after its last step is published, such as
-    exports. Nothing for a directory on a disk. Raises MachineError where the store cannot be read or written.
+def in_store(loaded: LoadedRecipe, console: Console, writes: bool = True) -> Iterator[None]:
+    """Around a command's launch: its run and what it reads are fetched before, and what came after its last step is
+    published, such as exports. Nothing of what is on a disk. Raises MachineError where a store cannot be read or
+    written, RecipeError where it has no such data.
     """
-    bring(run_dir, console.say)
+    run_dir = Path(loaded.recipe.output_dir)
+    with console.doing("fetching from the store") if url_of(run_dir) is not None else nullcontext():
+        bring(run_dir, console.say)
+    bring_inputs(inputs_of(loaded.recipe), console.say)
     yield
     if writes and RankInfo.from_environment().is_main:
         try:
@@ -83,6 +90,12 @@ class Publisher:
 
     def __enter__(self) -> Publisher:
         self._lease.__enter__()
+        try:
+            self._store.require_based(self._stage)
+            self._store.collect()
+        except BaseException:
+            self._lease.__exit__()
+            raise
         self._thread.start()
         return self
 

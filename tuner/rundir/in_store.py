@@ -5,18 +5,19 @@ A stage on which a launch of this machine works is read as it is: it is newer th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from tuner.checkpoint.manifest import STEP, step_name
-from tuner.errors import MachineError
+from tuner.errors import MachineError, RecipeError
 from tuner.rundir.layout import CHECKPOINTS, EXPORTS, LOCK, STOP
 from tuner.rundir.model_path import Which
 from tuner.rundir.run_json import hold, is_run
 from tuner.runtime.lock import FileLock
-from tuner.stages import url_of
+from tuner.stages import shown, url_of
 from tuner.stores.directory import StoreDirectory
+from tuner.stores.objects import fetch_objects
 
 Extent = Literal["look", "model", "all"]
 """What is fetched of a run: all but its checkpoints and exports, of these the one that is meant, or everything."""
@@ -25,16 +26,17 @@ LOCAL = (LOCK, STOP)
 Say = Callable[[str, str], None]
 
 
-def bring(path: Path, say: Say, extent: Extent = "all", which: Which = "newest") -> None:
+def bring(path: Path, say: Say, extent: Extent = "all", which: Which = "newest") -> bool:
     """Fetch what a path under the stages stands for; of any other path, and of what no store has, nothing.
 
-    Raises MachineError where the store cannot be read, with the URL and the cause.
+    Returns whether it was published by this program. Raises MachineError where the store cannot be read, with the URL
+    and the cause.
     """
     if url_of(path) is None:
-        return
+        return False
     of_run = path.parent.parent if path.parent.name in (CHECKPOINTS, EXPORTS) else None
     for place in (path, of_run):
-        if place is None:
+        if place is None or url_of(place) is None:
             continue
         directory = opened(place)
         commit = directory.newest()
@@ -44,7 +46,20 @@ def bring(path: Path, say: Say, extent: Extent = "all", which: Which = "newest")
         directory.fetch(place, None if names is None else names.__contains__)
         if directory.set_aside is not None:
             say("store", f"what {directory.url} does not have of its stage is in {directory.set_aside}")
-        return
+        return True
+    return False
+
+
+def bring_inputs(inputs: Mapping[str, Sequence[Path]], say: Say) -> None:
+    """Fetch what a recipe reads of stores, by its keys: runs, exports and models, and the objects of its data.
+
+    Raises RecipeError for a place where the store has nothing, MachineError where it cannot be read.
+    """
+    for key, path in ((key, path) for key, paths in inputs.items() for path in paths):
+        if key.startswith("model.") and bring(path, say, "model"):
+            continue
+        if not fetch_objects(shown(path), lambda text: say("store", text)):
+            raise RecipeError(f"{key}: {shown(path)}: the store has nothing there", hint="correct its name")
 
 
 def publish(path: Path) -> None:
@@ -57,10 +72,9 @@ def publish(path: Path) -> None:
     directory = opened(path)
     beside = path.with_name(f".{path.name}.publishing")  # an export's own names are its own
     with hold(path) if is_run(path) else FileLock(beside, wait=False):
-        newest, taken = directory.newest(), directory.snapshot(path, {})
-        taken.close()
-        if newest is None or taken.opened or taken.kept != dict(newest.files):
+        if directory.differs(path):
             with directory.lease(path, lock_is_free=True):
+                directory.require_based(path)
                 directory.publish(directory.snapshot(path, {}))
 
 

@@ -132,7 +132,7 @@ class Run:
         """The checkpoint directories, and the last one's where that is gone, oldest first."""
         last = last_step(self.path / CHECKPOINTS, self.record)
         known = {path: step for step, path in step_dirs(self.path / CHECKPOINTS)}
-        if last is not None:
+        if last is not None and not self._is_in_store:
             known.setdefault(self.path / CHECKPOINTS / step_name(last), last)
         return sorted(known, key=lambda path: known[path])
 

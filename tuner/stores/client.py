@@ -131,7 +131,12 @@ class Client:
 
     def has(self, key: str) -> bool:
         """Whether an object is there."""
-        return self._found(lambda: self.library.head(self.store, key)) is not None
+        return self.meta(key) is not None
+
+    def meta(self, key: str) -> Mapping[str, Any] | None:
+        """What the store says of an object: `path`, `size`, `e_tag`; None where there is none."""
+        found: Mapping[str, Any] | None = self._found(lambda: self.library.head(self.store, key))
+        return found
 
     def put(self, key: str, data: bytes) -> None:
         """Make or replace an object."""
@@ -174,20 +179,30 @@ class Client:
                 return found
         raise refused or MachineError(f"{self.url}: {key} is neither there nor to be made")
 
-    def read(self, key: str, write: Callable[[bytes], None]) -> bool:
-        """Have an object's bytes written as they arrive; False where there is none."""
+    def read(self, key: str, write: Callable[[bytes], None], etag: str | None = None) -> bool:
+        """Have an object's bytes written as they arrive; False where there is none, or none of this etag any more."""
+        options = None if etag is None else {"if_match": etag}
 
         def stream() -> bool:
-            for chunk in self.library.get(self.store, key).stream(min_chunk_size=STREAM_BYTES):
+            for chunk in self.library.get(self.store, key, options=options).stream(min_chunk_size=STREAM_BYTES):
                 write(chunk)
             return True
 
-        return bool(self._found(stream))
+        try:
+            return bool(self._found(stream))
+        except MachineError as error:
+            if isinstance(error.__cause__, self.library.exceptions.PreconditionError):
+                return False
+            raise
 
     def names(self, prefix: str) -> list[str]:
         """The keys below a prefix, in no order."""
+        return [each["path"] for each in self.metas(prefix)]
+
+    def metas(self, prefix: str) -> list[Mapping[str, Any]]:
+        """What the store says of each object below a prefix, in no order."""
         with _errors(self.url):
-            return [each["path"] for page in self.library.list(self.store, prefix, chunk_size=1000) for each in page]
+            return [each for page in self.library.list(self.store, prefix, chunk_size=1000) for each in page]
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; one that is not there is fine."""

@@ -70,12 +70,11 @@ def fetch_objects(url: str, say: Callable[[str], None]) -> int:
 def _listed(client: Client, wanted: str) -> list[Listed]:
     """The objects that a key, a prefix or a glob means, in order."""
     fixed = wanted if _MAGIC.search(wanted) is None else _MAGIC.split(wanted)[0].rpartition("/")[0]
-    below = client.listed(fixed)
-    if fixed == wanted:
-        own = client.head(wanted)
-        return sorted(Listed(*each) for each in (*below, *([] if own is None else [own])))
-    parts = wanted.split("/")
-    return sorted(Listed(*each) for each in below if _matches(each[0].split("/"), parts))
+    metas = client.metas(fixed)
+    if fixed == wanted and (own := client.meta(wanted)) is not None:
+        metas.append(own)
+    found = sorted(Listed(each["path"], each["e_tag"], each["size"]) for each in metas)
+    return found if fixed == wanted else [each for each in found if _matches(each.key.split("/"), wanted.split("/"))]
 
 
 def _matches(names: list[str], pattern: list[str]) -> bool:

@@ -48,8 +48,7 @@ def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool)
     """
     level = level_of(loaded, verbose)
     console, options = console_of(level), replace(options, level=level)
-    run_dir = Path(loaded.recipe.output_dir)
-    with in_store(run_dir, console, writes=not options.dry_run):
+    with in_store(loaded, console, writes=not options.dry_run):
         return _launched(loaded, options, console)
 
 
