@@ -132,18 +132,25 @@ def load_for_command(
     Without an argument it is `./recipe.yaml`, or the flags alone when they name a model and data.
     Raises RecipeError, with the way out, when there is none, and where its model is a run or an adapter.
     """
-    from tuner.config.store_rules import inputs_of
     from tuner.rundir.base_model import require_base_model
 
     loaded = read_for_command(argument, overrides, cwd).whole()
-    if fetches and (inputs := inputs_of(loaded.recipe)):
+    if fetches:
+        fetch_inputs(loaded)
+    require_base_model(loaded.recipe.model.name_or_path, loaded.origins.get("model.name_or_path", "recipe"))
+    return loaded
+
+
+def fetch_inputs(loaded: LoadedRecipe) -> None:
+    """Fetch what a recipe reads of object stores. Raises RecipeError, MachineError."""
+    from tuner.config.store_rules import inputs_of
+
+    if inputs := inputs_of(loaded.recipe):
         from tuner.rundir.in_store import bring_inputs  # with what speaks to stores
 
         console = console_of(level_of(loaded, verbose=False))
         with console.doing("fetching from the store"):
             bring_inputs(inputs, console.say)
-    require_base_model(loaded.recipe.model.name_or_path, loaded.origins.get("model.name_or_path", "recipe"))
-    return loaded
 
 
 def load_one_run(argument: str | None, overrides: Sequence[Override] = ()) -> LoadedRecipe:
