@@ -10,17 +10,26 @@ from typing import Any
 from tuner.config.dump import flow
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.overrides import Override
+from tuner.config.store_rules import inputs_of
+from tuner.errors import RecipeError
 from tuner.rundir.base_model import require_base_model
+from tuner.rundir.in_store import Extent, bring, bring_inputs
 from tuner.runtime.console import Console, Level
 from tuner.runtime.dist import RankInfo
+from tuner.stages import is_url, stage_of, url_of
 
 RecipeSource = LoadedRecipe | Path | str | Mapping[str, Any]
 """A loaded recipe, a file's path, a shipped recipe's name, or a mapping with the recipe's keys."""
 
 
-def loaded_of(recipe: RecipeSource) -> LoadedRecipe:
-    """The recipe, loaded. Raises RecipeError where it is wrong, or its model is a run or an adapter."""
+def loaded_of(recipe: RecipeSource, fetches: bool = False) -> LoadedRecipe:
+    """The recipe, loaded; what it reads of object stores is fetched where the caller does not do so.
+
+    Raises RecipeError where it is wrong, or its model is a run or an adapter.
+    """
     loaded = recipe if isinstance(recipe, LoadedRecipe) else load_recipe(recipe)
+    if fetches:
+        bring_inputs(inputs_of(loaded.recipe), console_of("info", quiet=True).say)
     require_base_model(loaded.recipe.model.name_or_path, loaded.origins.get("model.name_or_path", "recipe"))
     return loaded
 
@@ -40,6 +49,18 @@ def level_of(level: Level, quiet: bool) -> Level:
     return "warning" if quiet and level in ("debug", "info") else level
 
 
-def absolute(path: str | Path) -> Path:
-    """The path, from the working directory as it is now."""
+def absolute(path: str | Path, extent: Extent | None = None) -> Path:
+    """The path, from the working directory as it is now; the stage of a URL, fetched as far as ``extent`` says.
+
+    Raises RecipeError for a URL without an extent, or of no store.
+    """
+    if isinstance(path, str) and is_url(path):
+        try:
+            stage = stage_of(path)
+        except ValueError as error:
+            raise RecipeError(f"{path}: {error}") from None
+        if extent is None and url_of(stage) is not None:
+            raise RecipeError(f"{path}: is in an object store, and a path on a disk is wanted here")
+        bring(stage, console_of("info", quiet=True).say, extent or "look")
+        return stage
     return Path(os.path.abspath(Path(path).expanduser()))

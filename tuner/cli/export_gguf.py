@@ -38,7 +38,8 @@ def export_gguf(
     verbose: VerboseOption = False,
 ) -> Outcome:
     """Write a GGUF file and have llama.cpp answer as the trained model does before it appears."""
-    chosen, source = which_step(step), run_path(path, others=True)
+    chosen = which_step(step)
+    source = run_path(path, others=True, extent="model", which=chosen)
     target = None if output is None else input_path(output)
     console = console_of("debug" if verbose else "info")
     with console.doing("loading torch", at_once=True):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from tuner.cli.command import Outcome, VerboseOption, command, console_of, input_path
-from tuner.cli.named import RunOrCheckpointArgument, run_path
+from tuner.cli.named import RunOrCheckpointArgument, run_path, stage_path
 from tuner.errors import RecipeError
 
 
@@ -56,12 +56,12 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     from tuner.config.numbers import parse_bytes
 
     chosen = which_step(step)
-    source = run_path(path)
+    source = run_path(path, extent="model", which=chosen)
     try:
         shard_bytes = parse_bytes(shard_size)
     except ValueError as error:
         raise RecipeError(f"--shard-size {shard_size}: {error}", hint="write 5GB, 500MB or 4GiB") from None
-    target = None if output is None else input_path(output)
+    target = None if output is None else stage_path(output, "all")
     console = console_of("debug" if verbose else "info")
     with console.doing("loading torch", at_once=True):
         from tuner.cli.work import export_hf as work

@@ -30,7 +30,7 @@ def push(
 
     The token is that of HF_TOKEN, or of hf auth login; HF_ENDPOINT names another hub.
     """
-    source = run_path(path, others=True)
+    source = run_path(path, others=True, extent="all")
 
     from tuner.export import hub
 

@@ -23,7 +23,7 @@ def resume(
 
     It resumes with the recipe that the run keeps, whatever became of the file; keys that may change are flags.
     """
-    path = run_path(run)
+    path = run_path(run, extent="all")
     console = console_of("info")
     with console.doing(LOADING, at_once=True):
         from tuner.cli.work import train as work

@@ -18,6 +18,7 @@ from tuner.cli.command import (
     load_for_command,
     overrides_of,
 )
+from tuner.cli.named import stage_path
 from tuner.errors import RecipeError
 from tuner.runtime import startup
 
@@ -67,7 +68,7 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
     if [overrides, prepared, recipe].count("-") > 1:
         raise RecipeError("stdin is read once: only one of recipe, --prepared and --overrides can be -")
     typed = overrides_of(ctx)
-    loaded = load_for_command(recipe, [*given_overrides(overrides, typed), *typed])
+    loaded = load_for_command(recipe, [*given_overrides(overrides, typed), *typed], fetches=True)
     startup.begin(with_process=True)
     with startup.phase(startup.LIBRARIES), console_of(level_of(loaded, verbose)).doing(LOADING, at_once=True):
         from tuner.cli.work import train as work
@@ -80,7 +81,7 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
 def _resume_mode(text: str) -> Resume:
     if text in WORDS:
         return cast("Resume", text)
-    path = input_path(text)
+    path = stage_path(text)
     if not path.is_dir():
         raise RecipeError(
             f"--resume {text}: not one of {', '.join(WORDS)}, and there is no such directory",

@@ -19,7 +19,7 @@ def verify_resume(
     verbose: VerboseOption = False,
 ) -> Outcome:
     """Prove on this machine that a run resumes exactly: train some steps with and without a stop, and compare."""
-    path = run_path(run)
+    path = run_path(run, extent="all")
     console = console_of("debug" if verbose else "info")
     with console.doing("loading torch", at_once=True):
         from tuner.run.verify import verify_resume as prove

@@ -29,6 +29,7 @@ from tuner.config.recipe import (
     RepetitionSection,
 )
 from tuner.config.rule import Rule
+from tuner.config.store_rules import STORE_RULES
 
 
 def _cadence_needs_rows(recipe: Recipe, given: Set[str]) -> str | None:
@@ -684,5 +685,6 @@ RULES: tuple[Rule, ...] = (
     Rule(("method.kind", "parallel.tensor"), _losses_have_the_whole_vocabulary),
     Rule(("train.tiled_mlp", "parallel.expert"), _experts_elsewhere_take_rows_at_once),
     Rule(("health.slow_rank", "health.times_every"), _slow_rank_is_measured),
+    *STORE_RULES,
     *(rule for section in SECTIONS.values() for rule in section.rules),
 )

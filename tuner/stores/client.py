@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +32,7 @@ REQUEST_SECONDS = 300
 CONNECT_SECONDS = 10
 RETRY_SECONDS = 60
 """For how long a request that failed is sent again, at growing intervals of at most 5 seconds."""
+MOST_BYTES = 1 << 62
 STREAM_BYTES = 1 << 20
 """What is read of an object before it is written to the file."""
 
@@ -141,7 +142,11 @@ class Client:
 
     def has(self, key: str) -> bool:
         """Whether an object is there."""
-        return self._found(lambda: self.library.head(self.store, key)) is not None
+        return self.meta(key) is not None
+
+    def meta(self, key: str) -> Mapping[str, Any] | None:
+        """What the store says of an object: `path`, `size`, `e_tag`; None where there is none."""
+        return self._found(lambda: self.library.head(self.store, key))
 
     def put(self, key: str, data: bytes) -> None:
         """Make or replace an object."""
@@ -184,19 +189,36 @@ class Client:
                 return found
         raise refused or MachineError(f"{self.url}: {key} is neither there nor to be made")
 
-    def read(self, key: str, write: Callable[[Iterable[bytes]], None]) -> bool:
-        """Have an object's bytes written as they arrive, from the first again where they broke off; False: none."""
+    def read(self, key: str, into: int, start: int = 0, most: int = MOST_BYTES, etag: str | None = None) -> int | None:
+        """Write an object's bytes to a descriptor at `start` as they arrive, from its first again where they broke off.
 
-        def stream() -> bool:
-            write(map(bytes, self.library.get(self.store, key).stream(min_chunk_size=STREAM_BYTES)))
-            return True
+        How many it has, of which none beyond `most` are written; None where there is none, or none of this etag.
+        """
+        options = None if etag is None else {"if_match": etag}
 
-        return bool(self._found(stream))
+        def stream() -> int:
+            size = 0
+            for chunk in self.library.get(self.store, key, options=options).stream(min_chunk_size=STREAM_BYTES):
+                if size + len(chunk) <= most:
+                    pwrite_all(into, memoryview(chunk), start + size)
+                size += len(chunk)
+            return size
+
+        try:
+            return self._found(stream)
+        except MachineError as error:
+            if isinstance(error.__cause__, self.library.exceptions.PreconditionError):
+                return None
+            raise
 
     def names(self, prefix: str) -> list[str]:
         """The keys below a prefix, in no order."""
+        return [each["path"] for each in self.metas(prefix)]
+
+    def metas(self, prefix: str) -> list[Mapping[str, Any]]:
+        """What the store says of each object below a prefix, in no order."""
         pages = self._found(lambda: list(self.library.list(self.store, prefix, chunk_size=1000)))
-        return [each["path"] for page in pages or () for each in page]
+        return [each for page in pages or () for each in page]
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; one that is not there is fine."""
@@ -229,6 +251,13 @@ class Client:
 
 def _version(meta: Mapping[str, Any]) -> Version:
     return {name: meta[name] for name in ("e_tag", "version") if meta.get(name) is not None}
+
+
+def pwrite_all(descriptor: int, data: memoryview, start: int) -> None:
+    """Write every byte at an offset, however often the system writes short. Raises OSError."""
+    while data:
+        written = os.pwrite(descriptor, data, start)
+        data, start = data[written:], start + written
 
 
 @contextmanager

@@ -155,6 +155,24 @@ class StoreDirectory:
                 self._prune(commit)
             return commit
 
+    def require_based(self, stage: Path) -> None:
+        """Raise MachineError where the store has another commit than the one that the stage is based on."""
+        commit = self._last or self._head()
+        if commit is not None and commit.files and StageState.read(stage).commit_id != commit.commit_id:
+            message = f"{self.url}: another launch has published there since this one fetched it"
+            raise MachineError(message, hint="run the same command again")
+
+    def differs(self, stage: Path) -> bool:
+        """Whether a publish of the stage, which is based on the newest commit, would change anything."""
+        commit, state = self._last or self._head(), StageState.read(stage)
+        stored = {} if commit is None else commit.files
+        here = {name for name, _ in entries(stage, self._local)}
+        return here != stored.keys() or any(
+            os.readlink(stage / name) != file.link if (stage / name).is_symlink()
+            else state.sha256(stage, name) != file.sha256
+            for name, file in stored.items()
+        )  # fmt: skip
+
     def collect(self) -> int:
         """Remove data that no commit names, left by uploads that failed or were killed; how many objects."""
         with self._mutex:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from tuner.errors import DataError
-from tuner.runtime.files import NEW, machine_errors, opened, write_all
+from tuner.runtime.files import NEW, machine_errors, opened
 from tuner.stores.client import Client
 from tuner.stores.commit import StoredFile
 
@@ -47,19 +47,11 @@ def download(client: Client, files: Iterable[tuple[Path, StoredFile]]) -> None:
 def _fetch(client: Client, path: Path, key: str, start: int, length: int) -> None:
     """One part into its place. Raises GoneError, DataError, MachineError."""
     with machine_errors(path), opened(path, os.O_WRONLY | os.O_NOFOLLOW) as descriptor:
-
-        def write(chunks: Iterable[bytes]) -> None:
-            os.lseek(descriptor, start, os.SEEK_SET)
-            written = 0
-            for chunk in chunks:
-                written += len(chunk)
-                if written <= length:
-                    write_all(descriptor, chunk)
-            if written != length:
-                raise DataError(f"{client.url}: {key} has {written:,} bytes, its commit says {length:,}")
-
-        if not client.read(key, write):
-            raise GoneError(f"{client.url}: {key} is gone")
+        size = client.read(key, descriptor, start, length)
+    if size is None:
+        raise GoneError(f"{client.url}: {key} is gone")
+    if size != length:
+        raise DataError(f"{client.url}: {key} has {size:,} bytes, its commit says {length:,}")
 
 
 def _check(url: str, path: Path, file: StoredFile, parts: list[Future[None]]) -> None:

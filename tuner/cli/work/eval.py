@@ -53,7 +53,7 @@ def _task_scores(
     """Score tasks, and show their figures. Raises RecipeError for a flag that would change the model, or do nothing."""
     _check_flags(trained, flags)
     overrides = with_tasks(flags, tasks)
-    loaded = own_recipe(trained, overrides) if recipe is None else load_for_command(recipe, overrides)
+    loaded = own_recipe(trained, overrides) if recipe is None else load_for_command(recipe, overrides, fetches=True)
     place = None if output is None else Path(os.path.abspath(Path(output).expanduser()))
     found = score_tasks(trained, loaded, rank_info, console, place)
     figures = found.figures()
@@ -77,7 +77,7 @@ def _load(trained: Trained, recipe: str | None, flags: list[Override]) -> Loaded
     _check_flags(trained, flags)
     if recipe is None and (isinstance(trained, RunCheckpoint) or not is_recipe_here(Path.cwd())):
         return load_recipe(run_recipe(trained), flags)
-    return load_for_command(recipe, flags)
+    return load_for_command(recipe, flags, fetches=True)
 
 
 def _check_flags(trained: Trained, flags: list[Override]) -> None:

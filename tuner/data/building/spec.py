@@ -16,12 +16,13 @@ from tuner.config.duration import Duration
 from tuner.config.portions import Portion
 from tuner.data.building.repetition import Repetition
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.encoding.tokenizer_files import cache_root, load_tokenizer, tokenizer_directory
+from tuner.data.encoding.tokenizer_files import load_tokenizer, tokenizer_directory
 from tuner.data.portions import first_portion
 from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError, RecipeError
 from tuner.runtime.dist import cores
 from tuner.runtime.files import read_json
+from tuner.stages import cache_root
 
 if TYPE_CHECKING:
     from tuner.config.methods import Examples, Method
