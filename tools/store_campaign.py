@@ -15,6 +15,7 @@ a point found a problem.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -42,7 +43,7 @@ GROUP = 20
 """Points on one directory before another is begun."""
 VERSIONS = 3
 """What a writer publishes before it ends by itself."""
-LONGEST_S = 40.0
+LONGEST_S = 120.0
 KINDS = ("kill", "kill", "kill", "faults", "faults", "pause")
 
 
@@ -94,6 +95,7 @@ def make(directory: Path, version: int) -> None:
 
 def write(environment: dict[str, str], url: str, stage: Path, acknowledged: Path, seed: int) -> None:
     """A writer: exit code 0 after its versions, 4 where the store is out of reach or another's; else it is a bug."""
+    faulthandler.dump_traceback_later(LONGEST_S - 10)
     os.environ.update(environment)
     client.REQUEST_SECONDS, client.RETRY_SECONDS, client.CONNECT_SECONDS = 1, 2, 1
     lease.TTL_SECONDS = 2.0

@@ -41,41 +41,24 @@ Version = Mapping[str, str]
 """What a store calls one state of an object: its etag, on Google its generation too."""
 
 _CAUSES: tuple[tuple[str, str, str], ...] = (
-    (
-        r"NoSuchBucket|ContainerNotFound|specified bucket does not exist",
-        "there is no such bucket",
-        "make it, or correct its name; of a store that is not Amazon's, export AWS_ENDPOINT_URL as well",
-    ),
-    (
-        r"RequestTimeTooSkewed|RequestTimeSkewed",
-        "this machine's clock differs too much from the store's",
-        "set the clock (timedatectl set-ntp true), then run the same command",
-    ),
-    (
-        r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|incorrectly configured region"
-        r"|status code: 301",
-        "the bucket is in another region",
-        "export AWS_REGION with the bucket's own region",
-    ),
-    (
-        r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|ExpiredToken|status code: 401|AuthenticationFailed"
-        r"|169\.254\.169\.254|metadata\.google|Account must be specified|CredentialProvider|MissingCredential",
-        "the store knows no such credentials",
-        "export them as the store's other tools read them: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-        "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-    ),
-    (
-        r"AccessDenied|AuthorizationFailure|AuthorizationPermissionMismatch|status code: 403",
-        "these credentials have no right to do this",
-        "the run needs to read, write, list and delete below this prefix: ask for these rights, or export other "
-        "credentials",
-    ),
-    (
-        r"error sending request|[Cc]onnect|dns|timed? ?out|HTTP error|SlowDown|status code: 5\d\d",
-        "the store does not answer",
-        "when it can be reached again, run the same command",
-    ),
-)
+    (r"NoSuchBucket|ContainerNotFound|specified bucket does not exist", "there is no such bucket",
+     "make it or correct its name; for a server that is not the vendor's, export its address: AWS_ENDPOINT_URL, "
+     "STORAGE_EMULATOR_HOST, AZURE_STORAGE_ENDPOINT"),
+    (r"RequestTimeTooSkewed|RequestTimeSkewed", "this machine's clock differs too much from the store's",
+     "set the clock (timedatectl set-ntp true), then run the same command"),
+    (r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|incorrectly configured region"
+     r"|status code: 301", "the bucket is in another region", "export AWS_REGION with the bucket's own region"),
+    (r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|ExpiredToken|status code: 401|AuthenticationFailed"
+     r"|169\.254\.169\.254|metadata\.google|Account must be specified|CredentialProvider|MissingCredential",
+     "the store knows no such credentials",
+     "export them as the store's other tools read them: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+     "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"),
+    (r"AccessDenied|AuthorizationFailure|AuthorizationPermissionMismatch|status code: 403",
+     "these credentials have no right to do this",
+     "ask for the rights to read, write, list and delete below this prefix, or export other credentials"),
+    (r"error sending request|[Cc]onnect|dns|timed? ?out|HTTP error|SlowDown|status code: 5\d\d",
+     "the store does not answer", "when it can be reached again, run the same command"),
+)  # fmt: skip
 """What the words of an error mean, in this order; in obstore's text they stand with the store's own answer."""
 
 
@@ -104,32 +87,30 @@ class Client:
             import obstore
             import obstore.store
         except ModuleNotFoundError as error:
-            raise MachineError(
-                f"{url}: the library obstore is missing", hint="install it: pip install 'tuner-lm[stores]'"
-            ) from error
-        store = getattr(obstore.store, SCHEMES[scheme])
-        retries = {
-            "max_retries": 12,
-            "retry_timeout": timedelta(seconds=RETRY_SECONDS),
-            "backoff": {"max_backoff": timedelta(seconds=5)},
-        }
-        options: dict[str, Any] = {
-            "timeout": timedelta(seconds=REQUEST_SECONDS), "connect_timeout": timedelta(seconds=CONNECT_SECONDS)
-        }  # fmt: skip
+            missing = f"{url}: the library obstore is missing"
+            raise MachineError(missing, hint="install it: pip install 'tuner-lm[stores]'") from error
         endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS[scheme])), "")
-        # An address that says http is meant as it is said: by the vendors' own tools, and so here.
-        options["allow_http"] = endpoint.startswith("http:")
-        settings: dict[str, Any] = {}
-        if scheme == "s3" and "AWS_CHECKSUM_ALGORITHM" not in os.environ:
-            settings["checksum_algorithm"] = "sha256"
-        if scheme == "s3" and not {"AWS_REGION", "AWS_DEFAULT_REGION"} & os.environ.keys():
-            settings["region"] = "us-east-1"
+        seconds = {"max_backoff": 5, "retry": RETRY_SECONDS, "timeout": REQUEST_SECONDS, "connect": CONNECT_SECONDS}
+        waits = {name: timedelta(seconds=number) for name, number in seconds.items()}
+        settings: dict[str, Any] = {
+            "retry_config": {
+                "max_retries": 12, "retry_timeout": waits["retry"], "backoff": {"max_backoff": waits["max_backoff"]}
+            },
+            # An address that says http is meant as it is said: by the vendors' own tools, and so here.
+            "client_options": {
+                "timeout": waits["timeout"], "connect_timeout": waits["connect"],
+                "allow_http": endpoint.startswith("http:"),
+            },
+        }  # fmt: skip
+        if scheme == "s3":
+            settings |= {} if "AWS_CHECKSUM_ALGORITHM" in os.environ else {"checksum_algorithm": "sha256"}
+            settings |= {} if {"AWS_REGION", "AWS_DEFAULT_REGION"} & os.environ.keys() else {"region": "us-east-1"}
         if scheme == "gs" and endpoint:
             emulator = {"gcs_base_url": endpoint, "disable_oauth": True, "client_email": "", "private_key": ""}
             settings["service_account_key"] = json.dumps({**emulator, "private_key_id": ""})
         with _errors(url):
-            made = store(bucket, prefix=prefix or None, client_options=options, retry_config=retries, **settings)
-        return Client(url, made, obstore)
+            store = getattr(obstore.store, SCHEMES[scheme])(bucket, prefix=prefix or None, **settings)
+        return Client(url, store, obstore)
 
     def get(self, key: str) -> tuple[bytes, Version] | None:
         """An object's bytes and version, or None where there is none."""

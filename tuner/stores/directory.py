@@ -257,7 +257,7 @@ class StoreDirectory:
         kept = set(newest.data)
         for snapshot in self._snapshots:
             if not snapshot.closed:
-                kept |= {key for file in snapshot.kept.values() for key, _, _ in file.parts()}
+                kept |= snapshot.refers_to()
         for number in numbers[-KEPT_COMMITS:]:
             commit = newest if number == newest.number else self._read(number)
             kept |= set() if commit is None else commit.data

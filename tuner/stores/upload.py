@@ -79,6 +79,11 @@ class Snapshot:
     opened: list[OpenFile] = field(default_factory=list)
     closed: bool = False
 
+    def refers_to(self) -> set[str]:
+        """The keys of stored data that a commit of it may name."""
+        files = [*self.kept.values(), *(file.stored for file in self.opened if file.stored is not None)]
+        return {key for file in files for key, _, _ in file.parts()}
+
     def close(self) -> None:
         """Give all descriptors back; without a publish nothing was sent."""
         self.closed = True
