@@ -245,7 +245,7 @@ class Group:
             yield f"{len(numbers)} commits, and data that are not theirs"
 
 
-def campaign(scheme: str, points: int, results: Results) -> int:
+def campaign(scheme: str, points: range, results: Results) -> int:
     """The points that are left; how many of all found a problem."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", "obstore.store"])
     with workplace() as place, serving(scheme, place) as server:
@@ -253,7 +253,7 @@ def campaign(scheme: str, points: int, results: Results) -> int:
         with proxied(server.port, lambda _: None, send) as proxy, proxied(server.port, lambda _: None, send) as plain:
             os.environ.update(server.environment(plain.port if scheme == "gs" else None))
             group = None
-            for point in range(len(results.rows), points):
+            for point in points[len(results.rows) :]:
                 if group is None or point % GROUP == 0:
                     group = Group(server, proxy, place, f"run-{point // GROUP}")
                 try:
@@ -268,12 +268,14 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--scheme", choices=("s3", "gs", "az"), default="s3")
     parser.add_argument("--points", type=int, default=500)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first, for campaigns side by side")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--throughput", action="store_true", help="against plain puts and gets of the same bytes")
     options = parser.parse_args()
     if options.throughput:
         return throughput(Results(options.out))
-    bad = campaign(options.scheme, options.points, Results(options.out))
+    points = range(options.first, options.first + options.points)
+    bad = campaign(options.scheme, points, Results(options.out))
     say(f"{options.points} points, {bad} with problems")
     return int(bad > 0)
 

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tuner.errors import MachineError
+from tuner.runtime.files import write_all
 
 SCHEMES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
 _ENDPOINTS = {
@@ -104,7 +105,6 @@ class Client:
         }  # fmt: skip
         if scheme == "s3":
             settings |= {} if "AWS_CHECKSUM_ALGORITHM" in os.environ else {"checksum_algorithm": "sha256"}
-            settings |= {} if {"AWS_REGION", "AWS_DEFAULT_REGION"} & os.environ.keys() else {"region": "us-east-1"}
         if scheme == "gs" and endpoint:
             emulator = {"gcs_base_url": endpoint, "disable_oauth": True, "client_email": "", "private_key": ""}
             settings["service_account_key"] = json.dumps({**emulator, "private_key_id": ""})
@@ -179,10 +179,11 @@ class Client:
 
         def stream() -> int:
             size = 0
+            os.lseek(into, start, os.SEEK_SET)
             for chunk in self.library.get(self.store, key, options=options).stream(min_chunk_size=STREAM_BYTES):
-                if size + len(chunk) <= most:
-                    pwrite_all(into, memoryview(chunk), start + size)
                 size += len(chunk)
+                if size <= most:
+                    write_all(into, memoryview(chunk))
             return size
 
         try:
@@ -232,13 +233,6 @@ class Client:
 
 def _version(meta: Mapping[str, Any]) -> Version:
     return {name: meta[name] for name in ("e_tag", "version") if meta.get(name) is not None}
-
-
-def pwrite_all(descriptor: int, data: memoryview, start: int) -> None:
-    """Write every byte at an offset, however often the system writes short. Raises OSError."""
-    while data:
-        written = os.pwrite(descriptor, data, start)
-        data, start = data[written:], start + written
 
 
 @contextmanager

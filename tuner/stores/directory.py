@@ -24,7 +24,7 @@ from tuner.stores.bring import Bringing
 from tuner.stores.client import Client
 from tuner.stores.commit import COMMITS, FILES, Commit, StoredFile, commit_key
 from tuner.stores.download import GoneError
-from tuner.stores.lease import Lease, hint, lives_here
+from tuner.stores.lease import Lease, lives_here, read_lease
 from tuner.stores.stage import StageState, entries, safe_link, state_path
 from tuner.stores.upload import SNAPSHOT_BYTES, Snapshot, open_file, upload
 
@@ -77,7 +77,7 @@ class StoreDirectory:
         with FileLock(state_path(into).with_suffix(".lock")):
             for _ in range(ATTEMPTS):
                 commit = self.newest()
-                if commit is None or (self._lease is None and lives_here(self._client, into)):
+                if commit is None or (self._lease is None and lives_here(read_lease(self._client), into)):
                     return commit
                 state = StageState.read(into)
                 if state.commit_id == commit.commit_id:
@@ -196,7 +196,7 @@ class StoreDirectory:
         their keys, which never lag.
         """
         for attempt in range(ATTEMPTS):
-            number = max([hint(self._client), *self._numbers()])
+            number = max([read_lease(self._client)["number"], *self._numbers()])
             while self._client.has(commit_key(number + 1)):
                 number += 1
             if number == 0:
