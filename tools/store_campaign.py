@@ -15,6 +15,7 @@ a point found a problem.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -24,6 +25,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ GROUP = 20
 """Points on one directory before another is begun."""
 VERSIONS = 3
 """What a writer publishes before it ends by itself."""
-LONGEST_S = 40.0
+LONGEST_S = 120.0
 KINDS = ("kill", "kill", "kill", "faults", "faults", "pause")
 
 
@@ -92,7 +94,8 @@ def make(directory: Path, version: int) -> None:
 
 
 def write(environment: dict[str, str], url: str, stage: Path, acknowledged: Path, seed: int) -> None:
-    """A writer: exit code 0 after its versions, 4 where the store cannot be reached or is another's; else it is a bug."""
+    """A writer: exit code 0 after its versions, 4 where the store is out of reach or another's; else it is a bug."""
+    faulthandler.dump_traceback_later(LONGEST_S - 10)
     os.environ.update(environment)
     client.REQUEST_SECONDS, client.RETRY_SECONDS, client.CONNECT_SECONDS = 1, 2, 1
     lease.TTL_SECONDS = 2.0
@@ -179,12 +182,13 @@ class Group:
             if kind == "kill" and by_time and time.monotonic() > struck:
                 first.kill()
             if kind == "pause" and len(writers) == 1 and time.monotonic() > struck and first.is_alive():
-                os.kill(first.pid or 0, signal.SIGSTOP)
+                self._signal(first, signal.SIGSTOP)
                 writers.append(self._start(draw.randrange(1 << 30)))
             if len(writers) == 2 and not writers[1].is_alive():
-                os.kill(first.pid or 0, signal.SIGCONT)
-            time.sleep(0.02)
+                self._signal(first, signal.SIGCONT)
+            time.sleep(0.1)
         for writer in writers:
+            self._signal(writer, signal.SIGCONT)
             if writer.is_alive():
                 yield f"a writer did not end in {LONGEST_S:.0f} s"
                 writer.kill()
@@ -192,6 +196,11 @@ class Group:
             self.exits.append(writer.exitcode)
             if writer.exitcode not in (0, 4, -signal.SIGKILL):
                 yield f"a writer ended with {writer.exitcode}"
+
+    def _signal(self, process: Any, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            if process.exitcode is None:
+                os.kill(process.pid, number)
 
     def _start(self, seed: int) -> Any:
         environment = self.server.environment(self.proxy.port)
@@ -236,7 +245,7 @@ class Group:
             yield f"{len(numbers)} commits, and data that are not theirs"
 
 
-def campaign(scheme: str, points: int, results: Results) -> int:
+def campaign(scheme: str, points: range, results: Results) -> int:
     """The points that are left; how many of all found a problem."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", "obstore.store"])
     with workplace() as place, serving(scheme, place) as server:
@@ -244,7 +253,7 @@ def campaign(scheme: str, points: int, results: Results) -> int:
         with proxied(server.port, lambda _: None, send) as proxy, proxied(server.port, lambda _: None, send) as plain:
             os.environ.update(server.environment(plain.port if scheme == "gs" else None))
             group = None
-            for point in range(len(results.rows), points):
+            for point in points[len(results.rows) :]:
                 if group is None or point % GROUP == 0:
                     group = Group(server, proxy, place, f"run-{point // GROUP}")
                 try:
@@ -259,12 +268,14 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--scheme", choices=("s3", "gs", "az"), default="s3")
     parser.add_argument("--points", type=int, default=500)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first, for campaigns side by side")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--throughput", action="store_true", help="against plain puts and gets of the same bytes")
     options = parser.parse_args()
     if options.throughput:
         return throughput(Results(options.out))
-    bad = campaign(options.scheme, options.points, Results(options.out))
+    points = range(options.first, options.first + options.points)
+    bad = campaign(options.scheme, points, Results(options.out))
     say(f"{options.points} points, {bad} with problems")
     return int(bad > 0)
 

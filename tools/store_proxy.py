@@ -166,6 +166,9 @@ def proxied(upstream: int, choose: Choice, send: Send = forward) -> Iterator[Pro
         def _any(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             request = Request(self.command, self.path, dict(self.headers.items()), body)
+            if len(body) < int(self.headers.get("Content-Length", 0)):  # who asked is gone
+                self.close_connection = True
+                return
             try:
                 answer, cut = proxy.answer(request)
             except (OSError, http.client.HTTPException):

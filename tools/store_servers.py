@@ -90,7 +90,8 @@ def _seaweedfs(port: int, directory: Path) -> list[str]:
     ports = [f"-{name}={free_port()}" for name in names]
     weed = shutil.which("weed", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))) or "weed"
     return [
-        weed, "server", "-dir=data", "-ip=127.0.0.1", "-filer", "-s3", f"-s3.port={port}", "-s3.config=s3.json",
+        weed, f"-logdir={directory}", "server", "-dir=data", "-ip=127.0.0.1", "-filer", "-s3", f"-s3.port={port}",
+        "-s3.config=s3.json",
         "-s3.autoCreateBucket=false", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.volumeSizeLimitMB=1024",
         "-volume.max=200", "-master.telemetry=false", *ports,
     ]  # fmt: skip

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import secrets
 from collections.abc import Callable, Collection
 from pathlib import Path, PurePosixPath
 
-from tuner.runtime.files import (
-    MANIFEST_NAME,
-    TMP_PREFIX,
-    discard_dir,
-    fsync_dir,
-    inside,
-    machine_errors,
-    make_dirs,
-    publish_dir,
-    replace_dir,
-    scratch_dir,
-)
+from tuner.runtime import files
 from tuner.stores.client import Client
 from tuner.stores.commit import Commit, StoredFile
 from tuner.stores.download import download
@@ -27,7 +17,8 @@ from tuner.stores.stage import StageState, entries, safe_link
 
 def wholes(names: Collection[str]) -> dict[str, str]:
     """Name -> the outermost directory with a manifest above it, which is whole or absent: a checkpoint."""
-    roots = {str(PurePosixPath(name).parent) for name in names if PurePosixPath(name).name == MANIFEST_NAME} - {"."}
+    paths = map(PurePosixPath, names)
+    roots = {str(path.parent) for path in paths if path.name == files.MANIFEST_NAME} - {"."}
     found = {}
     for name in names:
         above = [str(parent) for parent in PurePosixPath(name).parents if str(parent) in roots]
@@ -60,19 +51,19 @@ class Bringing:
         differing = {name for name in names if not self._is_same(name)}
         roots = {self._whole[name] for name in differing if name in self._whole}
         self.state.commit_id = None
-        with machine_errors(self.stage):
-            make_dirs(self.stage)
+        with files.machine_errors(self.stage):
+            files.make_dirs(self.stage)
         self.state.write(self.stage)
-        prefix = f"{TMP_PREFIX}{self.stage.name}.store-"
-        for leftover in self.stage.parent.glob(f"{TMP_PREFIX}*"):
-            if leftover.name.startswith(prefix):
-                discard_dir(leftover)
-        with machine_errors(self.stage), scratch_dir(prefix, self.stage.parent) as scratch:
+        prefix = f"{files.TMP_PREFIX}{self.stage.name}.store-"
+        for leftover in self.stage.parent.glob(f"{glob.escape(prefix)}*"):
+            files.discard_dir(leftover)
+        with files.machine_errors(self.stage), files.scratch_dir(prefix, self.stage.parent) as scratch:
             self._fill(client, scratch, differing, roots)
             if only is None:
                 self._clear()
             for root in sorted(roots):
-                self._place_whole(scratch / root, self.stage / root)
+                files.make_dirs((target := self.stage / root).parent)
+                (files.replace_dir if target.is_dir() else files.publish_dir)(scratch / root, target)
             for name in sorted(differing - {name for name, root in self._whole.items() if root in roots}):
                 self._place(scratch / name, name)
         for name in differing:
@@ -82,7 +73,7 @@ class Bringing:
         self.state.write(self.stage)
 
     def _is_same(self, name: str) -> bool:
-        path, file = inside(self.stage, name), self.commit.files[name]
+        path, file = files.inside(self.stage, name), self.commit.files[name]
         if file.link is not None:
             return path.is_symlink() and os.readlink(path) == file.link
         return self.state.sha256(self.stage, name) == file.sha256
@@ -91,7 +82,7 @@ class Bringing:
         """Everything that is to be placed, below `scratch`; what a directory shares with the one here is linked."""
         wanted: list[tuple[Path, StoredFile]] = []
         for name in sorted(differing | {name for name, root in self._whole.items() if root in roots}):
-            path, file = inside(scratch, name), self.commit.files[name]
+            path, file = files.inside(scratch, name), self.commit.files[name]
             path.parent.mkdir(parents=True, exist_ok=True)
             if file.link is not None:
                 os.symlink(safe_link(client.url, name, file.link), path)
@@ -115,23 +106,15 @@ class Bringing:
                 os.rmdir(directory)
 
     def _set_aside(self, name: str) -> None:
-        if self.aside is None:
-            self.aside = self.stage.parent / f".{self.stage.name}.aside-{self.commit.number}-{secrets.token_hex(3)}"
-        target = self.aside / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(self.stage / name, target)
+        number = f"{self.commit.number}-{secrets.token_hex(3)}"
+        self.aside = self.aside or self.stage.with_name(f".{self.stage.name}.aside-{number}")
+        (self.aside / name).parent.mkdir(parents=True, exist_ok=True)
+        os.rename(self.stage / name, self.aside / name)
 
     def _place(self, source: Path, name: str) -> None:
         target = self.stage / name
         if name in self._changed and not target.is_symlink() and target.is_file():
             self._set_aside(name)
-        make_dirs(target.parent)
+        files.make_dirs(target.parent)
         os.replace(source, target)
-        fsync_dir(target.parent)
-
-    def _place_whole(self, source: Path, target: Path) -> None:
-        make_dirs(target.parent)
-        if target.is_dir():
-            replace_dir(source, target)
-        else:
-            publish_dir(source, target)
+        files.fsync_dir(target.parent)

@@ -8,65 +8,58 @@ the store. Credentials, regions and endpoints come from the environment that oth
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from tuner.errors import MachineError
+from tuner.runtime.files import write_all
 
 SCHEMES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "gs": ("STORAGE_EMULATOR_HOST",),
+    "az": ("AZURE_STORAGE_ENDPOINT",),
+}  # fmt: skip
+"""The variables that lead to another server than the vendor's."""
 REQUEST_SECONDS = 300
 """How long one request may take: a part of a file over a slow line."""
 CONNECT_SECONDS = 10
 RETRY_SECONDS = 60
 """For how long a request that failed is sent again, at growing intervals of at most 5 seconds."""
+MOST_BYTES = 1 << 62
 STREAM_BYTES = 1 << 20
 """What is read of an object before it is written to the file."""
 
+T = TypeVar("T")
 Version = Mapping[str, str]
 """What a store calls one state of an object: its etag, on Google its generation too."""
 
 _CAUSES: tuple[tuple[str, str, str], ...] = (
-    (
-        r"NoSuchBucket|ContainerNotFound|specified bucket does not exist",
-        "there is no such bucket",
-        "make it, or correct its name; of a store that is not Amazon's, export AWS_ENDPOINT_URL as well",
-    ),
-    (
-        r"RequestTimeTooSkewed|RequestTimeSkewed",
-        "this machine's clock differs too much from the store's",
-        "set the clock (timedatectl set-ntp true), then run the same command",
-    ),
-    (
-        r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|incorrectly configured region"
-        r"|status code: 301",
-        "the bucket is in another region",
-        "export AWS_REGION with the bucket's own region",
-    ),
-    (
-        r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|ExpiredToken|status code: 401|AuthenticationFailed"
-        r"|169\.254\.169\.254|metadata\.google|Account must be specified|CredentialProvider|MissingCredential",
-        "the store knows no such credentials",
-        "export them as the store's other tools read them: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-        "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
-    ),
-    (
-        r"AccessDenied|AuthorizationFailure|AuthorizationPermissionMismatch|status code: 403",
-        "these credentials have no right to do this",
-        "the run needs to read, write, list and delete below this prefix: ask for these rights, or export other "
-        "credentials",
-    ),
-    (
-        r"error sending request|[Cc]onnect|dns|timed? ?out|HTTP error|SlowDown|status code: 5\d\d",
-        "the store does not answer",
-        "when it can be reached again, run the same command",
-    ),
-)
+    (r"NoSuchBucket|ContainerNotFound|specified bucket does not exist", "there is no such bucket",
+     "make it or correct its name; for a server that is not the vendor's, export its address: AWS_ENDPOINT_URL, "
+     "STORAGE_EMULATOR_HOST, AZURE_STORAGE_ENDPOINT"),
+    (r"RequestTimeTooSkewed|RequestTimeSkewed", "this machine's clock differs too much from the store's",
+     "set the clock (timedatectl set-ntp true), then run the same command"),
+    (r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|incorrectly configured region"
+     r"|status code: 301", "the bucket is in another region", "export AWS_REGION with the bucket's own region"),
+    (r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|ExpiredToken|status code: 401|AuthenticationFailed"
+     r"|169\.254\.169\.254|metadata\.google|Account must be specified|CredentialProvider|MissingCredential",
+     "the store knows no such credentials",
+     "export them as the store's other tools read them: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+     "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"),
+    (r"AccessDenied|AuthorizationFailure|AuthorizationPermissionMismatch|status code: 403",
+     "these credentials have no right to do this",
+     "ask for the rights to read, write, list and delete below this prefix, or export other credentials"),
+    (r"error sending request|[Cc]onnect|dns|timed? ?out|HTTP error|SlowDown|status code: 5\d\d",
+     "the store does not answer", "when it can be reached again, run the same command"),
+)  # fmt: skip
 """What the words of an error mean, in this order; in obstore's text they stand with the store's own answer."""
 
 
@@ -95,29 +88,29 @@ class Client:
             import obstore
             import obstore.store
         except ModuleNotFoundError as error:
-            raise MachineError(
-                f"{url}: the library obstore is missing", hint="install it: pip install 'tuner-lm[stores]'"
-            ) from error
-        store = getattr(obstore.store, SCHEMES[scheme])
-        retries = {
-            "max_retries": 12,
-            "retry_timeout": timedelta(seconds=RETRY_SECONDS),
-            "backoff": {"max_backoff": timedelta(seconds=5)},
-        }
-        options: dict[str, Any] = {
-            "timeout": timedelta(seconds=REQUEST_SECONDS), "connect_timeout": timedelta(seconds=CONNECT_SECONDS)
+            missing = f"{url}: the library obstore is missing"
+            raise MachineError(missing, hint="install it: pip install 'tuner-lm[stores]'") from error
+        endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS[scheme])), "")
+        seconds = {"max_backoff": 5, "retry": RETRY_SECONDS, "timeout": REQUEST_SECONDS, "connect": CONNECT_SECONDS}
+        waits = {name: timedelta(seconds=number) for name, number in seconds.items()}
+        settings: dict[str, Any] = {
+            "retry_config": {
+                "max_retries": 12, "retry_timeout": waits["retry"], "backoff": {"max_backoff": waits["max_backoff"]}
+            },
+            # An address that says http is meant as it is said: by the vendors' own tools, and so here.
+            "client_options": {
+                "timeout": waits["timeout"], "connect_timeout": waits["connect"],
+                "allow_http": endpoint.startswith("http:"),
+            },
         }  # fmt: skip
-        settings: dict[str, Any] = {}
         if scheme == "s3":
-            # An address that says http is meant as it is said: by the SDK's of Amazon, and so here.
-            options["allow_http"] = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http:")
-            if "AWS_CHECKSUM_ALGORITHM" not in os.environ:
-                settings["checksum_algorithm"] = "sha256"
-            if not {"AWS_REGION", "AWS_DEFAULT_REGION"} & os.environ.keys():
-                settings["region"] = "us-east-1"
+            settings |= {} if "AWS_CHECKSUM_ALGORITHM" in os.environ else {"checksum_algorithm": "sha256"}
+        if scheme == "gs" and endpoint:
+            emulator = {"gcs_base_url": endpoint, "disable_oauth": True, "client_email": "", "private_key": ""}
+            settings["service_account_key"] = json.dumps({**emulator, "private_key_id": ""})
         with _errors(url):
-            made = store(bucket, prefix=prefix or None, client_options=options, retry_config=retries, **settings)
-        return Client(url, made, obstore)
+            store = getattr(obstore.store, SCHEMES[scheme])(bucket, prefix=prefix or None, **settings)
+        return Client(url, store, obstore)
 
     def get(self, key: str) -> tuple[bytes, Version] | None:
         """An object's bytes and version, or None where there is none."""
@@ -126,8 +119,7 @@ class Client:
             result = self.library.get(self.store, key)
             return bytes(result.bytes()), _version(result.meta)
 
-        found: tuple[bytes, Version] | None = self._found(read)
-        return found
+        return self._found(read)
 
     def has(self, key: str) -> bool:
         """Whether an object is there."""
@@ -135,8 +127,7 @@ class Client:
 
     def meta(self, key: str) -> Mapping[str, Any] | None:
         """What the store says of an object: `path`, `size`, `e_tag`; None where there is none."""
-        found: Mapping[str, Any] | None = self._found(lambda: self.library.head(self.store, key))
-        return found
+        return self._found(lambda: self.library.head(self.store, key))
 
     def put(self, key: str, data: bytes) -> None:
         """Make or replace an object."""
@@ -179,20 +170,27 @@ class Client:
                 return found
         raise refused or MachineError(f"{self.url}: {key} is neither there nor to be made")
 
-    def read(self, key: str, write: Callable[[bytes], None], etag: str | None = None) -> bool:
-        """Have an object's bytes written as they arrive; False where there is none, or none of this etag any more."""
+    def read(self, key: str, into: int, start: int = 0, most: int = MOST_BYTES, etag: str | None = None) -> int | None:
+        """Write an object's bytes to a descriptor at `start` as they arrive, from its first again where they broke off.
+
+        How many it has, of which none beyond `most` are written; None where there is none, or none of this etag.
+        """
         options = None if etag is None else {"if_match": etag}
 
-        def stream() -> bool:
+        def stream() -> int:
+            size = 0
+            os.lseek(into, start, os.SEEK_SET)
             for chunk in self.library.get(self.store, key, options=options).stream(min_chunk_size=STREAM_BYTES):
-                write(chunk)
-            return True
+                size += len(chunk)
+                if size <= most:
+                    write_all(into, memoryview(chunk))
+            return size
 
         try:
-            return bool(self._found(stream))
+            return self._found(stream)
         except MachineError as error:
             if isinstance(error.__cause__, self.library.exceptions.PreconditionError):
-                return False
+                return None
             raise
 
     def names(self, prefix: str) -> list[str]:
@@ -201,8 +199,8 @@ class Client:
 
     def metas(self, prefix: str) -> list[Mapping[str, Any]]:
         """What the store says of each object below a prefix, in no order."""
-        with _errors(self.url):
-            return [each for page in self.library.list(self.store, prefix, chunk_size=1000) for each in page]
+        pages = self._found(lambda: list(self.library.list(self.store, prefix, chunk_size=1000)))
+        return [each for page in pages or () for each in page]
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; one that is not there is fine."""
@@ -214,15 +212,23 @@ class Client:
         self.library.delete(self.store, keys)
         return True
 
-    def _found(self, ask: Callable[[], Any]) -> Any:
-        """What is asked, or None where the store has no such object."""
-        try:
-            with _errors(self.url):
-                return ask()
-        except MachineError as error:
-            if isinstance(error.__cause__, FileNotFoundError) and not re.search(_CAUSES[0][0], str(error.__cause__)):
-                return None
-            raise
+    def _found(self, ask: Callable[[], T]) -> T | None:
+        """What is asked, or None where the store has no such object.
+
+        Asked again where the answer broke off, which the library does not do: all that comes here may be repeated.
+        """
+        until = time.monotonic() + RETRY_SECONDS
+        while True:
+            try:
+                with _errors(self.url):
+                    return ask()
+            except MachineError as error:
+                said = str(error.__cause__)
+                if isinstance(error.__cause__, FileNotFoundError) and not re.search(_CAUSES[0][0], said):
+                    return None
+                if "HTTP error" not in said or time.monotonic() > until:
+                    raise
+                time.sleep(0.2)
 
 
 def _version(meta: Mapping[str, Any]) -> Version:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -23,7 +24,7 @@ from tuner.stores.bring import Bringing
 from tuner.stores.client import Client
 from tuner.stores.commit import COMMITS, FILES, Commit, StoredFile, commit_key
 from tuner.stores.download import GoneError
-from tuner.stores.lease import Lease, hint, lives_here
+from tuner.stores.lease import Lease, lives_here, read_lease
 from tuner.stores.stage import StageState, entries, safe_link, state_path
 from tuner.stores.upload import SNAPSHOT_BYTES, Snapshot, open_file, upload
 
@@ -76,7 +77,7 @@ class StoreDirectory:
         with FileLock(state_path(into).with_suffix(".lock")):
             for _ in range(ATTEMPTS):
                 commit = self.newest()
-                if commit is None or (self._lease is None and lives_here(self._client, into)):
+                if commit is None or (self._lease is None and lives_here(read_lease(self._client), into)):
                     return commit
                 state = StageState.read(into)
                 if state.commit_id == commit.commit_id:
@@ -194,15 +195,21 @@ class StoreDirectory:
         A listing may lag, so that it only says where to begin, as the lease does; the numbers after it are asked for by
         their keys, which never lag.
         """
-        for _ in range(ATTEMPTS):
-            number = max([hint(self._client), *self._numbers()])
+        for attempt in range(ATTEMPTS):
+            number = max([read_lease(self._client)["number"], *self._numbers()])
             while self._client.has(commit_key(number + 1)):
                 number += 1
             if number == 0:
                 return None
-            commit = self._read(number)
+            try:
+                commit = self._read(number)
+            except DataError:  # some servers answer with less than they have, under load or while they remove it
+                if attempt == ATTEMPTS - 1:
+                    raise
+                commit = None
             if commit is not None:  # else it was removed meanwhile: there are newer ones
                 return commit
+            time.sleep(0.1 * attempt)
         raise MachineError(f"{self.url}: its commit {number} is gone", hint="find out what removed it")
 
     def _numbers(self) -> set[int]:
@@ -250,7 +257,7 @@ class StoreDirectory:
         kept = set(newest.data)
         for snapshot in self._snapshots:
             if not snapshot.closed:
-                kept |= {key for file in snapshot.kept.values() for key, _, _ in file.parts()}
+                kept |= snapshot.refers_to()
         for number in numbers[-KEPT_COMMITS:]:
             commit = newest if number == newest.number else self._read(number)
             kept |= set() if commit is None else commit.data

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from tuner.errors import DataError
-from tuner.runtime.files import NEW, machine_errors, opened, write_all
+from tuner.runtime.files import NEW, machine_errors, opened
 from tuner.stores.client import Client
 from tuner.stores.commit import StoredFile
 
@@ -47,18 +47,11 @@ def download(client: Client, files: Iterable[tuple[Path, StoredFile]]) -> None:
 def _fetch(client: Client, path: Path, key: str, start: int, length: int) -> None:
     """One part into its place. Raises GoneError, DataError, MachineError."""
     with machine_errors(path), opened(path, os.O_WRONLY | os.O_NOFOLLOW) as descriptor:
-        os.lseek(descriptor, start, os.SEEK_SET)
-
-        def write(chunk: bytes) -> None:
-            if os.lseek(descriptor, 0, os.SEEK_CUR) + len(chunk) > start + length:
-                raise DataError(f"{client.url}: {key} has more than its {length:,} bytes")
-            write_all(descriptor, memoryview(chunk))
-
-        if not client.read(key, write):
-            raise GoneError(f"{client.url}: {key} is gone")
-        written = os.lseek(descriptor, 0, os.SEEK_CUR) - start
-        if written != length:
-            raise DataError(f"{client.url}: {key} has {written:,} bytes, its commit says {length:,}")
+        size = client.read(key, descriptor, start, length)
+    if size is None:
+        raise GoneError(f"{client.url}: {key} is gone")
+    if size != length:
+        raise DataError(f"{client.url}: {key} has {size:,} bytes, its commit says {length:,}")
 
 
 def _check(url: str, path: Path, file: StoredFile, parts: list[Future[None]]) -> None:

@@ -70,8 +70,7 @@ class Lease:
         self._on_taken = on_taken
         self._mutex = threading.Lock()
         self._stop = threading.Event()
-        self._epoch = 0
-        self._beat = 0
+        self._epoch = self._beat = 0
         self._version: Version | None = None
         self._thread = threading.Thread(target=self._renewing, name="store lease", daemon=True)
 
@@ -83,10 +82,8 @@ class Lease:
     def check(self) -> None:
         """Raise MachineError where another launch has taken the directory over."""
         if self.taken_by is not None:
-            raise MachineError(
-                f"another launch, {self.taken_by}, has taken {self._client.url} over",
-                hint="what this one has trained is in its stage; let that launch run, or stop it and resume here",
-            )
+            taken = f"another launch, {self.taken_by}, has taken {self._client.url} over"
+            raise MachineError(taken, hint="what this one did is in its stage; let that one run, or stop it and resume")
 
     def renew(self, number: int | None = None) -> None:
         """Renew it now, with the number of a commit that was made. Raises MachineError where that cannot be done."""
@@ -96,38 +93,33 @@ class Lease:
             for _ in range(3):
                 if self._put(self._version):
                     return
-                found = self._client.get(LEASE)
-                if found is not None and _facts(found[0]).get("owner") != self.owner:
-                    self.taken_by = _holder(found[0])
+                # Another's; or a put of its own that was taken for failed; or none, since somebody removed it.
+                document, self._version = self._client.get(LEASE) or (b"", None)
+                facts = facts_of(document)
+                if self._version is not None and facts["owner"] != self.owner:
+                    self.taken_by = _holder(facts)
                     self.check()
-                self._version = None if found is None else found[1]  # a put that was taken for failed, or none left
         raise MachineError(f"{self._client.url}: its lease cannot be renewed")
 
     def __enter__(self) -> Lease:
         seen, since = b"", time.monotonic()
         while True:
-            found = self._client.get(LEASE)
-            if found is None or self._is_free(found[0]):
-                self._epoch = 1 if found is None else int(_facts(found[0]).get("epoch", 0)) + 1
-                self.number = 0 if found is None else int(_facts(found[0]).get("number", 0))
-                if self._put(None if found is None else found[1]):
-                    break
-                continue
-            document, version = found
-            if not seen and self._on_wait is not None:
-                self._on_wait(f"waiting up to {TTL_SECONDS:.0f} s for the lease of {_holder(document)} to run out")
-            if document != seen and seen:
-                raise MachineError(
-                    f"{self._client.url} is in use by another launch, {_holder(document)}",
-                    hint="wait for it, stop it, or choose another output_dir",
-                )
-            if document != seen:
-                seen, since = document, time.monotonic()
-            if time.monotonic() - since > TTL_SECONDS:
-                self._epoch, self.number = int(_facts(document)["epoch"]) + 1, int(_facts(document)["number"])
+            document, version = self._client.get(LEASE) or (b"", None)
+            document, facts = document or b"-", facts_of(document)
+            free = version is None or facts["released"] or (self._lock_is_free and facts["place"] == self._place)
+            if free or (seen and time.monotonic() - since > TTL_SECONDS):
+                self._epoch, self.number = facts["epoch"] + 1, facts["number"]
                 if self._put(version):
                     break
-            time.sleep(TTL_SECONDS / 20)
+            elif seen not in (b"", document):
+                in_use = f"{self._client.url} is in use by another launch, {_holder(facts)}"
+                raise MachineError(in_use, hint="wait for it, stop it, or choose another output_dir")
+            elif not seen:
+                seen, since = document, time.monotonic()
+                if self._on_wait is not None:
+                    self._on_wait(f"waiting up to {TTL_SECONDS:.0f} s for the lease of {_holder(facts)} to run out")
+            if not free:
+                time.sleep(TTL_SECONDS / 20)
         self._thread.start()
         try:
             self._on_taken()
@@ -142,10 +134,6 @@ class Lease:
         if not self.lost:
             with suppress(MachineError):  # it runs out by itself
                 self._put(self._version, released=True)
-
-    def _is_free(self, document: bytes) -> bool:
-        facts = _facts(document)
-        return bool(facts.get("released")) or (self._lock_is_free and facts.get("place") == self._place)
 
     def _put(self, version: Version | None, released: bool = False) -> bool:
         """Put this lease over a version; whether it is there now."""
@@ -168,29 +156,25 @@ class Lease:
                 self.renew()
 
 
-def hint(client: Client) -> int:
-    """The last commit that the newest holder of the lease has noted, 0 where there is none. Raises MachineError."""
-    found = client.get(LEASE)
-    return 0 if found is None else int(_facts(found[0])["number"])
+def read_lease(client: Client) -> dict[str, Any]:
+    """What the lease of a directory says, as :func:`facts_of` has it. Raises MachineError."""
+    return facts_of((client.get(LEASE) or (b"", None))[0])
 
 
-def lives_here(client: Client, stage: Path) -> bool:
-    """Whether the lease's holder is a living process that has this very stage. Raises MachineError."""
-    found = client.get(LEASE)
-    facts = {} if found is None else _facts(found[0])
-    mine = facts.get("place") == place_of(stage) and not facts.get("released")
-    return mine and process_of(int(facts.get("pid", 0))) == facts.get("process")
+def lives_here(facts: dict[str, Any], stage: Path) -> bool:
+    """Whether the lease's holder is a living process that has this very stage."""
+    mine = facts["place"] == place_of(stage) and not facts["released"]
+    return mine and process_of(int(facts["pid"])) == facts["process"]
 
 
-def _facts(document: bytes) -> dict[str, Any]:
-    """What a lease says; nothing of one that is damaged, which then runs out like any other."""
+def facts_of(document: bytes) -> dict[str, Any]:
+    """What a lease says; one that is damaged says nothing, and runs out like any other."""
+    facts: Any = None
     with suppress(ValueError):
         facts = json.loads(document)
-        if isinstance(facts, dict):
-            return {"epoch": 0, "number": 0, **facts}
-    return {"epoch": 0, "number": 0}
+    nothing = {"owner": "", "host": "unknown", "pid": 0, "process": "", "place": "", "epoch": 0, "number": 0}
+    return {**nothing, "released": False, **(facts if isinstance(facts, dict) else {})}
 
 
-def _holder(document: bytes) -> str:
-    facts = _facts(document)
-    return f"{facts.get('host', 'unknown')} pid {facts.get('pid', '?')}"
+def _holder(facts: dict[str, Any]) -> str:
+    return f"{facts['host']} pid {facts['pid']}"

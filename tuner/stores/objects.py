@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tuner.errors import DataError, counted
-from tuner.runtime.files import NEW, TMP_PREFIX, fsync_dir, machine_errors, opened, read_json, write_all, write_json
+from tuner.runtime.files import NEW, TMP_PREFIX, fsync_dir, machine_errors, opened, read_json, write_json
 from tuner.runtime.lock import FileLock
 from tuner.stages import STORES, cache_root, stage_of
 from tuner.stores.client import Client
@@ -105,9 +105,9 @@ def _fetch(client: Client, wanted: Listed, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         part.unlink(missing_ok=True)
         with opened(part, NEW) as descriptor:
-            found = client.read(wanted.key, lambda chunk: write_all(descriptor, memoryview(chunk)), wanted.etag)
+            found = client.read(wanted.key, descriptor, etag=wanted.etag)
             os.fsync(descriptor)
-        if not found or not _has(part, wanted.size):
+        if found is None or not _has(part, wanted.size):
             part.unlink()
             message = f"{client.url}/{wanted.key}: changed while it was fetched"
             raise DataError(message, hint="run the same command again, once nobody writes there")

@@ -13,12 +13,13 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import BoundedSemaphore
 from typing import Any
 
-from tuner.errors import DataError, MachineError
+from tuner.errors import DataError
 from tuner.runtime.files import machine_errors
 from tuner.stores.client import Client
 from tuner.stores.commit import StoredFile
@@ -79,6 +80,11 @@ class Snapshot:
     opened: list[OpenFile] = field(default_factory=list)
     closed: bool = False
 
+    def refers_to(self) -> set[str]:
+        """The keys of stored data that a commit of it may name."""
+        files = [*self.kept.values(), *(file.stored for file in self.opened if file.stored is not None)]
+        return {key for file in files for key, _, _ in file.parts()}
+
     def close(self) -> None:
         """Give all descriptors back; without a publish nothing was sent."""
         self.closed = True
@@ -88,13 +94,11 @@ class Snapshot:
 
 def open_file(path: Path, name: str, room: int) -> OpenFile | None:
     """A file for a snapshot, in memory where it is small and there is room; None where it is gone. MachineError."""
-    try:
-        with machine_errors(path):
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    except MachineError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return None
-        raise
+    descriptor = None
+    with machine_errors(path), suppress(FileNotFoundError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    if descriptor is None:
+        return None
     file = OpenFile(name, os.fstat(descriptor), time.time_ns(), descriptor)
     if file.size <= min(SMALL_BYTES, room):
         try:
@@ -138,9 +142,9 @@ def upload(client: Client, files: Iterable[OpenFile]) -> dict[str, StoredFile]:
                 file.close()
             for each in sent:
                 each.result()
-        finally:
-            for each in sent:
-                each.cancel()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
     return stored
 
 
