@@ -12,8 +12,8 @@ from tuner.data.building.prepare import PreparedInfo, prepare
 from tuner.data.building.spec import prepare_spec
 from tuner.run.changes import parse_reset
 from tuner.run.options import LaunchOptions, RunResult
+from tuner.run.parts.store import in_store
 from tuner.run.status import nothing_to_do, resume_source, status_of
-from tuner.run.store import in_store
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 

@@ -144,10 +144,9 @@ def load_for_command(
 def fetch_inputs(loaded: LoadedRecipe) -> None:
     """Fetch what a recipe reads of object stores. Raises RecipeError, MachineError."""
     from tuner.config.store_rules import inputs_of
+    from tuner.rundir.in_store import bring_inputs
 
     if inputs := inputs_of(loaded.recipe):
-        from tuner.rundir.in_store import bring_inputs  # with what speaks to stores
-
         console = console_of(level_of(loaded, verbose=False))
         with console.doing("fetching from the store"):
             bring_inputs(inputs, console.say)

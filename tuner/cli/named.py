@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tuner.cli.command import console_of, input_path
 from tuner.errors import RecipeError, TunerError
+from tuner.rundir.in_store import Extent, bring
 from tuner.rundir.model_path import HubModel, Which, is_run_path
 from tuner.rundir.run_json import is_run
 from tuner.stages import is_url, shown, url_of
-
-if TYPE_CHECKING:
-    from tuner.rundir.in_store import Extent
 
 RUNS = "runs"
 """Where recipes put their runs, unless they say otherwise."""
@@ -60,8 +58,6 @@ def stage_path(argument: str | Path, extent: Extent = "model", which: Which = "n
 def _bring(path: Path, extent: Extent, which: Which = "newest") -> None:
     if url_of(path) is None:
         return
-    from tuner.rundir.in_store import bring  # with what speaks to stores
-
     console = console_of("info")
     with console.doing(f"fetching {shown(path)}"):
         bring(path, console.say, extent, which)

@@ -28,7 +28,7 @@ def inputs_of(recipe: Recipe) -> dict[str, list[Path]]:
 
 def windows_are_on_a_disk(recipe: Recipe, given: Set[str]) -> str | None:
     """Windows are looked for while training runs."""
-    if not recipe.data.windows.is_on or "data.train" not in inputs_of(recipe):
+    if recipe.data.portions is None or "data.train" not in inputs_of(recipe):
         return None
     return "windows that arrive are looked for on a disk; name a directory there, or remove data.windows"
 

@@ -1,43 +1,20 @@
-"""A launch whose run lies in an object store: it is fetched before, and published after each save and at the end."""
+"""Publishing a run that lies in an object store: after each save, in the background, and at the launch's end."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from tuner.config.load import LoadedRecipe
-from tuner.config.store_rules import inputs_of
 from tuner.errors import MachineError, TunerError
-from tuner.rundir.in_store import bring, bring_inputs, not_published, opened, publish
+from tuner.rundir.in_store import not_published, opened
 from tuner.runtime.console import Console
-from tuner.runtime.dist import RankInfo
-from tuner.stages import url_of
 from tuner.stores.upload import Snapshot
 from tuner.train.tasks import Event, Request, Task
 
 STEP = "step"
 """What a commit notes of a run: after which step it was taken."""
-
-
-@contextmanager
-def in_store(loaded: LoadedRecipe, console: Console, writes: bool = True) -> Iterator[None]:
-    """Around a command's launch: its run and what it reads are fetched before, and what came after its last step is
-    published, such as exports. Nothing of what is on a disk. Raises MachineError where a store cannot be read or
-    written, RecipeError where it has no such data.
-    """
-    run_dir = Path(loaded.recipe.output_dir)
-    with console.doing("fetching from the store") if url_of(run_dir) is not None else nullcontext():
-        bring(run_dir, console.say)
-    bring_inputs(inputs_of(loaded.recipe), console.say)
-    yield
-    if writes and RankInfo.from_environment().is_main:
-        try:
-            publish(run_dir)
-        except MachineError as error:
-            raise not_published(run_dir, error) from error
 
 
 class Publisher:
@@ -87,6 +64,10 @@ class Publisher:
                 self._store.publish(self._store.snapshot(self._stage, {}))
         except MachineError as error:
             raise not_published(self._stage, error) from error
+
+    def task(self) -> PublishTask:
+        """What hands saves over."""
+        return PublishTask(self)
 
     def __enter__(self) -> Publisher:
         self._lease.__enter__()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tuner.checkpoint.manifest import STEP, step_name
 from tuner.errors import MachineError, RecipeError
@@ -16,8 +16,9 @@ from tuner.rundir.model_path import Which
 from tuner.rundir.run_json import hold, is_run
 from tuner.runtime.lock import FileLock
 from tuner.stages import shown, url_of
-from tuner.stores.directory import StoreDirectory
-from tuner.stores.objects import fetch_objects
+
+if TYPE_CHECKING:
+    from tuner.stores.directory import StoreDirectory
 
 Extent = Literal["look", "model", "all"]
 """What is fetched of a run: all but its checkpoints and exports, of these the one that is meant, or everything."""
@@ -55,6 +56,10 @@ def bring_inputs(inputs: Mapping[str, Sequence[Path]], say: Say) -> None:
 
     Raises RecipeError for a place where the store has nothing, MachineError where it cannot be read.
     """
+    if not inputs:
+        return
+    from tuner.stores.objects import fetch_objects
+
     for key, path in ((key, path) for key, paths in inputs.items() for path in paths):
         if key.startswith("model.") and bring(path, say, "model"):
             continue
@@ -88,6 +93,8 @@ def opened(path: Path) -> StoreDirectory:
     """The directory in a store that a stage stands for. Raises MachineError without the library."""
     url = url_of(path)
     assert url is not None, "the stage of a directory in a store"
+    from tuner.stores.directory import StoreDirectory  # which others do without
+
     return StoreDirectory.open(url, LOCAL)
 
 

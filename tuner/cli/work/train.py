@@ -13,8 +13,8 @@ from tuner.config.overrides import Override
 from tuner.errors import counted
 from tuner.run.changes import parse_reset
 from tuner.run.options import LaunchOptions, Resume, RunResult
+from tuner.run.parts.store import in_store
 from tuner.run.status import launches_of, left_before, nothing_to_do, resume_source, status_of
-from tuner.run.store import in_store
 from tuner.rundir.exports import APART
 from tuner.rundir.layout import export_dir
 from tuner.rundir.origin import warn_of_changed_file

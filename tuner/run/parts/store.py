@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import Recipe
+from tuner.config.store_rules import inputs_of
+from tuner.errors import MachineError
 from tuner.run.parts.part import LaunchContext, Part, TaskNeeds
+from tuner.rundir.in_store import bring, bring_inputs, not_published, publish
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.setup.resolve import Resolved
@@ -17,6 +21,24 @@ from tuner.train.tasks import Task
 
 if TYPE_CHECKING:
     from tuner.run.store import Publisher
+
+
+@contextmanager
+def in_store(loaded: LoadedRecipe, console: Console, writes: bool = True) -> Iterator[None]:
+    """Around a command's launch: its run and what it reads are fetched before, and what came after its last step is
+    published, such as exports. Nothing of what is on a disk. Raises MachineError where a store cannot be read or
+    written, RecipeError where it has no such data.
+    """
+    run_dir = Path(loaded.recipe.output_dir)
+    with console.doing("fetching from the store") if url_of(run_dir) is not None else nullcontext():
+        bring(run_dir, console.say)
+    bring_inputs(inputs_of(loaded.recipe), console.say)
+    yield
+    if writes and RankInfo.from_environment().is_main:
+        try:
+            publish(run_dir)
+        except MachineError as error:
+            raise not_published(run_dir, error) from error
 
 
 class Store(Part):
@@ -50,8 +72,4 @@ class Store(Part):
 
     def tasks(self, context: LaunchContext, needs: TaskNeeds) -> Sequence[Task]:
         """What hands saves over, on rank 0."""
-        if self._publisher is None:
-            return ()
-        from tuner.run.store import PublishTask
-
-        return (PublishTask(self._publisher),)
+        return () if self._publisher is None else (self._publisher.task(),)
