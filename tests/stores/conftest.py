@@ -25,6 +25,7 @@ class Faulty:
     def __init__(self) -> None:
         self.word, self.left, self.carried_out = "", 0, False
         self.puts: list[str] = []
+        self.broken = 0
 
     def put(self, store: Any, key: str, data: bytes, **words: Any) -> Any:
         self.puts.append(key)
@@ -34,6 +35,12 @@ class Faulty:
                 obstore.put(store, key, data, **words)
             raise obstore.exceptions.GenericError("HTTP error: error sending request")
         return obstore.put(store, key, data, **words)
+
+    def get(self, store: Any, key: str, **words: Any) -> Any:
+        if self.broken:
+            self.broken -= 1
+            raise obstore.exceptions.GenericError("HTTP error: request or response body error")
+        return obstore.get(store, key, **words)
 
     def fail(self, word: str, times: int, carried_out: bool) -> None:
         self.word, self.left, self.carried_out = word, times, carried_out

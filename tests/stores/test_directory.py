@@ -15,6 +15,7 @@ from obstore.store import MemoryStore
 
 from tests.stores.conftest import Faulty, Opened, contents, filled
 from tuner.errors import DataError, MachineError
+from tuner.stores import client
 from tuner.stores import directory as directories
 from tuner.stores.commit import FILES, LEASE, Commit, commit_key
 from tuner.stores.directory import StoreDirectory
@@ -176,10 +177,13 @@ def test_a_stage_of_the_newest_commit_is_left_as_it_is(opened: Opened, stage: Pa
     here = contents(stage)
     assert opened().fetch(stage) == commit
     assert contents(stage) == here
-    shutil.rmtree(stage)
-    stage.mkdir()
-    opened().fetch(stage)  # emptied: nothing is newer than the store
-    assert (stage / "checkpoints" / "step-1" / "weights.bin").is_file()
+    for left in ((), ("recipe.yaml",)):  # emptied, or begun again: nothing there is newer than the store
+        shutil.rmtree(stage)
+        stage.mkdir()
+        for name in left:
+            (stage / name).touch()
+        opened().fetch(stage)
+        assert (stage / "checkpoints" / "step-1" / "weights.bin").is_file()
 
 
 def test_where_the_store_is_newer_it_wins(opened: Opened, stage: Path, tmp_path: Path) -> None:
@@ -273,6 +277,19 @@ def test_a_damaged_listing_is_refused_by_name(
     obstore.put(store, commit.key, damage(bytes(obstore.get(store, commit.key).bytes())))
     with pytest.raises(DataError, match=rf"s3://bucket/run/{commit.key}: .*{message}"):
         opened().fetch(stage)
+
+
+def test_an_answer_that_breaks_off_is_asked_for_again(
+    opened: Opened, library: Faulty, stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published(opened(), stage)
+    library.broken = 3
+    opened().fetch(tmp_path / "there")
+    assert contents(tmp_path / "there") == contents(stage)
+    monkeypatch.setattr(client, "RETRY_SECONDS", 0)
+    library.broken = 99
+    with pytest.raises(MachineError, match="the store does not answer"):
+        opened().newest()
 
 
 def test_damaged_data_are_refused(opened: Opened, store: MemoryStore, stage: Path, tmp_path: Path) -> None:

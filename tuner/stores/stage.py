@@ -43,33 +43,35 @@ class StageState:
 
     @staticmethod
     def read(stage: Path) -> StageState:
-        """The state of a stage; an empty one where there is none, or where the stage was emptied or made again."""
-        with suppress(DataError, OSError, KeyError, TypeError, ValueError):
+        """The state of a stage; an empty one where there is none, or where nothing is left of what is known of it.
+
+        A stage that was emptied, or removed and begun again, is based on nothing, so that the store wins there.
+        """
+        state = StageState()
+        with suppress(DataError, KeyError, TypeError, ValueError, IndexError):
             content = read_json(state_path(stage))
-            if content["schema"] == SCHEMA and content["inode"] == stage.stat().st_ino and any(stage.iterdir()):
+            if content["schema"] == SCHEMA:
                 files = {name: ((facts[0], facts[1], facts[2]), facts[3]) for name, facts in content["files"].items()}
-                return StageState(content["commit_id"], files)
-        return StageState()
+                state = StageState(content["commit_id"], files)
+        return state if any(state.is_there(*each) for each in entries(stage, ())) else StageState()
 
     def write(self, stage: Path) -> None:
         """Keep it. Raises MachineError."""
-        with machine_errors(stage):
-            inode = stage.stat().st_ino
         files = {name: [*facts, sha] for name, (facts, sha) in self.files.items()}
-        content = {"schema": SCHEMA, "commit_id": self.commit_id, "inode": inode, "files": files}
+        content = {"schema": SCHEMA, "commit_id": self.commit_id, "files": files}
         write_json(state_path(stage), content)
 
     def learn(self, name: str, found: os.stat_result, sha256: str, looked: int = 1 << 63) -> None:
         """Keep what a file's bytes are, read at `looked` nanoseconds, unless they may have changed without a trace."""
-        if looked - found.st_mtime_ns > RACY_NS:
-            self.files[name] = facts_of(found), sha256
-        else:
-            self.files.pop(name, None)
+        self.files[name] = facts_of(found), sha256 if looked - found.st_mtime_ns > RACY_NS else ""
+
+    def is_there(self, name: str, found: os.stat_result) -> bool:
+        """Whether a file is the one that was learned, as far as one can tell without reading it."""
+        return name in self.files and self.files[name][0] == facts_of(found)
 
     def known(self, name: str, found: os.stat_result) -> str | None:
         """The SHA-256 of a file that has not been touched since it was learned."""
-        facts, sha256 = self.files.get(name, (None, None))
-        return sha256 if facts == facts_of(found) else None
+        return self.files[name][1] or None if self.is_there(name, found) else None
 
     def sha256(self, stage: Path, name: str) -> str | None:
         """The SHA-256 of a regular file of the stage, read where it is not known; None where there is none."""
@@ -91,7 +93,7 @@ def entries(stage: Path, local: Collection[str]) -> Iterator[tuple[str, os.stat_
     pending: list[tuple[str, Path]] = [("", stage)]
     while pending:
         prefix, directory = pending.pop()
-        with suppress(FileNotFoundError), machine_errors(directory), os.scandir(directory) as found:
+        with machine_errors(directory), suppress(FileNotFoundError), os.scandir(directory) as found:
             for entry in sorted(found, key=lambda each: each.name):
                 if entry.name.startswith((TMP_PREFIX, TRASH_PREFIX)) or (not prefix and entry.name in local):
                     continue
