@@ -6,7 +6,7 @@
 
 A writer takes the lease, fetches, and publishes versions of a directory whose files are a function of the version; it
 speaks to the server through a proxy that does what :data:`tools.store_proxy.FAULTS` lists. In a point it is killed
-(SIGKILL), or left to the faults, or stopped while another takes the lease from it and let go afterwards. Meanwhile and
+(SIGKILL), or left to the faults, or stopped while another, elsewhere, takes the lease from it, and let go afterwards. Meanwhile and
 afterwards a reader without faults fetches: every file must be that of one version, the newest commit none before the
 last that a writer took for done, no number acknowledged twice; and after orphans are collected the store must hold the
 data of its two commits and nothing else. Another with the same --out does the points that are left. Exits with 1 where
@@ -173,7 +173,7 @@ class Group:
     def _writers(self, kind: str, draw: random.Random) -> Iterator[str]:
         self.exits: list[int | None] = []
         self.acknowledged.with_suffix(".said").unlink(missing_ok=True)
-        first = self.victim = self._start(draw.randrange(1 << 30))
+        first = self.victim = self._start(self.stage, draw.randrange(1 << 30))
         writers, until = [first], time.monotonic() + LONGEST_S
         struck = time.monotonic() + draw.uniform(0.05, 1.5)
         by_time = draw.random() < 0.3
@@ -183,7 +183,7 @@ class Group:
                 first.kill()
             if kind == "pause" and len(writers) == 1 and time.monotonic() > struck and first.is_alive():
                 self._signal(first, signal.SIGSTOP)
-                writers.append(self._start(draw.randrange(1 << 30)))
+                writers.append(self._start(self.place / "another" / "machine", draw.randrange(1 << 30)))
             if len(writers) == 2 and not writers[1].is_alive():
                 self._signal(first, signal.SIGCONT)
             time.sleep(0.1)
@@ -202,9 +202,9 @@ class Group:
             if process.exitcode is None:
                 os.kill(process.pid, number)
 
-    def _start(self, seed: int) -> Any:
+    def _start(self, stage: Path, seed: int) -> Any:
         environment = self.server.environment(self.proxy.port)
-        words = (environment, self.url, self.stage, self.acknowledged, seed)
+        words = (environment, self.url, stage, self.acknowledged, seed)
         process = self.processes.Process(target=write, args=words)
         process.start()
         return process

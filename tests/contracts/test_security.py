@@ -22,6 +22,7 @@ BETWEEN_OWN_PROCESSES = {
     "tuner/runtime/process.py",
     "tools/fits_table.py",
     "tools/prepare_campaign.py",
+    "tools/store_campaign.py",
 }
 """Who unpickles what another process of the same command has sent."""
 RECEIVERS = {

@@ -10,7 +10,7 @@ from types import TracebackType
 from tuner.errors import MachineError, TunerError
 from tuner.rundir.in_store import not_published, opened
 from tuner.runtime.console import Console
-from tuner.stores.upload import Snapshot
+from tuner.stores.upload import StageSnapshot
 from tuner.train.tasks import Event, Request, Task
 
 STEP = "step"
@@ -28,7 +28,7 @@ class Publisher:
         self._stage, self._console, self._store = stage, console, opened(stage)
         self._lease = self._store.lease(stage, True, lambda text: console.say("store", text))
         self._changed = threading.Condition()
-        self._waiting: Snapshot | None = None
+        self._waiting: StageSnapshot | None = None
         self._is_busy = self._is_over = False
         self._thread = threading.Thread(target=self._work, name="store", daemon=True)
 

@@ -26,7 +26,7 @@ from tuner.stores.commit import COMMITS, FILES, Commit, StoredFile, commit_key
 from tuner.stores.download import GoneError
 from tuner.stores.lease import Lease, lives_here, read_lease
 from tuner.stores.stage import StageState, entries, safe_link, state_path
-from tuner.stores.upload import SNAPSHOT_BYTES, Snapshot, open_file, upload
+from tuner.stores.upload import SNAPSHOT_BYTES, StageSnapshot, open_file, upload
 
 KEPT_COMMITS = 2
 """The newest and the one before it, which a reader may be in the middle of."""
@@ -49,7 +49,7 @@ class StoreDirectory:
         self._lease: Lease | None = None
         self._last: Commit | None = None
         """Under the lease: the commit that the next one follows."""
-        self._snapshots: WeakSet[Snapshot] = WeakSet()
+        self._snapshots: WeakSet[StageSnapshot] = WeakSet()
         self._mutex = threading.RLock()
 
     @classmethod
@@ -101,7 +101,7 @@ class StoreDirectory:
         self._lease = Lease(self._client, stage, lock_is_free, on_wait, self._fence)
         return self._lease
 
-    def snapshot(self, directory: Path, note: Mapping[str, Any]) -> Snapshot:
+    def snapshot(self, directory: Path, note: Mapping[str, Any]) -> StageSnapshot:
         """The directory as it is now, for a later :meth:`publish`; what changed is opened or read, nothing is sent.
 
         After it a file may be appended to, replaced or removed. `note` goes into the commit. Files that are to be
@@ -109,7 +109,7 @@ class StoreDirectory:
         """
         with self._mutex:
             stored = dict(self._last.files) if self._last is not None else {}
-            taken, room = Snapshot(directory, note), SNAPSHOT_BYTES
+            taken, room = StageSnapshot(directory, note), SNAPSHOT_BYTES
             self._snapshots.add(taken)
         state = StageState.read(directory)
         contents = {file.sha256: file for file in stored.values() if file.link is None}
@@ -130,7 +130,7 @@ class StoreDirectory:
             raise
         return taken
 
-    def publish(self, snapshot: Snapshot) -> Commit:
+    def publish(self, snapshot: StageSnapshot) -> Commit:
         """Upload what a snapshot has opened, commit it as the next number, and remove what only old commits named.
 
         Raises MachineError: the store then has no such commit, or has it and the answer was lost, which the next one

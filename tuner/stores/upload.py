@@ -71,7 +71,7 @@ class OpenFile:
 
 
 @dataclass(eq=False)
-class Snapshot:
+class StageSnapshot:
     """A directory at one moment: files that the last commit has already, and open ones that are to be uploaded."""
 
     directory: Path
