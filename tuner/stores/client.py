@@ -46,7 +46,7 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
      "make it or correct its name; for a server that is not the vendor's, export its address: AWS_ENDPOINT_URL, "
      "STORAGE_EMULATOR_HOST, AZURE_STORAGE_ENDPOINT"),
     (r"RequestTimeTooSkewed|RequestTimeSkewed", "this machine's clock differs too much from the store's",
-     "set the clock (timedatectl set-ntp true), then run the same command"),
+     "correct the clock (timedatectl set-ntp true), then run the same command"),
     (r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|incorrectly configured region"
      r"|status code: 301", "the bucket is in another region", "export AWS_REGION with the bucket's own region"),
     (r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|ExpiredToken|status code: 401|AuthenticationFailed"
