@@ -107,7 +107,8 @@ def test_what_an_upload_left_is_collected(opened: Opened, store: MemoryStore, li
     with pytest.raises(MachineError, match="s3://bucket/run: the store does not answer"):
         published(opened(), filled(stage, 2))
     library.fail("", 0, carried_out=False)
-    assert opened().newest() == replace(first, number=3, writer=json.loads(bytes(obstore.get(store, LEASE).bytes()))["owner"])
+    owner = json.loads(bytes(obstore.get(store, LEASE).bytes()))["owner"]
+    assert opened().newest() == replace(first, number=3, writer=owner)
     again = opened()
     with again.lease(stage, lock_is_free=True):
         assert again.collect() == 5
