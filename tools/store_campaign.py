@@ -7,10 +7,10 @@
 A writer takes the lease, fetches, and publishes versions of a directory whose files are a function of the version; it
 speaks to the server through a proxy that does what :data:`tools.store_proxy.FAULTS` lists. In a point it is killed
 (SIGKILL), or left to the faults, or stopped while another, elsewhere, takes the lease from it, and let go afterwards.
-Meanwhile and afterwards a reader without faults fetches: every file must be that of one version, the newest commit none
-before the last that a writer took for done, no number acknowledged twice; and after orphans are collected the store
-must hold the data of its two commits and nothing else. Another with the same --out does the points that are left.
-Exits with 1 where a point found a problem.
+Meanwhile and afterwards a reader without faults fetches: every file must be that of one version, the newest commit
+none before the last that a writer took for done, no number acknowledged twice; and after orphans are collected the
+store must hold the data of its two commits and nothing else. Another with the same --out does the points that are
+left. Exits with 1 where a point found a problem.
 """
 
 from __future__ import annotations

@@ -67,5 +67,15 @@ def shown(path: Path) -> str:
     return url_of(path) or str(path)
 
 
+def local_path(text: str, in_store: bool) -> Path:
+    """The absolute path of a path or a URL; with ``in_store`` that of a store's directory is its stage. ValueError."""
+    if not is_url(text):
+        return Path(os.path.abspath(Path(text).expanduser()))
+    path = stage_of(text)
+    if url_of(path) is not None and not in_store:
+        raise ValueError("is in an object store, and a path on a disk is wanted here")
+    return path
+
+
 def _root() -> Path:
     return Path(os.path.abspath(cache_root() / STORES))

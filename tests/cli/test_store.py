@@ -35,9 +35,13 @@ def wait_for_step(process: subprocess.Popen[bytes], url: str, step: int) -> None
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """The command and the ranks that it started."""
-    os.killpg(process.pid, signal.SIGKILL)
+    """The command and the ranks that it started, which are in sessions of their own."""
+    ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    for pid in (process.pid, *ranks):
+        os.kill(pid, signal.SIGKILL)
     process.wait()
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
@@ -53,9 +57,7 @@ def test_a_killed_run_is_resumed_without_its_stage_and_exported(
     commands.tuner("train", "r.yaml", "--output_dir", "plain", *flags, cwd=tmp_path, code=0, **own)
     command = [sys.executable, "-m", "tuner", "train", "r.yaml", "--output_dir", url, *flags]
     root = str(Path(__file__).resolve().parents[2])
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env={**os.environ, **own, "PYTHONPATH": root}, start_new_session=True
-    )
+    process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **own, "PYTHONPATH": root})
     try:
         wait_for_step(process, url, 8)
         another = environment(server, tmp_path / "another")

@@ -149,6 +149,14 @@ def test_a_second_launch_is_refused_by_name(stage: Path, monkeypatch: pytest.Mon
             Publisher(stage_of(URL), Console(main=False)).__enter__()
 
 
+def test_a_stage_that_is_removed_under_its_launch_is_named(stage: Path) -> None:
+    publish(stage)
+    with StoreDirectory.open(URL).lease(stage, lock_is_free=True):
+        shutil.rmtree(stage)
+        with pytest.raises(MachineError, match=r"a launch on this machine has not ended, whose stage was removed"):
+            bring(stage, quiet)
+
+
 def test_a_stage_that_is_behind_its_store_is_not_published(
     stage: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from tuner.rundir.base_model import require_base_model
 from tuner.rundir.in_store import Extent, bring, bring_inputs
 from tuner.runtime.console import Console, Level
 from tuner.runtime.dist import RankInfo
-from tuner.stages import is_url, stage_of, url_of
+from tuner.stages import local_path
 
 RecipeSource = LoadedRecipe | Path | str | Mapping[str, Any]
 """A loaded recipe, a file's path, a shipped recipe's name, or a mapping with the recipe's keys."""
@@ -54,13 +53,10 @@ def absolute(path: str | Path, extent: Extent | None = None) -> Path:
 
     Raises RecipeError for a URL without an extent, or of no store.
     """
-    if isinstance(path, str) and is_url(path):
-        try:
-            stage = stage_of(path)
-        except ValueError as error:
-            raise RecipeError(f"{path}: {error}") from None
-        if extent is None and url_of(stage) is not None:
-            raise RecipeError(f"{path}: is in an object store, and a path on a disk is wanted here")
-        bring(stage, console_of("info", quiet=True).say, extent or "look")
-        return stage
-    return Path(os.path.abspath(Path(path).expanduser()))
+    try:
+        found = local_path(str(path), extent is not None)
+    except ValueError as error:
+        raise RecipeError(f"{path}: {error}") from None
+    if extent is not None:
+        bring(found, console_of("info", quiet=True).say, extent)
+    return found

@@ -43,7 +43,7 @@ from tuner.runtime import stop
 from tuner.runtime.activity import LABEL_WIDTH
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.warned import Warned, collected
-from tuner.stages import is_url, stage_of, url_of
+from tuner.stages import local_path
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe, ReadRecipe, RecipeText, Source
@@ -110,15 +110,10 @@ def input_path(argument: str | Path, in_store: bool = False) -> Path:
     when stdin is empty, and for a URL otherwise.
     """
     text = _read_stdin() if str(argument) == "-" else str(argument)
-    if is_url(text):
-        try:
-            path = stage_of(text)
-        except ValueError as error:
-            raise RecipeError(f"{text}: {error}") from None
-        if url_of(path) is not None and not in_store:
-            raise RecipeError(f"{text}: is in an object store, and a path on a disk is wanted here")
-        return path
-    return Path(os.path.abspath(Path(text).expanduser()))
+    try:
+        return local_path(text, in_store)
+    except ValueError as error:
+        raise RecipeError(f"{text}: {error}") from None
 
 
 def load_for_command(

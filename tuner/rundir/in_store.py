@@ -45,6 +45,9 @@ def bring(path: Path, say: Say, extent: Extent = "all", which: Which = "newest")
             continue
         names = _meant(commit.files, path.relative_to(place), extent, which)
         directory.fetch(place, None if names is None else names.__contains__)
+        if not place.is_dir():
+            message = f"{directory.url}: a launch on this machine has not ended, whose stage was removed"
+            raise MachineError(message, hint="wait until its processes are gone, and run the same command again")
         if directory.set_aside is not None:
             say("store", f"what {directory.url} does not have of its stage is in {directory.set_aside}")
         return True
