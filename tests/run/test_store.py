@@ -160,6 +160,7 @@ def test_a_stage_that_is_removed_under_its_launch_is_named(stage: Path) -> None:
 def test_a_stage_that_is_behind_its_store_is_not_published(
     stage: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    (stage / "kept").write_text("0")
     publish(stage)
     monkeypatch.setenv("TUNER_CACHE", str(tmp_path / "other"))
     bring(stage_of(URL), quiet)
