@@ -8,7 +8,7 @@ import typer
 
 from tuner.cli.command import Outcome, VerboseOption, command, console_of, overrides_of
 from tuner.cli.named import RunArgument, run_path
-from tuner.cli.train import LOADING, ResetOption
+from tuner.cli.train import LOADING, OnOption, ResetOption
 
 
 @command("resume")
@@ -17,6 +17,7 @@ def resume(
     run: RunArgument,
     reset: ResetOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is trained.")] = False,
+    on: OnOption = "here",
     verbose: VerboseOption = False,
 ) -> Outcome:
     """Resume a stopped or killed run from its newest valid checkpoint; a finished, whole one is left as it is.
@@ -28,5 +29,5 @@ def resume(
     with console.doing(LOADING, at_once=True):
         from tuner.cli.work import train as work
 
-    options = work.options_of("must", None, False, dry_run, reset)
+    options = work.options_of("must", None, False, dry_run, reset, on)
     return work.resume_training(path, overrides_of(ctx), options, console, verbose)

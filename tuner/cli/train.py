@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 
 LOADING = "loading libraries"
 WORDS = ("auto", "must", "never")
+OnOption = Annotated[
+    Literal["here", "ray"],
+    typer.Option(
+        metavar="here|ray",
+        help="Where the processes run: on this machine or those of its launcher, or on a Ray cluster.",
+    ),
+]
 ResetOption = Annotated[
     str | None,
     typer.Option(
@@ -60,6 +67,7 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and stop; data may be prepared, nothing is trained.")
     ] = False,
+    on: OnOption = "here",
     verbose: VerboseOption = False,
 ) -> Outcome:
     """Train the recipe's model into its run directory; prepares the data where that is not done."""
@@ -73,7 +81,7 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
         from tuner.cli.work import train as work
 
     data = None if prepared is None else input_path(prepared)
-    options = work.options_of(mode, data, no_prepare, dry_run, reset)
+    options = work.options_of(mode, data, no_prepare, dry_run, reset, on)
     return work.launch_training(loaded, options, verbose)
 
 

@@ -34,6 +34,7 @@ ON_RESUME: dict[str, Effect] = {
     "method.": "refuse",
     "data.": "refuse",
     "data.workers": "safe",
+    "data.engine": "safe",
     "data.cache_dir": "safe",
     "train.duration": "refuse",
     "train.stop_after": "safe",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tuner.cli.command import Outcome, console_of, level_of, stopped_as
 from tuner.config.load import LoadedRecipe
@@ -25,9 +25,11 @@ from tuner.runtime.files import MANIFEST_NAME, read_json, typed_path
 LOADING = "loading libraries"
 
 
-def options_of(mode: Resume, data: Path | None, no_prepare: bool, dry_run: bool, reset: str | None) -> LaunchOptions:
+def options_of(
+    mode: Resume, data: Path | None, no_prepare: bool, dry_run: bool, reset: str | None, on: Literal["here", "ray"]
+) -> LaunchOptions:
     """How a launch goes about it. Raises RecipeError for a part that cannot be reset."""
-    return LaunchOptions(mode, data, no_prepare, dry_run, parse_reset(reset))
+    return LaunchOptions(mode, data, no_prepare, dry_run, parse_reset(reset), on)
 
 
 def resume_training(

@@ -75,7 +75,9 @@ class PrepareSpec:
         return f"{self.data.portions.noun if self.data.portions else 'portion'} {portion.name}"
 
     def workers(self, expected: int) -> int:
-        """Processes that encode so many bytes of records."""
+        """Processes that encode so many bytes of records; on Ray 0 where that is as many as the cluster has."""
+        if self.data.engine == "ray":
+            return 0 if self.data.workers == "auto" else self.data.workers
         return 1 if expected < MANY_BYTES else cores() if self.data.workers == "auto" else self.data.workers
 
 
