@@ -18,15 +18,18 @@ from tests.contracts.syntax import ROOT, modules, trees, walk
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 BETWEEN_OWN_PROCESSES = {
     "tuner/data/building/pool.py",
+    "tuner/data/building/ray_tasks.py",
     "tuner/data/building/worker.py",
     "tuner/runtime/process.py",
+    "tuner/runtime/ray_cluster.py",
+    "tuner/runtime/ray_ranks.py",
     "tools/fits_table.py",
     "tools/prepare_campaign.py",
 }
 """Who unpickles what another process of the same command has sent."""
 RECEIVERS = {
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
-    "recv_object_list", "ForkingPickler", "ProcessPoolExecutor",
+    "recv_object_list", "ForkingPickler", "ProcessPoolExecutor", "ray",
 }  # fmt: skip
 CALLS = {
     "eval": "eval",

@@ -64,11 +64,11 @@ def joined(cpus: int | None = None) -> Iterator[Any]:
                 ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **started)
             except (ConnectionError, RuntimeError, ValueError, OSError) as error:
                 said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                if not address:
+                    raise MachineError(f"Ray cannot be started: {said}", hint="ray start --head says more") from error
                 raise MachineError(
-                    f"{ADDRESS}={address}: {said}" if address else f"Ray cannot be started: {said}",
-                    hint=f"see ray status there, and set RAY_AUTH_MODE=token for one that takes tokens; or unset {ADDRESS}"
-                    if address
-                    else "ray start --head says more",
+                    f"{ADDRESS}={address}: {said}",
+                    hint=f"set RAY_AUTH_MODE=token if the cluster takes tokens; or unset {ADDRESS} to start one here",
                 ) from error
         try:
             yield ray

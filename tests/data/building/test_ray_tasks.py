@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.data import tiny
-from tests.data.building.worker_jobs import Echo, NeverStarts, Unreadable
+from tests.data.building.worker_jobs import Echo, NeverStarts
 from tests.fixtures.ray_cluster import ray_workers
 from tuner.data.building import documents, ray_tasks
 from tuner.data.building.pool import WINDOW, WorkerDiedError
@@ -123,7 +123,8 @@ def test_bytes_are_those_of_local_workers_and_a_killed_one_leaves_no_trace(
         rows[-1].write_text(f'{{"prompt": "{number} ", "completion": "{"ab" * number + "c"}"}}\n' * 50)
     found = {}
     for engine, workers in (("local", 1), ("ray", 1), ("ray", 2), ("ray", 4)):
-        request = tiny.request(tmp_path / f"{engine}{workers}", [str(path) for path in rows], engine=engine, workers=workers)
+        files = [str(path) for path in rows]
+        request = tiny.request(tmp_path / f"{engine}{workers}", files, engine=engine, workers=workers)
         stop = threading.Event()
         killer = threading.Thread(target=_kill_some, args=(stop,))
         if workers == 4:
@@ -137,7 +138,7 @@ def test_bytes_are_those_of_local_workers_and_a_killed_one_leaves_no_trace(
     said = []
     for engine in ("local", "ray"):
         with pytest.raises(DataError) as raised:
-            prepare(tiny.request(tmp_path / "bad", [str(path) for path in rows], engine=engine, workers=2))
+            prepare(tiny.request(tmp_path / "bad", files, engine=engine, workers=2))
         said.append((raised.value.message, raised.value.hint))
     assert said[0] == said[1]
     assert f"{rows[3]}:2:" in said[0][0]
