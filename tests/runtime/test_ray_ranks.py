@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("forked_children")
 
 
 @pytest.fixture(autouse=True)
-def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def _little_patience(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(spawn, "GRACE_S", 0.7)
 
 
@@ -45,6 +46,7 @@ def test_ranks_know_their_place_and_what_rank_0_says_is_the_commands(
     assert "rank 1" not in said
     assert "rank 1 prints" in (tmp_path / "rank1.log").read_text()
     assert [what[0] for what in ray.done] == ["STRICT_SPREAD", "k", "k", "removed"]  # both actors are killed
+    assert not list(tmp_path.glob("tuner-rank-*"))
 
 
 @pytest.mark.parametrize(
@@ -116,8 +118,7 @@ def test_the_interface_of_an_address_is_found() -> None:
     assert interface_of("203.0.113.9") == ""
 
 
-def test_a_machine_with_other_versions_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_a_machine_with_other_versions_is_named() -> None:
     actor = ray_ranks.RankActor({**ray_ranks.node_versions(), "torch": "0"})
     with pytest.raises(MachineError, match="has torch .* for 0"):
         actor.address()

@@ -25,6 +25,7 @@ STORE_BYTES = 64 << 20
 """Of a started cluster's object store for each core: three blocks of rows, with their tokens, and room to spare."""
 LEAST_STORE_BYTES = 200 << 20
 _QUIET = {
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # else what is said of a lost worker is printed, which is said here
     "RAY_USAGE_STATS_ENABLED": "0",  # a cluster that is started here reports to nobody
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray warns of what changes where this is not set
     "RAY_worker_niceness": "0",  # at Ray's 15, whatever else runs on the machine leaves its workers nothing

@@ -25,28 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from tuner.errors import MachineError, RecipeError, TunerError, counted
-from tuner.runtime import phase
+from tuner.runtime import phase, spawn
 from tuner.runtime.activity import STDERR, Doing
 from tuner.runtime.dist import RankInfo, cores
 from tuner.runtime.environment import PREFIXES
 from tuner.runtime.files import write_all, write_json
 from tuner.runtime.ray_cluster import cannot_begin, joined, node_versions, require_same
-from tuner.runtime.spawn import (
-    JOB,
-    KILL_S,
-    LOOPBACK,
-    End,
-    Ranks,
-    Work,
-    job_of,
-    local_store,
-    rank_environment,
-    rank_file,
-    report_of,
-    send,
-    start_rank,
-    supervised,
-)
+from tuner.runtime.spawn import JOB, KILL_S, LOOPBACK, End, Ranks, Work, rank_file
 from tuner.runtime.stop import StopSignals
 from tuner.runtime.warned import read_warned
 
@@ -110,14 +95,13 @@ def run_ranks(
     """
     assert processes == where[1].ranks
     with ExitStack() as stack:
-        return supervised(_RayRanks(logs, *where, partial(job_of, work, job, logs, says), says, stack))
+        return spawn.supervised(_RayRanks(logs, *where, partial(spawn.job_of, work, job, logs, says), says, stack))
 
 
 class RankActor:
     """In an actor: one rank's process. Its methods run in threads of their own."""
 
     def __init__(self, versions: Mapping[str, str]) -> None:
-        self._place = Path(tempfile.mkdtemp(prefix="tuner-rank-"))
         self._versions = versions
 
     def address(self) -> str:
@@ -131,12 +115,13 @@ class RankActor:
         self, rank_info: RankInfo, store: tuple[str, int], carried: Mapping[str, str], job: dict[str, Any], cwd: str
     ) -> None:
         """Start the rank where the command runs, if there is such a directory here."""
+        self._place = Path(tempfile.mkdtemp(prefix="tuner-rank-"))
         write_json(self._place / JOB, {**job, "parent": os.getpid()})
         own = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}  # which Ray has set
-        environment = rank_environment(rank_info, store, {**own, **carried})
+        environment = spawn.rank_environment(rank_info, store, {**own, **carried})
         environment.setdefault("GLOO_SOCKET_IFNAME", interface_of(self.address()))
         self._rank = rank_info.rank
-        self._process = start_rank(
+        self._process = spawn.start_rank(
             self._place, environment, cwd=cwd if os.path.isdir(cwd) else None, stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE if self._rank == 0 else subprocess.DEVNULL,
         )  # fmt: skip
@@ -156,7 +141,7 @@ class RankActor:
         Times are seconds before now: clocks of machines differ.
         """
         code, now = self._process.wait(), time.monotonic()
-        report = report_of(self._place, self._rank)
+        report = spawn.report_of(self._place, self._rank)
         if report is not None:
             report = replace(report, at_s=report.at_s - now)
         warned = list(read_warned(rank_file(self._place, self._rank, "warnings")))
@@ -167,7 +152,7 @@ class RankActor:
     def send(self, number: int) -> None:
         """Send the rank a signal."""
         if self._process.poll() is None:
-            send(self._process.pid, number)
+            spawn.send(self._process.pid, number)
 
 
 @dataclass
@@ -198,7 +183,7 @@ class _RayRanks(Ranks):
             addresses = self._get([actor.address.remote() for actor in self.actors])
             here = self.ray.util.get_node_ip_address()
             host = LOOPBACK if set(addresses) == {here} else here
-            port = self.stack.enter_context(local_store(host))
+            port = self.stack.enter_context(spawn.local_store(host))
             carried = {name: text for name, text in os.environ.items() if name.startswith(CARRIED)}
             started = []
             for rank, actor in enumerate(self.actors):
