@@ -126,8 +126,8 @@ def _placed(recipe: Recipe, on: Literal["here", "ray"]) -> Iterator[Placement]:
 
     section = recipe.parallel
     wanted = None if section.processes == "auto" else section.processes
-    with cluster_for(wanted, recipe.train.device) as (ray, layout):
-        run = partial(run_ranks, (ray, layout, section.timeout.seconds))
+    with cluster_for(wanted, recipe.train.device) as layout:
+        run = partial(run_ranks, layout, section.timeout.seconds)
         yield Placement(RankInfo(), layout.ranks, layout.on_each, run)
 
 

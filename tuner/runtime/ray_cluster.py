@@ -54,7 +54,7 @@ def joined(cpus: int | None = None) -> Iterator[Any]:
         try:
             import ray
         except ImportError as error:
-            raise MachineError("the library ray is missing", hint="install it: pip install 'tuner-lm[ray]'") from error
+            raise MachineError("the library ray is missing", hint="install it: pip install ray") from error
     if ray.is_initialized():
         yield ray
         return
@@ -66,7 +66,7 @@ def joined(cpus: int | None = None) -> Iterator[Any]:
             except (ConnectionError, RuntimeError, ValueError, OSError) as error:
                 said = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 if not address:
-                    raise MachineError(f"Ray cannot be started: {said}", hint="ray start --head says more") from error
+                    raise MachineError(f"Ray cannot be started: {said}", hint="see what ray start says") from error
                 raise MachineError(
                     f"{ADDRESS}={address}: {said}",
                     hint=f"set RAY_AUTH_MODE=token if the cluster takes tokens; or unset {ADDRESS} to start one here",
@@ -98,7 +98,7 @@ def cannot_begin(said: str) -> MachineError:
     """The error for a worker that could not load what it is to do."""
     return MachineError(
         f"a worker of the Ray cluster cannot begin: {said}",
-        hint="install tuner and what it needs on every machine of the cluster",
+        hint="install this program and what it needs on every machine of the cluster",
     )
 
 

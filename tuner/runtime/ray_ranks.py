@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +30,27 @@ from tuner.runtime.dist import RankInfo, cores
 from tuner.runtime.environment import PREFIXES
 from tuner.runtime.files import write_all, write_json
 from tuner.runtime.ray_cluster import cannot_begin, joined, node_versions, require_same
-from tuner.runtime.spawn import JOB, KILL_S, LOOPBACK, End, Ranks, Work, rank_file
+from tuner.runtime.spawn import JOB, KILL_S, LOOPBACK, End, Ranks, Store, Work, rank_file
 from tuner.runtime.stop import StopSignals
 from tuner.runtime.warned import read_warned
 
 CARRIED = (*PREFIXES, "HF_", "HUGGING", "MLFLOW_", "PYTORCH_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "WANDB_")
 """Beginnings of the variables of the command's environment that its ranks find in theirs."""
+LEFT_ALONE = "RAY_kill_child_processes_on_worker_exit"
+"""Ray would kill a rank with its actor, which is to save first."""
 AT_ONCE_S = 2.0
 """What actors get to kill their ranks where the command ends at once."""
 _SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
-class Layout:
+class RayLayout:
     """How many ranks there are, and on each machine that has any: as many on one as on another."""
 
     ranks: int
     on_each: int
     gpus: bool
+    ray: Any = field(default=None, compare=False)
 
     @property
     def first(self) -> RankInfo:
@@ -62,8 +64,8 @@ class Layout:
 
 
 @contextmanager
-def cluster_for(wanted: int | None, device: str) -> Iterator[tuple[Any, Layout]]:
-    """Ray, and where ranks go there: `wanted` of them, or one for each GPU of the cluster, and one without any.
+def cluster_for(wanted: int | None, device: str) -> Iterator[RayLayout]:
+    """Where ranks go on Ray: `wanted` of them, or one for each GPU of the cluster, and one without any.
 
     Each has a GPU, unless `device` is `cpu` or the cluster has none. Raises RecipeError where they cannot be as many on
     each machine; MachineError as `joined`, and for a cluster without the GPUs that `device` asks for.
@@ -82,20 +84,21 @@ def cluster_for(wanted: int | None, device: str) -> Iterator[tuple[Any, Layout]]
                 f"{ranks} processes are not as many on each machine of the Ray cluster, which has up to {most} {of}s",
                 hint=f"set parallel.processes: {ranks // on_each * on_each}",
             )
-        yield ray, Layout(ranks, on_each, of == "GPU")
+        yield RayLayout(ranks, on_each, of == "GPU", ray)
 
 
 def run_ranks(
-    where: tuple[Any, Layout, float], work: Work, job: Mapping[str, Any], processes: int, logs: Path, says: str = ""
+    layout: RayLayout, timeout_s: float, work: Work, job: Mapping[str, Any], processes: int, logs: Path, says: str = ""
 ) -> dict[str, Any]:
     """Call `work` with `job` in so many ranks and return rank 0's result, as `spawn.run_ranks` does.
 
-    `where` is Ray, their layout, and the seconds in which their machines have to have room. Raises what that raises,
-    and MachineError where they have none, or other versions.
+    Their machines have `timeout_s` seconds to have room. Raises what that raises, and MachineError where they have
+    none, or other versions.
     """
-    assert processes == where[1].ranks
+    assert processes == layout.ranks
+    about = spawn.job_of(work, job, logs, says)
     with ExitStack() as stack:
-        return spawn.supervised(_RayRanks(logs, *where, partial(spawn.job_of, work, job, logs, says), says, stack))
+        return spawn.supervised(_RayRanks(logs, layout, timeout_s, about, stack))
 
 
 class RankActor:
@@ -112,14 +115,15 @@ class RankActor:
         return str(ray.util.get_node_ip_address())
 
     def start(
-        self, rank_info: RankInfo, store: tuple[str, int], carried: Mapping[str, str], job: dict[str, Any], cwd: str
+        self, rank_info: RankInfo, store: Store, carried: Mapping[str, str], job: dict[str, Any], cwd: str
     ) -> None:
         """Start the rank where the command runs, if there is such a directory here."""
         self._place = Path(tempfile.mkdtemp(prefix="tuner-rank-"))
         write_json(self._place / JOB, {**job, "parent": os.getpid()})
         own = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}  # which Ray has set
         environment = spawn.rank_environment(rank_info, store, {**own, **carried})
-        environment.setdefault("GLOO_SOCKET_IFNAME", interface_of(self.address()))
+        if name := interface_of(self.address()):
+            environment.setdefault("GLOO_SOCKET_IFNAME", name)
         self._rank = rank_info.rank
         self._process = spawn.start_rank(
             self._place, environment, cwd=cwd if os.path.isdir(cwd) else None, stdin=subprocess.DEVNULL,
@@ -159,11 +163,9 @@ class RankActor:
 class _RayRanks(Ranks):
     """Those of a cluster, by their actors."""
 
-    ray: Any
-    layout: Layout
+    layout: RayLayout
     timeout_s: float
-    job: Any
-    says: str
+    about: dict[str, Any]
     stack: ExitStack
     actors: list[Any] = field(default_factory=list)
     _ended: dict[Any, int] = field(default_factory=dict)
@@ -172,23 +174,29 @@ class _RayRanks(Ranks):
     _at: dict[int, str] = field(default_factory=dict)
     _warned: list[str] = field(default_factory=list)
 
+    @property
+    def ray(self) -> Any:
+        """The package, connected."""
+        return self.layout.ray
+
     def start(self, signals: StopSignals) -> None:
         """Wait for room on the machines, have an actor there for each rank, and start them all."""
-        with STDERR.doing(self.says) if self.says else contextlib.nullcontext() as doing:
+        with STDERR.doing(self.about["says"]) if self.about["says"] else contextlib.nullcontext() as doing:
             group = self._room(signals, doing)
-            kind = self.ray.remote(num_cpus=1, num_gpus=int(self.layout.gpus), max_concurrency=8)(RankActor)
+            about = {"num_cpus": 1, "num_gpus": int(self.layout.gpus), "max_concurrency": 8}
+            kind = self.ray.remote(**about, runtime_env={"env_vars": {LEFT_ALONE: "false"}})(RankActor)
             for rank in range(self.layout.ranks):
                 bundle = {"placement_group": group, "placement_group_bundle_index": rank // self.layout.on_each}
                 self.actors.append(kind.options(**bundle).remote(node_versions()))
             addresses = self._get([actor.address.remote() for actor in self.actors])
             here = self.ray.util.get_node_ip_address()
             host = LOOPBACK if set(addresses) == {here} else here
-            port = self.stack.enter_context(spawn.local_store(host))
+            store = Store(host, self.stack.enter_context(spawn.local_store(host)))
             carried = {name: text for name, text in os.environ.items() if name.startswith(CARRIED)}
             started = []
             for rank, actor in enumerate(self.actors):
                 rank_info = replace(self.layout.first, rank=rank, local_rank=rank % self.layout.on_each)
-                started.append(actor.start.remote(rank_info, (host, port), carried, self.job(), os.getcwd()))
+                started.append(actor.start.remote(rank_info, store, carried, self.about, os.getcwd()))
             self._get(started)
         self._ended = {actor.ended.remote(): rank for rank, actor in enumerate(self.actors)}
         self._said = self.actors[0].said.remote()

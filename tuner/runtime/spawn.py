@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tuner.errors import ExitCode, LostRankError, MachineError, TunerError, rebuilt
 from tuner.runtime import phase
@@ -36,6 +36,13 @@ KILL_S = 10
 """What a killed process gets to be gone: one in the kernel's uninterruptible sleep is left behind."""
 JOB, WORKER = "job.json", "tuner.runtime.worker"
 LOOPBACK = "127.0.0.1"
+
+
+class Store(NamedTuple):
+    """The address of a store through which ranks find each other."""
+
+    host: str
+    port: int
 
 
 @dataclass(frozen=True)
@@ -189,7 +196,7 @@ class _LocalRanks(Ranks):
         """Each is a child of this process."""
         for rank in range(self.count):
             rank_info = RankInfo(rank, self.count, rank, self.count)
-            environment = rank_environment(rank_info, (LOOPBACK, self.port), os.environ)
+            environment = rank_environment(rank_info, Store(LOOPBACK, self.port), os.environ)
             self.processes[rank] = start_rank(self.place, environment)
 
     def running(self) -> list[int]:
@@ -290,10 +297,10 @@ def _died(ranks: Ranks, end: End) -> MachineError:
     return MachineError(f"{named} was killed by {name}{ranks.at(end.rank)}", hint=f"{reason} the end of {log}")
 
 
-def rank_environment(rank_info: RankInfo, store: tuple[str, int], own: Mapping[str, str]) -> dict[str, str]:
+def rank_environment(rank_info: RankInfo, store: Store, own: Mapping[str, str]) -> dict[str, str]:
     """What a rank finds in its environment: torchrun's variables and few more in its machine's `own`.
 
-    `store` is where the ranks meet: the address and port of whoever started them.
+    `store` is where the ranks meet, and belongs to whoever started them.
     """
     package = str(Path(__file__).resolve().parents[2])
     paths = [package, *filter(None, own.get("PYTHONPATH", "").split(os.pathsep))]
@@ -302,14 +309,14 @@ def rank_environment(rank_info: RankInfo, store: tuple[str, int], own: Mapping[s
         "WORLD_SIZE": str(rank_info.world_size),
         "LOCAL_RANK": str(rank_info.local_rank),
         "LOCAL_WORLD_SIZE": str(rank_info.local_world_size),
-        "MASTER_ADDR": store[0],
-        "MASTER_PORT": str(store[1]),
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
         COUNTED_ABOVE: "1",
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is that of whoever started them, rank 0 opens none
         "OMP_NUM_THREADS": own.get("OMP_NUM_THREADS", str(threads_per_rank(rank_info))),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
     }
-    if sys.platform == "linux" and store[0] == LOOPBACK:
+    if sys.platform == "linux" and store.host == LOOPBACK:
         # Else gloo takes the address that the host's name resolves to, where it resolves.
         found["GLOO_SOCKET_IFNAME"] = own.get("GLOO_SOCKET_IFNAME", "lo")
     return {**own, **found}

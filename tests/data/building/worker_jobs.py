@@ -46,6 +46,8 @@ class Echo:
                 warnings.warn(text, UserWarning, stacklevel=1)
             case ("data error", text):
                 raise DataError(text, hint="mend it")
+            case ("unseen", text):
+                raise DataError(text) from FileNotFoundError()
             case ("odd error", text):
                 raise OddError(text, "odd")
             case ("big", size, *seconds):

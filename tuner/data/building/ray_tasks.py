@@ -37,12 +37,12 @@ def answers(job: PoolJob[Item, Answer], items: Iterable[Item], workers: int) -> 
     """
     with joined(workers or None) as ray:
         task = ray.remote(_answered).options(name="tuner.prepare", num_cpus=1, max_retries=LOST)
-        about = uuid.uuid4().hex, [ray.put(job)], node_versions(), [os.getcwd()]
+        about = uuid.uuid4().hex, [ray.put(job)], node_versions(), os.getcwd()
         source, more = iter(items), True
         waiting: deque[Any] = deque()
         running: list[Any] = []
         while True:
-            there = int(ray.cluster_resources().get("CPU", 1))  # a cluster may grow, and shrink
+            there = max(1, int(ray.cluster_resources().get("CPU", 0)))  # a cluster may grow, and shrink
             count = min(workers or there, there)
             at_once = workers if workers and workers < there else QUEUED * count
             while more and len(waiting) < WINDOW * count and len(running) < at_once:
@@ -76,7 +76,7 @@ def _taken(ray: Any, ref: Any) -> Any:
     return answer
 
 
-def _answered(key: str, job: list[Any], versions: Mapping[str, str], cwd: list[str], item: Any) -> Any:
+def _answered(key: str, job: list[Any], versions: Mapping[str, str], cwd: str, item: Any) -> Any:
     """In a worker: the answer to an item, or the exception in its place, and what was warned of meanwhile.
 
     The job is fetched and started by the first item of it that a worker meets.
@@ -84,7 +84,7 @@ def _answered(key: str, job: list[Any], versions: Mapping[str, str], cwd: list[s
     try:
         if key not in _started:
             _started.clear()
-            _started[key] = _start(job[0], versions, cwd[0])
+            _started[key] = _start(job[0], versions, cwd)
         with calm_collector():
             return (_started[key](item), None), heard()
     except Exception as error:  # whatever it is, who asked decides
