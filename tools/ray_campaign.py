@@ -3,10 +3,10 @@
     python -m tools.ray_campaign --out F
     python -m tools.ray_campaign --out F --kills 0 --measure 100 1000 --workers 2
 
-With 1, 2 and 4 workers the files must be those of local ones. Then, build by build, a worker is killed with SIGKILL at
-a random moment, and the files must still be the same. `--measure` takes megabytes of rows: they are prepared by local
-workers and on the cluster, which is up, in turns, and the seconds of each are written down. What is in F already is
-not done again. Exits with 1 where files differ.
+With 1, 2 and 4 workers the files must be those of local ones. Then, build by build, workers are killed with SIGKILL at
+random moments, `--each` of them, and the files must still be the same. `--measure` takes megabytes of rows: they are
+prepared by local workers and on the cluster, which is up, in turns, and the seconds of each are written down. What is
+in F already is not done again. Exits with 1 where files differ.
 """
 
 from __future__ import annotations
@@ -69,17 +69,20 @@ def workers_here() -> Iterator[int]:
             continue
 
 
-def killed_after(seconds: float, rng: random.Random, ended: threading.Event) -> Any:
-    """A thread that kills a worker after so many seconds, unless the build has ended; what it killed is in its list."""
+def killing(moments: list[float], rng: random.Random, ended: threading.Event) -> list[int]:
+    """Have a thread kill a worker at each moment, in seconds from now, until the build ends; returns who was killed."""
     killed: list[int] = []
+    began = time.monotonic()
 
     def kill() -> None:
-        if not ended.wait(seconds) and (there := sorted(workers_here())):
-            killed.append(rng.choice(there))
-            os.kill(killed[-1], signal.SIGKILL)
+        for moment in moments:
+            if ended.wait(max(0.0, began + moment - time.monotonic())):
+                return
+            if there := sorted(workers_here()):
+                killed.append(rng.choice(there))
+                os.kill(killed[-1], signal.SIGKILL)
 
-    thread = threading.Thread(target=kill, daemon=True)
-    thread.start()
+    threading.Thread(target=kill, daemon=True).start()
     return killed
 
 
@@ -100,18 +103,17 @@ def trials(options: Any, place: Path, results: Results) -> None:
         if ("equal", workers) not in done:
             results.add({"kind": "equal", "number": workers, "ok": found == expected, "seconds": round(took, 2)})
     number = 0
-    while sum(row["kind"] == "kill" and row["killed"] > 0 for row in results.rows) < options.kills:
+    while sum(row["killed"] for row in results.rows if row["kind"] == "kill") < options.kills:
         number += 1
         if ("kill", number) in done:
             continue
         rng, ended = random.Random(f"{options.seed} {number}"), threading.Event()
-        after = rng.uniform(0, took)
-        killed = killed_after(after, rng, ended)
+        moments = sorted(round(rng.uniform(0, took), 3) for _ in range(options.each))
+        killed = killing(moments, rng, ended)
         found, took = build(options.model, place / "ray", rows, "ray", 2)
         ended.set()
-        results.add(
-            {"kind": "kill", "number": number, "ok": found == expected, "killed": len(killed), "after": round(after, 3)}
-        )
+        row = {"kind": "kill", "number": number, "ok": found == expected, "killed": len(killed)}
+        results.add({**row, "moments": moments, "seconds": round(took, 2)})
     documents.BUNDLE_BYTES, spec.MANY_BYTES = bundle, least
     for size in options.measure:
         if ("measure", size) in done:
@@ -138,6 +140,7 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, help="a file of JSON lines, written as it is known, and continued")
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--each", type=int, default=1, help="workers killed in a build")
     parser.add_argument("--measure", type=int, nargs="+", default=[], metavar="MB")
     parser.add_argument("--workers", type=int, default=2, help="of the measured builds")
     parser.add_argument("--seed", type=int, default=0)

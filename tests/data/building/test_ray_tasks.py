@@ -79,11 +79,14 @@ def test_what_cannot_work_is_refused(  # noqa: PLR0917
     assert hint in str(raised.value.hint)
 
 
-@pytest.mark.slow
-@pytest.mark.multi
+@pytest.mark.slow("ray_here")
+@pytest.mark.parametrize("where", ["fake_ray", "ray_here"])
 def test_bytes_are_those_of_local_workers_and_killed_ones_leave_no_trace(
-    ray_here: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ray = request.getfixturevalue(where)
+    if where == "fake_ray":
+        ray()
     monkeypatch.setattr(documents, "BUNDLE_BYTES", 1)
     rows = [tmp_path / f"rows{number:02}.jsonl" for number in range(24)]
     for number, path in enumerate(rows):
