@@ -17,6 +17,7 @@ import numpy.typing as npt
 from tuner.config.duration import Duration
 from tuner.data.building.encoded import TABLE, Counts, Tally
 from tuner.data.building.spec import Source
+from tuner.data.mixed_order import mixed
 from tuner.errors import DataError
 
 Digests = npt.NDArray[np.uint64]
@@ -126,7 +127,7 @@ def _keyed_groups(digests: Digests, seed: int) -> tuple[npt.NDArray[np.int64], n
     hashed = np.empty(len(digests), dtype=np.uint64)
     for start in range(0, len(digests), _CHUNK):
         part = digests[start : start + _CHUNK]
-        hashed[start : start + _CHUNK] = _mixed(_mixed(part[:, 0] ^ key[0]) ^ part[:, 1] ^ key[1])
+        hashed[start : start + _CHUNK] = mixed(mixed(part[:, 0] ^ key[0]) ^ part[:, 1] ^ key[1])
     order = np.argsort(hashed, kind="stable").astype(np.int64, copy=False)
     hashed = hashed[order]
     # Two different documents of one hash would merely stay together.
@@ -154,14 +155,6 @@ def _with_records(
     joined = first[group]
     order = np.argsort(joined, kind="stable").astype(np.int64, copy=False)
     return order, np.unique(joined, return_counts=True)[1]
-
-
-def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every bit of the input reaches every bit of the output."""
-    mixed = words + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
 
 
 @dataclass
