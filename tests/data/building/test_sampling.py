@@ -71,6 +71,9 @@ def test_digests_that_share_a_half_are_told_apart(pairs: list[tuple[int, int]], 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "_CHUNK", chunk)
         assert distinct(table[:20], table[20:]) == len(set(pairs))
+        patch.setattr(sampling, "_AT_ONCE", 7)
+        table[:, 0] <<= 62  # so that first bits differ
+        assert distinct(table[:20], table[20:]) == len(set(pairs))
 
 
 def test_what_is_held_out_depends_on_no_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -101,10 +102,23 @@ def _job(spec: PrepareSpec, much: bool, fast: bool) -> EncodeJob:
 def _build(
     spec: PrepareSpec, keys: PreparedKeys, tmp: Path, console: Console | None, slow_reason: str | None = None
 ) -> dict[str, Any]:
+    # What is known of each document is 25 bytes: in files without names, they go with the process.
+    with TemporaryFile(dir=tmp) as train, TemporaryFile(dir=tmp) as held_out:
+        return _built(spec, keys, tmp, console, slow_reason, (train, held_out))
+
+
+def _built(
+    spec: PrepareSpec,
+    keys: PreparedKeys,
+    tmp: Path,
+    console: Console | None,
+    slow_reason: str | None,
+    tables: tuple[IO[bytes], IO[bytes]],
+) -> dict[str, Any]:
     held_out = spec.data.eval if isinstance(spec.data.eval, Duration) else None
-    splits = [SampledSplit("train", keys.train, held_out is not None)]
+    splits = [SampledSplit("train", keys.train, tables[0], held_out is not None)]
     if keys.eval is not None:
-        splits.append(SampledSplit("eval", keys.eval))
+        splits.append(SampledSplit("eval", keys.eval, tables[1]))
     expected = expected_bytes(source for split in splits for source in split.sources)
     workers = spec.workers(expected)
     job = _job(spec, much=workers > 1, fast=slow_reason is None)
@@ -170,7 +184,7 @@ def _read(
                     origin.split.counts[origin.source].add(block.counts)
                     origin.split.size += origin.size
                 split = origins[0].split
-                split.table += bundle.table.tobytes()
+                split.table.write(bundle.table.tobytes())
                 split.tally.add(bundle.tally)
                 files.append(split.path(tmp, origins[0].source), bundle.documents)
                 done(sum(origin.size for origin in origins))
