@@ -9,13 +9,14 @@ packing   a million lognormal lengths (median 400, sigma 1.2, clipped to the row
 planner   the time of a step over what it would be if no rank waited: sum over micro-batches of the costliest rank,
           times ranks, over the sum of costs; with rows in order, and dealt.
 memory    the peak of a process that cuts and packs five million documents, and makes their record batches.
-scale     cuts and packs a million to a hundred million documents (lognormal, mean 600, rows of 4,096 tokens) and writes
-          their rows; then walks the shuffled order of an epoch. Each in a process of its own, with its peak.
+scale     packs a million to a hundred million lengths (lognormal, mean 600, rows of 4,096) and writes their rows; then
+          walks the shuffled order of an epoch. Each in a process of its own, with its peak.
 
 Exits 1 when packing needs more than a second or less than 99.99 % efficiency, or memory passes 300 MiB (2 GB at scale),
 or rows at scale are less than 99.9 % full.
 
-    OMP_NUM_THREADS=1 python -m tools.bench_pack [packing] [planner] [memory] [scale] [--items N] [--rounds N] [--no-peer] [--out FILE]
+    OMP_NUM_THREADS=1 python -m tools.bench_pack [packing] [planner] [memory] [scale] [--items N] [--rounds N]
+                                                 [--no-peer] [--out FILE]
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from tools.measures import alternated
 from tools.measures import memory as peak
 from tuner.data.batches import GlobalBatches, balance_rows, row_costs
 from tuner.data.building.bins import lower_bound, pack
-from tuner.data.building.pack import Carried, Segments, cut, row_batches
-from tuner.data.building.rows_file import segments_of, write_rows
+from tuner.data.building.pack import BLOCK_SEGMENTS, Segments, cut, row_batches
+from tuner.data.building.rows_file import write_rows
 from tuner.data.prepared import COUNTS, PackedRows, arrow, open_stream, row_counts
 
 CAPACITIES = (4096, 8192, 32768)
@@ -170,12 +171,12 @@ def planner(items: int, steps: int = 50) -> list[dict[str, Any]]:
     return records
 
 
-def documents(count: int, sigma: float = 1.2) -> Iterator[pa.RecordBatch]:
-    """Record batches of 2,000 documents with lognormal lengths of median 400, all tokens trained."""
+def documents(count: int) -> Iterator[pa.RecordBatch]:
+    """Record batches of 2,000 documents with lognormal lengths, all tokens trained."""
     rng = np.random.default_rng(3)
     flags = pa.Array.from_buffers(pa.bool_(), 1 << 23, [None, pa.py_buffer(np.full(1 << 20, 255, dtype=np.uint8))])
     for first in range(0, count, 2000):
-        lengths = np.clip(rng.lognormal(math.log(400), sigma, min(2000, count - first)), 1, 1 << 20).astype(np.int64)
+        lengths = np.clip(rng.lognormal(math.log(400), 1.2, min(2000, count - first)), 1, 1 << 20).astype(np.int64)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         lists = pa.ListArray.from_arrays(arrow(offsets.astype(np.int32)), flags.slice(0, int(offsets[-1])))
         yield pa.record_batch([lists], names=["trained"])
@@ -196,20 +197,24 @@ def measure_memory(count: int, capacity: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def blocks_of(count: int, capacity: int) -> Iterator[Segments]:
+    """Segments as cutting gives them, with lognormal lengths of mean 600, in blocks."""
+    rng = np.random.default_rng(3)
+    for first in range(0, count, BLOCK_SEGMENTS):
+        stops = np.empty(min(BLOCK_SEGMENTS, count - first), dtype=np.uint32)
+        for part in np.split(stops, range(1 << 17, len(stops), 1 << 17)):
+            part[:] = np.clip(rng.lognormal(math.log(400), 0.9, len(part)), 2, capacity)
+        numbers = np.arange(first, first + len(stops), dtype=np.uint32)
+        yield Segments(numbers, np.broadcast_to(np.uint32(0), len(stops)), stops, stops - np.uint32(1))
+        del stops, numbers, part
+
+
 def measure_scale(count: int, capacity: int) -> dict[str, Any]:
-    """What this process takes to write the rows of `count` documents of mean length 600, and to walk an epoch of them."""
+    """What it takes to write the rows of `count` lengths of mean 600, and to walk an epoch of them."""
     with workplace() as work:
-        path, started, spent = work / "train.rows.arrow", time.process_time(), list[float]()
-
-        def cuts(batches: Iterator[pa.RecordBatch], *, carried: Carried) -> Segments:
-            begun = time.process_time()
-            found = cut(batches, capacity, "split", carried=carried)
-            spent.append(time.process_time() - begun)
-            return found
-
-        report = write_rows(path, segments_of(documents(count, 0.9), capacity, cuts), capacity)
-        packed, peak_mib = time.process_time() - started - sum(spent), peak("VmHWM") >> 20
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts over
+        path, started = work / "train.rows.arrow", time.process_time()
+        report = write_rows(path, blocks_of(count, capacity), capacity)
+        packed, peak_mib = time.process_time() - started, peak("VmHWM") >> 20
         started, n_rows = time.process_time(), report["packed_rows"]
         counts = None
         if row_counts(path).exists():
@@ -224,7 +229,7 @@ def measure_scale(count: int, capacity: int) -> dict[str, Any]:
         assert seen.all() and tokens == report["packed_tokens"]
         return {
             "documents": count, "rows": n_rows, "fill": report["fill"], "blocks": report.get("blocks", 1),
-            "cut_seconds": round(sum(spent), 1), "pack_seconds": round(packed, 1), "peak_mib": peak_mib,
+            "pack_seconds": round(packed, 1), "peak_mib": peak_mib,
             "epoch_seconds": round(time.process_time() - started, 1), "epoch_anonymous_mib": peak("RssAnon") >> 20,
             "rows_mib": path.stat().st_size >> 20,
         }  # fmt: skip

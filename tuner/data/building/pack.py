@@ -32,7 +32,7 @@ BATCH_ROWS, BATCH_SEGMENTS = 1 << 16, 1 << 19
 U32 = npt.NDArray[np.uint32]
 
 
-class Carried(NamedTuple):
+class CutSoFar(NamedTuple):
     """What the blocks before leave to the next one."""
 
     documents: int = 0
@@ -41,7 +41,7 @@ class Carried(NamedTuple):
     """Of a row that is begun, where rows are cut: document, stop, trained and start of its segments."""
 
 
-_NOTHING = Carried()
+_NOTHING = CutSoFar()
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Segments:
     """int64[rows + 1]: where rows begin and end, where that is decided."""
     each: int = 1
     """Neighbours that stand next to each other in a row: the documents of an example."""
-    carried: Carried = _NOTHING
+    carried: CutSoFar = _NOTHING
 
     @property
     def tokens(self) -> U32:
@@ -102,7 +102,7 @@ def cut(
     each: int = 1,
     max_prompt: int | None = None,
     min_piece: int = 0,
-    carried: Carried = _NOTHING,
+    carried: CutSoFar = _NOTHING,
 ) -> Segments:
     """Cut documents into segments of at most `max_length` tokens; those without a trained target are left out.
 
@@ -153,7 +153,7 @@ def cut(
     documents, stops, targeted, *rest = segments.done()
     starts = rest[0] if rest else np.broadcast_to(np.uint32(0), len(stops))
     losses = (reasons, truncated, 0, n_split, pieces_dropped, tokens_dropped)
-    return Segments(documents, starts, stops, targeted, *losses, carried=Carried(base))
+    return Segments(documents, starts, stops, targeted, *losses, carried=CutSoFar(base))
 
 
 def _cut_pairs(
@@ -193,7 +193,7 @@ def _cut_pairs(
     reasons = {reason: count for reason, count in dropped.items() if count}
     documents, stops, targeted, *rest = segments.done()
     begins = rest[0] if rest else np.broadcast_to(np.uint32(0), len(stops))
-    return Segments(documents, begins, stops, targeted, reasons, truncated, cut_prompts, each=2, carried=Carried(base))
+    return Segments(documents, begins, stops, targeted, reasons, truncated, cut_prompts, each=2, carried=CutSoFar(base))
 
 
 def _prompts(before: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -202,7 +202,7 @@ def _prompts(before: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> n
     return np.where(before[offsets[1:]] > before[offsets[:-1]], first - offsets[:-1], 0)
 
 
-def in_order(batches: Iterator[pa.RecordBatch], max_length: int, carried: Carried = _NOTHING) -> Segments:
+def in_order(batches: Iterator[pa.RecordBatch], max_length: int, carried: CutSoFar = _NOTHING) -> Segments:
     """Cut documents, end to end in their order, wherever a row is full: the segments of every full row.
 
     Left out are what comes after the last one, which is carried on, and rows without a trained target. DataError as for
@@ -236,7 +236,7 @@ def in_order(batches: Iterator[pa.RecordBatch], max_length: int, carried: Carrie
     bounds = np.append(0, np.flatnonzero(after[kept] % max_length == 0) + 1)
     begun = tuple(column[row == seen // max_length] for column in (documents, stops, targeted, starts))
     documents, stops, targeted, starts = (column[kept] for column in (documents, stops, targeted, starts))
-    return Segments(documents, starts, stops, targeted, split=n_split, rows=bounds, carried=Carried(base, begun))
+    return Segments(documents, starts, stops, targeted, split=n_split, rows=bounds, carried=CutSoFar(base, begun))
 
 
 def pair_limit(max_length: int, shorter: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

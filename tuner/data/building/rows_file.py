@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from tuner.data.building.encoded import record_batches
-from tuner.data.building.pack import Carried, Segments, in_blocks, row_batches
+from tuner.data.building.pack import CutSoFar, Segments, in_blocks, row_batches
 from tuner.data.prepared import COUNTS, ROWS_SCHEMA, row_counts, view
 
 _SUMMED = ("truncated", "cut_prompts", "split", "dropped_pieces", "dropped_piece_tokens")
@@ -18,13 +18,13 @@ _SUMMED = ("truncated", "cut_prompts", "split", "dropped_pieces", "dropped_piece
 class CutsBlock(Protocol):
     """What cuts a block of documents: `cut` or `in_order` of :mod:`tuner.data.building.pack`, for rows of one kind."""
 
-    def __call__(self, batches: Iterator[pa.RecordBatch], *, carried: Carried) -> Segments:
+    def __call__(self, batches: Iterator[pa.RecordBatch], *, carried: CutSoFar) -> Segments:
         """Cut one block, which comes after what was carried."""
 
 
 def segments_of(batches: Iterator[pa.RecordBatch], max_length: int, cuts: CutsBlock) -> Iterator[Segments]:
     """Yield the segments of documents, a block at a time, which the caller lets go of before the next."""
-    carried = Carried()
+    carried = CutSoFar()
     for block in in_blocks(batches, max_length):
         found = cuts(block, carried=carried)
         carried = found.carried
