@@ -23,13 +23,12 @@ class CutsBlock(Protocol):
 
 
 def segments_of(batches: Iterator[pa.RecordBatch], max_length: int, cuts: CutsBlock) -> Iterator[Segments]:
-    """Yield the segments of documents, a block at a time, which the caller lets go of before the next."""
+    """Yield the segments of documents, a block at a time; the one before is held until the next is cut."""
     carried = CutSoFar()
     for block in in_blocks(batches, max_length):
         found = cuts(block, carried=carried)
         carried = found.carried
         yield found
-        del found
 
 
 def write_rows(
@@ -57,7 +56,6 @@ def write_rows(
             sums.update({name: getattr(segments, name) for name in _SUMMED})
             dropped.update(segments.dropped)
             n_blocks += 1
-            del segments, numbers  # before the next block is made
     if n_blocks > 1:
         _write_counts(path)
     return {
