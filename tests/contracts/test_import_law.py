@@ -23,6 +23,7 @@ LAW: dict[str, set[str]] = {
     "checkpoint": BASE,
     "parallel": BASE | {"model"},
     "rundir": BASE | {"checkpoint"},
+    "submit": BASE,
     "transformers_tokenizer": BASE | {"data"},
     "init_from": BASE | {"model", "checkpoint", "rundir"},
     "export": BASE | {"data", "model", "checkpoint", "rundir", "init_from"},
@@ -35,7 +36,7 @@ LAW: dict[str, set[str]] = {
     "ladder": LAUNCH | {"run"},
     "generate": BASE | {"data", "model", "checkpoint", "rundir", "export"},
     "api": LAUNCH | {"prove", "run", "generate", "ladder"},
-    "cli": LAUNCH | {"prove", "run", "ladder", "generate"},
+    "cli": LAUNCH | {"prove", "run", "ladder", "generate", "submit"},
     "": {"api"} | BASE,
     "__main__": {"cli"},
 }

@@ -23,6 +23,8 @@ SURFACE = {
     "data verify": "(WANTED) --cache-dir",
     "data gc": "--unused --verify --dry-run --cache-dir",
     "train": "(RECIPE) --resume --reset --prepared --overrides --no-prepare --dry-run",
+    "launch": "(RECIPE) --on --nodes --gpus-per-node --cpus --memory --time --image --volume --env --secret --resource "
+    "--sbatch --restarts --jobset --dry-run",
     "ladder plan": "(RECIPE) --rung --device --quick --output",
     "ladder run": "(RECIPE) --rung",
     "ladder benchmark": "RUNG (RECIPE) --steps --output",
