@@ -25,6 +25,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -114,11 +115,8 @@ def gloo(size: int, lazy: bool) -> dict[str, Any]:
 
 
 def _each(size: int, work: Callable[[int], None]) -> None:
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(size) as threads:
+        list(threads.map(work, range(size)))
 
 
 def _sockets() -> int:
@@ -161,13 +159,11 @@ def noted(file: Path) -> None:
         real = getattr(Collective, kind)
 
         def call(self: Collective, work: Callable[[], Any]) -> Any:
-            if getattr(depth, "inside", False) or self.group is None:
+            if getattr(depth, "inside", False):
                 return real(self, work)
             depth.inside = True
-            try:
-                answer = real(self, work)
-            finally:
-                depth.inside = False
+            answer = real(self, work)
+            depth.inside = False
             given = answer[0] if kind in ("on_all_ranks", "to_rank0") and answer else answer
             size = 0 if kind == "together" else len(pickle.dumps(given))
             code = sys._getframe(1).f_code
@@ -186,9 +182,8 @@ def launched(model: str) -> Iterator[dict[str, Any]]:
     from tests.fixtures import trainings
     from tuner.cli.main import main
 
-    rank = os.environ.get("RANK")
-    if rank is not None:
-        if rank == "0":
+    if "RANK" in os.environ:
+        if os.environ["RANK"] == "0":
             noted(Path("noted.json"))
         main(["train", "scale.yaml"])
     with workplace() as directory:
@@ -196,12 +191,10 @@ def launched(model: str) -> Iterator[dict[str, Any]]:
         (directory / "rows.jsonl").write_text('{"text": "some words of a row"}\n' * 64)
         (directory / "scale.yaml").write_text(RECIPE.format(model=model or "./model"))
         words = [sys.executable, "-m", "tools.startup_at_scale", "--out", "-"]
-        env = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-               "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # fmt: skip
-        ranks = [
-            subprocess.Popen(words, cwd=directory, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(2)
-        ]
+        env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        env |= {"LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        ranks = [subprocess.Popen(words, cwd=directory, env=env | each) for each in own]
         if any([one.wait(570) for one in ranks]):
             raise SystemExit("the launch failed")
         for kind, place, size, count in json.loads((directory / "noted.json").read_text()):
@@ -216,13 +209,9 @@ def received(kind: str, size: int) -> dict[str, int]:
 
 def dealt(boxes: int) -> dict[str, Any]:
     """Who writes what of so many boxes on each of WORLD processes, as rank 0 finds it."""
-    held = [
-        [
-            _HeldBox(f"model.layers.{number}.weight", "F32", (WORLD * 8, 64), Box((rank * 8, 0), (8, 64), (0, 0)))
-            for number in range(boxes)
-        ]
-        for rank in range(WORLD)
-    ]
+    whole = WORLD * 8, 64
+    parts = [Box((rank * 8, 0), (8, 64), (0, 0)) for rank in range(WORLD)]
+    held = [[_HeldBox(f"layers.{number}", "F32", whole, part) for number in range(boxes)] for part in parts]
     begun = time.process_time()
     _dealt(held)
     seconds = round(time.process_time() - begun, 2)

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,7 +80,9 @@ def write_shards(
     # Rank 0 alone has them all: of a thousand ranks they are hundreds of megabytes.
     pieces = ranks.together(lambda: _pieces(tensors))
     held = ranks.to_rank0(lambda: pieces)
-    own = [pieces[number] for number in ranks.from_rank0(lambda: _dealt(held))]
+    # Wide elements first: safetensors allows no gaps, and so every tensor starts at a multiple of its item size.
+    dealt = (pieces[number] for number in ranks.from_rank0(lambda: _dealt(held)))
+    own = sorted(dealt, key=lambda piece: (-TYPES[piece.dtype][1], piece.name, piece.box.offsets))
     parts = [_local(tensors[one.name]) if staged is None else staged.tensors[one.name] for one in own]
     path = directory / shard_name(ranks.rank, ranks.size)
     written = ranks.to_rank0(lambda: _write_shard(path, own, parts))
@@ -100,7 +101,7 @@ def _pieces(tensors: Mapping[str, torch.Tensor]) -> list[_HeldBox]:
 
 
 def _dealt(held: Sequence[Sequence[_HeldBox]]) -> list[list[int]]:
-    """Of the boxes that each process has the numbers of those that it writes, in the order of its file.
+    """Of the boxes that each process has the numbers of those that it writes.
 
     One that several have goes to that of them with the fewest bytes so far.
     """
@@ -108,19 +109,12 @@ def _dealt(held: Sequence[Sequence[_HeldBox]]) -> list[list[int]]:
     for rank, pieces in enumerate(held):
         for number, piece in enumerate(pieces):
             holders[piece.name, piece.box.offsets].append((rank, number))
-    sizes = [0] * len(held)
-    dealt: list[list[int]] = [[] for _ in held]
+    sizes, dealt = [0] * len(held), [list[int]() for _ in held]
     for of_box in holders.values():
         rank, number = min(of_box, key=lambda one: sizes[one[0]])
         sizes[rank] += max(held[rank][number].nbytes, 1)
         dealt[rank].append(number)
-    # Wide elements first: safetensors allows no gaps, and so every tensor starts at a multiple of its item size.
-    return [sorted(numbers, key=partial(_order, pieces)) for pieces, numbers in zip(held, dealt, strict=True)]
-
-
-def _order(pieces: Sequence[_HeldBox], number: int) -> tuple[int, str, tuple[int, ...]]:
-    piece = pieces[number]
-    return -TYPES[piece.dtype][1], piece.name, piece.box.offsets
+    return dealt
 
 
 def _write_shard(path: Path, pieces: Sequence[_HeldBox], parts: Sequence[torch.Tensor]) -> WrittenFile:
