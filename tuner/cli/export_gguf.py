@@ -20,8 +20,13 @@ def export_gguf(
         ),
     ],
     type: Annotated[  # noqa: A002 - the option's name
-        Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4"],
-        typer.Option(help="Type of the weights; what it costs is measured in llama.cpp and shown."),
+        Literal[
+            "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "iq4_nl",
+            "iq4_xs", "q4_1", "q4_0", "mxfp4", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k", "q2_k_s",
+        ],
+        typer.Option(
+            case_sensitive=False, help="Type of the weights; what it costs is measured in llama.cpp and shown."
+        ),
     ] = "bf16",
     output: Annotated[
         str | None,

@@ -14,6 +14,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from tuner.checkpoint.storage import tensor_bytes
+from tuner.export.gguf import kquants
 from tuner.export.gguf.architecture import Number
 from tuner.export.shards import FLUSH_BYTES
 from tuner.export.tensors import TensorSource
@@ -21,8 +22,12 @@ from tuner.runtime.files import machine_errors
 
 PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 ROUNDED = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4")
-"""Types of blocks, the closest to the trained weights first."""
-TYPES = (*PLAIN, *ROUNDED)
+"""Types of blocks of 32, which need no llama.cpp."""
+TYPES = (
+    *PLAIN, "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "iq4_nl", "iq4_xs", "q4_1", "q4_0",
+    "mxfp4", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k", "q2_k_s",
+)  # fmt: skip
+"""Of files; those of blocks with the closest to the trained weights first."""
 _HEADS = ("token_embd.weight", "output.weight")
 _ALWAYS_F32 = ("norm.weight", "ffn_gate_inp.weight", "shortconv.conv.weight", "attn_sinks.weight", "rope_freqs.weight")
 
@@ -51,6 +56,9 @@ def write_gguf(
     for key, value in keys.items():
         _add(writer, key, value)
     types = {name: type_of(name, source.shape, wanted) for name, source in tensors.items()}
+    if wanted in kquants.mixes():
+        matrices = {name: source.shape for name, source in tensors.items() if types[name] != "f32"}
+        types |= kquants.mixed(matrices, wanted, keys)
     for name, source in tensors.items():
         kind = Type[types[name].upper()]
         block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -89,7 +97,10 @@ def _blocks(source: TensorSource, kind: str) -> Iterator[memoryview]:
         yield from (tensor_bytes(block) for block in source.blocks(PLAIN[kind]))
         return
     for block in source.blocks(torch.float32):
-        yield gguf.quants.quantize(block.contiguous().numpy(), Type[kind.upper()]).reshape(-1).data
+        if kind in ROUNDED:
+            yield gguf.quants.quantize(block.contiguous().numpy(), Type[kind.upper()]).reshape(-1).data
+        else:
+            yield kquants.quantized(block, kind)
 
 
 def _file_type(wanted: str) -> int:
