@@ -35,7 +35,7 @@ SURFACE = {
     "compare": "FIRST SECOND --level",
     "export-hf": "PATH --step --output --dtype --keep-fp32 --adapter --base-model --text-only --base --weights "
     "--shard-size --dry-run",
-    "export-gguf": "PATH --type --output --step --weights --no-verify",
+    "export-gguf": "PATH --type --output --step --weights --adapter --shard-size --modelfile --no-verify",
     "push": "PATH REPO --private --dry-run",
     "generate": "MODEL --prompt --file --compare --base --max-new-tokens --temperature --top-p --top-k "
     "--seed --samples --system --raw",

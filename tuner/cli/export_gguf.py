@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 import typer
 
 from tuner.cli.command import Outcome, VerboseOption, command, console_of, input_path
-from tuner.cli.export_hf import which_step
+from tuner.cli.export_hf import shard_bytes_of, which_step
 from tuner.cli.named import run_path
 
 
 @command("export-gguf")
-def export_gguf(
+def export_gguf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     path: Annotated[
         str,
         typer.Argument(
@@ -37,6 +37,17 @@ def export_gguf(
         str,
         typer.Option(metavar="WHICH", help="trained, ema (the run's average) or mean:N (of the last N checkpoints)."),
     ] = "trained",
+    adapter: Annotated[
+        Literal["merge", "keep"],
+        typer.Option(help="Merge an adapter into the weights, or write it by itself, for llama.cpp's --lora."),
+    ] = "merge",
+    shard_size: Annotated[
+        str | None,
+        typer.Option(metavar="BYTES", help="Largest file, e.g. 40GB: more are written to a directory. Default: one."),
+    ] = None,
+    modelfile: Annotated[
+        bool, typer.Option("--modelfile", help="Write a Modelfile for Ollama next to the file.")
+    ] = False,
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Do not ask llama.cpp; the file's metadata say so.")
     ] = False,
@@ -44,9 +55,11 @@ def export_gguf(
 ) -> Outcome:
     """Write a GGUF file and have llama.cpp answer as the trained model does before it appears."""
     chosen, source = which_step(step), run_path(path, others=True)
+    shard_bytes = None if shard_size is None else shard_bytes_of(shard_size)
     target = None if output is None else input_path(output)
     console = console_of("debug" if verbose else "info")
     with console.doing("loading torch", at_once=True):
         from tuner.cli.work import export_gguf as work
 
-    return work.export(source, target, type, chosen, weights, not no_verify, console)
+    form = work.Form(type, shard_bytes, modelfile)
+    return work.export(source, target, chosen, weights, adapter, form, not no_verify, console)

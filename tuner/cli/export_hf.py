@@ -53,14 +53,8 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     verbose: VerboseOption = False,
 ) -> Outcome:
     """Write a Hugging Face directory and verify it before it appears under its name."""
-    from tuner.config.numbers import parse_bytes
-
-    chosen = which_step(step)
+    chosen, shard_bytes = which_step(step), shard_bytes_of(shard_size)
     source = run_path(path)
-    try:
-        shard_bytes = parse_bytes(shard_size)
-    except ValueError as error:
-        raise RecipeError(f"--shard-size {shard_size}: {error}", hint="write 5GB, 500MB or 4GiB") from None
     target = None if output is None else input_path(output)
     console = console_of("debug" if verbose else "info")
     with console.doing("loading torch", at_once=True):
@@ -79,6 +73,16 @@ def which_step(text: str) -> int | Literal["newest", "best"]:
     if not text.isascii() or not text.isdigit():
         raise RecipeError(f"--step {text}: no such checkpoint", hint="write newest, best or a step, such as 500")
     return int(text)
+
+
+def shard_bytes_of(text: str) -> int:
+    """What `--shard-size` means. Raises RecipeError."""
+    from tuner.config.numbers import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise RecipeError(f"--shard-size {text}: {error}", hint="write 5GB, 500MB or 4GiB") from None
 
 
 def _named(base_model: str | None) -> str | None:

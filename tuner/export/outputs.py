@@ -98,6 +98,20 @@ class ExportedValues:
         entries, frozen = self._entries()
         return [output for entry in entries for output in self._outputs_of(entry, frozen, dtype)]
 
+    def without_adapter(self, dtype: torch.dtype) -> list[Output]:
+        """Every published tensor of the model that the adapter was trained on, floating ones in ``dtype``."""
+        entries, frozen = self._entries()
+        self._adapters = {}
+        return [output for entry in entries for output in self._outputs_of(entry, frozen, dtype)]
+
+    def low_rank(self) -> dict[str, LowRank]:
+        """The adapter of each adapted weight by its published name; DataError, and RecipeError for parts of several."""
+        entries = {entry.name: entry for entry in published(self._trained.plain)}
+        layers = {f"{name}.weight": (name, layer) for name, layer in lora_layers(self._trained.adapted)}
+        if bad := [name for name in layers if not entries[name].is_itself]:
+            raise RecipeError(f"{bad[0]} is adapted, and published in parts", hint="merge it: --adapter merge")
+        return {next(iter(entries[name].targets)): self._read_low_rank(*found) for name, found in layers.items()}
+
     def whole(self) -> Iterator[tuple[str, TensorSource]]:
         """Every tensor of the plain model by its name there, as it was trained: not rounded, not laid out for files."""
         entries, frozen = self._entries()

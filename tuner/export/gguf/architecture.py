@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -135,21 +135,29 @@ class Architecture:
 
         Raises RecipeError for one that has no place in llama.cpp's model.
         """
-        names = gguf.get_tensor_name_map(_ARCHITECTURES[self.name], int(self.facts["num_hidden_layers"]))
         placed: dict[str, TensorSource] = {}
         for name, source in _stacked(published).items():
-            if name == "lm_head.weight" and self.facts.get("tie_word_embeddings"):
-                continue
-            if (parts := self._columns(name, source)) is not None:
-                placed |= parts
-                continue
-            target = names.get_name(name, try_suffixes=_SUFFIXES)
-            if target is None:
-                raise RecipeError(f"{name}: has no place in llama.cpp's {self.name}: the model cannot be written")
-            placed[target if target.endswith(_SUFFIXES) else f"{target}.weight"] = self._laid_out(name, source)
+            if name != "lm_head.weight" or not self.facts.get("tie_word_embeddings"):
+                placed |= self.placed(name, source)
         if self.facts["rope"].get("rope_type") == "llama3":
             placed["rope_freqs.weight"] = held_tensor(_factors(self.facts["rope"], self.facts["rotary_dim"]))
         return placed
+
+    def placed(self, name: str, source: TensorSource) -> dict[str, TensorSource]:
+        """One published tensor, or B of its adapter, by its name in the file, or by those of its parts.
+
+        Raises RecipeError where it has no place in llama.cpp's model.
+        """
+        if (parts := self._columns(name, source)) is not None:
+            return parts
+        target = self._names.get_name(name, try_suffixes=_SUFFIXES)
+        if target is None:
+            raise RecipeError(f"{name}: has no place in llama.cpp's {self.name}: the model cannot be written")
+        return {target if target.endswith(_SUFFIXES) else f"{target}.weight": self._laid_out(name, source)}
+
+    @cached_property
+    def _names(self) -> Any:
+        return gguf.get_tensor_name_map(_ARCHITECTURES[self.name], int(self.facts["num_hidden_layers"]))
 
     def _columns(self, name: str, source: TensorSource) -> dict[str, TensorSource] | None:
         """What the columns of one tensor of experts are in the file; None for another tensor."""

@@ -110,7 +110,9 @@ def _llama_cpp() -> Any:
     found = importlib.util.find_spec("xllamacpp") and importlib.util.find_spec("xllamacpp.xllamacpp")
     function: Any = getattr(ctypes.CDLL(found.origin), "ggml_quantize_chunk", None) if found and found.origin else None
     if function is None:
-        raise MachineError("K-quants are written by llama.cpp's own code, which is missing", hint="pip install -U xllamacpp")
+        raise MachineError(
+            "K-quants are written by llama.cpp's own code, which is missing", hint="install it: pip install -U xllamacpp"
+        )
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     function.argtypes = (ctypes.c_int, pointer, pointer, number, number, number, pointer)
     function.restype = ctypes.c_size_t

@@ -18,10 +18,12 @@ from tuner.runtime.files import json_bytes, read_json, write_new
 class Server:
     """A model that llama.cpp has loaded, asked over a local connection."""
 
-    def __init__(self, model: str, context: int, threads: int) -> None:
-        """Load it; the attention's cache is float32, as its model is in transformers."""
+    def __init__(self, model: str, context: int, threads: int, adapter: str | None = None) -> None:
+        """Load it, and an adapter onto it; the attention's cache is float32, as its model is in transformers."""
         parameters: Any = xllamacpp.CommonParams()
         parameters.model.path = model
+        if adapter is not None:
+            parameters.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(adapter, 1.0)]
         parameters.n_ctx, parameters.n_parallel, parameters.port = context, 1, 0
         parameters.n_gpu_layers, parameters.use_jinja, parameters.warmup = 0, True, False
         parameters.fit_params, parameters.swa_full, parameters.prefill_assistant = False, True, False
@@ -66,7 +68,7 @@ class Server:
 def main(job: Path) -> None:
     """Answer the questions of a file."""
     asks = read_json(job)
-    server = Server(asks["model"], asks["context"], asks["threads"])
+    server = Server(asks["model"], asks["context"], asks["threads"], asks.get("adapter"))
     write_new(
         job.with_name(ANSWERS),
         json_bytes(

@@ -136,9 +136,18 @@ def prompts_of(texts: Texts, model: torch.nn.Module, recorded: Sequence[Mapping[
     return Prompts(prompts, model, limit + 2 * TOKENS)
 
 
-def prove(directory: Path, file: Path, kind: str, texts: Texts, prompts: Prompts, bound: float) -> Figures:
+def prove(  # noqa: PLR0913, PLR0917 - what is held against what
+    directory: Path,
+    file: Path,
+    kind: str,
+    texts: Texts,
+    prompts: Prompts,
+    bound: float,
+    adapter: Path | None = None,
+) -> Figures:
     """Ask llama.cpp and compare. Raises VerificationError naming the first thing that differs."""
     questions = {
+        "adapter": None if adapter is None else str(adapter),
         "context": prompts.context,
         "threads": torch.get_num_threads(),
         "texts": texts.texts,
