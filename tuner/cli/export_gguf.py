@@ -22,7 +22,7 @@ def export_gguf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     type: Annotated[  # noqa: A002 - the option's name
         Literal[
             "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "iq4_nl",
-            "iq4_xs", "q4_1", "q4_0", "mxfp4", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k", "q2_k_s",
+            "iq4_xs", "q4_1", "q4_0", "mxfp4", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
         ],
         typer.Option(
             case_sensitive=False, help="Type of the weights; what it costs is measured in llama.cpp and shown."

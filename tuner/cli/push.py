@@ -18,7 +18,7 @@ def push(
     path: Annotated[
         str,
         typer.Argument(
-            metavar="RUN", help="Export that tuner export-hf wrote, or a run: its newest one; - reads stdin."
+            metavar="RUN", help="Export that tuner wrote, a .gguf too, or a run: its newest one; - reads stdin."
         ),
     ],
     repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository, created where it is not there.")],

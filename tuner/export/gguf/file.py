@@ -25,7 +25,7 @@ ROUNDED = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4")
 """Types of blocks of 32, which need no llama.cpp."""
 TYPES = (
     *PLAIN, "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "iq4_nl", "iq4_xs", "q4_1", "q4_0",
-    "mxfp4", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k", "q2_k_s",
+    "mxfp4", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
 )  # fmt: skip
 """Of files; those of blocks with the closest to the trained weights first."""
 _OF_FILE, _OF_TENSOR = 512, 128
@@ -66,7 +66,7 @@ def write_gguf(  # noqa: PLR0913, PLR0917 - what a file is
     types = {name: type_of(name, source.shape, wanted) for name, source in tensors.items()}
     if wanted in kquants.mixes():
         matrices = {name: source.shape for name, source in tensors.items() if types[name] != "f32"}
-        types |= kquants.mixed(matrices, wanted, keys)
+        types |= kquants.mixed(matrices, keys, wanted)
     sizes = {name: _nbytes(types[name], source.shape) for name, source in tensors.items()}
     groups = _cut(sizes, shard_bytes, _header_bytes(keys))
     if len(groups) == 1:

@@ -29,7 +29,7 @@ _SAME = {"attn_qkv": "attn_v"}
 _FEW, _DEEP = 8, 80
 """Experts of which attention is small enough to be kept wide; layers of a model whose values are small likewise."""
 _NEXT_TO_FEW = {"attn_v": "q8_0", "attn_k": "q8_0"}
-_WIDE = {"q6_k", "q5_k_m", "q5_k_s", "q3_k_l", "q2_k_s"}
+_WIDE = {"q6_k", "q5_k_m", "q5_k_s", "q3_k_l"}
 """Types whose attention's output stays as it is next to so few experts."""
 
 
@@ -40,7 +40,7 @@ def mixes() -> Mapping[str, Any]:
     return loaded
 
 
-def mixed(shapes: Mapping[str, tuple[int, ...]], wanted: str, keys: Mapping[str, Any]) -> dict[str, str]:
+def mixed(shapes: Mapping[str, tuple[int, ...]], keys: Mapping[str, Any], wanted: str) -> dict[str, str]:
     """The type of each of the matrices of a model in a file of this type, by the model's keys."""
     mix, (architecture, facts) = mixes()[wanted], _facts(keys)
     layers, experts, gqa = (facts[key] for key in ("layers", "experts", "gqa"))
@@ -111,7 +111,8 @@ def _llama_cpp() -> Any:
     function: Any = getattr(ctypes.CDLL(found.origin), "ggml_quantize_chunk", None) if found and found.origin else None
     if function is None:
         raise MachineError(
-            "K-quants are written by llama.cpp's own code, which is missing", hint="install it: pip install -U xllamacpp"
+            "K-quants are written by llama.cpp's own code, which is missing",
+            hint="install it: pip install -U xllamacpp",
         )
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     function.argtypes = (ctypes.c_int, pointer, pointer, number, number, number, pointer)

@@ -163,7 +163,7 @@ class AdapterDirectory(Directory):
         base = Path(str(facts.get("base_model_name_or_path") or ""))
         if not (base / "config.json").is_file():
             raise RecipeError(
-                f"{path / ADAPTER_CONFIG}: base_model_name_or_path: {base}: no directory of a model; the proof needs one",
+                f"{path / ADAPTER_CONFIG}: base_model_name_or_path: {base}: no model's directory; the proof needs it",
                 hint="write there where its base is",
             )
         return AdapterDirectory(base, path)
