@@ -31,8 +31,8 @@ def export_gguf(  # noqa: PLR0913, PLR0917 - one parameter for each option
 
     llama.cpp answers from it as the trained model does before it appears. A kept adapter is written by itself. More
     than `shard_size` bytes become several files in a directory. Raises RecipeError for a target that is there and for
-    what llama.cpp has no file for, MachineError where a library is missing, and VerificationError, with nothing published,
-    where it answers otherwise.
+    what llama.cpp has no file for, MachineError where a library is missing, and VerificationError, with nothing
+    published, where it answers otherwise.
     """
     kind = type.lower()
     if kind not in TYPES:

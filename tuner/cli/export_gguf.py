@@ -25,7 +25,10 @@ def export_gguf(  # noqa: PLR0913, PLR0917 - one parameter for each option
             "iq4_xs", "q4_1", "q4_0", "mxfp4", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
         ],
         typer.Option(
-            case_sensitive=False, help="Type of the weights; what it costs is measured in llama.cpp and shown."
+            case_sensitive=False,
+            metavar="TYPE",
+            help="f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, mxfp4, or a K-quant from q6_k to q2_k, such as q4_k_m; "
+            "what it costs is measured in llama.cpp and shown.",
         ),
     ] = "bf16",
     output: Annotated[
