@@ -110,12 +110,12 @@ def test_blocks_hold_what_was_given(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_the_code_that_writes_k_quants_they_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    kquants._llama_cpp.cache_clear()
+    kquants.quantizer.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=None))
     with pytest.raises(MachineError, match="K-quants are written by llama.cpp's own code") as caught:
-        kquants.require()
+        kquants.quantizer()
     assert caught.value.exit_code == 4 and "pip install" in str(caught.value.hint)
-    kquants._llama_cpp.cache_clear()
+    kquants.quantizer.cache_clear()
 
 
 @pytest.mark.slow

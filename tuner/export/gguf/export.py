@@ -187,7 +187,7 @@ def _require_libraries(kind: str, verify: bool) -> None:
         if importlib.util.find_spec(name) is None:
             raise MachineError(f"the library {name} is missing", hint="install it: pip install gguf xllamacpp")
     if is_k:
-        kquants.require()
+        kquants.quantizer()
 
 
 def _require_free(target: Path) -> None:

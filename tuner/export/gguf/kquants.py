@@ -105,7 +105,7 @@ def _of_part(mix: Mapping[str, Any], part: str, at: int, n: int, gqa: int) -> st
 
 
 @functools.cache
-def _llama_cpp() -> Any:
+def quantizer() -> Any:
     """llama.cpp's `ggml_quantize_chunk`. Raises MachineError where there is none."""
     found = importlib.util.find_spec("xllamacpp") and importlib.util.find_spec("xllamacpp.xllamacpp")
     function: Any = getattr(ctypes.CDLL(found.origin), "ggml_quantize_chunk", None) if found and found.origin else None
@@ -120,17 +120,12 @@ def _llama_cpp() -> Any:
     return function
 
 
-def require() -> None:
-    """Check that K-quants can be written here. Raises MachineError."""
-    _llama_cpp()
-
-
 def quantized(block: torch.Tensor, kind: str) -> memoryview:
     """Rows in this type, by as many threads as torch has. Infinite and undefined values are the caller's to refuse."""
     rows = block.reshape(-1, block.shape[-1]).contiguous().float().numpy()
     size, width = gguf.GGML_QUANT_SIZES[Type[kind.upper()]]
     made = np.empty((len(rows), rows.shape[1] // size * width), dtype=np.uint8)
-    quantize, number = _llama_cpp(), int(Type[kind.upper()])
+    quantize, number = quantizer(), int(Type[kind.upper()])
 
     def some(part: slice) -> None:
         source, target = rows[part], made[part]
