@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -25,7 +27,7 @@ from tuner.rundir.keep import is_held
 for needed in ("gguf", "xllamacpp"):
     pytest.importorskip(needed, reason=f"needs {needed}: pip install gguf xllamacpp")
 
-from tuner.export.gguf import architecture, export, file, llama_cpp, proof, source, vocabulary  # noqa: E402
+from tuner.export.gguf import architecture, export, file, gelu, llama_cpp, proof, source, vocabulary  # noqa: E402
 
 Keys, Tensors = dict[str, Any], dict[str, TensorSource]
 
@@ -51,10 +53,36 @@ def test_llama_cpp_answers_as_the_trained_model(family: str, tmp_path: Path) -> 
 
     exact, figures = report.exact, report.figures
     assert exact is not None and figures is not None
-    assert exact.difference <= (5e-3 if family.startswith("gemma") else 2e-5)
+    assert exact.difference <= 2e-5 + proof.STEPS * exact.steps and (exact.steps > 0) == family.startswith("gemma")
     assert exact.greedy == exact.tokens >= 20 and exact.texts > 60 and exact.chats == 3
     assert exact.kl <= figures.kl < 0.2 and "q8_0: KL" in report.proof() and report.better() == "bf16"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "model"]
+
+
+@pytest.mark.slow("gemma2")
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_a_gelu_whose_table_is_not_read_is_as_close_as_any(family: str, tmp_path: Path) -> None:
+    """Inputs beyond it: what is left of the difference elsewhere is the table's steps."""
+
+    def beyond(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if "gate_proj" in name:
+                parameter.data.mul_(4096)
+
+    report = written(write_model(tmp_path / "model", family, beyond), "f32", tmp_path / "m.gguf")
+    assert report.exact is not None and max(report.exact.difference, report.exact.steps) < 5e-5
+
+
+def test_gelu_is_read_off_a_table_of_float16() -> None:
+    entries = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    with np.errstate(all="ignore"):
+        inner = np.float32(math.sqrt(2 / math.pi)) * entries * (1 + np.float32(0.044715) * entries * entries)
+        table = (np.float32(0.5) * entries * (1 + np.tanh(inner))).astype(np.float16).astype(np.float32)
+    x = np.concatenate([np.random.default_rng(0).normal(0, 3, 20_000), [-10, 10, 11, -11]]).astype(np.float32)
+    read = table[x.astype(np.float16).view(np.uint16)]
+    wanted = np.where(x <= -10, np.float32(0), np.where(x >= 10, x, read))
+    found = gelu.TableGelu()(torch.from_numpy(x)).numpy()
+    assert (found == wanted).mean() > 0.95 and np.abs(found - wanted).max() < 1e-4  # of tanh near -1 each has its own
 
 
 @pytest.mark.slow
@@ -189,9 +217,8 @@ def test_a_planted_fault_is_published_by_no_type(name: str, tmp_path: Path, monk
         written(model, "q8_0", tmp_path / "m.gguf")
     assert caught.value.exit_code == 6 and [path.name for path in tmp_path.iterdir()] == ["model"]
     if message == MODEL:
-        bound = 5e-3 if family.startswith("gemma") else 1e-4
-        moved = re.search(r"differ by (\S+) nats", caught.value.message)
-        assert moved is not None and float(moved[1]) >= 100 * bound
+        moved = re.search(r"differ by (\S+) nats \(allowed (\S+)\)", caught.value.message)
+        assert moved is not None and float(moved[1]) >= 100 * float(moved[2])
 
 
 def _rename(directory: Path, token: str, other: str) -> None:

@@ -25,8 +25,6 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 _SUFFIXES = (".weight", ".bias")
 _OF_YARN = {"attention_factor": None, "mscale": None, "mscale_all_dim": None, "beta_fast": 32, "beta_slow": 1}
 """What llama.cpp takes where a file says nothing."""
-BOUND = 1e-4
-"""Nats by which a log-probability may differ at float32 where the family's row says nothing."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,9 @@ class Architecture:
         return str(self.row["architecture"])
 
     @property
-    def bound(self) -> float:
-        """Nats by which a log-probability may differ at float32."""
-        return float(self.row.get("bound", BOUND))
+    def reads_a_table(self) -> bool:
+        """Whether llama.cpp reads its activation off a table of float16."""
+        return bool(self.row.get("table"))
 
     @property
     def context(self) -> int:

@@ -15,6 +15,7 @@ import tuner
 from tuner.errors import MachineError, RecipeError
 from tuner.export.gguf import file
 from tuner.export.gguf.architecture import Architecture
+from tuner.export.gguf.gelu import read_off_a_table
 from tuner.export.gguf.proof import Figures, Prompts, Texts, fixed, prompts_of, prove, texts_of
 from tuner.export.gguf.source import GgufSource, load_tokenizer
 from tuner.export.gguf.vocabulary import named_for, vocabulary
@@ -81,7 +82,10 @@ def export_gguf(source: GgufSource, kind: str, output: Path | None = None, verif
             made = directory / target.name
             if verify:
                 texts = texts_of(tokenizer, recorded, ends, source.tokenizer_directory)
-                prompts = prompts_of(texts, source.reference(), recorded, architecture.context)
+                reference = source.reference()
+                if architecture.reads_a_table:
+                    reference = read_off_a_table(reference)
+                prompts = prompts_of(texts, reference, recorded, architecture.context)
                 exact = _proven(source, architecture, keys, made, "f32", texts, prompts)
                 figures = exact if kind == "f32" else _proven(source, architecture, keys, made, kind, texts, prompts)
             else:
@@ -106,7 +110,7 @@ def _proven(  # noqa: PLR0913, PLR0917 - what a proof is about
     """Write the file in one type, in place of what was there, and hold llama.cpp's answers against the model's."""
     path.unlink(missing_ok=True)
     _write(source, architecture, keys, path, kind)
-    return prove(path.parent, path, kind, texts, prompts, architecture.bound)
+    return prove(path.parent, path, kind, texts, prompts)
 
 
 def _write(source: GgufSource, architecture: Architecture, keys: Mapping[str, Any], path: Path, kind: str) -> None:

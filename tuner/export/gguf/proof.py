@@ -15,6 +15,7 @@ from ruamel.yaml import YAML
 
 from tuner.data.encoding.template import LoadedTemplates, unless_refused
 from tuner.errors import TunerError, VerificationError
+from tuner.export.gguf.gelu import other_steps
 from tuner.export.gguf.llama_cpp import asked
 
 N_TEXTS = 400
@@ -24,6 +25,12 @@ ROUNDING = {"f16": 1e-3, "bf16": 1e-2}
 """Nats of KL a token that a type may cost before the file counts as another model."""
 BROKEN = 2.0
 """The same for types of blocks: no longer a rounding of the model."""
+BOUND = 1e-4
+"""Nats by which a log-probability may differ at float32, besides what steps of a table explain."""
+STEPS = 2.0
+"""How many times what the reference moves by itself, with other steps of its table, may explain."""
+LEAST = -80.0
+"""Below it a probability is nothing in float32, and its logarithm is not compared."""
 SHIFT = 2e-3
 """Nats by which all log-probabilities of a position may differ at float32: a sum of as many numbers as tokens."""
 TIE = 1e-3
@@ -76,6 +83,8 @@ class Figures:
     tokens: int
     texts: int
     chats: int
+    steps: float = 0.0
+    """What log-probabilities of the trained model move where inputs of a table are read one step away, nats."""
 
 
 @cache
@@ -136,7 +145,7 @@ def prompts_of(texts: Texts, model: torch.nn.Module, recorded: Sequence[Mapping[
     return Prompts(prompts, model, limit + 2 * TOKENS)
 
 
-def prove(directory: Path, file: Path, kind: str, texts: Texts, prompts: Prompts, bound: float) -> Figures:
+def prove(directory: Path, file: Path, kind: str, texts: Texts, prompts: Prompts) -> Figures:
     """Ask llama.cpp and compare. Raises VerificationError naming the first thing that differs."""
     questions = {
         "context": prompts.context,
@@ -152,7 +161,7 @@ def prove(directory: Path, file: Path, kind: str, texts: Texts, prompts: Prompts
     _require_texts(texts, answers)
     figures = _measured(texts, prompts, answers["answers"])
     if kind == "f32":
-        _require_same(figures, bound)
+        _require_same(figures)
     elif not figures.kl <= ROUNDING.get(kind, BROKEN):
         raise VerificationError(
             f"in {kind} llama.cpp is {figures.kl:.3g} nats a token from the trained model, which rounding does not "
@@ -182,23 +191,33 @@ def _require_texts(texts: Texts, answers: Mapping[str, Any]) -> None:
 
 
 def _measured(texts: Texts, prompts: Prompts, answers: Sequence[Mapping[str, Any]]) -> Figures:
-    difference = shift = total = 0.0
+    difference = shift = total = steps = 0.0
     greedy = tokens = 0
     for prompt, answer in zip(prompts.ids, answers, strict=True):
         expected = prompts.log_probabilities(prompt, answer["tokens"])
+        with other_steps(prompts.model) as reads_a_table:
+            moved = prompts.log_probabilities(prompt, answer["tokens"]) if reads_a_table else expected
         for at, step in _aligned(answer["tokens"], answer["steps"]):
             ids, found = (torch.tensor(each) for each in zip(*step, strict=True))
             wanted = expected[at][ids]
             rest, left = (_rest(each) for each in (found.double(), wanted))
             apart = wanted - found.double()
-            shift = max(shift, abs(float(apart.mean())))
-            difference = max(difference, float((apart - apart.mean()).abs().max()))
+            compared = wanted > LEAST
+            difference = max(difference, _spread(apart[compared]))
+            steps = max(steps, _spread((moved[at][ids] - wanted)[compared]))
+            shift = max(shift, abs(float(apart[compared].mean())))
             total += float((wanted.exp() * apart).sum()) + float(left * (left.log() - rest.log()))
             greedy += int(wanted[0] >= expected[at].max() - TIE)
             tokens += 1
     if not tokens:
         raise VerificationError("llama.cpp gives no log-probabilities; nothing was published")
-    return Figures(difference, shift, max(total / tokens, 0.0), greedy, tokens, len(texts.texts), len(texts.chats))
+    kl = max(total / tokens, 0.0)
+    return Figures(difference, shift, kl, greedy, tokens, len(texts.texts), len(texts.chats), steps)
+
+
+def _spread(apart: torch.Tensor) -> float:
+    """The largest distance from what all have in common."""
+    return float((apart - apart.mean()).abs().max())
 
 
 def _aligned(tokens: Sequence[int], steps: Sequence[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
@@ -222,11 +241,12 @@ def _rest(log: torch.Tensor) -> torch.Tensor:
     return (1 - log.exp().sum()).clamp(min=1e-9)
 
 
-def _require_same(figures: Figures, bound: float) -> None:
+def _require_same(figures: Figures) -> None:
+    bound = BOUND + STEPS * figures.steps
     if not (figures.difference <= bound and figures.shift <= SHIFT) or figures.greedy < figures.tokens:
         raise VerificationError(
             f"llama.cpp is another model than the trained one: log-probabilities differ by {figures.difference:.3g} "
-            f"nats (allowed {bound:.0e}), {figures.tokens - figures.greedy} of {figures.tokens} likeliest tokens are "
+            f"nats (allowed {bound:.1g}), {figures.tokens - figures.greedy} of {figures.tokens} likeliest tokens are "
             "others; nothing was published"
         )
 
