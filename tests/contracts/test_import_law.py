@@ -64,6 +64,7 @@ INSTRUMENTS = {
     "tuner.run.measure": "profile",
     "tuner.run.settle": "profile",
     "tuner.run.tasks.export": "export",
+    "tuner.run.score_gguf": "export",
 }
 
 

@@ -31,7 +31,7 @@ SURFACE = {
     "ladder fit": "(LADDER) --target --tokens --loss --score --chance --level --samples --output --also",
     "resume": "RUN --reset --dry-run",
     "verify-resume": "RUN --steps",
-    "eval": "MODEL (RECIPE) --tasks --output",
+    "eval": "MODEL (RECIPE) --tasks --output --engine",
     "compare": "FIRST SECOND --level",
     "export-hf": "PATH --step --output --dtype --keep-fp32 --adapter --base-model --text-only --base --weights "
     "--shard-size --dry-run",
@@ -39,7 +39,7 @@ SURFACE = {
     "push": "PATH REPO --private --dry-run",
     "generate": "MODEL --prompt --file --compare --base --max-new-tokens --temperature --top-p --top-k "
     "--seed --samples --system --raw",
-    "chat": "MODEL --system --max-new-tokens --temperature --top-p --top-k --seed --base",
+    "chat": "MODEL --system --max-new-tokens --temperature --top-p --top-k --seed --base --engine",
     "runs list": "(DIRECTORY)",
     "runs show": "RUN",
     "runs compare": "RUNS",

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from tests.export import runs
-from tests.export.gguf_models import FAMILIES, VOCAB, write_model, write_tokenizer
+from tests.export.gguf_models import FAMILIES, TEMPLATE, VOCAB, write_model, write_tokenizer
 from tests.fixtures.commands import tuner
 from tuner.errors import DataError, MachineError, RecipeError, TunerError, VerificationError
 from tuner.export.source import TRAINED
@@ -28,6 +29,7 @@ for needed in ("gguf", "xllamacpp"):
     pytest.importorskip(needed, reason=f"needs {needed}: pip install gguf xllamacpp")
 
 from tuner.export.gguf import architecture, export, file, gelu, llama_cpp, proof, source, vocabulary  # noqa: E402
+from tuner.export.gguf.engine import served  # noqa: E402
 
 Keys, Tensors = dict[str, Any], dict[str, TensorSource]
 
@@ -221,6 +223,27 @@ def test_a_planted_fault_is_published_by_no_type(name: str, tmp_path: Path, monk
         assert moved is not None and float(moved[1]) >= 100 * float(moved[2])
 
 
+@pytest.mark.slow("bare")
+@pytest.mark.parametrize("template", ["with its own", "bare"])
+def test_a_chat_begins_in_llama_cpp_as_it_was_trained(template: str, tmp_path: Path) -> None:
+    """The tokenizer puts a token before a text: llama.cpp does so before a chat, too, where its template has it."""
+    model = write_model(tmp_path / "model", "llama")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    one = [("<s>", tokenizer.convert_tokens_to_ids("<s>"))]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=one)
+    tokenizer.bos_token = "<s>"
+    if template == "with its own":
+        tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    tokenizer.save_pretrained(model)
+    report = written(model, "f32", tmp_path / "m.gguf")
+    assert _keys(report.path)["tokenizer.ggml.add_bos_token"] == (template != "bare")
+    with served(report.path, 64) as engine:
+        rendered = engine.rendered([{"role": "user", "content": "a"}])
+        wanted = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=True)
+        assert engine.ids(rendered, framed=True) == wanted["input_ids"]
+        assert engine.frame == ([] if template == "bare" else [one[0][1]])
+
+
 def _rename(directory: Path, token: str, other: str) -> None:
     for path in [*directory.glob("*.json"), *directory.glob("*.jinja")]:
         path.write_text(path.read_text().replace(token, other))
@@ -342,3 +365,21 @@ def test_steps_are_matched_to_tokens_where_that_is_certain() -> None:
     assert list(proof._aligned([5, 7, 5], steps)) == [(2, "c"), (1, "b"), (0, "a")]
     assert list(proof._aligned([9, 5, 7, 9, 5], steps)) == [(4, "c"), (2, "b"), (1, "a")]
     assert list(proof._aligned([5, 5, 7], steps[:2])) == [(2, "b")]  # either 5 may be the first
+
+
+SELECTED = '{% for m in messages | selectattr("tools", "undefined") %}{{ m.content }}{% endfor %}'
+REFUSING = '{% if messages[0].role == "system" %}{{ raise_exception("none") }}{% endif %}' + TEMPLATE
+
+
+@pytest.mark.parametrize("template", [REFUSING, SELECTED])
+def test_a_template_that_refuses_is_not_asked_and_one_that_llama_cpp_lacks_is_named(
+    template: str, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    (model / "chat_template.jinja").write_text(template)
+    if template == REFUSING:
+        exact = written(model, "f32", tmp_path / "m.gguf").exact
+        assert exact is not None and exact.chats == 2
+    else:
+        with pytest.raises(VerificationError, match="selectattr: unknown test 'tools'"):
+            written(model, "f32", tmp_path / "m.gguf")

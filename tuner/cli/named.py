@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -41,6 +41,19 @@ ModelArgument = Annotated[
         "name; - reads stdin."
     ),
 ]  # fmt: skip
+
+EngineOption = Annotated[
+    Literal["transformers", "llama.cpp"], typer.Option(help="llama.cpp answers from a GGUF file, as it is served.")
+]
+
+
+def require_engine(name: str, engine: str) -> bool:
+    """Whether llama.cpp is asked. Raises RecipeError where the engine is not one for what is named."""
+    is_gguf = name.endswith(".gguf")
+    if is_gguf != (engine == "llama.cpp"):
+        wanted = ("a GGUF file", "llama.cpp") if is_gguf else ("no GGUF file", "transformers")
+        raise RecipeError(f"{name}: is {wanted[0]}, which {engine} does not load: --engine {wanted[1]} does")
+    return is_gguf
 
 
 def run_path(argument: str | Path, recipes: bool = True, others: bool = False) -> Path:

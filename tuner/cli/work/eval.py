@@ -14,13 +14,16 @@ from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import RecipeError, counted
 from tuner.run.score import Score, Trained, find_trained, run_recipe, score
-from tuner.run.score_tasks import own_recipe, score_tasks, with_tasks
+from tuner.run.score_gguf import score_gguf
+from tuner.run.score_tasks import TasksScore, any_model, own_recipe, score_tasks, with_tasks
 from tuner.rundir.model_path import HubModel, RunCheckpoint
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.train.evaluate import Evaluation
 
 OF_THE_MODEL = ("model.", "adapter.", "tokenizer.")
+OF_TASKS = ("eval.tasks", "data.max_length")
+"""What of a recipe says how tasks are put to a file that is served."""
 
 
 def evaluate(
@@ -54,8 +57,33 @@ def _task_scores(
     _check_flags(trained, flags)
     overrides = with_tasks(flags, tasks)
     loaded = own_recipe(trained, overrides) if recipe is None else load_for_command(recipe, overrides)
-    place = None if output is None else Path(os.path.abspath(Path(output).expanduser()))
-    found = score_tasks(trained, loaded, rank_info, console, place)
+    place = _place(output)
+    return _shown_tasks(score_tasks(trained, loaded, rank_info, console, place), place, console)
+
+
+def evaluate_served(
+    path: Path, recipe: str | None, flags: list[Override], tasks: list[str], output: str | None, console: Console
+) -> Outcome:
+    """Score tasks on a GGUF file. Raises RecipeError without tasks, and for flags that do nothing."""
+    if not tasks:
+        raise RecipeError("llama.cpp scores tasks, not the rows of a recipe")
+    wrong = next((flag.key for flag in flags if not flag.key.startswith(OF_TASKS)), None)
+    if wrong is not None:
+        raise RecipeError(f"flag --{wrong}: says nothing of a file that is served; --data.max_length does")
+    overrides = with_tasks(flags, tasks)
+    loaded = load_for_command(recipe, overrides) if recipe else load_recipe(any_model(path), overrides)
+    place = _place(output)
+    sections, length = loaded.recipe.eval.tasks, loaded.recipe.data.max_length
+    if not sections:
+        raise RecipeError("the recipe names no tasks")
+    return _shown_tasks(score_gguf(path, sections, length, console, place), place, console)
+
+
+def _place(output: str | None) -> Path | None:
+    return None if output is None else Path(os.path.abspath(Path(output).expanduser()))
+
+
+def _shown_tasks(found: TasksScore, place: Path | None, console: Console) -> Outcome:
     figures = found.figures()
     for one in found.scores:
         if one.cut:

@@ -17,6 +17,7 @@ from tuner.data.encoding.template import LoadedTemplates, unless_refused
 from tuner.errors import TunerError, VerificationError
 from tuner.export.gguf.gelu import other_steps
 from tuner.export.gguf.llama_cpp import asked
+from tuner.export.gguf.vocabulary import before_a_text, chats_begin_so
 
 N_TEXTS = 400
 """How many texts are made of the pieces of the fixed ones, besides these."""
@@ -46,6 +47,8 @@ class Texts:
     ids: Sequence[tuple[list[int], list[int]]]
     chats: Sequence[Mapping[str, Any]]
     rendered: Sequence[str]
+    talks: Sequence[list[int]]
+    """The ids of the rendered chats."""
     ends: Sequence[int]
     names: Sequence[str]
     """The tokens that end a turn."""
@@ -105,6 +108,8 @@ def texts_of(tokenizer: Any, recorded: Sequence[Mapping[str, Any]], ends: Sequen
     around = [f"{first}{token}{last}" for token in added[:64] for first, last in places]
     texts = [*(each["text"] for each in recorded), *made, *around]
     bare, framed = (tokenizer(texts, add_special_tokens=special)["input_ids"] for special in (False, True))
+    if not chats_begin_so(tokenizer):
+        framed = [ids[before_a_text(tokenizer) :] for ids in framed]
     every: list[dict[str, Any]] = [{"messages": each} for each in chats]
     every += [{"messages": each["messages"], "tools": each.get("tools")} for each in recorded if each.get("messages")]
     asks, rendered = list[Mapping[str, Any]](), list[str]()
@@ -118,15 +123,18 @@ def texts_of(tokenizer: Any, recorded: Sequence[Mapping[str, Any]], ends: Sequen
                 asks.append(chat)
                 rendered.append(text)
     names = tokenizer.convert_ids_to_tokens(list(ends))
-    return Texts(texts, list(zip(bare, framed, strict=True)), asks, rendered, ends, names, tokenizer.bos_token or "")
+    talks = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in rendered]
+    ids = list(zip(bare, framed, strict=True))
+    return Texts(texts, ids, asks, rendered, talks, ends, names, tokenizer.bos_token or "")
 
 
 def _rendered(render: Any, messages: Any) -> str | None:
     """A chat up to the assistant's turn; None where the template refuses it, as some do a system's message."""
     try:
-        return str(unless_refused(render, messages, True))
+        text = unless_refused(render, messages, True)
     except TunerError:
         return None
+    return None if text is None else str(text)
 
 
 def prompts_of(texts: Texts, model: torch.nn.Module, recorded: Sequence[Mapping[str, Any]], context: int) -> Prompts:
@@ -184,6 +192,12 @@ def _require_texts(texts: Texts, answers: Mapping[str, Any]) -> None:
             raise VerificationError(
                 f"llama.cpp renders a chat as {_short(found_text)}, training saw {_short(wanted_text)}; "
                 "nothing was published"
+            )
+    for text, ids, served in zip(texts.rendered, texts.talks, answers["talks"], strict=True):
+        if ids != served:
+            raise VerificationError(
+                f"llama.cpp serves a chat with other ids than training saw: {_short(text)} begins with {served[:4]}, "
+                f"not {ids[:4]}; nothing was published"
             )
     for name, stops in zip(texts.names, answers["ends"], strict=True):
         if not stops:
