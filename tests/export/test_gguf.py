@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.export import runs
 from tests.export.gguf_models import FAMILIES, TEMPLATE, VOCAB, write_model, write_tokenizer
@@ -170,6 +170,28 @@ def cut_merges(keys: Keys, tensors: Tensors) -> None:
 def halved(weight: torch.Tensor) -> torch.Tensor:
     """Rows of heads of 16 with neighbouring pairs, as halves again; and the other way round."""
     return weight.reshape(-1, 8, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
+
+
+PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_OF_256 = {"head_dim": 256, "query_pre_attn_scalar": 256}
+READ_BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "llama": PLAIN_ROPE, "qwen2": {}, "phi3": {}, "lfm2": {}, "qwen3": {**PLAIN_ROPE, "head_dim": 128},
+    "qwen3_moe": {"moe_intermediate_size": 768}, "gemma3_text": _OF_256,
+    "gemma2": {**_OF_256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+}  # fmt: skip
+"""Families whose files transformers reads, with what it takes for granted: it reads no factors, caps and such sizes."""
+
+
+@pytest.mark.slow(*READ_BY_TRANSFORMERS.keys() - {"qwen2"})
+@pytest.mark.parametrize("family", READ_BY_TRANSFORMERS)
+def test_a_file_is_the_model_to_transformers_as_well(family: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", family, **READ_BY_TRANSFORMERS[family])
+    written(model, "f32", tmp_path / "m.gguf", verify=False)
+    ids = torch.arange(5, 105)[None]
+    with torch.no_grad():
+        one = AutoModelForCausalLM.from_pretrained(model).eval()(ids).logits
+        other = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf").eval()(ids).logits
+    assert (one - other).abs().max() <= 1e-5 * one.abs().max()
 
 
 IDS, CHAT, END, MODEL = "other ids", "renders a chat", "does not end a turn", "another model"
