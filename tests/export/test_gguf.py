@@ -179,7 +179,7 @@ READ_BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 768}, "gemma3_text": _OF_256,
     "gemma2": {**_OF_256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
 }  # fmt: skip
-"""Families whose files transformers reads, with what it takes for granted: it reads no factors, caps and such sizes."""
+"""Families whose files transformers reads, with what it assumes: it reads no factors, caps and such sizes."""
 
 
 @pytest.mark.slow(*READ_BY_TRANSFORMERS.keys() - {"qwen2"})

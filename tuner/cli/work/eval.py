@@ -69,7 +69,7 @@ def evaluate_served(
         raise RecipeError("llama.cpp scores tasks, not the rows of a recipe")
     wrong = next((flag.key for flag in flags if not flag.key.startswith(OF_TASKS)), None)
     if wrong is not None:
-        raise RecipeError(f"flag --{wrong}: says nothing of a file that is served; --data.max_length does")
+        raise RecipeError(f"flag --{wrong}: does not concern a file that is served; --data.max_length does")
     overrides = with_tasks(flags, tasks)
     loaded = load_for_command(recipe, overrides) if recipe else load_recipe(any_model(path), overrides)
     place = _place(output)
