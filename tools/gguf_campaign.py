@@ -101,8 +101,10 @@ def written(family: str, assets: Path, directory: Path) -> Path:
     loaded = auto.from_pretrained(tokenizer)
     if family == "mistral" or not loaded.chat_template:  # whose own has a test that llama.cpp's Jinja lacks
         loaded.chat_template = _TEMPLATE
-    if family == "phi3":  # Llama 2's with Phi 3's tokens: its end, too, takes the spaces after it, as Phi 3's does
-        loaded.backend_tokenizer.add_special_tokens([AddedToken("</s>", rstrip=True, normalized=False)])
+    if family == "phi3":  # of these, too, Phi 3's own take the spaces after them, and do not
+        ends = {"</s>": True, "<|endoftext|>": False}
+        own = [AddedToken(name, rstrip=takes, normalized=False) for name, takes in ends.items()]
+        loaded.backend_tokenizer.add_special_tokens(own)
     size = -(-len(loaded) // 64) * 64
     ids = {name: getattr(loaded, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     torch.manual_seed(0)
@@ -160,7 +162,7 @@ def at_length(source: Directory, file: Path, assets: Path, texts: int, chats_: i
         logs = asks.log_probabilities(prompt, answer["tokens"])[: len(answer["tokens"])]
         chosen = logs.gather(1, torch.tensor(answer["tokens"])[:, None])[:, 0]
         same += bool((chosen >= logs.max(-1).values - proof.TIE).all())
-    figures = proof._measured(wanted, asks, answers["answers"])
+    figures = proof.measured(wanted, asks, answers["answers"])
     return {
         "texts": len(wanted.texts), "other_ids": len(other), "chats": len(wanted.rendered), "other_chats": len(wrong),
         "answers": len(prompts), "same_answers": same, "tokens": figures.tokens, "nats": figures.difference,

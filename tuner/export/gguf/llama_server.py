@@ -108,7 +108,6 @@ def serve() -> None:
     server: Any = xllamacpp.Server(parameters)
     print(address_of(server), file=answers, flush=True)
     sys.stdin.read()
-    os._exit(0)  # whatever it computes still
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def prove(directory: Path, file: Path, kind: str, texts: Texts, prompts: Prompts
     }
     answers = asked(directory, file, questions)
     _require_texts(texts, answers)
-    figures = _measured(texts, prompts, answers["answers"])
+    figures = measured(texts, prompts, answers["answers"])
     if kind == "f32":
         _require_same(figures)
     elif not figures.kl <= ROUNDING.get(kind, BROKEN):
@@ -204,7 +204,8 @@ def _require_texts(texts: Texts, answers: Mapping[str, Any]) -> None:
             raise VerificationError(f"llama.cpp does not end a turn at {name}; nothing was published")
 
 
-def _measured(texts: Texts, prompts: Prompts, answers: Sequence[Mapping[str, Any]]) -> Figures:
+def measured(texts: Texts, prompts: Prompts, answers: Sequence[Mapping[str, Any]]) -> Figures:
+    """How far answers to the prompts are from the model's. Raises VerificationError where there are none."""
     difference = shift = total = steps = 0.0
     greedy = tokens = 0
     for prompt, answer in zip(prompts.ids, answers, strict=True):
