@@ -1,6 +1,6 @@
 """What is asked of the model, in token ids: the likelihood of a continuation after its context.
 
-Texts become tokens as lm-evaluation-harness makes them: context and continuation are encoded together and cut where
+IdSource become tokens as lm-evaluation-harness makes them: context and continuation are encoded together and cut where
 the context's tokens end, and white space at the end of a context belongs to the continuation.
 """
 
@@ -50,7 +50,7 @@ class Asked(Protocol):
         """The greedy answer to each prompt, in at most so many tokens, before the first of its ``stops``."""
 
 
-class Texts(Protocol):
+class IdSource(Protocol):
     """What makes ids of texts and texts of messages, as :class:`~tuner.data.encoding.tokenizer.TextTokenizer` does."""
 
     @property
@@ -88,7 +88,7 @@ class Texts(Protocol):
 class Asker:
     """Makes requests of texts with a tokenizer; a forward has at most ``longest`` tokens."""
 
-    tokenizer: Texts
+    tokenizer: IdSource
     longest: int
     chat: bool = False
     """Whether prompts are a user's turn in the chat template."""

@@ -36,24 +36,24 @@ class ServedTexts:
 
     @cached_property
     def text_prefix(self) -> list[int]:
-        """See `Texts`."""
+        """See `IdSource`."""
         return self.engine.frame
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """See `Texts`."""
+        """See `IdSource`."""
         eos = self.engine.special("eos")
         return () if eos is None else (eos,)
 
     @cached_property
     def special_tokens(self) -> Mapping[str, str]:
-        """See `Texts`."""
+        """See `IdSource`."""
         named = {name: self.engine.special(name) for name in ("bos", "eos")}
         return {f"{name}_token": self.engine.text([found]) for name, found in named.items() if found is not None}
 
     @property
     def has_template(self) -> bool:
-        """See `Texts`."""
+        """See `IdSource`."""
         return self.engine.has_template
 
     @cached_property
@@ -64,11 +64,11 @@ class ServedTexts:
 
     @property
     def template_hash(self) -> str:
-        """See `Texts`."""
+        """See `IdSource`."""
         return hashlib.sha256(str(self.engine.keys.get("tokenizer.chat_template")).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """See `Texts`."""
+        """See `IdSource`."""
         return self.engine.ids(text)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
