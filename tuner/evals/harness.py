@@ -20,7 +20,7 @@ from lm_eval.api.model import LM
 from tuner.config.eval_tasks import HARNESS, EvalTask
 from tuner.errors import RecipeError, TunerError
 from tuner.evals.figures import Result
-from tuner.evals.requests import Asked, Asker
+from tuner.evals.requests import Asker, Respondent
 from tuner.evals.task import ScoredTask, TaskScore
 from tuner.runtime.plugins import naming
 from tuner.runtime.process import Collective, gloo_group
@@ -41,7 +41,7 @@ class HarnessTask(ScoredTask):
         """Known once it was scored."""
         return None
 
-    def score(self, scorer: Asked) -> TaskScore:
+    def score(self, scorer: Respondent) -> TaskScore:
         """Have the harness ask the model. Collective. Raises PluginError for whatever the harness raises."""
         started, model = time.monotonic(), AskedModel(scorer, self._asker)
         named = self._task.task.removeprefix(HARNESS)
@@ -63,7 +63,7 @@ class HarnessTask(ScoredTask):
 class AskedModel(LM):  # type: ignore[misc]
     """A scorer as the harness asks models."""
 
-    def __init__(self, scorer: Asked, asker: Asker) -> None:
+    def __init__(self, scorer: Respondent, asker: Asker) -> None:
         super().__init__()
         self._scorer, self._asker, self._device = scorer, asker, scorer.device
         self.cut = 0

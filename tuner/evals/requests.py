@@ -34,7 +34,7 @@ class Likelihood:
     is_greedy: bool
 
 
-class Asked(Protocol):
+class Respondent(Protocol):
     """A model that answers."""
 
     @property

@@ -96,7 +96,7 @@ class ServedScorer:
     def answers(
         self, prompts: Sequence[Sequence[int]], limits: Sequence[int], stops: Sequence[Sequence[str]]
     ) -> list[str]:
-        """See `Asked`."""
+        """See `Respondent`."""
         asked = zip(prompts, limits, stops, strict=True)
         return [
             before_stops("".join(piece.text for piece in self.engine.answer(prompt, limit, GREEDY, stop)), stop)
