@@ -1,7 +1,5 @@
 """Caches of tests: private, but for what transformers makes of tokenizers, which takes a second to ask."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Mapping

@@ -1,15 +1,14 @@
 """What every test may use: a private cache, a quiet terminal, and no device or network by accident."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
 import signal
 import subprocess
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,6 +99,22 @@ def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(subprocess, "Popen", forked.Popen)
     monkeypatch.setattr(subprocess_handler, "Popen", forked.Popen)
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Have the product import a Ray of threads, made as the call asks."""
+    from tests.fixtures.fake_ray import faked
+
+    yield from faked(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def ray_here() -> Iterator[Any]:
+    """A cluster of Ray with four cores that this process has joined; processes that it starts join it, too."""
+    from tests.fixtures.ray_cluster import started
+
+    yield from started()
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ Files are dealt in their order to whichever process is free, and the tests of a 
 A process that dies fails the test that it was in, and another one takes its place.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

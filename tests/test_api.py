@@ -1,7 +1,5 @@
 """The Python API: the commands' own functions, from a mapping to a verified export."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json

@@ -1,7 +1,5 @@
 """What an exception means to people: its exit code, in whichever library's words it comes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

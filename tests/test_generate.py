@@ -1,7 +1,5 @@
 """Answers come from the model's own template and end where a turn ends; greedy ones are the model's argmax."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

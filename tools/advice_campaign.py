@@ -11,8 +11,6 @@ to them, written from the documents of other tools by somebody who had not seen 
 - `hints`: what errors and warnings propose.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

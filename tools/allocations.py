@@ -4,8 +4,6 @@ The counter is a small library that stands before the allocator's two functions;
 with the environment of :func:`preloaded`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

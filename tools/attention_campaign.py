@@ -9,8 +9,6 @@ these kernels is compiled for every generation of GPUs, and its blocks fit the s
 with 1 where one fails.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

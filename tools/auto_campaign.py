@@ -8,8 +8,6 @@ were predicted in how many seconds; exits with 1 where a case is not predicted t
 case demands.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

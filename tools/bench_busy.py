@@ -9,8 +9,6 @@ cores. The runs of both trees alternate, idle and busy, in each round. `first` i
 stdout. The other program is a loop that computes and never waits, one process for each core that it takes.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import statistics

@@ -1,7 +1,5 @@
 """16 bytes that stand for one document's ids and mask: how two preparations are compared document by document."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

@@ -18,8 +18,6 @@ columns, computed before the first step. `whole_s` has all of it: the process fr
 to stderr, one JSON object to stdout; exit 1 where a goal is missed.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import statistics

@@ -9,8 +9,6 @@ of its gradients and states, and the most that the process had resident; at the 
 median over the rounds. Steps are whole ones: forward, backward, the norm over all gradients, clipping, guard, update.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -17,8 +17,6 @@ Then, for ours alone, the rest of an export: reading back what was written, and 
 medians, ratios and the growth of memory (peak over the start) of each stage as JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

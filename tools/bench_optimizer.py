@@ -7,8 +7,6 @@ takes one step; prints, per way, the median of its milliseconds and of its ratio
 bytes of state a parameter, counted. Plain torch is what is used where there is no C compiler.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

@@ -1,6 +1,6 @@
 """Measures packing against its lower bound, the planner's balance, and the memory of cutting and packing.
 
-Three parts, all of them unless named; a table on stderr, one JSON object on stdout, CPU seconds of one thread:
+Four parts, the first three unless named; a table on stderr, one JSON object on stdout, CPU seconds of one thread:
 
 packing   a million lognormal lengths (median 400, sigma 1.2, clipped to the row) and a hard set, two thirds of which
           are above half a row, at 4k, 8k and 32k. Efficiency is the lower bound (that items above half a row share
@@ -9,13 +9,15 @@ packing   a million lognormal lengths (median 400, sigma 1.2, clipped to the row
 planner   the time of a step over what it would be if no rank waited: sum over micro-batches of the costliest rank,
           times ranks, over the sum of costs; with rows in order, and dealt.
 memory    the peak of a process that cuts and packs five million documents, and makes their record batches.
+scale     packs a million to a hundred million lengths (lognormal, mean 600, rows of 4,096) and writes their rows; then
+          walks the shuffled order of an epoch. Each in a process of its own, with its peak.
 
-Exits 1 when packing needs more than a second or less than 99.99 % efficiency, or memory passes 300 MiB.
+Exits 1 when packing needs more than a second or less than 99.99 % efficiency, or memory passes 300 MiB (2 GB at scale),
+or rows at scale are less than 99.9 % full.
 
-    OMP_NUM_THREADS=1 python -m tools.bench_pack [packing] [planner] [memory] [--items N] [--rounds N] [--no-peer]
+    OMP_NUM_THREADS=1 python -m tools.bench_pack [packing] [planner] [memory] [scale] [--items N] [--rounds N]
+                                                 [--no-peer] [--out FILE]
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -26,20 +28,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 
+from tools.commands import workplace
 from tools.measures import alternated
 from tools.measures import memory as peak
-from tuner.data.batches import balance_rows, row_costs
+from tuner.data.batches import GlobalBatches, balance_rows, row_costs
 from tuner.data.building.bins import lower_bound, pack
-from tuner.data.building.pack import cut, row_batches
-from tuner.data.prepared import arrow
+from tuner.data.building.pack import BLOCK_SEGMENTS, Segments, cut, row_batches
+from tuner.data.building.rows_file import write_rows
+from tuner.data.prepared import COUNTS, PackedRows, arrow, open_stream, row_counts
 
 CAPACITIES = (4096, 8192, 32768)
 EFFICIENCY, SECONDS, PEAK_MIB = 0.9999, 1.0, 300
+SCALE_MIB, SCALE_FILL = 1907, 0.999
+SCALE_DOCUMENTS = (1_000_000, 10_000_000, 100_000_000)
 PEER_SLICE = 20_000
 """Documents given to TRL at once: a multiple of its windows of 1,000 rows, so the slices change nothing but memory."""
 MEMORY_DOCUMENTS = 5_000_000
@@ -188,13 +195,54 @@ def measure_memory(count: int, capacity: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def blocks_of(count: int, capacity: int) -> Iterator[Segments]:
+    """Segments as cutting gives them, with lognormal lengths of mean 600, in blocks."""
+    rng = np.random.default_rng(3)
+    for first in range(0, count, BLOCK_SEGMENTS):
+        stops = np.empty(min(BLOCK_SEGMENTS, count - first), dtype=np.uint32)
+        for part in np.split(stops, range(1 << 17, len(stops), 1 << 17)):
+            part[:] = np.clip(rng.lognormal(math.log(400), 0.9, len(part)), 2, capacity)
+        numbers = np.arange(first, first + len(stops), dtype=np.uint32)
+        yield Segments(numbers, np.broadcast_to(np.uint32(0), len(stops)), stops, stops - np.uint32(1))
+        del stops, numbers, part
+
+
+def measure_scale(count: int, capacity: int) -> dict[str, Any]:
+    """What it takes to write the rows of `count` lengths of mean 600, and to walk an epoch of them."""
+    with workplace() as work:
+        path, started = work / "train.rows.arrow", time.process_time()
+        report = write_rows(path, blocks_of(count, capacity), capacity)
+        packed, peak_mib = time.process_time() - started, peak("VmHWM") >> 20
+        started, n_rows = time.process_time(), report["packed_rows"]
+        counts = None
+        if row_counts(path).exists():
+            counts = np.memmap(row_counts(path), "<i8", "r", shape=(n_rows, len(COUNTS)))
+        rows = PackedRows(cast("Any", None), open_stream(path), capacity, counts=counts)
+        batches, tokens = GlobalBatches(rows, seed=0, shuffle=True, global_batch_size=1024, micro_batch_size=1), 0
+        seen = np.zeros(n_rows, dtype=np.bool_)
+        for step in range(batches.steps_per_epoch):
+            ids = batches.row_ids(step)
+            seen[ids] = True
+            tokens += int(rows.tokens_per_row[ids].sum())
+        assert seen.all() and tokens == report["packed_tokens"]
+        return {
+            "documents": count, "rows": n_rows, "fill": report["fill"], "blocks": report.get("blocks", 1),
+            "pack_seconds": round(packed, 1), "peak_mib": peak_mib,
+            "epoch_seconds": round(time.process_time() - started, 1), "epoch_anonymous_mib": peak("RssAnon") >> 20,
+            "rows_mib": path.stat().st_size >> 20,
+        }  # fmt: skip
+
+
+def in_child(part: str, count: int, capacity: int) -> dict[str, Any]:
+    """What a part gives in a process of its own."""
+    command = [sys.executable, "-m", "tools.bench_pack", part, f"--items={count}", f"--capacity={capacity}"]
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return cast("dict[str, Any]", json.loads(found.stdout))
+
+
 def memory(count: int) -> list[dict[str, Any]]:
     """`measure_memory` in a process of its own for 4k and 32k."""
-    found = []
-    for capacity in (4096, 32768):
-        command = [sys.executable, "-m", "tools.bench_pack", "memory-of", f"--items={count}", f"--capacity={capacity}"]
-        found.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
-    return found
+    return [in_child("memory-of", count, capacity) for capacity in (4096, 32768)]
 
 
 def failures(report: dict[str, Any]) -> list[str]:
@@ -207,6 +255,9 @@ def failures(report: dict[str, Any]) -> list[str]:
     for record in report.get("memory", []):
         if record["peak_mib"] > PEAK_MIB:
             broken.append(f"memory at {record['capacity']}: {record['peak_mib']} MiB")
+    for record in report.get("scale", []):
+        if record["peak_mib"] > SCALE_MIB or record["fill"] < SCALE_FILL:
+            broken.append(f"scale: {record}")
     return broken
 
 
@@ -225,16 +276,18 @@ def show(report: dict[str, Any]) -> None:
 def main() -> int:
     parts = ("packing", "planner", "memory")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="part", help="packing, planner, memory; default: all")
+    parser.add_argument("parts", nargs="*", metavar="part", help="packing, planner, memory (the default), scale")
     parser.add_argument("--items", type=int, default=None, help="documents; default 1,000,000 (memory: 5,000,000)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="write the JSON object here, too")
     parser.add_argument("--no-peer", action="store_true", help="leave TRL out")
     parser.add_argument("--capacity", type=int, default=CAPACITIES[0], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.parts == ["memory-of"]:
-        print(json.dumps(measure_memory(arguments.items or MEMORY_DOCUMENTS, arguments.capacity)))
-        return 0
-    if unknown := set(arguments.parts) - set(parts):
+    for part, measure in (("memory-of", measure_memory), ("scale-of", measure_scale)):
+        if arguments.parts == [part]:
+            print(json.dumps(measure(arguments.items, arguments.capacity)))
+            return 0
+    if unknown := set(arguments.parts) - {*parts, "scale"}:
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
     wanted, items = arguments.parts or parts, arguments.items or 1_000_000
     report: dict[str, Any] = {}
@@ -244,8 +297,13 @@ def main() -> int:
         report["planner"] = planner(min(items, 200_000))
     if "memory" in wanted:
         report["memory"] = memory(arguments.items or MEMORY_DOCUMENTS)
+    if "scale" in wanted:
+        counts = SCALE_DOCUMENTS if arguments.items is None else (arguments.items,)
+        report["scale"] = [in_child("scale-of", count, CAPACITIES[0]) for count in counts]
     show(report)
     print(json.dumps(report))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(report, indent=2) + "\n")
     for line in (broken := failures(report)):
         print(f"FAILED {line}", file=sys.stderr)
     return 1 if broken else 0

@@ -15,8 +15,6 @@ With --no-fast the command runs where the fast encoder's package cannot be impor
 each number of workers on the large file is compared, alternating too.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

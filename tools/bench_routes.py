@@ -10,8 +10,6 @@ rounds after the first two, how the documents go through the model, and how ofte
 rows are refused, the reason. One JSON object goes to stdout.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

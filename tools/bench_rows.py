@@ -5,8 +5,6 @@ The text is Python's documentation as Debian packages it (prose in reStructuredT
 text is used twice until all are used; `conversations` ends there, `endless` goes on with another order.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

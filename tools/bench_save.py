@@ -14,8 +14,6 @@ training  launches of `tuner train` on the model that never save, save once at o
 Prints medians of the rounds as JSON; overheads are for a save every 500 steps of the measured length.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

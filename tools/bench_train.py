@@ -25,8 +25,6 @@ the first may differ by 1e-3; over the second, means of 50 steps differ by less 
 in three orders, do. A table goes to stderr, one JSON object to stdout; exit 1 where a goal is missed. Needs `trl`.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """What bench_train.py trains on: models, rows, and the arithmetic of a step."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

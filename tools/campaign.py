@@ -8,8 +8,6 @@ Exits with 1 where one failed. `same_run` compares with another tree, and is not
 `python -m tools.same_run --against TREE`.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

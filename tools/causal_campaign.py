@@ -30,8 +30,6 @@ on a row of token ids, in transformers alone is shown with that reason.
 computes (tools/causal_faults.py), which must end in ``wrong``.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """A tiny config of every causal type that transformers knows: its own defaults with the sizes made small."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What the campaign of causal types checks of one type, and what it says of each."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ of one document to six: nothing is compiled for them, their gradients are those 
 compiler, and there are no more graphs than kinds of layers, twice, and places that are left to the interpreter.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 They come after the model was built and checked as every run checks its own, so that nothing but figures can show them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

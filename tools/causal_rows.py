@@ -1,7 +1,5 @@
 """What the campaign of causal types trains on: a few global batches of three documents, and how forwards take them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What a case may do to the directory that it starts from, by the names that tables of cases have."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What campaigns and benchmarks have in common: commands of this tree, several ranks, lines of JSON, what is said."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ variable-length attention demand and fakes do not check (FlashAttention 2: one w
 multiple of 8 and at most 256; dense rows; bounds int32) is checked here. Exits with 1 where a type crashed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

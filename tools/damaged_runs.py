@@ -16,8 +16,6 @@ of it anew for every command. Prints a table of exit codes and last lines, and h
 Exits with 1 where a command does otherwise.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

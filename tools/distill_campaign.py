@@ -9,8 +9,6 @@ Each is exported, loaded by transformers alone, and measured by plain cross-entr
 a table; exits with 1 where a distilled student is not better than the plain one.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -11,8 +11,6 @@ each change. Exits with 1 where rows differ, or a loss by more than 1e-6 over 10
 fell by less than 1.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ class, too. Then trains a few steps with and without evaluations of them: the ch
 Writes `report.json`; exits with 1 where anything differs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

@@ -8,8 +8,6 @@ item, and exits with 1 where a choice, an answer or a figure differs, or a likel
 nat per token.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -10,8 +10,6 @@ The first two are Python's own documentation, read from the interpreter that run
 version, and the SHA-256 of each file. Nothing of it is part of this repository.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib

@@ -11,8 +11,6 @@ a row on each are held to those of the whole model, plain and recomputed: 1e-5 r
 exits with 1 where one differs or fails.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -10,8 +10,6 @@ code 6, with nothing published. A line for each is written as it ends to ``OUT/r
 is not done again. Prints tables; exits with 1 where one is not as it must be.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -4,8 +4,6 @@ Each patches the product's own functions while an export is written: what merges
 an export, what writes its files or its config. `hold_back` exports a run with one of them and says how that ended.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace

@@ -18,8 +18,6 @@ half-made may look whole, no committed step may be lost, and the same command ag
 that failed, and the figures at the end; exits with 1 when a trial failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

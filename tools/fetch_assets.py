@@ -9,8 +9,6 @@ SHA-256, only the named members are taken from it, and a directory appears under
 again checks the files and fetches what is missing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

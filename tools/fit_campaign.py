@@ -9,8 +9,6 @@ Exits with 1 where fewer than 82 % of the runs were held (70 % where noise is sh
 normal noise of points alone, more than 99 %.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -9,8 +9,6 @@ by one of the whole model, whose figures it shows. `check` predicts drawn cells 
 prediction is from the whole one. Nothing of it has been compared with a GPU.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -9,8 +9,6 @@ each, those with the kernels of one before as such; exits with 1 where one that 
 it continues where it stopped. The packages are installed into a directory of their own, without those of CUDA.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import site

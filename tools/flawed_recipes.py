@@ -6,8 +6,6 @@ Each is a tiny recipe that trains, changed in one place. With `--launch`, that t
 that no flaw of the table is imagined.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

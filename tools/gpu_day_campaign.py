@@ -5,8 +5,6 @@
 Exits with 1 where a part fails. The tests run what needs few commands.
 """
 
-from __future__ import annotations
-
 import sys
 
 from tools.commands import workplace

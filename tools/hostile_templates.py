@@ -1,15 +1,8 @@
 """Chat templates made to take all memory, or to go on for ever, by kinds: those of `hostile_templates.yaml`.
 
-    python -m tools.hostile_templates            the names of all, by kind
-    python -m tools.hostile_templates NAME       the source of one
-
-`tools/template_limits_campaign.py` has a command meet each of them; tests/tools/test_template_limits.py renders them.
+tests/tools/test_template_limits.py renders them.
 """
 
-from __future__ import annotations
-
-import sys
-from collections import Counter
 from typing import Any, NamedTuple
 
 from tools.tables import beside
@@ -48,18 +41,3 @@ HOSTILE = tuple(
     HostileTemplate(kind, name, source_of(piece)) for kind, named in _KINDS.items() for name, piece in named.items()
 )
 """All of them."""
-
-
-def main() -> int:
-    """Print the names, or a source."""
-    for name in sys.argv[1:]:
-        sys.stdout.write(next(one.source for one in HOSTILE if one.name == name))
-    if not sys.argv[1:]:
-        for kind, count in Counter(one.kind for one in HOSTILE).items():
-            print(f"{kind} ({count}): {', '.join(one.name for one in HOSTILE if one.kind == kind)}")
-        print(f"{len(HOSTILE)} templates of {len(_KINDS)} kinds")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,8 +8,6 @@ and trains two steps of some, and of each that learns from preferences, with a t
 theirs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

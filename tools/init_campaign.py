@@ -8,8 +8,6 @@ written down there; what preparation leaves out has to be what the recipe counts
 of, 1 % at most. Exits with 1 where anything is not so.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -10,8 +10,6 @@ for the messages before the answer with the generation prompt (of a caller who s
 nothing else is trained. Exit code 1 where one is not so.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -2,19 +2,20 @@
 
     python -m tools.kill_campaign --count 8 --out kills.jsonl
     python -m tools.kill_campaign --points evaluation save --processes 2 4 --count 20
+    python -m tools.kill_campaign --points step --flags --optimizer.offload host --checkpoint.async_save true
 
 Points of training, with one, two and four processes: `evaluation`, before one of its forwards; `save`, at a call of a
 save beside the steps; `signal`, SIGTERM to the command in such a save or in one that steps wait for; `clock`, killed
-after the clock jumped; `fewer`, four processes killed and two that resume. All ranks or one alone die. The newest
-checkpoint must be valid and the last that was committed, and the resumed run must end with the tensors (SHA-256) and
-the log of an unbroken one; with fewer processes, with its losses to 1e-5. `push`: an upload is killed at any request
-and in the midst of a file, and is done again; the hub holds nothing or all of it, the export stays as it is. `cut`: a
-gzip or Zstandard file that ends anywhere ends with exit code 3 and its name, and nothing is prepared. Prints a line of
-JSON for each trial; exits with 1 where one failed.
+after the clock jumped; `step`, killed in place of one; `fewer`, four processes killed and two that resume. All ranks or
+one alone die. The newest checkpoint must be valid and the last that was committed, and the resumed run must end with
+the tensors (SHA-256) and the log of an unbroken one; with fewer processes, with its losses to 1e-5. `push`: an upload
+is killed at any request and in the midst of a file, and is done again; the hub holds nothing or all of it, the export
+stays as it is. `cut`: a gzip or Zstandard file that ends anywhere ends with exit code 3 and its name, and nothing is
+prepared. Prints a line of JSON for each trial; exits with 1 where one failed. What follows ``--flags`` is given to
+every run of the first ones.
 """
 
-from __future__ import annotations
-
+import argparse
 import gzip
 import json
 import math
@@ -36,7 +37,7 @@ from tests.fixtures.trainings import outcome, prepare
 from tools.commands import ROOT, Results, environment, parser_of, workplace
 from tools.struck import VARIABLE
 
-TRAINING = ("evaluation", "save", "signal", "clock")
+TRAINING = ("evaluation", "save", "signal", "clock", "step")
 POINTS = (*TRAINING, "fewer", "push", "cut")
 STEPS, LONGEST_S = 8, 180.0
 MOMENTS = {"evaluation": 200, "save": 120, "signal": 120}
@@ -95,7 +96,7 @@ def training_trial(place: Place, point: str, number: int, rng: random.Random, re
     beside = point == "save" or (point == "signal" and rng.random() < 0.5)
     name = f"{point}-{number}"
     run = place.path / "runs" / name
-    async_save = ("--checkpoint.async_save", str(beside).lower())
+    async_save = ("--checkpoint.async_save", str(beside).lower()) if point != "step" else ()
     words = ("train", "r.yaml", "--name", name, *place.flags, *place.spread())
     code, said = place.tuner(*words, *async_save, struck=struck)
     expected = {0, 75} if point == "signal" else {0, 4, -signal.SIGKILL, 128 + signal.SIGKILL}
@@ -236,7 +237,13 @@ def cut_trials(place: Place, trials: Mapping[int, random.Random]) -> Iterator[Re
 
 
 def campaign(
-    directory: Path, points: list[str], processes: list[int], count: int, seed: int, known: Sequence[Result] = ()
+    directory: Path,
+    points: list[str],
+    processes: list[int],
+    count: int,
+    seed: int,
+    known: Sequence[Result] = (),
+    flags: Sequence[str] = (),
 ) -> Iterator[Result]:
     """All trials of these points, so many for each and each number of processes, but for those that are known."""
     done = {(each["point"], each.get("processes", 1), each["trial"]) for each in known}
@@ -249,7 +256,7 @@ def campaign(
 
     for number in processes:
         if trials := sorted((trial, point) for point in TRAINING for trial in left(point, number)):
-            place = Place(directory / f"of-{number}", number)
+            place = Place(directory / f"of-{number}", number, *flags)
             for trial, point in trials:
                 yield training_trial(place, point, trial, rng(point, number, trial))
     if resumed := left("fewer", 4):
@@ -271,11 +278,12 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=8, help="trials of each point, with each number of processes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="a file with a line for each trial, with which a campaign goes on")
+    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of `tuner train`, the last option here")
     options = parser.parse_args()
 
     told = Results(options.out)
     with workplace() as place:
-        given = (place, options.points, options.processes, options.count, options.seed, [*told.rows])
+        given = (place, options.points, options.processes, options.count, options.seed, [*told.rows], options.flags)
         for result in campaign(*given):
             told.add(result)
     results = told.rows

@@ -9,8 +9,6 @@ trained again. Then `tuner ladder fit` predicts the largest rung from the others
 Prints one JSON line for each kill, the rungs' marks as CSV and the prediction; exits with 1 where something is missing.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import random

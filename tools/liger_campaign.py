@@ -8,8 +8,6 @@ ahead of time to machine code, by the compiler that Triton brings, for compute c
 where one does not compile.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator, Sequence

@@ -13,8 +13,6 @@ this CPU; with ``--run`` the CPU's are trained, two steps each in a process whos
 row longer by half, which must not fit. Tables are Markdown, on stdout.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import resource

@@ -13,8 +13,6 @@ does with a job. The run must end with the tensors (SHA-256) and the losses of t
 trial; exits with 1 where one differs. What follows ``--flags`` is given to every run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """What benchmarks measure alike: ways in turns, the memory of this process, and the machine that figures are of."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Mapping

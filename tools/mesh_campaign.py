@@ -9,8 +9,6 @@ come; a campaign that is started again continues after them, and takes failed ce
 `OUT/table.md`. Exits with 1 where a cell is unequal or failed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

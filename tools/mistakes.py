@@ -6,8 +6,6 @@ The table, `tools/mistakes.jsonl`, was written before the messages were read: ke
 LLaMA-Factory, torchtune, ms-swift and Unsloth, and mistakes with keys of our own.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ trained. A type is `equal`, `refused` with a reason, or `impossible` where trans
 Exits with 1 where one is wrong, or where a run ended with anything but a reason.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -8,8 +8,6 @@ not the slow ones. Prints one JSON object: caught, planted, and the names of the
 one in ten survives.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import json
 import os

@@ -8,8 +8,6 @@ with, or with `--command` by `tuner prepare-data` with `on_bad_row: skip` (byte 
 no row's problem, a value other than the one written, or a problem whose place is not inside its line.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import time

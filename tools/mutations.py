@@ -8,8 +8,6 @@ not given. It must be found exactly once in its place; what replaces it may use 
 statements go.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import copy

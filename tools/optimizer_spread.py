@@ -12,8 +12,6 @@ with 1 where 8-bit states, or those on the host, end above the largest, or furth
 seeds are from each other.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

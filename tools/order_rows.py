@@ -6,8 +6,6 @@ Each wording occurs as often as the others, and a person stands before a city in
 must read who lives where, and cannot go by the place in the sentence. Everything follows from a seed.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -8,8 +8,6 @@ listed, copied and checked, a tiny model pre-trained for two steps, exported and
 types, and what the metadata says. Interpreters that are not here are named. Exits with 1 where something fails.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

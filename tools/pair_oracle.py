@@ -5,8 +5,6 @@ Of a good row come the texts of its documents as the ChatML template writes them
 What makes a row good is docs/data-formats.md.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any, NamedTuple

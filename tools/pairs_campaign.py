@@ -8,8 +8,6 @@ is wrong with the others, and which texts and masks become of the good ones. Pri
 verdict, on a reason that is none of the oracle's, on other text, masks, labels or margins, and on any other exception.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import time

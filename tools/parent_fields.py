@@ -7,8 +7,6 @@ command (`run`), or a reason of one of a few kinds (:data:`REASONS`). Every reci
 are made of them. Prints what is missing, or how many there are of each kind; exits with 1 where a recipe is refused.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import Counter

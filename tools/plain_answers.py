@@ -6,8 +6,6 @@ Prints a JSON list: of each prompt the greedy text and the logits after it, in f
 adapter that `PeftModel` puts on it. Fails where tuner was imported after all.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

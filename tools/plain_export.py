@@ -9,8 +9,6 @@ model rebuilt from the checkpoint, there from the exported directory (`tools/pla
 and how far the logits differ, as JSON; exits with 1 where a text differs, or a logit by more than 1e-5 of the largest.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -19,8 +19,6 @@ is not a question of memory: the trace is given what was sent where it was count
 takes all experts to get as many, is printed beside it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace

@@ -7,8 +7,6 @@ nothing else; the rejected one has the same facts with greetings, explanations, 
 follows from a seed. Names and wordings of the held-out notes never occur in training.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -10,8 +10,6 @@ minutes on two cores. A table goes to stderr, one JSON object to stdout; exit 1 
 above 90 %, more valid answers than before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

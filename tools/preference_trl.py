@@ -9,8 +9,6 @@ trainer's config, and the number of steps. Rows come in the file's order and are
 one before to its own end, data included. Prints one JSON object. Needs `trl`.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

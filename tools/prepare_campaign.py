@@ -11,8 +11,6 @@ one the first is killed; one of them builds, and both see the same bytes. Prints
 a trial failed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing

@@ -8,8 +8,6 @@ every process of the command's tree until it ends, and deletes everything. Print
 process had more than 400 MB. The disk needs about twice the file's size.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

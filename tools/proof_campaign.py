@@ -9,8 +9,6 @@ many. A fault of structure must be refused both ways; one in the values of a sin
 is named. Prints a line for each and exits with 1 where a verdict differs, or where more than half of the layers ran.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

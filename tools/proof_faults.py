@@ -1,7 +1,5 @@
 """Faults of what layers compute, planted in a model as training builds it; its plain twin goes without them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ printed, with the reason of each cell that is refused. Exits with 1 where a faul
 is not equal.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

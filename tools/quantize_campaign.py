@@ -11,8 +11,6 @@ become machine code for compute capabilities 8.0 to 12.0. bitsandbytes is instal
 .demo/peers/bitsandbytes). Exits with 1 where one fails.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

@@ -10,8 +10,6 @@ SmolLM2 with the base in bf16, nf4 and int8: peak of tensors, counted in real st
 table goes to stderr, one JSON object to stdout; exit 1 where a bound is missed.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -9,8 +9,6 @@ notebook must have given the answer that README shows.
 Prints the minutes of each; exits with 1 where something does not hold.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -3,8 +3,6 @@
 They are fetched when a comparison runs and are no part of this project.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

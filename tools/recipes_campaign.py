@@ -9,8 +9,6 @@ tokens; what it says of its data, adapter, template and method stays. Prints a t
 not fit or train. ASSETS is filled by `tools/fetch_assets.py ASSETS`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

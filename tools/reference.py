@@ -3,8 +3,6 @@
 python -m tools.reference [--check]
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from functools import partial

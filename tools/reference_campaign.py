@@ -9,8 +9,6 @@ again must end with the same columns and the same tensors (SHA-256), and the sam
 trial and the figures at the end; exits with 1 when a trial differs.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

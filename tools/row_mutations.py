@@ -1,7 +1,5 @@
 """Good rows of every form, and every way we know to break the line that one is written in."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator

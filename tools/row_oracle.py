@@ -4,8 +4,6 @@ It is written another way: objects are lists of pairs until they are judged, sur
 decoded and depth in the brackets of the text. What makes a row good is docs/data-formats.md.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any, NoReturn

@@ -11,8 +11,6 @@ rates, tokens), the order of the rows (but of windows and ladders), and the samp
 JSON object to stdout; exit 1 where something differs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -11,8 +11,6 @@ minute, leave a valid checkpoint of the last step in its log and no process. Pri
 summary; exits with 1 when a trial fails.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

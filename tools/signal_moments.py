@@ -11,8 +11,6 @@ sends it, SIGTERM to the command, as a scheduler does. It must end in a minute: 
 nothing left in the directory for temporary files, in the cache, or beside an export.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

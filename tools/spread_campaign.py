@@ -9,8 +9,6 @@ adapters, layers as they are and compiled, ways of sharding, embeddings that are
 in, and whole gradients between micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path

@@ -3,8 +3,6 @@
 A module named `sitecustomize` calls :func:`arm`, in every process of a command, with what the environment says.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -117,5 +115,6 @@ def _at_step(given: dict[str, Any]) -> None:
 
 
 _ARMED: dict[str, Callable[[dict[str, Any]], None]] = {
-    "evaluation": _in_evaluation, "save": _in_save, "signal": _in_save, "clock": _at_step, "fewer": _at_step,
+    "evaluation": _in_evaluation, "save": _in_save, "signal": _in_save, "clock": _at_step,
+    "step": _at_step, "fewer": _at_step,
 }  # fmt: skip

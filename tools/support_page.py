@@ -8,8 +8,6 @@ A type is *verified* where loss and all gradients were equal to those of the pla
 tiny one. What stands before the list is `tools/support_head.md`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Tables of cases, in YAML files beside the tools that run them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

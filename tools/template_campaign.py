@@ -8,8 +8,6 @@ where the table says so one with tools, calls and thoughts. Exits with 1 where a
 table below. Tokenizers' own templates are in tests/data/encoding/test_named_templates.py.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence

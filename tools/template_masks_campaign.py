@@ -11,8 +11,6 @@ A line says for each template how many chats are kept and what is noted; then wh
 a document is not so, or a chat is refused for another reason than the template's own words.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -7,8 +7,6 @@ loss and gradient norm to 1e-6, and every gradient to 5e-6 of itself, or of a fi
 each, and exits with 1 where one differs or fails.
 """
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ passed, of its fixtures too. Processor time says the same on a machine that is b
 it sums such a file, largest first.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

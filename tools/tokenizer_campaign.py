@@ -10,8 +10,6 @@ the chats whose masks are the derived ones. Exits with 1 where a row differs. AS
 `tools/fetch_assets.py ASSETS --campaign`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random

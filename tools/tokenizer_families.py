@@ -3,8 +3,6 @@
 The files come from tools/fetch_assets.py --campaign; small SentencePiece and WordPiece models are trained on its chats.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

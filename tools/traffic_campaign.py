@@ -9,8 +9,6 @@ its memory, 330 GB/s from GPUs of its machine and 40 GB/s over the network, 620 
 exposed where they last longer than the computing of their pass.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

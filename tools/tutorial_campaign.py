@@ -7,8 +7,6 @@ network. Each command must end with the exit code that the page says; then the c
 the held-out loss fell, and that the exported model answers with the JSON object. Exits with 1 where one does not hold.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -8,16 +8,13 @@ into its place only once training waits for it, and window 5 cut off until the r
 its name and was resumed; and it dies of SIGKILL in one phase: while a window is prepared (before any step, or next to
 training), in a step, an evaluation, a save (before and after its commit), after a window was opened, while one is
 waited for, or at the very end. It must end with the same tensors (SHA-256) and the same log, with each document trained
-once. Then: a run over windows in order without shuffling is held against a plain run over one file of all of them, step
-for step and bit for bit; and windows of a directory that grows while the run reads it against all of them at once.
+once.
 `stream` goes over the windows twice, each with held-out rows of its own, four windows a launch, in runs that are killed
 40 times, in phases that are drawn. `bank` kills runs, 24 times in all, that take newer weights of another run at the
 bounds of windows and every three steps while that one trains and saves; each is held against a run that is not killed
 and has the same versions in the same steps. Prints a JSON line for each, and exits with 1 where one differs. With
 `--out` the runs of `bank` are written there as they end, and those that it holds count.
 """
-
-from __future__ import annotations
 
 import json
 import random
@@ -41,7 +38,6 @@ ROWS = {"w1": 12, "w2": 8, "w3": 0, "w4": 16, "w5": 8, "w6": 12}
 """Rows of each window; whole global batches, so that a plain run has the same steps."""
 LATE, DAMAGED = "w4", "w5"
 STOPPED, KILLS, BANK_KILLS = 75, 40, 24
-GROWING = ["--data.train", "more", "--data.windows.names", "[]", "--data.windows.files", "1"]
 STREAM = [
     "--data.windows.passes", "stream", "--train.duration", "2 epochs", "--data.eval", "held/{window}.jsonl",
     "--data.windows.save_every", "2", "--data.windows.per_launch", "4",
@@ -49,7 +45,6 @@ STREAM = [
 SOURCE = ["--checkpoint.every", "1 step", "--checkpoint.keep", "99"]
 GIVEN = {"load": ["mlp", "self_attn"], "every": ["1 window", "3 steps"]}
 FROZEN = ["--model.freeze", '["self_attn"]', "--checkpoint.keep", "99"]
-PLAIN = ["--data.windows.names", "[]", "--data.windows.wait", "null", "--data.train", "all.jsonl"]
 
 # Notes what each step trains, and dies at the given call of a function, before or after what it does.
 PROGRAM = """
@@ -230,53 +225,6 @@ def is_good(result: dict[str, Any]) -> bool:
     return all(value for value in result.values() if isinstance(value, bool))
 
 
-def plain(work: Work) -> dict[str, Any]:
-    """Windows in order without shuffling, against a plain run over one file of all of them."""
-    (work.directory / "all.jsonl").write_text(
-        "".join((work.directory / "logs" / f"{name}.jsonl").read_text() for name in ROWS)
-    )
-    found = []
-    for name, flags in (("windows", []), ("plain", PLAIN)):
-        code = work.train(name, "--data.shuffle", "false", "--eval.at_end", "false", *flags)
-        found.append((code, work.trained(), work.outcome(name)["sha256"]))
-        (work.directory / "trained.jsonl").unlink()
-    (code, steps, sha256), (plain_code, plain_steps, plain_sha256) = found
-    return {
-        "phase": "plain",
-        "codes": [code, plain_code],
-        "steps": len(steps),
-        "same_rows": steps == plain_steps,
-        "same_weights": sha256 == plain_sha256,
-        "each_document_once": once(steps, sum(ROWS.values())),
-    }
-
-
-def growing(work: Work) -> dict[str, Any]:
-    """Windows of a directory that grows during the run, against all of them there from the start."""
-    names = [name for name, count in ROWS.items() if count]
-    more = work.directory / "more"
-    more.mkdir()
-
-    def grow() -> None:
-        for number, name in enumerate([*names, "END"]):
-            time.sleep(2.0 if number else 0.5)
-            if name == "END":
-                (more / name).touch()
-            else:
-                (work.directory / "logs" / f"{name}.jsonl").rename(more / f"{name}.jsonl")
-
-    command = ["train", "r.yaml", *GROWING, "--data.windows.grow", "true"]
-    code = work.run([*command, "--name", "grown"], beside=grow)
-    steps = work.trained()
-    again = work.run([*command, "--name", "there"])
-    return {
-        "phase": "growing",
-        "codes": [code, again],
-        "each_document_once": once(steps, sum(ROWS.values())),
-        "identical": work.outcome("grown") == work.outcome("there"),
-    }
-
-
 def stream(work: Work) -> dict[str, Any]:
     """Two passes over the windows, each with its own held-out rows, killed in phases that are drawn until it ends."""
     (work.directory / "held").mkdir()
@@ -354,7 +302,7 @@ def campaign(
     results = Results()
     for phase in phases:
         own = work(phase)
-        more = {"plain": plain, "growing": growing, "stream": stream, "bank": bank}
+        more = {"stream": stream, "bank": bank}
         results.add(more[phase](own) if phase in more else trial(own, phase, unbroken))
         if not is_good(results.rows[-1]):
             say(own.said[-3000:])
@@ -363,7 +311,7 @@ def campaign(
 
 def main() -> int:
     """Run the campaign."""
-    every = [*PHASES, "plain", "growing", "stream", "bank"]
+    every = [*PHASES, "stream", "bank"]
     parser = parser_of(__doc__)
     parser.add_argument("--phases", nargs="+", default=every, choices=["none", *every])
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2])

@@ -42,14 +42,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Ladder", "check_recipe", "doctor", "evaluate", "export_hf", "fit", "generate", "load_generator", "load_recipe",
-    "prepare_data", "profile", "prove", "push", "resume", "runs", "score_tasks", "show_run", "train", "verify_resume",
+    "Ladder", "check_recipe", "doctor", "evaluate", "export_gguf", "export_hf", "fit", "generate", "load_generator",
+    "load_recipe", "prepare_data", "profile", "prove", "push", "resume", "runs", "score_tasks", "show_run", "train",
+    "verify_resume",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from tuner.api.answers import generate, load_generator
     from tuner.api.checks import check_recipe, doctor
     from tuner.api.exports import export_hf, push
+    from tuner.api.gguf_files import export_gguf
     from tuner.api.ladders import Ladder
     from tuner.api.measures import fit, profile
     from tuner.api.proofs import prove, verify_resume
@@ -62,6 +64,7 @@ _PLACES = {
     "tuner.api.answers": ("generate", "load_generator"),
     "tuner.api.checks": ("check_recipe", "doctor"),
     "tuner.api.exports": ("export_hf", "push"),
+    "tuner.api.gguf_files": ("export_gguf",),
     "tuner.api.ladders": ("Ladder",),
     "tuner.api.measures": ("fit", "profile"),
     "tuner.api.proofs": ("prove", "verify_resume"),

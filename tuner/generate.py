@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from tuner.data.encoding.template import EndlessTemplateError, LoadedTemplates
-from tuner.data.encoding.tokenizer_files import cache_root
 from tuner.errors import DataError, MachineError, RecipeError, TunerError
 from tuner.export.quantized import base_of_kind
 from tuner.export.source import ExportSource, resolve
@@ -38,6 +37,7 @@ from tuner.rundir.exports import LINEAGE
 from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
 from tuner.rundir.model_path import RunCheckpoint, Warn, ignore_warning, is_run_path, resolve_model_path
 from tuner.runtime.files import read_json, sha256_file, unlinked
+from tuner.stages import cache_root
 
 Message = dict[str, str]
 

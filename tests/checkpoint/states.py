@@ -1,7 +1,5 @@
 """Small states with every awkward shape: uneven, empty, scalar, transposed, several dtypes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

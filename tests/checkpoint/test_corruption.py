@@ -1,7 +1,5 @@
 """Whatever happens to a file of a checkpoint is noticed, named, and stepped over."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Copies for saves from a CUDA device, on a stand-in for `torch.cuda`: whose device, in what order, and refused."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterator

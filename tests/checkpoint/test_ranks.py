@@ -1,7 +1,5 @@
 """Several gloo processes: saved at one world size, loaded at another; failing together."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

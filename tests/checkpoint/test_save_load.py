@@ -1,7 +1,5 @@
 """One process: what is saved is what is loaded, and only into what it belongs to."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """A staged state is the one that was, its memory is used again, and saved from it the bytes are the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

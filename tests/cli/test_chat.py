@@ -1,7 +1,5 @@
 """A talk: what is remembered, what a terminal shows, what a pipe gets, and how it ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

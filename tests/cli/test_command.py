@@ -1,7 +1,5 @@
 """One result on stdout, everything else on stderr; documents, exit codes and `-`."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

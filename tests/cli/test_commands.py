@@ -1,7 +1,5 @@
 """Real command lines: help, init, config and recipes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

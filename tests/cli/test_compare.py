@@ -1,7 +1,5 @@
 """`tuner eval --tasks` and `tuner compare`: the scores of two models, and whether they differ."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -20,15 +18,19 @@ from tuner.api.scores import score_tasks
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps with tasks, and its export."""
+    """A run of two steps with tasks."""
     directory = tmp_path_factory.mktemp("compared")
     trainings.prepare(directory, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TUNER_CACHE", str(directory / "cache"))
         patch.chdir(directory)
         launch(directory, train__duration="2 steps", eval__tasks=quiz.flag(directory / "tasks"), eval__every="1 step")
-        export_hf(directory / "runs" / "r", output=directory / "export", dtype="fp32")
     return directory
+
+
+@pytest.fixture(scope="module")
+def export(place: Path) -> Path:
+    return export_hf(place / "runs" / "r", output=place / "export", dtype="fp32").path
 
 
 @pytest.mark.slow
@@ -46,10 +48,12 @@ def test_a_run_gives_the_scores_of_its_last_evaluation(place: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_a_hugging_face_directory_needs_no_recipe(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hugging_face_directory_needs_no_recipe(
+    place: Path, export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TUNER_CACHE", str(place / "cache"))
     found = score_tasks(
-        place / "export", quiz.write(place / "tasks")[:2], output=place / "exported",
+        export, quiz.write(place / "tasks")[:2], output=place / "exported",
         overrides={"train.precision": "fp32", "data.max_length": "64"}, quiet=True,
     )  # fmt: skip
     assert found.step is None
@@ -60,9 +64,9 @@ def test_a_hugging_face_directory_needs_no_recipe(place: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_a_model_of_the_hub_is_scored_by_its_name(place: Path, tmp_path: Path) -> None:
+def test_a_model_of_the_hub_is_scored_by_its_name(place: Path, export: Path, tmp_path: Path) -> None:
     cached, commit = tmp_path / "hub" / "models--owner--model", "0" * 40
-    shutil.copytree(place / "export", cached / "snapshots" / commit)
+    shutil.copytree(export, cached / "snapshots" / commit)
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text(commit)
     own = {"PYTHONPATH": str(forked.ROOT), "HF_HUB_CACHE": str(tmp_path / "hub"), "TUNER_CACHE": str(place / "cache")}
@@ -97,7 +101,7 @@ def test_two_steps_are_compared(place: Path) -> None:
         (("eval", "runs/r", "--output", "x"), 2, "--output is for the results of tasks"),
         (("eval", "runs/r", "--tasks", "recipe", "--tasks", "a.jsonl"), 2, "stands for the recipe's tasks, alone"),
         (("eval", "runs/r", "--tasks", "absent.jsonl"), 3, "absent.jsonl: No such file or directory"),
-        (("eval", "export", "--tasks", "recipe"), 2, "the recipe names no tasks"),
+        (("eval", "model", "--tasks", "recipe"), 2, "the recipe names no tasks"),
     ],
 )
 def test_what_cannot_be_done_is_said(place: Path, words: tuple[str, ...], code: int, said: str) -> None:

@@ -1,7 +1,5 @@
 """What a shell is offered, by the words before the cursor; and bash, asked as it asks."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Recipes that differ, and variables of the environment in the place of flags."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`tuner data` by its real command lines: list, show, verify and clean up; what is printed, and with which code."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

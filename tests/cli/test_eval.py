@@ -1,7 +1,5 @@
 """`tuner eval`: the training's own losses again, of runs, checkpoints and Hugging Face directories."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
@@ -128,9 +126,8 @@ def test_checkpoints_and_recipes(place: Path) -> None:
     assert other.evaluation.sources == {}
     assert other.evaluation.tokens == whole.sources["short"].tokens
     assert other.evaluation.loss == pytest.approx(whole.sources["short"].loss, rel=1e-6)
-    for mesh in ({"tensor": 2}, {"sequence": 2, "shard": "full"}, {"expert": 2}):  # one process has none
-        flags = {f"parallel__{key}": str(value) for key, value in mesh.items()}
-        assert scored(place / "runs" / "r", **flags).evaluation == whole
+    flags = {"parallel__sequence": "2", "parallel__shard": "full"}  # one process has none
+    assert scored(place / "runs" / "r", **flags).evaluation == whole
     split = scored(place / "runs" / "r", place / "r.yaml", data__eval="5 documents")
     assert (split.rows, split.evaluation.sources) == (5, {})
 

@@ -1,7 +1,5 @@
 """Flags are split off before Typer reads the line, whatever their order, and are named and explained."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

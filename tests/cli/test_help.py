@@ -1,7 +1,5 @@
 """Help fits on a screen, names what there is, and says what was meant."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from typing import Any

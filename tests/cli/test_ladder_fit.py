@@ -1,7 +1,5 @@
 """`tuner ladder fit` by its real command lines: what is printed, where, and with which code."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs by name: what an argument stands for, and what is said where it stands for nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import huggingface_hub

@@ -1,7 +1,5 @@
 """Real `tuner train` in two processes that it starts itself: a rank that fails, and a run that is stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`tuner prove`: the command, its table, its document and its exit code."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`tuner runs` by its real command lines: what is printed, where, and with which code."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """`tuner config show --plot-schedule`: the drawing, its figures, and lengths that are known, prepared or unknown."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The shipped SLURM script, run by bash with stand-ins for `srun` and `scontrol`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -132,6 +130,7 @@ def test_the_job_asks_for_its_signal_and_may_be_requeued() -> None:
     assert not any(line.startswith("#SBATCH") for line in lines[commands[0] :])
 
 
+@pytest.mark.slow
 @pytest.mark.multi
 def test_two_tasks_train_stop_and_have_the_job_requeued(tmp_path: Path) -> None:
     trainings.prepare(tmp_path, 2)

@@ -1,7 +1,5 @@
 """Explained rows as people see them."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """Whatever a command says as a warning on stderr is in its document, once, whether it succeeds or fails."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import json

@@ -1,7 +1,5 @@
 """What errors say about keys and values that are not ours."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -67,8 +65,8 @@ ODD: tuple[Any, ...] = (
 
 
 def test_no_value_of_any_type_is_too_odd_for_a_key_of_another_tool() -> None:
-    for name in known_names():
-        for value in ODD:
+    for number, name in enumerate(sorted(known_names())):
+        for value in ODD[number % 3 :: 3]:
             found = convert(name, value, {name: value})
             assert found is None or isinstance(found, (dict, str)), (name, value)
         for value in ODD[-3:]:

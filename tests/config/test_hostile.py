@@ -1,7 +1,5 @@
 """Whatever is written, loading answers with a recipe or with lines that name places, soon, and nothing else."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
@@ -39,7 +37,7 @@ def attempt(path: Path, *flags: Override) -> None:
 
 
 @given(lines=st.lists(LINES | SCALARS, max_size=12))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_text_is_answered(lines: list[str], tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")

@@ -1,7 +1,5 @@
 """Configurations in the shapes of other tools' own, converted: what the recipe says, and what is left out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Preference and reward trainings of other tools, converted: the method with its losses, weights and traps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Loading: paths, names, origins, rules, flags, and writing back."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The sections of methods over answers: what may be written, what is refused, and that it is written back the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Exact human numbers and durations."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import pytest

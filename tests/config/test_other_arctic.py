@@ -1,7 +1,5 @@
 """ArcticTraining's recipes in their published forms: what they become, and that it trains."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """OLMo-core's ladders as their configurations are written out: the ladder that they become."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

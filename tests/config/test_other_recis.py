@@ -1,7 +1,5 @@
 """RecIS's training arguments: what they become."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

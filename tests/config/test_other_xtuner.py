@@ -1,7 +1,5 @@
 """XTuner V1's typed configurations: what they become, and that it trains."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps and ranges of steps, as a recipe writes them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The rules of `data.windows`: what cannot be is refused with the line to write, and without windows nothing is new."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +51,6 @@ def test_a_recipe_without_windows_says_nothing_of_them(tmp_path: Path) -> None:
     recipe = loaded(tmp_path, BASE.replace("  windows: {files: 1}\n", "")).recipe
     assert not recipe.data.windows.is_on
     assert "windows" not in recipe_dict(recipe)["data"]
-
-
 
 
 @pytest.mark.parametrize("text", [BASE, NAMED, CONSTANT, CONSTANT.replace("2 steps", "never")])

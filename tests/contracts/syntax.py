@@ -1,7 +1,5 @@
 """The modules of the package, read once in a process, and their nodes by kind: what contracts look at."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import gc

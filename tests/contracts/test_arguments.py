@@ -4,8 +4,6 @@ Allowed are `tuple[X, ...]` and a pair of one type such as (start, stop); a star
 over the caller's own `*args`, and `*ctx.saved_tensors`, which is how torch hands a backward function its tensors.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Every field of the recipe x every way to write it wrong, in YAML and as a flag: refused, one line, place and name."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """docs/code.md and docs/code-places.md say how the code is laid out: what they name is there, no import goes up."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,7 +1,5 @@
 """Every command in the documents exists, with every flag it is shown with; links, names and messages are right."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """What tests share is in `tests/fixtures` or a helper beside them: never a tool, outside the tests of tools."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable
 from pathlib import Path

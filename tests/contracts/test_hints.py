@@ -1,8 +1,7 @@
 """What a hint proposes exists: every key with its value, every flag, every command that a text of the program names."""
 
-from __future__ import annotations
-
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +56,12 @@ def _texts(path: Path, tree: ast.Module) -> Iterator[Text]:
 
 
 TEXTS = [text for name, path in modules().items() for text in _texts(path, trees()[name])]
+TEXTS += [
+    Text(f"{path.name}:{name}", re.sub(r"\{[a-z_.]+\}", HOLE, said))
+    for path in (TUNER / "config").glob("*rules.json")
+    for name, rule in json.loads(path.read_text(encoding="utf-8")).items()
+    for said in rule["wrong"]
+]
 SECTIONS = {key.split(".")[0] for key in fields() if "." in key}
 
 

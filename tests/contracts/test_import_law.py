@@ -9,20 +9,23 @@ from collections.abc import Iterable, Iterator
 
 from tests.contracts.syntax import ROOT, nodes, trees
 
-BASE = {"errors", "config", "runtime"}
+BASE = {"errors", "stages", "config", "runtime"}
 MATHS = BASE | {"data", "model", "parallel"}
 SETUP = MATHS | {"train", "setup", "checkpoint", "rundir", "init_from"}
-LAUNCH = SETUP | {"profile", "export", "evals"}
+LAUNCH = SETUP | {"profile", "export", "evals", "stores"}
 # What each part of the package may import, besides itself.
 LAW: dict[str, set[str]] = {
     "errors": set(),
-    "config": {"errors"},
-    "runtime": {"errors"},
+    "stages": set(),
+    "config": {"errors", "stages"},
+    "runtime": {"errors", "stages"},
     "data": BASE,
     "model": BASE,
     "checkpoint": BASE,
+    "stores": {"errors", "stages", "runtime"},
     "parallel": BASE | {"model"},
-    "rundir": BASE | {"checkpoint"},
+    "rundir": BASE | {"checkpoint", "stores"},
+    "submit": BASE,
     "transformers_tokenizer": BASE | {"data"},
     "init_from": BASE | {"model", "checkpoint", "rundir"},
     "export": BASE | {"data", "model", "checkpoint", "rundir", "init_from"},
@@ -35,13 +38,13 @@ LAW: dict[str, set[str]] = {
     "ladder": LAUNCH | {"run"},
     "generate": BASE | {"data", "model", "checkpoint", "rundir", "export"},
     "api": LAUNCH | {"prove", "run", "generate", "ladder"},
-    "cli": LAUNCH | {"prove", "run", "ladder", "generate"},
+    "cli": LAUNCH | {"prove", "run", "ladder", "generate", "submit"},
     "": {"api"} | BASE,
     "__main__": {"cli"},
 }
 HEAVY = {"torch", "transformers", "peft", "datasets", "liger_kernel", "accelerate"}
 # These never import torch or transformers, not even inside a function.
-NEVER_HEAVY = {"errors", "config", "data", "rundir"}
+NEVER_HEAVY = {"errors", "stages", "stores", "config", "data", "rundir"}
 # These may, but only inside a function.
 LAZILY_HEAVY = {"runtime", "cli", ""}
 # These are loaded with torch only: they stand on its process groups, its private names and its CUDA runtime.
@@ -64,6 +67,7 @@ INSTRUMENTS = {
     "tuner.run.measure": "profile",
     "tuner.run.settle": "profile",
     "tuner.run.tasks.export": "export",
+    "tuner.run.score_gguf": "export",
 }
 
 

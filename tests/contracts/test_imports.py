@@ -1,14 +1,12 @@
 """What a training loads: what it uses, and neither an instrument nor, where the data is prepared, what prepares it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
 from tests.fixtures import forked, trainings
 from tuner.api.training import prepare_data
 
-MOST, MOST_OF_DATA = 194, 21
+MOST, MOST_OF_DATA = 201, 22
 """The parts of a launch are not counted: each says in a file of its own what asks for it. Of data, five are what
 compiles a chat template within its limits; others look at links and at headers of weights."""
 TRAIN = f"""

@@ -4,8 +4,6 @@ Read are the pages (without code), and in `tuner/` every string that may be show
 help, hints, messages, and what HTML pages show. Docstrings and comments speak to people who change the code.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterable, Iterator
@@ -99,6 +97,7 @@ def test_pages_are_english() -> None:
 def test_what_the_program_says_is_english() -> None:
     places = {name: path.relative_to(PACKAGE).parts[0] for name, path in modules().items()}
     found = {name: findings("\n".join(shown(tree, places[name]))) for name, tree in trees().items()}
+    found |= {path.name: findings(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.json")}
     assert {name: phrases for name, phrases in found.items() if phrases} == {}, "see PHRASES for what to write"
 
 

@@ -1,7 +1,5 @@
 """What is published: the wheel's files and metadata, hints that name something to install, and the container."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

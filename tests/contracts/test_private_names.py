@@ -1,7 +1,5 @@
 """Names that torch and transformers do not promise: in the two adapter modules alone, and missed by nobody else."""
 
-from __future__ import annotations
-
 import ast
 import json
 import sys

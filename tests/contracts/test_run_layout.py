@@ -1,7 +1,5 @@
 """The names in a run directory are written in `tuner/rundir/layout.py` and nowhere else: read from every module."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ that one command has started itself send each other pickled values, over sockets
 hold; the files in which that happens are named here, and nothing else may.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,15 +16,19 @@ from tests.contracts.syntax import ROOT, modules, trees, walk
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 BETWEEN_OWN_PROCESSES = {
     "tuner/data/building/pool.py",
+    "tuner/data/building/ray_tasks.py",
     "tuner/data/building/worker.py",
     "tuner/runtime/process.py",
-    "tools/fits_table.py",
+    "tuner/runtime/ray_cluster.py",
+    "tuner/runtime/ray_ranks.py",
+    "tools/fits_table.py", "tools/startup_at_scale.py",
     "tools/prepare_campaign.py",
+    "tools/store_campaign.py",
 }
 """Who unpickles what another process of the same command has sent."""
 RECEIVERS = {
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
-    "recv_object_list", "ForkingPickler", "ProcessPoolExecutor",
+    "recv_object_list", "ForkingPickler", "ProcessPoolExecutor", "ray",
 }  # fmt: skip
 CALLS = {
     "eval": "eval",

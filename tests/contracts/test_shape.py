@@ -1,7 +1,5 @@
 """Training stays readable: short functions, small classes, a loop on one screen that knows no method."""
 
-from __future__ import annotations
-
 import ast
 
 from tests.contracts.syntax import nodes, trees

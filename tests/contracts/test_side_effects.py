@@ -1,7 +1,5 @@
 """Loading a recipe, asking for help and making a mistake touch nothing: no file, no socket, no torch."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The command line is frozen: a command or an option comes, goes or changes its name only together with this table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,24 +20,26 @@ SURFACE = {
     "data show": "ENTRY --cache-dir",
     "data verify": "(WANTED) --cache-dir",
     "data gc": "--unused --verify --dry-run --cache-dir",
-    "train": "(RECIPE) --resume --reset --prepared --overrides --no-prepare --dry-run",
+    "train": "(RECIPE) --resume --reset --prepared --overrides --no-prepare --dry-run --on",
+    "launch": "(RECIPE) --on --nodes --gpus-per-node --cpus --memory --time --image --volume --env --secret --resource "
+    "--sbatch --restarts --jobset --dry-run",
     "ladder plan": "(RECIPE) --rung --device --quick --output",
     "ladder run": "(RECIPE) --rung",
     "ladder benchmark": "RUNG (RECIPE) --steps --output",
     "ladder status": "(LADDER) --marks --all --also",
     "ladder metrics": "(LADDER) --prefix --also",
     "ladder fit": "(LADDER) --target --tokens --loss --score --chance --level --samples --output --also",
-    "resume": "RUN --reset --dry-run",
+    "resume": "RUN --reset --dry-run --on",
     "verify-resume": "RUN --steps",
-    "eval": "MODEL (RECIPE) --tasks --output",
+    "eval": "MODEL (RECIPE) --tasks --output --engine",
     "compare": "FIRST SECOND --level",
     "export-hf": "PATH --step --output --dtype --keep-fp32 --adapter --base-model --text-only --base --weights "
     "--shard-size --dry-run",
-    "export-gguf": "PATH --type --output --step --weights --no-verify",
+    "export-gguf": "PATH --type --output --step --weights --adapter --shard-size --modelfile --no-verify",
     "push": "PATH REPO --private --dry-run",
     "generate": "MODEL --prompt --file --compare --base --max-new-tokens --temperature --top-p --top-k "
     "--seed --samples --system --raw",
-    "chat": "MODEL --system --max-new-tokens --temperature --top-p --top-k --seed --base",
+    "chat": "MODEL --system --max-new-tokens --temperature --top-p --top-k --seed --base --engine",
     "runs list": "(DIRECTORY)",
     "runs show": "RUN",
     "runs compare": "RUNS",

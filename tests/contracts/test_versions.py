@@ -1,7 +1,5 @@
 """The table of versions is what `pyproject.toml` accepts and `constraints.txt` pins."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -3,8 +3,6 @@
 Each is a short one of its own that does what the named model's template does with plain messages and thoughts.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

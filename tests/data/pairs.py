@@ -1,7 +1,5 @@
 """Rows that compare answers, and the specs that prepare them, for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

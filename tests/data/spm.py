@@ -1,7 +1,5 @@
 """Small SentencePiece tokenizers in every form of file that published models have, built in the test."""
 
-from __future__ import annotations
-
 import io
 import json
 from functools import cache

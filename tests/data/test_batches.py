@@ -1,4 +1,3 @@
-from __future__ import annotations
 
 from fractions import Fraction
 
@@ -9,11 +8,14 @@ from hypothesis import strategies as st
 
 from tuner.data.batch_sizes import BatchSizes, Change
 from tuner.data.batches import IGNORED, GlobalBatches, collate, row_order
+from tuner.data.mixed_order import mixed_rows
 from tuner.data.prepared import Row
 
 
 class FakeRows:
     """Rows whose token ids name row and position."""
+
+    is_large = False
 
     def __init__(self, lengths: list[list[int]]) -> None:
         self._lengths = lengths
@@ -243,3 +245,46 @@ def test_order_is_that_of_the_formula_in_the_documents() -> None:
     for seed, epoch, rows in ((42, 0, 8), (2**64 - 1, 3, 1001), (7, 2, 1)):
         words = [philox(i // 4 + 1, (seed, epoch))[i % 4] for i in range(rows)]
         assert row_order(seed, epoch, rows, True).tolist() == sorted(range(rows), key=words.__getitem__)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 300), st.integers(0, 2**64 - 1), st.integers(0, 2**33))
+def test_a_mixed_order_has_each_row_once(n_rows: int, seed: int, epoch: int) -> None:
+    order = mixed_rows(seed, epoch, n_rows, np.arange(n_rows))
+    assert sorted(order.tolist()) == list(range(n_rows))
+    assert mixed_rows(seed, epoch, n_rows, np.array([n_rows // 2])).tolist() == [order[n_rows // 2]]
+
+
+def test_a_mixed_order_is_as_random_as_a_sorted_one() -> None:
+    """Where rows end up, which follow each other, and how epochs and seeds differ: uniform to chance."""
+    n, parts = 100_003, 50
+    orders = [mixed_rows(seed, epoch, n, np.arange(n)) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    for order in orders:
+        table = np.histogram2d(np.arange(n), order, bins=parts)[0]
+        steps = np.histogram(np.diff(order) % n, bins=parts * parts)[0]
+        for found in (table.ravel(), steps):  # chi-square of 2,500 bins: 2,500 with a deviation of 71
+            assert 2150 < ((found - found.mean()) ** 2 / found.mean()).sum() < 2850
+    for first, second in ((0, 1), (0, 2)):
+        assert abs(np.corrcoef(orders[first], orders[second])[0, 1]) < 0.02
+        assert (orders[first] == orders[second]).sum() < 10
+    # Bits that a resumed run depends on.
+    assert orders[0][:5].tolist() == [7193, 55263, 31057, 53514, 52143]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_large_rows_come_in_an_order_that_nobody_holds(shuffle: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeRows, "is_large", True)
+    monkeypatch.setattr("tuner.data.batches.row_order", None)
+    rows = FakeRows([[2]] * 40)
+    one, two = (batches(rows, 7, 2, 0, world) for world in (1, 2))
+    one.shuffle = two.shuffle = shuffle
+    epochs = []
+    for first in (0, one.steps_per_epoch):
+        steps = [one.row_ids(first + i).tolist() for i in range(one.steps_per_epoch)]
+        assert steps == [two.step(first + i).row_ids.tolist() for i in range(one.steps_per_epoch)]
+        epochs.append([row for step in steps for row in step])
+        assert sorted(epochs[-1]) == list(range(40))
+    assert (epochs[0] == epochs[1], epochs[0] == sorted(epochs[0])) == (not shuffle, not shuffle)
+    one.max_rows = 11
+    one.go_over(rows, 1)  # type: ignore[arg-type]
+    assert sorted(np.concatenate([one.row_ids(0), one.row_ids(1)]).tolist()) == list(range(11))

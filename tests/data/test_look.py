@@ -1,7 +1,5 @@
 """What `tuner init` finds of a source: with the readers of preparation, in every form, and what it chooses."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Which part of the sources is next: by count, by name, in a directory that grows; each file belongs to one window."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

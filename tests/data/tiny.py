@@ -1,7 +1,5 @@
 """A small ChatML tokenizer with a default system prompt and no generation markers, built in the test."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Paired intervals: they cover the difference as often as they say, and items are paired by what they are."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Items are read by their keys; what is wrong is named with its line and what to write."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the scorer says is what the plain model says of each item alone: whatever lies next to it in a row."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Tiny models of every family that llama.cpp is asked about, far from uniform, with a BPE tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

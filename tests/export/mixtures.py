@@ -1,7 +1,5 @@
 """Mixtures of experts there and back: published files, the model that is trained, and files of each expert again."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

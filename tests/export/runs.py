@@ -1,7 +1,5 @@
 """Run directories as training leaves them, made in a moment from tiny random models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Exports of adapters on routed experts: merged into files of each expert or of all, and kept as peft loads them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

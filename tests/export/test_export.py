@@ -1,7 +1,5 @@
 """Exports load in plain transformers and peft and answer as the trained model; anything else publishes nothing."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,13 +1,10 @@
 """Kill and starve an export at every one of its I/O calls: the target is absent or complete, the run is as it was."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.export.runs import write_base, write_run
-from tests.fixtures.processes import fork, kill_at, shim, wait
+from tests.fixtures.processes import fork, shim, wait
 from tuner.api.exports import export_hf
 from tuner.errors import MachineError
 from tuner.export import hf
@@ -64,73 +61,6 @@ def sound(made: Made) -> dict[str, bytes]:
 
 def export(run: Path) -> Path:
     return export_hf(run, shard_size=SHARD_BYTES).path
-
-
-def killed(run: Path, count: int) -> bool:
-    """Export in a child that dies at its `count`-th call; false when it finished before."""
-
-    def work() -> None:
-        kill_at(count, CALLS)
-        export(run)
-
-    code = wait(fork(work))
-    assert code in (0, -signal.SIGKILL)
-    return code != 0
-
-
-@pytest.mark.slow
-def test_killed_at_every_other_call_and_again_in_the_rerun(run: Path, sound: dict[str, bytes]) -> None:
-    """At all of them once it is published; the campaign `kills` takes each before, too."""
-    before = contents(run)
-    final = run / "exports" / "step-7"
-    published = count = 0
-    while True:
-        count += 1 if published else 2
-        fired = killed(run, count)
-        if final.exists():
-            assert contents(final) == sound
-            published += 1
-        if not fired:
-            break
-        if count % 14 < 2:  # again, while the leftovers of the first are swept
-            killed(run, 1 + count // 7)
-        export(run)
-        assert contents(final) == sound
-        assert sorted(os.listdir(run / "exports")) == ["latest", "step-7"]
-        shutil.rmtree(run / "exports")
-        assert contents(run) == before
-    assert count > 40
-    assert published >= 2
-
-
-@pytest.mark.slow
-def test_killed_at_every_file_it_begins(run: Path, sound: dict[str, bytes]) -> None:
-    """Those too that libraries write, which go past `os`: the interpreter tells of each before it is opened."""
-    before = contents(run)
-    begun, stride = 0, 1 if "TUNER_TEST_EVERY_ROW" in os.environ else 2  # every other one in each run of the tests
-    while True:
-        begun += stride
-
-        def work(left: int = begun) -> None:
-            def heard(event: str, args: tuple[Any, ...]) -> None:
-                nonlocal left
-                if event == "open" and args[2] & os.O_CREAT and str(args[0]).startswith(str(run)):
-                    left -= 1
-                    if left == 0:
-                        os.kill(os.getpid(), signal.SIGKILL)
-
-            sys.addaudithook(heard)
-            export(run)
-
-        code = wait(fork(work))
-        assert code in (0, -signal.SIGKILL)
-        assert (run / "exports" / "step-7").exists() == (code == 0)
-        assert {path: data for path, data in contents(run).items() if not path.startswith("exports/")} == before
-        if code == 0:
-            break
-    assert contents(run / "exports" / "step-7") == sound
-    assert sorted(os.listdir(run / "exports")) == ["latest", "step-7"]
-    assert begun > len(sound)
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,21 @@
 """A GGUF file is the trained model in llama.cpp, or it does not appear."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.export import runs
-from tests.export.gguf_models import FAMILIES, VOCAB, write_model, write_tokenizer
+from tests.export.gguf_models import FAMILIES, TEMPLATE, VOCAB, write_model, write_tokenizer
 from tests.fixtures.commands import tuner
 from tuner.errors import DataError, MachineError, RecipeError, TunerError, VerificationError
 from tuner.export.source import TRAINED
@@ -25,7 +26,8 @@ from tuner.rundir.keep import is_held
 for needed in ("gguf", "xllamacpp"):
     pytest.importorskip(needed, reason=f"needs {needed}: pip install gguf xllamacpp")
 
-from tuner.export.gguf import architecture, export, file, llama_cpp, proof, source, vocabulary  # noqa: E402
+from tuner.export.gguf import architecture, export, file, gelu, llama_cpp, proof, source, vocabulary  # noqa: E402
+from tuner.export.gguf.engine import served  # noqa: E402
 
 Keys, Tensors = dict[str, Any], dict[str, TensorSource]
 
@@ -51,10 +53,36 @@ def test_llama_cpp_answers_as_the_trained_model(family: str, tmp_path: Path) -> 
 
     exact, figures = report.exact, report.figures
     assert exact is not None and figures is not None
-    assert exact.difference <= (5e-3 if family.startswith("gemma") else 2e-5)
+    assert exact.difference <= 2e-5 + proof.STEPS * exact.steps and (exact.steps > 0) == family.startswith("gemma")
     assert exact.greedy == exact.tokens >= 20 and exact.texts > 60 and exact.chats == 3
     assert exact.kl <= figures.kl < 0.2 and "q8_0: KL" in report.proof() and report.better() == "bf16"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "model"]
+
+
+@pytest.mark.slow("gemma2")
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
+def test_a_gelu_whose_table_is_not_read_is_as_close_as_any(family: str, tmp_path: Path) -> None:
+    """Inputs beyond it: what is left of the difference elsewhere is the table's steps."""
+
+    def beyond(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if "gate_proj" in name:
+                parameter.data.mul_(4096)
+
+    report = written(write_model(tmp_path / "model", family, beyond), "f32", tmp_path / "m.gguf")
+    assert report.exact is not None and max(report.exact.difference, report.exact.steps) < 5e-5
+
+
+def test_gelu_is_read_off_a_table_of_float16() -> None:
+    entries = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    with np.errstate(all="ignore"):
+        inner = np.float32(math.sqrt(2 / math.pi)) * entries * (1 + np.float32(0.044715) * entries * entries)
+        table = (np.float32(0.5) * entries * (1 + np.tanh(inner))).astype(np.float16).astype(np.float32)
+    x = np.concatenate([np.random.default_rng(0).normal(0, 3, 20_000), [-10, 10, 11, -11]]).astype(np.float32)
+    read = table[x.astype(np.float16).view(np.uint16)]
+    wanted = np.where(x <= -10, np.float32(0), np.where(x >= 10, x, read))
+    found = gelu.TableGelu()(torch.from_numpy(x)).numpy()
+    assert (found == wanted).mean() > 0.95 and np.abs(found - wanted).max() < 1e-4  # of tanh near -1 each has its own
 
 
 @pytest.mark.slow
@@ -79,9 +107,9 @@ def test_a_run_with_an_adapter_is_merged(tmp_path: Path, monkeypatch: pytest.Mon
 
     write = file.write_gguf
 
-    def watched(*given: Any) -> None:
+    def watched(*given: Any) -> list[Path]:
         assert is_held(run / "checkpoints" / "step-7")  # or a training would prune it
-        write(*given)
+        return write(*given)
 
     monkeypatch.setattr(file, "write_gguf", watched)
     report = written(run, "f32", tmp_path / "m.gguf")
@@ -142,6 +170,28 @@ def halved(weight: torch.Tensor) -> torch.Tensor:
     return weight.reshape(-1, 8, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
 
 
+PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+_OF_256 = {"head_dim": 256, "query_pre_attn_scalar": 256}
+READ_BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "llama": PLAIN_ROPE, "qwen2": {}, "phi3": {}, "lfm2": {}, "qwen3": {**PLAIN_ROPE, "head_dim": 128},
+    "qwen3_moe": {"moe_intermediate_size": 768}, "gemma3_text": _OF_256,
+    "gemma2": {**_OF_256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+}  # fmt: skip
+"""Families whose files transformers reads, with what it assumes: it reads no factors, caps and such sizes."""
+
+
+@pytest.mark.slow(*READ_BY_TRANSFORMERS.keys() - {"qwen2"})
+@pytest.mark.parametrize("family", READ_BY_TRANSFORMERS)
+def test_a_file_is_the_model_to_transformers_as_well(family: str, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", family, **READ_BY_TRANSFORMERS[family])
+    written(model, "f32", tmp_path / "m.gguf", verify=False)
+    ids = torch.arange(5, 105)[None]
+    with torch.no_grad():
+        one = AutoModelForCausalLM.from_pretrained(model).eval()(ids).logits
+        other = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf").eval()(ids).logits
+    assert (one - other).abs().max() <= 1e-5 * one.abs().max()
+
+
 IDS, CHAT, END, MODEL = "other ids", "renders a chat", "does not end a turn", "another model"
 FAULTS: dict[str, tuple[str, Callable[[Keys, Tensors], None], str]] = {
     "no permutation": ("llama", unlike("attn_q.weight", halved), MODEL),
@@ -175,11 +225,11 @@ def test_a_planted_fault_is_published_by_no_type(name: str, tmp_path: Path, monk
     family, plant, message = FAULTS[name]
     write = file.write_gguf
 
-    def faulty(path: Path, name: str, keys: Mapping[str, Any], tensors: Mapping[str, TensorSource], kind: str) -> None:
+    def faulty(path: Path, name: str, keys: Keys, tensors: Mapping[str, TensorSource], *kind: Any) -> list[Path]:
         keys = {key: list(value) if isinstance(value, list) else value for key, value in keys.items()}
         tensors = dict(tensors)
         plant(keys, tensors)
-        write(path, name, keys, tensors, kind)
+        return write(path, name, keys, tensors, *kind)
 
     monkeypatch.setattr(file, "write_gguf", faulty)
     model = write_model(tmp_path / "model", family)
@@ -189,9 +239,29 @@ def test_a_planted_fault_is_published_by_no_type(name: str, tmp_path: Path, monk
         written(model, "q8_0", tmp_path / "m.gguf")
     assert caught.value.exit_code == 6 and [path.name for path in tmp_path.iterdir()] == ["model"]
     if message == MODEL:
-        bound = 5e-3 if family.startswith("gemma") else 1e-4
-        moved = re.search(r"differ by (\S+) nats", caught.value.message)
-        assert moved is not None and float(moved[1]) >= 100 * bound
+        moved = re.search(r"differ by (\S+) nats \(allowed (\S+)\)", caught.value.message)
+        assert moved is not None and float(moved[1]) >= 100 * float(moved[2])
+
+
+@pytest.mark.slow("bare")
+@pytest.mark.parametrize("template", ["with its own", "bare"])
+def test_a_chat_begins_in_llama_cpp_as_it_was_trained(template: str, tmp_path: Path) -> None:
+    """The tokenizer puts a token before a text: llama.cpp does so before a chat, too, where its template has it."""
+    model = write_model(tmp_path / "model", "llama")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    one = [("<s>", tokenizer.convert_tokens_to_ids("<s>"))]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=one)
+    tokenizer.bos_token = "<s>"
+    if template == "with its own":
+        tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    tokenizer.save_pretrained(model)
+    report = written(model, "f32", tmp_path / "m.gguf")
+    assert _keys(report.path)["tokenizer.ggml.add_bos_token"] == (template != "bare")
+    with served(report.path, 64) as engine:
+        rendered = engine.rendered([{"role": "user", "content": "a"}])
+        wanted = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=True)
+        assert engine.ids(rendered, framed=True) == wanted["input_ids"]
+        assert engine.frame == ([] if template == "bare" else [one[0][1]])
 
 
 def _rename(directory: Path, token: str, other: str) -> None:
@@ -260,10 +330,6 @@ def test_the_name_tells_llama_cpp_which_tokens_take_spaces(tmp_path: Path) -> No
 
 def test_what_has_no_file_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_model(tmp_path / "model", "llama")
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    with pytest.raises(RecipeError, match="an adapter alone"):
-        written(tmp_path / "adapter", "f32", tmp_path / "m.gguf")
     with pytest.raises(RecipeError, match="model: is no run, and has no other steps"):
         source.source_of(model, print, 3, TRAINED)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "xllamacpp" else name)
@@ -315,3 +381,21 @@ def test_steps_are_matched_to_tokens_where_that_is_certain() -> None:
     assert list(proof._aligned([5, 7, 5], steps)) == [(2, "c"), (1, "b"), (0, "a")]
     assert list(proof._aligned([9, 5, 7, 9, 5], steps)) == [(4, "c"), (2, "b"), (1, "a")]
     assert list(proof._aligned([5, 5, 7], steps[:2])) == [(2, "b")]  # either 5 may be the first
+
+
+SELECTED = '{% for m in messages | selectattr("tools", "undefined") %}{{ m.content }}{% endfor %}'
+REFUSING = '{% if messages[0].role == "system" %}{{ raise_exception("none") }}{% endif %}' + TEMPLATE
+
+
+@pytest.mark.parametrize("template", [REFUSING, SELECTED])
+def test_a_template_that_refuses_is_not_asked_and_one_that_llama_cpp_lacks_is_named(
+    template: str, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    (model / "chat_template.jinja").write_text(template)
+    if template == REFUSING:
+        exact = written(model, "f32", tmp_path / "m.gguf").exact
+        assert exact is not None and exact.chats == 2
+    else:
+        with pytest.raises(VerificationError, match="selectattr: unknown test 'tools'"):
+            written(model, "f32", tmp_path / "m.gguf")

@@ -1,7 +1,5 @@
 """An upload against a stand-in for the hub: what is created and sent, and what is refused before."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

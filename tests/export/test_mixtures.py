@@ -1,7 +1,5 @@
 """Mixtures with shared experts, dense layers and biases of routers; what the campaign does for more of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The language model of a multimodal checkpoint: built without the rest, trained, and put back where it was."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tokens that a recipe added: their rows are in every export, exactly, and load in plain transformers and peft."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Exports of adapters by peft's own configs: merged as peft merges, kept as peft loads them, and what is found."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

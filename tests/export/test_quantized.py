@@ -1,7 +1,5 @@
 """Exports of adapters that were trained on a quantised base: onto which base, how far each answers, what is refused."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """An exported reward model, loaded by transformers or peft alone, scores as the trained one."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Every architecture, tied and untied, in full and merged, from 1, 2 and 4 ranks: the export is the trained model."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """An export is published only where its readers get the ids of training from its tokenizer."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

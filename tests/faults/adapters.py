@@ -1,7 +1,5 @@
 """Adapters made to do harm, and pickles under every name by which some library would open one."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

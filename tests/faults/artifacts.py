@@ -1,7 +1,5 @@
 """Artifacts made to do harm: pickles, names, configs, tokenizers, templates, rows, and the commands that meet them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What the faults strike: tiny trainings, their starting points, and how what is left is judged."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import importlib

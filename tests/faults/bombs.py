@@ -1,7 +1,5 @@
 """Files that are small or well-formed and ask for all memory: compressed rows, tables, and headers of weights."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import struct

@@ -1,7 +1,5 @@
 """The system calls that change files, in words: which file, how many bytes, and with `data` the bytes themselves."""
 
-from __future__ import annotations
-
 import os
 import struct
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The tiny trainings that the faults strike: recipes, rows, command lines, and where a run to go on with was killed."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

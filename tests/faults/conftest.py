@@ -1,7 +1,5 @@
 """No fault without the kernel's help."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

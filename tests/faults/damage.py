@@ -1,7 +1,5 @@
 """Bits flipped and files cut in checkpoints: each must be noticed, its file named, and the one before used."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator, Sequence

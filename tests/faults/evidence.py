@@ -1,7 +1,5 @@
 """What a run leaves behind, read for comparison, and the names of the calls that led there."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

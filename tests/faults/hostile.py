@@ -1,7 +1,5 @@
 """Attempts with artifacts made to do harm: refused by name, nothing run, no socket, nothing written elsewhere."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -1,7 +1,5 @@
 """Links, pipes and devices under every name of a run directory and of the cache, and the commands that meet them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from itertools import cycle

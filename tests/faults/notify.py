@@ -4,8 +4,6 @@ It sees what C++ and Rust write as well as what Python does, in every thread and
 compiler, no privilege and no tracer. The parent lets a call go on, answers it in the system's place, or kills.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

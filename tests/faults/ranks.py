@@ -1,7 +1,5 @@
 """Several ranks in forked processes, watched as a launcher watches them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

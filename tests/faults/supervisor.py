@@ -1,7 +1,5 @@
 """Runs work in a forked child, counts every system call that changes files below a directory, and strikes at one."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

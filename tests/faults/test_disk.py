@@ -1,7 +1,5 @@
 """The model of a disk that loses power: what was flushed is there, what was not may be."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A save and the pruning behind it, struck at every one of their system calls."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

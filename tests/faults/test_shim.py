@@ -1,7 +1,5 @@
 """The harness itself: what it sees of Python, C++ and Rust, and what it does to a call."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

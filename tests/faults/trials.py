@@ -1,7 +1,5 @@
 """One trial: strike, judge what is left, finish the work, judge the result."""
 
-from __future__ import annotations
-
 import random
 import re
 import time

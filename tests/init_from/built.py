@@ -1,7 +1,5 @@
 """Models built as a training builds them, with weights from elsewhere, and directories to take these from."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A tiny ladder: a directory with a model's config, rows of text and the recipe `ladder.yaml`."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

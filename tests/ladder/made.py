@@ -1,7 +1,5 @@
 """Points of which the law is known, and published ones."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The solver of batches: OLMo-core's own figures, and that whatever it gives divides."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

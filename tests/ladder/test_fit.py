@@ -1,7 +1,5 @@
 """The fit: known parameters come back, outliers weigh little, and what points cannot tell is said."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The page of a fit, and the same as values for programs."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

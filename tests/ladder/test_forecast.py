@@ -1,7 +1,5 @@
 """The whole answer: a rung predicted from the others, a size that nobody trained, and the scores of both."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

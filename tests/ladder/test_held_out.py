@@ -1,7 +1,5 @@
 """Each rung predicted from the others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The law: its derivatives, its form for the points that there are, and the number that it is known by."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The plan of a ladder as a page and as a picture: rates and marks over tokens."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Points from a CSV, of this tool or another."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

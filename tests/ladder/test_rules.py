@@ -1,7 +1,5 @@
 """The rules of a ladder: OLMo-core's rates and marks, and where a rule has no steps to give."""
 
-from __future__ import annotations
-
 import pytest
 
 from tuner.config.ladder import LadderSection, PowerLaw, short_count

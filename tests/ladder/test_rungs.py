@@ -1,7 +1,5 @@
 """Rungs: ordinary recipes that follow from the rules, models of the wanted size, and what is refused."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

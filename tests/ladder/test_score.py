@@ -1,7 +1,5 @@
 """From a loss to a score."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

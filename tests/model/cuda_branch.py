@@ -1,7 +1,5 @@
 """Tiny models whose attention takes the branch of CUDA on tensors of the CPU, against the branch of the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Its asserts are those of `_flash_attn_fwd` and `_flash_attn_bwd` in flash-attn-4
 blocks of products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

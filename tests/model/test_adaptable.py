@@ -1,7 +1,5 @@
 """Which linear layers an adapter is put on: found without running them, on a model without storage too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

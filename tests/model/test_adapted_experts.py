@@ -1,7 +1,5 @@
 """Adapters of routed experts, against one expert after the other in plain torch; what they are refused for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

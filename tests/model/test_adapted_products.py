@@ -1,7 +1,5 @@
 """Adapted layers on a GPU: peft's numbers, one reading of an input that several take, nothing copied to be added to."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter, OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """An adapter on a weight that the model does not use by calling its layer, or that several layers share, is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

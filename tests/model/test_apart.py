@@ -1,7 +1,5 @@
 """Documents that do not lie end to end: each is computed as transformers computes it alone, in values and gradients."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

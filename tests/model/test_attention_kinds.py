@@ -1,7 +1,5 @@
 """Every kind of attention, by every way that computes it, is eager attention of each document by itself."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

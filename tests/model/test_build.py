@@ -1,7 +1,5 @@
 """What of a config follows the recipe's values, and what stays as the base has it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

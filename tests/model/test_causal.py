@@ -1,7 +1,5 @@
 """What is trained is the model that transformers loads, causal and one document at a time; anything else is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

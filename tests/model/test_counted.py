@@ -1,7 +1,5 @@
 """Models whose attention counts tokens or has sinks: packed rows and answers are those of each document alone."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The attention of CUDA devices on tensors of the CPU: stand-in kernels refuse what the real ones refuse."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

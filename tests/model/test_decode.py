@@ -1,7 +1,5 @@
 """Several prompts decoded together: each gets what it would get alone, with its whole text computed anew each time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

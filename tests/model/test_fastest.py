@@ -1,7 +1,5 @@
 """The fastest way that is right: a table of stand-ins, and what is said of those that are not taken."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Flash attention 4 as tuner calls it: a stand-in refuses what the package refuses, on every generation of devices."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Later flash attentions: taken where installed, on their devices, once they give the second one's results."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

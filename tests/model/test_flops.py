@@ -1,7 +1,5 @@
 """The arithmetic of training, by hand, and as torch counts the operations of the plain model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode

@@ -1,7 +1,5 @@
 """Of documents that share a row each is rotated by the factors of its own length, as it is when it stands alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Recurrent layers in packed rows: each document as a row of a batch, whatever its length, recomputed or not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

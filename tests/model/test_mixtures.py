@@ -1,7 +1,5 @@
 """Mixtures as they are built: biases that choose experts are exact, and trained by nobody, wherever a model is made."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is observed inside of layers is what the layers compute."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Inputs of recomputed layers on the host: the same bits, gone from the device meanwhile, no race between streams."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import weakref

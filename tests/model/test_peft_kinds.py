@@ -1,7 +1,5 @@
 """Adapters by peft's own configs: switched off they are not there, and what is not taken is refused by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights that are read while a launch is planned: all of them, where that helps, and never to its harm."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A layer that is computed a second time routes its tokens as it did the first time, whatever moved its scores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

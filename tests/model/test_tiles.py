@@ -1,7 +1,5 @@
 """The MLP over tiles of positions: the plain model's gradients, and no intermediate of the whole row."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal

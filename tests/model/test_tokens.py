@@ -1,7 +1,5 @@
 """Rows of new tokens: where they come from, that they alone are trained, and that nothing else changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

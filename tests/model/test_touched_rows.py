@@ -1,7 +1,5 @@
 """Gradients by rows are those of torch's own embedding to the bit, of the rows that a step touches; what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Weights of experts that stay in the files: found where they lie, read by who asks, and never taken for zeros."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +57,9 @@ def left_in(model: nn.Module, unread: UnreadWeights) -> dict[str, nn.Parameter]:
     return {name: one for name, one in model.named_parameters() if unread.pieces(one) is not None}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("size", ["100 MB", "20 KB"], ids=["one file", "several files"])
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.bfloat16, "100 MB"), (torch.float32, "20 KB")], ids=["one file", "several files"]
+)
 def test_they_are_what_transformers_makes_of_the_files(
     files: Path, dtype: torch.dtype, size: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

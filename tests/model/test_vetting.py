@@ -1,7 +1,5 @@
 """A config that asks for code, or for weights that are no plain numbers, is refused; what hub models ship is not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

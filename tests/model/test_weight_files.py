@@ -1,7 +1,5 @@
 """No index, config or adapter leads to a pickle, to code, or to a header that takes all memory."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -1,7 +1,5 @@
 """Forwards are replaced in one order, and put back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

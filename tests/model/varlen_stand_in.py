@@ -5,8 +5,6 @@ blocks of products, so that a model's numbers are those of the CPU branch. What 
 `mha_varlen_bwd` check in torch's `flash_api.cpp`.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from typing import Any

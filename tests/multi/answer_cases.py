@@ -1,7 +1,5 @@
 """Losses of answers on several processes: the loss of a step, its gradients, and its collectives."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

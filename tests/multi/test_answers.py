@@ -1,7 +1,5 @@
 """However many processes, micro-batches and pairs to a row: the same loss of answers, gradients and divergence."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Averages of the weights, what the prober writes, and steps left out: one process and two FSDP2 processes agree."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

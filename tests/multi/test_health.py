@@ -1,7 +1,5 @@
 """Planted: a wrong bit in one of two replicas, a slow rank of two, a layer that diverges. Each is named."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

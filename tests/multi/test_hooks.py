@@ -1,7 +1,5 @@
 """Hooks on two processes: told on rank 0 alone, and one that fails stops both in order."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

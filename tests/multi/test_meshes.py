@@ -1,7 +1,5 @@
 """A run that goes from mesh to mesh by its checkpoints takes the steps of one process, and every copy stays a copy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

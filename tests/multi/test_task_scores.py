@@ -1,7 +1,5 @@
 """However many processes, shards and replicas: each item is scored once, and the results are the same bits."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

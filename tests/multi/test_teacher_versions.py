@@ -1,7 +1,5 @@
 """Newer versions of other models on two FSDP2 processes: the steps of one process before and after they come."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models whose experts lie on several processes, and the same in one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

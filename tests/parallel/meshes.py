@@ -1,7 +1,5 @@
 """Made-up tensors over the processes of a test, placed in any way that tensor parallelism and FSDP2 place them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Documents apart on two processes: each takes as many forwards as the other, and gradients are the whole model's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

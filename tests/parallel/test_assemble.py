@@ -1,7 +1,5 @@
 """The order in which a model is put together, and what of it a model leaves out that only gives its values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compiled layers over processes: the losses and gradients of one process without the compiler."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

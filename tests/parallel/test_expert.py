@@ -1,7 +1,5 @@
 """Experts on several processes: each loss, gradient and weight is that of one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

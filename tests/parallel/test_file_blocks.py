@@ -1,7 +1,5 @@
 """What a device is given of files in blocks: every element, cast where it goes, and nothing of a file that ended."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model in shards over two processes is the model: its values, its buffers, and the sum of its gradients."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Answers to samples gather a sharded model once, and leave it as it was."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights gathered in bfloat16 are those that autocast rounds anyway: the same bits of loss and gradients."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Shards in the host's memory: the bits of a run without, brought to a stand-in device and back."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from tuner.train.step import optimizer_step
 
 STEPS, TRAINED = 3, [20, 7, 25, 2, 9, 24, 3, 11]
 SECTIONS: dict[str, dict[str, Any]] = {
-    "float32": {},
     "bf16": {"train": {"precision": "bf16", "gradient_checkpointing": "full"}, "ema": {"decay": 0.9}},
     "sgd": {"optimizer": {"kind": "sgd", "momentum": 0.9}, "parallel": {"reshard_after_forward": False}},
     "lora": {"adapter": {"kind": "lora", "r": 4}, "train": {"precision": "bf16"}},

@@ -1,7 +1,5 @@
 """Work whose result is known: wrong products and wrong collectives are named."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows that are looked up in shards are those of the whole embedding, to the bit, and so are their gradients' sums."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How processes lie along axes: who computes which rows, who holds which shard, and as torch counts them."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore

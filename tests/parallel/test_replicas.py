@@ -1,7 +1,5 @@
 """Copies on several processes: any wrong bit is found, with the rank, the tensor and the place."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 

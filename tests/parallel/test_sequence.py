@@ -1,7 +1,5 @@
 """Rows cut over processes train as whole rows do: losses, norms and gradients of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

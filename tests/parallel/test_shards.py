@@ -1,7 +1,5 @@
 """Parts of matrices over several processes: what each holds, sums over all of them, and work on whole matrices."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

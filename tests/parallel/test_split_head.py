@@ -3,8 +3,6 @@
 Its other layers are whole on each process of a group, which compute the same.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any

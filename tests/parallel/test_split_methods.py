@@ -1,7 +1,5 @@
 """Every method that compares answers, and every way to ask a model, where processes split layers and vocabulary."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """FSDP2 over what another axis splits: what it cuts, what of it is refused, its norms, its copies and what is whole."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """bf16 has one meaning however a model is spread: the bits of one process's losses, and its gradients."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers that several processes compute together: losses, gradients and norms are those of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

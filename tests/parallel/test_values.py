@@ -1,7 +1,5 @@
 """What each process reads of a model's files itself, and what rank 0 sends: the values are rank 0's either way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

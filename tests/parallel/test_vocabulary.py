@@ -1,7 +1,5 @@
 """An output layer with its vocabulary over processes is the layer: losses, gradients and choices are those of one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Blocks of memory over a stretch of work: what the allocators told, by hand and against torch's own tracker."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What becomes of an `auto` of memory on a CUDA device: the least recomputing and the most rows that fit and pay."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

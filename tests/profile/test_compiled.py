@@ -1,7 +1,5 @@
 """What layers that will be compiled keep: one copy of what the products of a layer would cast each for itself."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The replayed allocator, by hand from torch's rules."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """What is left out of a trace is like what is in it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

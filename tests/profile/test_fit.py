@@ -1,7 +1,5 @@
 """The choice is the fastest of what fits, at the same tokens a step; a pipe carries it into training."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Groups of processes that compute together: what they send, how long that takes, and which of them are searched."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What kernels allocate otherwise than torch's fake ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`profile --measure` measures the setup that training runs, and saves nothing but its report."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Memory that runs out: exit code 5, what held it by module, and an override with which the same run goes through."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

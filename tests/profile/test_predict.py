@@ -1,7 +1,5 @@
 """Predictions of whole recipes: devices that are not here, data that is not prepared, several machines."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

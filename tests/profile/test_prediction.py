@@ -1,7 +1,5 @@
 """What a prediction says follows from its bytes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

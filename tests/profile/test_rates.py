@@ -1,7 +1,5 @@
 """The time of a step by measured rates: held against steps that were measured, and what each rate is for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page of a profile: one file without anything beside it, right, readable, and told apart by every eye."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory of sample answers, without decoding them: the first and the last of a decoding's forwards are its fullest."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

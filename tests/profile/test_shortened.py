@@ -1,7 +1,5 @@
 """A model whose layers are alike is predicted from two with fewer of them, as if it were traced whole."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import asdict

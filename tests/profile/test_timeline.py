@@ -1,7 +1,5 @@
 """A timeline adds up, names its parts, and is the same whether it is looked at by module or in all."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What sharding moves, counted to the byte."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any

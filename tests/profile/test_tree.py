@@ -1,7 +1,5 @@
 """The search finds what trying everything finds, with few predictions."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from itertools import product

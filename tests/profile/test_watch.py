@@ -1,7 +1,5 @@
 """The `profile:` section: given steps of a real run are recorded, and the run is the same one."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

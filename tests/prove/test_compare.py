@@ -1,7 +1,5 @@
 """How far apart: floors for what is rounding alone, factors, and numbers that are not finite."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

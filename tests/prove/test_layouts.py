@@ -1,7 +1,5 @@
 """Layouts by name, and the one that a recipe asks for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

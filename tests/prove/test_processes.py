@@ -1,7 +1,5 @@
 """Groups of forked processes: answers in order, and a group for what comes after one that failed."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

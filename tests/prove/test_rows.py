@@ -1,7 +1,5 @@
 """Made-up rows: every layout computes the same ones, each once."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Where a trace parts from that of one process: rows in micro-batches, shares of rows, outputs before gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

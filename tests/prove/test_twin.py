@@ -1,7 +1,5 @@
 """A small model of an architecture keeps what decides about layouts, and every kind of layer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

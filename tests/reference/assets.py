@@ -1,7 +1,5 @@
 """Where the fetched files are; a test whose file is missing skips on a bare checkout and fails under `make test`."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Documents against their reference, row by row."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training files of several kinds to chat messages, read by the documented rules and by nothing of the product."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What transformers makes of a conversation: ids and assistant masks of the marked template."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -6,8 +6,6 @@ in MARKED are otherwise the models' own: `hf.encode_chat` asserts that both rend
 for SmolLM2's tokenizer, are of kinds that are met.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every row of LLaMA-Factory's SFT files: ids and masks of the prepared documents equal transformers'."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

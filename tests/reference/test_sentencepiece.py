@@ -1,7 +1,5 @@
 """SentencePiece tokenizers as transformers loads them: ids and masks of conversations, equal to the reference."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

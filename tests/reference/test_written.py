@@ -1,7 +1,5 @@
 """The written set: equal to the reference, or refused where the reference itself has no exact mask."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection, Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """Conversations written for what goes wrong: repeated, trimmed, empty and equal turns, thoughts, tools, rare text."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

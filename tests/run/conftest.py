@@ -1,7 +1,5 @@
 """Where runs are tried: outside of this repository, with one cache and one place for the tests of a module."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

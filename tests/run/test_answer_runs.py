@@ -1,7 +1,5 @@
 """Runs on answers, from records on: they begin at their reference, and learn."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

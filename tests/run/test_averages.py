@@ -1,7 +1,5 @@
 """Averages of the weights through a run: stopped and resumed, evaluated, begun late, and exported."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Runs that take newer versions of the weights that they were given, and again where they were killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Batches that grow on the way: the rows keep their order, and a run in parts is the run in one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

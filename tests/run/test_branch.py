@@ -1,7 +1,5 @@
 """New runs that go on from a checkpoint of another one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a changed key means for a run that goes on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Columns that a model computes once: parts survive a stop, values are in the order of rows, one launch computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path

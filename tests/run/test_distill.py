@@ -1,7 +1,5 @@
 """Whole runs that learn from a teacher: from the model itself at first, resumed, and refused for another teacher."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

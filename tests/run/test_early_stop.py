@@ -1,7 +1,5 @@
 """A run ends early by its evaluations alone: at the same step however often it was stopped, finished and saved."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

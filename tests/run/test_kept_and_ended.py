@@ -1,7 +1,5 @@
 """Checkpoints that stay for good by an interval, runs that end at a step of a longer plan, and a file for many runs."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whose kernels compute: measured once by rank 0 and kept; a run that is resumed keeps what its checkpoint names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

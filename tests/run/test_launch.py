@@ -1,7 +1,5 @@
 """A run in several local processes is written down, and goes on, as one in this process is."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run whose rows are short at first: stopped and resumed, and refused where no row is longer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whole runs with inputs on the host and tiles: resumed bit for bit, the plain run's losses, and what is said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The file of figures beside each mark: of its step and its evaluation, over stops and resumes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A profile over several processes: what each holds, and one report for all."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The history of a whole launch's memory, with a stand-in for CUDA's allocator."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

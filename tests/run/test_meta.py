@@ -1,7 +1,5 @@
 """A run's tokenizer, and whether the model has an embedding for each of its ids."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

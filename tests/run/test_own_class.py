@@ -1,7 +1,5 @@
 """A model class of the user's own trains, resumes, is exported and read as transformers' own are, by its code alone."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Records that code of the user's own yields: they train as a file of them does, and the code runs when it has to."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

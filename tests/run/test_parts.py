@@ -1,7 +1,5 @@
 """The parts of a launch: asked at each moment, on every launch of a run; the spine names none of them."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Training on pairs from end to end: evaluated, kept, stopped, resumed bit for bit, proven, recorded and exported."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks that each look for the checkpoint to go on from, and go on from one."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

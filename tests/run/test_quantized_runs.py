@@ -1,7 +1,5 @@
 """Runs on a quantised base: stopped and resumed bit for bit, evaluated, and refused where the base is another one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The reference of a run: computed once, kept, found again, and exactly the policy before the first step."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

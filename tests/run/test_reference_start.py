@@ -1,7 +1,5 @@
 """A run begins as its reference where rounding alone sets them apart, and no other model passes for the reference."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Runs of reward models on real rows: resumed bit for bit, evaluated again, exported, and refused for text."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

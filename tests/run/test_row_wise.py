@@ -1,7 +1,5 @@
 """A training with a row-wise embedding, stopped and resumed, is one that was never stopped; its export is a model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What is settled once for all ranks: by prediction where there is a CUDA device, or as a resumed run had it."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """A run that is finished is told so before torch is loaded, and only where every byte of its end is there."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

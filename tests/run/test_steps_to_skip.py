@@ -1,7 +1,5 @@
 """Steps that the recipe leaves out: nothing is trained in them, and everything after them is where it was."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

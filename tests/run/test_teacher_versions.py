@@ -1,7 +1,5 @@
 """Runs whose teacher is still learning: newer versions are taken on a cadence, and again by whoever resumes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

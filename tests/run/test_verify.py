@@ -1,7 +1,5 @@
 """Proof that a run goes on exactly, and that a run that does not is found out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

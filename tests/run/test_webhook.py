@@ -1,7 +1,5 @@
 """A webhook hears how a launch ended, from a server of its own; whatever it does, the launch ends as it would."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import resource

@@ -1,7 +1,5 @@
 """A recipe that names a run, a checkpoint or an adapter as its model is answered with the way to train further."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Curves: columns of the metrics, thinned, drawn in the terminal and written as a page."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a run directory writes down about its launches."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 So is a pipe, which would be waited for.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Which checkpoint a path means, from the record and from what is there."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A recipe file that changed after its run was started is noticed, and a comment in it is not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

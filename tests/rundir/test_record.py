@@ -1,7 +1,5 @@
 """Run directories as they are read, found, compared and removed."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`teachers.json` and `bank.json` are read as they were written, and damage in them is named."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`windows.json` is read as it was written, and damage in it is named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The line that says what is being done: there in silence, out of the way of everything else, gone at the end."""
 
-from __future__ import annotations
-
 import io
 import os
 import threading

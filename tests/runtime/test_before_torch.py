@@ -1,7 +1,5 @@
 """How threads wait for each other, and how torch keeps the memory of CUDA devices, where the user says nothing."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """What reaches the terminal."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The peak rate of the device, by which the share of it that a step takes is told."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

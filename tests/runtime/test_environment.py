@@ -1,7 +1,5 @@
 """What is recorded of a launch's surroundings, and what never is."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

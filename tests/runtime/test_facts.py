@@ -1,7 +1,5 @@
 """Versions, device facts, and what the runtime imports."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Durable files and directories."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

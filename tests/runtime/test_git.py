@@ -1,7 +1,5 @@
 """The state of a source tree: what is recorded of it, how much, and that nothing which it names is run."""
 
-from __future__ import annotations
-
 import os
 import stat
 import time

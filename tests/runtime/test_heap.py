@@ -1,7 +1,5 @@
 """Freed memory stays with the process where there is room, so that the next step meets no page fault."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

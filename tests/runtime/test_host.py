@@ -1,7 +1,5 @@
 """What is allocated on the host is there for those who count it, and nobody else."""
 
-from __future__ import annotations
-
 import torch
 
 from tuner.runtime import host

@@ -1,7 +1,5 @@
 """The launcher's variables."""
 
-from __future__ import annotations
-
 import pytest
 
 from tuner.errors import MachineError

@@ -1,7 +1,5 @@
 """Which cores a local rank is bound to, from made sysfs trees; a process is bound for the length of a block."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

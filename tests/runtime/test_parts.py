@@ -1,7 +1,5 @@
 """Which elements a process has, as torch itself cuts them; every element is somebody's, and once for each copy."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """User code by file and by entry point: what loads, and what each mistake is answered with."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real processes that join, agree and leave."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys
@@ -16,10 +14,10 @@ from tests.fixtures import forked
 from tests.fixtures.constructors import replace_constructor
 from tests.fixtures.processes import run_ranks
 from tests.test_errors import NCCL, UNHANDLED
-from tuner.errors import ExitCode, LostRankError, MachineError
+from tuner.errors import DataError, ExitCode, LostRankError, MachineError
 from tuner.runtime import process
 from tuner.runtime.dist import RankInfo
-from tuner.runtime.process import any_rank, device_index, gloo_group, process_group
+from tuner.runtime.process import Collective, any_rank, device_index, gloo_group, process_group
 
 SCRIPT = """
 import os, sys
@@ -88,6 +86,41 @@ def test_two_processes_join_agree_and_leave(root: Path, launcher: str) -> None:
     assert ended(root, {**env, "GLOO_SOCKET_IFNAME": "lo"}, SCRIPT, str(threads)) == [0, 0]
 
 
+@pytest.mark.multi
+def test_what_ranks_make_arrives_where_it_is_wanted_alone(tmp_path: Path) -> None:
+    everywhere = dist.all_gather_object
+    sent: list[object] = []
+
+    def gathered(answers: list[object], own: object, group: dist.ProcessGroup) -> None:
+        sent.append(own)
+        everywhere(answers, own, group=group)
+
+    def bad(rank: int) -> str:
+        if rank == 1:
+            raise DataError("bad row")
+        return f"of {rank}"
+
+    def work(rank: int) -> None:
+        dist.all_gather_object = gathered
+        ranks = Collective(dist.group.WORLD)
+        assert ranks.together(lambda: rank) == rank
+        assert ranks.to_rank0(lambda: rank) == ([] if rank else [0, 1, 2])
+        assert ranks.on_rank0(lambda: f"of {rank}") == "of 0"
+        assert ranks.from_rank0(lambda: [f"from {rank}: {each}" for each in "abc"]) == f"from 0: {'abc'[rank]}"
+        assert sent == [], "nobody gets what is another's"
+        assert ranks.on_all_ranks(lambda: rank) == [0, 1, 2]
+        for kind in (ranks.together, ranks.to_rank0, ranks.on_all_ranks):
+            with pytest.raises(DataError, match="rank 1: bad row"):
+                kind(lambda: bad(rank))
+        for alone in (ranks.on_rank0, ranks.from_rank0):
+            with pytest.raises(DataError, match="rank 0: bad row"):
+                alone(lambda: bad(1))
+
+    assert run_ranks(3, tmp_path, work) == [0, 0, 0]
+    alone = Collective(None)
+    assert (alone.to_rank0(lambda: 1), alone.from_rank0(lambda: [2]), alone.on_rank0(lambda: 3)) == ([1], 2, 3)
+
+
 def test_a_single_process_starts_nothing() -> None:
     with process_group(RankInfo(), "cpu", 1.0):
         assert gloo_group() is None
@@ -101,15 +134,18 @@ def test_nowhere_to_meet_is_one_clear_line() -> None:
 
 
 FAIL = """
-import sys, time
+import os, sys, time
+from tuner.runtime import process
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import any_rank
 from tuner.runtime.process import gloo_group
 from tuner.runtime.process import process_group
 from tuner.errors import DataError, LostRankError
+process.LAZY_FROM = int(sys.argv[3])
 launch = RankInfo.from_environment()
 try:
     with process_group(launch, "cpu", float(sys.argv[2])):
+        assert os.environ.get("TORCH_GLOO_LAZY_INIT") == (None if process.LAZY_FROM > 2 else "1")
         if launch.rank == 1:
             if sys.argv[1] == "fails":
                 raise DataError("bad row")
@@ -133,13 +169,14 @@ def test_a_rank_alone_waits_no_longer_than_its_time_out(monkeypatch: pytest.Monk
 
 
 @pytest.mark.multi
+@pytest.mark.parametrize("lazy_from", ["256", "2"])
 @pytest.mark.parametrize(("what", "timeout_s", "codes"), [("fails", "60", [9, 3]), ("sleeps", "4", [9, 9])])
 def test_a_rank_that_fails_or_is_silent_ends_the_others_wait(
-    root: Path, what: str, timeout_s: str, codes: list[int]
+    root: Path, what: str, timeout_s: str, codes: list[int], lazy_from: str
 ) -> None:
     env = {"RANK": "%", "WORLD_SIZE": "2", "LOCAL_RANK": "%", "LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    assert ended(root, env, FAIL, what, timeout_s) == codes
+    assert ended(root, env, FAIL, what, timeout_s, lazy_from) == codes
 
 
 @pytest.mark.parametrize(

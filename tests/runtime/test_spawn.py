@@ -1,7 +1,5 @@
 """Ranks that are started, signalled, that fail, hang and die; and what the user is told."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -155,7 +153,7 @@ def test_a_signal_that_no_rank_could_heed_is_an_interruption(tmp_path: Path) -> 
     ("code", "is_cut"), [(-signal.SIGTERM, True), (130, True), (-signal.SIGKILL, False), (1, False)]
 )
 def test_a_rank_that_a_signal_ended_before_it_listened_is_no_failure(code: int, is_cut: bool) -> None:
-    assert spawn._End(0, code, 0.0, None).is_cut_short(signal.SIGTERM) == is_cut
+    assert spawn.End(0, code, 0.0, None).is_cut_short(signal.SIGTERM) == is_cut
 
 
 TWICE = """

@@ -1,7 +1,5 @@
 """The seconds before a first step: each phase its own, all of them together the whole time."""
 
-from __future__ import annotations
-
 import pytest
 
 from tuner.runtime import startup

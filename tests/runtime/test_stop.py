@@ -1,7 +1,5 @@
 """Stop signals: asked, and heeded; and at once, at tuner's first line, in an import, with children under way."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

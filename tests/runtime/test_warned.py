@@ -1,7 +1,5 @@
 """Warnings are collected wherever they are said: by the console, by Python, by loggers, in any thread, by workers."""
 
-from __future__ import annotations
-
 import io
 import logging
 import sys

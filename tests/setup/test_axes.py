@@ -1,7 +1,5 @@
 """Sizes of axes that a model cannot have are refused by its config, with those that it can."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Kernels that `auto` chose and that do not work here are left out, with a warning; everything else fails as before."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Hashes of frozen weights: the same from files that are known as from the weights, and known of no other file."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

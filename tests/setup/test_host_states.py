@@ -1,7 +1,5 @@
 """What a machine's processes take of its memory for the optimizer's states."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Hints for memory that does not suffice: lines to write, and never what is written already."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What is broken, missing or fine on a machine is told apart, and what is broken ends the command with 4."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import importlib.metadata

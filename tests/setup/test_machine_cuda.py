@@ -1,7 +1,5 @@
 """What a doctor says of a machine with CUDA devices, on a stand-in for them."""
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The proof at the start is kept by what it depends on: code and shapes, and not the values of weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run of hardly any steps is warned of, and a schedule that does not fit it, with what to change."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The plan of a window, and the course of a run whose length its windows decide, or its duration."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

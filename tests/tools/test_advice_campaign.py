@@ -1,7 +1,5 @@
 """The lines that are proposed for rows of other layouts are followed, and wrong ones among them are found."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.advice.rows import PLANTED, Place, all_of, layouts, lost, planted

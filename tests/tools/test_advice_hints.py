@@ -1,7 +1,5 @@
 """Advice that proposes a line, a flag or a command is provoked and followed; all has a case but what is listed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +52,7 @@ def test_nothing_is_listed_that_is_followed_or_gone() -> None:
 
 
 WAY = "train.gradient_checkpointing: full"
-OFFLOADED = next(case for case in CASES if case.site.startswith("config/rules.py:_offload_needs"))
+OFFLOADED = next(case for case in CASES if case.site.startswith("config/rules.json:offload_needs"))
 MEANT_NONE = replace(OFFLOADED, meant=({"train.gradient_checkpointing": "none"},))
 PLANTED: tuple[tuple[str, Case, Callable[[str], str], str], ...] = (
     ("another key", OFFLOADED, lambda text: text.replace(WAY, "train.compile: true"), "it proposes"),

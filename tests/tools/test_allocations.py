@@ -1,7 +1,5 @@
 """The counter before torch's allocator sees every thread, and storages that are no tensors of an operation."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

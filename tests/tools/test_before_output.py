@@ -1,7 +1,5 @@
 """Heads that do more than a product, and numbers counted from the padding token, are those of the model's class."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import cross_entropy

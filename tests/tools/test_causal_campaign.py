@@ -1,7 +1,5 @@
 """The campaign of causal types in its smallest form: a type of each family and verdict, and faults to be found."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

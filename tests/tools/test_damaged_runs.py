@@ -1,7 +1,5 @@
 """A part of the campaign that damages finished runs: commands name what is damaged, and what they say to type helps."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.fixtures.damaged import ALL, LAST, Place

@@ -1,7 +1,5 @@
 """The demo's task and scorer: what is promised about held-out rows, and what counts as a right answer."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -104,7 +102,9 @@ def test_it_says_how_long_it_takes_and_ends_with_a_model_to_talk_to(
     """All but its commands, which are what takes the minutes."""
     monkeypatch.setattr(demo, "ROOT", tmp_path)
     monkeypatch.setattr(shell.Stage, "tuner", lambda stage, *words, **more: None)
-    for module, name in [(training, "run"), (demo, "break_and_resume"), (demo, "plain_logits"), (demo, "results")]:
+    for module, name in [
+        (training, "run"), (demo, "break_and_resume"), (demo, "plain_logits"), (demo, "results"), (demo, "as_served"),
+    ]:  # fmt: skip
         monkeypatch.setattr(module, name, lambda *given, **more: None)
     perfect = {part: {figure: 1.0} for part, figure in demo.GOALS}
     perfect["unseen names"] = {"valid": 1.0, "exact": 1.0}

@@ -1,7 +1,5 @@
 """Every wrong export of the campaign, of a small and of a large update of a tiny model, is held back."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fetching the reference tests' files: what is taken, when it counts as whole, and what a failure says."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import tarfile

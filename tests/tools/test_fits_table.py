@@ -1,7 +1,5 @@
 """Cells of what fits where in words, and only those that are missing are predicted."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What `config check` and a dry run find of recipes with one flaw each, and that they pass a sound one."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""The day on a GPU in tiny shapes on a CPU: no part fails by a slip, faults are seen, and lines become one table."""
-
-from __future__ import annotations
+"""The day on a GPU in tiny shapes on a CPU: faults are seen, and lines become one table."""
 
 import json
 import sys
@@ -32,18 +30,6 @@ def day(tmp_path: Path) -> Day:
 
 def lines_of(out: Path) -> list[dict[str, Any]]:
     return read([out])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("forked_children")
-@pytest.mark.parametrize("name", SMALL_PARTS)
-def test_a_part_runs_in_small(name: str, tmp_path: Path) -> None:
-    assert day_command.main(["part", name, str(tmp_path / "out"), "--work", str(tmp_path / "work"), *HERE]) == 0
-    lines = lines_of(tmp_path / "out")
-    assert lines and not [line for line in lines if line["ok"] is False or "error" in line]
-    judged = {"attention", "layers", "arithmetic", "first", "starts"}
-    figures = [line for line in lines if not line["what"].startswith("bare imports")]
-    assert figures and all((line["ok"] is True) == (name in judged) for line in figures)
 
 
 @pytest.mark.slow

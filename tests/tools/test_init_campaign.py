@@ -1,8 +1,6 @@
 """What `tuner init` proposes for rows of many kinds is what is written down as right; its campaign runs the commands.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tool that compares the documents of answers with transformers' prompts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

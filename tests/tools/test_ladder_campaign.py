@@ -1,37 +1,17 @@
 """The ladder that is killed and continued: its parts; test_ladder_commands.py shows that it ends well."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.fixtures import forked
 from tests.ladder.ladders import ladder_tree, write_ladder_files
 from tools import ladder_campaign
-from tools.ladder_campaign import campaign, documents_of, fell_with_size, kill_points, misjudged, missing
-from tuner.checkpoint.load import content_sha256
-from tuner.checkpoint.open import newest
+from tools.ladder_campaign import documents_of, fell_with_size, kill_points, misjudged, missing
 from tuner.ladder.marks import Mark
-from tuner.ladder.record import LadderRecord, RungRecord, read_ladder
+from tuner.ladder.record import LadderRecord, RungRecord
 from tuner.ladder.rules import PlannedMark
-
-
-@pytest.mark.slow
-def test_a_killed_ladder_ends_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder_campaign, "POLL_S", 0.005)
-    ends = []
-    for kills in (0, 2):
-        directory = tmp_path / str(kills)
-        directory.mkdir()
-        write_ladder_files(directory)
-        assert campaign(directory, kills, seed=1, start=forked.Popen) == []
-        ladder = read_ladder(directory / "runs" / "ladder")
-        found = [newest(ladder.run_dir(rung) / "checkpoints") for rung in ladder.rungs]
-        ends.append([content_sha256(one) for one in found if one is not None])
-    assert ends[0] == ends[1] and len(ends[0]) == 2
 
 
 def test_kills_are_spread_over_all_rungs(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """`tuner ladder`: planned, trained, killed and continued, looked at and measured, by the real commands."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """The campaign of liger's kernels in its smallest form: those of one type, two of them compiled, and a fault found."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,14 +1,11 @@
-"""The campaign of methods and meshes: its verdicts, its table, and one launch on two processes."""
-
-from __future__ import annotations
+"""The campaign of methods and meshes: its verdicts and its table."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from tools.mesh_campaign import ADAPTERS, LAYOUTS, METHODS, NEAR, Cell, Found, cells, load_inputs, table, tried, verdict
+from tools.mesh_campaign import ADAPTERS, LAYOUTS, METHODS, NEAR, Found, cells, verdict
 from tuner.config.methods import Method
 from tuner.errors import ExitCode
 
@@ -41,13 +38,3 @@ def test_every_method_adapter_and_axis_has_cells() -> None:
     kinds = {kind.model_fields["kind"].default for kind in get_args(get_args(Method)[0])} - {"custom"}
     assert {cell.method for cell in found} == set(METHODS) == kinds
     assert {cell.adapter for cell in found} == set(ADAPTERS) and {cell.layout for cell in found} == set(LAYOUTS)
-
-
-@pytest.mark.slow
-@pytest.mark.multi
-def test_a_launch_on_two_processes(tmp_path: Path) -> None:
-    load_inputs(tmp_path)
-    cell = Cell("orpo", "lora", "dense", "tensor 2")
-    line = tried(cell, tmp_path, {}, 120.0)
-    assert line["verdict"] == "equal", line
-    assert "| orpo, lora, dense | equal" in table({line["cell"]: line})

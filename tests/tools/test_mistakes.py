@@ -1,7 +1,5 @@
 """Every mistake of the table is answered with its place and the line to write."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from tools.mistakes import answer, mistakes

@@ -1,7 +1,5 @@
 """The fault table applies to the tree as it is, wherever its functions are and however they are written down."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import json

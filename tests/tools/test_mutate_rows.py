@@ -1,7 +1,5 @@
 """Broken lines and the oracle's verdicts agree with the product's, and the comparison sees a product that is wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

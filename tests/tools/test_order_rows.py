@@ -1,7 +1,5 @@
 """The shipped orders: those of their generator, each with its facts, and none of those that the pages ask for."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Mutated rows that compare answers are judged as the oracle judges them, and a product that is wrong is found."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

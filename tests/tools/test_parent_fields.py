@@ -1,7 +1,5 @@
 """Every field of the frameworks that tuner descends from is answered, and what it says to write can be written."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Exports answer as the trained model where tuner cannot be imported: transformers alone, and peft."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Predicted bytes are those that the allocator gives out, which torch's profiler counts without our ledger."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The shipped pairs and the tools that compare and measure preferences: what they promise without training anything."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The proof at the start runs the first and last decoder layer of each kind, and comes to the whole proof's verdict."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

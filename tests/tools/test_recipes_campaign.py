@@ -1,16 +1,10 @@
-"""The recipes that ship: each names a card and a model whose shape is known, brings its data, and trains in small."""
+"""The recipes that ship: each names a card and a model whose shape is known, and brings its data."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.fixtures import commands
-from tests.reference import assets
-from tools.recipes_campaign import SHAPES, small, target
-from tuner.config.dump import recipe_yaml
+from tools.recipes_campaign import SHAPES, target
 from tuner.config.load import load_recipe
 from tuner.config.paths import recipes_dir
 from tuner.config.shipped import shipped_recipes, summary
@@ -34,13 +28,3 @@ def test_its_name_says_where_it_trains_and_its_data_is_there(name: str) -> None:
 def test_there_are_recipes_for_what_people_ask_for() -> None:
     assert len(RECIPES) >= 15
     assert {target(name) for name in RECIPES} == {("cpu", 1), ("a10-24g", 1), ("h100-80g", 1), ("h100-80g", 8)}
-
-
-@pytest.mark.slow
-def test_chat_from_a_base_model_trains_in_small(tmp_path: Path) -> None:
-    name = "smollm2-base_chat_cpu"
-    recipe = small(RECIPES[name], tmp_path, assets.asset("smollm2"), assets.asset("qwen3").parent).recipe
-    (tmp_path / "recipe.yaml").write_text(recipe_yaml(recipe), encoding="utf-8")
-    done = commands.tuner("train", "recipe.yaml", "--json", cwd=tmp_path, code=0)
-    metrics = json.loads(done.stdout)["metrics"]
-    assert metrics["step"] == 2 and 0.05 * metrics["tokens"] < metrics["trained_tokens"] < 0.7 * metrics["tokens"]

@@ -1,7 +1,5 @@
 """A tiny model of each family with states: every document of a row starts from nothing; answers are `generate`'s."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

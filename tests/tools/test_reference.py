@@ -1,7 +1,5 @@
 """The reference pages say what the recipe's model says."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools import reference

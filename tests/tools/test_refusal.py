@@ -1,7 +1,5 @@
 """What is refused is refused for a property of the model, in words, and with the key that mends it where one does."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

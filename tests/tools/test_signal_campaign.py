@@ -1,7 +1,5 @@
 """The campaign of stops in its smallest form, in real processes of a terminal of their own."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

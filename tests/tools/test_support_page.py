@@ -1,7 +1,5 @@
 """The pages of supported models are written of findings, and refuse those that are wrong."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

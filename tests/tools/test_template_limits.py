@@ -1,7 +1,5 @@
 """Templates made to do harm end within their limits, all others render as plain jinja2 would."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import count

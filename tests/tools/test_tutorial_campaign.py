@@ -1,7 +1,5 @@
 """The tutorial in its smallest form: its steps are read as a reader takes them, and its recipe plans a run."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

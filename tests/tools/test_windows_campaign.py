@@ -1,15 +1,10 @@
-"""The campaign of windows: what it kills is there, it sees what it is to see, and one trial of it."""
-
-from __future__ import annotations
+"""The campaign of windows: what it kills is there, and it sees what it is to see."""
 
 import importlib
 from functools import reduce
-from pathlib import Path
 
 import pytest
 
-from tests.fixtures import forked
-from tools import windows_campaign
 from tools.windows_campaign import PHASES, ROWS, once
 
 
@@ -29,10 +24,3 @@ def test_documents_that_are_trained_twice_or_not_are_seen() -> None:
     assert once({0: [[1], [2]], 1: [[3]]}, 3)
     assert not once({0: [[1], [2]], 1: [[1]]}, 2)
     assert not once({0: [[1], [2]]}, 3)
-
-
-@pytest.mark.slow
-def test_a_run_that_dies_while_it_waits_is_the_unbroken_one(tmp_path: Path) -> None:
-    (result,) = windows_campaign.campaign(tmp_path, 1, ["wait"], start=forked.Popen)
-    assert windows_campaign.is_good(result), result
-    assert (result["codes"], result["left_out"]) == ([-9, 3, 0], {"w3": "empty"})

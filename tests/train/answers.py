@@ -1,7 +1,5 @@
 """Answers to prompts, made in memory: in pairs, with labels, packed, dealt out to micro-batches and ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Models that several files train: made once for each of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

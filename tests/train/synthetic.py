@@ -19,7 +19,7 @@ MAX_LENGTH = 32
 class SyntheticRows:
     """Rows of two random documents, of which `trained[i]` tokens of row i are trained: 21 of the first, then others."""
 
-    max_length = MAX_LENGTH
+    max_length, is_large = MAX_LENGTH, False
 
     def __init__(self, trained: list[int], seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -44,7 +44,7 @@ class SyntheticRows:
 class UnpackedRows:
     """The documents of `SyntheticRows`, each in a row of its own."""
 
-    max_length = MAX_LENGTH
+    max_length, is_large = MAX_LENGTH, False
 
     def __init__(self, packed: SyntheticRows) -> None:
         rows = [packed.row(i) for i in range(len(packed))]

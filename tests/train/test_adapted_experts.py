@@ -1,7 +1,5 @@
 """Trainings of adapters on routed experts: what is trained, steps in parts, and a run that is resumed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ The other side runs one document at a time through the model's own forward with 
 all its logits, and writes every loss out with plain loops. It shares no code with the product but the model's layers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Losses of answers however a step is computed: recomputed, by native kernels, with DoRA, with capped logits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

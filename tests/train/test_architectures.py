@@ -1,7 +1,5 @@
 """Architectures whose configs are unlike others' are trained, saved and exported, or refused before the first step."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which checkpoints are kept for good."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Distillation held to full logits in float64, with gradients by autograd from the formulas alone."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

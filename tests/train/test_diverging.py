@@ -1,7 +1,5 @@
 """The rule by which a layer that diverges is named."""
 
-from __future__ import annotations
-
 import pytest
 
 from tuner.train.internals import FACTOR, LEAST, Divergence

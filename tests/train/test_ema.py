@@ -1,7 +1,5 @@
 """The average of the weights: its arithmetic, what leaves it as it is, and its turn in the place of the weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path

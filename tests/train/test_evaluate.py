@@ -1,7 +1,5 @@
 """Losses on held-out documents: weighted by tokens, by source, at any batch size, and equal to plain transformers'."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

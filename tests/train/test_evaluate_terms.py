@@ -1,7 +1,5 @@
 """Evaluations by a method's own terms: by source, at any batch size, on any number of processes, as each pair alone."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

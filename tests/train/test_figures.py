@@ -1,7 +1,5 @@
 """What a method's section says of its figures, held to what the method logs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

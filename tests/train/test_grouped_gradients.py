@@ -1,7 +1,5 @@
 """On a GPU a layer's gradients are added to earlier ones by one kernel: the same bits, and a third of the kernels."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping

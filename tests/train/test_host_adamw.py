@@ -1,7 +1,5 @@
 """AdamW on the host: torch's fused one on a CPU bit for bit, however it is cut, and what it reads and holds."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

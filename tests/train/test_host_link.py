@@ -1,7 +1,5 @@
 """Copies of the optimizer on the host, on a stand-in for `torch.cuda`: right in whatever order the streams may run."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """States on the host as tensors of a checkpoint, where the parameters are shards on GPUs that need not be here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Figures by layer are root mean squares of whole tensors, however many processes hold them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

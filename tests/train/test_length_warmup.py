@@ -1,7 +1,5 @@
 """Rows that are short in the first steps: which tokens they keep, on every world size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every optimizer on weights that two axes split takes the steps of one process, and saves what one process saves."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

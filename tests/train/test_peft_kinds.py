@@ -1,7 +1,5 @@
 """Adapters by peft's own configs against peft's own loop: losses, gradients and weights of every step, and resumed."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Preference losses on packed pairs, held to the papers' formulas in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import nn

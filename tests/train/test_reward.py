@@ -1,7 +1,5 @@
 """Reward models, held in float64 to a plain loop over transformers' own class on one answer at a time."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Row-wise AdamW: the dense one where every row is touched, lazy elsewhere, and the same whoever holds a row."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradients by rows on several processes: each row of the global batch once, wherever it lies, and once in the norm."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

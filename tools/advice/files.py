@@ -8,8 +8,6 @@ is the right answer. A file of a tool that `tuner import` does not read may be r
 imported wrongly.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import Counter

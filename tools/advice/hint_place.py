@@ -1,7 +1,5 @@
 """A place to try advice in: a recipe and its files as some step of a user's day left them, and commands run there."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -5,10 +5,9 @@ value, a flag or a command; anywhere else, where it says to write or to set some
 follow already is left out.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +62,10 @@ def sites() -> tuple[Site, ...]:
         file, text = str(path.relative_to(TUNER)), path.read_text(encoding="utf-8")
         if not file.startswith(FOLLOWED_ELSEWHERE) and (_WRITE.search(text) or any(part in text for part in _SAYS)):
             found |= dict.fromkeys(Site(file, *one) for one in _texts(ast.parse(text), "", False))
+    for path in sorted((TUNER / "config").glob("*rules.json")):
+        for name, rule in json.loads(path.read_text(encoding="utf-8")).items():
+            texts = (re.sub(r"\{[a-z_.]+\}", HOLE, text) for text in rule["wrong"])
+            found |= {Site(f"config/{path.name}", name, text): None for text in texts if _proposes(text, False)}
     return tuple(found)
 
 

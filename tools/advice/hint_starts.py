@@ -1,7 +1,5 @@
 """What a case may start from: rows alone, a tiny model, data that is prepared, a run, its export."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -4,8 +4,6 @@ A way is a mapping: a key of the recipe with its value (None: the key is taken o
 none; None: it is left out), and under `$` the command lines to run first.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

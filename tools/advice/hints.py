@@ -7,8 +7,6 @@ are read out of what the command says, held against these, and followed one by o
 succeed, and what was said is not said again. Exits with 1 where one is wrong.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 

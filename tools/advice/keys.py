@@ -15,8 +15,6 @@ import that drops what is needed without a word. Exits with 1 where one is wrong
 right no longer.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

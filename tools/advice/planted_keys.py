@@ -1,7 +1,5 @@
 """Wrong answers, planted one after the other into the tables that the answers come from: each has to be found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The lines that a message proposes, read out of its text as its reader would, and the recipe that they make."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -10,8 +10,6 @@ proposals were tried, of which none that was right may be lost. `--plant` gives 
 found; `--command` holds what the real command says against what the functions say.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

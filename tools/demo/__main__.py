@@ -1,7 +1,5 @@
 """The whole pipeline on a real model, live: what `make demo` runs. Exits with 1 when a goal is missed."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -9,10 +7,12 @@ import shlex
 import shutil
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from tools.commands import STOPPED, read_lines
 from tools.demo import task, training
+from tools.demo.score import NEW_TOKENS, score
 from tools.demo.shell import PLAIN_PYTHON, ROOT, Missed, Stage, bold, say, table
 from tuner.runtime.device import device_facts, measured_peak
 
@@ -26,7 +26,7 @@ no faster with bf16, such as the starts of its commands: together the five minut
 the 200 seconds of two with it."""
 SLOWEST = 1.3
 """What it takes where the machine has other work, too: two cores with bf16 took up to 255 seconds."""
-BASE_ROWS = 10
+BASE_ROWS, SERVED_ROWS = 10, 10
 GOALS = {
     ("unseen names", "valid"): 0.98,
     ("unseen names", "exact"): 0.70,
@@ -118,6 +118,10 @@ def play(stage: Stage) -> None:
     with stage.part(f"Scores on {2 * task.HELD_OUT_ROWS} held-out messages"):
         before, after = scored(stage, "base", stage.model, BASE_ROWS), scored(stage, "trained", exported, None)
         results(run, before, after)
+    if find_spec("xllamacpp"):
+        with stage.part(f"The same as a GGUF file of 8 bits, served by llama.cpp: {2 * SERVED_ROWS} of these messages"):
+            stage.tuner("export-gguf", "runs/extract", "--type", "q8_0", "--output", "extract.gguf")
+            as_served(stage)
     say(f"\n{bold('Talk to it')}, an order at a time; Ctrl-D ends")
     words = ["chat", ".demo/work/exported", "--system", task.INSTRUCTION, "--temperature", "0"]
     say(f"    {shlex.join(['.venv/bin/tuner', *words])}")
@@ -189,6 +193,26 @@ def scored(stage: Stage, name: str, model: Path, limit: int | None) -> dict[str,
     stage.module("score", str(model), str(source), str(out), "--dtype", dtype, *lenient)
     scores: dict[str, dict[str, float]] = json.loads(out.read_text(encoding="utf-8"))["scores"]
     return scores
+
+
+def as_served(stage: Stage) -> None:
+    """Require that what is served is right as often as the trained model, but for one answer."""
+    rows, out = stage.work / "trained-rows.json", stage.work / "served-scores.json"
+    asked = {part: items[:SERVED_ROWS] for part, items in json.loads(rows.read_text(encoding="utf-8")).items()}
+    source = stage.work / "served-rows.json"
+    source.write_text(json.dumps(asked), encoding="utf-8")
+    stage.module("served", "extract.gguf", str(source), str(out), str(NEW_TOKENS))
+    said = [json.loads((stage.work / f"{name}-scores.json").read_text())["answers"] for name in ("trained", "served")]
+    right = same = 0
+    for part, items in asked.items():
+        wanted = [json.loads(row["messages"][-1]["content"]) for row in items]
+        trained, served = (answers[part][:SERVED_ROWS] for answers in said)
+        same += sum(one == other for one, other in zip(trained, served, strict=True))
+        hits = [round(len(wanted) * score(answers, wanted, lenient=False)["exact"]) for answers in (trained, served)]
+        right += hits[1] - hits[0]
+    say(f"    the same answer to {same} of {2 * SERVED_ROWS} · right more often than the trained model by {right}")
+    if abs(right) > 1:
+        raise Missed("the served file is not the trained model")
 
 
 def results(run: Path, before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> None:

@@ -6,8 +6,6 @@ Prints one JSON object: the prompts compared, and the largest difference of the 
 share of the largest logit, for the exported model and for the base.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -3,8 +3,6 @@
 python -m tools.demo.score MODEL_DIR ROWS.json OUT.json [--lenient] [--dtype float32]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

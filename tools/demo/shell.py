@@ -1,7 +1,5 @@
 """Run the commands of the demo as a person would, say what is run, and time every part."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -6,8 +6,6 @@ train on, for the tutorial:
     python -m tools.demo.task [COUNT] > orders.jsonl
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Run a training as a person would, and once kill it from outside."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -13,8 +13,6 @@ have random weights, and libraries that the machine lacks come as WHEELS that `p
 everything in tiny shapes, on a CPU too: what a test does, so that no part fails on its first day by a slip.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The loss at the output layer, the copy of a save in page-locked memory, and the optimizers: against plain torch."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention over packed documents: the device's kernel against every document alone in float32, and what it costs."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any, NamedTuple
 

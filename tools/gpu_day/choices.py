@@ -1,7 +1,5 @@
 """What choices cost on one GPU: recomputing and compiling, gathers of a sharded model, the loss, sample answers."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

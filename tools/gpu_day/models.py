@@ -1,7 +1,5 @@
 """Models of published shapes with random weights, rows of uneven documents, and recipes of a user's first run."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

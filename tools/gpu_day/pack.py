@@ -1,7 +1,5 @@
 """Wheels of what a machine without a network lacks, for tuner and for the other side, at the pinned versions."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

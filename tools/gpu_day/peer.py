@@ -5,8 +5,6 @@
 is the other side, in a process of its own. Rows are one document each, which both attend to alike; weights are drawn.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import random

@@ -3,8 +3,6 @@
 Predictions read them in `tuner/profile/measured.json`; ``python -m tools.gpu_day record`` puts them there.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a part of the day is given, and how it says what it found: lines of JSON, a check or a figure each."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

@@ -1,7 +1,5 @@
 """The lines of a day, or of several calls of one, as one table in Markdown."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

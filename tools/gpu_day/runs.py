@@ -1,7 +1,5 @@
 """The real commands: a user's first run, saves beside it, the proof of resuming, and predicted against measured."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import statistics

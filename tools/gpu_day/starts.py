@@ -1,7 +1,5 @@
 """What is before the first step: an 8B LoRA from files, twice, and methods with a reference, held against the CPU."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

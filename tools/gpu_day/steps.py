@@ -1,7 +1,5 @@
 """Steps that were predicted before they are measured, and where one goes: each kernel's share of it."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -8,8 +8,6 @@ text, which is split and never cut, the longest up to 2,048 that still gives 400
 documents whole.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

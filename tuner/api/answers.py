@@ -1,7 +1,5 @@
 """Answers of models to prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Recipes and the machine, looked at before anything is prepared or trained."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

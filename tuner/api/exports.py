@@ -1,7 +1,5 @@
 """Hugging Face directories, written and uploaded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -14,6 +12,7 @@ from tuner.export.hub import push as upload
 from tuner.export.plan import ExportOptions, plan_export
 from tuner.export.report import ExportReport
 from tuner.export.source import Weights
+from tuner.rundir.in_store import publish
 
 
 def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
@@ -39,12 +38,15 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     `trained`, `ema` (the run's average) or `mean:N` (that of the last N checkpoints), next to them. The same
     checkpoint and options give the same bytes; a target that holds them already is left alone. Raises
     RecipeError for a target that holds something else, DataError for a corrupt checkpoint, MachineError for a full
-    disk and VerificationError, with nothing published, where the export is not the trained model.
+    disk and VerificationError, with nothing published, where the export is not the trained model. `path` and `output`
+    may be URLs of directories in object stores.
     """
-    target = None if output is None else absolute(output)
+    target = None if output is None else absolute(output, "all")
     shard_bytes, which = parse_bytes(shard_size), Weights.parse(weights)
     options = ExportOptions(dtype, adapter, shard_bytes, base_model, text_only, base, which, tuple(keep_fp32))
-    return run_export(plan_export(absolute(path), target, options, step=step))
+    report = run_export(plan_export(absolute(path, "model"), target, options, step=step))
+    publish(report.path)
+    return report
 
 
 def push(path: str | Path, repo: str, private: bool = False) -> PushReport:

@@ -1,7 +1,5 @@
 """Ladders: one recipe at several sizes, planned, trained, compared at its marks, and continued by a law."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path

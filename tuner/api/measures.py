@@ -1,7 +1,5 @@
 """Memory and time of recipes, predicted."""
 
-from __future__ import annotations
-
 from tuner.api.given import RecipeSource, console_of, loaded_of
 from tuner.config.ladder import require_one_run
 from tuner.config.load import LoadedRecipe

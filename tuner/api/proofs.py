@@ -1,7 +1,5 @@
 """Layouts and checkpoints, held against what they stand for."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

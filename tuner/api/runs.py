@@ -1,7 +1,5 @@
 """Runs as they are on disk."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,4 +14,4 @@ def runs(directory: str | Path = "runs") -> list[Run]:
 
 def show_run(run: str | Path) -> dict[str, Any]:
     """A run's figures as `tuner runs show` gives them: status, steps, losses, tokens, seconds."""
-    return summary(read_run(absolute(run)))
+    return summary(read_run(absolute(run, "look")))

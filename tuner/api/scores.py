@@ -1,7 +1,5 @@
 """What models make of held-out rows and of tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

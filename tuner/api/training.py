@@ -1,7 +1,5 @@
 """Data that is prepared, and runs that are begun and resumed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +11,7 @@ from tuner.data.building.spec import prepare_spec
 from tuner.run.changes import parse_reset
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.run.status import nothing_to_do, resume_source, status_of
+from tuner.run.stored import in_store
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 
@@ -24,7 +23,7 @@ def prepare_data(recipe: RecipeSource, quiet: bool = False) -> PreparedInfo:
 
     Raises RecipeError, DataError and MachineError as `tuner prepare-data` reports them.
     """
-    found = loaded_of(recipe).recipe
+    found = loaded_of(recipe, fetches=True).recipe
     spec = prepare_spec(found.model, found.tokenizer, found.data, found.method, found.seed)
     return prepare(spec, console_of(found.logging.level, quiet))
 
@@ -58,7 +57,7 @@ def resume(
 
     `overrides` are keys that may change, such as ``{"train.stop_after": "100 steps"}``; `reset` allows more of them.
     """
-    return _launched(resume_source(absolute(run), overrides_of(overrides)), "must", None, dry_run, reset, quiet)
+    return _launched(resume_source(absolute(run, "all"), overrides_of(overrides)), "must", None, dry_run, reset, quiet)
 
 
 def _launched(
@@ -67,9 +66,11 @@ def _launched(
     level = level_of(loaded.recipe.logging.level, quiet)
     options = LaunchOptions(start, prepared, dry_run=dry_run, reset=parse_reset(reset), level=level)
     main = RankInfo.from_environment().is_main
-    status = status_of(loaded, options, Console(main, level), hashes=main)
-    if (finished := nothing_to_do(status, loaded.recipe.export)) is not None:
-        return finished
-    from tuner.run.launch import launch  # with torch, which a run that is done does without
+    console = Console(main, level)
+    with in_store(loaded, console, writes=not dry_run):
+        status = status_of(loaded, options, console, hashes=main)
+        if (finished := nothing_to_do(status, loaded.recipe.export)) is not None:
+            return finished
+        from tuner.run.launch import launch  # with torch, which a run that is done does without
 
-    return launch(loaded, options, status=status)
+        return launch(loaded, options, status=status)

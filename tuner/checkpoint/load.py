@@ -34,7 +34,7 @@ def load_into(
     left = () if without is None else (without,)
     meant = {name: entry for name, entry in index.items() if name.startswith(prefix) and not name.startswith(left)}
     require_same(info.path, meant, tensors)  # every rank has the same names and whole shapes: all raise, or none
-    Collective(gloo_group()).on_all_ranks(lambda: read_into(info.path, index, tensors))
+    Collective(gloo_group()).together(lambda: read_into(info.path, index, tensors))
 
 
 def require_same(path: Path, index: Index, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -71,17 +71,21 @@ class _HeldBox(NamedTuple):
 def write_shards(
     directory: Path, tensors: Mapping[str, torch.Tensor], staged: Staged | None, ranks: Collective
 ) -> list[WrittenFile]:
-    """Write and flush every rank's file and the index; returns the files in rank order. Collective.
+    """Write and flush every rank's file and the index; returns the files in rank order on rank 0. Collective.
 
     Raises MachineError naming the file and the bytes it needs.
     """
     if staged is not None:
         staged.wait()
-    held = ranks.on_all_ranks(lambda: _pieces(tensors))
-    own = _dealt(held, ranks.rank)
+    # Rank 0 alone has them all: of a thousand ranks they are hundreds of megabytes.
+    pieces = ranks.together(lambda: _pieces(tensors))
+    held = ranks.to_rank0(lambda: pieces)
+    # Wide elements first: safetensors allows no gaps, and so every tensor starts at a multiple of its item size.
+    dealt = (pieces[number] for number in ranks.from_rank0(lambda: _dealt(held)))
+    own = sorted(dealt, key=lambda piece: (-TYPES[piece.dtype][1], piece.name, piece.box.offsets))
     parts = [_local(tensors[one.name]) if staged is None else staged.tensors[one.name] for one in own]
     path = directory / shard_name(ranks.rank, ranks.size)
-    written = ranks.on_all_ranks(lambda: _write_shard(path, own, parts))
+    written = ranks.to_rank0(lambda: _write_shard(path, own, parts))
     ranks.on_rank0(lambda: write_new(directory / INDEX_NAME, index_bytes(_index_of(held, written))))
     return written
 
@@ -96,23 +100,21 @@ def _pieces(tensors: Mapping[str, torch.Tensor]) -> list[_HeldBox]:
     return found
 
 
-def _dealt(held: Sequence[Sequence[_HeldBox]], rank: int) -> list[_HeldBox]:
-    """Of the boxes that processes have those that one writes, in the order of its file.
+def _dealt(held: Sequence[Sequence[_HeldBox]]) -> list[list[int]]:
+    """Of the boxes that each process has the numbers of those that it writes.
 
     One that several have goes to that of them with the fewest bytes so far.
     """
-    holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, _HeldBox]]] = defaultdict(list)
-    for number, pieces in enumerate(held):
-        for piece in pieces:
-            holders[piece.name, piece.box.offsets].append((number, piece))
-    sizes, own = [0] * len(held), []
+    holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = defaultdict(list)
+    for rank, pieces in enumerate(held):
+        for number, piece in enumerate(pieces):
+            holders[piece.name, piece.box.offsets].append((rank, number))
+    sizes, dealt = [0] * len(held), [list[int]() for _ in held]
     for of_box in holders.values():
-        number, piece = min(of_box, key=lambda one: sizes[one[0]])
-        sizes[number] += max(piece.nbytes, 1)
-        if number == rank:
-            own.append(piece)
-    # Wide elements first: safetensors allows no gaps, and so every tensor starts at a multiple of its item size.
-    return sorted(own, key=lambda piece: (-TYPES[piece.dtype][1], piece.name, piece.box.offsets))
+        rank, number = min(of_box, key=lambda one: sizes[one[0]])
+        sizes[rank] += max(held[rank][number].nbytes, 1)
+        dealt[rank].append(number)
+    return dealt
 
 
 def _write_shard(path: Path, pieces: Sequence[_HeldBox], parts: Sequence[torch.Tensor]) -> WrittenFile:

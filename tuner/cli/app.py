@@ -1,7 +1,5 @@
 """The command line: split before Typer reads it, and the app, of which the command that was asked for is imported."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from importlib import import_module

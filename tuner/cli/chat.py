@@ -1,7 +1,5 @@
 """`tuner chat`: talk to a run, a checkpoint, a Hugging Face directory or a hub model."""
 
-from __future__ import annotations
-
 from tuner.cli.command import JsonOption, Outcome, VerboseOption, command, console_of
 from tuner.cli.generate import (
     BaseOption,
@@ -12,8 +10,9 @@ from tuner.cli.generate import (
     TopKOption,
     TopPOption,
 )
-from tuner.cli.named import ModelArgument, model_name
+from tuner.cli.named import EngineOption, ModelArgument, model_name, require_engine
 from tuner.cli.output import real_stdout
+from tuner.errors import RecipeError
 
 
 @command("chat")
@@ -26,14 +25,21 @@ def chat(  # noqa: PLR0913, PLR0917 - one parameter for each option
     top_k: TopKOption = 0,
     seed: SeedOption = 42,
     base: BaseOption = None,
+    engine: EngineOption = "transformers",
     json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> Outcome:
     """Talk to a model, which is loaded once and remembers what was said; on a pipe, answer one prompt per line."""
     name = model_name(model)
+    is_served = require_engine(name, engine)
+    if is_served and base is not None:
+        raise RecipeError("--base is for adapters in transformers: llama.cpp serves one file")
     console = console_of("debug" if verbose else "info")
     with console.doing("loading torch", at_once=True):
+        from tuner.cli.work import served
         from tuner.cli.work import talk as work
 
     sampling = work.Sampling(max_new_tokens, temperature, seed, top_p, top_k)
+    if is_served:
+        return served.talk_to(name, sampling, system, None if json else real_stdout(), console)
     return work.talk_to(name, base, sampling, system, None if json else real_stdout(), console)

@@ -43,6 +43,7 @@ from tuner.runtime import stop
 from tuner.runtime.activity import LABEL_WIDTH
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.warned import Warned, collected
+from tuner.stages import local_path
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe, ReadRecipe, RecipeText, Source
@@ -101,19 +102,26 @@ def level_of(loaded: LoadedRecipe | None, verbose: bool) -> Level:
     return "debug" if verbose else "info" if loaded is None else loaded.recipe.logging.level
 
 
-def input_path(argument: str | Path) -> Path:
+def input_path(argument: str | Path, in_store: bool = False) -> Path:
     """Return a path argument as an absolute path; `-` reads it from stdin (call it inside a command's body).
 
     Stdin holds one line: a path, or a `--json` document. A failed or stopped document ends the command: it is passed
-    on, with its exit code. RecipeError when stdin is empty.
+    on, with its exit code. With ``in_store`` the URL of a directory in a store is the path of its stage. RecipeError
+    when stdin is empty, and for a URL otherwise.
     """
     text = _read_stdin() if str(argument) == "-" else str(argument)
-    return Path(os.path.abspath(Path(text).expanduser()))
+    try:
+        return local_path(text, in_store)
+    except ValueError as error:
+        raise RecipeError(f"{text}: {error}") from None
 
 
-def load_for_command(argument: str | None, overrides: Sequence[Override] = (), cwd: Path | None = None) -> LoadedRecipe:
+def load_for_command(
+    argument: str | None, overrides: Sequence[Override] = (), cwd: Path | None = None, fetches: bool = False
+) -> LoadedRecipe:
     """Load the recipe that a command was given: a path, a shipped name, `-` or nothing.
 
+    With ``fetches`` what it reads of object stores is fetched to where its paths lead.
     On stdin it is the recipe itself, whose relative paths start from the working directory, or a path or document.
 
     Without an argument it is `./recipe.yaml`, or the flags alone when they name a model and data.
@@ -122,13 +130,26 @@ def load_for_command(argument: str | None, overrides: Sequence[Override] = (), c
     from tuner.rundir.base_model import require_base_model
 
     loaded = read_for_command(argument, overrides, cwd).whole()
+    if fetches:
+        fetch_inputs(loaded)
     require_base_model(loaded.recipe.model.name_or_path, loaded.origins.get("model.name_or_path", "recipe"))
     return loaded
 
 
+def fetch_inputs(loaded: LoadedRecipe) -> None:
+    """Fetch what a recipe reads of object stores. Raises RecipeError, MachineError."""
+    from tuner.config.store_rules import inputs_of
+    from tuner.rundir.in_store import bring_inputs
+
+    if inputs := inputs_of(loaded.recipe):
+        console = console_of(level_of(loaded, verbose=False))
+        with console.doing("fetching from the store"):
+            bring_inputs(inputs, console.say)
+
+
 def load_one_run(argument: str | None, overrides: Sequence[Override] = ()) -> LoadedRecipe:
     """The same of one run. Raises RecipeError for a ladder of several."""
-    loaded = load_for_command(argument, overrides)
+    loaded = load_for_command(argument, overrides, fetches=True)
     from tuner.config.ladder import require_one_run
 
     require_one_run(loaded.recipe.ladder)

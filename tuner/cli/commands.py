@@ -1,7 +1,5 @@
 """What commands there are, from `commands.json`: a command is its row there and its file `tuner/cli/<command>.py`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

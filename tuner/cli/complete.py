@@ -4,8 +4,6 @@
 Nothing needs torch.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

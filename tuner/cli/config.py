@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tuner.cli.command import Outcome, RecipeArgument, command, load_for_command, overrides_of, read_for_command
+from tuner.cli.command import (
+    Outcome,
+    RecipeArgument,
+    command,
+    fetch_inputs,
+    load_for_command,
+    overrides_of,
+    read_for_command,
+)
 from tuner.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -26,6 +34,8 @@ def check(ctx: typer.Context, recipe: RecipeArgument = None) -> Outcome:
     from tuner.setup.check import check_recipe, schedule_warnings
 
     read = read_for_command(recipe, overrides_of(ctx))
+    if read.loaded is not None and not read.problems:
+        fetch_inputs(read.loaded)
     print(f"checked   {check_recipe(read)}", file=sys.stderr)
     whole = read.whole()
     path, warnings = whole.path, schedule_warnings(whole.recipe)

@@ -108,7 +108,7 @@ def gc(
 
 
 def _root(cache_dir: Path | None) -> Path:
-    from tuner.data.encoding.tokenizer_files import cache_root
+    from tuner.stages import cache_root
 
     return (cache_root() if cache_dir is None else cache_dir.expanduser()).absolute()
 

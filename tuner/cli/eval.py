@@ -1,14 +1,14 @@
 """`tuner eval`: loss and figures of a run, a checkpoint, a Hugging Face directory or a hub model, or its scores."""
 
-from __future__ import annotations
-
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tuner.cli.command import Outcome, VerboseOption, command, console_of, overrides_of
-from tuner.cli.named import ModelArgument, run_or_hub
+from tuner.cli.named import EngineOption, ModelArgument, require_engine, run_or_hub
 from tuner.errors import RecipeError
+from tuner.rundir.model_path import HubModel
 
 
 @command("eval")
@@ -28,6 +28,7 @@ def eval(  # noqa: A001 - the command's name
     output: Annotated[
         str | None, typer.Option(metavar="DIR", help="Write the results of the tasks' items here, for tuner compare.")
     ] = None,
+    engine: EngineOption = "transformers",
     verbose: VerboseOption = False,
 ) -> Outcome:
     """Measure loss and figures on held-out rows, of each source and of all, or score tasks, and print them."""
@@ -36,8 +37,11 @@ def eval(  # noqa: A001 - the command's name
     if model == recipe == "-":
         raise RecipeError("only one of the two can be read from stdin")
     path = run_or_hub(model)
+    is_served = require_engine(path.name if isinstance(path, HubModel) else str(path), engine)
     console = console_of("debug" if verbose else "info")
     with console.doing("loading torch", at_once=True):
-        from tuner.cli.work.eval import evaluate
+        from tuner.cli.work.eval import evaluate, evaluate_served
 
+    if is_served and isinstance(path, Path):
+        return evaluate_served(path, recipe, overrides_of(ctx), tasks or [], output, console)
     return evaluate(path, recipe, overrides_of(ctx), tasks, output, console)

@@ -1,14 +1,12 @@
 """`tuner export-hf`: a checkpoint as a Hugging Face directory, proven equal to the trained model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from tuner.cli.command import Outcome, VerboseOption, command, console_of, input_path
-from tuner.cli.named import RunOrCheckpointArgument, run_path
+from tuner.cli.named import RunOrCheckpointArgument, run_path, stage_path
 from tuner.errors import RecipeError
 
 
@@ -53,15 +51,9 @@ def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     verbose: VerboseOption = False,
 ) -> Outcome:
     """Write a Hugging Face directory and verify it before it appears under its name."""
-    from tuner.config.numbers import parse_bytes
-
-    chosen = which_step(step)
-    source = run_path(path)
-    try:
-        shard_bytes = parse_bytes(shard_size)
-    except ValueError as error:
-        raise RecipeError(f"--shard-size {shard_size}: {error}", hint="write 5GB, 500MB or 4GiB") from None
-    target = None if output is None else input_path(output)
+    chosen, shard_bytes = which_step(step), shard_bytes_of(shard_size)
+    source = run_path(path, extent="model", which=chosen)
+    target = None if output is None else stage_path(output, "all")
     console = console_of("debug" if verbose else "info")
     with console.doing("loading torch", at_once=True):
         from tuner.cli.work import export_hf as work
@@ -79,6 +71,16 @@ def which_step(text: str) -> int | Literal["newest", "best"]:
     if not text.isascii() or not text.isdigit():
         raise RecipeError(f"--step {text}: no such checkpoint", hint="write newest, best or a step, such as 500")
     return int(text)
+
+
+def shard_bytes_of(text: str) -> int:
+    """What `--shard-size` means. Raises RecipeError."""
+    from tuner.config.numbers import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise RecipeError(f"--shard-size {text}: {error}", hint="write 5GB, 500MB or 4GiB") from None
 
 
 def _named(base_model: str | None) -> str | None:

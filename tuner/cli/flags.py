@@ -6,8 +6,6 @@ takes no `-` for a value, has no names for items of lists (`--data.train.0.path`
 flag that is wrong; a test holds each of these, so that it is seen when one of them changes.
 """
 
-from __future__ import annotations
-
 import inspect
 import io
 from typing import Annotated, Any

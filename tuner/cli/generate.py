@@ -1,7 +1,5 @@
 """`tuner generate`: answers of a run, a checkpoint, a Hugging Face directory or a hub model, for people to look at."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import typer

@@ -1,7 +1,5 @@
 """`tuner help`: commands, the recipe's keys and exit codes, explained."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

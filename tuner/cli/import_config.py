@@ -1,7 +1,5 @@
 """`tuner import`: a configuration of another tool, as a recipe."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

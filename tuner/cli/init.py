@@ -1,7 +1,5 @@
 """`tuner init`: look at the rows, write a commented recipe."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """How help looks: usage, arguments, options, examples and where the rest is, in at most 60 lines of 80 columns."""
 
-from __future__ import annotations
-
 import os
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """How a result is written: as one JSON document, whose schema ships with this file, or in columns for people."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`tuner prepare-data`: rows to packed, encoded, content-addressed data."""
 
-from __future__ import annotations
-
 import os
 from typing import Annotated
 
@@ -47,7 +45,7 @@ def prepare_data(
     if sum((explain is not None, check, dry_run, reference)) > 1:
         raise RecipeError("--explain, --check, --dry-run and --reference exclude each other", hint="give one of them")
     with calm_collector():
-        loaded = load_for_command(recipe, overrides_of(ctx))
+        loaded = load_for_command(recipe, overrides_of(ctx), fetches=True)
         console = console_of("debug" if verbose else "info")
         with console.doing("loading tokenizer", at_once=True):
             from tuner.cli.work import prepare_data as work

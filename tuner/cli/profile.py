@@ -1,7 +1,5 @@
 """`tuner profile`: what a run needs and costs, predicted for any device, or measured on a few of its own steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

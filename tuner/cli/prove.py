@@ -1,7 +1,5 @@
 """`tuner prove`: hold every layout of a recipe against one process before it is trusted with a run."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

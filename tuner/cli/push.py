@@ -1,7 +1,5 @@
 """`tuner push`: an export to the Hugging Face hub."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Annotated
 
@@ -18,7 +16,7 @@ def push(
     path: Annotated[
         str,
         typer.Argument(
-            metavar="RUN", help="Export that tuner export-hf wrote, or a run: its newest one; - reads stdin."
+            metavar="RUN", help="An export, a .gguf file too, or a run: its newest one; - reads stdin."
         ),
     ],
     repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository, created where it is not there.")],
@@ -30,7 +28,7 @@ def push(
 
     The token is that of HF_TOKEN, or of hf auth login; HF_ENDPOINT names another hub.
     """
-    source = run_path(path, others=True)
+    source = run_path(path, others=True, extent="all")
 
     from tuner.export import hub
 

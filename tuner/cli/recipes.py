@@ -1,7 +1,5 @@
 """`tuner recipes`: the recipes that ship."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import textwrap

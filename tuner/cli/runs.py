@@ -1,14 +1,12 @@
 """`tuner runs`: the directories of runs."""
 
-from __future__ import annotations
-
 import calendar
 import os
 import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console as RichConsole
@@ -18,7 +16,7 @@ from tuner.cli.command import Outcome, command, input_path
 from tuner.cli.named import RunArgument, RunsArgument, run_path
 from tuner.cli.output import fitted, stdout_columns
 from tuner.config.dump import flow
-from tuner.errors import DataError, VerificationError, counted
+from tuner.errors import DataError, RecipeError, VerificationError, counted
 from tuner.rundir.curves import Chart, charts
 from tuner.rundir.given import sources_of
 from tuner.rundir.last_checkpoint import any_valid, problem_of, way_to_whole
@@ -29,6 +27,7 @@ from tuner.rundir.run_json import TIME_FORMAT
 from tuner.rundir.terminal import LETTERS, draw
 from tuner.runtime.console import LABEL_WIDTH, Console, clock, escape
 from tuner.runtime.startup import in_words
+from tuner.stages import is_url
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 FIGURES = {
@@ -138,7 +137,7 @@ def verify(runs: RunsArgument) -> Outcome:
     """Compare every file of every checkpoint with the SHA-256 that its manifest noted; exit 6 names what differs."""
     from tuner.checkpoint.open import open_checkpoint
 
-    found, left_out = _open(runs)
+    found, left_out = _open(runs, "all")
     checkpoints, damaged = [path for run in found for path in run.every_checkpoint], []
     began: dict[str, None] = {}
     for path in checkpoints:
@@ -165,6 +164,9 @@ def verify(runs: RunsArgument) -> Outcome:
 @command("runs rm")
 def rm(runs: RunsArgument) -> Outcome:
     """Remove runs with their checkpoints and exports; one that is in use, or something else, is refused."""
+    if stored := next(filter(is_url, runs), None):
+        hint = "remove what is below it with the store's own tools"
+        raise RecipeError(f"{stored}: runs in object stores are not removed by this command", hint=hint)
     removed = [str(path) for path in remove_runs([run_path(run, recipes=False) for run in runs])]
     return Outcome("\n".join(removed), artifacts={"removed": removed}, is_text=True)
 
@@ -173,9 +175,9 @@ def _say_what_was_checked() -> None:
     Console().say("checked", "last checkpoints checked by size; tuner runs verify RUN reads every byte")
 
 
-def _open(runs: Sequence[str]) -> tuple[list[Run], list[str]]:
+def _open(runs: Sequence[str], extent: Literal["look", "all"] = "look") -> tuple[list[Run], list[str]]:
     """The runs, and a warning about each directory in which none was ever started: `runs/*` names those too."""
-    return read_runs(dict.fromkeys(run_path(run) for run in runs))
+    return read_runs(dict.fromkeys(run_path(run, extent=extent) for run in runs))
 
 
 def _names(runs: Sequence[Run]) -> list[str]:

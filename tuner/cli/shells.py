@@ -1,7 +1,5 @@
 """Completion in a shell: the script that asks `tuner` what to offer, and where it is installed."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
@@ -18,6 +18,7 @@ from tuner.cli.command import (
     load_for_command,
     overrides_of,
 )
+from tuner.cli.named import stage_path
 from tuner.errors import RecipeError
 from tuner.runtime import startup
 
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
 
 LOADING = "loading libraries"
 WORDS = ("auto", "must", "never")
+OnOption = Annotated[
+    Literal["here", "ray"],
+    typer.Option(
+        metavar="here|ray",
+        help="Where the processes run: on this machine or those of its launcher, or on a Ray cluster.",
+    ),
+]
 ResetOption = Annotated[
     str | None,
     typer.Option(
@@ -60,6 +68,7 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and stop; data may be prepared, nothing is trained.")
     ] = False,
+    on: OnOption = "here",
     verbose: VerboseOption = False,
 ) -> Outcome:
     """Train the recipe's model into its run directory; prepares the data where that is not done."""
@@ -67,20 +76,20 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
     if [overrides, prepared, recipe].count("-") > 1:
         raise RecipeError("stdin is read once: only one of recipe, --prepared and --overrides can be -")
     typed = overrides_of(ctx)
-    loaded = load_for_command(recipe, [*given_overrides(overrides, typed), *typed])
+    loaded = load_for_command(recipe, [*given_overrides(overrides, typed), *typed], fetches=True)
     startup.begin(with_process=True)
     with startup.phase(startup.LIBRARIES), console_of(level_of(loaded, verbose)).doing(LOADING, at_once=True):
         from tuner.cli.work import train as work
 
     data = None if prepared is None else input_path(prepared)
-    options = work.options_of(mode, data, no_prepare, dry_run, reset)
+    options = work.options_of(mode, data, no_prepare, dry_run, reset, on)
     return work.launch_training(loaded, options, verbose)
 
 
 def _resume_mode(text: str) -> Resume:
     if text in WORDS:
         return cast("Resume", text)
-    path = input_path(text)
+    path = stage_path(text)
     if not path.is_dir():
         raise RecipeError(
             f"--resume {text}: not one of {', '.join(WORDS)}, and there is no such directory",

@@ -1,7 +1,5 @@
 """`tuner verify-resume`: prove on this machine that a run resumes exactly."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Annotated
 
@@ -19,7 +17,7 @@ def verify_resume(
     verbose: VerboseOption = False,
 ) -> Outcome:
     """Prove on this machine that a run resumes exactly: train some steps with and without a stop, and compare."""
-    path = run_path(run)
+    path = run_path(run, extent="all")
     console = console_of("debug" if verbose else "info")
     with console.doing("loading torch", at_once=True):
         from tuner.run.verify import verify_resume as prove

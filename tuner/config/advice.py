@@ -1,7 +1,5 @@
 """What an error says about a key that does not exist: what was meant, the line to write, or what there is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from copy import deepcopy
 from difflib import SequenceMatcher, get_close_matches

@@ -1,7 +1,5 @@
 """The chat templates that a recipe may name, and the type of the key that takes a name or the path of a file."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Checks a recipe's tree once and reports everything that is wrong with it, each with its file, line and column."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

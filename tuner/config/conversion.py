@@ -1,7 +1,5 @@
 """Keys of other tools with their values, converted to ours."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from typing import Any

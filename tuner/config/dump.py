@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
+from tuner.config.paths import with_urls
 from tuner.config.recipe import SECTIONS, EvalSection, Recipe
 from tuner.config.value_types import shown
 from tuner.config.yaml import resolve
@@ -16,8 +17,8 @@ _PLAIN = re.compile(r"[A-Za-z0-9/_]([A-Za-z0-9/_.% -]*[A-Za-z0-9/_.%-])?")
 
 
 def recipe_dict(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe as plain JSON values that load to the same recipe."""
-    dumped: dict[str, Any] = recipe.model_dump(mode="json")
+    """Return the recipe as plain JSON values that load to the same recipe, with URLs where its paths stand for them."""
+    dumped: dict[str, Any] = with_urls(recipe.model_dump(mode="json"))
     evaluates = recipe.data.eval is not None or recipe.eval.tasks
     if recipe.eval.every == EvalSection().every and (not evaluates or recipe.has_open_end):
         del dumped["eval"]["every"]  # written out, it would ask for held-out rows, or for the length of the run

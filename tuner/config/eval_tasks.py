@@ -1,7 +1,5 @@
 """Tasks whose scores evaluations measure: where the items come from, and how they are put to the model."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Every key of the recipe as one flat table: what it allows, its sentence, its default, and where it applies."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any

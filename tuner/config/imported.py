@@ -1,7 +1,5 @@
 """A configuration of another tool, converted to a commented recipe, with everything that was not carried over."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tuner.config.rule import Rule
+from tuner.config.rule import Rule, table_rules
 
 if TYPE_CHECKING:
     from tuner.config.recipe import Recipe
@@ -33,27 +33,6 @@ RULED: Mapping[str, Ruled] = {
 """What of a recipe belongs to its ladder."""
 
 
-def starts_at_random(recipe: Recipe, given: Set[str]) -> str | None:
-    """There are no pretrained weights of sizes that follow from a recipe."""
-    if not recipe.ladder.sizes or recipe.model.init == "random":
-        return None
-    return "sizes of a ladder are trained from random weights; set model.init: random"
-
-
-def trains_whole_models(recipe: Recipe, given: Set[str]) -> str | None:
-    """Rules by the number of parameters count those that are trained."""
-    if not recipe.ladder.sizes or recipe.adapter.kind == "none":
-        return None
-    return "a ladder trains whole models; set adapter.kind: none"
-
-
-def compares_held_out_rows(recipe: Recipe, given: Set[str]) -> str | None:
-    """Sizes see different numbers of tokens: only held-out rows compare them."""
-    if not recipe.ladder.sizes or recipe.data.eval is not None:
-        return None
-    return "a ladder compares losses on held-out rows; set data.eval, such as 2%"
-
-
 def rules_alone(recipe: Recipe, given: Set[str], key: str) -> str | None:
     """Whether a key that the ladder sets has another value than its default."""
     ladder, ruled = recipe.ladder, RULED[key]
@@ -62,13 +41,6 @@ def rules_alone(recipe: Recipe, given: Set[str], key: str) -> str | None:
         return None
     other = "" if ruled.leaves is None else f", or write ladder.{ruled.leaves}: recipe"
     return f"each size of the ladder gets its own, by {ruled.by}; remove it{other}"
-
-
-def evaluates_initial(recipe: Recipe, given: Set[str]) -> str | None:
-    """The mark before the first step is evaluated, as every mark is."""
-    if not recipe.ladder.initial or recipe.eval.at_start:
-        return None
-    return "ladder.initial evaluates each size before its first step; remove at_start, or write ladder.initial: false"
 
 
 def _is_default(recipe: Recipe, key: str) -> bool:
@@ -81,9 +53,6 @@ def _is_default(recipe: Recipe, key: str) -> bool:
 
 
 LADDER_RULES = (
-    Rule(("model.init", "ladder.sizes"), starts_at_random),
-    Rule(("adapter.kind", "ladder.sizes"), trains_whole_models),
-    Rule(("ladder.sizes", "data.eval"), compares_held_out_rows),
-    Rule(("eval.at_start", "ladder.initial"), evaluates_initial),
+    *table_rules("ladder_rules"),
     *(Rule((key, "ladder.sizes"), partial(rules_alone, key=key)) for key in RULED),
 )

@@ -1,7 +1,5 @@
 """Loading a recipe: read, merge the flags, resolve paths, check; nothing is created, opened or initialised."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What other tools have and `tuner` has not, with what to write instead: the table of docs/not-supported.md."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

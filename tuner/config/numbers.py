@@ -1,7 +1,5 @@
 """Exact human numbers: `4K`, `1.25M`, `3e-5`, `10%`, `2^20`, `16Ki`, `5GB`, `64GiB`; and the recipe's types of them."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

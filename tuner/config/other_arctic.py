@@ -1,7 +1,5 @@
 """Meanings of ArcticTraining's keys that need code of their own: its lists of sources and checkpoint engines, PEFT."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole configurations of other tools: whose one is, what a tool takes where nothing is written, and its own words."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache

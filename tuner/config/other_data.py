@@ -1,7 +1,5 @@
 """Data sets as other tools name them, and the items of `data.train` that they are."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

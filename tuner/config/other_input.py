@@ -1,7 +1,5 @@
 """What a configuration of another tool, or a training command in a shell script, says: its values by dotted key."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

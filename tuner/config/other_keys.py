@@ -1,7 +1,5 @@
 """Keys of other tools that depend on the keys beside them: which of two wins, and what several say together."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

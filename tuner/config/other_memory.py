@@ -1,7 +1,5 @@
 """How what other tools say of memory becomes ours: few bits, states and activations on the host, tiles, precision."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from typing import Any

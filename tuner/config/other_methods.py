@@ -1,7 +1,5 @@
 """Preference, reward and distillation trainings of other tools: their kinds, losses and weights in our words."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

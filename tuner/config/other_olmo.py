@@ -1,7 +1,5 @@
 """Meanings of the keys of an OLMo-core ladder that need code of their own: sizes, laws, and token arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

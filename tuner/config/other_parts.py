@@ -1,7 +1,5 @@
 """How what other tools say of data, layers, tokens and trackers becomes ours; counts and words are in other_rules."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

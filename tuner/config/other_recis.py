@@ -1,7 +1,5 @@
 """Meanings of RecIS's training arguments that need code of their own: its model bank and its windows."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from itertools import count

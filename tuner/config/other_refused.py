@@ -1,7 +1,5 @@
 """Files that `tuner import` refuses: those of no tool that is known, and those that say nothing of a training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

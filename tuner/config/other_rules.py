@@ -1,7 +1,5 @@
 """Rules by which values of other tools become ours: counts with units, shares, truth values, words, and their names."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """What other tools call our keys and the values of these: other_tools.yaml, printed in docs/coming-from.md."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Meanings of XTuner V1's keys that need code of their own: its data sets, model, optimizer and rates."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

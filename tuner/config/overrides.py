@@ -1,7 +1,5 @@
 """Values from the command line, merged into the recipe's tree before anything is checked."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

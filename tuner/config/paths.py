@@ -1,4 +1,7 @@
-"""Paths in a recipe: `~` and `${VAR}` expand, and relative ones start from where they were written."""
+"""Paths in a recipe: `~` and `${VAR}` expand, and relative ones start from where they were written.
+
+What names a directory in an object store becomes its stage, which :func:`with_urls` writes as the URL again.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from tuner.config.chat_templates import CHAT_TEMPLATES, is_template_word
 from tuner.config.eval_tasks import FILES, HARNESS
 from tuner.config.recipe import ITEMS, is_split
 from tuner.config.tree import KeyPath, Node, Problems, dotted
+from tuner.stages import is_url, stage_of, url_of
 
 _VARIABLE = re.compile(r"\$\{([^}]*)\}")
 _HUB_ROWS = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?):[A-Za-z0-9][\w.+-]*(?:\[[^\[\]]*\])?")
@@ -41,7 +46,37 @@ def resolve_paths(tree: Node, problems: Problems, environ: Mapping[str, str] | N
         text = _VARIABLE.sub(lambda match: environ[match[1]], node.value)
         if text.startswith("~") and (text == "~" or text[1] == "/"):
             text = environ.get("HOME", "~") + text[1:]
-        node.value = resolve(text, node.base)
+        if is_url(text):
+            _place(node, path, text, problems)
+        else:
+            node.value = resolve(text, node.base)
+
+
+def with_urls(recipe: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """A recipe's plain values with the URLs of stores in place of their stages, wherever a recipe may have them."""
+
+    def written(value: Any, key: str) -> Any:
+        if isinstance(value, Mapping):
+            return with_urls(value, f"{key}.")
+        if isinstance(value, (list, tuple)):
+            return [written(item, key) for item in value]
+        is_place = isinstance(value, str) and {key, f"{key}.path"} & IN_STORES
+        return value if not is_place or not os.path.isabs(value) else url_of(Path(value)) or value
+
+    return {name: written(value, f"{above}{name}") for name, value in recipe.items()}
+
+
+def _place(node: Node, path: KeyPath, url: str, problems: Problems) -> None:
+    """Have the stage of a store's directory in place of its URL, and a path in place of that of a file."""
+    try:
+        stage = stage_of(url)
+    except ValueError as error:
+        problems.add(node.where, dotted(path), f"got {url!r}: {error}")
+        return
+    if url_of(stage) is not None and _key_of(path) not in IN_STORES:
+        problems.add(node.where, dotted(path), f"got {url!r}: this lies on a disk; in a store may be {_IN_STORES}")
+        return
+    node.value = str(stage)
 
 
 def _key_of(path: KeyPath) -> str:
@@ -91,6 +126,11 @@ def _hub_or_path(text: str, base: Path) -> str:
     return _always(text, base) if looks_local or (base / text).exists() else text
 
 
+IN_STORES = frozenset(
+    {"output_dir", "model.name_or_path", "model.init_from.path", "data.train.path", "data.eval.path"}
+)
+"""The keys of what may lie in an object store."""
+_IN_STORES = ", ".join(sorted(IN_STORES))
 _RESOLVERS: Mapping[str, Callable[[str, Path], str]] = {
     "output_dir": _always,
     "model.name_or_path": _hub_or_path,

@@ -396,6 +396,8 @@ class DataSection(Section):
     """Stop at a record that cannot be used, or skip and count it."""
     workers: Annotated[int | Auto, Whole(ge=1, le=1024)] = "auto"
     """Processes that encode records; auto: one per free core. Their number does not change the result."""
+    engine: Word[Literal["local", "ray"]] = "local"
+    """Where records are encoded: in processes of this machine (local), or in tasks of a Ray cluster (ray)."""
     cache_dir: Annotated[str | None, Text(kind="the path of a directory")] = None
     """Where prepared data is kept; null takes $TUNER_CACHE, else ~/.cache/tuner."""
     repetition: RepetitionSection = RepetitionSection()

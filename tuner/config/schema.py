@@ -1,7 +1,5 @@
 """The recipe's JSON schema, for editors and other programs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema

@@ -1,7 +1,5 @@
 """What every section of the recipe is made of."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args

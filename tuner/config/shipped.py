@@ -1,7 +1,5 @@
 """The recipes that ship with the program."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tuner.config.paths import recipes_dir

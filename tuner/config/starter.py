@@ -1,7 +1,5 @@
 """A first recipe for somebody's own rows: YAML with a comment on each line, from what a look at the rows found."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The value types of a recipe: each reads one value, says what it allows, and writes its own JSON schema."""
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from tuner.config.duration import Duration
 from tuner.config.eval_tasks import task_of
-from tuner.config.rule import Rule
+from tuner.config.rule import Rule, table_rules
 
 if TYPE_CHECKING:
     from tuner.config.recipe import Recipe
@@ -19,34 +19,12 @@ OPEN_SCHEDULES = ("constant", "inverse_sqrt")
 """Kinds of schedule that need no length of the run."""
 
 
-def one_way_to_divide(recipe: Recipe, given: Set[str]) -> str | None:
-    """Files or names."""
-    windows = recipe.data.windows
-    if windows.files is not None and windows.names:
-        return "files and names exclude each other; remove one"
-    return None
-
-
 def names_have_a_place(recipe: Recipe, given: Set[str]) -> str | None:
     """Each source has {window} in its path exactly where windows have names."""
     windows = recipe.data.windows
     lacking = [source.name for source in recipe.data.train if PLACE not in source.path]
     if windows.names and lacking:
         return f"{lacking[0]} has no {PLACE} for a window's name; write the source as logs/{PLACE}.jsonl"
-    return None
-
-
-def grown_are_counted(recipe: Recipe, given: Set[str]) -> str | None:
-    """A directory that grows has windows by count."""
-    if recipe.data.windows.grow and recipe.data.windows.files is None:
-        return "windows of a directory that grows are counted in files; write data.windows.files: 1"
-    return None
-
-
-def skipped_have_names(recipe: Recipe, given: Set[str]) -> str | None:
-    """Only a window with a name can be left out before it is there."""
-    if recipe.data.windows.late == "skip" and recipe.data.windows.is_on and not recipe.data.windows.names:
-        return "only a window with a name can be skipped; write data.windows.names for files, or late: stop"
     return None
 
 
@@ -135,25 +113,6 @@ def one_set_is_compared(recipe: Recipe, given: Set[str]) -> str | None:
     return None
 
 
-def one_batch_is_no_window(recipe: Recipe, given: Set[str]) -> str | None:
-    """Overfitting one batch leaves nothing to divide."""
-    if recipe.data.windows.is_on and recipe.train.overfit_first_batch:
-        return "the first batch alone is trained on; remove data.windows"
-    return None
-
-
-def columns_of_the_first_model(recipe: Recipe, given: Set[str]) -> str | None:
-    """What the model at the start says of a window cannot be asked once training has begun."""
-    reference, top_k = (getattr(recipe.method, key, None) for key in ("reference", "top_k"))
-    if not recipe.data.windows.is_on:
-        return None
-    if reference == "columns":
-        return "a reference's columns are computed once, for all data; write method.reference: adapter_off"
-    if top_k is not None:
-        return "a teacher's columns are computed once, for all data; write method.top_k: null"
-    return None
-
-
 def newer_weights_at_bounds(recipe: Recipe, given: Set[str]) -> str | None:
     """Newer weights come at the ends of windows where there are any, and rows in windows have no epochs."""
     units = {duration.unit for entry in recipe.model.init_from for duration in entry.every or ()}
@@ -170,10 +129,8 @@ _CADENCES = (
 _KEYS = ("passes", "wait", "late", "empty", "save_every", "per_launch")
 _DIVIDED = ("data.windows.files", "data.windows.names")
 WINDOW_RULES = (
-    Rule(_DIVIDED, one_way_to_divide),
+    *table_rules("window_rules"),
     Rule(("data.windows.names", "data.train"), names_have_a_place),
-    Rule(("data.windows.grow", *_DIVIDED), grown_are_counted),
-    Rule(("data.windows.late", *_DIVIDED), skipped_have_names),
     Rule((*(f"data.windows.{key}" for key in _KEYS), *_DIVIDED), keys_need_windows),
     Rule((*_DIVIDED, "data.train"), windows_are_files),
     Rule(("data.eval", *_DIVIDED), held_out_stays),
@@ -182,7 +139,5 @@ WINDOW_RULES = (
     Rule((*_DIVIDED, *_CADENCES, "hooks"), cadences_without_an_end),
     Rule(("data.windows.passes", "train.duration", *_DIVIDED), passes_are_whole),
     Rule(("data.eval", "data.windows.names", "eval.patience", "checkpoint.keep_best"), one_set_is_compared),
-    Rule(("train.overfit_first_batch", *_DIVIDED), one_batch_is_no_window),
     Rule(("model.init_from", *_DIVIDED), newer_weights_at_bounds),
-    Rule(("method.kind", *_DIVIDED), columns_of_the_first_model),
 )

@@ -1,7 +1,5 @@
 """YAML 1.2 with positions: `1e-5` is a number, `no` is text, and what could surprise is refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """How many rows each step of a run has, where that changes on the way."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from dataclasses import dataclass

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tuner.data.batch_sizes import BatchSizes
+from tuner.data.mixed_order import mixed_rows
 from tuner.data.prepared import PackedRows, Row
 
 IGNORED = -100
@@ -206,6 +207,9 @@ class GlobalBatches:
         sizes = self.sizes or BatchSizes(self.global_batch_size)
         epoch, start, size = sizes.place(i, self._n_rows)
         epoch |= self.portion << 32
+        if self.rows.is_large:
+            positions = np.arange(start, min(start + size, self._n_rows), dtype=np.int64)
+            return mixed_rows(self.seed, epoch, self._n_rows, positions) if self.shuffle else positions
         if self._epoch_order is None or self._epoch_order[0] != epoch:
             self._epoch_order = (epoch, row_order(self.seed, epoch, self._n_rows, self.shuffle))
         return self._epoch_order[1][start : start + size]

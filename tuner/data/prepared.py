@@ -3,8 +3,9 @@
 A prepared directory holds `<split>.documents.arrow` (one document per record: `input_ids`, `trained`,
 `prompt_tokens`, and where answers are compared `margin` or `label`; the two answers of a pair are neighbours),
 `<split>.rows.arrow` (one row per record: segments `document`, `start`, `stop` and the sums `tokens`, `trained`,
-`squares`), where answers have labels `<split>.partners.arrow` (of each document another one, whose prompt is another),
-`samples.jsonl` and `manifest.json`. The Arrow files are IPC streams.
+`squares`), where they were packed in several blocks `<split>.counts.i64` (four counts of each row), where answers have
+labels `<split>.partners.arrow` (of each document another one, whose prompt is another), `samples.jsonl` and
+`manifest.json`. The Arrow files are IPC streams.
 """
 
 from bisect import bisect_right
@@ -36,7 +37,8 @@ ROWS_SCHEMA = pa.schema(
 )
 """The columns of `<split>.rows.arrow`: a row's segments, their lengths summed, its targets, squared lengths summed."""
 
-
+COUNTS = ("tokens", "trained", "squares", "documents")
+"""What `<split>.counts.i64` has of each row, in little-endian int64: as in its record, and its segments."""
 PARTNERS_SCHEMA = pa.schema([("partner", pa.uint32())])
 """The column of `<split>.partners.arrow`: of each document another one of the split."""
 
@@ -131,8 +133,12 @@ class PreparedDocuments:
 class PackedRows:
     """The packed rows of one split, read on demand from memory-mapped files.
 
-    Opening reads the headers of the record batches alone. The counts of all rows are gathered when first asked for.
+    Opening reads the headers of the record batches alone. The counts of all rows are gathered when first asked for, or
+    mapped where there is a file of them.
     """
+
+    _mapped: npt.NDArray[np.int64] | None = None
+    """int64[rows, COUNTS]"""
 
     def __init__(
         self,
@@ -141,6 +147,7 @@ class PackedRows:
         max_length: int,
         columns: Mapping[str, npt.NDArray[Any]] | None = None,
         of_trained: Mapping[str, npt.NDArray[Any]] | None = None,
+        counts: npt.NDArray[np.int64] | None = None,
     ) -> None:
         self._documents = documents
         self._of_trained = {} if of_trained is None else of_trained
@@ -148,11 +155,17 @@ class PackedRows:
         """[documents of the split] each: what is known of each document besides its tokens."""
         self._max_length = max_length
         self._rows = rows
+        self._mapped = counts
         self._segments = [_list_blocks(rows.column(name)) for name in ("document", "start", "stop")]
         self._starts = _starts(rows.column("document"))
 
     def __len__(self) -> int:
         return int(self._rows.num_rows)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the rows are too many to be held in any form: counts are mapped, and an epoch's order is computed."""
+        return self._mapped is not None
 
     def with_columns(self, columns: Mapping[str, npt.NDArray[Any]]) -> "PackedRows":
         """The same rows with more columns, each ``[documents of the split]``. Raises ValueError for another length."""
@@ -160,7 +173,7 @@ class PackedRows:
             if len(values) != len(self._documents):
                 raise ValueError(f"the column {name} has {len(values):,} values for {len(self._documents):,} documents")
         both = {**self.columns, **columns}
-        return PackedRows(self._documents, self._rows, self._max_length, both, self._of_trained)
+        return PackedRows(self._documents, self._rows, self._max_length, both, self._of_trained, self._mapped)
 
     def with_trained(self, columns: Mapping[str, npt.NDArray[Any]]) -> "PackedRows":
         """The same rows with columns of trained targets, each ``[trained targets of all rows, ...]``, row after row.
@@ -173,7 +186,7 @@ class PackedRows:
                     f"the column {name} has {len(values):,} values for {self._first_trained[-1]:,} trained tokens"
                 )
         both = {**self._of_trained, **columns}
-        return PackedRows(self._documents, self._rows, self._max_length, self.columns, both)
+        return PackedRows(self._documents, self._rows, self._max_length, self.columns, both, self._mapped)
 
     @property
     def document_count(self) -> int:
@@ -204,6 +217,8 @@ class PackedRows:
     @cached_property
     def documents_per_row(self) -> npt.NDArray[np.int64]:
         """int64[rows]: segments of each row: its documents, and pieces of documents."""
+        if self._mapped is not None:
+            return self._counts("documents")
         counts = [np.diff(offsets) for offsets, _ in self._segments[0]]
         return np.concatenate([np.empty(0, dtype=np.int64), *counts], dtype=np.int64)
 
@@ -271,6 +286,8 @@ class PackedRows:
         return (self.row(i) for i in range(len(self)))
 
     def _counts(self, name: str) -> npt.NDArray[np.int64]:
+        if self._mapped is not None:
+            return self._mapped[:, COUNTS.index(name)]
         chunks = [view(chunk) for chunk in self._rows.column(name).chunks]
         return np.concatenate([np.empty(0, dtype=np.int64), *chunks], dtype=np.int64, casting="unsafe")
 
@@ -311,8 +328,8 @@ def open_prepared(path: Path, verify: bool = False) -> PreparedData:
         path=path,
         key=key,
         manifest=manifest,
-        train=_open_rows(path, "train", max_length),
-        eval=_open_rows(path, "eval", max_length) if has_eval else None,
+        train=_open_rows(path, "train", max_length, manifest["files"]),
+        eval=_open_rows(path, "eval", max_length, manifest["files"]) if has_eval else None,
         samples=_read_samples(path / "samples.jsonl"),
         eval_documents=eval_documents,
     )
@@ -327,7 +344,12 @@ def open_stream(path: Path) -> pa.Table:
         raise DataError(f"{path}: not a readable Arrow stream: {error}") from error
 
 
-def _open_rows(path: Path, split: str, max_length: int) -> PackedRows:
+def row_counts(rows: Path) -> Path:
+    """The file with the counts of a file's rows."""
+    return rows.with_name(rows.name.replace(".rows.arrow", ".counts.i64"))
+
+
+def _open_rows(path: Path, split: str, max_length: int, files: Mapping[str, Any]) -> PackedRows:
     documents = PreparedDocuments(path / f"{split}.documents.arrow")
     rows = open_stream(path / f"{split}.rows.arrow")
     if not rows.schema.equals(ROWS_SCHEMA):
@@ -339,7 +361,10 @@ def _open_rows(path: Path, split: str, max_length: int) -> PackedRows:
             raise DataError(f"{path / f'{split}.partners.arrow'}: not the partners of these documents")
         chunks = [view(chunk) for chunk in partners.column("partner").chunks]
         columns["partner"] = np.concatenate([np.empty(0, dtype=np.int64), *chunks], dtype=np.int64)
-    return PackedRows(documents, rows, max_length, columns)
+    counts = None
+    if (counted := row_counts(path / f"{split}.rows.arrow")).name in files:
+        counts = np.asarray(np.memmap(counted, "<i8", "r", shape=(rows.num_rows, len(COUNTS))))
+    return PackedRows(documents, rows, max_length, columns, counts=counts)
 
 
 def view(array: pa.Array) -> npt.NDArray[Any]:

@@ -5,8 +5,6 @@ drawn (Efron and Tibshirani, An Introduction to the Bootstrap, 1993; paired as i
 hard for both models adds nothing to the difference's spread: the interval is narrower than those of the two models.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A result is a line of `evaluations/step-N/TASK.jsonl`: the item's ``id``; its ``
 or, of a text, its ``sums``; and what the model said.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

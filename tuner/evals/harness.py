@@ -4,8 +4,6 @@ Every process builds the same requests and is the harness's only one: what is di
 of requests, by :class:`~tuner.evals.scorer.Scorer`. (lm_eval is imported with this module alone.)
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +18,7 @@ from lm_eval.api.model import LM
 from tuner.config.eval_tasks import HARNESS, EvalTask
 from tuner.errors import RecipeError, TunerError
 from tuner.evals.figures import Result
-from tuner.evals.requests import Asker
-from tuner.evals.scorer import Scorer
+from tuner.evals.requests import Asker, Respondent
 from tuner.evals.task import ScoredTask, TaskScore
 from tuner.runtime.plugins import naming
 from tuner.runtime.process import Collective, gloo_group
@@ -42,7 +39,7 @@ class HarnessTask(ScoredTask):
         """Known once it was scored."""
         return None
 
-    def score(self, scorer: Scorer) -> TaskScore:
+    def score(self, scorer: Respondent) -> TaskScore:
         """Have the harness ask the model. Collective. Raises PluginError for whatever the harness raises."""
         started, model = time.monotonic(), AskedModel(scorer, self._asker)
         named = self._task.task.removeprefix(HARNESS)
@@ -64,9 +61,9 @@ class HarnessTask(ScoredTask):
 class AskedModel(LM):  # type: ignore[misc]
     """A scorer as the harness asks models."""
 
-    def __init__(self, scorer: Scorer, asker: Asker) -> None:
+    def __init__(self, scorer: Respondent, asker: Asker) -> None:
         super().__init__()
-        self._scorer, self._asker, self._device = scorer, asker, scorer.step_config.device
+        self._scorer, self._asker, self._device = scorer, asker, scorer.device
         self.cut = 0
         """Prompts that lost their beginning."""
 

@@ -1,7 +1,5 @@
 """The items of a task, as a JSONL file or a plug-in gives them: one form for each kind, which its keys decide."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence

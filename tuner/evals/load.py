@@ -1,7 +1,5 @@
 """Tasks as a recipe names them: items from a file, a plug-in of the user's, or lm-evaluation-harness."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -10,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tuner.config.eval_tasks import EvalTask
-from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.errors import DataError, MachineError, PluginError, RecipeError
 from tuner.evals.items import TaskItems, items_of, read_items
-from tuner.evals.requests import Asker
+from tuner.evals.requests import Asker, IdSource
 from tuner.evals.task import AnswerScorer, ItemsTask, ScoredTask
 from tuner.runtime.plugins import load, naming, require_call, source_file
 from tuner.runtime.process import Collective, gloo_group
@@ -43,7 +40,7 @@ def check_tasks(tasks: Sequence[EvalTask]) -> None:
             require_call(load(task.scorer, "tuner.scorers"), task.scorer, ("answer", "item"), options)
 
 
-def load_tasks(tasks: Sequence[EvalTask], tokenizer: TextTokenizer, max_length: int) -> list[ScoredTask]:
+def load_tasks(tasks: Sequence[EvalTask], tokenizer: IdSource, max_length: int) -> list[ScoredTask]:
     """The tasks with their items, of which every process gets those of the first. Collective.
 
     ``max_length`` is that of tasks that name none. Raises DataError, PluginError, MachineError, RecipeError.
@@ -65,7 +62,7 @@ def require_figure(metric: str, task: EvalTask, loaded: ScoredTask) -> None:
         raise RecipeError(f"checkpoint.keep_best: no task measures {metric}", hint=f"write {measured}")
 
 
-def _loaded(task: EvalTask, tokenizer: TextTokenizer, max_length: int) -> ScoredTask:
+def _loaded(task: EvalTask, tokenizer: IdSource, max_length: int) -> ScoredTask:
     asker = Asker(tokenizer, task.max_length or max_length, task.chat)
     if task.chat and not tokenizer.has_template:
         raise RecipeError(

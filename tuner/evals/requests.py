@@ -1,15 +1,15 @@
 """What is asked of the model, in token ids: the likelihood of a continuation after its context.
 
-Texts become tokens as lm-evaluation-harness makes them: context and continuation are encoded together and cut where
+IdSource become tokens as lm-evaluation-harness makes them: context and continuation are encoded together and cut where
 the context's tokens end, and white space at the end of a context belongs to the continuation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.errors import DataError
 
 
@@ -27,10 +27,68 @@ class ScoreRequest:
 
 
 @dataclass(frozen=True)
+class Likelihood:
+    """Log-likelihood of a continuation in nats, and whether greedy decoding would write it."""
+
+    log_likelihood: float
+    is_greedy: bool
+
+
+class Respondent(Protocol):
+    """A model that answers."""
+
+    @property
+    def device(self) -> Any:
+        """Where it computes."""
+
+    def likelihoods(self, requests: Sequence[ScoreRequest]) -> list[Likelihood]:
+        """The likelihood of each request, in their order. Collective."""
+
+    def answers(
+        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], stops: Sequence[Sequence[str]]
+    ) -> list[str]:
+        """The greedy answer to each prompt, in at most so many tokens, before the first of its ``stops``."""
+
+
+class IdSource(Protocol):
+    """What makes ids of texts and texts of messages, as :class:`~tuner.data.encoding.tokenizer.TextTokenizer` does."""
+
+    @property
+    def text_prefix(self) -> list[int]:
+        """Ids before a text."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a text or a turn."""
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """`bos_token` and `eos_token`, where there are such."""
+
+    @property
+    def has_template(self) -> bool:
+        """Whether messages can be rendered."""
+
+    @property
+    def hash(self) -> str:
+        """What decides the ids of a text."""
+
+    @property
+    def template_hash(self) -> str | None:
+        """The same of the template."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without any around it."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
+        """Messages as text."""
+
+
+@dataclass(frozen=True)
 class Asker:
     """Makes requests of texts with a tokenizer; a forward has at most ``longest`` tokens."""
 
-    tokenizer: TextTokenizer
+    tokenizer: IdSource
     longest: int
     chat: bool = False
     """Whether prompts are a user's turn in the chat template."""

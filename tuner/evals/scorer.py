@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.evals.requests import ScoreRequest
+from tuner.evals.requests import Likelihood, ScoreRequest
 from tuner.model.decode import greedy
 from tuner.model.output_layer import Head, OutputLayer, block_logits, product_dtype, spans
 from tuner.model.root import CausalLM
@@ -25,14 +25,6 @@ from tuner.train.step import StepConfig, positions_of
 
 ANSWERED_AT_ONCE = 16
 """Prompts that are decoded side by side."""
-
-
-@dataclass(frozen=True)
-class Likelihood:
-    """Log-likelihood of a continuation in nats, and whether greedy decoding would write it."""
-
-    log_likelihood: float
-    is_greedy: bool
 
 
 @dataclass(eq=False)
@@ -56,6 +48,11 @@ class Scorer:
     """Whether each process can hold the whole model, to answer prompts of its own."""
     between: Callable[[], None] = lambda: None
     """Called before each forward, as often on every process; what it raises ends the work."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.step_config.device
 
     @torch.no_grad()
     def likelihoods(self, requests: Sequence[ScoreRequest]) -> list[Likelihood]:

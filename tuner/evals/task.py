@@ -6,19 +6,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tuner.errors import PluginError
 from tuner.evals.figures import Result, figures_of
 from tuner.evals.items import ChoiceItem, QuestionItem, TaskItems, TextItem
-from tuner.evals.requests import Asker
+from tuner.evals.requests import Asker, Likelihood, Respondent
 from tuner.runtime.plugins import naming, source_file
 from tuner.runtime.process import Collective, gloo_group
-
-if TYPE_CHECKING:
-    from tuner.evals.scorer import Likelihood, Scorer
 
 AnswerScorer = Callable[..., Any]
 """From a generated answer and the item's record to a number, a truth value, or several numbers by name."""
@@ -57,7 +54,7 @@ class ScoredTask(ABC):
         """The names of its figures; None where they are known once it was scored."""
 
     @abstractmethod
-    def score(self, scorer: Scorer) -> TaskScore:
+    def score(self, scorer: Respondent) -> TaskScore:
         """Ask the model. Collective."""
 
 
@@ -76,7 +73,7 @@ class ItemsTask(ScoredTask):
         """Those of its kind of items; a scorer of the user's names its own."""
         return None if self.answer_scorer is not None else OF_KIND[self.items.kind]
 
-    def score(self, scorer: Scorer) -> TaskScore:
+    def score(self, scorer: Respondent) -> TaskScore:
         """Ask the model about each item. Collective."""
         started = time.monotonic()
         ways = {"choice": self._choices, "text": self._texts, "question": self._questions}
@@ -85,14 +82,14 @@ class ItemsTask(ScoredTask):
         figures = {name: figure.value for name, figure in figures_of(results).items()}
         return TaskScore(self.name, figures, results, time.monotonic() - started, cut)
 
-    def _choices(self, scorer: Scorer) -> tuple[list[dict[str, Any]], int]:
+    def _choices(self, scorer: Respondent) -> tuple[list[dict[str, Any]], int]:
         items = [item for item in self.items.items if isinstance(item, ChoiceItem)]
         asked = [self.asker.answer(item.prompt, choice) for item in items for choice in item.choices]
         requests, cut = self.asker.fitted(asked)
         said = iter(scorer.likelihoods(requests))
         return [_chosen(item, [next(said) for _ in item.choices]) for item in items], cut
 
-    def _texts(self, scorer: Scorer) -> tuple[list[dict[str, Any]], int]:
+    def _texts(self, scorer: Respondent) -> tuple[list[dict[str, Any]], int]:
         texts = [item.text for item in self.items.items if isinstance(item, TextItem)]
         windows = [list(self.asker.windows(text)) for text in texts]
         said = iter(scorer.likelihoods([request for own in windows for request in own]))
@@ -103,7 +100,7 @@ class ItemsTask(ScoredTask):
             results.append({"sums": {"nats": nats, "tokens": tokens, "bytes": len(text.encode("utf-8", "replace"))}})
         return results, 0
 
-    def _questions(self, scorer: Scorer) -> tuple[list[dict[str, Any]], int]:
+    def _questions(self, scorer: Respondent) -> tuple[list[dict[str, Any]], int]:
         items = [item for item in self.items.items if isinstance(item, QuestionItem)]
         whole = [self.asker.prompt(item.prompt) for item in items]
         room = self.asker.longest - self.max_new_tokens

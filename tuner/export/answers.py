@@ -1,7 +1,5 @@
 """What models answer to the probes of a run, and how much of what training changed an export keeps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ In a whole multimodal checkpoint the trained tensors lie in their files' own pla
 that training started from, a block at a time, and held against their hashes.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from functools import cached_property

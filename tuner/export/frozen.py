@@ -3,8 +3,6 @@
 They are read from its published safetensors files, which are located and never loaded whole.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence

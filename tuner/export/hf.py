@@ -1,7 +1,5 @@
 """Export a checkpoint to a Hugging Face directory: build next to the target, prove it, publish it with one rename."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets

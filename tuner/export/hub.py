@@ -1,7 +1,5 @@
 """An export on the Hugging Face hub: checked before it is uploaded, in one commit."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import time
@@ -24,7 +22,7 @@ from tuner.rundir.run_json import is_run
 from tuner.runtime.files import json_bytes, read_json, verify_entries
 
 REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", flags=re.ASCII)
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG, GGUF = "adapter_config.json", ".gguf"
 
 
 @dataclass(frozen=True)
@@ -55,15 +53,16 @@ class PushReport:
 
 
 def find_export(path: Path) -> Path:
-    """The export that a path means: itself, or the newest one of a run. Raises RecipeError where there is none.
+    """The export that a path means: itself, a GGUF file, or the newest one of a run. Raises RecipeError for none.
 
     Raises DataError for a run with links among its names.
     """
-    if (path / LINEAGE).is_file():
+    if (path / LINEAGE).is_file() or (path.suffix == GGUF and path.is_file()):
         return path
     if not is_run(path):
         raise RecipeError(
-            f"{path}: neither an export nor a run", hint="give what tuner export-hf wrote, or a run that it exported"
+            f"{path}: neither an export nor a run",
+            hint="give what tuner export-hf or export-gguf wrote, or a run that was exported",
         )
     require_no_links(path)
     latest = path / EXPORTS / LATEST
@@ -82,6 +81,11 @@ def plan_push(directory: Path, repo: str) -> Upload:
     """
     if not REPO.fullmatch(repo):
         raise RecipeError(f"{repo}: no name of a repository", hint="write OWNER/NAME, such as me/my-model")
+    if directory.suffix == GGUF and directory.is_file():
+        from tuner.export.gguf.upload import files_of  # the library gguf is there where such a file was written
+
+        found, written_at = files_of(directory)
+        return Upload(directory.parent, repo, dict(found), written_at)
     facts = read_json(directory / LINEAGE)
     entries = facts.get("files")
     if not isinstance(entries, dict) or not entries:

@@ -6,8 +6,6 @@ with. How much that matters depends on the model: it is measured (Kullback-Leibl
 distributions), on the prompts that the checkpoint has recorded.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """What an export holds: every tensor under its published name, with its values' source; nothing is loaded yet."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -97,6 +95,23 @@ class ExportedValues:
         """
         entries, frozen = self._entries()
         return [output for entry in entries for output in self._outputs_of(entry, frozen, dtype)]
+
+    def without_adapter(self, dtype: torch.dtype) -> list[Output]:
+        """Every published tensor of the model that the adapter was trained on, floating ones in ``dtype``."""
+        entries, frozen = self._entries()
+        self._adapters = {}
+        return [output for entry in entries for output in self._outputs_of(entry, frozen, dtype)]
+
+    def low_rank(self) -> dict[str, LowRank]:
+        """The adapter of each adapted weight by its published name; DataError, and RecipeError for parts of several."""
+        entries = {entry.name: entry for entry in published(self._trained.plain)}
+        layers = {f"{name}.weight": (name, layer) for name, layer in lora_layers(self._trained.adapted)}
+        if bad := [name for name in layers if not entries[name].is_itself]:
+            raise RecipeError(f"{bad[0]} is adapted, and published in parts", hint="merge it: --adapter merge")
+        return {
+            next(iter(entries[weight].targets)): self._read_low_rank(name, layer)
+            for weight, (name, layer) in layers.items()
+        }
 
     def whole(self) -> Iterator[tuple[str, TensorSource]]:
         """Every tensor of the plain model by its name there, as it was trained: not rounded, not laid out for files."""

@@ -4,8 +4,6 @@ transformers scores, of each sequence of a batch, the last token that is not pad
 Training scores the last one: both are the same where no document ends with the token that pads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path

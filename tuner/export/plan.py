@@ -1,7 +1,5 @@
 """What an export will do: its checkpoint, its target and the choices that change its bytes; nothing is written."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

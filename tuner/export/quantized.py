@@ -1,7 +1,5 @@
 """The base that a quantised run trained on: its weights as codes and scales and back, read rows at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast, get_args

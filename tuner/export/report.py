@@ -1,7 +1,5 @@
 """What an export did, and how closely it answers as the trained model does."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -5,8 +5,6 @@ than writing it to a fast disk: it is computed once, of the bytes that the disk 
 are the bytes that were handed to the system.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

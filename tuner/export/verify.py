@@ -1,7 +1,5 @@
 """Proof that an exported directory is the trained model: equal bits on disk, equal answers and ids when loaded."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

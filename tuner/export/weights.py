@@ -1,7 +1,5 @@
 """The trained model in memory: the checkpoint's tensors in a transformers model on the CPU, without a process group."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The files of an export besides its weights: config, generation config, tokenizer, the adapter's config."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

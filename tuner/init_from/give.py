@@ -1,7 +1,5 @@
 """Giving a plan's tensors to a model that is on the CPU: one after the other, each hashed as it is read."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Matching the sources of weights with a model, by headers alone."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names of tensors: globs that choose and rename them, the nearest names, and many names in few lines."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """What a model is given, entry by entry: which tensor of which source goes where, and what is unclear about it."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field

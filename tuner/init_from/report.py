@@ -1,7 +1,5 @@
 """The report of what a model was given, in words: a line for the console, and the file of a run's directory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 All three are opened by their headers; a tensor is read when it is asked for, and only then is it in memory.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

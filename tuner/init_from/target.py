@@ -1,7 +1,5 @@
 """What a model has places for: its parameters by name before anything is built, and what files call them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Sources of weights that still change: a run, whose checkpoints are its versions, or a directory of `step-N`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

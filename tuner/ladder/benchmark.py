@@ -1,7 +1,5 @@
 """What a rung's steps take on this machine: its own recipe trained for a few of them, of which nothing is saved."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the pages of a ladder draw: a chart of series, each a curve of places, or dots, as plain values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 Series = dict[str, Any]

@@ -1,7 +1,5 @@
 """A fit as plain values for programs, and as one HTML file that needs nothing else."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """What a ladder says about a size that was not trained: the law, its error on rungs left out, losses and scores."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

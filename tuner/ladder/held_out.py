@@ -1,7 +1,5 @@
 """Each rung predicted from the others: the error that says what an extrapolation is worth, unlike R squared."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

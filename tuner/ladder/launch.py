@@ -1,7 +1,5 @@
 """Start, or resume, what is missing of a ladder's rungs, one after the other; what is done is skipped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the rungs of a ladder measured at their marks, read from their runs. Nothing here needs torch."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math

@@ -1,7 +1,5 @@
 """Charts as a PNG, for places that show no pages: drawn large and made smaller, which smooths lines."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Learning rates and marks of a ladder's rungs over their tokens: one HTML file that needs nothing else, or a PNG."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

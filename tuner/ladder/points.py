@@ -1,7 +1,5 @@
 """Points of a fit: a model's size, the tokens it was trained on, and what was measured then; from a ladder or a CSV."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence

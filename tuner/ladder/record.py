@@ -4,8 +4,6 @@ It holds `schema`, `name` and `rungs`, each with its sizes, batch, rate, steps a
 next to it, under the rung's name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

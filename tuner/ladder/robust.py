@@ -5,8 +5,6 @@ loss is minimised by quadratics that lie above it and touch it at the newest par
 step makes it larger: Huber and Ronchetti, Robust Statistics, 2009, section 7.8.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """What follows from a model's parameters by a ladder's rules: batch, rate and warm-up, and the steps of its marks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

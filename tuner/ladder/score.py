@@ -5,8 +5,6 @@ Compute-Efficient Model Ladders, 2024 (arXiv:2412.04403). Points before the deca
 what a loss is worth does not depend on how it was reached.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ writing it; a product that adds to its result does both anyway. Torch adds so in
 result copies what it adds to, and the compiler makes those in place new again. So all of it is one operation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any

@@ -5,8 +5,6 @@ A microbatch is one flat sequence of T tokens made of whole documents. Where the
 Without the argument the function is plain causal attention (decoding with a cache).
 """
 
-from __future__ import annotations
-
 import dis
 import inspect
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What the attention operations of every device share: memory for results, backward passes, sinks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

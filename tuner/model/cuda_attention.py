@@ -1,7 +1,5 @@
 """Which kernel computes attention inside documents on a CUDA device, and why; docs/models.md has the table."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """What a model asks of whoever cuts its rows over processes (:mod:`tuner.parallel.sequence`): types alone."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The fastest of several ways to compute the same: measured, and held to the results of the usual one first."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

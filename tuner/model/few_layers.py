@@ -6,8 +6,6 @@ what the config says of each layer in a list, and what the decoder calls them wi
 such as its number, tells none apart. The first and the last of each kind run; the others hand on what they are given.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import hashlib

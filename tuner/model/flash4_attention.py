@@ -7,8 +7,6 @@ pass of their own. Its kernels are written in Python and compiled at their first
 `tools/attention_campaign.py flash4` compiles every call that is made here, without a device.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from functools import cache

@@ -6,8 +6,6 @@ is masked. Embeddings cost none; the output layer is asked for trained tokens al
 goes to. Recomputed layers and filled up rows are work that a step does, and no arithmetic that the model asks for.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Which kernel turns logits into loss and gradient the fastest on a GPU: measured on a chunk of the model's logits."""
 
-from __future__ import annotations
-
 import torch
 
 from tuner.model.fastest import Candidate, Fastest, fastest, seconds_on

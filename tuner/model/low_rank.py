@@ -1,7 +1,5 @@
 """What a low-rank adapter adds to one weight, as numbers: for merging it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

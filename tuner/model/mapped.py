@@ -6,8 +6,6 @@ says, whatever has been done with the model since. Where the kernel does not tel
 said to lie in a file.
 """
 
-from __future__ import annotations
-
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping

@@ -10,8 +10,6 @@ for each other's events, and memory on the device is given back only after the w
 On a CPU the host's memory is the device's: the same code runs there and saves nothing.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -7,8 +7,6 @@ as numbers of Python's, would have all after it compiled again for each of them:
 What is compiled in parts cannot be computed again as one program: the parts are, each by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ A layer is peft's own, and computes, draws its start and is merged as peft has i
 parameters are the layers' own and trained: each layer is then a matrix, which can be merged and proven.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import difflib

@@ -1,7 +1,5 @@
 """Names of a model's tensors in its published files, found on the meta device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

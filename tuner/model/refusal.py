@@ -1,7 +1,5 @@
 """Why a model cannot be trained: the property of it that stands in the way, and the key that changes it, if any."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

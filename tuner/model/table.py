@@ -1,7 +1,5 @@
 """An embedding as a table whose rows are looked up: which ones are, and rows that are found otherwise than by torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ There is room for as many rows as a step can have tokens: the sizes of all tenso
 nobody asks the device how many rows there are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 

@@ -3,8 +3,6 @@
 Where transformers lost one, what needs it says so. A contract test finds such names anywhere else.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re
@@ -38,6 +36,7 @@ NAMES = {
     "register_quantizer": ("transformers.quantizers.auto.register_quantizer", _READING),
     "WeightRenaming": ("transformers.core_model_loading.WeightRenaming", _EXPORT),
     "no_init_weights": ("transformers.initialization.no_init_weights", _EXPORT),
+    "GELUTanh": ("transformers.activations.GELUTanh", _EXPORT),
     "sdpa_mask": ("transformers.masking_utils.sdpa_mask", _WINDOWS),
     "grouped_linear": ("transformers.integrations.moe._grouped_linear", _EXPERTS),
     "install_recorders": ("transformers.utils.output_capturing.maybe_install_capturing_hooks", _ROUTERS),

@@ -10,8 +10,6 @@ without values, and each part of it is a view whose offset and strides tell its 
 is read by transformers itself, and has to be what its pieces say.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A model in float32 for as long as it is looked at, whatever its weights are kept in, at the cost of what is used."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -6,8 +6,6 @@ run all the same (a layer that is compiled around what must be asked anew in eac
 a layer that is not computed again).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum, auto

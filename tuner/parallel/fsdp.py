@@ -3,8 +3,6 @@
 And norms of tensors that lie so.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """A sharded model whole on every process for the length of a block, for work of many forwards and no update."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

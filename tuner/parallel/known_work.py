@@ -6,8 +6,6 @@ of a training and in any order of additions: each device is held to the very res
 of drawn numbers uses all bits; it has to be what the device itself computed first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 

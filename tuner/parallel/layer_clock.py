@@ -1,7 +1,5 @@
 """How long this process itself computes in the decoder layers, without the waits for others around them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Arithmetic over parameters of which each process has a part: sums over what is split, and work on whole matrices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product

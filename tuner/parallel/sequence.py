@@ -13,8 +13,6 @@ backward pass. A process's gradients are then those of its share, and the sum ov
 case, is that of the row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import gcd

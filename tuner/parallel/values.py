@@ -242,13 +242,14 @@ def _readable(places: Collection[InFile]) -> set[str]:
     everyone = Collective(gloo_group())
     own = {path: _sample(path, there) for path, there in by_file.items()}
     wanted = everyone.on_rank0(lambda: own)
-    same = {path for path, sample in own.items() if sample and sample == wanted[path]}
-    others = [path for path, sample in own.items() if sample is not None and path not in same]
-    told = everyone.on_all_ranks(lambda: (same, others))
-    for rank, (_, different) in enumerate(told):
+    # What is not as on rank 0, and whether it is there: of most ranks nothing.
+    lacks = {path: sample is not None for path, sample in own.items() if not sample or sample != wanted[path]}
+    of_all = everyone.on_all_ranks(lambda: lacks)
+    for rank, lacked in enumerate(of_all):
+        different = [path for path, is_there in lacked.items() if is_there]
         if different and not everyone.rank:
             pass_on(f"rank {rank} has other weights in {different[0]}: those of rank 0 are sent")
-    return set.intersection(*(same for same, _ in told))
+    return own.keys() - {path for lacked in of_all for path in lacked}
 
 
 def _sample(path: str, places: Sequence[InFile]) -> str | None:

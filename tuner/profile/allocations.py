@@ -5,8 +5,6 @@ they allocate, the tracker follows the machine: custom operations that are made 
 that autograd adds up in place are not counted twice, and scratch space inside of torch's kernels is added.
 """
 
-from __future__ import annotations
-
 import weakref
 from bisect import bisect_right
 from collections import Counter

@@ -1,7 +1,5 @@
 """Memory of a step as the allocator saw it: every block from its allocation to its end, with its part and its owner."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections import Counter

@@ -6,8 +6,6 @@ micro-batch has the highest rate of those that fit: up to the size from which on
 hundredth. Tiles of the MLP, then activations on the host, are taken only where without them nothing fits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace

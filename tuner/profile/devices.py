@@ -9,8 +9,6 @@ an eighth of that of a DGX (B200, H200, H100 2 TB; A100 2 TB and 1 TB), and take
 machines of any kind.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -5,8 +5,6 @@ Those of Triton and those compiled for this processor do nothing: what they woul
 place where a trace changes what it traces.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator

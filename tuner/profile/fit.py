@@ -1,7 +1,5 @@
 """Settings of a recipe that fit into a memory, the fastest first, at the global batch that it has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -11,13 +11,14 @@ from typing import Any
 
 from tuner.config.dump import recipe_dict
 from tuner.config.recipe import Recipe
-from tuner.data.encoding.tokenizer_files import cache_root, local_directory
+from tuner.data.encoding.tokenizer_files import local_directory
 from tuner.errors import TunerError
 from tuner.profile.predict import Target
 from tuner.profile.workload import prepared_for
 from tuner.runtime.environment import versions
 from tuner.runtime.files import keep_json, read_json
 from tuner.setup.proven import source_hash
+from tuner.stages import cache_root
 
 KEPT = "fits"
 STEP_BYTES = 128 << 20

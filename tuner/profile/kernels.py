@@ -1,7 +1,5 @@
 """Where torch's kernels allocate otherwise than its fake ones: results they cannot make, and scratch space."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Memory options of a recipe apart from rows, recomputing and sharding: what is written for each, what it changes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

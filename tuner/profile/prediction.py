@@ -1,7 +1,5 @@
 """What a prediction says: bytes by part over a step, whether they fit, and how long a run takes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args

@@ -6,8 +6,6 @@ element-wise passes, which write each product's input and read its output once i
 done to weights: casts, gradients that are added up, an update.
 """
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence

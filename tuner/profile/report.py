@@ -1,7 +1,5 @@
 """What is shown of a profile: words and tables for people, plain values for programs, and one HTML file of both."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -5,8 +5,6 @@ not tried. Where a model's layers are alike, variants are predicted from two sho
 settled by `choose` with :meth:`Trials.largest`; the fastest combination of all options is found by :class:`Tree`.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The rows that a step is predicted for: the fullest of those that are prepared, or full ones where none are."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How far numbers of a layout may be from those of one process, and what was found of each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Layouts of processes: their names, those that a recipe may use, and the one that it asks for."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

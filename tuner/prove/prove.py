@@ -1,7 +1,5 @@
 """`tuner prove`: every layout of a recipe against one process, on a small model, in float32."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

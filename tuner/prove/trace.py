@@ -1,7 +1,5 @@
 """What each module gives in the forward of a step and what gradient reaches it: the place where two layouts part."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ What decides about a layout stays: which sizes divide the heads, the key heads, 
 norms, biases, windows, kinds of layers. Only sizes change: few layers, one of each kind, and narrow.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Newer versions of the weights that a run is given (`model.init_from`): which it has, and how another one is taken."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

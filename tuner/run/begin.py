@@ -1,7 +1,5 @@
 """The beginning of a launch in the run directory: what every later command reads of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

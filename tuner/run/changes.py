@@ -22,72 +22,27 @@ if TYPE_CHECKING:
     from tuner.config.optimizers import Optimizer
     from tuner.config.recipe import DataSection, DataSource
 
+_EFFECTS: dict[Effect, str] = {
+    "safe": (
+        "name output_dir data.engine data.workers data.cache_dir train.stop_after train.stop_file train.end_at "
+        "train.min_steps train.gradient_checkpointing train.gradient_checkpointing_layers "
+        "train.gradient_checkpointing_modules train.offload_activations train.mock_batch optimizer.offload "
+        "ema.evaluate eval. checkpoint. export. parallel. health. profile. prober. logging. notify. hooks"
+    ),
+    "warn": (
+        "model.kernels train.micro_batch_size train.tiled_mlp train.compile train.skip_above train.steps_to_skip "
+        "train.deterministic ema. eval.max_rows parallel.processes parallel.shard parallel.replicas "
+        "parallel.tensor parallel.sequence parallel.expert parallel.accumulate parallel.reduce_dtype"
+    ),
+    "refuse": (
+        "version seed model. tokenizer. adapter. method. data. train.duration train.global_batch_size "
+        "train.batch_schedule train.batch_scales_lr train.precision train.fp8_except train.tf32 train.device "
+        "train.max_grad_norm train.nonfinite train.skip_spikes train.spike_window train.overfit_first_batch "
+        "optimizer. schedule. ladder."
+    ),
+}
 ON_RESUME: dict[str, Effect] = {
-    "version": "refuse",
-    "name": "safe",
-    "output_dir": "safe",
-    "seed": "refuse",
-    "model.": "refuse",
-    "model.kernels": "warn",
-    "tokenizer.": "refuse",
-    "adapter.": "refuse",
-    "method.": "refuse",
-    "data.": "refuse",
-    "data.workers": "safe",
-    "data.cache_dir": "safe",
-    "train.duration": "refuse",
-    "train.stop_after": "safe",
-    "train.stop_file": "safe",
-    "train.end_at": "safe",
-    "train.min_steps": "safe",
-    "train.global_batch_size": "refuse",
-    "train.batch_schedule": "refuse",
-    "train.batch_scales_lr": "refuse",
-    "train.micro_batch_size": "warn",
-    "train.precision": "refuse",
-    "train.fp8_except": "refuse",
-    "train.tf32": "refuse",
-    "train.device": "refuse",
-    "train.gradient_checkpointing": "safe",
-    "train.gradient_checkpointing_layers": "safe",
-    "train.gradient_checkpointing_modules": "safe",
-    "train.offload_activations": "safe",
-    "train.tiled_mlp": "warn",
-    "train.compile": "warn",
-    "train.max_grad_norm": "refuse",
-    "train.nonfinite": "refuse",
-    "train.skip_spikes": "refuse",
-    "train.spike_window": "refuse",
-    "train.skip_above": "warn",
-    "train.steps_to_skip": "warn",
-    "train.deterministic": "warn",
-    "train.overfit_first_batch": "refuse",
-    "train.mock_batch": "safe",
-    "optimizer.": "refuse",
-    "optimizer.offload": "safe",
-    "schedule.": "refuse",
-    "ema.": "warn",
-    "ema.evaluate": "safe",
-    "eval.": "safe",
-    "eval.max_rows": "warn",
-    "checkpoint.": "safe",
-    "export.": "safe",
-    "parallel.": "safe",
-    "parallel.processes": "warn",
-    "parallel.shard": "warn",
-    "parallel.replicas": "warn",
-    "parallel.tensor": "warn",
-    "parallel.sequence": "warn",
-    "parallel.expert": "warn",
-    "parallel.accumulate": "warn",
-    "parallel.reduce_dtype": "warn",
-    "health.": "safe",
-    "profile.": "safe",
-    "prober.": "safe",
-    "logging.": "safe",
-    "notify.": "safe",
-    "ladder.": "refuse",
-    "hooks": "safe",
+    **{key: effect for effect, keys in _EFFECTS.items() for key in keys.split()},
     **{f"{name}.{key}": effect for name, section in SECTIONS.items() for key, effect in section.on_resume.items()},
 }
 """By key, or by section with a trailing dot, which counts for its keys that are not listed.

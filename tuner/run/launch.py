@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from tuner.config.ladder import require_one_run
 from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import WEBHOOK_VARIABLE, ParallelSection, Recipe
-from tuner.errors import MachineError
+from tuner.errors import MachineError, RecipeError
 from tuner.run.main import train
 from tuner.run.options import JOB, RESULT, HandedOver, LaunchOptions, RankJob, RunResult
 from tuner.run.preflight import preflight
@@ -36,12 +37,20 @@ if TYPE_CHECKING:
     from tuner.run.webhook import Webhook
 
 
+RunRanks = Callable[..., dict[str, Any]]
+"""Such as `runtime.spawn.run_ranks`."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """The processes of a command: this one is `rank_info` of them, or starts `local` ranks and takes no part."""
 
     rank_info: RankInfo
     local: int = 1
+    on_each: int | None = None
+    """Of a Ray cluster, how many are on one machine."""
+    run: RunRanks | None = None
+    """What starts them, where that is not this machine's."""
 
     @staticmethod
     def of(recipe: Recipe) -> Placement:
@@ -53,7 +62,7 @@ class Placement:
     @property
     def planned(self) -> RankInfo:
         """The first of the processes, for what is only planned here."""
-        return self.rank_info if self.local == 1 else RankInfo(0, self.local, 0, self.local)
+        return self.rank_info if self.local == 1 else RankInfo(0, self.local, 0, self.on_each or self.local)
 
     def check(self, loaded: LoadedRecipe) -> None:
         """Raise RecipeError where the global batch does not divide into the ranks that are to be started here."""
@@ -77,7 +86,13 @@ def launch(
     require_one_run(loaded.recipe.ladder)
     if not startup.is_begun():
         startup.begin()
-    place = Placement.of(loaded.recipe)
+    with _placed(loaded.recipe, options.on) as place:
+        return _launched(loaded, options, place, own_process, status)
+
+
+def _launched(
+    loaded: LoadedRecipe, options: LaunchOptions, place: Placement, own_process: bool, status: RunStatus | None
+) -> RunResult:
     loaded = _as_resumed(loaded, place.planned.world_size)
     place.check(loaded)
     main = place.rank_info.is_main
@@ -85,7 +100,7 @@ def launch(
     if options.dry_run:
         return train(loaded, options, place.planned, console, status=status)
     with _webhook(loaded.recipe, console, main) as webhook, _exports(loaded.recipe, console) as exporter:
-        if place.local == 1 and not own_process:
+        if place.local == 1 and not own_process and place.run is None:
             result = train(loaded, options, place.rank_info, console, exporter, status)
         else:
             result = _train_in_ranks(loaded, options, place, console, status)
@@ -94,6 +109,26 @@ def launch(
         if webhook is not None:
             webhook.ended(result)
     return result
+
+
+@contextmanager
+def _placed(recipe: Recipe, on: Literal["here", "ray"]) -> Iterator[Placement]:
+    """Where the processes of a launch are; those of a Ray cluster for as long as this process has joined it."""
+    if on == "here":
+        yield Placement.of(recipe)
+        return
+    if RankInfo.is_given():
+        raise RecipeError(
+            "--on ray starts processes itself, and torchrun or srun started this one as one of several",
+            hint="start the command once, or leave out --on ray",
+        )
+    from tuner.runtime.ray_ranks import cluster_for, run_ranks
+
+    section = recipe.parallel
+    wanted = None if section.processes == "auto" else section.processes
+    with cluster_for(wanted, recipe.train.device) as layout:
+        run = partial(run_ranks, layout, section.timeout.seconds)
+        yield Placement(RankInfo(), layout.ranks, layout.on_each, run)
 
 
 def _as_resumed(loaded: LoadedRecipe, processes: int) -> LoadedRecipe:
@@ -118,12 +153,12 @@ def _train_in_ranks(
     except OSError as error:
         raise MachineError(f"{logs}: {error.strerror}", hint="choose an output_dir that can be written") from error
     checkpoint = None if ready.status.checkpoint is None else ready.status.checkpoint.path
-    settled = settled_for(ready, place.planned, starts_ranks=True)
+    settled = settled_for(ready, place.planned, starts_ranks=True) if place.run is None else None
     parts = {part.name: plain for part in ready.parts if (plain := part.handed_over()) is not None}
     given = HandedOver(ready.data_dir.absolute(), checkpoint, tuple(command_line()), settled, parts)
     job = JOB.dump_python(RankJob.of(loaded, replace(options, handed_over=given)), mode="json")
     says = f"starting {processes} process{'es' if processes > 1 else ''}" if console.is_heard else ""
-    return RESULT.validate_python(run_ranks(train_rank, job, processes, logs, says))
+    return RESULT.validate_python((place.run or run_ranks)(train_rank, job, processes, logs, says))
 
 
 def train_rank(work: dict[str, Any]) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def _run(context: LaunchContext, begins: CheckpointInfo | None, launch: LaunchTa
         for part in context.parts:
             part.before_steps(context, tasks)
         finished = _loop(context, tasks)
-        Collective(gloo_group()).on_all_ranks(launch.hooks.raise_error)
+        Collective(gloo_group()).together(launch.hooks.raise_error)
         status, why = ("finished", progress.why_early) if finished else ("stopped", launch.stop.reason(main))
         why = progress.awaiting or why
     except HaltedError as halted:
@@ -153,7 +153,7 @@ def _run(context: LaunchContext, begins: CheckpointInfo | None, launch: LaunchTa
             record["launches"][-1]["total_steps"] = progress.plan.total_steps  # of data in portions it grows
             run.end(record, status, progress.step, progress.saved_step, why)
         tasks.notify(Event("end", progress.step, progress.tokens, status=status))
-    Collective(gloo_group()).on_all_ranks(launch.hooks.raise_error)
+    Collective(gloo_group()).together(launch.hooks.raise_error)
     saved = newest(run.checkpoints, verify=False) if progress.saved_step is not None else None
     ended: Literal["finished", "stopped"] = "finished" if finished else "stopped"
     return run_result(run, ended, saved, progress.plan.total_steps, run_state(context, finished))

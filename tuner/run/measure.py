@@ -1,7 +1,5 @@
 """Where a profile measures: in this process, among those of torchrun or srun, or in local ranks, as training would."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any

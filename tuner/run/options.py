@@ -25,8 +25,8 @@ class HandedOver:
     """The checkpoint to resume from, whose files it hashed."""
     command: tuple[str, ...]
     """Its command line, which the run records."""
-    settled: Settled = Settled()
-    """What it settled for all ranks."""
+    settled: Settled | None = Settled()
+    """What it settled for all ranks; None: rank 0 does, on a machine that may be another."""
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What parts of the launch have found, as plain values, by their names."""
 
@@ -48,6 +48,8 @@ class LaunchOptions:
     """Say what would be done and stop; only prepared data may be written."""
     reset: tuple[str, ...] = ()
     """Parts of the run that start afresh where it is resumed, as `tuner.run.changes.parse_reset` gives them."""
+    on: Literal["here", "ray"] = "here"
+    """Where its processes run: those of this machine or of the launcher that started this one, or a Ray cluster's."""
     level: Level = "info"
     """Messages of this level and above go to stderr."""
     handed_over: HandedOver | None = None

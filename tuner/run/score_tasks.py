@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.overrides import Override
@@ -59,7 +60,12 @@ def own_recipe(trained: Trained, overrides: Sequence[Override]) -> LoadedRecipe:
     """The recipe of the model's run, or, of a model without one, the defaults."""
     if isinstance(trained, RunCheckpoint):
         return load_recipe(run_recipe(trained), overrides, Path.cwd())
-    return load_recipe({"model": {"name_or_path": str(trained.path)}, "data": {"train": "-"}}, overrides)
+    return load_recipe(any_model(trained.path), overrides)
+
+
+def any_model(path: Path) -> dict[str, Any]:
+    """The recipe of defaults for a model that no run of here has trained."""
+    return {"model": {"name_or_path": str(path)}, "data": {"train": "-"}}
 
 
 def score_tasks(

@@ -236,7 +236,7 @@ def settled_for(ready: Preflight, rank_info: RankInfo, starts_ranks: bool) -> Se
     Where torchrun or srun started them, rank 0 settles it and the others wait; or this process ``starts_ranks``.
     """
     options = ready.before.options
-    if options.handed_over is not None:
+    if options.handed_over is not None and options.handed_over.settled is not None:
         return options.handed_over.settled
     before = run_before(ready.status.run.recipe(ready.status.record), ready.status.record, rank_info.world_size)
     place = LaunchData.of(ready.data_dir, ready.spec.cache_dir, options.dry_run, starts_ranks)

@@ -1,7 +1,5 @@
 """A launch and the state of its run: what its tasks have in common, and what a checkpoint holds of it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

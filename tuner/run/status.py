@@ -112,7 +112,7 @@ def agreed_status(status: RunStatus, ranks: Collective) -> RunStatus:
                 hint="all processes must see one file system",
             )
 
-    ranks.on_all_ranks(read)
+    ranks.together(read)
     return agreed
 
 

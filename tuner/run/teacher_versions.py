@@ -1,7 +1,5 @@
 """The versions of a teacher that is still learning: which one a launch begins with, and how a newer one is taken."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What `model.name_or_path` cannot be, though it is a directory with weights: a run, a checkpoint, or an adapter."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tuner.errors import RecipeError

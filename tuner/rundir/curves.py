@@ -1,63 +1,22 @@
 """Curves of runs: the columns of metrics.jsonl over steps, tokens and time, thinned to what a screen can show."""
 
-from __future__ import annotations
-
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tuner.rundir.record import Line, Run
 
-FIGURES = {
-    "accuracy": ("accuracy", "%"),
-    "margin": ("reward margin", ""),
-    "reward_chosen": ("reward of chosen answers", ""),
-    "reward_rejected": ("reward of rejected answers", ""),
-    "reward_desirable": ("reward of desirable answers", ""),
-    "reward_undesirable": ("reward of undesirable answers", ""),
-    "logp_chosen": ("log-probability of chosen answers", "nats"),
-    "logp_rejected": ("log-probability of rejected answers", "nats"),
-}
-"""Label and unit of what methods that compare answers log, in steps and in evaluations."""
+_TABLE: dict[str, dict[str, tuple[str, str]]] = json.loads(
+    Path(__file__).with_name("curves.json").read_text(encoding="utf-8")
+)
 OF_EVALUATION = "eval "
 """What the key of a chart begins with whose values are evaluations', of another metric than the loss."""
-LABELS = {
-    "loss": ("training loss", "nats per token"),
-    "eval": ("evaluation loss", "nats per token"),
-    **{
-        key: value
-        for name, (label, unit) in FIGURES.items()
-        for key, value in ((name, (label, unit)), (f"{OF_EVALUATION}{name}", (f"{label} in evaluations", unit)))
-    },
-    "lr": ("learning rate", ""),
-    "grad_norm": ("gradient norm", ""),
-    "tok_per_s": ("throughput", "tokens/s"),
-    "trained_per_s": ("throughput of trained tokens", "tokens/s"),
-    "mfu": ("MFU (model FLOPs, of the measured peak rate)", "%"),
-    "mem_gib": ("peak memory", "GiB"),
-    "mem_reserved_gib": ("memory reserved on the GPU", "GiB"),
-    "data_wait": ("waiting for data (of the step)", "%"),
-    "attention_share": ("attention's share of the operations", "%"),
-    "spike_score": ("steps with a spike, of all so far", "%"),
-    "spike_score_last": ("steps with a spike, of the last ones", "%"),
-    "chinchilla": ("tokens, in multiples of Chinchilla's", ""),
-    "weight_rms": ("RMS of weights by layer", ""),
-    "grad_rms": ("RMS of gradients by layer", ""),
-    "update_rms": ("RMS of updates by layer", ""),
-    "activation_rms": ("RMS of outputs by layer", ""),
-    "attention_logit_max": ("largest attention logit by layer", ""),
-    "dead_share": ("dead units of MLPs by layer", "%"),
-    "router_busiest": ("tokens of the busiest expert by layer (1: even)", ""),
-    "router_busiest_process": ("tokens of the process with the busiest experts by layer (1: even)", ""),
-    "router_unused": ("experts without a token by layer", "%"),
-    "router_entropy": ("entropy of routers by layer (1: even)", ""),
-    "router_logit_max": ("largest logit of routers by layer", ""),
-    "router_logit_mean": ("mean logit of routers by layer", ""),
-    "compute_s": ("a rank's own time in decoder layers, median", "s"),
-    "compute_s_max": ("own time in decoder layers, slowest rank", "s"),
-    "wait_s_max": ("longest wait of a rank for its data", "s"),
-    "slowest_rank": ("the slowest rank", ""),
-}
+LABELS = dict(_TABLE["losses"])
+for _name, (_label, _unit) in _TABLE["figures"].items():
+    LABELS |= {_name: (_label, _unit), f"{OF_EVALUATION}{_name}": (f"{_label} in evaluations", _unit)}
+LABELS |= _TABLE["others"]
 """Label and unit of charts in the order in which they are shown; further metrics follow under their own names.
 
 Values in `%` are shares: 0.5 is 50 %.
@@ -127,7 +86,7 @@ def _chart(key: str, curves: list[Curve], runs: Sequence[Run]) -> Chart:
     kinds = {str(run.recipe.get("method.kind", "sft")) for run in runs}
     if key in {"loss", "eval"} and kinds - (PER_TOKEN if key == "loss" else MEASURED_PER_TOKEN):
         unit = ""
-    if "custom" in kinds and key.removeprefix(OF_EVALUATION) in FIGURES:
+    if "custom" in kinds and key.removeprefix(OF_EVALUATION) in _TABLE["figures"]:
         label, unit = key, ""  # whatever the user's own loss means by it
     if key == "mem_gib":
         devices = {str(run.recipe.get("train.device")) for run in runs}

@@ -1,7 +1,5 @@
 """A run's `exports` directory: the link to the newest export, and which older ones go."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Mapping

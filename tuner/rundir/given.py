@@ -1,7 +1,5 @@
 """What a run was given before its first step, as its checkpoints note it (`model.init_from`), in words."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which checkpoints of a run stay: the newest, those that are named, and those that somebody reads."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Collection

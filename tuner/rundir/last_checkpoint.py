@@ -1,7 +1,5 @@
 """Which checkpoint is a run's last, by its record and by what is there, and whether it is whole. Needs no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -29,8 +29,6 @@ RUN/
   STOP                    made by the user: the run saves and stops
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -3,8 +3,6 @@
 Pipes and devices are refused likewise.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

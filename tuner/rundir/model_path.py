@@ -1,7 +1,5 @@
 """What the path of a model is: a run, of which one checkpoint is meant, a checkpoint, or a Hugging Face directory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

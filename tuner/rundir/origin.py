@@ -1,7 +1,5 @@
 """The recipe file that a run was started with, and whether it has changed since: a run resumes with its own copy."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Curves as one HTML file that needs nothing else: no network, no library, no other file."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -25,6 +25,7 @@ from tuner.rundir.links import require_no_links
 from tuner.rundir.run_json import TIME_FORMAT, is_run, other_contents, read_record
 from tuner.runtime.files import TMP_PREFIX, TRASH_PREFIX
 from tuner.runtime.lock import is_locked
+from tuner.stages import url_of
 
 MAX_DEPTH = 4
 """How deep below a directory runs are looked for."""
@@ -51,9 +52,12 @@ class Run:
 
     @cached_property
     def status(self) -> str:
-        """finished, stopped, failed, running, damaged, or killed: a launch that ended without writing how."""
+        """finished, stopped, failed, running, damaged, or killed: a launch that ended without writing how.
+
+        Of a run of which only this was fetched from its store, a launch may run elsewhere.
+        """
         said = str(self.record.get("status"))
-        if said == "running" and is_locked(self.path / LOCK):
+        if said == "running" and (self._is_in_store or is_locked(self.path / LOCK)):
             return said
         if self.damage is not None:
             return "damaged"
@@ -64,7 +68,12 @@ class Run:
     @cached_property
     def damage(self) -> str | None:
         """What is wrong with the last checkpoint by its manifest and sizes; its tensors are not read."""
-        return last_problem(self.path / CHECKPOINTS, self.record)
+        return None if self._is_in_store else last_problem(self.path / CHECKPOINTS, self.record)
+
+    @property
+    def _is_in_store(self) -> bool:
+        """Whether its checkpoints are not here but in a store, where nothing can be torn."""
+        return url_of(self.path) is not None and not step_dirs(self.path / CHECKPOINTS)
 
     @property
     def problems(self) -> list[str]:
@@ -123,7 +132,7 @@ class Run:
         """The checkpoint directories, and the last one's where that is gone, oldest first."""
         last = last_step(self.path / CHECKPOINTS, self.record)
         known = {path: step for step, path in step_dirs(self.path / CHECKPOINTS)}
-        if last is not None:
+        if last is not None and not self._is_in_store:
             known.setdefault(self.path / CHECKPOINTS / step_name(last), last)
         return sorted(known, key=lambda path: known[path])
 

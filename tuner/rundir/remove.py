@@ -1,7 +1,5 @@
 """Removing runs: renamed to a trash name first, and never one that is in use or that is something else."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path

@@ -5,8 +5,6 @@
 be told of the run is read from its checkpoints.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

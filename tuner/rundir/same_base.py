@@ -1,7 +1,5 @@
 """Whether the base model is still the one that a checkpoint's run had."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

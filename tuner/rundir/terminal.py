@@ -1,7 +1,5 @@
 """Curves drawn with characters: two by four dots of braille in each cell, or a letter for each run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

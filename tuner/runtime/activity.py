@@ -5,8 +5,6 @@ Elsewhere it is one plain line for work that takes some seconds, and at once for
 heavy is imported here, so that a command can say what it does before it loads anything.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """What libraries read from the environment when they are loaded, settled before torch is imported."""
 
-from __future__ import annotations
-
 import platform
 import sys
 from collections.abc import MutableMapping

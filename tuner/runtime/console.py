@@ -1,7 +1,5 @@
 """What people see: aligned lines, what is being done and a live bar on stderr, from the main process only."""
 
-from __future__ import annotations
-
 import textwrap
 import time
 import unicodedata

@@ -1,7 +1,5 @@
 """How kernels compute for the length of a block: deterministically, and float32 products as TF32."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

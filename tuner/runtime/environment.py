@@ -1,7 +1,5 @@
 """What a launch ran on, by which versions, and how it was called: enough to do it again, and never a secret."""
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

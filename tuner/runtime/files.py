@@ -4,8 +4,6 @@ Nothing here trusts a name it reads: entries that leave their directory, symboli
 Unfinished work is named `.tmp-*`, unwanted work `.trash-*`, always beside its target; `sweep` removes both.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import glob
@@ -23,6 +21,7 @@ from typing import Any
 
 from tuner.errors import DataError, MachineError, TunerError, space_hint
 from tuner.runtime.stop import undone
+from tuner.stages import url_of
 
 TMP_PREFIX = ".tmp-"
 TRASH_PREFIX = ".trash-"
@@ -200,7 +199,9 @@ def keep_json(path: Path, obj: Any) -> None:
 
 
 def typed_path(path: Path) -> str:
-    """A path as it is typed here: relative where it lies below."""
+    """A path as it is typed here: relative where it lies below; the URL of what lies in a store."""
+    if (url := url_of(path)) is not None:
+        return url
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 

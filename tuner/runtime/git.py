@@ -1,7 +1,5 @@
 """The state of a source tree under git, read without running anything that its configuration names."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Memory of the host that holds what a device has no room for, and who counts it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal

@@ -4,8 +4,6 @@ torch has the same for CUDA behind ``torchrun --numa-binding`` (torch.numa.bindi
 they were started, and on CPUs, too.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress

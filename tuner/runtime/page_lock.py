@@ -1,7 +1,5 @@
 """Host memory that CUDA copies from and into on its own time: page-locked as it is, where the system allows that."""
 
-from __future__ import annotations
-
 import torch
 
 from tuner.runtime.device import forget_cuda_error

@@ -1,7 +1,5 @@
 """What this process is doing, in a few words that outlive it: whoever watches it reads them after it was killed."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ A file is loaded by its path alone, through a module spec: neither `sys.path` no
 module has the same name in every process. It is loaded once per process.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import sys

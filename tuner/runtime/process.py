@@ -3,8 +3,6 @@
 Ranks fail together: an exception on one is raised on all, with the rank's number.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import socket
@@ -31,6 +29,10 @@ _groups = 0
 _asked = 0
 """What was asked of rank 0 there, which every rank asks alike. Both begin again in another store: not every process
 that meets there has met in the one before."""
+LAZY_FROM = 256
+"""Processes from which on gloo connects two of them when they first exchange something. Otherwise a group has a socket
+for every other process, and each process reads 8 bytes of every other for every other through the one store: at 1,000
+processes 1,003 sockets and 8 MB in each, 8 GB in all, for every group (tools/startup_at_scale.py)."""
 _gloo: tuple[object, ProcessGroup | None] | None = None
 """The default group and the gloo group made for it, so that a second default group gets one of its own."""
 
@@ -53,6 +55,8 @@ def process_group(rank_info: RankInfo, device: str, timeout_s: float, alone: boo
     own = torch.device("cuda", device_index(rank_info)) if device == "cuda" else None
     if own is not None:
         torch.cuda.set_device(own)
+    if rank_info.world_size >= LAZY_FROM:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     try:
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
@@ -179,7 +183,10 @@ def another_gloo_group(timeout_s: float | None) -> ProcessGroup | None:
     if not dist.is_available() or not dist.is_initialized():
         return None
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-    return cast("ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
+    group = cast("ProcessGroup", dist.new_group(backend="gloo", timeout=timeout))
+    # Where gloo connects lazily, it misses a process that is lost before its first exchange until the time-out.
+    any_rank(False, group)
+    return group
 
 
 def any_rank(flag: bool, group: ProcessGroup | None) -> bool:
@@ -213,27 +220,59 @@ class Collective:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
 
-    def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
-        """Run `work` on every rank; returns all results in rank order. Raises the first rank's exception everywhere."""
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank; each gets its own result. Raises the first rank's exception everywhere."""
         if self.group is None:
-            return [work()]
+            return work()
         error: Exception | None = None
         result: T | None = None
         try:
             result = work()
         except Exception as raised:  # noqa: BLE001 - sent to every rank, then raised
             error = raised
-        failed = any_rank(error is not None, self.group)
-        mine: Any = None if error is None else of_rank(self.rank, error)
-        answers: list[Any] = [None] * self.size
-        dist.all_gather_object(answers, mine if failed else result, group=self.group)
-        if failed:
+        if any_rank(error is not None, self.group):
+            answers: list[Any] = [None] * self.size
+            dist.all_gather_object(answers, None if error is None else of_rank(self.rank, error), group=self.group)
             raise next(answer for answer in answers if answer is not None) from error
+        return cast("T", result)
+
+    def on_all_ranks(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank; returns all results in rank order. Raises the first rank's exception everywhere.
+
+        Every rank receives as many of the largest result as there are ranks: it is for results of some bytes.
+        """
+        result = self.together(work)
+        if self.group is None:
+            return [result]
+        answers: list[Any] = [None] * self.size
+        dist.all_gather_object(answers, result, group=self.group)
         return answers
+
+    def to_rank0(self, work: Callable[[], T]) -> list[T]:
+        """Run `work` on every rank; rank 0 gets all results in rank order, the others none. Raises as the others do."""
+        result = self.together(work)
+        if self.group is None:
+            return [result]
+        answers: list[Any] = [None] * self.size if self.rank == 0 else []
+        dist.gather_object(result, answers or None, group_dst=0, group=self.group)
+        return answers
+
+    def from_rank0(self, parts: Callable[[], Sequence[T]]) -> T:
+        """What rank 0 alone makes, a part for each rank: this one's. Raises rank 0's exception everywhere."""
+        given = self.together(lambda: list(parts()) if self.rank == 0 else None)
+        own: list[Any] = [None]
+        if self.group is None:
+            own = cast("list[Any]", given)
+        else:
+            dist.scatter_object_list(own, given, group_src=0, group=self.group)
+        return cast("T", own[0])
 
     def on_rank0(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 alone; every rank gets its result, or its exception."""
-        return self.on_all_ranks(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+        given = [self.together(lambda: work() if self.rank == 0 else None)]
+        if self.group is not None:
+            dist.broadcast_object_list(given, group_src=0, group=self.group)
+        return cast("T", given[0])
 
 
 # How gloo words, in a bare RuntimeError, that the other end is gone or silent.

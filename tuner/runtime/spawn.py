@@ -1,5 +1,7 @@
 """Several processes of one run on this machine: started and watched by the process that a person started.
 
+from __future__ import annotations
+
 That process joins no process group. It counts the stop signals (the ranks live in sessions of their own, so a Ctrl-C
 reaches them through it alone) and says which rank failed and why, from the reports that the ranks leave as files:
 an exit code alone is lost when a signal ends a process.
@@ -16,14 +18,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tuner.errors import ExitCode, LostRankError, MachineError, TunerError, rebuilt
 from tuner.runtime import phase
-from tuner.runtime.dist import cores, log_name
+from tuner.runtime.dist import RankInfo, log_name, threads_per_rank
 from tuner.runtime.files import read_json, scratch_dir, write_json
 from tuner.runtime.stop import COUNTED_ABOVE, StopSignals, held_back, undone
 from tuner.runtime.warned import note_warning, read_warned
@@ -34,6 +37,14 @@ GRACE_S = 3.0
 KILL_S = 10
 """What a killed process gets to be gone: one in the kernel's uninterruptible sleep is left behind."""
 JOB, WORKER = "job.json", "tuner.runtime.worker"
+LOOPBACK = "127.0.0.1"
+
+
+class StoreAddress(NamedTuple):
+    """The address of a store through which ranks find each other."""
+
+    host: str
+    port: int
 
 
 @dataclass(frozen=True)
@@ -69,21 +80,29 @@ def run_ranks(work: Work, job: Mapping[str, Any], processes: int, logs: Path, sa
     KeyboardInterrupt where a stop signal came before the ranks could heed it.
     """
     with scratch_dir("tuner-ranks-") as place, local_store() as port:
-        name = f"{work.__module__}:{work.__qualname__}"
-        about = {"work": name, "logs": str(logs), "parent": os.getpid(), "says": says}
-        write_json(place / JOB, {**about, "job": dict(job)})
-        ranks = _Ranks(place, logs)
-        with StopSignals(at_once=ranks.kill) as signals:
-            try:
-                ranks.start(processes, port)
-                ranks.watch(signals)
-            finally:
-                ranks.close()
-                for text in read_warned(rank_file(place, 0, "warnings")):  # rank 0 said them on this process's stderr
-                    note_warning(text)
-            if signals.number is not None and any(end.is_cut_short(signals.number) for end in ranks.ends.values()):
-                raise KeyboardInterrupt
-            return _result(ranks)
+        write_json(place / JOB, job_of(work, job, logs, says))
+        return supervised(_LocalRanks(logs, place, processes, port))
+
+
+def job_of(work: Work, job: Mapping[str, Any], logs: Path, says: str) -> dict[str, Any]:
+    """What a rank that is this process's child finds in its `JOB` file."""
+    name = f"{work.__module__}:{work.__qualname__}"
+    return {"work": name, "logs": str(logs), "parent": os.getpid(), "says": says, "job": dict(job)}
+
+
+def supervised(ranks: Ranks) -> dict[str, Any]:
+    """Start ranks, watch them to their end and return rank 0's result; raises what `run_ranks` does."""
+    with StopSignals(at_once=ranks.kill) as signals:
+        try:
+            ranks.start(signals)
+            ranks.watch(signals)
+        finally:
+            ranks.close()
+            for text in ranks.warned():  # rank 0 said them on this process's stderr
+                note_warning(text)
+        if signals.number is not None and any(end.is_cut_short(signals.number) for end in ranks.ends.values()):
+            raise KeyboardInterrupt
+        return _result(ranks)
 
 
 def run_apart(work: Work, job: Mapping[str, Any], processes: int, name: str, is_heard: bool) -> dict[str, Any]:
@@ -96,13 +115,15 @@ def run_apart(work: Work, job: Mapping[str, Any], processes: int, name: str, is_
 
 
 @dataclass(frozen=True)
-class _End:
+class End:
     """How a rank's process ended, and when that was seen."""
 
     rank: int
     code: int
     at_s: float
     report: RankReport | None
+    lost: str = ""
+    """What was lost with it, of one whose process nobody can ask any more."""
 
     def is_cut_short(self, number: int) -> bool:
         """Whether the stop signal came before the rank could heed it."""
@@ -111,60 +132,89 @@ class _End:
 
 
 @dataclass
-class _Ranks:
-    """The processes of this machine and what became of them."""
+class Ranks(ABC):
+    """The processes of a run, wherever they are, and what became of them."""
 
-    place: Path
     logs: Path
-    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    ends: dict[int, _End] = field(default_factory=dict)
-    stuck: tuple[int, ...] = ()
+    ends: dict[int, End] = field(default_factory=dict, init=False)
+    stuck: tuple[int, ...] = field(default=(), init=False)
     """Ranks that still ran when the time after another one's failure was over."""
 
-    def start(self, processes: int, port: int) -> None:
+    @abstractmethod
+    def start(self, signals: StopSignals) -> None:
         """Start every rank in a session of its own, each with its share of the cores."""
-        for rank in range(processes):
-            environment = os.environ | _environment(rank, processes, port)
-            command = [sys.executable, "-m", WORKER, str(self.place)]
-            with held_back():  # a signal that is passed on while it starts waits until it is heeded
-                self.processes[rank] = subprocess.Popen(command, env=environment, start_new_session=True)
 
-    def running(self) -> dict[int, int]:
-        """Process ids of the ranks that have not ended; those that have are written down."""
-        found = {}
-        for rank, process in self.processes.items():
-            if rank in self.ends:
-                continue
-            if (code := process.poll()) is None:
-                found[rank] = process.pid
-            else:
-                self.ends[rank] = _End(rank, code, time.monotonic(), self._report(rank))
-        return found
+    @abstractmethod
+    def running(self) -> list[int]:
+        """The ranks that have not ended; those that have are written down."""
+
+    @abstractmethod
+    def send(self, number: int) -> None:
+        """Send a signal to every rank that runs; SIGKILL also to what it started."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what still runs and wait until it is gone."""
+
+    @abstractmethod
+    def at(self, rank: int) -> str:
+        """What a rank was doing when it last said so, to follow its name; empty where it said nothing."""
+
+    @abstractmethod
+    def warned(self) -> Iterable[str]:
+        """What rank 0 has warned of."""
+
+    def kill(self) -> None:
+        """End what still runs, at once."""
+        self.send(signal.SIGKILL)
 
     def watch(self, signals: StopSignals) -> None:
         """Wait for the ranks; pass the first signal on, and give the others little time once one has failed."""
         passed_on, failed_s = False, None
         while running := self.running():
             if signals.number is not None and not passed_on:
-                _send(running.values(), signals.number)
+                self.send(signals.number)
                 passed_on = True
             if failed_s is None and any(end.code != 0 for end in self.ends.values()):
                 failed_s = time.monotonic()
             if failed_s is not None and time.monotonic() - failed_s > GRACE_S:
                 self.stuck = tuple(running)
-                _send(running.values(), signal.SIGUSR2)  # has faulthandler write every thread's stack to the log
+                self.send(signal.SIGUSR2)  # has faulthandler write every thread's stack to the log
                 time.sleep(0.5)
                 return
             time.sleep(POLL_S)
 
-    def kill(self) -> None:
-        """End what still runs, at once, and what it started."""
-        for pid in self.running().values():
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+
+@dataclass
+class _LocalRanks(Ranks):
+    """Those of this machine, which this process starts."""
+
+    place: Path
+    count: int
+    port: int
+    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, signals: StopSignals) -> None:
+        """Each is a child of this process."""
+        for rank in range(self.count):
+            rank_info = RankInfo(rank, self.count, rank, self.count)
+            environment = rank_environment(rank_info, StoreAddress(LOOPBACK, self.port), os.environ)
+            self.processes[rank] = start_rank(self.place, environment)
+
+    def running(self) -> list[int]:
+        """As their exit codes say."""
+        for rank, process in self.processes.items():
+            if rank not in self.ends and (code := process.poll()) is not None:
+                self.ends[rank] = End(rank, code, time.monotonic(), report_of(self.place, rank))
+        return [rank for rank in self.processes if rank not in self.ends]
+
+    def send(self, number: int) -> None:
+        """By process id."""
+        for rank in self.running():
+            send(self.processes[rank].pid, number)
 
     def close(self) -> None:
-        """End what still runs and wait until it is gone."""
+        """One in the kernel's uninterruptible sleep is left behind."""
         self.kill()
         for process in self.processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -172,15 +222,34 @@ class _Ranks:
         self.running()
 
     def at(self, rank: int) -> str:
-        """What a rank was doing when it last said so, to follow its name; empty where it said nothing."""
+        """From the file that it shows it in."""
         return phase.at_last(rank_file(self.place, rank, "phase"))
 
-    def _report(self, rank: int) -> RankReport | None:
-        path = rank_file(self.place, rank, "json")
-        return RankReport(**read_json(path)) if path.is_file() else None
+    def warned(self) -> Iterable[str]:
+        """From the file that it wrote them down in."""
+        return read_warned(rank_file(self.place, 0, "warnings"))
 
 
-def _result(ranks: _Ranks) -> dict[str, Any]:
+def start_rank(place: Path, environment: Mapping[str, str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start the rank whose job is in `place`, in a session of its own; `options` are Popen's."""
+    with held_back():  # a signal that is passed on while it starts waits until it is heeded
+        command = [sys.executable, "-m", WORKER, str(place)]
+        return subprocess.Popen(command, env=dict(environment), start_new_session=True, **options)
+
+
+def report_of(place: Path, rank: int) -> RankReport | None:
+    """The report that a rank has left; None where it left none."""
+    path = rank_file(place, rank, "json")
+    return RankReport(**read_json(path)) if path.is_file() else None
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to a rank; SIGKILL goes to all that it started, too. One that has ended gets none."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
+
+
+def _result(ranks: Ranks) -> dict[str, Any]:
     """Rank 0's result, or the cause of the failure: what happened first and follows from nothing else."""
     ends = ranks.ends
     reports = [end.report for end in ends.values() if end.report is not None]
@@ -204,7 +273,7 @@ def _result(ranks: _Ranks) -> dict[str, Any]:
     raise _told(ranks, min(failed, key=lambda report: report.at_s), failed)
 
 
-def _told(ranks: _Ranks, report: RankReport, failed: list[RankReport]) -> TunerError:
+def _told(ranks: Ranks, report: RankReport, failed: list[RankReport]) -> TunerError:
     """A rank's error for the user; an error that all ranks agreed on is nobody's own."""
     agreed = len(failed) > 1 and all(other.message == report.message for other in failed)
     is_named = agreed or report.message.startswith("rank ")
@@ -215,8 +284,10 @@ def _told(ranks: _Ranks, report: RankReport, failed: list[RankReport]) -> TunerE
     return rebuilt(report.kind, message, hint, report.exit_code)
 
 
-def _died(ranks: _Ranks, end: _End) -> MachineError:
+def _died(ranks: Ranks, end: End) -> MachineError:
     log, named = ranks.logs / log_name(end.rank), f"rank {end.rank}"
+    if end.lost:
+        return MachineError(f"{named} was lost{ranks.at(end.rank)}: {end.lost}", hint=f"see the end of {log}")
     if end.code >= 0:
         message = f"{named} ended with code {end.code}{ranks.at(end.rank)} and said nothing"
         return MachineError(message, hint=f"see the end of {log}")
@@ -228,46 +299,44 @@ def _died(ranks: _Ranks, end: _End) -> MachineError:
     return MachineError(f"{named} was killed by {name}{ranks.at(end.rank)}", hint=f"{reason} the end of {log}")
 
 
-def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
-    """What a rank finds in its environment besides what is in this one: torchrun's variables and few more."""
+def rank_environment(rank_info: RankInfo, store: StoreAddress, own: Mapping[str, str]) -> dict[str, str]:
+    """What a rank finds in its environment: torchrun's variables and few more in its machine's `own`.
+
+    `store` is where the ranks meet, and belongs to whoever started them.
+    """
     package = str(Path(__file__).resolve().parents[2])
-    paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [package, *filter(None, own.get("PYTHONPATH", "").split(os.pathsep))]
     found = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(processes),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "RANK": str(rank_info.rank),
+        "WORLD_SIZE": str(rank_info.world_size),
+        "LOCAL_RANK": str(rank_info.local_rank),
+        "LOCAL_WORLD_SIZE": str(rank_info.local_world_size),
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
         COUNTED_ABOVE: "1",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is this process's, rank 0 opens none
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // processes))),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is that of whoever started them, rank 0 opens none
+        "OMP_NUM_THREADS": own.get("OMP_NUM_THREADS", str(threads_per_rank(rank_info))),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
     }
-    if sys.platform == "linux":
+    if sys.platform == "linux" and store.host == LOOPBACK:
         # Else gloo takes the address that the host's name resolves to, where it resolves.
-        found["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    return found
+        found["GLOO_SOCKET_IFNAME"] = own.get("GLOO_SOCKET_IFNAME", "lo")
+    return {**own, **found}
 
 
 @contextlib.contextmanager
-def local_store() -> Iterator[int]:
-    """Keep the store through which the ranks find each other, and give its port; only this machine reaches it.
+def local_store(host: str = LOOPBACK) -> Iterator[int]:
+    """Keep the store through which the ranks find each other, and give its port; it is reached at `host` alone.
 
-    Left alone, TCPStore listens on every address whatever the host name; so it is handed a socket of the loopback.
+    Left alone, TCPStore listens on every address whatever the host name; so it is handed a socket of that one.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
+    listener.bind((host, 0))
     listener.listen()
     port = int(listener.getsockname()[1])
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     yield port
     del store
 
-
-def _send(pids: Iterable[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)

@@ -4,8 +4,6 @@ A phase inside another one is taken off that. What lies in none is ``other``, so
 from the beginning to the end. One launch at a time: a process trains one model after the other.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping

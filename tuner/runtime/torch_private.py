@@ -4,8 +4,6 @@ Where torch lost one, what needs it says so; training needs none: it has a publi
 private names of torch anywhere else.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

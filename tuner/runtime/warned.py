@@ -4,8 +4,6 @@ They come from `Console.warn`, from Python's `warnings` and from libraries' logg
 leaves its own in a file, so that they outlive a rank that is killed.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

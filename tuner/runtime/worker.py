@@ -1,7 +1,5 @@
 """One rank among those that `tuner.runtime.spawn` started: where it writes, whom it watches, what it reports."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import faulthandler

@@ -1,7 +1,5 @@
 """What a launch is going to do, said before it begins."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

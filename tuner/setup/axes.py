@@ -1,7 +1,5 @@
 """Which sizes of the parallel axes a model can have, found from its config before any of its weights is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@
 run, nothing is fetched, and nothing is written.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a recipe names of its model, checked on the model without storage; and, with prepared data, the whole set-up."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The problems of a recipe that its keys alone do not show, each at the place where its key is written."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tuner.data.encoding.tokenizer_files import cache_root
 from tuner.errors import TunerError
 from tuner.model.freeze import Content, all_tensors, content_of, frozen_tensors, hash_of_frozen
 from tuner.runtime.files import keep_json, read_json
+from tuner.stages import cache_root
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,7 +1,5 @@
 """Optimizer states and shards in the host's memory: how much a recipe keeps there, and whether there is room."""
 
-from __future__ import annotations
-
 from tuner.config.optimizers import AdamwOptimizer
 from tuner.errors import MemoryLimitError
 from tuner.runtime.console import Console

@@ -1,7 +1,5 @@
 """What `model.init_from` gives a recipe's model: planned on a model without storage, and given when it is built."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

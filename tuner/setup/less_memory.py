@@ -1,7 +1,5 @@
 """What lowers the memory of a recipe: lines to write, none of which it has already."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

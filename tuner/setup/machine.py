@@ -16,11 +16,11 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from tuner.data.encoding.tokenizer_files import cache_root
 from tuner.errors import TunerError
 from tuner.runtime.files import fsync_dir, fsync_path, scratch_dir
 from tuner.runtime.memory import host_memory
 from tuner.setup.machine_check import GIB, Check, Status, gib
+from tuner.stages import cache_root
 
 LOW_DISK = 10 * GIB
 """Below so much free room a model of a few billion parameters, its checkpoints and exports do not fit."""

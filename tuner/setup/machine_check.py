@@ -1,7 +1,5 @@
 """One thing that was looked at on a machine: what was found, what that means, and how to get the rest."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """What trainings on CUDA need besides a device, tried: kernels, page-locked memory, the allocator, a device each."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

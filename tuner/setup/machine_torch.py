@@ -1,7 +1,5 @@
 """What of a machine is tried with torch: the device, what products it computes, cores, compilers and kernels."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

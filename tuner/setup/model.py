@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 from tuner.config.methods import DistillMethod
-from tuner.data.encoding.tokenizer_files import cache_root
 from tuner.errors import RecipeError
 from tuner.model.build import build_model, is_part
 from tuner.model.probe import Read, RouteRefused, are_there, prove_route, require_isolation
@@ -30,6 +29,7 @@ from tuner.setup import proven
 from tuner.setup.hashes import FrozenHash, known_weights_hash
 from tuner.setup.resolve import Resolved, model_spec, reference_of, takes_several
 from tuner.setup.weight_facts import Built, WeightFacts
+from tuner.stages import cache_root
 from tuner.train.step import StepConfig
 
 if TYPE_CHECKING:

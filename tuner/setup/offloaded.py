@@ -1,7 +1,5 @@
 """What is said at the start of a run whose layers' inputs are kept on the host."""
 
-from __future__ import annotations
-
 from math import ceil
 
 from tuner.model.offload import BLOCK

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tuner.data.encoding.tokenizer_files import cache_root
 from tuner.errors import TunerError
 from tuner.runtime.environment import versions
 from tuner.runtime.files import keep_json, read_json
+from tuner.stages import cache_root
 
 if TYPE_CHECKING:
     from tuner.model.root import CausalLM

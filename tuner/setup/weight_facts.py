@@ -1,7 +1,5 @@
 """What is known of a model's weights besides their values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple

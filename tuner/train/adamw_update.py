@@ -4,8 +4,6 @@ All three round each operation by itself and give the same bits. Plain torch tak
 temporary memory is bounded: there is never a float32 copy of a whole parameter's moments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 

@@ -1,7 +1,5 @@
 """An optimizer of the user's own: what it is given, and what it must keep to."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An exponential moving average of the trained weights; each process keeps that of its own part of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 

@@ -6,8 +6,6 @@ there until all are, and are added by one launch. They are the same sums, to the
 gradients before the first is added, so that none is kept longer than it was.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

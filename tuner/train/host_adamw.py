@@ -1,7 +1,5 @@
 """AdamW whose moments lie in the host's memory, where the update is computed as well, bucket by bucket."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ Where a number is not negative (a second moment), only zero itself becomes zero:
 by a zero in place of a small number (Li et al. 2023, https://arxiv.org/abs/2309.01507).
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import struct

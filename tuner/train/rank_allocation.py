@@ -4,8 +4,6 @@ Zhang et al. 2023 (https://arxiv.org/abs/2303.10512), computed as peft's ``RankA
 after each update, by the gradients that made it, before they are clipped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The losses of routers over the global batch of a step, and over held-out documents."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

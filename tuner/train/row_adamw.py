@@ -8,8 +8,6 @@ from zero, whose sum of weights is 1 - beta^k. By the run's count a row whose to
 for that count.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

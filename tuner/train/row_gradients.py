@@ -1,7 +1,5 @@
 """The gradients by rows of a step, over all processes: they agree on which rows there are, and add up what each has."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import numpy as np

@@ -1,8 +1,6 @@
 """What some trainings add to a step. ``optimizer_step`` and ``forward_backward`` ask each part in the order of
 ``TrainState.parts``, on every rank alike; a part may be collective wherever it is asked."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager

@@ -6,8 +6,6 @@ generator has a state that would have to be saved. 16 random bits are added to t
 rounded up with a probability of exactly its distance from the one below, and one that bfloat16 has stays as it is.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

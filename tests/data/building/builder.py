@@ -1,7 +1,5 @@
 """A builder of prepared data as a process of its own: `-m tests.data.building.builder CACHE ROWS`."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Rows of several documents: counted, packed, held out and shown."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
@@ -111,23 +109,6 @@ def test_rows_of_one_document_are_held_out_as_documents(documents: list[list[int
     table, split = digests([*documents, [1, 2, 3, 4]]), Duration(count=1, unit="documents")
     numbered = hold_out(table, split, seed, np.arange(len(table)))
     assert np.array_equal(numbered, hold_out(table, split, seed))
-
-
-@pytest.mark.slow
-def test_the_number_of_workers_changes_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tuner.data.building.documents.BUNDLE_BYTES", 1)
-    monkeypatch.setattr("tuner.data.building.spec.MANY_BYTES", 1)
-    paths = [tiny.write_rows(tmp_path / f"r{i}.jsonl", chats(5, start=10 * i)) for i in range(5)]
-    found = []
-    for workers in (1, 2):
-        request = tiny.request(
-            tmp_path / str(workers), [{"path": str(path)} for path in paths], workers=workers, eval="10%",
-            tokenizer=families.tokenizer(families.THINKS), max_length=512,
-        )  # fmt: skip
-        info = prepare(request)
-        found.append({path.name: path.read_bytes() for path in info.path.iterdir()})
-        assert info.report["by_answer"] == {"chats": 25, "documents": 75, "left_out": {}}
-    assert found[0] == found[1]
 
 
 def test_explain_shows_every_document_of_the_first_rows(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The cache: one builder at a time, leftovers, damage, and what may be removed."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

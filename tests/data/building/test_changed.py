@@ -1,7 +1,5 @@
 """What may change between hashing and reading, and what decides the masks besides the tokenizer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The names of directories: every field of the recipe is classified, and behaves as it is classified."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What preparation leaves out is said: with the row lengths that would keep it, and the same for a cached directory."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

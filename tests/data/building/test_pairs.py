@@ -1,7 +1,5 @@
 """Pairs of answers from rows to batches: side by side in one row, whatever is drawn, held out, cut or repeated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

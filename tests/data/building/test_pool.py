@@ -1,7 +1,5 @@
 """Workers: answers in order, failures in order, and no process that outlives its parent."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Documents that repeat a pattern: found as by looking at each place, left out or masked, and counted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

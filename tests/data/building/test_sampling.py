@@ -1,7 +1,5 @@
 """Shares of sources and held-out documents, against plain Python."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from fractions import Fraction
@@ -70,6 +68,9 @@ def test_digests_that_share_a_half_are_told_apart(pairs: list[tuple[int, int]], 
     table = np.array(pairs, dtype=np.uint64).reshape(-1, 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "_CHUNK", chunk)
+        assert distinct(table[:20], table[20:]) == len(set(pairs))
+        patch.setattr(sampling, "_AT_ONCE", 7)
+        table[:, 0] <<= 62  # so that first bits differ
         assert distinct(table[:20], table[20:]) == len(set(pairs))
 
 

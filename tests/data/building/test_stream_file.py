@@ -1,7 +1,5 @@
 """Files of record batches: the bytes of Arrow's own writer, hashed on the way."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

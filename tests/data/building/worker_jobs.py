@@ -1,7 +1,5 @@
 """Jobs for the tests of the workers, in a module that a worker can import."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -46,6 +44,8 @@ class Echo:
                 warnings.warn(text, UserWarning, stacklevel=1)
             case ("data error", text):
                 raise DataError(text, hint="mend it")
+            case ("unseen", text):
+                raise DataError(text) from FileNotFoundError()
             case ("odd error", text):
                 raise OddError(text, "odd")
             case ("big", size, *seconds):

@@ -1,7 +1,5 @@
 """Tokens added by a recipe: the ids that transformers gives them, in training and from the saved files."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Chats that no one text of the template has exact masks for: each answer becomes a document, as it is prompted for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

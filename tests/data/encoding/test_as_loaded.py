@@ -1,7 +1,5 @@
 """Ids are those of the tokenizer that transformers makes of the files, whatever tokenizer.json says, and stay so."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The token that ends an assistant's turn, where others stand beside it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The fast encoder is used only where it gives the tokenizer's own ids."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

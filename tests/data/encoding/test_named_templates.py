@@ -1,7 +1,5 @@
 """The chat templates that ship with the program: masks, prompts, and the tokens that they bring along."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What is learned of a template from probes, and which templates are read row by row."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

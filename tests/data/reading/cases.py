@@ -1,7 +1,5 @@
 """Rows and what becomes of them, one case on each line of `cases/*.jsonl`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Source files as tests write them, and the rows that are read from them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

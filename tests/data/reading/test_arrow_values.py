@@ -1,7 +1,5 @@
 """What tables fill with null is not there, at every depth; in JSON lines written from one it is noted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

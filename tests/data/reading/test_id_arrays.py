@@ -1,7 +1,5 @@
 """Arrays of token ids: rows as the loaders of OLMo-core and Megatron cut them, whose definitions are written out."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from pathlib import Path

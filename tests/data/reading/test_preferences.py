@@ -1,7 +1,5 @@
 """Preference and labelled rows of every form, and those that are none: reason, place and the line to write."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """A quantised base: which layers, what they compute, how an adapter learns on it, and how it is read."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints that bitsandbytes wrote, read into our codes; others refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hooks at every stage of a run, what they may ask for, and on which ranks they are called."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -14,6 +12,7 @@ from tests.fixtures.trainings import launch, lines
 from tests.multi.launcher import start
 from tuner.checkpoint.manifest import step_dirs
 from tuner.errors import ExitCode, PluginError
+from tuner.rundir.run_json import read_record
 
 CODE = """\
 import json
@@ -82,6 +81,8 @@ def test_what_a_hook_asks_for_is_done_after_the_step(what: Any, workplace: Path)
     assert evaluated == ([3] if "evaluate" in wanted else [])
     assert saved == ([3] if "stop" in wanted else [3, 6] if "save" in wanted else [6])
     assert found.status == ("stopped" if "stop" in wanted else "finished")
+    why = "asked by a hook, a tracker or another process" if "stop" in wanted else None
+    assert read_record(found.run_dir)["launches"][-1]["why"] == why
     if found.status == "finished" and flags is SIX:
         assert trainings.outcome(found.run_dir)["sha256"] == trainings.outcome(plain.run_dir)["sha256"]
 

@@ -1,7 +1,5 @@
 """Exports beside a run: made from its checkpoints, kept, cut short, made up for, and never the run's loss."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Real runs with exports: the bytes of `tuner export-hf`, and a run that is complete although an export failed."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Checks and figures inside of a run: nothing of its bits moves, and a damaged state replaces no good checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

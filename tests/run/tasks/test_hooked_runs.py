@@ -1,7 +1,5 @@
 """Hooks and trackers in whole runs of the real command: what they are told, and what becomes of the run."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

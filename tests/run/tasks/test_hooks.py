@@ -1,7 +1,5 @@
 """When hooks are told, what they are told, and what becomes of one that fails."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

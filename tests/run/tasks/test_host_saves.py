@@ -1,7 +1,5 @@
 """Runs with the optimizer's states on the host: those of runs without, saved from where the states lie, and resumed."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A step's line: what the recipe determines, and what the clock says; and the line of it that a person sees."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Activations and gradients of chosen modules: what is written is what autograd says, and the run has the same bits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

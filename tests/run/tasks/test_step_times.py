@@ -1,7 +1,5 @@
 """The times of steps are the device's, on one that runs behind its host: a stand-in whose clock is virtual."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

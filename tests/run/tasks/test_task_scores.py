@@ -1,7 +1,5 @@
 """Tasks are scored during a run: in its log, in its directory, for the best and the end; training does not notice."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How long a run still takes: counted out step by step, and weighed by what was measured."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

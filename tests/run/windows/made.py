@@ -1,7 +1,5 @@
 """Tiny runs over windows of data, in this process, and what each step trained."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """What the finder makes of windows that are there, late, empty or damaged, and of those that a run knows already."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs over windows: the rows of a plain run, bit for bit the same when resumed, and nothing lost to a bad window."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -4,8 +4,6 @@ A file has `cases`, and may have a `recipe` that all of its cases are written ov
 `tools/changes.py`, what `start` may be in `tools/advice/hint_starts.py`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

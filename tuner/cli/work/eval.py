@@ -1,7 +1,5 @@
 """What `tuner eval` does and shows: losses and figures of held-out rows, or scores of tasks."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Sequence
@@ -14,13 +12,16 @@ from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.overrides import Override
 from tuner.errors import RecipeError, counted
 from tuner.run.score import Score, Trained, find_trained, run_recipe, score
-from tuner.run.score_tasks import own_recipe, score_tasks, with_tasks
+from tuner.run.score_gguf import score_gguf
+from tuner.run.score_tasks import TasksScore, any_model, own_recipe, score_tasks, with_tasks
 from tuner.rundir.model_path import HubModel, RunCheckpoint
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.train.evaluate import Evaluation
 
 OF_THE_MODEL = ("model.", "adapter.", "tokenizer.")
+OF_TASKS = ("eval.tasks", "data.max_length")
+"""What of a recipe says how tasks are put to a file that is served."""
 
 
 def evaluate(
@@ -53,9 +54,34 @@ def _task_scores(
     """Score tasks, and show their figures. Raises RecipeError for a flag that would change the model, or do nothing."""
     _check_flags(trained, flags)
     overrides = with_tasks(flags, tasks)
-    loaded = own_recipe(trained, overrides) if recipe is None else load_for_command(recipe, overrides)
-    place = None if output is None else Path(os.path.abspath(Path(output).expanduser()))
-    found = score_tasks(trained, loaded, rank_info, console, place)
+    loaded = own_recipe(trained, overrides) if recipe is None else load_for_command(recipe, overrides, fetches=True)
+    place = _place(output)
+    return _shown_tasks(score_tasks(trained, loaded, rank_info, console, place), place, console)
+
+
+def evaluate_served(
+    path: Path, recipe: str | None, flags: list[Override], tasks: list[str], output: str | None, console: Console
+) -> Outcome:
+    """Score tasks on a GGUF file. Raises RecipeError without tasks, and for flags that do nothing."""
+    if not tasks:
+        raise RecipeError("llama.cpp scores tasks, not the rows of a recipe")
+    wrong = next((flag.key for flag in flags if not flag.key.startswith(OF_TASKS)), None)
+    if wrong is not None:
+        raise RecipeError(f"flag --{wrong}: does not concern a file that is served; --data.max_length does")
+    overrides = with_tasks(flags, tasks)
+    loaded = load_for_command(recipe, overrides, fetches=True) if recipe else load_recipe(any_model(path), overrides)
+    place = _place(output)
+    sections, length = loaded.recipe.eval.tasks, loaded.recipe.data.max_length
+    if not sections:
+        raise RecipeError("the recipe names no tasks")
+    return _shown_tasks(score_gguf(path, sections, length, console, place), place, console)
+
+
+def _place(output: str | None) -> Path | None:
+    return None if output is None else Path(os.path.abspath(Path(output).expanduser()))
+
+
+def _shown_tasks(found: TasksScore, place: Path | None, console: Console) -> Outcome:
     figures = found.figures()
     for one in found.scores:
         if one.cut:
@@ -77,7 +103,7 @@ def _load(trained: Trained, recipe: str | None, flags: list[Override]) -> Loaded
     _check_flags(trained, flags)
     if recipe is None and (isinstance(trained, RunCheckpoint) or not is_recipe_here(Path.cwd())):
         return load_recipe(run_recipe(trained), flags)
-    return load_for_command(recipe, flags)
+    return load_for_command(recipe, flags, fetches=True)
 
 
 def _check_flags(trained: Trained, flags: list[Override]) -> None:

@@ -1,7 +1,5 @@
 """What `tuner export-hf` does and shows."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -15,9 +13,11 @@ from tuner.export.report import ExportReport
 from tuner.export.source import Weights
 from tuner.generate import base_record
 from tuner.rundir.exports import LINEAGE
+from tuner.rundir.in_store import publish
 from tuner.rundir.layout import RESOLVED_RECIPE
 from tuner.runtime.console import Console
 from tuner.runtime.files import gib, keep_json, sha256_file
+from tuner.stages import shown, url_of
 
 __all__ = ["ExportOptions", "Weights", "export"]
 
@@ -36,6 +36,9 @@ def export(
         return _planned(plan, console)
     with console.doing(f"exporting step {plan.source.step}"):
         report = run_export(plan)
+    if url_of(plan.output) is not None:
+        with console.doing(f"publishing {shown(plan.output)}"):
+            publish(plan.output)
     _remember_base(plan)
     return _reported(report, plan, console)
 
@@ -66,10 +69,10 @@ def _reported(report: ExportReport, plan: ExportPlan, console: Console) -> Outco
     elif rounding := report.rounding():
         console.say("rounding", rounding)
     metrics = {key: value for key, value in asdict(report).items() if key != "path"}
-    then = f"tuner generate {report.path}"
+    then = f"tuner generate {shown(report.path)}"
     if plan.source.head == "score":
         then = f"tuner eval {report.path} {plan.source.run_dir / RESOLVED_RECIPE}"
-    return Outcome(str(report.path), metrics=metrics, next=then)
+    return Outcome(shown(report.path), metrics=metrics, next=then)
 
 
 def _remember_base(plan: ExportPlan) -> None:

@@ -1,7 +1,5 @@
 """What `tuner generate` does and shows: prompts read, answered and laid side by side."""
 
-from __future__ import annotations
-
 import json as decoder
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What `tuner init` does: look at the rows, write a commented recipe."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tuner.cli.command import Outcome, say

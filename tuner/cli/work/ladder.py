@@ -1,7 +1,5 @@
 """What `tuner ladder` does and shows: rungs planned, trained, and compared at their marks."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a ladder measured at its marks: how far rungs are, the marks as a table, and the law through them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

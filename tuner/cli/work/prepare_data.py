@@ -1,7 +1,5 @@
 """What `tuner prepare-data` does and shows."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `tuner profile` does and shows: a prediction, what fits, or a measurement."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

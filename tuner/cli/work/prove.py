@@ -1,7 +1,5 @@
 """What `tuner prove` does and shows: layouts held against one process, or a model against its class."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tuner.cli.command import Outcome

@@ -1,7 +1,5 @@
 """A talk with a model, one line after the other."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal
@@ -11,10 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Protocol
 
 from tuner.cli.command import Outcome
 from tuner.errors import RecipeError
-from tuner.generate import Answer, Generator, Prompt, Sampling, load_generator
+from tuner.generate import Answer, Prompt, Sampling, load_generator
 from tuner.runtime.console import Console, escape
 from tuner.runtime.stop import is_loading, undone
 
@@ -23,6 +22,17 @@ COMMANDS = {"/reset": "forget what was said", "/quit": "end (Ctrl-D too)", "/hel
 QUIT = frozenset({"/quit", "/exit", "/bye"})
 
 Show = Callable[[str], None]
+
+
+class Answerer(Protocol):
+    """Who answers."""
+
+    @property
+    def has_template(self) -> bool:
+        """Whether it takes messages."""
+
+    def generate(self, prompt: Prompt, sampling: Sampling, show: Show | None = None) -> Answer:
+        """The answer; ``show`` gets it piece by piece. Raises RecipeError for a prompt that is too long."""
 
 
 def nothing(text: str) -> None:
@@ -36,7 +46,7 @@ class Talk:
     In a terminal (``live``) answers are shown piece by piece, Ctrl-C ends one, and lines with a / are commands.
     """
 
-    generator: Generator
+    generator: Answerer
     sampling: Sampling
     system: str | None = None
     live: bool = False
@@ -101,7 +111,7 @@ def talk_to(
     return talk(generator, sampling, system, stdout)
 
 
-def talk(generator: Generator, sampling: Sampling, system: str | None, stdout: int | None) -> Outcome:
+def talk(generator: Answerer, sampling: Sampling, system: str | None, stdout: int | None) -> Outcome:
     """Talk over stdin; answers go to the descriptor `stdout`, or, where that is None, into the outcome alone."""
     live = stdout is not None and sys.stdin.isatty()
 

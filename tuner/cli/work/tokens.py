@@ -1,7 +1,5 @@
 """Explained rows for people, with what is trained in brackets and colour, and for programs, a JSON line a token."""
 
-from __future__ import annotations
-
 import json
 from itertools import groupby
 

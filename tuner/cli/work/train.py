@@ -1,11 +1,9 @@
 """What `tuner train` and `tuner resume` do, and what they say of how it ended."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tuner.cli.command import Outcome, console_of, level_of, stopped_as
 from tuner.config.load import LoadedRecipe
@@ -14,6 +12,7 @@ from tuner.errors import counted
 from tuner.run.changes import parse_reset
 from tuner.run.options import LaunchOptions, Resume, RunResult
 from tuner.run.status import launches_of, left_before, nothing_to_do, resume_source, status_of
+from tuner.run.stored import in_store
 from tuner.rundir.exports import APART
 from tuner.rundir.layout import export_dir
 from tuner.rundir.origin import warn_of_changed_file
@@ -21,13 +20,16 @@ from tuner.runtime import startup
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.files import MANIFEST_NAME, read_json, typed_path
+from tuner.stages import shown, url_of
 
 LOADING = "loading libraries"
 
 
-def options_of(mode: Resume, data: Path | None, no_prepare: bool, dry_run: bool, reset: str | None) -> LaunchOptions:
+def options_of(
+    mode: Resume, data: Path | None, no_prepare: bool, dry_run: bool, reset: str | None, on: Literal["here", "ray"]
+) -> LaunchOptions:
     """How a launch goes about it. Raises RecipeError for a part that cannot be reset."""
-    return LaunchOptions(mode, data, no_prepare, dry_run, parse_reset(reset))
+    return LaunchOptions(mode, data, no_prepare, dry_run, parse_reset(reset), on)
 
 
 def resume_training(
@@ -46,6 +48,11 @@ def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool)
     """
     level = level_of(loaded, verbose)
     console, options = console_of(level), replace(options, level=level)
+    with in_store(loaded, console, writes=not options.dry_run):
+        return _launched(loaded, options, console)
+
+
+def _launched(loaded: LoadedRecipe, options: LaunchOptions, console: Console) -> Outcome:
     run_dir = Path(loaded.recipe.output_dir)
     before = launches_of(run_dir) if options.resume == "never" else -1
 
@@ -75,10 +82,10 @@ def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool)
 def outcome_of(result: RunResult, console: Console, export: Path | None = None) -> Outcome:
     """The command's outcome for a launch that ended in order; ``export`` is what a finished run was exported to."""
     run_dir = typed_path(result.run_dir)
-    artifacts = {"checkpoint": str(result.checkpoint)} if result.checkpoint else {}
+    artifacts = _artifacts(result)
     metrics = {**result.metrics, "total_steps": result.total_steps}
     if result.status == "planned":
-        return Outcome(str(result.run_dir), artifacts=artifacts, metrics=metrics, next=f"tuner train, into {run_dir}")
+        return Outcome(shown(result.run_dir), artifacts=artifacts, metrics=metrics, next=f"tuner train, into {run_dir}")
     if result.status == "stopped":
         said, outcome = stopped_outcome(result)
         console.say("stopped", said)
@@ -88,18 +95,24 @@ def outcome_of(result: RunResult, console: Console, export: Path | None = None) 
     if result.checkpoint is None:
         following = f"tuner runs show {run_dir}"
     if export is not None:
-        artifacts["export"], following = str(export), f"tuner generate {typed_path(export)}"
+        artifacts["export"], following = shown(export), f"tuner generate {typed_path(export)}"
     console.say("done", f"{counted(result.step, 'step')}{_evaluated(result.metrics)}{better} · next: {following}")
-    return Outcome(str(result.run_dir), artifacts=artifacts, metrics=metrics, next=following)
+    return Outcome(shown(result.run_dir), artifacts=artifacts, metrics=metrics, next=following)
 
 
 def stopped_outcome(result: RunResult) -> tuple[str, Outcome]:
     """What to say of a run that stopped and can be resumed, and the command's outcome. It imports nothing."""
     resume = f"tuner resume {typed_path(result.run_dir)}"
-    artifacts = {"checkpoint": str(result.checkpoint)} if result.checkpoint else {}
+    artifacts = _artifacts(result)
     metrics = {**result.metrics, "total_steps": result.total_steps}
-    outcome = Outcome(str(result.run_dir), "stopped", 75, artifacts=artifacts, metrics=metrics, next=resume)
+    outcome = Outcome(shown(result.run_dir), "stopped", 75, artifacts=artifacts, metrics=metrics, next=resume)
     return f"step {result.step} of {result.total_steps} · resume with: {resume}", outcome
+
+
+def _artifacts(result: RunResult) -> dict[str, Any]:
+    """The checkpoint; of a run in a store the place on this machine, too."""
+    stage = {} if url_of(result.run_dir) is None else {"stage": str(result.run_dir)}
+    return stage | ({"checkpoint": shown(result.checkpoint)} if result.checkpoint else {})
 
 
 def _evaluated(metrics: Mapping[str, Any]) -> str:

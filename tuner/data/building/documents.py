@@ -6,12 +6,13 @@ held out, all of them are written first and the chosen ones are then copied, bat
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from tuner.data.building.encoded import (
     BadRecord,
     Bundle,
     Counts,
+    EncodedBundle,
     EncodeJob,
     Tally,
     documents_schema,
@@ -50,6 +52,7 @@ SAMPLE = 64
 """Records of a file that a proposal is tried on."""
 BUNDLE_BYTES = BLOCK_BYTES
 """Smaller blocks are encoded together, and make one record batch."""
+_Spread = Callable[[Iterator[Bundle]], Generator[EncodedBundle, None, None]]
 
 
 @dataclass(frozen=True)
@@ -101,15 +104,28 @@ def _job(spec: PrepareSpec, much: bool, fast: bool) -> EncodeJob:
 def _build(
     spec: PrepareSpec, keys: PreparedKeys, tmp: Path, console: Console | None, slow_reason: str | None = None
 ) -> dict[str, Any]:
+    # What is known of each document is 25 bytes: in files without names, they go with the process.
+    with TemporaryFile(dir=tmp) as train, TemporaryFile(dir=tmp) as held_out:
+        return _built(spec, keys, tmp, console, slow_reason, (train, held_out))
+
+
+def _built(
+    spec: PrepareSpec,
+    keys: PreparedKeys,
+    tmp: Path,
+    console: Console | None,
+    slow_reason: str | None,
+    tables: tuple[IO[bytes], IO[bytes]],
+) -> dict[str, Any]:
     held_out = spec.data.eval if isinstance(spec.data.eval, Duration) else None
-    splits = [SampledSplit("train", keys.train, held_out is not None)]
+    splits = [SampledSplit("train", keys.train, tables[0], held_out is not None)]
     if keys.eval is not None:
-        splits.append(SampledSplit("eval", keys.eval))
+        splits.append(SampledSplit("eval", keys.eval, tables[1]))
     expected = expected_bytes(source for split in splits for source in split.sources)
     workers = spec.workers(expected)
-    job = _job(spec, much=workers > 1, fast=slow_reason is None)
+    job = _job(spec, much=workers != 1, fast=slow_reason is None)
     with pace(console, expected) as done:
-        hashed = _read(splits, job, workers, tmp, done)
+        hashed = _read(splits, job, _engine(spec, job, workers), tmp, done)
     keys.refuse_changed()
     give_back()  # what encoding held: choosing documents needs its own
     taken = [split.taken(spec.seed) for split in splits]
@@ -127,6 +143,15 @@ def _build(
     return {**_body(spec, splits, taken, by_name, keys, reason), "files": hashed}
 
 
+def _engine(spec: PrepareSpec, job: EncodeJob, workers: int) -> _Spread:
+    """What has workers do a job: processes of this machine, or tasks of a Ray cluster."""
+    if spec.data.engine == "local":
+        return lambda bundles: answers(job, bundles, workers)
+    from tuner.data.building import ray_tasks
+
+    return lambda bundles: ray_tasks.answers(job, bundles, workers)
+
+
 def _missing_encoder(spec: PrepareSpec, size: int) -> str | None:
     """The line about the fast encoder's package, where it is missing and would have encoded."""
     if size < FAST_FROM_BYTES or is_installed():
@@ -139,7 +164,11 @@ def _missing_encoder(spec: PrepareSpec, size: int) -> str | None:
 
 
 def _read(
-    splits: Sequence[SampledSplit], job: EncodeJob, workers: int, tmp: Path, done: Callable[[int], None]
+    splits: Sequence[SampledSplit],
+    job: EncodeJob,
+    spread: _Spread,
+    tmp: Path,
+    done: Callable[[int], None],
 ) -> dict[str, Any]:
     """Encode every block of every split; write documents and bad records in the order of the input.
 
@@ -149,7 +178,7 @@ def _read(
     lines = 0
     with (
         StreamFiles(documents_schema(job.tokenizer.vocab_size, job.examples)) as files,
-        closing(answers(job, _bundles(splits, ahead), workers)) as encoded,
+        closing(spread(_bundles(splits, ahead))) as encoded,
         (tmp / REJECTS).open("w", encoding="utf-8") as rejects,
     ):
         try:
@@ -170,7 +199,7 @@ def _read(
                     origin.split.counts[origin.source].add(block.counts)
                     origin.split.size += origin.size
                 split = origins[0].split
-                split.table += bundle.table.tobytes()
+                split.table.write(bundle.table.tobytes())
                 split.tally.add(bundle.tally)
                 files.append(split.path(tmp, origins[0].source), bundle.documents)
                 done(sum(origin.size for origin in origins))

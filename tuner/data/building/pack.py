@@ -1,13 +1,14 @@
 """The packing plan: documents cut to rows' length, and segments packed into rows.
 
-Memory is bounded by the number of segments, some 40 bytes each at the peak, whatever the number of tokens: columns are
-kept in 32 bits, and rows are written in record batches that a list column's 32-bit offsets can address.
+Memory is some 40 bytes for each segment of a block of documents, whatever the number of tokens: columns are kept in 32
+bits, and rows are written in record batches that a list column's 32-bit offsets can address. Up to `BLOCK_SEGMENTS`
+segments are one block; more are packed block by block, so that a billion documents take the memory of one block.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, Literal
+from itertools import chain, pairwise
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +24,24 @@ NO_TRAINED_TOKEN, REPEATS = "no trained token", "repeats a pattern"
 NO_TARGET = "no trained token within max_length"
 TOO_LONG = "longer than max_length"
 MAX_DOCUMENTS = 1 << 32
+BLOCK_SEGMENTS = 1 << 25
+"""Segments that are packed at once: what is below has one block. It decides the rows of what is above."""
 BATCH_ROWS, BATCH_SEGMENTS = 1 << 16, 1 << 19
 """Rows and segments of one record batch: a batch ends before either bound is passed, but holds a row at least."""
 
 U32 = npt.NDArray[np.uint32]
+
+
+class CutSoFar(NamedTuple):
+    """What the blocks before leave to the next one."""
+
+    documents: int = 0
+    """Those that were read."""
+    row: tuple[U32, ...] = ()
+    """Of a row that is begun, where rows are cut: document, stop, trained and start of its segments."""
+
+
+_NOTHING = CutSoFar()
 
 
 @dataclass(frozen=True)
@@ -50,11 +65,34 @@ class Segments:
     """int64[rows + 1]: where rows begin and end, where that is decided."""
     each: int = 1
     """Neighbours that stand next to each other in a row: the documents of an example."""
+    carried: CutSoFar = _NOTHING
 
     @property
     def tokens(self) -> U32:
         """uint32[n]: the length of each segment."""
         return self.stop - self.start
+
+
+def in_blocks(
+    batches: Iterator[pa.RecordBatch], max_length: int, segments: int | None = None
+) -> Iterator[Iterator[pa.RecordBatch]]:
+    """Divide record batches of documents into blocks, each of which is to be read to its end before the next.
+
+    A block ends with the batch in which its documents, and the full rows in them, reach so many `segments`
+    (`BLOCK_SEGMENTS`): it is cut into at most these, and what follows depends on the documents alone.
+    """
+
+    def block(first: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        size = 0
+        for batch in chain([first], batches):
+            offsets = batch.column("trained").offsets
+            size += batch.num_rows + (offsets[-1].as_py() - offsets[0].as_py()) // max_length
+            yield batch
+            if size >= (segments or BLOCK_SEGMENTS):
+                return
+
+    for first in batches:
+        yield block(first)
 
 
 def cut(
@@ -64,6 +102,7 @@ def cut(
     each: int = 1,
     max_prompt: int | None = None,
     min_piece: int = 0,
+    carried: CutSoFar = _NOTHING,
 ) -> Segments:
     """Cut documents into segments of at most `max_length` tokens; those without a trained target are left out.
 
@@ -72,10 +111,11 @@ def cut(
     of a prompt with more tokens than `max_prompt` the last ones are kept. Raises DataError for 2^32 documents or more.
     """
     if each == 2:
-        return _cut_pairs(batches, max_length, too_long, max_prompt)
+        return _cut_pairs(batches, max_length, too_long, max_prompt, carried.documents)
     segments = _Columns(3 + (too_long == "split"))
     dropped = {TOO_LONG: 0, NO_TARGET: 0}
-    base = truncated = n_split = pieces_dropped = tokens_dropped = 0
+    base = carried.documents
+    truncated = n_split = pieces_dropped = tokens_dropped = 0
     for batch in batches:
         before, offsets = _trained_before(batch)
         lengths = np.diff(offsets)
@@ -112,16 +152,27 @@ def cut(
     reasons = {reason: count for reason, count in dropped.items() if count}
     documents, stops, targeted, *rest = segments.done()
     starts = rest[0] if rest else np.broadcast_to(np.uint32(0), len(stops))
-    return Segments(documents, starts, stops, targeted, reasons, truncated, 0, n_split, pieces_dropped, tokens_dropped)
+    return Segments(
+        documents,
+        starts,
+        stops,
+        targeted,
+        reasons,
+        truncated,
+        split=n_split,
+        dropped_pieces=pieces_dropped,
+        dropped_piece_tokens=tokens_dropped,
+        carried=CutSoFar(base),
+    )
 
 
 def _cut_pairs(
-    batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong, max_prompt: int | None
+    batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong, max_prompt: int | None, base: int
 ) -> Segments:
     """Keep the pairs of documents that fit into a row, or cut them; both documents of a pair are treated alike."""
     segments = _Columns(3 + (max_prompt is not None))
     dropped = {TOO_LONG: 0, NO_TARGET: 0}
-    base = truncated = cut_prompts = 0
+    truncated = cut_prompts = 0
     for batch in batches:
         before, offsets = _trained_before(batch)
         skipped = np.zeros(len(offsets) - 1, dtype=np.int64)
@@ -152,7 +203,7 @@ def _cut_pairs(
     reasons = {reason: count for reason, count in dropped.items() if count}
     documents, stops, targeted, *rest = segments.done()
     begins = rest[0] if rest else np.broadcast_to(np.uint32(0), len(stops))
-    return Segments(documents, begins, stops, targeted, reasons, truncated, cut_prompts, each=2)
+    return Segments(documents, begins, stops, targeted, reasons, truncated, cut_prompts, each=2, carried=CutSoFar(base))
 
 
 def _prompts(before: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -161,13 +212,17 @@ def _prompts(before: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> n
     return np.where(before[offsets[1:]] > before[offsets[:-1]], first - offsets[:-1], 0)
 
 
-def in_order(batches: Iterator[pa.RecordBatch], max_length: int) -> Segments:
+def in_order(batches: Iterator[pa.RecordBatch], max_length: int, carried: CutSoFar = _NOTHING) -> Segments:
     """Cut documents, end to end in their order, wherever a row is full: the segments of every full row.
 
-    Left out are what comes after the last one, and rows without a trained target. DataError as for `cut`.
+    Left out are what comes after the last one, which is carried on, and rows without a trained target. DataError as for
+    `cut`.
     """
     columns = _Columns(4)
-    base = seen = n_split = 0
+    base, seen, n_split = carried.documents, 0, 0
+    if carried.row:
+        columns.append(carried.row)
+        seen = int((carried.row[1] - carried.row[3]).sum())
     for batch in batches:
         before, offsets = _trained_before(batch)
         lengths = np.diff(offsets)
@@ -189,8 +244,9 @@ def in_order(batches: Iterator[pa.RecordBatch], max_length: int) -> Segments:
     learned[seen // max_length :] = False
     kept = learned[row]
     bounds = np.append(0, np.flatnonzero(after[kept] % max_length == 0) + 1)
+    begun = tuple(column[row == seen // max_length] for column in (documents, stops, targeted, starts))
     documents, stops, targeted, starts = (column[kept] for column in (documents, stops, targeted, starts))
-    return Segments(documents, starts, stops, targeted, split=n_split, rows=bounds)
+    return Segments(documents, starts, stops, targeted, split=n_split, rows=bounds, carried=CutSoFar(base, begun))
 
 
 def pair_limit(max_length: int, shorter: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -281,7 +337,7 @@ class _Columns:
         self._columns = [np.empty(0, dtype=np.uint32) for _ in range(count)]
         self._length = 0
 
-    def append(self, values: tuple[npt.NDArray[np.int64], ...]) -> None:
+    def append(self, values: tuple[npt.NDArray[np.integer], ...]) -> None:
         stop = self._length + len(values[0])
         for column, part in zip(self._columns, values, strict=True):
             if stop > len(column):

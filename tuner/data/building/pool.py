@@ -42,7 +42,7 @@ WINDOW = 3
 """Items for each worker that are taken ahead of the answer that is due."""
 END_S = 5.0
 """Seconds that workers have to end after their sockets closed, before they are killed."""
-_QUIET = {
+QUIET = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
@@ -223,4 +223,4 @@ def _environment() -> dict[str, str]:
     """The environment of a worker: this process's module path, without the directory it happens to be in."""
     root = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join([root, *(entry for entry in sys.path if entry and entry != root)])
-    return {**os.environ, **_QUIET, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    return {**os.environ, **QUIET, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

@@ -58,8 +58,13 @@ def lengths_that_keep(documents: Path, shares: Sequence[float], each: int = 1) -
 
     Where an example is `each` neighbours, of the examples, which need the sum of their lengths.
     """
-    lengths = np.sort(np.concatenate([part.reshape(-1, each).sum(axis=1) for part in _lengths(documents)]))
-    return tuple(int(lengths[int(np.ceil(share * len(lengths))) - 1]) for share in shares)
+    often_each = Counter[int]()
+    for part in _lengths(documents):
+        found = np.unique(part.reshape(-1, each).sum(axis=1), return_counts=True)
+        often_each.update(dict(zip(*(column.tolist() for column in found), strict=True)))
+    lengths, often = np.array(sorted(often_each.items())).T
+    after = np.cumsum(often)
+    return tuple(int(lengths[np.searchsorted(after, np.ceil(share * after[-1]))]) for share in shares)
 
 
 def kept_by(lengths: Sequence[int]) -> str:

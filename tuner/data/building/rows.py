@@ -6,6 +6,7 @@ Imported where the cache lacks the rows of a spec.
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ from tuner.config.methods import ExampleKind
 from tuner.data.building.cache import build_once
 from tuner.data.building.documents import REJECTS, build_documents
 from tuner.data.building.encoded import digest, record_batches
-from tuner.data.building.pack import cut, in_order, row_batches
+from tuner.data.building.pack import cut, in_order
 from tuner.data.building.report import WHOLE, kept_by, lengths_that_keep, raised
+from tuner.data.building.rows_file import segments_of, write_rows
 from tuner.data.building.spec import PreparedKeys, PrepareSpec
 from tuner.data.encoding.compared import answers_of
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.id_probes import ID_PROBES, IdProbe, id_probe, write_probes
-from tuner.data.prepared import PARTNERS_SCHEMA, ROWS_SCHEMA, arrow, view
+from tuner.data.prepared import PARTNERS_SCHEMA, arrow, view
 from tuner.data.reading.blocks import blocks, examples_of
 from tuner.data.reading.problems import RecordProblem
 from tuner.data.reading.records import Conversation, Example, PlainText, PromptCompletion, Tokens
@@ -90,35 +92,17 @@ def _linked_name(name: str) -> str:
 
 
 def _write_rows(spec: PrepareSpec, tmp: Path, split: str, sources: Sequence[int]) -> dict[str, Any]:
-    each = spec.examples.documents
-    documents = record_batches(tmp / f"{split}.documents.arrow")
+    documents, max_length = tmp / f"{split}.documents.arrow", spec.max_length
+    most, least = spec.data.max_prompt_length, spec.data.min_piece_length or 0
+    cuts = partial(cut, max_length=max_length, too_long=spec.too_long, each=spec.examples.documents)
+    cuts = partial(cuts, max_prompt=most, min_piece=least)
     if spec.data.rows == "cut":
-        segments = in_order(documents, spec.max_length)
-    else:
-        most, least = spec.data.max_prompt_length, spec.data.min_piece_length or 0
-        segments = cut(documents, spec.max_length, spec.too_long, each, max_prompt=most, min_piece=least)
-    n_rows = 0
-    path = str(tmp / f"{split}.rows.arrow")
-    with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, ROWS_SCHEMA) as writer:
-        for batch in row_batches(segments, spec.max_length, spec.data.packs_rows, sources=sources):
-            writer.write_batch(batch)
-            n_rows += batch.num_rows
-    if spec.examples.kind == "unpaired" and n_rows:
-        write_partners(tmp / f"{split}.documents.arrow", tmp / f"{split}.partners.arrow")
-    tokens = int(segments.tokens.sum(dtype=np.int64))
-    return {
-        "packed_rows": n_rows,
-        "packed_documents": (1 + int(np.count_nonzero(np.diff(segments.document)))) // each if n_rows else 0,
-        "packed_tokens": tokens,
-        "packed_trained": int(segments.trained.sum(dtype=np.int64)),
-        "fill": round(tokens / (n_rows * spec.max_length), 6) if n_rows else 0.0,
-        "dropped_rows": segments.dropped,
-        "truncated": segments.truncated,
-        **({"cut_prompts": segments.cut_prompts} if segments.cut_prompts else {}),
-        "split": segments.split,
-        "dropped_pieces": segments.dropped_pieces,
-        "dropped_piece_tokens": segments.dropped_piece_tokens,
-    }
+        cuts = partial(in_order, max_length=max_length)
+    segments = segments_of(record_batches(documents), max_length, cuts)
+    report = write_rows(tmp / f"{split}.rows.arrow", segments, max_length, spec.data.packs_rows, sources)
+    if spec.examples.kind == "unpaired" and report["packed_rows"]:
+        write_partners(documents, tmp / f"{split}.partners.arrow")
+    return report
 
 
 def _nothing_left(

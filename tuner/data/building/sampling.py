@@ -1,7 +1,8 @@
 """The splits of prepared data, and which documents are trained on and how often, and which are held out.
 
 The choice is a pure function of counts, hashes and the seed. A document is known by its digest, 128 bits of its token
-ids' hash, as uint64[2]. Everything is a numpy table: no Python object stands for a document.
+ids' hash, as uint64[2]. Everything is a numpy table: no Python object stands for a document, and what is known of each
+lies in a file, of which the system may take the pages back.
 """
 
 import hashlib
@@ -9,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +18,14 @@ import numpy.typing as npt
 from tuner.config.duration import Duration
 from tuner.data.building.encoded import TABLE, Counts, Tally
 from tuner.data.building.spec import Source
+from tuner.data.mixed_order import mixed
 from tuner.errors import DataError
 
 Digests = npt.NDArray[np.uint64]
 """uint64[documents, 2]"""
 _MASK64 = (1 << 64) - 1
 _CHUNK = 1 << 16
+_AT_ONCE = 1 << 25
 _MOST = 2**31 - 1
 _SAMPLE_STREAM = 1 << 63
 """Philox keys of samples are apart from those of epochs, which count from 0."""
@@ -50,14 +53,28 @@ def copies(source: Source, documents: int, seed: int, number: int) -> npt.NDArra
 
 
 def distinct(*digests: Digests) -> int:
-    """The number of different documents in all tables together; takes 8 or 16 bytes a document of its own."""
-    first = np.concatenate([table[:, 0] for table in digests])
+    """The number of different documents in all tables together.
+
+    Takes 8 or 16 bytes a document of its own, of as many documents as are compared `_AT_ONCE`: those whose digests have
+    the same first bits.
+    """
+    bits = (sum(map(len, digests)) // _AT_ONCE).bit_length()
+    return sum(_distinct(digests, top, np.uint64(64 - bits)) for top in range(1 << bits))
+
+
+def _distinct(digests: Sequence[Digests], top: int, shift: np.uint64) -> int:
+    """The number of different documents whose first half, shifted, is `top`: by 64 bits, of all of them."""
+    if shift == 64:
+        first = np.concatenate([table[:, 0] for table in digests])
+    else:
+        halves = (table[start : start + _CHUNK, 0] for table in digests for start in range(0, len(table), _CHUNK))
+        first = np.concatenate([chunk[chunk >> shift == top] for chunk in halves])
     first.sort()
     is_new = np.ones(len(first), dtype=np.bool_)
     np.not_equal(first[1:], first[:-1], out=is_new[1:])
-    halves = int(np.count_nonzero(is_new))
-    if halves == len(first):
-        return halves
+    different = int(np.count_nonzero(is_new))
+    if different == len(first):
+        return different
     # What shares its first half with another differs from it in the second half, or not at all.
     again = first[:-1][is_new[:-1] & ~is_new[1:]]
     del first, is_new
@@ -65,7 +82,7 @@ def distinct(*digests: Digests) -> int:
     for part, at in _found(digests, again):
         second[at] = part[:, 1]
     others = {tuple(pair) for part, at in _found(digests, again) for pair in part[part[:, 1] != second[at]].tolist()}
-    return halves + len(others)
+    return different + len(others)
 
 
 def _found(digests: Sequence[Digests], ordered: npt.NDArray[np.uint64]) -> Iterator[tuple[Digests, npt.NDArray[Any]]]:
@@ -126,7 +143,7 @@ def _keyed_groups(digests: Digests, seed: int) -> tuple[npt.NDArray[np.int64], n
     hashed = np.empty(len(digests), dtype=np.uint64)
     for start in range(0, len(digests), _CHUNK):
         part = digests[start : start + _CHUNK]
-        hashed[start : start + _CHUNK] = _mixed(_mixed(part[:, 0] ^ key[0]) ^ part[:, 1] ^ key[1])
+        hashed[start : start + _CHUNK] = mixed(mixed(part[:, 0] ^ key[0]) ^ part[:, 1] ^ key[1])
     order = np.argsort(hashed, kind="stable").astype(np.int64, copy=False)
     hashed = hashed[order]
     # Two different documents of one hash would merely stay together.
@@ -156,25 +173,17 @@ def _with_records(
     return order, np.unique(joined, return_counts=True)[1]
 
 
-def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): every bit of the input reaches every bit of the output."""
-    mixed = words + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
 @dataclass
 class SampledSplit:
     """The documents of `data.train` or `data.eval` as they are read: counts of sources, tables of bundles."""
 
     name: str
     sources: Sequence[Source]
+    table: IO[bytes]
+    """The tables of all bundles so far."""
     holds_out: bool = False
     """Whether documents are held out of it."""
     counts: list[Counts] = field(default_factory=list)
-    table: bytearray = field(default_factory=bytearray)
-    """The tables of all bundles so far, as bytes: they grow in place."""
     tally: Tally = field(default_factory=Tally)
     size: int = 0
     first_bad: DataError | None = None
@@ -208,6 +217,11 @@ class SampledSplit:
 
     def taken(self, seed: int) -> "SplitSelection":
         """The documents as the shares of its sources say."""
+        size = self.table.tell() // TABLE.itemsize
+        self.table.flush()
+        table = np.asarray(np.memmap(self.table, TABLE, "r", shape=(size,)) if size else np.empty(0, TABLE))
+        if not self.by_source:
+            return SplitSelection(table, np.broadcast_to(np.int32(1), size))
         base = _EVAL_SOURCES if self.name == "eval" else 0
         often = [
             copies(source, counts.documents, seed, base + number)
@@ -215,7 +229,7 @@ class SampledSplit:
             else copies(source, counts.documents, source.seed, base)
             for number, (source, counts) in enumerate(zip(self.sources, self.counts, strict=True))
         ]
-        return SplitSelection(np.frombuffer(self.table, dtype=TABLE), np.concatenate(often))
+        return SplitSelection(table, np.concatenate(often))
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,13 @@ from tuner.config.duration import Duration
 from tuner.config.portions import Portion
 from tuner.data.building.repetition import Repetition
 from tuner.data.encoding.tokenizer import TextTokenizer
-from tuner.data.encoding.tokenizer_files import cache_root, load_tokenizer, tokenizer_directory
+from tuner.data.encoding.tokenizer_files import load_tokenizer, tokenizer_directory
 from tuner.data.portions import first_portion
 from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError, RecipeError
 from tuner.runtime.dist import cores
 from tuner.runtime.files import read_json
+from tuner.stages import cache_root
 
 if TYPE_CHECKING:
     from tuner.config.methods import Examples, Method
@@ -75,7 +76,9 @@ class PrepareSpec:
         return f"{self.data.portions.noun if self.data.portions else 'portion'} {portion.name}"
 
     def workers(self, expected: int) -> int:
-        """Processes that encode so many bytes of records."""
+        """Processes that encode so many bytes of records; on Ray 0 where that is as many as the cluster has."""
+        if self.data.engine == "ray":
+            return 0 if self.data.workers == "auto" else self.data.workers
         return 1 if expected < MANY_BYTES else cores() if self.data.workers == "auto" else self.data.workers
 
 

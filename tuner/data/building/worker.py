@@ -28,7 +28,7 @@ _ALONE = "alone"
 
 def main() -> None:
     """Be the process that forks into the workers, or one that could not be forked from it."""
-    warnings.showwarning = lambda text, kind, file, line, *_: _heard.append(python_warning(text, kind, file, line))
+    hear()
     with calm_collector():
         answer = _started()
         if sys.argv[1] == _ALONE:
@@ -90,7 +90,7 @@ def _serve(socket: int, answer: Callable[[Any], Any]) -> NoReturn:
         try:
             message = _message(answer(ForkingPickler.loads(items.get())), None)
         except Exception as error:  # whatever it is, the parent decides
-            message = _message(None, _portable(error))
+            message = _message(None, portable(error))
         try:
             connection.send_bytes(message)
         except OSError:
@@ -108,12 +108,22 @@ def _receive(connection: "Connection[Any, Any]", items: "SimpleQueue[bytes]") ->
 
 def _message(answer: Any, error: Exception | None) -> Any:
     """An answer or an error, and what was warned of meanwhile, as they are sent."""
-    message = ForkingPickler.dumps(((answer, error), _heard))
+    return ForkingPickler.dumps(((answer, error), heard()))
+
+
+def hear() -> None:
+    """Keep what Python warns of from here on."""
+    warnings.showwarning = lambda text, kind, file, line, *_: _heard.append(python_warning(text, kind, file, line))
+
+
+def heard() -> list[str]:
+    """What was warned of since this was asked last."""
+    found = _heard.copy()
     _heard.clear()
-    return message
+    return found
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """The error as the parent can receive it, with the worker's traceback as a note."""
     trace = "".join(traceback.format_exception(error))
     try:

@@ -41,6 +41,7 @@ from tuner.runtime.files import (
     write_atomic,
 )
 from tuner.runtime.lock import FileLock
+from tuner.stages import cache_root
 
 if TYPE_CHECKING:
     from tuner.config.recipe import TokenizerSection
@@ -350,11 +351,6 @@ def _model_config(model_path: str, revision: str | None) -> bytes | None:
     with suppress(DataError, MachineError):
         return _config(tokenizer_directory(model_path, revision))
     return None
-
-
-def cache_root() -> Path:
-    """Return $TUNER_CACHE, else ~/.cache/tuner."""
-    return Path(os.environ.get("TUNER_CACHE") or "~/.cache/tuner").expanduser()
 
 
 def _model_eos_ids(directory: Path) -> list[int]:

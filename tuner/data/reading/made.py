@@ -4,8 +4,6 @@ The code runs once in a process, where the data are looked for or prepared. With
 called with the same arguments, what it yielded is kept under that key, and it runs again only where the key is another.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

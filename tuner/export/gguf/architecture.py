@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 _SUFFIXES = (".weight", ".bias")
 _OF_YARN = {"attention_factor": None, "mscale": None, "mscale_all_dim": None, "beta_fast": 32, "beta_slow": 1}
 """What llama.cpp takes where a file says nothing."""
-BOUND = 1e-4
-"""Nats by which a log-probability may differ at float32 where the family's row says nothing."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,9 @@ class Architecture:
         return str(self.row["architecture"])
 
     @property
-    def bound(self) -> float:
-        """Nats by which a log-probability may differ at float32."""
-        return float(self.row.get("bound", BOUND))
+    def reads_a_table(self) -> bool:
+        """Whether llama.cpp reads its activation off a table of float16."""
+        return bool(self.row.get("table"))
 
     @property
     def context(self) -> int:
@@ -135,21 +133,29 @@ class Architecture:
 
         Raises RecipeError for one that has no place in llama.cpp's model.
         """
-        names = gguf.get_tensor_name_map(_ARCHITECTURES[self.name], int(self.facts["num_hidden_layers"]))
         placed: dict[str, TensorSource] = {}
         for name, source in _stacked(published).items():
-            if name == "lm_head.weight" and self.facts.get("tie_word_embeddings"):
-                continue
-            if (parts := self._columns(name, source)) is not None:
-                placed |= parts
-                continue
-            target = names.get_name(name, try_suffixes=_SUFFIXES)
-            if target is None:
-                raise RecipeError(f"{name}: has no place in llama.cpp's {self.name}: the model cannot be written")
-            placed[target if target.endswith(_SUFFIXES) else f"{target}.weight"] = self._laid_out(name, source)
+            if name != "lm_head.weight" or not self.facts.get("tie_word_embeddings"):
+                placed |= self.placed(name, source)
         if self.facts["rope"].get("rope_type") == "llama3":
             placed["rope_freqs.weight"] = held_tensor(_factors(self.facts["rope"], self.facts["rotary_dim"]))
         return placed
+
+    def placed(self, name: str, source: TensorSource) -> dict[str, TensorSource]:
+        """One published tensor, or B of its adapter, by its name in the file, or by those of its parts.
+
+        Raises RecipeError where it has no place in llama.cpp's model.
+        """
+        if (parts := self._columns(name, source)) is not None:
+            return parts
+        target = self._names.get_name(name, try_suffixes=_SUFFIXES)
+        if target is None:
+            raise RecipeError(f"{name}: has no place in llama.cpp's {self.name}: the model cannot be written")
+        return {target if target.endswith(_SUFFIXES) else f"{target}.weight": self._laid_out(name, source)}
+
+    @cached_property
+    def _names(self) -> Any:
+        return gguf.get_tensor_name_map(_ARCHITECTURES[self.name], int(self.facts["num_hidden_layers"]))
 
     def _columns(self, name: str, source: TensorSource) -> dict[str, TensorSource] | None:
         """What the columns of one tensor of experts are in the file; None for another tensor."""

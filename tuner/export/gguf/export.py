@@ -6,22 +6,23 @@ import importlib.metadata
 import importlib.util
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tuner
 from tuner.errors import MachineError, RecipeError
-from tuner.export.gguf import file
+from tuner.export.gguf import file, kquants, lora, modelfile
 from tuner.export.gguf.architecture import Architecture
-from tuner.export.gguf.proof import Figures, Prompts, Texts, fixed, prompts_of, prove, texts_of
+from tuner.export.gguf.gelu import read_off_a_table
+from tuner.export.gguf.proof import Figures, fixed, prompts_of, prove, texts_of
 from tuner.export.gguf.source import GgufSource, load_tokenizer
 from tuner.export.gguf.vocabulary import named_for, vocabulary
 from tuner.export.hf import temporary
 from tuner.export.tensors import OpenFiles
 from tuner.export.write import quiet
-from tuner.runtime.files import fsync_dir, machine_errors
+from tuner.runtime.files import fsync_dir, machine_errors, publish_dir
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class GgufReport:
     """At f32, which proves names, layouts and keys."""
     figures: Figures | None
     """Of the file's own type."""
+    files: int = 1
+    modelfile: modelfile.Modelfile | None = None
 
     def proof(self) -> str:
         """What was found, for people."""
@@ -59,73 +62,136 @@ class GgufReport:
         return None if self.type in file.PLAIN else (file.TYPES[at - 1] if self.type != "q8_0" else "bf16")
 
 
-def export_gguf(source: GgufSource, kind: str, output: Path | None = None, verify: bool = True) -> GgufReport:
+@dataclass(frozen=True)
+class _Made:
+    """What the files of a source are made of."""
+
+    source: GgufSource
+    architecture: Architecture
+    words: Mapping[str, Any]
+    """The keys of its tokenizer."""
+    metadata: Mapping[str, Any]
+
+    def write(self, path: Path, kind: str, shard_bytes: int | None) -> list[Path]:
+        """Write the model, or its adapter by itself."""
+        if not self.source.is_adapter:
+            return self.write_model(path, kind, shard_bytes)
+        with OpenFiles() as files:
+            base = self.architecture.tensors(self.source.tensors(files))
+            keys, tensors = lora.adapter(self.architecture, self.source.low_rank(files), base)
+            return file.write_gguf(path, self.architecture.name, {**keys, **self.metadata}, tensors, kind)
+
+    def write_model(self, path: Path, kind: str, shard_bytes: int | None = None) -> list[Path]:
+        """Write the whole model: of an adapter what it was trained on."""
+        with OpenFiles() as files:
+            published = self.source.tensors(files)
+            keys = {**self.architecture.keys(published), **self.words, **self.metadata}
+            tensors = self.architecture.tensors(published)
+            return file.write_gguf(path, self.architecture.name, keys, tensors, kind, shard_bytes)
+
+
+def export_gguf(  # noqa: PLR0913, PLR0917 - one parameter for each option
+    source: GgufSource,
+    kind: str,
+    output: Path | None = None,
+    verify: bool = True,
+    shard_bytes: int | None = None,
+    for_ollama: bool = False,
+) -> GgufReport:
     """Write, prove and publish. The target must not exist.
 
-    Raises RecipeError where llama.cpp has no such model, and VerificationError, with nothing published, where it
-    answers otherwise than the trained one.
+    Files of at most ``shard_bytes`` each are published in one directory. ``for_ollama`` writes a Modelfile next to a
+    single file. Raises RecipeError where llama.cpp has no such model, and VerificationError, with nothing published,
+    where it answers otherwise than the trained one.
     """
     started = time.perf_counter()
-    _require_libraries(verify)
+    _require_libraries(kind, verify)
     target = output or source.default_output(kind)
-    _require_free(target)
+    _require_choices(source, kind, target, shard_bytes, for_ollama)
     with quiet(), source.held():
         architecture = Architecture.of(source.config)
         tokenizer = load_tokenizer(source.tokenizer_directory)
         ends, recorded = source.ends(tokenizer), source.texts()
         sample = [*fixed()[0], *(str(each["text"]) for each in recorded)]
-        keys = vocabulary(tokenizer, architecture.facts["vocab_size"], ends, sample)
-        keys |= _metadata(source, tokenizer, verify)
-        exact = figures = None
+        words = vocabulary(tokenizer, architecture.facts["vocab_size"], ends, sample)
+        made = _Made(source, architecture, words, _metadata(source, tokenizer, verify))
         with temporary(target) as directory:
-            made = directory / target.name
+            exact = figures = None
             if verify:
                 texts = texts_of(tokenizer, recorded, ends, source.tokenizer_directory)
-                prompts = prompts_of(texts, source.reference(), recorded, architecture.context)
-                exact = _proven(source, architecture, keys, made, "f32", texts, prompts)
-                figures = exact if kind == "f32" else _proven(source, architecture, keys, made, kind, texts, prompts)
-            else:
-                _write(source, architecture, keys, made, kind)
-            _require_free(target)
-            with machine_errors(target):
-                os.rename(made, target)
-                fsync_dir(target.parent)
-    size = target.stat().st_size
-    return GgufReport(target, kind, architecture.name, size, time.perf_counter() - started, exact, figures)
+                reference = source.reference()
+                if architecture.reads_a_table:
+                    reference = read_off_a_table(reference)
+                prompts = prompts_of(texts, reference, recorded, architecture.context)
+                base = made.write_model(directory / "base.gguf", "f32")[0] if source.is_adapter else None
+            for each in dict.fromkeys(("f32", kind) if verify else (kind,)):
+                (directory / target.name).unlink(missing_ok=True)
+                files = made.write(directory / target.name, each, shard_bytes if each == kind else None)
+                if verify:
+                    adapter = files[0] if source.is_adapter else None
+                    figures = prove(directory, base or files[0], each, texts, prompts, adapter)
+                    exact = exact or figures
+            model = modelfile.modelfile(target.name, tokenizer, words, ends) if for_ollama else None
+            published = _publish(files, target, model)
+    return GgufReport(
+        published[0],
+        kind,
+        architecture.name,
+        sum(path.stat().st_size for path in published),
+        time.perf_counter() - started,
+        exact,
+        figures,
+        len(published),
+        model,
+    )
 
 
-def _proven(  # noqa: PLR0913, PLR0917 - what a proof is about
-    source: GgufSource,
-    architecture: Architecture,
-    keys: Mapping[str, Any],
-    path: Path,
-    kind: str,
-    texts: Texts,
-    prompts: Prompts,
-) -> Figures:
-    """Write the file in one type, in place of what was there, and hold llama.cpp's answers against the model's."""
-    path.unlink(missing_ok=True)
-    _write(source, architecture, keys, path, kind)
-    return prove(path.parent, path, kind, texts, prompts, architecture.bound)
+def _publish(files: Sequence[Path], target: Path, model: modelfile.Modelfile | None) -> list[Path]:
+    """Give what was made its name, by one rename; returns where the files are now."""
+    made = files[0] if len(files) == 1 else files[0].parent
+    final = target if len(files) == 1 else target.with_name(made.name)
+    _require_free(final)
+    if len(files) > 1:
+        publish_dir(made, final)
+        return [final / path.name for path in files]
+    with machine_errors(final):
+        os.rename(made, final)
+        fsync_dir(final.parent)
+    if model is not None:
+        model.write(target)
+    return [final]
 
 
-def _write(source: GgufSource, architecture: Architecture, keys: Mapping[str, Any], path: Path, kind: str) -> None:
-    with OpenFiles() as files:
-        published = source.tensors(files)
-        keys = {**architecture.keys(published), **keys}
-        file.write_gguf(path, architecture.name, keys, architecture.tensors(published), kind)
+def _require_choices(
+    source: GgufSource, kind: str, target: Path, shard_bytes: int | None, for_ollama: bool
+) -> None:
+    """Raise RecipeError where a target is there, or options do not go together."""
+    if source.is_adapter and kind not in file.PLAIN:
+        raise RecipeError(f"--type {kind}: an adapter's ranks do not fill blocks", hint="write --type bf16")
+    if for_ollama and (source.is_adapter or shard_bytes):
+        raise RecipeError("--modelfile is written next to one file of a whole model", hint="leave out --modelfile")
+    if source.is_adapter and shard_bytes:
+        raise RecipeError("--shard-size: an adapter is one file", hint="leave out --shard-size")
+    _require_free(target)
+    if shard_bytes:
+        _require_free(target.with_name(target.name.removesuffix(".gguf")))
+    if for_ollama:
+        _require_free(modelfile.place(target))
 
 
-def _metadata(source: GgufSource, tokenizer: Any, verify: bool) -> dict[str, str]:
+def _metadata(source: GgufSource, tokenizer: Any, verify: bool) -> dict[str, Any]:
     proof = f"llama.cpp of xllamacpp {importlib.metadata.version('xllamacpp')}" if verify else "not verified"
     name = named_for(source.lineage["general.name"], tokenizer)
     return {**source.lineage, "general.name": name, "tuner.version": tuner.__version__, "tuner.verified": proof}
 
 
-def _require_libraries(verify: bool) -> None:
-    for name in ("gguf", *(["xllamacpp"] if verify else [])):
+def _require_libraries(kind: str, verify: bool) -> None:
+    is_k = kind in kquants.mixes()
+    for name in ("gguf", *(["xllamacpp"] if verify or is_k else [])):
         if importlib.util.find_spec(name) is None:
             raise MachineError(f"the library {name} is missing", hint="install it: pip install gguf xllamacpp")
+    if is_k:
+        kquants.quantizer()
 
 
 def _require_free(target: Path) -> None:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gguf
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from tuner.checkpoint.storage import tensor_bytes
+from tuner.export.gguf import kquants
 from tuner.export.gguf.architecture import Number
 from tuner.export.shards import FLUSH_BYTES
 from tuner.export.tensors import TensorSource
@@ -21,8 +22,15 @@ from tuner.runtime.files import machine_errors
 
 PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 ROUNDED = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4")
-"""Types of blocks, the closest to the trained weights first."""
-TYPES = (*PLAIN, *ROUNDED)
+"""Types of blocks of 32, which need no llama.cpp."""
+TYPES = (
+    *PLAIN, "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "iq4_nl", "iq4_xs", "q4_1", "q4_0",
+    "mxfp4", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
+)  # fmt: skip
+"""Of files; those of blocks with the closest to the trained weights first."""
+_OF_FILE, _OF_TENSOR = 512, 128
+"""Bytes, more than enough, of what every file says of itself, and of each tensor besides its name."""
+_SMALL = ("split.no", "split.count")
 _HEADS = ("token_embd.weight", "output.weight")
 _ALWAYS_F32 = ("norm.weight", "ffn_gate_inp.weight", "shortconv.conv.weight", "attn_sinks.weight", "rope_freqs.weight")
 
@@ -41,22 +49,78 @@ def type_of(name: str, shape: tuple[int, ...], wanted: str) -> str:
     return "q8_0" if name in _HEADS else wanted
 
 
-def write_gguf(
-    path: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, TensorSource], wanted: str
+def write_gguf(  # noqa: PLR0913, PLR0917 - what a file is
+    path: Path,
+    architecture: str,
+    keys: Mapping[str, Any],
+    tensors: Mapping[str, TensorSource],
+    wanted: str,
+    shard_bytes: int | None = None,
+) -> list[Path]:
+    """Write a new file and flush it, or several of at most ``shard_bytes``, a larger tensor alone; returns them.
+
+    Several lie in a directory of the file's name without `.gguf`, named as llama.cpp reads them. Raises MachineError,
+    and what the tensors' sources raise.
+    """
+    keys = {**keys, "general.quantization_version": gguf.GGML_QUANT_VERSION, "general.file_type": _file_type(wanted)}
+    types = {name: type_of(name, source.shape, wanted) for name, source in tensors.items()}
+    if wanted in kquants.mixes():
+        matrices = {name: source.shape for name, source in tensors.items() if types[name] != "f32"}
+        types |= kquants.mixed(matrices, keys, wanted)
+    sizes = {name: _nbytes(types[name], source.shape) for name, source in tensors.items()}
+    groups = _cut(sizes, shard_bytes, _header_bytes(keys))
+    if len(groups) == 1:
+        _write_file(path, architecture, keys, {name: tensors[name] for name in groups[0]}, types)
+        return [path]
+    stem = path.name.removesuffix(".gguf")
+    directory = path.with_name(stem)
+    with machine_errors(directory):
+        directory.mkdir()
+    paths = [directory / f"{stem}-{at + 1:05d}-of-{len(groups):05d}.gguf" for at in range(len(groups))]
+    for at, (each, group) in enumerate(zip(paths, groups, strict=True)):
+        own = (keys if at == 0 else {}) | {"split.no": at, "split.count": len(groups)}
+        own |= {"split.tensors.count": len(tensors)}
+        _write_file(each, architecture, own, {name: tensors[name] for name in group}, types)
+    return paths
+
+
+def _cut(sizes: Mapping[str, int], limit: int | None, header: int) -> list[list[str]]:
+    """The names, in their order, in groups whose files are within the limit; the first has the header's keys."""
+    groups, used = [list[str]()], header
+    for name, size in sizes.items():
+        needed = size + len(name) + _OF_TENSOR
+        if limit is not None and groups[-1] and used + needed > limit:
+            groups.append([])
+            used = _OF_FILE
+        groups[-1].append(name)
+        used += needed
+    return groups
+
+
+def _header_bytes(keys: Mapping[str, Any]) -> int:
+    """At most so many bytes of a file are its keys."""
+    items = (item for value in keys.values() for item in (value if isinstance(value, list) else [value]))
+    return _OF_FILE + 32 * len(keys) + sum(map(len, keys)) + sum(8 + len(str(item).encode()) for item in items)
+
+
+def _nbytes(kind: str, shape: tuple[int, ...]) -> int:
+    block, size = gguf.GGML_QUANT_SIZES[Type[kind.upper()]]
+    return math.prod(shape) // block * size
+
+
+def _write_file(
+    path: Path,
+    architecture: str,
+    keys: Mapping[str, Any],
+    tensors: Mapping[str, TensorSource],
+    types: Mapping[str, str],
 ) -> None:
-    """Write a new file and flush it. Raises MachineError, and what the tensors' sources raise."""
     writer = gguf.GGUFWriter(None, architecture)
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_file_type(_file_type(wanted))
     for key, value in keys.items():
         _add(writer, key, value)
-    types = {name: type_of(name, source.shape, wanted) for name, source in tensors.items()}
     for name, source in tensors.items():
-        kind = Type[types[name].upper()]
-        block, size = gguf.GGML_QUANT_SIZES[kind]
-        count = math.prod(source.shape)
-        shape: Any = source.shape
-        writer.add_tensor_info(name, shape, np.dtype("float32"), count // block * size, raw_dtype=kind)
+        kind, shape = Type[types[name].upper()], cast("Any", source.shape)
+        writer.add_tensor_info(name, shape, np.dtype("float32"), _nbytes(types[name], shape), raw_dtype=kind)
     with machine_errors(path):
         writer.write_header_to_file(path)
         try:
@@ -89,7 +153,10 @@ def _blocks(source: TensorSource, kind: str) -> Iterator[memoryview]:
         yield from (tensor_bytes(block) for block in source.blocks(PLAIN[kind]))
         return
     for block in source.blocks(torch.float32):
-        yield gguf.quants.quantize(block.contiguous().numpy(), Type[kind.upper()]).reshape(-1).data
+        if kind in ROUNDED:
+            yield gguf.quants.quantize(block.contiguous().numpy(), Type[kind.upper()]).reshape(-1).data
+        else:
+            yield kquants.quantized(block, kind)
 
 
 def _file_type(wanted: str) -> int:
@@ -101,6 +168,10 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     match value:
         case bool():
             writer.add_bool(key, value)
+        case int() if key in _SMALL:
+            writer.add_uint16(key, value)
+        case int() if key == "split.tensors.count":
+            writer.add_int32(key, value)
         case int():
             writer.add_uint32(key, value)
         case Number():

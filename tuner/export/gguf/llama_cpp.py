@@ -32,8 +32,15 @@ def asked(directory: Path, model: Path, questions: Mapping[str, Any], seconds: f
         except subprocess.TimeoutExpired:
             raise VerificationError(f"llama.cpp did not answer within {seconds:.0f} s; nothing was published") from None
     if code or not answers.is_file():
-        lines = (directory / "llama.log").read_text(errors="replace").splitlines()
-        why = next((line for line in lines if "error" in line.lower() or "GGML_ASSERT" in line), (lines or ["?"])[-1])
-        said = why.rpartition(" E ")[2].strip()  # without the time and the level
-        raise VerificationError(f"llama.cpp cannot use the file: {said}; nothing was published")
+        raise VerificationError(
+            f"llama.cpp cannot use the file: {said_in(directory / 'llama.log')}; nothing was published"
+        )
     return read_json(answers)
+
+
+def said_in(log: Path) -> str:
+    """The line of a log that says what went wrong, else its last one."""
+    lines = log.read_text(errors="replace").splitlines()
+    why = next((line for line in lines if "error" in line.lower() or "GGML_ASSERT" in line), (lines or ["?"])[-1])
+    of_template = next((f" {line}" for line in lines if line.startswith("Error: ")), "")
+    return why.rpartition(" E ")[2].strip() + of_template  # without the time and the level

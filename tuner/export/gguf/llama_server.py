@@ -1,8 +1,13 @@
-"""A file asked in llama.cpp: `python -m tuner.export.gguf.llama_server QUESTIONS` writes its answers next to them."""
+"""A file in llama.cpp, in a process of its own: `python -m tuner.export.gguf.llama_server [QUESTIONS]`.
+
+With a file of questions it writes its answers next to them; without, it reads a line that says what is to be served,
+prints the address, and serves until its standard input ends.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from http.client import HTTPConnection
@@ -15,22 +20,36 @@ from tuner.export.gguf.llama_cpp import ANSWERS
 from tuner.runtime.files import json_bytes, read_json, write_new
 
 
+def parameters_of(model: str, context: int, threads: int) -> Any:
+    """What llama.cpp loads a model with: one answer at a time, on the CPU."""
+    parameters: Any = xllamacpp.CommonParams()
+    parameters.model.path = model
+    parameters.n_ctx, parameters.n_parallel, parameters.port = context, 1, 0
+    parameters.n_gpu_layers, parameters.use_jinja, parameters.warmup = 0, True, False
+    parameters.fit_params, parameters.prefill_assistant = False, False
+    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
+    parameters.cpuparams.poll = parameters.cpuparams_batch.poll = 0  # a shared machine has better to do than wait
+    return parameters
+
+
+def address_of(server: Any) -> str:
+    """Where it listens, as HOST:PORT."""
+    return str(server.listening_address).removeprefix("http://")
+
+
 class Server:
     """A model that llama.cpp has loaded, asked over a local connection."""
 
-    def __init__(self, model: str, context: int, threads: int) -> None:
-        """Load it; the attention's cache is float32, as its model is in transformers."""
-        parameters: Any = xllamacpp.CommonParams()
-        parameters.model.path = model
-        parameters.n_ctx, parameters.n_parallel, parameters.port = context, 1, 0
-        parameters.n_gpu_layers, parameters.use_jinja, parameters.warmup = 0, True, False
-        parameters.fit_params, parameters.swa_full, parameters.prefill_assistant = False, True, False
+    def __init__(self, model: str, context: int, threads: int, adapter: str | None = None) -> None:
+        """Load it, and an adapter onto it; the attention's cache is float32, as its model is in transformers."""
+        parameters = parameters_of(model, context, threads)
+        parameters.swa_full = True
+        if adapter is not None:
+            parameters.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(adapter, 1.0)]
         parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
-        parameters.cpuparams.poll = parameters.cpuparams_batch.poll = 0  # a shared machine has better to do than wait
         self._server: Any = xllamacpp.Server(parameters)
-        self._connection = HTTPConnection(self._server.listening_address.removeprefix("http://"))
+        self._connection = HTTPConnection(address_of(self._server))
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """What it answers; `error` where it refuses."""
@@ -66,13 +85,15 @@ class Server:
 def main(job: Path) -> None:
     """Answer the questions of a file."""
     asks = read_json(job)
-    server = Server(asks["model"], asks["context"], asks["threads"])
+    server = Server(asks["model"], asks["context"], asks["threads"], asks.get("adapter"))
+    chats = [server.rendered(chat["messages"], chat.get("tools")) for chat in asks["chats"]]
     write_new(
         job.with_name(ANSWERS),
         json_bytes(
             {
                 "ids": [[server.ids(text, framed) for framed in (False, True)] for text in asks["texts"]],
-                "chats": [server.rendered(chat["messages"], chat.get("tools")) for chat in asks["chats"]],
+                "chats": chats,
+                "talks": [server.ids(chat, True) for chat in chats],
                 "ends": [server.ends(asks["prompts"][0], token) for token in asks["ends"]],
                 "answers": [server.continued(each, asks["tokens"], asks["top"]) for each in asks["prompts"]],
             }
@@ -80,5 +101,16 @@ def main(job: Path) -> None:
     )
 
 
+def serve() -> None:
+    """Serve what a line on standard input names, to who has its key, until standard input ends."""
+    job, answers = json.loads(sys.stdin.readline()), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # llama.cpp may write there
+    parameters = parameters_of(job["model"], job["context"], job["threads"])
+    parameters.api_keys, parameters.ui = [job["key"]], False
+    server: Any = xllamacpp.Server(parameters)
+    print(address_of(server), file=answers, flush=True)
+    sys.stdin.read()
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1])) if sys.argv[1:] else serve()

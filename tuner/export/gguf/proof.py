@@ -15,7 +15,9 @@ from ruamel.yaml import YAML
 
 from tuner.data.encoding.template import LoadedTemplates, unless_refused
 from tuner.errors import TunerError, VerificationError
+from tuner.export.gguf.gelu import other_steps
 from tuner.export.gguf.llama_cpp import asked
+from tuner.export.gguf.vocabulary import before_a_text, chats_begin_so
 
 N_TEXTS = 400
 """How many texts are made of the pieces of the fixed ones, besides these."""
@@ -24,6 +26,12 @@ ROUNDING = {"f16": 1e-3, "bf16": 1e-2}
 """Nats of KL a token that a type may cost before the file counts as another model."""
 BROKEN = 2.0
 """The same for types of blocks: no longer a rounding of the model."""
+BOUND = 1e-4
+"""Nats by which a log-probability may differ at float32, besides what steps of a table explain."""
+STEPS = 2.0
+"""How many times what the reference moves by itself, with other steps of its table, may explain."""
+LEAST = -80.0
+"""Below it a probability is nothing in float32, and its logarithm is not compared."""
 SHIFT = 2e-3
 """Nats by which all log-probabilities of a position may differ at float32: a sum of as many numbers as tokens."""
 TIE = 1e-3
@@ -39,6 +47,8 @@ class Texts:
     ids: Sequence[tuple[list[int], list[int]]]
     chats: Sequence[Mapping[str, Any]]
     rendered: Sequence[str]
+    talks: Sequence[list[int]]
+    """The ids of the rendered chats."""
     ends: Sequence[int]
     names: Sequence[str]
     """The tokens that end a turn."""
@@ -76,6 +86,8 @@ class Figures:
     tokens: int
     texts: int
     chats: int
+    steps: float = 0.0
+    """What log-probabilities of the trained model move where inputs of a table are read one step away, nats."""
 
 
 @cache
@@ -96,6 +108,8 @@ def texts_of(tokenizer: Any, recorded: Sequence[Mapping[str, Any]], ends: Sequen
     around = [f"{first}{token}{last}" for token in added[:64] for first, last in places]
     texts = [*(each["text"] for each in recorded), *made, *around]
     bare, framed = (tokenizer(texts, add_special_tokens=special)["input_ids"] for special in (False, True))
+    if not chats_begin_so(tokenizer):
+        framed = [ids[before_a_text(tokenizer) :] for ids in framed]
     every: list[dict[str, Any]] = [{"messages": each} for each in chats]
     every += [{"messages": each["messages"], "tools": each.get("tools")} for each in recorded if each.get("messages")]
     asks, rendered = list[Mapping[str, Any]](), list[str]()
@@ -109,15 +123,18 @@ def texts_of(tokenizer: Any, recorded: Sequence[Mapping[str, Any]], ends: Sequen
                 asks.append(chat)
                 rendered.append(text)
     names = tokenizer.convert_ids_to_tokens(list(ends))
-    return Texts(texts, list(zip(bare, framed, strict=True)), asks, rendered, ends, names, tokenizer.bos_token or "")
+    talks = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in rendered]
+    ids = list(zip(bare, framed, strict=True))
+    return Texts(texts, ids, asks, rendered, talks, ends, names, tokenizer.bos_token or "")
 
 
 def _rendered(render: Any, messages: Any) -> str | None:
     """A chat up to the assistant's turn; None where the template refuses it, as some do a system's message."""
     try:
-        return str(unless_refused(render, messages, True))
+        text = unless_refused(render, messages, True)
     except TunerError:
         return None
+    return None if text is None else str(text)
 
 
 def prompts_of(texts: Texts, model: torch.nn.Module, recorded: Sequence[Mapping[str, Any]], context: int) -> Prompts:
@@ -136,9 +153,12 @@ def prompts_of(texts: Texts, model: torch.nn.Module, recorded: Sequence[Mapping[
     return Prompts(prompts, model, limit + 2 * TOKENS)
 
 
-def prove(directory: Path, file: Path, kind: str, texts: Texts, prompts: Prompts, bound: float) -> Figures:
+def prove(
+    directory: Path, file: Path, kind: str, texts: Texts, prompts: Prompts, adapter: Path | None = None
+) -> Figures:
     """Ask llama.cpp and compare. Raises VerificationError naming the first thing that differs."""
     questions = {
+        "adapter": None if adapter is None else str(adapter),
         "context": prompts.context,
         "threads": torch.get_num_threads(),
         "texts": texts.texts,
@@ -150,9 +170,9 @@ def prove(directory: Path, file: Path, kind: str, texts: Texts, prompts: Prompts
     }
     answers = asked(directory, file, questions)
     _require_texts(texts, answers)
-    figures = _measured(texts, prompts, answers["answers"])
+    figures = measured(texts, prompts, answers["answers"])
     if kind == "f32":
-        _require_same(figures, bound)
+        _require_same(figures)
     elif not figures.kl <= ROUNDING.get(kind, BROKEN):
         raise VerificationError(
             f"in {kind} llama.cpp is {figures.kl:.3g} nats a token from the trained model, which rounding does not "
@@ -176,29 +196,46 @@ def _require_texts(texts: Texts, answers: Mapping[str, Any]) -> None:
                 f"llama.cpp renders a chat as {_short(found_text)}, training saw {_short(wanted_text)}; "
                 "nothing was published"
             )
+    for text, ids, served in zip(texts.rendered, texts.talks, answers["talks"], strict=True):
+        if ids != served:
+            raise VerificationError(
+                f"llama.cpp serves a chat with other ids than training saw: {_short(text)} begins with {served[:4]}, "
+                f"not {ids[:4]}; nothing was published"
+            )
     for name, stops in zip(texts.names, answers["ends"], strict=True):
         if not stops:
             raise VerificationError(f"llama.cpp does not end a turn at {name}; nothing was published")
 
 
-def _measured(texts: Texts, prompts: Prompts, answers: Sequence[Mapping[str, Any]]) -> Figures:
-    difference = shift = total = 0.0
+def measured(texts: Texts, prompts: Prompts, answers: Sequence[Mapping[str, Any]]) -> Figures:
+    """How far answers to the prompts are from the model's. Raises VerificationError where there are none."""
+    difference = shift = total = steps = 0.0
     greedy = tokens = 0
     for prompt, answer in zip(prompts.ids, answers, strict=True):
         expected = prompts.log_probabilities(prompt, answer["tokens"])
+        with other_steps(prompts.model) as reads_a_table:
+            moved = prompts.log_probabilities(prompt, answer["tokens"]) if reads_a_table else expected
         for at, step in _aligned(answer["tokens"], answer["steps"]):
             ids, found = (torch.tensor(each) for each in zip(*step, strict=True))
             wanted = expected[at][ids]
             rest, left = (_rest(each) for each in (found.double(), wanted))
             apart = wanted - found.double()
-            shift = max(shift, abs(float(apart.mean())))
-            difference = max(difference, float((apart - apart.mean()).abs().max()))
+            compared = wanted > LEAST
+            difference = max(difference, _spread(apart[compared]))
+            steps = max(steps, _spread((moved[at][ids] - wanted)[compared]))
+            shift = max(shift, abs(float(apart[compared].mean())))
             total += float((wanted.exp() * apart).sum()) + float(left * (left.log() - rest.log()))
             greedy += int(wanted[0] >= expected[at].max() - TIE)
             tokens += 1
     if not tokens:
         raise VerificationError("llama.cpp gives no log-probabilities; nothing was published")
-    return Figures(difference, shift, max(total / tokens, 0.0), greedy, tokens, len(texts.texts), len(texts.chats))
+    kl = max(total / tokens, 0.0)
+    return Figures(difference, shift, kl, greedy, tokens, len(texts.texts), len(texts.chats), steps)
+
+
+def _spread(apart: torch.Tensor) -> float:
+    """The largest distance from what all have in common."""
+    return float((apart - apart.mean()).abs().max())
 
 
 def _aligned(tokens: Sequence[int], steps: Sequence[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
@@ -222,11 +259,12 @@ def _rest(log: torch.Tensor) -> torch.Tensor:
     return (1 - log.exp().sum()).clamp(min=1e-9)
 
 
-def _require_same(figures: Figures, bound: float) -> None:
+def _require_same(figures: Figures) -> None:
+    bound = BOUND + STEPS * figures.steps
     if not (figures.difference <= bound and figures.shift <= SHIFT) or figures.greedy < figures.tokens:
         raise VerificationError(
             f"llama.cpp is another model than the trained one: log-probabilities differ by {figures.difference:.3g} "
-            f"nats (allowed {bound:.0e}), {figures.tokens - figures.greedy} of {figures.tokens} likeliest tokens are "
+            f"nats (allowed {bound:.1g}), {figures.tokens - figures.greedy} of {figures.tokens} likeliest tokens are "
             "others; nothing was published"
         )
 

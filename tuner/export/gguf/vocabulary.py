@@ -11,7 +11,8 @@ from typing import Any
 from ruamel.yaml import YAML
 from tokenizers import Tokenizer
 
-from tuner.errors import RecipeError
+from tuner.data.encoding.template import LoadedTemplates, unless_refused
+from tuner.errors import RecipeError, TunerError
 
 _CUTS = Path(__file__).with_name("pre_tokenizers.yaml")
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -65,15 +66,35 @@ def _special(tokenizer: Any, ends: Sequence[int]) -> dict[str, Any]:
     ids = {"bos": tokenizer.bos_token_id, "unknown": tokenizer.unk_token_id, "padding": tokenizer.pad_token_id}
     ids |= dict(zip(("eos", "eot", "eom"), stops, strict=False))
     bare, framed = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
-    at = next(at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
+    at = before_a_text(tokenizer)
     known = {name: number for name, number in ids.items() if number is not None}
     keys: dict[str, Any] = {f"tokenizer.ggml.{name}_token_id": number for name, number in known.items()}
-    keys["tokenizer.ggml.add_bos_token"] = at > 0
+    keys["tokenizer.ggml.add_bos_token"] = at > 0 and chats_begin_so(tokenizer)
     keys["tokenizer.ggml.add_eos_token"] = at + len(bare) < len(framed)
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
         template = template.get("default")
     return keys | ({"tokenizer.chat_template": template} if template else {})
+
+
+def before_a_text(tokenizer: Any) -> int:
+    """How many tokens the tokenizer puts before a text."""
+    bare, framed = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    return next(at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
+
+
+def chats_begin_so(tokenizer: Any) -> bool:
+    """Whether chats begin with what the tokenizer puts before a text: llama.cpp puts it before both, or neither.
+
+    True without a template, and for one that refuses a user's message.
+    """
+    if not tokenizer.chat_template:
+        return True
+    try:
+        text = unless_refused(LoadedTemplates(tokenizer).render, [{"role": "user", "content": "a"}], True)
+    except TunerError:
+        return True
+    return text is None or str(text).startswith(tokenizer.bos_token or "")
 
 
 def named_for(name: str, tokenizer: Any) -> str:

@@ -5,8 +5,6 @@ cut between rows is a cut between blocks. All arithmetic is float32 by single op
 nothing is summed up. Scales are plain float32: 0.5625 bytes for a weight of 4 bits, and 1.0625 for one of 8.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

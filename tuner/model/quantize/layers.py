@@ -1,7 +1,5 @@
 """Which layers of a frozen base are quantised, and how they are put in the place of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ Beside a weight's codes (`weight`) a file holds, under the weight's name and a d
 `nested_quant_map`; of an int8 weight, next to its name, `SCB` and `weight_format`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ transformers asks about each weight, and reads the next one when it is done: wit
 whatever files a model came in. What files hold as bitsandbytes' codes already becomes ours.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

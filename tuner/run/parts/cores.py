@@ -1,7 +1,5 @@
 """The cores that a process of a machine with several memories keeps to (`parallel.numa_binding`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

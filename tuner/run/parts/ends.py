@@ -1,7 +1,5 @@
 """A run that ends at a step before its plan does (`train.end_at`), under the schedule of the whole plan."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """How exactly kernels compute, where the recipe says more than that they are torch's own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 

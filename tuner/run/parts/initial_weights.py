@@ -1,8 +1,6 @@
 """Weights that other models and checkpoints give a run when it begins, and newer ones while it trains
 (`model.init_from`)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any

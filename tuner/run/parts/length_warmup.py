@@ -1,7 +1,5 @@
 """Rows that are short in the first steps of a run (`train.length_warmup`)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tuner.config.recipe import Recipe

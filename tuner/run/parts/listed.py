@@ -15,10 +15,12 @@ from tuner.run.parts.own_code import OwnCode
 from tuner.run.parts.part import Part
 from tuner.run.parts.reference import Reference
 from tuner.run.parts.skipped_steps import SkippedSteps
+from tuner.run.parts.store import Store
 from tuner.run.parts.teacher import Teacher
 from tuner.run.parts.windows import Windows
 
 PARTS: tuple[type[Part], ...] = (
+    Store,  # what the others leave behind is published, too
     OwnCode,
     Cores,
     MemoryHistory,

@@ -1,7 +1,5 @@
 """What was measured at each mark of a run, as a file of its own: `RUN/marks/metrics_stepN.json`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tuner.config.recipe import Recipe

@@ -1,7 +1,5 @@
 """What CUDA's allocator did in a whole launch, each block with its line of code (`profile.memory: all`)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Code of the user's own, and libraries of trackers, that a recipe names: tried before anything is loaded."""
 
-from __future__ import annotations
-
 from tuner.config.optimizers import CustomOptimizer
 from tuner.run.parts.part import Before, Part
 from tuner.train.methods.method import check_method

@@ -1,7 +1,5 @@
 """The teacher of a distillation: what it gives each token, and its versions where it is still learning."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any

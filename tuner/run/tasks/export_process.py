@@ -1,7 +1,5 @@
 """One export in a process of its own: the very command that a user would give, so that the bytes are the same."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

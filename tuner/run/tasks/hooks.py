@@ -147,7 +147,7 @@ class Hooks(Task):
         """Report the start. Collective; raises on every rank what a hook raises."""
         self._epoch, self._begun = int(self._progress.epoch), True
         self.notify(Event("start", self._progress.step, self._progress.tokens))
-        Collective(gloo_group()).on_all_ranks(self.raise_error)
+        Collective(gloo_group()).together(self.raise_error)
         return ()
 
     def between_steps(self, agreed: Request) -> Iterable[Event]:

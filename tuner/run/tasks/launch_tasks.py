@@ -131,7 +131,7 @@ def _registrations(context: LaunchContext, sections: TaskSections) -> list[Regis
         own = (section for section in sections.hooks if main or section.ranks == "all")
         built.extend(user_hook(section, cadence(section.every, plan, tokens)) for section in own)
 
-    Collective(gloo_group()).on_all_ranks(build)
+    Collective(gloo_group()).together(build)
     return built
 
 

@@ -1,7 +1,5 @@
 """The task that writes what was measured at a mark to a file of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The task that says at the first step where the time until then went, and notes it in the run's record."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

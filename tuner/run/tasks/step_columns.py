@@ -1,8 +1,6 @@
 """Columns of a step's line that follow from the lines before it: how often loss or gradient norm made a spike, and how
 far the tokens are by Chinchilla's measure."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol

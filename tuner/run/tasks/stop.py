@@ -31,12 +31,16 @@ class StopTask(Task):
 
     def request(self) -> Request:
         """A stop, for whichever reason."""
+        is_asked = self._signals.requested or self._file.exists() or self._is_shared
+        return Request.STOP if is_asked or self._is_due else Request.NONE
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether the launch has had all that `train.stop_after` allows it."""
         steps, seconds = self._progress.step - self._first_step, time.monotonic() - self._started
-        is_due = (self._steps is not None and steps >= self._steps) or (
+        return (self._steps is not None and steps >= self._steps) or (
             self._seconds is not None and seconds >= self._seconds
         )
-        is_asked = self._signals.requested or self._file.exists() or self._is_shared
-        return Request.STOP if is_asked or is_due else Request.NONE
 
     @property
     def _is_shared(self) -> bool:
@@ -48,8 +52,12 @@ class StopTask(Task):
         asked = self._file.exists()
         if asked and is_main:
             self._file.unlink(missing_ok=True)
-        shared = f"{self._shared} (train.stop_file)" if self._is_shared else "stop_after"
-        return self._signals.signal_name or (STOP if asked else shared)
+        if self._is_shared:
+            other = f"{self._shared} (train.stop_file)"
+        else:
+            # The request was agreed on by all: it may be a tracker's, a hook's, or a signal that only another rank got.
+            other = "stop_after" if self._is_due else "asked by a hook, a tracker or another process"
+        return self._signals.signal_name or (STOP if asked else other)
 
 
 def _limits(assembly: Assembly, limit: Duration | None) -> tuple[int | None, float | None]:

@@ -1,7 +1,5 @@
 """The task that looks for newer versions of other models on a cadence: of a teacher, or of the weights of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The task that prepares the next window of data next to training, and opens it when the one at hand is trained."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

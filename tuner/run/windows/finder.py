@@ -1,7 +1,5 @@
 """Which window is next: those that a run has noted first, then what lies in its sources, each prepared when found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A window opened: its rows become the ones that are trained, and the plan continues over them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any

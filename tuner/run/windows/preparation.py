@@ -1,8 +1,6 @@
 """How a window is prepared: here and now, before any process group exists, or in a process of its own during training.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

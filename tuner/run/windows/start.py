@@ -1,7 +1,5 @@
 """The window that a launch begins with, found and prepared before any process group exists."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

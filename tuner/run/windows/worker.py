@@ -4,8 +4,6 @@ It reads its job as JSON from standard input, `{recipe, window: {name, files}}`,
 output: `{key, rows, warnings}`, `{empty: true}`, or `{error: {type, message, hint, exit_code}}`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

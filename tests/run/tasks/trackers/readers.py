@@ -1,7 +1,5 @@
 """What trackers hold, read back without the code under test."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from pathlib import Path

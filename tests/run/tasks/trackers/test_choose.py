@@ -1,7 +1,5 @@
 """Which tracker is opened, with what it needs, and what it is sent when a run goes on."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

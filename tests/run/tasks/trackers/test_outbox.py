@@ -1,7 +1,5 @@
 """What a tracker is sent: every line once and in order, over failures, kills and resumes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real `tuner train` with every tracker that is installed: killed, resumed, and read back with no step twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """TensorBoard's files, read back with its own reader."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,0 +1,309 @@
+"""GGUF files of K-quants, in shards, of an adapter by itself, with a Modelfile, and on their way to a hub."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ruamel.yaml import YAML
+
+from tests.export import runs
+from tests.export.gguf_models import FAMILIES, TEMPLATE, write_model, write_tokenizer
+from tests.fixtures.go_template import rendered
+from tuner.data.encoding.named_templates import template_source
+from tuner.data.encoding.template import ChatTemplate
+from tuner.errors import DataError, MachineError, RecipeError, VerificationError
+from tuner.export.hub import find_export, plan_push
+from tuner.export.source import TRAINED
+from tuner.export.tensors import held_tensor
+from tuner.model.adapter import LoraSpec
+
+for needed in ("gguf", "xllamacpp"):
+    pytest.importorskip(needed, reason=f"needs {needed}: pip install gguf xllamacpp")
+
+import gguf  # noqa: E402
+
+from tuner.export.gguf import export, file, kquants, lora, modelfile, proof, source  # noqa: E402
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+"""Rows that fill blocks of 256."""
+LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
+
+
+@pytest.fixture(autouse=True)
+def _few_texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(proof, "N_TEXTS", 20)
+    monkeypatch.setattr(runs, "write_tokenizer", write_tokenizer)
+    proof.fixed.cache_clear()
+    yield
+    proof.fixed.cache_clear()
+
+
+def written(path: Path, kind: str, output: Path, keep: bool = False, **options: Any) -> export.GgufReport:
+    """The file of a run or a directory."""
+    return export.export_gguf(source.source_of(path, print, "newest", TRAINED, keep), kind, output, **options)
+
+
+def test_which_tensor_has_which_type_is_llama_quantizes_choice() -> None:
+    cases = YAML(typ="safe").load(Path(__file__).with_name("gguf_mixes.yaml"))
+    codes = {"iq4_nl": "n", "iq4_xs": "x"} | {f"q{bits}_k": str(bits) for bits in range(2, 7)}
+    assert {kind for case in cases for kind in case["types"]} == set(kquants.mixes())
+    for case in cases:
+        for kind, wanted in case["types"].items():
+            found = kquants.mixed(*_model(case["layers"], case["gqa"], case["head"]), kind)
+            for part, types in wanted.items():
+                names = [f"blk.{at}.{part}.weight" for at in range(len(types))]
+                names = names if len(types) > 1 else [f"{part}.weight"]
+                assert "".join(codes[found[name]] for name in names) == types, (kind, part)
+
+
+def _model(layers: int, gqa: int, head: bool, width: int = 256, experts: int = 0) -> tuple[Any, Any]:
+    parts = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down")
+    names = [f"blk.{at}.{part}.weight" for at in range(layers) for part in parts]
+    keys = {"block_count": layers, "attention.head_count": 8, "attention.head_count_kv": 8 // gqa}
+    shapes = dict.fromkeys([*names, "token_embd.weight", *(["output.weight"] if head else [])], (width, width))
+    return shapes, {f"llama.{key}": value for key, value in keys.items()} | {"llama.expert_count": experts}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "wanted"),
+    [
+        ("q4_k_m", {"width": 96}, {"attn_q": "q5_0", "attn_v": "q8_0", "token_embd": "q8_0"}),  # rows of 32
+        ("q5_k_m", {"width": 96}, {"attn_q": "q5_1", "attn_v": "q8_0"}),
+        ("q2_k", {"width": 96}, {"attn_q": "q4_0", "attn_v": "q4_0"}),
+        ("iq4_xs", {"width": 96}, {"attn_q": "iq4_nl"}),
+        ("q4_k_m", {"width": 80}, {"attn_q": "f16"}),
+        ("q4_k_m", {"experts": 8}, {"attn_v": "q8_0", "attn_k": "q8_0", "attn_output": "q5_k", "ffn_down": "q6_k"}),
+        ("q6_k", {"experts": 8}, {"attn_v": "q8_0", "attn_output": "q6_k"}),
+        ("q3_k_s", {"layers": 80}, {"attn_v": "q5_k", "attn_k": "q3_k"}),
+    ],
+)
+def test_which_type_narrow_rows_few_experts_and_deep_models_have(kind: str, more: Any, wanted: dict[str, str]) -> None:
+    """As its source has it, for what it was not asked of."""
+    found = kquants.mixed(*_model(**{"layers": 8, "gqa": 2, "head": False, **more}), kind)
+    for part, type_ in wanted.items():
+        assert found["token_embd.weight" if part == "token_embd" else f"blk.0.{part}.weight"] == type_, part
+
+
+@pytest.mark.parametrize("kind", ["q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"])
+def test_blocks_hold_what_was_given(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read back by another reader; several threads write the same bytes as one."""
+    block = torch.randn(3, 5, 256, generator=torch.Generator().manual_seed(0))
+    data = bytes(kquants.quantized(block, kind))
+    number = gguf.GGMLQuantizationType[kind.upper()]
+    rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(15, -1).numpy()
+    back = torch.from_numpy(gguf.quants.dequantize(rows, number)).reshape(block.shape)
+    bits = 8 * len(data) / block.numel()
+    assert (back - block).square().mean().sqrt() < 1.6 * 2.0**-bits * 2
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert bytes(kquants.quantized(block, kind)) == data
+
+
+def test_without_the_code_that_writes_k_quants_they_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kquants.quantizer.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=None))
+    with pytest.raises(MachineError, match="K-quants are written by llama.cpp's own code") as caught:
+        kquants.quantizer()
+    assert caught.value.exit_code == 4 and "pip install" in str(caught.value.hint)
+    kquants.quantizer.cache_clear()
+
+
+@pytest.mark.slow
+def test_q4_k_m_is_published_with_what_it_costs(tmp_path: Path) -> None:
+    report = written(write_model(tmp_path / "model", "llama", **WIDE), "q4_k_m", tmp_path / "m.gguf")
+    assert report.figures is not None and 1e-3 < report.figures.kl < 0.2 and report.better() == "q5_0"
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(report.path).tensors}
+    assert types["blk.0.attn_q.weight"] == "Q4_K" and types["output.weight"] == "Q6_K"
+
+
+def test_shards_are_within_their_size_and_one_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    limit = 100_000
+    report = written(model, "f32", tmp_path / "m.gguf", shard_bytes=limit)
+    paths = sorted((tmp_path / "m").iterdir())
+    assert [path.name for path in paths] == [f"m-{at:05d}-of-{len(paths):05d}.gguf" for at in range(1, len(paths) + 1)]
+    assert report.path == paths[0] and report.files == len(paths) > 3 and report.exact is not None
+    sizes = {path.name: path.stat().st_size for path in paths}
+    readers = [gguf.GGUFReader(path) for path in paths]
+    assert all(sizes[path.name] <= limit or len(one.tensors) == 1 for path, one in zip(paths, readers, strict=True))
+    assert sum(len(one.tensors) for one in readers) == readers[0].fields["split.tensors.count"].contents()
+    assert not (tmp_path / "m.gguf").exists() and report.bytes == sum(sizes.values())
+    with pytest.raises(RecipeError, match="/m: exists already"):
+        written(model, "f32", tmp_path / "m.gguf", shard_bytes=limit)
+    whole = written(model, "f32", tmp_path / "n.gguf", verify=False, shard_bytes=1 << 30)
+    assert whole.path == tmp_path / "n.gguf" and whole.files == 1
+
+
+@pytest.mark.slow(*(family for family in FAMILIES if family not in {"llama", "lfm2"}))
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "lfm2"])
+def test_an_adapter_by_itself_is_the_trained_model_on_its_base(family: str, tmp_path: Path) -> None:
+    run = runs.write_run(tmp_path / "run", write_model(tmp_path / "base", family), LORA, amount=0.2)
+    report = written(run, "f32", tmp_path / "a.gguf", keep=True)
+    assert report.exact is not None and report.exact.difference <= (5e-3 if family.startswith("gemma") else 1e-4)
+    reader = gguf.GGUFReader(report.path)
+    keys = {name: field.contents() for name, field in reader.fields.items()}
+    assert keys["general.type"] == "adapter" and keys["adapter.lora.alpha"] == 8.0 and keys["tuner.step"] == "7"
+    assert {tensor.name.rpartition(".")[2] for tensor in reader.tensors} == {"lora_a", "lora_b"}
+
+
+@pytest.mark.slow
+def test_a_planted_fault_of_an_adapter_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runs.write_run(tmp_path / "run", write_model(tmp_path / "base", "llama"), LORA, amount=0.2)
+    write = file.write_gguf
+
+    def swapped(path: Path, name: str, keys: Any, tensors: Mapping[str, Any], *kind: Any) -> list[Path]:
+        for each in [each for each in tensors if each.endswith("attn_q.weight.lora_b")]:
+            tensors = {**tensors, each: held_tensor(tensors[each].whole().flip(0))}
+        return write(path, name, keys, tensors, *kind)
+
+    monkeypatch.setattr(file, "write_gguf", swapped)
+    with pytest.raises(VerificationError, match="another model"):
+        written(run, "bf16", tmp_path / "a.gguf", keep=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "run"}
+
+
+@pytest.mark.slow
+def test_an_adapter_of_peft_with_ranks_of_its_own(tmp_path: Path) -> None:
+    """One alpha stands in the file: B has what its rank and alpha differ by."""
+    from peft import LoraConfig, get_peft_model
+
+    from tuner.export.verify import load_plain
+
+    base = write_model(tmp_path / "base", "qwen2")
+    torch.manual_seed(0)
+    patterns = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 3}}
+    modules = ["q_proj", "k_proj", "down_proj"]
+    model: Any = get_peft_model(
+        load_plain(base, "tokens"), LoraConfig(r=4, lora_alpha=8, target_modules=modules, **patterns)
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(tmp_path / "adapter")
+    report = written(tmp_path / "adapter", "f32", tmp_path / "a.gguf", keep=True)
+    assert report.exact is not None and report.exact.difference <= 1e-4
+    with pytest.raises(RecipeError, match="an adapter alone, without its model"):
+        written(tmp_path / "adapter", "f32", tmp_path / "b.gguf")
+    facts = tmp_path / "adapter" / "adapter_config.json"
+    facts.write_text(facts.read_text().replace(str(base), "me/base"))
+    with pytest.raises(RecipeError, match=re.escape("base_model_name_or_path: me/base: no model's directory")):
+        written(tmp_path / "adapter", "f32", tmp_path / "b.gguf", keep=True)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "DoRA": ({"use_dora": True}, "DoRA's lengths"),
+    "saved": ({"modules_to_save": ["lm_head"]}, re.escape("modules_to_save: ['lm_head']")),
+    "bias": ({"bias": "all"}, "trained biases"),
+    "experts": ({"experts": True}, "routed experts"),
+    "kind": ({"peft_type": "LOHA"}, "of kind loha"),
+    "a run's": ({"kind": "dora", "use_dora": True}, "of kind dora, DoRA's lengths"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_gguf_adapter_cannot_hold_is_named(name: str) -> None:
+    facts, message = REFUSED[name]
+    with pytest.raises(RecipeError, match=f"cannot hold .*{message}"):
+        lora.refuse("x", facts)
+    lora.refuse("x", {"peft_type": "LORA", "bias": "none", "modules_to_save": None, "use_dora": False})
+
+
+def test_what_does_not_go_with_an_adapter_is_refused(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base", "llama")
+    run = runs.write_run(tmp_path / "run", base, LORA)
+    for kind, options, message in (
+        ("q8_0", {}, "ranks do not fill blocks"),
+        ("bf16", {"shard_bytes": 5}, "an adapter is one file"),
+        ("bf16", {"for_ollama": True}, "next to one file of a whole model"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            written(run, kind, tmp_path / "a.gguf", keep=True, **options)
+    with pytest.raises(RecipeError, match="a whole model, which has no adapter"):
+        written(base, "bf16", tmp_path / "a.gguf", keep=True)
+    full = runs.write_run(tmp_path / "full", base)
+    with pytest.raises(RecipeError, match="the run trained all parameters"):
+        written(full, "bf16", tmp_path / "a.gguf", keep=True)
+
+
+CHATS = [
+    [{"role": "user", "content": "What is it?"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+    [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "So\n2"}],
+]
+
+
+@pytest.mark.parametrize("name", modelfile.templates())
+def test_a_template_in_go_renders_as_the_trained_one(name: str) -> None:
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    template = ChatTemplate(template_source(name), tokens)
+    found = modelfile.templates()[name].replace("BOS", "<s>").replace("EOS", "</s>")
+    for chat in CHATS:
+        assert rendered(found, chat) == template.render(chat, add_generation_prompt=True)
+
+
+def test_a_modelfile_has_the_template_only_where_it_is_ours(tmp_path: Path) -> None:
+    tokenizer: Any = SimpleNamespace(
+        bos_token="<s>", eos_token="</s>", convert_ids_to_tokens=lambda ids: [f"<{at}>" for at in ids]
+    )
+    words = {"tokenizer.chat_template": template_source("tulu"), "tokenizer.ggml.add_bos_token": False}
+    known = modelfile.modelfile("m.gguf", tokenizer, words, [7])
+    assert known.text.startswith('FROM ./m.gguf\nTEMPLATE """<s>{{ range') and known.template == "tulu"
+    assert known.text.endswith('"""\nPARAMETER stop "<7>"\n') and "BOS" not in known.text and "EOS" not in known.text
+    adds = modelfile.modelfile("m.gguf", tokenizer, {**words, "tokenizer.ggml.add_bos_token": True}, [])
+    assert 'TEMPLATE """{{ range' in adds.text
+    other = modelfile.modelfile("m.gguf", tokenizer, {"tokenizer.chat_template": TEMPLATE}, [7])
+    assert other.text == 'FROM ./m.gguf\nPARAMETER stop "<7>"\n' and "no Go template" in other.in_words()
+
+
+def test_a_file_is_pushed_with_its_modelfile_where_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    report = written(model, "q8_0", tmp_path / "m.gguf", verify=False, for_ollama=True)
+    with pytest.raises(RecipeError, match=re.escape("m.gguf: it was not verified")):
+        plan_push(find_export(report.path), "me/m")
+    monkeypatch.setattr(export, "_metadata", lambda *_: {"tuner.verified": "x", "tuner.step": "7"})
+    report = written(model, "q8_0", tmp_path / "n.gguf", verify=False, for_ollama=True)
+    plan = plan_push(find_export(report.path), "me/m")
+    assert plan.files == {"n.gguf": report.path, "Modelfile": tmp_path / "n.Modelfile"} and plan.step == 7
+    with pytest.raises(RecipeError, match="n.Modelfile: exists already"):
+        report.path.rename(tmp_path / "elsewhere.gguf")
+        written(model, "q8_0", tmp_path / "n.gguf", verify=False, for_ollama=True)
+    shards = written(model, "q8_0", tmp_path / "s.gguf", verify=False, shard_bytes=80_000)
+    assert sorted(plan_push(shards.path, "me/m").files) == sorted(path.name for path in shards.path.parent.iterdir())
+    last = sorted(shards.path.parent.iterdir())[-1]
+    last.write_bytes(last.read_bytes()[:-40])
+    with pytest.raises(DataError, match="no whole GGUF file|ends early"):
+        plan_push(shards.path, "me/m")
+    last.unlink()
+    with pytest.raises(DataError, match=re.escape(last.name)):
+        plan_push(shards.path, "me/m")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [("--type", "q4_k_m"), ("--type", "q8_0", "--shard-size", "700KB")])
+def test_killed_at_any_moment_nothing_looks_whole_that_is_not(form: tuple[str, ...], tmp_path: Path) -> None:
+    """What is there after a kill is nothing, or the whole of it; the next export publishes and leaves nothing else."""
+    write_model(tmp_path / "model", "llama", **WIDE)
+    command = [sys.executable, "-m", "tuner", "export-gguf", "model", *form, "--output", "out/m.gguf"]
+    for part in range(6):
+        started = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(1 + 2 * part)
+        started.send_signal(signal.SIGKILL)
+        started.wait()
+        there = [path for path in (tmp_path / "out").glob("*")] if (tmp_path / "out").is_dir() else []
+        assert all(path.name.startswith(".") for path in there) or started.returncode == 0
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode in {0, 2}, done.stderr
+    (only,) = (tmp_path / "out").iterdir()
+    assert only.name in {"m", "m.gguf"}

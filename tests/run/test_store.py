@@ -1,0 +1,270 @@
+"""Runs in object stores: fetched before a launch, published after each save and at its end, by one launch at a time."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+from obstore.store import MemoryStore
+
+from tests.fixtures.trainings import lines, outcome
+from tuner.config.load import load_recipe
+from tuner.config.overrides import Override
+from tuner.errors import DataError, MachineError, RecipeError
+from tuner.run.main import train
+from tuner.run.options import LaunchOptions, RunResult
+from tuner.run.store import Publisher, PublishTask
+from tuner.run.stored import in_store
+from tuner.rundir import in_store as places
+from tuner.rundir.in_store import bring, bring_inputs, publish
+from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
+from tuner.stages import stage_of
+from tuner.stores import client, lease
+from tuner.stores.directory import StoreDirectory
+from tuner.stores.stage import StageState
+from tuner.train.tasks import Event, Request
+
+URL = "s3://bucket/runs/x"
+LATER = "s3://bucket/runs/later"
+
+
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> dict[str, MemoryStore]:
+    """The stores of a test by URL, in memory."""
+    made: dict[str, MemoryStore] = {}
+
+    def connect(url: str) -> client.Client:
+        return client.Client(url, made.setdefault(url, MemoryStore()), obstore)
+
+    monkeypatch.setattr(client.Client, "connect", staticmethod(connect))
+    return made
+
+
+@pytest.fixture
+def said() -> tuple[Console, Callable[[], str]]:
+    """A console, and what it has said."""
+    stream = io.StringIO()
+    return Console(stream=stream), stream.getvalue
+
+
+def launched(directory: Path, url: str, resume: str = "never", **flags: str) -> RunResult:
+    overrides = [Override(key.replace("__", "."), text) for key, text in {"output_dir": url, **flags}.items()]
+    loaded = load_recipe(directory / "r.yaml", overrides, cwd=directory)
+    with in_store(loaded, Console(main=False)):
+        return train(loaded, LaunchOptions("must" if resume == "must" else "never"), RankInfo(), Console(main=False))
+
+
+def quiet(*_: object) -> None:
+    """Says nothing."""
+
+
+def refusing(*_: object) -> Any:
+    raise MachineError("s3://bucket: the store does not answer", hint="wait")
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stores: dict[str, MemoryStore]) -> Path:
+    """The stage of a directory with one file."""
+    monkeypatch.setenv("TUNER_CACHE", str(tmp_path))
+    path = stage_of(URL)
+    path.mkdir(parents=True)
+    (path / "a").write_text("1")
+    return path
+
+
+def test_a_run_whose_stage_is_lost_is_resumed_from_its_store(workplace: Path, stores: dict[str, MemoryStore]) -> None:
+    plain = launched(workplace, "plain", train__duration="10 steps")
+    stopped = launched(workplace, URL, train__duration="10 steps", train__stop_after="5 steps")
+    assert stopped.run_dir == stage_of(URL)
+    kept = {path.name for path in (stopped.run_dir / "checkpoints").iterdir()}
+    shutil.rmtree(stopped.run_dir)
+    bring(stopped.run_dir, quiet)
+    assert kept == {path.name for path in (stopped.run_dir / "checkpoints").iterdir()} == {"step-4", "step-5"}
+    assert lines(stopped.run_dir)[-1]["step"] == 5
+    assert URL in (stopped.run_dir / "recipe.resolved.yaml").read_text()
+    assert launched(workplace, URL, "must", train__duration="10 steps").status == "finished"
+    assert outcome(stage_of(URL)) == outcome(plain.run_dir)
+    before = StoreDirectory.open(URL).newest()
+    assert before is not None and before.files["run.json"].size == (stage_of(URL) / "run.json").stat().st_size
+    assert launched(workplace, URL, "must", train__duration="10 steps").status == "finished"
+    after = StoreDirectory.open(URL).newest()
+    assert after is not None and after.number == before.number, "nothing is published where nothing changed"
+
+
+def test_a_run_that_cannot_be_published_is_kept_and_published_later(
+    workplace: Path, stores: dict[str, MemoryStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreDirectory, "publish", refusing)
+        with pytest.raises(MachineError, match=r"^not published: .*does not answer") as caught:
+            launched(workplace, LATER, train__duration="2 steps")
+    hint = str(caught.value.hint)
+    assert f"all of it is in {stage_of(LATER)}" in hint and f"tuner resume {LATER}" in hint
+    assert StoreDirectory.open(LATER).newest() is None
+    assert launched(workplace, LATER, "must", train__duration="2 steps").status == "finished"
+    stored = StoreDirectory.open(LATER).newest()
+    assert stored is not None and "checkpoints/step-2/manifest.json" in stored.files
+
+
+def test_a_save_that_fails_is_a_warning_and_the_next_one_publishes_all(
+    stage: Path, monkeypatch: pytest.MonkeyPatch, said: tuple[Console, Callable[[], str]]
+) -> None:
+    console, text = said
+    with Publisher(stage, console) as publisher:
+        with monkeypatch.context() as patch:
+            patch.setattr(StoreDirectory, "publish", refusing)
+            publisher.saved(1)
+            with publisher._changed:
+                assert publisher._changed.wait_for(lambda: "training continues" in text(), 20)
+        (stage / "b").write_text("2")
+        PublishTask(publisher).notify(Event("step", 1, 0))
+        PublishTask(publisher).notify(Event("save", 2, 0))
+    stored = StoreDirectory.open(URL).newest()
+    assert stored is not None and stored.files.keys() == {"a", "b"}
+
+
+def test_a_run_that_another_launch_takes_over_stops_in_order(stage: Path) -> None:
+    console = Console(main=False)
+    words = r"^not published: another launch, .* has taken s3://bucket/runs/x over"
+    with pytest.raises(MachineError, match=words), Publisher(stage, console) as publisher:
+        task = PublishTask(publisher)
+        assert task.request() == Request.NONE
+        with StoreDirectory.open(URL).lease(stage, lock_is_free=True), pytest.raises(MachineError):
+            publisher._lease.renew()
+        assert task.request() == Request.STOP
+
+
+def test_a_second_launch_is_refused_by_name(stage: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(lease, "TTL_SECONDS", 0.4)
+    with Publisher(stage, Console(main=False)):
+        monkeypatch.setenv("TUNER_CACHE", str(tmp_path / "other"))
+        stage_of(URL).mkdir(parents=True)
+        with pytest.raises(MachineError, match=r"is in use by another launch, .* pid \d+"):
+            Publisher(stage_of(URL), Console(main=False)).__enter__()
+
+
+def test_a_stage_that_is_removed_under_its_launch_is_named(stage: Path) -> None:
+    publish(stage)
+    with StoreDirectory.open(URL).lease(stage, lock_is_free=True):
+        shutil.rmtree(stage)
+        with pytest.raises(MachineError, match=r"a launch on this machine has not ended, whose stage was removed"):
+            bring(stage, quiet)
+
+
+def test_a_stage_that_is_behind_its_store_is_not_published(
+    stage: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (stage / "kept").write_text("0")
+    publish(stage)
+    monkeypatch.setenv("TUNER_CACHE", str(tmp_path / "other"))
+    bring(stage_of(URL), quiet)
+    (stage_of(URL) / "a").write_text("2")
+    publish(stage_of(URL))
+    monkeypatch.setenv("TUNER_CACHE", str(tmp_path))
+    (stage / "a").write_text("3")
+    for act in (publish, lambda path: Publisher(path, Console(main=False)).__enter__()):
+        with pytest.raises(MachineError, match=r"another launch has published there"):
+            act(stage)
+    assert bring(stage, quiet)
+    assert (stage / "a").read_text() == "2"
+
+
+def test_a_look_leaves_the_stage_open_for_the_rest(stage: Path) -> None:
+    for name in ("run.json", "checkpoints/step-4/manifest.json", "exports/step-4/config.json"):
+        (stage / name).parent.mkdir(parents=True, exist_ok=True)
+        (stage / name).write_text("{}")
+    publish(stage)
+    shutil.rmtree(stage)
+    assert bring(stage, quiet, "look")
+    assert {path.name for path in stage.iterdir()} == {"a", "run.json"}
+    assert StageState.read(stage).commit_id is None, "nothing is published from a part"
+    assert bring(stage / "exports" / "step-4", quiet, "model")
+    assert (stage / "exports" / "step-4" / "config.json").is_file() and not (stage / "checkpoints").exists()
+    assert bring(stage, quiet)
+    assert (stage / "checkpoints" / "step-4" / "manifest.json").is_file()
+
+
+FILES = ("run.json", "checkpoints/step-4/a", "checkpoints/step-12/a", "checkpoints/step-12/b", "exports/step-4/a")
+
+
+@pytest.mark.parametrize(
+    ("inside", "extent", "which", "wanted"),
+    [
+        ("", "all", "newest", None),
+        ("", "look", "newest", (0,)),
+        ("", "model", "newest", (0, 2, 3)),
+        ("", "model", 4, (0, 1)),
+        ("", "model", "best", None),
+        ("checkpoints/step-4", "model", "newest", (0, 1)),
+        ("exports/step-4", "model", "newest", (0, 4)),
+    ],
+)
+def test_what_is_fetched_of_a_run(inside: str, extent: Any, which: Any, wanted: tuple[int, ...] | None) -> None:
+    found = places._meant(FILES, Path(inside), extent, which)
+    assert found == (None if wanted is None else frozenset(FILES[number] for number in wanted))
+
+
+def test_an_export_is_fetched_whole() -> None:
+    assert places._meant(("config.json", "model.safetensors"), Path(), "model", "newest") is None
+
+
+def test_data_is_fetched_by_its_etags(stage: Path, stores: dict[str, MemoryStore]) -> None:
+    bucket = stores["s3://bucket"] = MemoryStore()
+    for key in ("d/a.jsonl", "d/sub/b.jsonl", "d/notes.bin"):
+        obstore.put(bucket, key, key.encode())
+    told: list[str] = []
+
+    def brought(*urls: str) -> list[str]:
+        told.clear()
+        bring_inputs({"data.train": [stage_of(url) for url in urls]}, lambda _, text: told.append(text))
+        root = stage_of("s3://bucket/d")
+        return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+    assert brought("s3://bucket/d/*.jsonl") == ["a.jsonl"]
+    assert brought("s3://bucket/d/**/*.jsonl", "s3://bucket/d/a.jsonl[:10%]") == ["a.jsonl", "sub/b.jsonl"]
+    assert brought("s3://bucket/d/**/*.jsonl", "s3://bucket/d/a.jsonl[:10%]") and told == []
+    assert brought("s3://bucket/d") == ["a.jsonl", "notes.bin", "sub/b.jsonl"]
+    obstore.put(bucket, "d/a.jsonl", b"changed")
+    obstore.delete(bucket, "d/sub/b.jsonl")
+    assert brought("s3://bucket/d") == ["a.jsonl", "notes.bin"]
+    assert told == ["fetching 1 object of s3://bucket/d, 0.0 MB"]
+    assert stage_of("s3://bucket/d/a.jsonl").read_bytes() == b"changed"
+    with pytest.raises(RecipeError, match=r"^data.train: s3://bucket/e: the store has nothing there"):
+        brought("s3://bucket/e")
+    obstore.put(bucket, "odd/a\\b", b"")
+    with pytest.raises(DataError, match=r"s3://bucket/odd/a\\b: names in it"):
+        brought("s3://bucket/odd")
+
+
+def test_an_object_that_changes_while_it_is_fetched_is_refused(
+    stage: Path, stores: dict[str, MemoryStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = stores["s3://bucket"] = MemoryStore()
+    obstore.put(bucket, "d/a", b"1")
+    listed = client.Client.metas
+
+    def metas(self: client.Client, prefix: str) -> Any:
+        found = listed(self, prefix)
+        obstore.put(bucket, "d/a", b"2")
+        return found
+
+    monkeypatch.setattr(client.Client, "metas", metas)
+    with pytest.raises(DataError, match=r"s3://bucket/d/a: changed while it was fetched"):
+        bring_inputs({"data.train": [stage_of("s3://bucket/d")]}, quiet)
+    assert not list(stage_of("s3://bucket/d").iterdir())
+
+
+def test_a_model_is_a_published_one_or_plain_objects(stage: Path, stores: dict[str, MemoryStore]) -> None:
+    publish(stage)
+    shutil.rmtree(stage)
+    bucket = stores["s3://bucket"] = MemoryStore()
+    obstore.put(bucket, "models/m/config.json", b"{}")
+    bring_inputs({"model.init_from": [stage], "model.name_or_path": [stage_of("s3://bucket/models/m")]}, quiet)
+    assert (stage / "a").read_text() == "1"
+    assert stage_of("s3://bucket/models/m/config.json").read_bytes() == b"{}"

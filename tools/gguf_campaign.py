@@ -1,0 +1,232 @@
+"""Every family that GGUF files are written of, asked in llama.cpp at length: texts, chats, answers, and every type.
+
+    python -m tools.gguf_campaign ASSETS --out .demo/campaigns/gguf.jsonl [--archs llama smollm2 ...] [--texts 10000]
+
+A tiny model of each family gets the tokenizer of a real one; `smollm2` is the model of .demo. At f32, by `tuner
+export-gguf`'s own proof and then at length: ids of texts (published ones, code, numbers, white space, emoji, random
+Unicode, long lines, added tokens inside) bare and framed, chats as rendered, the likeliest 64 tokens along answers, and
+answers of 64 tokens. Then every type's KL. A line a family and type is added to the file as it ends; what is there is
+not done again. Exits with 1 where something differs that the page does not name. ASSETS is filled by
+`tools/fetch_assets.py ASSETS --campaign`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import sys
+import sysconfig
+import time
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
+
+from tests.export.gguf_models import FAMILIES, write_model
+from tools.commands import ROOT, Results, one_line, parser_of, workplace
+from tools.tokenizer_campaign import chats
+from tools.tokenizer_families import FAMILIES as TOKENIZERS
+from tools.tokenizer_families import write_family
+from tuner.errors import TunerError
+from tuner.export.gguf import proof
+from tuner.export.gguf.architecture import Architecture
+from tuner.export.gguf.export import export_gguf
+from tuner.export.gguf.file import TYPES
+from tuner.export.gguf.gelu import read_off_a_table
+from tuner.export.gguf.llama_cpp import asked
+from tuner.export.gguf.source import Directory
+
+OF = {
+    "llama": "Llama 3", "mistral": "Mistral Nemo", "qwen2": "Qwen3", "qwen3": "Qwen3", "qwen3_moe": "Qwen3",
+    "olmo2": "GPT-2", "phi3": "Phi-3", "granite": "GPT-2", "smollm3": "Llama 3", "gemma2": "Gemma",
+    "gemma3_text": "Gemma 3", "gpt_oss": "gpt-oss", "lfm2": "SmolLM2",
+}  # fmt: skip
+"""Whose tokenizer a family's tiny model gets."""
+SMOLLM2 = ROOT / ".demo" / "smollm2"
+KINDS = ("bf16", "q8_0", "q4_0", "q4_k_m")
+PROMPTS, ANSWER, SHOWN = 4, 64, 5
+_EMOJI = "🙂🙃👩‍👩‍👧‍👦🇩🇪✅👍🏽🏳️‍🌈⚠️❤️‍🔥"
+_SPACES = (" ", "  ", "\n", "\n\n", "\t", "\r\n", " \n ", "    ", "\u00a0", "\u3000")
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def published(assets: Path) -> list[str]:
+    """Texts of the assets and of Python's library, a paragraph or a piece of a file each."""
+    at = assets / "llamafactory"
+    found = [m["content"] for chat in chats(assets, 4000) for m in chat]
+    found += [json.loads(line)["text"] for line in (at / "c4_demo.jsonl").read_text(encoding="utf-8").splitlines()]
+    found += (at / "wiki_demo.txt").read_text(encoding="utf-8").split("\n\n")
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        code = path.read_text(encoding="utf-8")
+        found += [code[start : start + 700] for start in range(0, min(len(code), 14_000), 700)]
+    return found
+
+
+def made(draw: random.Random, pieces: Sequence[str], added: Sequence[str]) -> Iterator[str]:
+    """Hard ones without end: random characters, numbers, white space, emoji, long lines, added tokens inside."""
+    letters = [chr(c) for c in range(33, 0x2FFFF) if unicodedata.category(chr(c))[0] in "LNPS"]
+    kinds: tuple[Callable[[], str], ...] = (
+        lambda: "".join(draw.choices(letters, k=draw.randint(1, 40))),
+        lambda: str(draw.choice([draw.randint(0, 10 ** draw.randint(1, 30)), draw.uniform(-1e6, 1e6)])),
+        lambda: "".join(draw.choices(_SPACES, k=draw.randint(1, 12))),
+        lambda: "".join(draw.choices(_EMOJI, k=draw.randint(1, 8))),
+        lambda: draw.choice(pieces)[:60],
+        lambda: draw.choice(pieces)[:6] * draw.randint(20, 200),
+        lambda: draw.choice(added or [""]),
+    )
+    weights = (3, 2, 2, 1, 4, 0.2, 2)
+    while True:
+        yield "".join(make() for make in draw.choices(kinds, weights, k=draw.randint(1, 8)))
+
+
+def written(family: str, assets: Path, directory: Path) -> Path:
+    """A Hugging Face directory of the family."""
+    if family == "smollm2":
+        return Path(shutil.copytree(SMOLLM2, directory))
+    if OF[family] == "SmolLM2":
+        tokenizer = SMOLLM2
+    else:
+        tokenizer = directory / "tokenizer"
+        (of,) = (each for each in TOKENIZERS if each.name == OF[family])
+        write_family(of, assets, tokenizer, list)
+    auto: Any = AutoTokenizer
+    loaded = auto.from_pretrained(tokenizer)
+    if family == "mistral" or not loaded.chat_template:  # whose own has a test that llama.cpp's Jinja lacks
+        loaded.chat_template = _TEMPLATE
+    if family == "phi3":  # of these, too, Phi 3's own take the spaces after them, and do not
+        ends = {"</s>": True, "<|endoftext|>": False}
+        own = [AddedToken(name, rstrip=takes, normalized=False) for name, takes in ends.items()]
+        loaded.backend_tokenizer.add_special_tokens(own)
+    size = -(-len(loaded) // 64) * 64
+    ids = {name: getattr(loaded, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    torch.manual_seed(0)
+
+    def decided(model: Any) -> None:
+        """Among so many tokens the likeliest would be a matter of rounding; with tied embeddings, never in doubt."""
+        model.lm_head.weight.mul_(0.3 if model.config.tie_word_embeddings else 4)
+
+    with torch.no_grad():
+        write_model(directory, family, decided, vocab_size=size, **ids)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (directory / name).unlink(missing_ok=True)
+    loaded.save_pretrained(directory)
+    return directory
+
+
+def texts_of(tokenizer: Any, assets: Path, count: int) -> list[str]:
+    """Half of them published ones; composed characters alone, as llama.cpp normalises nothing."""
+    draw = random.Random(1)
+    real = published(assets)
+    draw.shuffle(real)
+    added = sorted(token.content for token in tokenizer.added_tokens_decoder.values())
+    hard = made(draw, real, added)
+    mixed = real[: count // 2]
+    mixed += [next(hard) for _ in range(count - len(mixed))]
+    return [unicodedata.normalize("NFC", text) for text in mixed]
+
+
+def at_length(source: Directory, file: Path, assets: Path, texts: int, chats_: int) -> dict[str, Any]:
+    """What llama.cpp says of the texts and chats, and of answers, against transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(source.path)
+    all_texts = texts_of(tokenizer, assets, texts)
+    recorded: list[dict[str, Any]] = [{"text": text} for text in all_texts]
+    talks = chats(assets, 2 * chats_)[-chats_:]
+    system = {"role": "system", "content": "Be brief. "}
+    recorded += [{"text": "", "messages": [*([system] if n % 3 == 0 else []), *talk]} for n, talk in enumerate(talks)]
+    wanted = proof.texts_of(tokenizer, recorded, [], source.path)
+    prompts = [ids[:48] for ids, _ in wanted.ids[:200] if len(ids) >= 48][:PROMPTS]  # noqa: PLR2004 - tokens
+    questions = {
+        "context": 256, "threads": 1, "texts": wanted.texts, "chats": wanted.chats, "ends": [], "prompts": prompts,
+        "tokens": ANSWER, "top": 64,
+    }  # fmt: skip
+    answers = asked(file.parent, file, questions)
+    other = [
+        text for text, one, two in zip(wanted.texts, wanted.ids, answers["ids"], strict=True) if [*one] != [*two]
+    ]
+    spoken = zip(wanted.rendered, answers["chats"], strict=True)
+    wrong = [text for text, said in spoken if said not in {text, text.removeprefix(wanted.bos)}]
+    model = source.reference()
+    if Architecture.of(source.config).reads_a_table:
+        model = read_off_a_table(model)
+    asks = proof.Prompts(prompts, model, 256)
+    same = 0
+    for prompt, answer in zip(prompts, answers["answers"], strict=True):
+        logs = asks.log_probabilities(prompt, answer["tokens"])[: len(answer["tokens"])]
+        chosen = logs.gather(1, torch.tensor(answer["tokens"])[:, None])[:, 0]
+        same += bool((chosen >= logs.max(-1).values - proof.TIE).all())
+    figures = proof.measured(wanted, asks, answers["answers"])
+    return {
+        "texts": len(wanted.texts), "other_ids": len(other), "chats": len(wanted.rendered), "other_chats": len(wrong),
+        "answers": len(prompts), "same_answers": same, "tokens": figures.tokens, "nats": figures.difference,
+        "steps": figures.steps, "examples": [repr(text[:160]) for text in (other + wrong)[:SHOWN]],
+    }  # fmt: skip
+
+
+def lines(
+    family: str, kinds: Sequence[str], assets: Path, work: Path, counts: tuple[int, int]
+) -> Iterator[dict[str, Any]]:
+    """A line of f32, with a real tokenizer, and of each type, with a small one but of SmolLM2."""
+    proof.N_TEXTS = 40  # others are asked below
+    for kind in kinds:
+        started, row = time.monotonic(), dict[str, Any](arch=family, type=kind)
+        file, place = work / f"{kind}.gguf", work / kind
+        is_small = kind != "f32" and family != "smollm2"
+        source = Directory(write_model(place, family) if is_small else written(family, assets, place))
+        try:
+            report = export_gguf(source, kind, file)
+            if report.exact is None or report.figures is None:
+                raise RuntimeError("not verified")
+            row |= {"exact": report.exact.difference, "kl": report.figures.kl, "same": report.figures.greedy}
+            row |= {"of": report.figures.tokens, "exact_steps": report.exact.steps}
+            if kind == "f32":
+                row |= at_length(source, file, assets, *counts)
+        except (TunerError, RuntimeError) as error:
+            row["error"] = one_line(error)
+        file.unlink(missing_ok=True)
+        yield row | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def holds(row: Mapping[str, Any]) -> bool:
+    """Whether a line is as it must be."""
+    if "error" in row:
+        return False
+    if row["type"] != "f32":
+        return True
+    is_close = row["nats"] <= proof.BOUND + proof.STEPS * row["steps"] and row["same_answers"] == row["answers"]
+    return not row["other_ids"] and not row["other_chats"] and bool(is_close)
+
+
+def main() -> int:
+    """Ask every family that is wanted."""
+    parser = parser_of(__doc__)
+    parser.add_argument("assets", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--archs", nargs="+", default=[*FAMILIES, "smollm2"])
+    parser.add_argument("--texts", type=int, default=10_000)
+    parser.add_argument("--chats", type=int, default=1_000)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results = Results(options.out)
+    done = {(row["arch"], row["type"]) for row in results.rows}
+    for family in options.archs:
+        kinds = [kind for kind in ("f32", *KINDS) if kind in ("f32", *TYPES) and (family, kind) not in done]
+        with workplace() as work:
+            for row in lines(family, kinds, options.assets.resolve(), work, (options.texts, options.chats)):
+                results.add(row)
+    wrong = [row for row in results.rows if not holds(row)]
+    for row in wrong:
+        print(f"DIFFERS {row['arch']} {row['type']}: {row.get('error') or row['examples']}")
+    print(f"{len(results.rows)} lines, {len(wrong)} differ")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""`tuner launch`: a recipe started on a cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tuner.cli.command import Outcome, RecipeArgument, command, load_one_run, overrides_of
+from tuner.errors import RecipeError
+
+if TYPE_CHECKING:
+    from tuner.config.load import LoadedRecipe
+    from tuner.submit.job import Volume
+
+CACHE = ".tuner-cache"
+Several = list[str] | None
+
+
+def _several(metavar: str, sentence: str) -> Any:
+    return typer.Option(metavar=metavar, help=sentence)
+
+
+@command("launch")
+def launch(
+    ctx: typer.Context,
+    recipe: RecipeArgument = None,
+    on: Annotated[str, typer.Option(metavar="slurm|kubernetes|ray", help="What starts the processes.")] = "slurm",
+    nodes: Annotated[int, typer.Option(min=1, max=4096, help="Machines.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=0, max=64, help="GPUs of each, a process each; 0: a CPU.")] = 8,
+    cpus: Annotated[int | None, typer.Option(min=1, help="Cores of a process; default 8.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of a machine, e.g. 500GiB.")] = None,
+    time: Annotated[str | None, typer.Option(metavar="[D-]HH:MM:SS", help="Longest time of the job.")] = None,
+    image: Annotated[str | None, typer.Option(help="Container image; under SLURM by pyxis.")] = None,
+    volume: Annotated[Several, _several("SOURCE:PATH", "A claim or a host's directory in the containers.")] = None,
+    env: Annotated[Several, _several("NAME=VALUE", "A variable of the processes.")] = None,
+    secret: Annotated[Several, _several("NAME", "A secret of Kubernetes whose keys are variables.")] = None,
+    resource: Annotated[Several, _several("NAME=COUNT", "A device of each pod, e.g. rdma/ib=8.")] = None,
+    sbatch: Annotated[Several, _several("OPTION", "One of sbatch besides, e.g. partition=gpu.")] = None,
+    restarts: Annotated[int | None, typer.Option(min=0, help="Restarts after failed pods; default 10.")] = None,
+    jobset: Annotated[bool, typer.Option("--jobset", help="Write a JobSet instead of a Job.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script or manifest; start nothing.")] = False,
+) -> Outcome:
+    """Start the recipe's training on a cluster, or resume it: by sbatch, kubectl apply or ray job submit.
+
+    Flags of the recipe go with it.
+    """
+    from tuner.submit import cluster, job
+
+    options = {
+        "cpus": cpus, "memory": memory, "time": time, "image": image, "volume": volume, "env": env, "secret": secret,
+        "resource": resource, "sbatch": sbatch, "restarts": restarts, "jobset": jobset or None,
+    }  # fmt: skip
+    given = {name: value for name, value in options.items() if value is not None}
+    cluster.require_taken(on, given)
+    loaded = load_one_run(recipe, overrides := overrides_of(ctx))
+    if loaded.path is None:
+        raise RecipeError("a cluster reads the recipe from a file", hint="write it into one, and name that")
+    volumes, variables = [job.Volume.of(text) for text in volume or ()], job.variables(env or ())
+    warnings = []
+    if on == "kubernetes":
+        variables = {"TUNER_CACHE": f"{_volume_of_run(loaded, volumes).path}/{CACHE}"} | variables
+        warnings = _not_on_volumes(loaded, volumes)
+    flags = (each.flag if each.text is None else f"{each.flag}={each.text}" for each in overrides)
+    asked = job.Job(
+        str(loaded.recipe.name), (str(loaded.path), *flags), os.getcwd(), nodes,
+        gpus_per_node, cpus or 8, None if memory is None else job.bytes_of(memory),
+        None if time is None else job.seconds_of(time), image, tuple(volumes), variables,
+    )  # fmt: skip
+    _require_whole(loaded, nodes * asked.processes)
+    text = cluster.text_of(on, asked, given)
+    if dry_run:
+        return Outcome(text, warnings=warnings, is_text=True)
+    return Outcome(cluster.send(on, text), warnings=warnings, is_text=True)
+
+
+def _volume_of_run(loaded: LoadedRecipe, volumes: Sequence[Volume]) -> Volume:
+    """The volume that keeps the run. Raises RecipeError where it would go with its pods."""
+    kept = next((volume for volume in volumes if volume.holds(loaded.recipe.output_dir)), None)
+    if kept is None:
+        run = loaded.recipe.output_dir
+        raise RecipeError(
+            f"output_dir: {run} is on no volume, and would go with the pods",
+            hint=f"write --volume runs:{os.path.dirname(run)}, with the name of your claim for runs",
+        )
+    return kept
+
+
+def _not_on_volumes(loaded: LoadedRecipe, volumes: Sequence[Volume]) -> list[str]:
+    recipe = loaded.recipe
+    held_out = recipe.data.eval if isinstance(recipe.data.eval, tuple) else ()
+    rows = [source.path for source in (*recipe.data.train, *held_out)]
+    named = [path for path in (str(loaded.path), recipe.model.name_or_path, *rows) if path.startswith("/")]
+    away = [path for path in dict.fromkeys(named) if not any(volume.holds(path) for volume in volumes)]
+    return [f"on no volume, so it has to be in the image: {path}" for path in away]
+
+
+def _require_whole(loaded: LoadedRecipe, processes: int) -> None:
+    """Raise RecipeError, before a job waits in a queue for it, for groups or a written batch that do not divide."""
+    parallel, batch = loaded.recipe.parallel, loaded.recipe.train.global_batch_size
+    for key in ("tensor", "sequence", "expert"):
+        if processes % (size := getattr(parallel, key)):
+            raise RecipeError(
+                f"parallel.{key}: {size} does not divide the {processes} processes", hint=f"write parallel.{key}: 1"
+            )
+    rows = max(1, processes // (parallel.tensor * parallel.sequence))
+    if "train.global_batch_size" in loaded.origins and batch % rows:
+        raise RecipeError(
+            f"train.global_batch_size: {batch} rows do not divide into {processes} processes",
+            hint=f"write train.global_batch_size: {-(-batch // rows) * rows}",
+        )

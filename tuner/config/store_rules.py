@@ -1,0 +1,54 @@
+"""Rules of what lies in an object store: what is fetched once cannot be looked at again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tuner.config.rule import Rule
+from tuner.stages import url_of
+
+if TYPE_CHECKING:
+    from tuner.config.recipe import Recipe
+
+
+def inputs_of(recipe: Recipe) -> dict[str, list[Path]]:
+    """What a recipe reads of object stores, by key: stages, whose last names may be globs and slices."""
+    held = recipe.data.eval if isinstance(recipe.data.eval, tuple) else ()
+    paths = {
+        "model.name_or_path": [recipe.model.name_or_path],
+        "model.init_from": [each.path for each in recipe.model.init_from],
+        "data.train": [each.path for each in recipe.data.train],
+        "data.eval": [each.path for each in held],
+    }
+    stages = {key: [path for each in texts if url_of(path := Path(each)) is not None] for key, texts in paths.items()}
+    return {key: found for key, found in stages.items() if found}
+
+
+def windows_are_on_a_disk(recipe: Recipe, given: Set[str]) -> str | None:
+    """Windows are looked for while training runs."""
+    if recipe.data.portions is None or "data.train" not in inputs_of(recipe):
+        return None
+    return "windows that arrive are looked for on a disk; name a directory there, or remove data.windows"
+
+
+def newer_weights_are_on_a_disk(recipe: Recipe, given: Set[str]) -> str | None:
+    """So are newer versions of weights."""
+    if not any(each.every is not None and url_of(Path(each.path)) is not None for each in recipe.model.init_from):
+        return None
+    return "newer weights are looked for on a disk; name a directory there, or remove every"
+
+
+def ladders_are_on_a_disk(recipe: Recipe, given: Set[str]) -> str | None:
+    """The runs of a ladder are read together."""
+    if not recipe.ladder.sizes or url_of(Path(recipe.output_dir)) is None:
+        return None
+    return "the runs of a ladder lie on a disk; name a directory there"
+
+
+STORE_RULES = (
+    Rule(("data.train", "data.windows.files", "data.windows.names"), windows_are_on_a_disk),
+    Rule(("model.init_from",), newer_weights_are_on_a_disk),
+    Rule(("output_dir", "ladder.sizes"), ladders_are_on_a_disk),
+)

@@ -1,0 +1,175 @@
+"""A GGUF file as it is served: llama.cpp's own server, in a process that ends with this one, over a local connection.
+
+What it computes is what anybody who serves the file gets: its tokenizer, its template, its cache of float16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+from tuner.errors import DataError, MachineError, RecipeError
+from tuner.export.gguf.header import read_keys
+from tuner.export.gguf.llama_cpp import said_in
+from tuner.runtime.files import scratch_dir
+
+LOAD_S, ANSWER_S = 900.0, 600.0
+"""How long a file may take to load, and the server to say the next thing."""
+GREEDY: Mapping[str, Any] = {"temperature": -1}
+_FORCED = 1e6
+"""What is added to a token's logit so that it is the one that is drawn; log-probabilities are of the logits before."""
+_TRIES = (256, 1 << 30)
+"""How many of the likeliest tokens are asked for, to find one whose own log-probability the server does not give."""
+_IDS = "tokenizer.ggml.{}_token_id"
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A piece of an answer; the last one has why it ended: `eos`, `word` (one of the stops) or `limit`."""
+
+    text: str
+    tokens: int = 0
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A file that llama.cpp has loaded. What it refuses is a RecipeError, and a MachineError if it is gone."""
+
+    path: Path
+    keys: Mapping[str, Any]
+    context: int
+    """Tokens that it takes, with those of the answer."""
+    address: str
+    key: str
+    why_gone: Callable[[], str]
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the file has a chat template; llama.cpp would take one of its own."""
+        return "tokenizer.chat_template" in self.keys
+
+    def special(self, name: str) -> int | None:
+        """The id of `bos` or `eos`; None where the file has none."""
+        found: int | None = self.keys.get(_IDS.format(name))
+        return found
+
+    @cached_property
+    def frame(self) -> list[int]:
+        """What is put before a text."""
+        bos = self.special("bos")
+        return [bos] if bos is not None and self.ids("", framed=True)[:1] == [bos] else []
+
+    def ids(self, text: str, framed: bool = False) -> list[int]:
+        """The tokens of a text, with what frames it or without."""
+        return list(self.ask("/tokenize", {"content": text, "add_special": framed, "parse_special": True})["tokens"])
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of tokens, special ones written out."""
+        return str(self.ask("/detokenize", {"tokens": list(ids)})["content"])
+
+    def rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """A chat up to the assistant's turn, without what frames a text."""
+        return str(self.ask("/apply-template", {"messages": list(messages)})["prompt"])
+
+    def answer(
+        self, prompt: Sequence[int], limit: int, sampling: Mapping[str, Any], stops: Sequence[str] = ()
+    ) -> Iterator[Answered]:
+        """The pieces of an answer of at most so many tokens, special ones left out."""
+        body = {"prompt": list(prompt), "n_predict": limit, "stop": list(stops), "stream": True, **sampling}
+        with self._asked("/completion", body) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    piece = json.loads(line[6:])
+                    why = piece["stop_type"] if piece["stop"] else None
+                    yield Answered(piece["content"], piece["tokens_predicted"], why)
+
+    def log_probability(self, context: Sequence[int], token: int) -> tuple[float, bool]:
+        """Of a token after others, in nats, and whether it is the likeliest.
+
+        The server gives none of a token that ends inside a character: it is looked up among the likeliest then, with
+        the end of the text drawn in its place.
+        """
+        body = {"prompt": list(context), "n_predict": 1, **GREEDY, "cache_prompt": True}
+        said = self.ask("/completion", {**body, "n_probs": 1, "logit_bias": [[token, _FORCED]]})
+        if steps := said.get("completion_probabilities"):
+            return float(steps[0]["logprob"]), steps[0]["top_logprobs"][0]["id"] == token
+        for most in _TRIES:
+            ended = [[self.special("eos") or 0, _FORCED]]
+            said = self.ask("/completion", {**body, "n_probs": most, "logit_bias": ended})
+            for at, each in enumerate(said["completion_probabilities"][0]["top_logprobs"]):
+                if each["id"] == token:
+                    return float(each["logprob"]), at == 0
+        raise DataError(f"{self.path}: llama.cpp gives no probability of token {token}")
+
+    def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What it answers."""
+        with self._asked(path, body) as response:
+            answer: dict[str, Any] = json.loads(response.read())
+        return answer
+
+    @contextmanager
+    def _asked(self, path: str, body: Mapping[str, Any]) -> Iterator[HTTPResponse]:
+        connection = HTTPConnection(self.address, timeout=ANSWER_S)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
+        with contextlib.closing(connection):  # which ends what the server still computes
+            try:
+                connection.request("POST", path, json.dumps(body), headers)
+                response = connection.getresponse()
+                if response.status != 200:  # noqa: PLR2004 - of HTTP
+                    raise RecipeError(f"llama.cpp refuses: {json.loads(response.read())['error']['message']}")
+                yield response
+            except TimeoutError as error:
+                raise MachineError(f"llama.cpp said nothing for {ANSWER_S:.0f} s") from error
+            except (OSError, HTTPException) as error:
+                raise MachineError(f"llama.cpp ended: {self.why_gone()}") from error
+
+
+@contextmanager
+def served(path: Path, context: int) -> Iterator[Engine]:
+    """A file for the block, with room for ``context`` tokens or as many as its model takes.
+
+    Raises DataError for one that llama.cpp does not load, MachineError where the library is missing.
+    """
+    if importlib.util.find_spec("xllamacpp") is None:
+        raise MachineError("the library xllamacpp is missing", hint="install it: pip install gguf xllamacpp")
+    keys = read_keys(path)
+    context = min(context, int(keys.get(f"{keys.get('general.architecture')}.context_length", context)))
+    threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    key = secrets.token_hex(16)
+    job = {"model": str(path), "context": context, "threads": threads, "key": key}
+    command = [sys.executable, "-m", "tuner.export.gguf.llama_server"]
+    with scratch_dir("gguf-") as directory, (directory / "llama.log").open("wb") as log:
+        # In a session of its own: Ctrl-C ends an answer, not the server.
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+        )
+        too_long = Timer(LOAD_S, process.kill)
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            too_long.start()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(job).encode() + b"\n")
+                process.stdin.flush()
+            address = process.stdout.readline().decode().strip()
+            too_long.cancel()
+            if not address:
+                raise DataError(f"{path}: llama.cpp cannot load it: {said_in(directory / 'llama.log')}")
+            yield Engine(path, keys, context, address, key, lambda: said_in(directory / "llama.log"))
+        finally:
+            too_long.cancel()
+            process.kill()
+            process.communicate()

@@ -1,0 +1,53 @@
+"""A run that lies in an object store (`output_dir: s3://...`), and is trained in its stage on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tuner.config.recipe import Recipe
+from tuner.run.parts.part import LaunchContext, Part, TaskNeeds
+from tuner.runtime.console import Console
+from tuner.runtime.dist import RankInfo
+from tuner.setup.resolve import Resolved
+from tuner.stages import url_of
+from tuner.train.tasks import Task
+
+if TYPE_CHECKING:
+    from tuner.run.store import Publisher
+
+
+class Store(Part):
+    """Rank 0 holds the lease and publishes; the command around the launch has fetched the run."""
+
+    after_saves = True
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._stage = Path(recipe.output_dir)
+        self._publisher: Publisher | None = None
+
+    @staticmethod
+    def wanted(recipe: Recipe) -> bool:
+        """Where the run's directory stands for one in a store."""
+        return url_of(Path(recipe.output_dir)) is not None
+
+    def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
+        """Say where the run is."""
+        console.say("store", f"{url_of(self._stage)} gets each save of {self._stage}")
+
+    @contextmanager
+    def around(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> Iterator[None]:
+        """Under the run's lease, to the end of the last upload. Raises MachineError where another launch has it."""
+        if not rank_info.is_main:
+            yield
+            return
+        from tuner.run.store import Publisher
+
+        with Publisher(self._stage, console) as self._publisher:
+            yield
+
+    def tasks(self, context: LaunchContext, needs: TaskNeeds) -> Sequence[Task]:
+        """What hands saves over, on rank 0."""
+        return () if self._publisher is None else (self._publisher.task(),)

@@ -1,0 +1,265 @@
+"""The requests that a store directory needs, over obstore: plain and conditional puts, reads, names, deletions.
+
+What is asked of a store is what S3, Google's and Azure's stores all promise: a put is whole or absent, an object is
+seen by its key once it was put, and a put on a condition (only where nothing is, only over this version) is decided by
+the store. Credentials, regions and endpoints come from the environment that other tools read (`AWS_ACCESS_KEY_ID`,
+`AWS_REGION`, `AWS_ENDPOINT_URL`, `GOOGLE_APPLICATION_CREDENTIALS`, `AZURE_STORAGE_ACCOUNT_NAME` ...).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+from tuner.errors import MachineError
+from tuner.runtime.files import write_all
+
+SCHEMES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore"}
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "gs": ("STORAGE_EMULATOR_HOST",),
+    "az": ("AZURE_STORAGE_ENDPOINT",),
+}  # fmt: skip
+"""The variables that lead to another server than the vendor's."""
+REQUEST_SECONDS = 300
+"""How long one request may take: a part of a file over a slow line."""
+CONNECT_SECONDS = 10
+RETRY_SECONDS = 60
+"""For how long a request that failed is sent again, at growing intervals of at most 5 seconds."""
+MOST_BYTES = 1 << 62
+STREAM_BYTES = 1 << 20
+"""What is read of an object before it is written to the file."""
+
+T = TypeVar("T")
+Version = Mapping[str, str]
+"""What a store calls one state of an object: its etag, on Google its generation too."""
+
+_CAUSES: tuple[tuple[str, str, str], ...] = (
+    (r"NoSuchBucket|ContainerNotFound|specified bucket does not exist", "there is no such bucket",
+     "make it or correct its name; for a server that is not the vendor's, export its address: AWS_ENDPOINT_URL, "
+     "STORAGE_EMULATOR_HOST, AZURE_STORAGE_ENDPOINT"),
+    (r"RequestTimeTooSkewed|RequestTimeSkewed", "this machine's clock differs too much from the store's",
+     "correct the clock (timedatectl set-ntp true), then run the same command"),
+    (r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|incorrectly configured region"
+     r"|status code: 301", "the bucket is in another region", "export AWS_REGION with the bucket's own region"),
+    (r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|ExpiredToken|status code: 401|AuthenticationFailed"
+     r"|169\.254\.169\.254|metadata\.google|Account must be specified|CredentialProvider|MissingCredential",
+     "the store knows no such credentials",
+     "export them as the store's other tools read them: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+     "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"),
+    (r"AccessDenied|AuthorizationFailure|AuthorizationPermissionMismatch|status code: 403",
+     "these credentials have no right to do this",
+     "ask for the rights to read, write, list and delete below this prefix, or export other credentials"),
+    (r"error sending request|[Cc]onnect|dns|timed? ?out|HTTP error|SlowDown|status code: 5\d\d",
+     "the store does not answer", "when it can be reached again, run the same command"),
+)  # fmt: skip
+"""What the words of an error mean, in this order; in obstore's text they stand with the store's own answer."""
+
+
+def split(url: str) -> tuple[str, str, str]:
+    """Scheme, bucket and prefix of `s3://bucket/some/prefix`. Raises MachineError where it is no such URL."""
+    scheme, found, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    if not found or scheme not in SCHEMES or not bucket:
+        raise MachineError(f"{url}: not a directory in a store, which is s3://, gs:// or az://BUCKET/PREFIX")
+    return scheme, bucket, prefix.strip("/")
+
+
+@dataclass(frozen=True)
+class Client:
+    """The objects below one URL, by keys relative to it. All methods raise MachineError with the URL and the cause."""
+
+    url: str
+    store: Any
+    library: Any
+
+    @staticmethod
+    def connect(url: str) -> Client:
+        """The client of a URL; nothing is asked of the store yet."""
+        scheme, bucket, prefix = split(url)
+        try:
+            import obstore.store
+        except ModuleNotFoundError as error:
+            missing = f"{url}: the library obstore is missing"
+            raise MachineError(missing, hint="install it: pip install obstore") from error
+        endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS[scheme])), "")
+        seconds = {"max_backoff": 5, "retry": RETRY_SECONDS, "timeout": REQUEST_SECONDS, "connect": CONNECT_SECONDS}
+        waits = {name: timedelta(seconds=number) for name, number in seconds.items()}
+        settings: dict[str, Any] = {
+            "retry_config": {
+                "max_retries": 12, "retry_timeout": waits["retry"], "backoff": {"max_backoff": waits["max_backoff"]}
+            },
+            # An address that says http is meant as it is said: by the vendors' own tools, and so here.
+            "client_options": {
+                "timeout": waits["timeout"], "connect_timeout": waits["connect"],
+                "allow_http": endpoint.startswith("http:"),
+            },
+        }  # fmt: skip
+        if scheme == "s3":
+            settings |= {} if "AWS_CHECKSUM_ALGORITHM" in os.environ else {"checksum_algorithm": "sha256"}
+        if scheme == "gs" and endpoint:
+            emulator = {"gcs_base_url": endpoint, "disable_oauth": True, "client_email": "", "private_key": ""}
+            settings["service_account_key"] = json.dumps({**emulator, "private_key_id": ""})
+        with _errors(url):
+            store = getattr(obstore.store, SCHEMES[scheme])(bucket, prefix=prefix or None, **settings)
+        return Client(url, store, obstore)
+
+    def get(self, key: str) -> tuple[bytes, Version] | None:
+        """An object's bytes and version, or None where there is none."""
+
+        def read() -> tuple[bytes, Version]:
+            result = self.library.get(self.store, key)
+            return bytes(result.bytes()), _version(result.meta)
+
+        return self._found(read)
+
+    def has(self, key: str) -> bool:
+        """Whether an object is there."""
+        return self.meta(key) is not None
+
+    def meta(self, key: str) -> Mapping[str, Any] | None:
+        """What the store says of an object: `path`, `size`, `e_tag`; None where there is none."""
+        return self._found(lambda: self.library.head(self.store, key))
+
+    def put(self, key: str, data: bytes) -> None:
+        """Make or replace an object."""
+        with _errors(self.url):
+            self.library.put(self.store, key, data, use_multipart=False)
+
+    def put_if(self, key: str, data: bytes, version: Version | None) -> Version | None:
+        """Make an object where none is (`version` None), or replace this version of it; its new version.
+
+        None where it is otherwise, and also after an answer that was lost, when the library sent the request a second
+        time: who must know reads the object back.
+        """
+        exceptions = self.library.exceptions
+        mode = "create" if version is None else dict(version)
+        try:
+            with _errors(self.url):
+                return _version(self.library.put(self.store, key, data, mode=mode, use_multipart=False))
+        except MachineError as error:
+            if isinstance(error.__cause__, (exceptions.AlreadyExistsError, exceptions.PreconditionError)):
+                return None
+            raise
+
+    def settle(self, key: str, data: bytes, version: Version | None) -> tuple[bytes, Version] | None:
+        """`put_if` until it is known what is there: `data` where this put was the one, else another's, or nothing.
+
+        Every content is put under a condition at most once in its life, so that finding one's own bytes means that the
+        put was done, whatever its answer was.
+        """
+        refused: MachineError | None = None
+        for _ in range(3):
+            try:
+                if made := self.put_if(key, data, version):
+                    return data, made
+            except MachineError as error:  # it may have been carried out all the same
+                refused = error
+            found = self.get(key)
+            if found is None and version is not None:
+                return None
+            if found is not None and found[1] != version:
+                return found
+        raise refused or MachineError(f"{self.url}: {key} is neither there nor to be made")
+
+    def read(self, key: str, into: int, start: int = 0, most: int = MOST_BYTES, etag: str | None = None) -> int | None:
+        """Write an object's bytes to a descriptor at `start` as they arrive, from its first again where they broke off.
+
+        How many it has, of which none beyond `most` are written; None where there is none, or none of this etag.
+        """
+        options = None if etag is None else {"if_match": etag}
+
+        def stream() -> int:
+            size = 0
+            os.lseek(into, start, os.SEEK_SET)
+            for chunk in self.library.get(self.store, key, options=options).stream(min_chunk_size=STREAM_BYTES):
+                size += len(chunk)
+                if size <= most:
+                    write_all(into, memoryview(chunk))
+            return size
+
+        try:
+            return self._found(stream)
+        except MachineError as error:
+            if isinstance(error.__cause__, self.library.exceptions.PreconditionError):
+                return None
+            raise
+
+    def names(self, prefix: str) -> list[str]:
+        """The keys below a prefix, in no order."""
+        return [each["path"] for each in self.metas(prefix)]
+
+    def metas(self, prefix: str) -> list[Mapping[str, Any]]:
+        """What the store says of each object below a prefix, in no order."""
+        pages = self._found(lambda: list(self.library.list(self.store, prefix, chunk_size=1000)))
+        return [each for page in pages or () for each in page]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects; one that is not there is fine."""
+        if keys and self._found(partial(self._delete, list(keys))) is None and len(keys) > 1:
+            for key in keys:  # a store that names a missing one leaves the rest
+                self.delete([key])
+
+    def _delete(self, keys: list[str]) -> bool:
+        self.library.delete(self.store, keys)
+        return True
+
+    def _found(self, ask: Callable[[], T]) -> T | None:
+        """What is asked, or None where the store has no such object.
+
+        Asked again where the answer broke off, which the library does not do: all that comes here may be repeated.
+        """
+        until = time.monotonic() + RETRY_SECONDS
+        while True:
+            try:
+                with _errors(self.url):
+                    return ask()
+            except MachineError as error:
+                said = str(error.__cause__)
+                if isinstance(error.__cause__, FileNotFoundError) and not re.search(_CAUSES[0][0], said):
+                    return None
+                if "HTTP error" not in said or time.monotonic() > until:
+                    raise
+                time.sleep(0.2)
+
+
+def _version(meta: Mapping[str, Any]) -> Version:
+    return {name: meta[name] for name in ("e_tag", "version") if meta.get(name) is not None}
+
+
+@contextmanager
+def _errors(url: str) -> Iterator[None]:
+    """Have what obstore raises within raised as a MachineError with the cause by name."""
+    try:
+        yield
+    except (MachineError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        if not isinstance(error, FileNotFoundError) and not type(error).__module__.startswith("obstore"):
+            raise
+        raise refusal(url, error) from error
+
+
+def refusal(url: str, error: Exception) -> MachineError:
+    """What an answer of the store means to people."""
+    text = str(error)
+    for pattern, cause, hint in _CAUSES:
+        if re.search(pattern, text):
+            return MachineError(f"{url}: {cause} ({_said(text)})", hint)
+    return MachineError(f"{url}: {_said(text)}")
+
+
+def _said(text: str) -> str:
+    """The store's own code or the last line of the library's words, without the XML around it."""
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    if code:
+        return code[1]
+    status = re.search(r"status code: (\d+ [\w ]+)|(error sending request)", text)
+    return (status[1] or status[2]) if status else " ".join(text.partition("\n")[0].split())[:200]

@@ -1,0 +1,271 @@
+"""One directory in an object store: its newest commit, fetched to a local stage; the stage, published as the next one.
+
+A commit is put under the number after the last one, only where nothing is yet, so that of two writers one fails.
+Data are put before the commit that names them, and removed after the last commit that names them is gone: whoever reads
+a commit and then its data finds them, or finds a newer commit.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+from tuner.errors import DataError, MachineError
+from tuner.runtime.files import machine_errors, make_dirs
+from tuner.runtime.lock import FileLock
+from tuner.stores.bring import Bringing
+from tuner.stores.client import Client
+from tuner.stores.commit import COMMITS, FILES, Commit, StoredFile, commit_key
+from tuner.stores.download import GoneError
+from tuner.stores.lease import Lease, lives_here, read_lease
+from tuner.stores.stage import StageState, entries, safe_link, state_path
+from tuner.stores.upload import SNAPSHOT_BYTES, StageSnapshot, open_file, upload
+
+KEPT_COMMITS = 2
+"""The newest and the one before it, which a reader may be in the middle of."""
+ATTEMPTS = 5
+
+
+class StoreDirectory:
+    """A directory in a store. Methods raise MachineError with the URL, and DataError where what is stored is damaged.
+
+    Names at the top of a stage that are in `local`, such as a lock, are neither published nor replaced by a fetch.
+    Publishing needs the lease; reading does not.
+    """
+
+    def __init__(self, client: Client, local: Collection[str] = ()) -> None:
+        self.url = client.url
+        self.set_aside: Path | None = None
+        """Where the last fetch has moved what was changed in the stage and is not of the commit."""
+        self._client = client
+        self._local = frozenset(local)
+        self._lease: Lease | None = None
+        self._last: Commit | None = None
+        """Under the lease: the commit that the next one follows."""
+        self._snapshots: WeakSet[StageSnapshot] = WeakSet()
+        self._mutex = threading.RLock()
+
+    @classmethod
+    def open(cls, url: str, local: Collection[str] = ()) -> StoreDirectory:
+        """The directory of `s3://bucket/prefix`, `gs://...` or `az://...`; nothing is asked of the store yet."""
+        return cls(Client.connect(url), local)
+
+    def newest(self) -> Commit | None:
+        """The newest commit, or None where nothing is published."""
+        commit = self._head()
+        return commit if commit is not None and commit.files else None
+
+    def fetch(self, into: Path, only: Callable[[str], bool] | None = None) -> Commit | None:
+        """Bring the stage `into` to the newest commit, which is returned; None where nothing is published.
+
+        Where the stage is based on that commit already it is left as it is: it may be newer. Otherwise the store wins:
+        files that differ are replaced, files that the commit does not have go, and what of them was changed here since
+        it came from the store or went there is moved to :attr:`set_aside`. With `only` just the files (and every
+        checkpoint with such a file) are brought of whose name it is true, and nothing else is touched. A directory with
+        a manifest appears by one rename. A stage that a living writer of this machine has is his, and left as it is.
+        """
+        with machine_errors(into):
+            make_dirs(into.parent)
+        self.set_aside, gone = None, GoneError("")
+        with FileLock(state_path(into).with_suffix(".lock")):
+            for _ in range(ATTEMPTS):
+                commit = self.newest()
+                if commit is None or (self._lease is None and lives_here(read_lease(self._client), into)):
+                    return commit
+                state = StageState.read(into)
+                if state.commit_id == commit.commit_id:
+                    return commit
+                bringing = Bringing(into, commit, state, self._local)
+                try:
+                    bringing.bring(self._client, only)
+                    return commit
+                except GoneError as error:  # a newer commit has replaced it meanwhile
+                    gone = error
+                finally:
+                    self.set_aside = bringing.aside or self.set_aside
+        raise gone
+
+    def lease(self, stage: Path, lock_is_free: bool, on_wait: Callable[[str], None] | None = None) -> Lease:
+        """The right to publish here, as a context manager; see :class:`Lease`.
+
+        Entered, it has put a commit of its own with the files of the last one: a put that an earlier writer may still
+        have on its way fails from there on.
+        """
+        self._lease = Lease(self._client, stage, lock_is_free, on_wait, self._fence)
+        return self._lease
+
+    def snapshot(self, directory: Path, note: Mapping[str, Any]) -> StageSnapshot:
+        """The directory as it is now, for a later :meth:`publish`; what changed is opened or read, nothing is sent.
+
+        After it a file may be appended to, replaced or removed. `note` goes into the commit. Files that are to be
+        uploaded take a descriptor each, but the small ones.
+        """
+        with self._mutex:
+            stored = dict(self._last.files) if self._last is not None else {}
+            taken, room = StageSnapshot(directory, note), SNAPSHOT_BYTES
+            self._snapshots.add(taken)
+        state = StageState.read(directory)
+        contents = {file.sha256: file for file in stored.values() if file.link is None}
+        try:
+            for name, status in entries(directory, self._local):
+                if (directory / name).is_symlink():
+                    target = safe_link(str(directory), name, os.readlink(directory / name))
+                    taken.kept[name] = StoredFile("", 0, "", 1, target)
+                elif (sha256 := state.known(name, status)) in contents:
+                    taken.kept[name] = contents[sha256 or ""]
+                elif (file := open_file(directory / name, name, room)) is not None:
+                    taken.opened.append(file)
+                    room -= len(file.data or b"")
+                    if name in stored and stored[name].size == file.size:
+                        file.stored = stored[name]
+        except BaseException:
+            taken.close()
+            raise
+        return taken
+
+    def publish(self, snapshot: StageSnapshot) -> Commit:
+        """Upload what a snapshot has opened, commit it as the next number, and remove what only old commits named.
+
+        Raises MachineError: the store then has no such commit, or has it and the answer was lost, which the next one
+        finds out. After a commit nothing is raised: what could not be removed is, after the next one.
+        """
+        with self._mutex:
+            try:
+                lease = self._held()
+                files = {**snapshot.kept, **upload(self._client, snapshot.opened)}
+                commit = self._commit(lease, files, snapshot.note)
+            finally:
+                snapshot.close()
+            state = StageState.read(snapshot.directory)
+            state.commit_id = commit.commit_id
+            for file in snapshot.opened:
+                state.learn(file.name, file.status, files[file.name].sha256, file.looked)
+            for name in state.files.keys() - files.keys():
+                del state.files[name]
+            state.write(snapshot.directory)
+            with suppress(MachineError, DataError):
+                lease.renew(commit.number)
+                self._prune(commit)
+            return commit
+
+    def require_based(self, stage: Path) -> None:
+        """Raise MachineError where the store has another commit than the one that the stage is based on."""
+        commit = self._last or self._head()
+        if commit is not None and commit.files and StageState.read(stage).commit_id != commit.commit_id:
+            message = f"{self.url}: another launch has published there since this one fetched it"
+            raise MachineError(message, hint="run the same command again")
+
+    def differs(self, stage: Path) -> bool:
+        """Whether a publish of the stage, which is based on the newest commit, would change anything."""
+        commit, state = self._last or self._head(), StageState.read(stage)
+        stored = {} if commit is None else commit.files
+        here = {name for name, _ in entries(stage, self._local)}
+        return here != stored.keys() or any(
+            os.readlink(stage / name) != file.link if (stage / name).is_symlink()
+            else state.sha256(stage, name) != file.sha256
+            for name, file in stored.items()
+        )  # fmt: skip
+
+    def collect(self) -> int:
+        """Remove data that no commit names, left by uploads that failed or were killed; how many objects."""
+        with self._mutex:
+            self._held()
+            assert self._last is not None
+            kept = self._prune(self._last)
+            orphans = [key for key in self._client.names(FILES) if key not in kept]
+            self._client.delete(orphans)
+            return len(orphans)
+
+    def _held(self) -> Lease:
+        if self._lease is None or self._last is None:
+            raise RuntimeError(f"{self.url}: the lease was not taken")
+        self._lease.check()
+        return self._lease
+
+    def _head(self) -> Commit | None:
+        """The commit of the highest number.
+
+        A listing may lag, so that it only says where to begin, as the lease does; the numbers after it are asked for by
+        their keys, which never lag.
+        """
+        for attempt in range(ATTEMPTS):
+            number = max([read_lease(self._client)["number"], *self._numbers()])
+            while self._client.has(commit_key(number + 1)):
+                number += 1
+            if number == 0:
+                return None
+            try:
+                commit = self._read(number)
+            except DataError:  # some servers answer with less than they have, under load or while they remove it
+                if attempt == ATTEMPTS - 1:
+                    raise
+                commit = None
+            if commit is not None:  # else it was removed meanwhile: there are newer ones
+                return commit
+            time.sleep(0.1 * attempt)
+        raise MachineError(f"{self.url}: its commit {number} is gone", hint="find out what removed it")
+
+    def _numbers(self) -> set[int]:
+        names = {Path(key).stem for key in self._client.names(COMMITS)}
+        return {int(name) for name in names if name.isdecimal()}
+
+    def _read(self, number: int) -> Commit | None:
+        found = self._client.get(commit_key(number))
+        return None if found is None else Commit.read(f"{self.url}/{commit_key(number)}", found[0])
+
+    def _put(self, commit: Commit) -> bool:
+        """Put a commit under its number; whether it is there, and not another's."""
+        document = commit.document()
+        found = self._client.settle(commit_key(commit.number), document, None)
+        return found is not None and found[0] == document
+
+    def _fence(self) -> None:
+        """Put the last commit again under the next number; where one comes in between, that one."""
+        assert self._lease is not None
+        for _ in range(ATTEMPTS):
+            last = self._head() or Commit(0, str(uuid.uuid4()), "", {})
+            fence = Commit(last.number + 1, last.commit_id, self._lease.owner, last.files, last.note)
+            if self._put(fence):
+                self._last = fence
+                self._lease.renew(fence.number)
+                return
+        raise MachineError(f"{self.url}: others publish here all the time", hint="choose another directory")
+
+    def _commit(self, lease: Lease, files: Mapping[str, StoredFile], note: Mapping[str, Any]) -> Commit:
+        """Put the next commit. Another's under its number is one that was on its way, as long as the lease is held."""
+        assert self._last is not None
+        number = self._last.number
+        for _ in range(ATTEMPTS):
+            number += 1
+            commit = Commit(number, str(uuid.uuid4()), lease.owner, files, note)
+            if self._put(commit):
+                self._last = commit
+                return commit
+            lease.renew()
+        raise MachineError(f"{self.url}: others publish here all the time", hint="choose another directory")
+
+    def _prune(self, newest: Commit) -> set[str]:
+        """Remove the commits but the newest two, then the data that only they named; the keys that are named still."""
+        numbers = sorted(self._numbers() | {newest.number})
+        kept = set(newest.data)
+        for snapshot in self._snapshots:
+            if not snapshot.closed:
+                kept |= snapshot.refers_to()
+        for number in numbers[-KEPT_COMMITS:]:
+            commit = newest if number == newest.number else self._read(number)
+            kept |= set() if commit is None else commit.data
+        named: set[str] = set()
+        for number in numbers[:-KEPT_COMMITS]:
+            with suppress(DataError):  # a damaged listing goes; its data are found when orphans are
+                commit = self._read(number)
+                named |= set() if commit is None else commit.data
+        self._client.delete([commit_key(number) for number in numbers[:-KEPT_COMMITS]])
+        self._client.delete(sorted(named - kept))
+        return kept

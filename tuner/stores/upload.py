@@ -1,0 +1,155 @@
+"""Files on their way into a store: opened at once, read in parts, hashed while they are read, put in parallel.
+
+A file is put as objects of :data:`PART_BYTES` each, not as one multipart upload: every part is whole or absent and seen
+in a listing, so that a process that was killed leaves nothing hidden behind, on any store. At most :data:`IN_FLIGHT`
+parts are in memory, 128 MiB in all, however large the files and however many.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import BoundedSemaphore
+from typing import Any
+
+from tuner.errors import DataError
+from tuner.runtime.files import machine_errors
+from tuner.stores.client import Client
+from tuner.stores.commit import StoredFile
+
+PART_BYTES = 16 << 20
+IN_FLIGHT = 8
+SMALL_BYTES = 1 << 20
+"""A file of at most so many bytes is read to memory when the snapshot is taken, as long as all do not exceed
+:data:`SNAPSHOT_BYTES`; the others are kept open."""
+SNAPSHOT_BYTES = 32 << 20
+
+
+@dataclass
+class OpenFile:
+    """A file as it was when the snapshot was taken: its first `size` bytes, whatever becomes of its name."""
+
+    name: str
+    status: os.stat_result
+    looked: int
+    """When, in nanoseconds."""
+    descriptor: int | None = None
+    data: bytes | None = None
+    stored: StoredFile | None = None
+    """What the last commit has of this name and size: it is kept where the bytes are the same."""
+
+    @property
+    def size(self) -> int:
+        """Bytes to be uploaded."""
+        return self.status.st_size
+
+    def part(self, start: int, length: int) -> bytes:
+        """Bytes from `start`. Raises DataError where the file was cut meanwhile, MachineError."""
+        if self.data is not None:
+            return self.data[start : start + length]
+        assert self.descriptor is not None
+        with machine_errors(Path(self.name)):
+            data = os.pread(self.descriptor, length, start)
+            while len(data) < length and (more := os.pread(self.descriptor, length - len(data), start + len(data))):
+                data += more
+        if len(data) < length:
+            raise DataError(f"{self.name}: was cut to {start + len(data):,} bytes while it was uploaded")
+        return data
+
+    def close(self) -> None:
+        """Give its descriptor back."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+@dataclass(eq=False)
+class StageSnapshot:
+    """A directory at one moment: files that the last commit has already, and open ones that are to be uploaded."""
+
+    directory: Path
+    note: Mapping[str, Any]
+    kept: dict[str, StoredFile] = field(default_factory=dict)
+    opened: list[OpenFile] = field(default_factory=list)
+    closed: bool = False
+
+    def refers_to(self) -> set[str]:
+        """The keys of stored data that a commit of it may name."""
+        files = [*self.kept.values(), *(file.stored for file in self.opened if file.stored is not None)]
+        return {key for file in files for key, _, _ in file.parts()}
+
+    def close(self) -> None:
+        """Give all descriptors back; without a publish nothing was sent."""
+        self.closed = True
+        for file in self.opened:
+            file.close()
+
+
+def open_file(path: Path, name: str, room: int) -> OpenFile | None:
+    """A file for a snapshot, in memory where it is small and there is room; None where it is gone. MachineError."""
+    descriptor = None
+    with machine_errors(path), suppress(FileNotFoundError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    if descriptor is None:
+        return None
+    file = OpenFile(name, os.fstat(descriptor), time.time_ns(), descriptor)
+    if file.size <= min(SMALL_BYTES, room):
+        try:
+            file.data = file.part(0, file.size)
+        finally:
+            file.close()
+    return file
+
+
+def upload(client: Client, files: Iterable[OpenFile]) -> dict[str, StoredFile]:
+    """Put files under new keys; what is stored, by name. Raises MachineError, and then nothing refers to what was put.
+
+    The parts of all files go through one pool; this thread reads and hashes the next while they are sent.
+    """
+    stored: dict[str, StoredFile] = {}
+    room = BoundedSemaphore(IN_FLIGHT)
+    sent: list[Future[None]] = []
+
+    def put(key: str, data: bytes) -> None:
+        try:
+            client.put(key, data)
+        finally:
+            room.release()
+
+    with ThreadPoolExecutor(IN_FLIGHT, "store upload") as pool:
+        try:
+            for file in files:
+                if file.stored is not None and _digest(file) == file.stored.sha256:
+                    stored[file.name] = file.stored
+                    file.close()
+                    continue
+                target = StoredFile(str(uuid.uuid4()), file.size, "", PART_BYTES)
+                digest = hashlib.sha256()
+                for key, start, length in target.parts():
+                    room.acquire()
+                    data = file.part(start, length)
+                    sent.append(pool.submit(put, key, data))
+                    digest.update(data)
+                    sent = [each for each in sent if not (each.done() and each.result() is None)]
+                stored[file.name] = StoredFile(target.key, file.size, digest.hexdigest(), PART_BYTES)
+                file.close()
+            for each in sent:
+                each.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return stored
+
+
+def _digest(file: OpenFile) -> str:
+    digest = hashlib.sha256()
+    for start in range(0, file.size, PART_BYTES):
+        digest.update(file.part(start, min(PART_BYTES, file.size - start)))
+    return digest.hexdigest()
