@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -295,15 +296,27 @@ def test_a_file_is_pushed_with_its_modelfile_where_it_is_whole(
 def test_killed_at_any_moment_nothing_looks_whole_that_is_not(form: tuple[str, ...], tmp_path: Path) -> None:
     """What is there after a kill is nothing, or the whole of it; the next export publishes and leaves nothing else."""
     write_model(tmp_path / "model", "llama", **WIDE)
-    command = [sys.executable, "-m", "tuner", "export-gguf", "model", *form, "--output", "out/m.gguf"]
+    command = [sys.executable, "-m", "tuner", "export-gguf", "model", *form, "--output"]
+    null, begun = subprocess.DEVNULL, time.monotonic()
+    subprocess.run([*command, "whole/m.gguf"], cwd=tmp_path, capture_output=True, check=True)
+    seconds = time.monotonic() - begun
+
+    def shown(directory: Path) -> dict[str, bytes]:
+        paths = [path for path in directory.rglob("*") if path.is_file()]
+        names = {path: path.relative_to(directory) for path in paths}
+        return {str(name): path.read_bytes() for path, name in names.items() if not name.parts[0].startswith(".")}
+
+    whole, out = shown(tmp_path / "whole"), tmp_path / "out"
+    assert whole
     for part in range(6):
-        started = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(1 + 2 * part)
+        started = subprocess.Popen([*command, "out/m.gguf"], cwd=tmp_path, stdout=null, stderr=null)
+        time.sleep(seconds * (part + 0.5) / 6)
         started.send_signal(signal.SIGKILL)
         started.wait()
-        there = [path for path in (tmp_path / "out").glob("*")] if (tmp_path / "out").is_dir() else []
-        assert all(path.name.startswith(".") for path in there) or started.returncode == 0
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode in {0, 2}, done.stderr
-    (only,) = (tmp_path / "out").iterdir()
-    assert only.name in {"m", "m.gguf"}
+        if found := shown(out):
+            assert found == whole
+            shutil.rmtree(out)
+    done = subprocess.run([*command, "out/m.gguf"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert shown(out) == whole
+    assert [path.name for path in out.iterdir() if path.name.startswith(".")] == []
