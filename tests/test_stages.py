@@ -1,7 +1,5 @@
 """Directories in object stores and the stages that stand for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

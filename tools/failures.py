@@ -13,8 +13,6 @@ simulation knows none of them: it draws failures for many jobs and moves each fr
 Prints a table on stderr and one JSON object on stdout; exits 1 where both differ by more than 5 %.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ not done again. Exits with 1 where something differs that the page does not name
 `tools/fetch_assets.py ASSETS --campaign`.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

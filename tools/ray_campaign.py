@@ -9,8 +9,6 @@ prepared by local workers and on the cluster, which is up, in turns, and the sec
 in F already is not done again. Exits with 1 where files differ.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -14,8 +14,6 @@ one process gives. What a process receives at 1,000 follows from the kind of the
 `dealt`: rank 0's part of a save at 1,000 processes: who writes what, for as many boxes of each.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

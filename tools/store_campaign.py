@@ -13,8 +13,6 @@ store must hold the data of its two commits and nothing else. Another with the s
 left. Exits with 1 where a point found a problem.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """How fast a store directory publishes and fetches, against obstore's own puts and gets of the same bytes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import statistics

@@ -1,7 +1,5 @@
 """Commands whose runs lie in a real store: killed, resumed from an emptied stage, exported, and held by one launch."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

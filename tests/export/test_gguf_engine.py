@@ -1,7 +1,5 @@
 """A GGUF file as llama.cpp serves it: asked for likelihoods, answers and a talk, as a model in transformers is."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """GGUF files of K-quants, in shards, of an adapter by itself, with a Modelfile, and on their way to a hub."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

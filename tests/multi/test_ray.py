@@ -1,7 +1,5 @@
 """A training on a Ray cluster: as on one machine, to the bit, and its failures named as there."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Runs in object stores: fetched before a launch, published after each save and at its end, by one launch at a time."""
 
-from __future__ import annotations
-
 import io
 import shutil
 from collections.abc import Callable

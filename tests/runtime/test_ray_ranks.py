@@ -1,7 +1,5 @@
 """Ranks on Ray: what is said of them, and who is told what, is as on one machine."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import tempfile

@@ -1,7 +1,5 @@
 """Store directories in memory: of one store, any number of clients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What goes wrong at a store is said by name, with the URL and what to do; nothing is lost by it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Commits of a store directory: whole or absent, of one writer, fetched as they were published."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Who may publish: one launch, until its lease is given back, has run out, or its process is gone."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What clusters are given: scripts and manifests that their own schemas take, and words that arrive as they are."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What grows with processes is continued by a parabola that was measured, and a group's sockets are counted."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.startup_at_scale import continued, gloo, mesh, received

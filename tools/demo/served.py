@@ -3,8 +3,6 @@
 python tools/demo/served.py FILE.gguf ROWS.json OUT.json TOKENS
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A task with its items: asks the model, and makes results and figures of what it says."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

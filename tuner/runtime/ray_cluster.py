@@ -3,8 +3,6 @@
 Ray is imported here alone. It says nothing on the terminal, and this process's signals stay its own.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -5,8 +5,6 @@ report. Its actor gives the report, the exit code and the words of rank 0 to the
 the store is through which the ranks meet. Where an actor is lost, its rank sees that its parent is gone, and stops.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

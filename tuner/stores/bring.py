@@ -1,7 +1,5 @@
 """A stage brought to a commit: what differs is downloaded next to it, checked, and renamed into its place."""
 
-from __future__ import annotations
-
 import glob
 import os
 import secrets

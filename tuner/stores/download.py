@@ -1,7 +1,5 @@
 """Files on their way out of a store: parts in parallel, written as they arrive, hashed from what was written."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ What was fetched for a URL is remembered by its etags under `CACHE/stores/.etags
 what the store no longer has is removed. An object is written under a temporary name, flushed and renamed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -5,8 +5,6 @@ in a listing, so that a process that was killed leaves nothing hidden behind, on
 parts are in memory, 128 MiB in all, however large the files and however many.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

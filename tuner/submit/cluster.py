@@ -1,7 +1,5 @@
 """What a cluster is given: the text of a launch, and the program that takes it."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess

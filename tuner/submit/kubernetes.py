@@ -3,8 +3,6 @@
 Values are written as JSON, which is YAML: whatever is in them, nothing of it is read as YAML.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

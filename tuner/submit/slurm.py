@@ -1,7 +1,5 @@
 """A launch as a batch script of SLURM: the one that ships, with what varies filled in."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterable

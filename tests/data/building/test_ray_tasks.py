@@ -1,7 +1,5 @@
 """Records encoded on Ray: the bytes and errors of local workers, whatever becomes of a worker."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Rows of more documents than are packed at once: blocks of them, their counts, and what each takes."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """What `tuner export-gguf` does and shows."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 

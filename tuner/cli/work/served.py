@@ -1,7 +1,5 @@
 """A talk with a GGUF file, as llama.cpp serves it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass

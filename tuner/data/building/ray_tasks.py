@@ -4,8 +4,6 @@ Which items there are, and in which order their answers are taken, is decided he
 is lost is done again elsewhere, and nothing of an answer says by whom or when.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import uuid

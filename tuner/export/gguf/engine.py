@@ -3,8 +3,6 @@
 What it computes is what anybody who serves the file gets: its tokenizer, its template, its cache of float16.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """The keys of a GGUF file, read without its arrays and tensors."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO

@@ -1,7 +1,5 @@
 """K-quants: types of blocks that only llama.cpp's own code writes, which the wheel xllamacpp has, and their mixes."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.util

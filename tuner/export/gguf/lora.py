@@ -1,7 +1,5 @@
 """A LoRA adapter by itself, as llama.cpp adds it to the model that it was trained on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

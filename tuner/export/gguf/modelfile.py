@@ -1,7 +1,5 @@
 """A Modelfile for Ollama: its file, the chat template in Go's language where it is one of ours, and where turns end."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

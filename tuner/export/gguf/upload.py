@@ -1,7 +1,5 @@
 """GGUF files that were written here, checked to be whole before they are uploaded."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

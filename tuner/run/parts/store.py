@@ -1,7 +1,5 @@
 """A run that lies in an object store (`output_dir: s3://...`), and is trained in its stage on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
