@@ -103,7 +103,7 @@ def training_trial(place: Place, point: str, number: int, rng: random.Random, re
     problems = [] if code in expected else [f"exit code {code}: {said}"]
     if "Traceback" in said or "bug in tuner" in said:
         problems.append(f"says: {said}")
-    newest_step, found = _whole(run)
+    newest_step, found = whole_checkpoints(run)
     problems += found
     fewer = ("--parallel.processes", str(resumed_by)) if resumed_by else ()
     again = ("resume", f"runs/{name}") if (run / "run.json").is_file() else words
@@ -119,7 +119,7 @@ def training_trial(place: Place, point: str, number: int, rng: random.Random, re
     }  # fmt: skip
 
 
-def _whole(run: Path) -> tuple[int | None, list[str]]:
+def whole_checkpoints(run: Path) -> tuple[int | None, list[str]]:
     """The newest step that is saved, and what of the checkpoints is torn: each has its final name once it is whole."""
     from tuner.checkpoint.manifest import step_dirs
     from tuner.checkpoint.open import open_checkpoint

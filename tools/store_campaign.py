@@ -123,6 +123,18 @@ def write(environment: dict[str, str], url: str, stage: Path, acknowledged: Path
         sys.exit(4)
 
 
+def orphans(url: str, stage: Path) -> Iterator[str]:
+    """Collect orphans without faults; what is left that should not be, or the other way round."""
+    directory = StoreDirectory.open(url)
+    with directory.lease(stage, lock_is_free=True):
+        directory.collect()
+        numbers = directory._numbers()
+        commits = [directory._read(number) for number in numbers]
+    named = {key for commit in commits if commit is not None for key in commit.data}
+    if set(directory._client.names(FILES)) != named or len(numbers) > KEPT_COMMITS:
+        yield f"{len(numbers)} commits, and data that are not theirs"
+
+
 class Group:
     """Points that follow each other on one directory of a server."""
 
@@ -159,7 +171,7 @@ class Group:
         self.proxy.settle()
         problems += self._read()
         if seed % 5 == 0:
-            problems += self._collect()
+            problems += orphans(self.url, self.stage)
         acknowledged = self._acknowledged()
         said = self.acknowledged.with_suffix(".said")
         return {
@@ -230,17 +242,6 @@ class Group:
             yield "a number was acknowledged twice"
         if any(number == commit.number and name != commit.commit_id for number, name, _ in before):
             yield f"commit {commit.number} is another than was acknowledged"
-
-    def _collect(self) -> Iterator[str]:
-        """Collect orphans without faults; what is left that should not be, or the other way round."""
-        directory = StoreDirectory.open(self.url)
-        with directory.lease(self.stage, lock_is_free=True):
-            directory.collect()
-            numbers = directory._numbers()
-            commits = [directory._read(number) for number in numbers]
-        named = {key for commit in commits if commit is not None for key in commit.data}
-        if set(directory._client.names(FILES)) != named or len(numbers) > KEPT_COMMITS:
-            yield f"{len(numbers)} commits, and data that are not theirs"
 
 
 def campaign(scheme: str, points: range, results: Results) -> int:
