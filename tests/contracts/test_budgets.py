@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.contracts.syntax import ROOT, modules, nodes, trees
 
-LINES = {"tuner": 64_340, "tests": 56_750, "tools": 17_990}
+LINES = {"tuner": 64_340, "tests": 56_750, "tools": 18_100}
 """Of code: without docstrings, comments and blank lines."""
 SPINE = ("train/loop", "train/step", "parallel/assemble", "run/main", "run/preflight", "setup/build", "model/root")
 SPINE_LINES = 1_776
