@@ -9,6 +9,7 @@ import socket
 import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from tuner.data.building.pool import QUEUED, QUIET, WINDOW, PoolJob, WorkerDiedError
@@ -24,6 +25,8 @@ LOST = 20
 """How often a task whose worker is lost is begun again: what loses so many workers loses every one."""
 _started: dict[str, Callable[[Any], Any]] = {}
 """In a worker: what answers the items of the job that it has loaded."""
+_calm = ExitStack()
+"""In a worker: held to its end. Entered for each item, a look for cycles between two would meet all that is loaded."""
 
 
 def answers(job: PoolJob[Item, Answer], items: Iterable[Item], workers: int) -> Generator[Answer, None, None]:
@@ -83,8 +86,7 @@ def _answered(key: str, job: list[Any], versions: Mapping[str, str], cwd: str, i
         if key not in _started:
             _started.clear()
             _started[key] = _start(job[0], versions, cwd)
-        with calm_collector():
-            return (_started[key](item), None), heard()
+        return (_started[key](item), None), heard()
     except Exception as error:  # whatever it is, who asked decides
         if isinstance(error, DataError) and isinstance(error.__cause__, FileNotFoundError):
             error.hint = f"the machine {socket.gethostname()} of the Ray cluster must see it under the same path"
@@ -97,6 +99,7 @@ def _start(job: Any, versions: Mapping[str, str], cwd: str) -> Callable[[Any], A
     require_same(node_versions(), versions, socket.gethostname())
     os.environ.update(QUIET)
     hear()
+    _calm.enter_context(calm_collector())
     if os.path.isdir(cwd):
         os.chdir(cwd)  # relative paths are those of the command
     answer: Callable[[Any], Any] = ray.get(job).start()
