@@ -9,7 +9,8 @@ SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".g
 _COLUMN_OF = {"sharegpt": "conversations", "messages": "messages", "text": "text"}
 
 
-def _table(name: str) -> dict[str, Any]:
+def table(name: str) -> dict[str, Any]:
+    """A table of other_data.yaml."""
     return dict(package_table("other_data")[name])
 
 
@@ -47,7 +48,7 @@ def entry(found: Mapping[str, Any]) -> dict[str, Any]:
     elif (form := _form_of(kind)) is not None:
         source["format"] = "sharegpt" if form == "messages" and _is_sharegpt(found) else form
     if isinstance(kind, str) and kind.partition(".")[0] in {"chatml", "llama3", "zephyr"}:
-        columns |= _table("pairs").get(kind.partition(".")[2], {})
+        columns |= table("pairs").get(kind.partition(".")[2], {})
     columns |= {name: str(found[f"field_{name}"]) for name in ("chosen", "rejected") if found.get(f"field_{name}")}
     columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
     if columns and source.get("format") != "sharegpt":
@@ -109,7 +110,7 @@ def _form_of(kind: Any) -> str | None:
     """The form of the records of one of axolotl's types; None where it follows from the records."""
     if not isinstance(kind, str) or kind == "chat_template.argilla":  # whose prompt is in the answers
         return None
-    form: str | None = _table("formats").get(kind.split(".")[0].split(":")[0])
+    form: str | None = table("formats").get(kind.split(".")[0].split(":")[0])
     return form
 
 
@@ -128,7 +129,7 @@ def _columns(found: Mapping[str, Any]) -> dict[str, str]:
 def component(found: Mapping[str, Any]) -> dict[str, Any]:
     """The `dataset` of a torchtune file, as one of our sources."""
     builder = str(found.get("_component_", "")).rpartition(".")[2]
-    known = _table("components").get(builder)
+    known = table("components").get(builder)
     form, columns = (known["form"], known.get("columns", {})) if known else ("auto", {})
     hub = known.get("hub") if known else None
     path = found.get("data_files") or found.get("source") or hub or "rows.jsonl"
@@ -179,7 +180,7 @@ def registered(name: str, info: Mapping[str, Any], directory: str) -> str | dict
         source["format"] = "messages"
     columns = listed.get("columns") or {}
     if isinstance(columns, Mapping):
-        ours = _table("factory_columns")
+        ours = table("factory_columns")
         renamed = {ours[key]: str(value) for key, value in columns.items() if key in ours}
         if source["format"] == "sharegpt":
             renamed = {"conversations" if key == "messages" else key: value for key, value in renamed.items()}
