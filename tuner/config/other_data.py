@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tuner.config.other_rules import listed
 from tuner.config.yaml import package_table
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
@@ -167,18 +168,16 @@ def counted(name: str) -> str | dict[str, Any]:
 
 def registered(name: str, info: Mapping[str, Any], directory: str) -> str | dict[str, Any]:
     """A data set of LLaMA-Factory by its name in `dataset_info.json`; a file of that name where it is not listed."""
-    listed = info.get(name)
-    if not isinstance(listed, Mapping):
+    row = info.get(name)
+    if not isinstance(row, Mapping):
         return name if is_file(name) else f"{directory}/{name}.json"
-    hub = listed.get("hf_hub_url")
+    hub = row.get("hf_hub_url")
     source: dict[str, Any] = {
-        "path": located(str(hub), listed.get("split")) if hub else f"{directory}/{listed.get('file_name')}"
+        "path": located(str(hub), row.get("split")) if hub else f"{directory}/{row.get('file_name')}"
     }
-    source["format"] = "sharegpt" if listed.get("formatting") == "sharegpt" else "alpaca"
-    tags = listed.get("tags") or {}
-    if isinstance(tags, Mapping) and tags.get("role_tag") == "role":
-        source["format"] = "messages"
-    columns = listed.get("columns") or {}
+    tags, columns = row.get("tags"), row.get("columns")
+    is_of_roles = isinstance(tags, Mapping) and tags.get("role_tag") == "role"
+    source["format"] = "messages" if is_of_roles else "sharegpt" if row.get("formatting") == "sharegpt" else "alpaca"
     if isinstance(columns, Mapping):
         ours = table("factory_columns")
         renamed = {ours[key]: str(value) for key, value in columns.items() if key in ours}
@@ -192,10 +191,10 @@ def registered(name: str, info: Mapping[str, Any], directory: str) -> str | dict
 
 def guessed(given: Mapping[str, Any]) -> list[str]:
     """LLaMA-Factory's names of data sets that its table does not list and that are no files."""
-    info, named = given.get("dataset_info"), given.get("dataset")
-    names = [str(name).strip() for name in (named.split(",") if isinstance(named, str) else named or [])]
-    listed = info if isinstance(info, Mapping) else {}
-    return [name for name in names if not is_file(name) and not isinstance(listed.get(name), Mapping)]
+    info = given.get("dataset_info")
+    known = info if isinstance(info, Mapping) else {}
+    names = listed(given.get("dataset"))
+    return [name for name in names if not is_file(name) and not isinstance(known.get(name), Mapping)]
 
 
 def plain_sources(value: Any, directory: str = "data") -> list[Any] | None:
