@@ -16,7 +16,7 @@ from tuner.cli.command import (
     load_for_command,
     overrides_of,
 )
-from tuner.errors import RecipeError
+from tuner.config.ladder import require_sizes
 
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
@@ -161,11 +161,8 @@ def fit(
     return ladder_marks.fit(ladder_marks.Where(ladder, overrides_of(ctx), also or ()), options)
 
 
+
 def _ladder_recipe(ctx: typer.Context, recipe: str | None) -> LoadedRecipe:
     loaded = load_for_command(recipe, overrides_of(ctx))
-    if not loaded.recipe.ladder.sizes:
-        raise RecipeError(
-            "this recipe has no ladder: it names no ladder.sizes",
-            hint="write ladder: {sizes: [60M, 190M]}, or train it alone: tuner train RECIPE",
-        )
+    require_sizes(loaded.recipe.ladder)
     return loaded
