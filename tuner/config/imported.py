@@ -9,7 +9,7 @@ from typing import Any
 
 from tuner.config.advice import fits
 from tuner.config.conversion import convert
-from tuner.config.dump import flow
+from tuner.config.dump import flow, one_line
 from tuner.config.fields import fields
 from tuner.config.load import RecipeText, load_recipe
 from tuner.config.not_supported import absent
@@ -263,7 +263,7 @@ def _written(draft: _Draft, origin: str) -> str:
     """The recipe, each line with the key that it comes from, after what was not carried over."""
     lines = [f"# From {origin}, by tuner import."]
     if draft.left:
-        lines += ["# Not carried over:", *(f"#   {_one_line(item)}" for item in dict.fromkeys(draft.left))]
+        lines += ["# Not carried over:", *(f"#   {one_line(item)}" for item in dict.fromkeys(draft.left))]
     rows: list[tuple[str, str]] = []
     places = list(dict.fromkeys(key.rpartition(".")[0] for key in fields()))
     known = list(fields())
@@ -284,12 +284,8 @@ def _written(draft: _Draft, origin: str) -> str:
         else:
             rows.append((f"{indent}{name}: {flow(value)}", draft.sources[key]))
     width = min(56, max(len(text) for text, _ in rows))
-    lines += [f"{text.ljust(width)}  # {_one_line(source)}" if source else text for text, source in rows]
+    lines += [f"{text.ljust(width)}  # {one_line(source)}" if source else text for text, source in rows]
     return "\n".join(lines) + "\n"
-
-
-def _one_line(text: str) -> str:
-    return "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
 
 
 def _shown(value: Any) -> str:
