@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -16,7 +15,6 @@ from tuner.config.shipped import named_files, shipped_recipes, shipped_scripts, 
 from tuner.errors import RecipeError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-NameArgument = Annotated[str, typer.Argument(help="Name of a shipped recipe or script.")]
 
 
 def _find(name: str) -> Path:
@@ -49,17 +47,14 @@ def list_recipes() -> Outcome:
 
 @app.command()
 @command("recipes show")
-def show(name: NameArgument) -> Outcome:
+def show(name: str) -> Outcome:
     """Print a shipped recipe or script."""
     return Outcome(_find(name).read_text(encoding="utf-8"), is_text=True)
 
 
 @app.command()
 @command("recipes copy")
-def copy(
-    name: NameArgument,
-    target: Annotated[Path | None, typer.Argument(help="File to write; default the shipped one's name.")] = None,
-) -> Outcome:
+def copy(name: str, target: Path | None = None) -> Outcome:
     """Copy a shipped recipe or script, and the rows and models it names; an existing file is never overwritten."""
     source = _find(name)
     path = (target or Path(source.name)).absolute()

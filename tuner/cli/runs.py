@@ -6,14 +6,14 @@ import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import typer
 from rich.console import Console as RichConsole
 from rich.text import Text
 
 from tuner.cli.command import Outcome, command, input_path
-from tuner.cli.named import RunArgument, RunsArgument, run_path
+from tuner.cli.named import run_path
 from tuner.cli.output import fitted, stdout_columns
 from tuner.config.dump import flow
 from tuner.errors import DataError, RecipeError, VerificationError, counted
@@ -45,9 +45,7 @@ CHART_ROWS, TWO_CHARTS, MOST_COLUMNS = 6, 100, 160
 
 @app.command("list")
 @command("runs list")
-def list_runs(
-    directory: Annotated[str, typer.Argument(metavar="[DIR]", help="Directory of runs; default ./runs.")] = "runs",
-) -> Outcome:
+def list_runs(directory: str = "runs") -> Outcome:
     """List runs, oldest first: status, steps, losses, tokens and time."""
     path = input_path(directory)
     runs, damaged = find_runs(path)
@@ -62,7 +60,7 @@ def list_runs(
 
 @app.command()
 @command("runs show")
-def show(run: RunArgument) -> Outcome:
+def show(run: str) -> Outcome:
     """Show a run: its figures, its launches, its checkpoints and what it ran on."""
     found = read_run(run_path(run))
     artifacts = {
@@ -78,7 +76,7 @@ def show(run: RunArgument) -> Outcome:
 
 @app.command()
 @command("runs compare")
-def compare(runs: RunsArgument) -> Outcome:
+def compare(runs: list[str]) -> Outcome:
     """Compare runs: the keys in which their recipes differ, losses, tokens and time."""
     found, left_out = _open(runs)
     recipes = [run.recipe for run in found]
@@ -100,16 +98,7 @@ def compare(runs: RunsArgument) -> Outcome:
 
 @app.command()
 @command("runs plot")
-def plot(
-    runs: RunsArgument,
-    output: Annotated[
-        str | None, typer.Option(help="The page to write; default curves.html in the run, or here for several.")
-    ] = None,
-    smoothing: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=0.99, help="Smoothing at first; default 0.8, none below 200 points."),
-    ] = None,
-) -> Outcome:
+def plot(runs: list[str], output: str | None = None, smoothing: float | None = None) -> Outcome:
     """Draw the curves of runs in the terminal, and as one HTML page that needs no network."""
     from tuner.rundir.page import write_page
 
@@ -133,7 +122,7 @@ def _ways_to_whole(runs: Sequence[Run]) -> list[str]:
 
 @app.command()
 @command("runs verify")
-def verify(runs: RunsArgument) -> Outcome:
+def verify(runs: list[str]) -> Outcome:
     """Compare every file of every checkpoint with the SHA-256 that its manifest noted; exit 6 names what differs."""
     from tuner.checkpoint.open import open_checkpoint
 
@@ -162,7 +151,7 @@ def verify(runs: RunsArgument) -> Outcome:
 
 @app.command()
 @command("runs rm")
-def rm(runs: RunsArgument) -> Outcome:
+def rm(runs: list[str]) -> Outcome:
     """Remove runs with their checkpoints and exports; one that is in use, or something else, is refused."""
     if stored := next(filter(is_url, runs), None):
         hint = "remove what is below it with the store's own tools"
