@@ -28,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
-from tuner.cli.commands import PARAMETERS
+from tuner.cli.commands import BODIES, PARAMETERS
 from tuner.cli.output import (
     Outcome,
     between_words,
@@ -227,6 +227,7 @@ def command(name: str) -> Callable[[Callable[..., Outcome]], Callable[..., None]
         parameters = [_described(name, parameter) for parameter in (*own, *shared.values())]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        BODIES[name] = run
         return run
 
     return decorate

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from tuner.config.recipe import Recipe
 
 MOST_COLUMNS = 100
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
 @command("config check")
 def check(ctx: typer.Context, recipe: str | None = None) -> Outcome:
     """Say everything that is wrong with a recipe - keys, files, templates, code, layers; else print its path."""
@@ -42,7 +40,6 @@ def check(ctx: typer.Context, recipe: str | None = None) -> Outcome:
     return Outcome(result, warnings=warnings, next=f"tuner prepare-data {result}" if path else None)
 
 
-@app.command()
 @command("config show")
 def show(ctx: typer.Context, recipe: str | None = None, origin: bool = False, plot_schedule: bool = False) -> Outcome:
     """Print the whole recipe, defaults included."""
@@ -69,7 +66,6 @@ def _schedule(recipe: Recipe) -> Outcome:
     )
 
 
-@app.command()
 @command("config diff")
 def diff(old: str, new: str) -> Outcome:
     """Print the keys in which two recipes differ, defaults included."""
@@ -82,7 +78,6 @@ def diff(old: str, new: str) -> Outcome:
     return Outcome("\n".join(lines) or "no key differs", artifacts={"differences": found}, is_text=True)
 
 
-@app.command()
 @command("config schema")
 def schema() -> Outcome:
     """Print the recipe's JSON schema, for editors."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from tuner.cli.command import Outcome, command, input_path
 from tuner.cli.output import columns
 from tuner.errors import DataError, VerificationError, counted
@@ -14,10 +12,7 @@ from tuner.errors import DataError, VerificationError, counted
 if TYPE_CHECKING:
     from tuner.data.building.cache import Entry
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-
-@app.command("list")
 @command("data list")
 def list_directories(cache_dir: Path | None = None) -> Outcome:
     """List prepared, encoded, reference and teacher directories: key, size, documents, tokens, rows and sources."""
@@ -33,7 +28,6 @@ def list_directories(cache_dir: Path | None = None) -> Outcome:
     )
 
 
-@app.command()
 @command("data show")
 def show(entry: str, cache_dir: Path | None = None) -> Outcome:
     """Show what a directory holds and what became of its rows."""
@@ -45,7 +39,6 @@ def show(entry: str, cache_dir: Path | None = None) -> Outcome:
     )
 
 
-@app.command()
 @command("data verify")
 def verify(wanted: list[str] | None = None, cache_dir: Path | None = None) -> Outcome:
     """Compare every file with the SHA-256 that its manifest noted; exit 6 names each that differs."""
@@ -69,7 +62,6 @@ def verify(wanted: list[str] | None = None, cache_dir: Path | None = None) -> Ou
     )
 
 
-@app.command()
 @command("data gc")
 def gc(unused: bool = False, hashes: bool = False, dry_run: bool = False, cache_dir: Path | None = None) -> Outcome:
     """Remove what interrupted preparations left and what is damaged; never what is being built."""

@@ -19,10 +19,7 @@ from tuner.errors import RecipeError
 if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-
-@app.command()
 @command("ladder plan")
 def plan(
     ctx: typer.Context, recipe: str | None = None, rung: str | None = None, device: str | None = None,
@@ -36,7 +33,6 @@ def plan(
     return ladder.plan(loaded, rung, device, quick, output, console)
 
 
-@app.command()
 @command("ladder run")
 def run(ctx: typer.Context, recipe: str | None = None, rung: str | None = None, verbose: bool = False) -> Outcome:
     """Train every rung that is not done, or one, and resume what was stopped or killed; rungs that are done stay."""
@@ -48,7 +44,6 @@ def run(ctx: typer.Context, recipe: str | None = None, rung: str | None = None, 
     return ladder.run(loaded, rung, console, level)
 
 
-@app.command()
 @command("ladder benchmark")
 def benchmark(
     ctx: typer.Context, rung: str, recipe: str | None = None, steps: int = 20, output: str | None = None,
@@ -63,7 +58,6 @@ def benchmark(
     return ladder.benchmark(loaded, rung, steps, output, console, level)
 
 
-@app.command()
 @command("ladder status")
 def status(
     ctx: typer.Context, ladder: str | None = None, marks: bool = False, everything: bool = False,
@@ -75,7 +69,6 @@ def status(
     return ladder_marks.status(ladder_marks.Where(ladder, overrides_of(ctx), also or ()), marks, everything)
 
 
-@app.command()
 @command("ladder metrics")
 def metrics(ctx: typer.Context, ladder: str | None = None, prefix: str = "", also: list[str] | None = None) -> Outcome:
     """Print what was measured at each mark, before and after each decay, as CSV; with --json as JSON."""
@@ -84,7 +77,6 @@ def metrics(ctx: typer.Context, ladder: str | None = None, prefix: str = "", als
     return ladder_marks.metrics(ladder_marks.Where(ladder, overrides_of(ctx), also or ()), prefix)
 
 
-@app.command()
 @command("ladder fit")
 def fit(
     ctx: typer.Context, ladder: str | None = None, target: str | None = None, tokens: str | None = None,

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import typer
 from rich.console import Console as RichConsole
 from rich.text import Text
 
@@ -29,7 +28,6 @@ from tuner.runtime.console import LABEL_WIDTH, Console, clock, escape
 from tuner.runtime.startup import in_words
 from tuner.stages import is_url
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 FIGURES = {
     "status": "status", "step": "step", "loss": "loss", "eval_loss": "eval", "best_eval_loss": "best eval",
     "tokens": "tokens", "seconds": "time",
@@ -43,7 +41,6 @@ DRAWN = ("loss", "eval", "accuracy", "eval accuracy", "margin", "lr", "grad_norm
 CHART_ROWS, TWO_CHARTS, MOST_COLUMNS = 6, 100, 160
 
 
-@app.command("list")
 @command("runs list")
 def list_runs(directory: str = "runs") -> Outcome:
     """List runs, oldest first: status, steps, losses, tokens and time."""
@@ -58,7 +55,6 @@ def list_runs(directory: str = "runs") -> Outcome:
     return Outcome(text, artifacts={"runs": found}, metrics={"runs": len(runs)}, warnings=damaged, is_table=True)
 
 
-@app.command()
 @command("runs show")
 def show(run: str) -> Outcome:
     """Show a run: its figures, its launches, its checkpoints and what it ran on."""
@@ -74,7 +70,6 @@ def show(run: str) -> Outcome:
     return Outcome(_shown(found), artifacts=artifacts, warnings=found.problems, is_table=True)
 
 
-@app.command()
 @command("runs compare")
 def compare(runs: list[str]) -> Outcome:
     """Compare runs: the keys in which their recipes differ, losses, tokens and time."""
@@ -96,7 +91,6 @@ def compare(runs: list[str]) -> Outcome:
     return Outcome(text, artifacts={"runs": compared, "differing": keys}, warnings=left_out, is_table=True)
 
 
-@app.command()
 @command("runs plot")
 def plot(runs: list[str], output: str | None = None, smoothing: float | None = None) -> Outcome:
     """Draw the curves of runs in the terminal, and as one HTML page that needs no network."""
@@ -120,7 +114,6 @@ def _ways_to_whole(runs: Sequence[Run]) -> list[str]:
     return [way_to_whole(place, any_valid(place)) for place in places]
 
 
-@app.command()
 @command("runs verify")
 def verify(runs: list[str]) -> Outcome:
     """Compare every file of every checkpoint with the SHA-256 that its manifest noted; exit 6 names what differs."""
@@ -149,7 +142,6 @@ def verify(runs: list[str]) -> Outcome:
     )
 
 
-@app.command()
 @command("runs rm")
 def rm(runs: list[str]) -> Outcome:
     """Remove runs with their checkpoints and exports; one that is in use, or something else, is refused."""
