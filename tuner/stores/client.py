@@ -192,6 +192,10 @@ class Client:
                 return None
             raise
 
+    def part(self, key: str, start: int, length: int) -> bytes | None:
+        """So many of an object's bytes from `start`; None where there is none."""
+        return self._found(lambda: bytes(self.library.get_range(self.store, key, start=start, length=length)))
+
     def names(self, prefix: str) -> list[str]:
         """The keys below a prefix, in no order."""
         return [each["path"] for each in self.metas(prefix)]
