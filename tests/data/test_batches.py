@@ -17,6 +17,9 @@ class FakeRows:
 
     is_large = False
 
+    def fetch(self, row_ids: object) -> None:
+        """All are here."""
+
     def __init__(self, lengths: list[list[int]]) -> None:
         self._lengths = lengths
         self._rows = [self._make(i) for i in range(len(lengths))]

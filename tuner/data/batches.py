@@ -217,9 +217,8 @@ class GlobalBatches:
     def step(self, i: int) -> StepBatches:
         """Return step i (from 0): global counts and this rank's micro-batches."""
         row_ids, cheapest, own = self._shares(i)
-        if self.rows.is_fetched:
-            for ids in (*own, *self._shares(i + 1)[2]):  # in the order in which training asks for them
-                self.rows.fetch(ids.tolist())
+        # In the order in which training asks for them; where all rows are here, nothing of this is computed.
+        self.rows.fetch(row_id for step in (i, i + 1) for ids in self._shares(step)[2] for row_id in ids.tolist())
         every = [self.rows.row(int(row_id)) for row_id in row_ids] if self.by_document else []
         documents = int(self.rows.documents_per_row[row_ids].sum())
         return StepBatches(

@@ -78,7 +78,7 @@ class PreparedDocuments:
     """Encoded documents of one Arrow stream, memory-mapped; a document is read without copying the others."""
 
     def __init__(self, path: Path) -> None:
-        table, base = mapped_stream(path)
+        table = open_stream(path)
         types = {field.name: field.type for field in table.schema}
         ids, flags = types.get("input_ids"), types.get("trained")
         if ids not in (pa.list_(pa.uint16()), pa.list_(pa.uint32())) or flags != pa.list_(pa.bool_()):
@@ -90,7 +90,7 @@ class PreparedDocuments:
         self._table = table
         self.blocks = _blocks_of(path)
         """What fetches token ids; None where all are here."""
-        self._places = [] if self.blocks is None else [start for start, _ in id_spans(table, base)]
+        self._places = [] if self.blocks is None else [start for start, _ in id_spans(path)]
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -141,7 +141,7 @@ class PreparedDocuments:
         first, first_flag = int(id_offsets[i]), int(flag_offsets[i])
         if stop > min(int(id_offsets[i + 1]) - first, int(flag_offsets[i + 1]) - first_flag):
             raise DataError(f"{self._path}: document {document} has not the {stop} token ids and flags asked for")
-        if self.blocks is not None and not self.blocks.is_here:
+        if self.blocks is not None and self.blocks.missing:
             self.blocks.need([self.span(document, start, stop)])
         return ids[first + start : first + stop], flags.read(first_flag + start, first_flag + stop)
 
@@ -243,16 +243,12 @@ class PackedRows:
         """int64[rows]: the squared lengths of each row's segments, summed: what attention costs."""
         return self._counts("squares")
 
-    @property
-    def is_fetched(self) -> bool:
-        """Whether token ids are still fetched from an object store, as rows are read."""
-        return self._documents.blocks is not None and not self._documents.blocks.is_here
-
     def fetch(self, row_ids: Iterable[int]) -> None:
-        """Begin to fetch what rows need, all of it at once and in their order, without waiting for it."""
-        if self._documents.blocks is not None and self.is_fetched:
+        """Begin to fetch what of these rows is still in an object store alone, in their order, without waiting."""
+        if self._documents.blocks is not None and self._documents.blocks.missing:
             segments = (segment for i in row_ids for segment in self._segments_of(i))
-            self._documents.blocks.need((self._documents.span(*segment) for segment in segments), wait=False)
+            spans = (self._documents.span(document, start, stop) for document, start, stop in segments)
+            self._documents.blocks.need(spans, wait=False)
 
     def _segments_of(self, i: int) -> list[tuple[int, int, int]]:
         """Document, start and stop of each segment of row i."""
@@ -369,23 +365,20 @@ def open_prepared(path: Path, verify: bool = False) -> PreparedData:
 
 def open_stream(path: Path) -> pa.Table:
     """Map an Arrow IPC stream file into memory; raises DataError naming the file."""
-    return mapped_stream(path)[0]
-
-
-def mapped_stream(path: Path) -> tuple[pa.Table, int]:
-    """A stream file as `open_stream` has it, and the address at which it is mapped. DataError."""
     try:
         with pa.memory_map(str(path), "r") as source:
-            base = source.read_buffer(1).address
-            source.seek(0)
-            return pa.ipc.open_stream(source).read_all(), base
+            return pa.ipc.open_stream(source).read_all()
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(f"{path}: not a readable Arrow stream: {error}") from error
 
 
-def id_spans(documents: pa.Table, base: int) -> list[tuple[int, int]]:
-    """Where the token ids of each record batch lie in the file of documents that is mapped at `base`: [start, stop)."""
-    buffers = [chunk.values.buffers()[1] for chunk in documents.column("input_ids").chunks]
+def id_spans(documents: Path) -> list[tuple[int, int]]:
+    """Where the token ids of each record batch lie in a file of documents: bytes [start, stop)."""
+    with pa.memory_map(str(documents), "r") as source:
+        base = source.read_buffer(1).address
+        source.seek(0)
+        ids = pa.ipc.open_stream(source).read_all().column("input_ids")
+    buffers = [chunk.values.buffers()[1] for chunk in ids.chunks]
     return [(buffer.address - base, buffer.address - base + buffer.size) for buffer in buffers]
 
 
@@ -396,11 +389,11 @@ def hashed_files(path: Path, files: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _blocks_of(documents: Path) -> "BlockFile | None":
     """What fetches the ids of documents that came from a store without them."""
-    if not hashed_files(documents.parent, {documents.name: None}):
-        from tuner.stores.blocks import BlockFile  # others do without
+    if hashed_files(documents.parent, {documents.name: None}):
+        return None
+    from tuner.stores.blocks import BlockFile  # others do without
 
-        return BlockFile(documents)
-    return None
+    return BlockFile(documents)
 
 
 def row_counts(rows: Path) -> Path:

@@ -9,7 +9,6 @@ import hashlib
 import os
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 from threading import Lock
 
@@ -46,22 +45,14 @@ class BlockFile:
         with machine_errors(path):
             commit = Commit.read(str(path), path.with_name(STORED).read_bytes())
             self._hashes = path.with_name(path.name + BLOCKS).read_bytes()
+        self._client = Client.connect(self._url)  # where everything is here, nothing is asked of the store
         self._file, self._block = commit.files[path.name], int(commit.note["block"])
-        self._missing = set(range(len(self._hashes) // 32))
+        self.missing = set(range(len(self._hashes) // 32))
         """Blocks that were not hashed yet in this process."""
         self._coming: dict[int, Future[None]] = {}
         self._failed: BaseException | None = None
         self._mutex = Lock()
         self._pool = ThreadPoolExecutor(IN_FLIGHT, "store blocks")
-
-    @property
-    def is_here(self) -> bool:
-        """Whether every block was found, or fetched, by this process."""
-        return not self._missing
-
-    @cached_property
-    def _client(self) -> Client:
-        return Client.connect(self._url)  # where everything is here, nothing is asked
 
     def need(self, spans: Iterable[tuple[int, int]], wait: bool = True) -> None:
         """Have the bytes [start, stop) of each span in the file; without `wait` they are only begun, in order.
@@ -70,10 +61,8 @@ class BlockFile:
         MachineError.
         """
         size = self._block
-        numbers = [number for start, stop in spans for number in range(start // size, -(-stop // size))]
-        wanted = [number for number in dict.fromkeys(numbers) if number in self._missing]
-        if not wanted:
-            return
+        numbers = (number for start, stop in spans for number in range(start // size, -(-stop // size)))
+        wanted = [number for number in dict.fromkeys(numbers) if number in self.missing]
         with self._mutex:
             for number in wanted:
                 if number not in self._coming:
@@ -94,7 +83,7 @@ class BlockFile:
         except (DataError, MachineError) as error:
             self._failed = error
             raise
-        self._missing.discard(number)
+        self.missing.discard(number)
 
     def _fetched(self, number: int, start: int, length: int) -> bytes:
         part, first = divmod(start, self._file.part)

@@ -120,10 +120,6 @@ class Client:
 
         return self._found(read)
 
-    def has(self, key: str) -> bool:
-        """Whether an object is there."""
-        return self.meta(key) is not None
-
     def meta(self, key: str) -> Mapping[str, Any] | None:
         """What the store says of an object: `path`, `size`, `e_tag`; None where there is none."""
         return self._found(lambda: self.library.head(self.store, key))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tuner.stores.client import Client
-from tuner.stores.commit import FILES, Commit, commit_key
+from tuner.stores.commit import FILES, Commit, commit_key, read_commit
 from tuner.stores.upload import OpenFile, upload
 
 _KEY = commit_key(1)
@@ -17,8 +17,7 @@ _KEY = commit_key(1)
 
 def find_entry(client: Client) -> Commit | None:
     """The commit of an entry; None where it is not published. One request. Raises MachineError, DataError."""
-    found = client.get(_KEY)
-    return None if found is None else Commit.read(f"{client.url}/{_KEY}", found[0])
+    return read_commit(client, 1)
 
 
 def publish_entry(client: Client, files: Iterable[OpenFile], note: Mapping[str, Any]) -> Commit:

@@ -1,8 +1,8 @@
 """Prepared data in an object store: fetched before they are built, published after, their ids read in blocks."""
 
+import io
 import os
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,15 @@ import pytest
 from obstore.store import MemoryStore
 
 from tests.data import tiny
+from tests.stores.conftest import Faulty
 from tuner.data.batches import GlobalBatches
 from tuner.data.building import prepare as prepare_module
 from tuner.data.building import stored
 from tuner.data.building.cache import damages, entries
 from tuner.data.building.prepare import PreparedInfo, find_prepared, prepare
-from tuner.data.prepared import id_spans, mapped_stream, open_prepared
-from tuner.errors import DataError, MachineError
+from tuner.data.prepared import id_spans, open_prepared
+from tuner.errors import TunerError
+from tuner.runtime.console import Console
 from tuner.stages import stage_of, url_of
 from tuner.stores.client import Client
 from tuner.stores.commit import FILES, commit_key
@@ -27,27 +29,17 @@ from tuner.stores.commit import FILES, commit_key
 BLOCK = 512
 
 
-class Library:
-    """obstore, which counts the bytes of blocks that it gives and may answer otherwise."""
+class Library(Faulty):
+    """obstore, which counts the blocks that it gives, and may answer otherwise."""
 
-    exceptions = obstore.exceptions
+    blocks = 0
 
-    def __init__(self) -> None:
-        self.blocks = 0
-        self.answer: Callable[[bytes], bytes] = lambda data: data
-        self.put_error: Exception | None = None
+    def answer(self, data: bytes) -> bytes:
+        return data
 
     def get_range(self, store: Any, key: str, **words: int) -> bytes:
         self.blocks += 1
         return self.answer(bytes(obstore.get_range(store, key, **words)))
-
-    def put(self, store: Any, key: str, data: bytes, **words: Any) -> Any:
-        if self.put_error is not None:
-            raise self.put_error
-        return obstore.put(store, key, data, **words)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(obstore, name)
 
 
 class Machines:
@@ -68,7 +60,8 @@ class Machines:
         return stage_of("s3://bucket/cache")
 
     def prepare(self, machine: str) -> PreparedInfo:
-        return prepare(tiny.request(self.on(machine), self.rows))
+        self.said = io.StringIO()
+        return prepare(tiny.request(self.on(machine), self.rows), Console(stream=self.said))
 
 
 @pytest.fixture
@@ -122,7 +115,7 @@ def test_blocks_that_a_killed_machine_left_half_written_are_fetched_again(machin
     steps(there)
     whole, written = ids.read_bytes(), machines.library.blocks
     with ids.open("r+b") as file:
-        for start, stop in id_spans(*mapped_stream(ids)):
+        for start, stop in id_spans(ids):
             os.pwrite(file.fileno(), bytes((stop - start) // 2), start)
     assert ids.read_bytes() != whole
     assert steps(there) == expected and machines.library.blocks > written and ids.read_bytes() == whole
@@ -130,31 +123,41 @@ def test_blocks_that_a_killed_machine_left_half_written_are_fetched_again(machin
     assert steps(machines.prepare("b").path) == expected
 
 
-@pytest.mark.parametrize(("wrong", "error"), [("once", None), ("always", DataError), ("gone", DataError)])
+@pytest.mark.parametrize(
+    ("wrong", "code", "words"),
+    [("once", 0, ""), ("always", 3, "other bytes"), ("gone", 3, "is gone"), ("503", 4, "the store does not answer")],
+)
 def test_bytes_that_are_not_those_that_were_published_are_never_trained_on(
-    machines: Machines, wrong: str, error: type[Exception] | None
+    machines: Machines, wrong: str, code: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = steps(machines.prepare("a").path)
     there = machines.prepare("b").path
+    client = machines.client(str(url_of(there)))
     if wrong == "gone":
-        machines.client(str(url_of(there))).delete(machines.client(str(url_of(there))).names(FILES))
-    left = iter([bytes(1)] if wrong == "once" else iter(lambda: b"", None))
-    machines.library.answer = lambda data: data[:-1] + extra if (extra := next(left, None)) is not None else data
-    if error is None:
+        client.delete(client.names(FILES))
+
+    def answer(data: bytes) -> bytes:
+        if wrong == "503":
+            raise obstore.exceptions.GenericError("status code: 503 Service Unavailable")
+        return data[:-1] if wrong == "always" or machines.library.blocks == 1 else data
+
+    monkeypatch.setattr(machines.library, "answer", answer)
+    if not code:
         assert steps(there) == expected
         return
-    with pytest.raises(error, match=r"s3://bucket/cache/prepared/.* (is gone|other bytes)"):
+    with pytest.raises(TunerError, match=f"s3://bucket/cache/prepared/.*{words}") as caught:
         steps(there)
+    assert caught.value.exit_code == code
 
 
 def test_of_two_that_prepare_the_same_one_commit_stays(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     first = machines.prepare("a")
-    client, find = machines.client(str(url_of(first.path))), stored.find_entry
+    client = machines.client(str(url_of(first.path)))
     commit = client.get(commit_key(1))
-    monkeypatch.setattr(stored, "find_entry", lambda _: None)  # as it was when the other one began
-    assert not machines.prepare("b").cached
-    monkeypatch.setattr(stored, "find_entry", find)
-    found = find(client)
+    with monkeypatch.context() as patch:
+        patch.setattr(stored, "find_entry", lambda _: None)  # as it was when the other one began
+        assert not machines.prepare("b").cached
+    found = stored.find_entry(client)
     assert client.get(commit_key(1)) == commit and found is not None
     assert set(client.names(FILES)) == found.data, "what the second one has uploaded is gone"
     shutil.rmtree(machines.on("b"))
@@ -162,26 +165,16 @@ def test_of_two_that_prepare_the_same_one_commit_stays(machines: Machines, monke
 
 
 def test_data_that_cannot_be_published_are_published_later_and_what_is_gone_is_built_again(machines: Machines) -> None:
-    machines.library.put_error = obstore.exceptions.GenericError("error sending request")
-    warned = machines.prepare("a").warnings[-1]
-    assert warned.startswith("not published: s3://bucket/cache/prepared/") and "the store does not answer" in warned
-    assert not any(machines.stores[url].list().collect() for url in machines.stores)  # type: ignore[attr-defined]
-    machines.library.put_error = None
-    assert not any("not published" in text for text in machines.prepare("a").warnings)
+    machines.library.fail("", 1000, carried_out=False)
+    url = str(url_of(machines.prepare("a").path))
+    said = " ".join(machines.said.getvalue().split())
+    assert f"not published: {url}: the store does not answer" in said and not machines.client(url).names("")
+    machines.library.left = 0
+    assert find_prepared(tiny.request(machines.on("a"), machines.rows)) is not None, "which publishes nothing"
+    assert not machines.client(url).names("")
+    machines.prepare("a")
+    assert "publishing" in machines.said.getvalue() and "not published" not in machines.said.getvalue()
     assert find_prepared(tiny.request(machines.on("b"), machines.rows)) is not None
     machines.stores.clear()
     assert find_prepared(tiny.request(machines.on("b"), machines.rows)) is None, "its blocks are nowhere"
     assert find_prepared(tiny.request(machines.on("a"), machines.rows)) is not None
-
-
-def test_a_store_that_does_not_answer_is_named(machines: Machines) -> None:
-    machines.prepare("a")
-    there = machines.prepare("b").path
-
-    def refuse(_: bytes) -> bytes:
-        raise obstore.exceptions.GenericError("status code: 503 Service Unavailable")
-
-    machines.library.answer = refuse
-    with pytest.raises(MachineError, match=r"s3://bucket/cache/prepared/\w+: the store does not answer") as caught:
-        steps(there)
-    assert caught.value.exit_code == 4

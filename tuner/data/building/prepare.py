@@ -64,8 +64,9 @@ def prepare(spec: PrepareSpec, console: "Console | None" = None) -> PreparedInfo
             return build_rows(spec, keys, tmp, console)
 
         manifest, cached = build_once(spec.cache_dir, "prepared", keys.prepared, make, console)
+        manifest_of(final, console)
     report = _with_own_names(manifest["report"], sources)
-    warnings = (*_warnings(spec, report, final), *others_may_write(spec.cache_dir), *_publish(final, console))
+    warnings = (*_warnings(spec, report, final), *others_may_write(spec.cache_dir))
     return PreparedInfo(final, keys.prepared, cached, report, time.monotonic() - started, warnings)
 
 
@@ -113,21 +114,15 @@ def prepared_path(spec: PrepareSpec) -> Path:
 
 
 def manifest_of(final: Path, console: "Console | None" = None) -> dict[str, Any] | None:
-    """The manifest of prepared data that are whole, which the store of the cache gives where they are not here."""
+    """The manifest of prepared data that are whole: here, or in the store of the cache, from where they are fetched.
+
+    With a console, what is here alone is published there.
+    """
     if url_of(final) is not None:
-        from tuner.data.building.stored import bring  # which caches on disks do without
+        from tuner.data.building.stored import settle  # which caches on disks do without
 
-        bring(final, console)
+        settle(final, console)
     return valid(final, "prepared")
-
-
-def _publish(final: Path, console: "Console | None") -> tuple[str, ...]:
-    """Have the store of the cache have what is here; warnings."""
-    if url_of(final) is None:
-        return ()
-    from tuner.data.building.stored import publish
-
-    return publish(final, console)
 
 
 def _with_own_names(report: dict[str, Any], sources: "SplitSources") -> dict[str, Any]:
