@@ -26,8 +26,7 @@ from tuner.rundir.keep import is_held
 for needed in ("gguf", "xllamacpp"):
     pytest.importorskip(needed, reason=f"needs {needed}: pip install gguf xllamacpp")
 
-from tuner.export.gguf import architecture, export, file, gelu, llama_cpp, proof, source, vocabulary  # noqa: E402
-from tuner.export.gguf.engine import served  # noqa: E402
+from tuner.export.gguf import architecture, engine, export, file, gelu, proof, source, vocabulary  # noqa: E402
 
 Keys, Tensors = dict[str, Any], dict[str, TensorSource]
 
@@ -42,7 +41,8 @@ def _few_texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def written(path: Path, kind: str, output: Path, verify: bool = True) -> export.GgufReport:
     """The file of a run or a directory."""
-    return export.export_gguf(source.source_of(path, print, "newest", TRAINED), kind, output, verify)
+    form = export.Form(kind, output, verify=verify)
+    return export.export_gguf(source.source_of(path, print, "newest", TRAINED), form)
 
 
 @pytest.mark.slow(*(family for family in FAMILIES if family not in {"llama", "gemma3_text"}))
@@ -215,7 +215,7 @@ FAULTS: dict[str, tuple[str, Callable[[Keys, Tensors], None], str]] = {
     "framed": ("llama", keyed("tokenizer.ggml.add_bos_token", True), IDS),
     "no end of turn": ("llama", keyed("tokenizer.ggml.eos_token_id", 0), END),
     "another template": ("llama", keyed("tokenizer.chat_template", "{{ messages[0].content }}"), CHAT),
-    "another key": ("lfm2", keyed("lfm2.shortconv.l_cache", 4), "cannot use the file"),
+    "another key": ("lfm2", keyed("lfm2.shortconv.l_cache", 4), "cannot load it"),
 }  # fmt: skip
 
 
@@ -257,11 +257,11 @@ def test_a_chat_begins_in_llama_cpp_as_it_was_trained(template: str, tmp_path: P
     tokenizer.save_pretrained(model)
     report = written(model, "f32", tmp_path / "m.gguf")
     assert _keys(report.path)["tokenizer.ggml.add_bos_token"] == (template != "bare")
-    with served(report.path, 64) as engine:
-        rendered = engine.rendered([{"role": "user", "content": "a"}])
+    with engine.served(report.path, 64) as served:
+        rendered = served.rendered([{"role": "user", "content": "a"}])
         wanted = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=True)
-        assert engine.ids(rendered, framed=True) == wanted["input_ids"]
-        assert engine.frame == ([] if template == "bare" else [one[0][1]])
+        assert served.ids(rendered, framed=True) == wanted["input_ids"]
+        assert served.frame == ([] if template == "bare" else [one[0][1]])
 
 
 def _rename(directory: Path, token: str, other: str) -> None:
@@ -341,14 +341,15 @@ def test_what_has_no_file_is_said_before_anything_is_written(tmp_path: Path, mon
     assert report.proof() == "not verified: --no-verify"
 
 
-def test_llama_cpp_that_dies_or_takes_too_long_publishes_nothing(tmp_path: Path) -> None:
-    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(100))
-    empty: dict[str, list[Any]] = {name: [] for name in ("texts", "chats", "ends", "prompts")}
-    questions = {"context": 64, "threads": 1, "tokens": 1, "top": 1, **empty}
-    with pytest.raises(VerificationError, match="llama.cpp cannot use the file: .*nothing was published"):
-        llama_cpp.asked(tmp_path, tmp_path / "broken.gguf", questions)
-    with pytest.raises(VerificationError, match="did not answer within 0 s"):
-        llama_cpp.asked(tmp_path, tmp_path / "broken.gguf", questions, seconds=0.01)
+def test_llama_cpp_that_dies_or_takes_too_long_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    for limit, message in (("LOAD_S", "llama.cpp cannot load it: .*"), ("ANSWER_S", "llama.cpp said nothing for 0 s")):
+        with monkeypatch.context() as patched, pytest.raises(VerificationError, match=f"^{message}; nothing was"):
+            patched.setattr(engine, limit, 0.001)
+            written(model, "f32", tmp_path / "m.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_what_fails_while_it_is_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory, with its file at f32 beside it."""
     place = tmp_path_factory.mktemp("served")
     directory = write_model(place / "model", "llama")
-    export.export_gguf(source.source_of(directory, print, "newest", TRAINED), "f32", place / "m.gguf", verify=False)
+    form = export.Form("f32", place / "m.gguf", verify=False)
+    export.export_gguf(source.source_of(directory, print, "newest", TRAINED), form)
     return directory
 
 

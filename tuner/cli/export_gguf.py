@@ -63,5 +63,5 @@ def export_gguf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     with console.doing("loading torch", at_once=True):
         from tuner.cli.work import export_gguf as work
 
-    form = work.GgufForm(type, shard_bytes, modelfile)
-    return work.export(source, target, chosen, weights, adapter, form, not no_verify, console)
+    form = work.Form(type, target, shard_bytes, modelfile, not no_verify)
+    return work.export(source, chosen, weights, adapter == "keep", form, console)

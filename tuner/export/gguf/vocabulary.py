@@ -1,7 +1,5 @@
 """A tokenizer as a GGUF file holds it: tokens, how text is cut and merged, where it begins and where a turn ends."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
