@@ -11,9 +11,10 @@ from typing import Any
 
 import tuner
 from tuner.errors import MachineError, RecipeError
-from tuner.export.gguf import file, kquants, lora, modelfile
+from tuner.export.gguf import file, kquants, lora
 from tuner.export.gguf.architecture import Architecture
 from tuner.export.gguf.gelu import read_off_a_table
+from tuner.export.gguf.modelfile import Modelfile, modelfile, place
 from tuner.export.gguf.proof import Figures, fixed, prompts_of, prove, texts_of
 from tuner.export.gguf.source import GgufSource, load_tokenizer
 from tuner.export.gguf.vocabulary import named_for, vocabulary
@@ -51,7 +52,7 @@ class GgufReport:
     figures: Figures | None
     """Of the file's own type."""
     files: int = 1
-    modelfile: modelfile.Modelfile | None = None
+    modelfile: Modelfile | None = None
 
     def proof(self) -> str:
         """What was found, for people."""
@@ -134,7 +135,7 @@ def export_gguf(source: GgufSource, form: Form) -> GgufReport:
                 if form.verify:
                     figures = prove(base or files[0], kind, texts, prompts, files[0] if base else None)
                     exact = exact or figures
-            model = modelfile.modelfile(target.name, tokenizer, words, ends) if form.modelfile else None
+            model = modelfile(target.name, tokenizer, words, ends) if form.modelfile else None
             published = _publish(files, target, model)
     size, seconds = sum(path.stat().st_size for path in published), time.perf_counter() - started
     return GgufReport(
@@ -142,7 +143,7 @@ def export_gguf(source: GgufSource, form: Form) -> GgufReport:
     )
 
 
-def _publish(files: Sequence[Path], target: Path, model: modelfile.Modelfile | None) -> list[Path]:
+def _publish(files: Sequence[Path], target: Path, model: Modelfile | None) -> list[Path]:
     """Give what was made its name, by one rename; returns where the files are now."""
     made = files[0] if len(files) == 1 else files[0].parent
     final = target if len(files) == 1 else target.with_name(made.name)
@@ -170,7 +171,7 @@ def _require_choices(source: GgufSource, form: Form, target: Path) -> None:
     if form.shard_bytes:
         _require_free(target.with_name(target.name.removesuffix(".gguf")))
     if form.modelfile:
-        _require_free(modelfile.place(target))
+        _require_free(place(target))
 
 
 def _metadata(source: GgufSource, tokenizer: Any, verify: bool) -> dict[str, Any]:
