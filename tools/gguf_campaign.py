@@ -41,9 +41,9 @@ from tuner.export.gguf.source import Directory
 OF = {
     "llama": "Llama 3", "mistral": "Mistral 7B v0.3", "qwen2": "Qwen3", "qwen3": "Qwen3", "qwen3_moe": "Qwen3",
     "olmo2": "GPT-2", "phi3": "Phi-3", "granite": "GPT-2", "smollm3": "Llama 3", "gemma2": "Gemma",
-    "gemma3_text": "Gemma 3", "gpt_oss": "Llama 3", "lfm2": "SmolLM2",
+    "gemma3_text": "Gemma 3", "gpt_oss": "gpt-oss", "lfm2": "SmolLM2",
 }  # fmt: skip
-"""Whose tokenizer a family's tiny model gets; llama.cpp cuts text as neither Mistral Nemo's nor gpt-oss's does."""
+"""Whose tokenizer a family's tiny model gets."""
 WIDE: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 256, "head_dim": 64,
     "query_pre_attn_scalar": 64,

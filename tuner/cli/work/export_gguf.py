@@ -24,6 +24,8 @@ def export(path: Path, step: Which, weights: str, is_adapter: bool, form: Form, 
     console.say("verified" if form.verify else "written", f"{report.proof()}\n{said}")
     if form.verify and (better := report.better()):
         console.say("closer", f"--type {better}")
+    for each in report.encoded_otherwise:
+        console.say("differs", f"llama.cpp gives other ids to {each}")
     if report.modelfile is not None:
         console.say("modelfile", report.modelfile.in_words())
     metrics = {key: value for key, value in asdict(report).items() if key not in {"path", "modelfile"}}

@@ -17,7 +17,7 @@ from tuner.export.gguf.gelu import read_off_a_table
 from tuner.export.gguf.modelfile import Modelfile, modelfile, place
 from tuner.export.gguf.proof import Figures, fixed, prompts_of, prove, texts_of
 from tuner.export.gguf.source import GgufSource, load_tokenizer
-from tuner.export.gguf.vocabulary import named_for, vocabulary
+from tuner.export.gguf.vocabulary import encoded_otherwise, named_for, vocabulary
 from tuner.export.hf import temporary
 from tuner.export.tensors import OpenFiles
 from tuner.export.write import quiet
@@ -51,6 +51,8 @@ class GgufReport:
     """At f32, which proves names, layouts and keys."""
     figures: Figures | None
     """Of the file's own type."""
+    encoded_otherwise: list[str]
+    """Texts that llama.cpp gives other ids whatever the file says."""
     files: int = 1
     modelfile: Modelfile | None = None
 
@@ -138,8 +140,9 @@ def export_gguf(source: GgufSource, form: Form) -> GgufReport:
             model = modelfile(target.name, tokenizer, words, ends) if form.modelfile else None
             published = _publish(files, target, model)
     size, seconds = sum(path.stat().st_size for path in published), time.perf_counter() - started
+    other = encoded_otherwise(tokenizer)
     return GgufReport(
-        published[0], form.type, architecture.name, size, seconds, exact, figures, len(published), model
+        published[0], form.type, architecture.name, size, seconds, exact, figures, other, len(published), model
     )
 
 

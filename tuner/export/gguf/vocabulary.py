@@ -102,6 +102,16 @@ def named_for(name: str, tokenizer: Any) -> str:
     return f"{name} (phi-3)" if takes_spaces and not is_phi else name if takes_spaces else _PHI.sub("phi_3", name)
 
 
+def encoded_otherwise(tokenizer: Any) -> list[str]:
+    """What llama.cpp gives other ids whatever its file says; the proof asks for none of it."""
+    found, normalizer = [], tokenizer.backend_tokenizer.normalizer
+    if normalizer is not None and normalizer.normalize_str("e\u0301") == "\u00e9":
+        found.append("characters in several parts, such as e and an accent: it composes none")
+    if takes := [token.content for token in tokenizer.added_tokens_decoder.values() if token.rstrip]:
+        found.append(f"no-break and wide spaces after {takes[-1]} and the like: it takes ASCII's with them")
+    return found
+
+
 def pre_tokenizer(facts: Mapping[str, Any], texts: Sequence[str]) -> str:
     """llama.cpp's name for what cuts these texts as the tokenizer does. Raises RecipeError where nothing does."""
     wanted = _ids(facts, texts)
