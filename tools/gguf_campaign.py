@@ -10,6 +10,7 @@ and type is added to the file as it ends; what is there is not done again. Exits
 page does not name. ASSETS is filled by `tools/fetch_assets.py ASSETS --campaign`.
 """
 
+import itertools
 import json
 import random
 import re
@@ -184,9 +185,16 @@ def at_length(source: Directory, file: Path, assets: Path, texts: int, chats_: i
 
 
 def is_named(tokenizer: Any, text: str) -> bool:
-    """Whether a text has what the page says that llama.cpp encodes otherwise: wide spaces that a token takes."""
+    """Whether the page says that llama.cpp may encode a text otherwise.
+
+    Wide spaces that a token takes; of gpt-oss's tokenizer, capitals after small letters that are not Latin.
+    """
     takes = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.rstrip]
-    return bool(takes) and re.search(rf"(?:{'|'.join(takes)})\s*?[^\S\t-\r ]", text) is not None
+    if takes and re.search(rf"(?:{'|'.join(takes)})\s*?[^\S\t-\r ]", text):
+        return True
+    pairs = ((a, b) for a, b in itertools.pairwise(text) if not a.isascii() or not b.isascii())
+    mixed = any(unicodedata.category(a) == "Ll" and unicodedata.category(b) in {"Lu", "Lt"} for a, b in pairs)
+    return mixed and "<|return|>" in tokenizer.get_vocab()
 
 
 def lines(

@@ -327,10 +327,12 @@ def test_the_name_tells_llama_cpp_which_tokens_take_spaces(tmp_path: Path) -> No
         write_tokenizer(tmp_path / family, family)
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / family)
         assert tuple(vocabulary.named_for(name, tokenizer) for name in ("mine", "my-Phi3")) == names
-        said = vocabulary.encoded_otherwise(tokenizer)
+        said = vocabulary.encoded_otherwise(tokenizer, {})
         assert [" after <call> " in each for each in said] == [True] * (family == "phi3")
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
-    assert vocabulary.encoded_otherwise(tokenizer)[0].startswith("characters in several parts")
+    by_cut = {"tokenizer.ggml.pre": "granite-embed-multi-97m"}
+    first, second, _ = vocabulary.encoded_otherwise(tokenizer, by_cut)
+    assert first.startswith("words such as ") and second.startswith("characters in several parts")
 
 
 def test_what_has_no_file_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def _opened(process: Path) -> bytes:
 BROKEN = {
     "no file": (None, "No such file"),
     "another file": (b"PK\3\4" + bytes(40), "begins with b'PK"),
-    "cut short": (struct.pack("<4sIQQ", b"GGUF", 3, 0, 4), "requires a buffer"),
+    "cut short": (struct.pack("<4sIQQ", b"GGUF", 3, 0, 4), "ends early"),
     "endless": (struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, 1 << 60), "a text of 1,152,921,504,606,846,976 bytes"),
     "no model": (struct.pack("<4sIQQ", b"GGUF", 3, 0, 0), "llama.cpp cannot load it"),
 }

@@ -140,7 +140,7 @@ def export_gguf(source: GgufSource, form: Form) -> GgufReport:
             model = modelfile(target.name, tokenizer, words, ends) if form.modelfile else None
             published = _publish(files, target, model)
     size, seconds = sum(path.stat().st_size for path in published), time.perf_counter() - started
-    other = encoded_otherwise(tokenizer)
+    other = encoded_otherwise(tokenizer, words)
     return GgufReport(
         published[0], form.type, architecture.name, size, seconds, exact, figures, other, len(published), model
     )
