@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import normalizers
+from tokenizers import Regex, Tokenizer, normalizers
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.export import runs
-from tests.export.gguf_models import FAMILIES, TEMPLATE, VOCAB, write_model, write_tokenizer
+from tests.export.gguf_models import FAMILIES, SPECIAL, TEMPLATE, VOCAB, write_model, write_tokenizer
 from tests.fixtures.commands import tuner
 from tuner.errors import DataError, MachineError, RecipeError, TunerError, VerificationError
 from tuner.export.source import TRAINED
@@ -320,6 +322,27 @@ def test_a_tokenizer_that_cuts_otherwise_is_refused(tmp_path: Path) -> None:
     assert len(vocabulary.vocabulary(tokenizer, VOCAB, [2, 0], ["a"])["tokenizer.ggml.tokens"]) == VOCAB
     with pytest.raises(RecipeError, match="ends at 4 tokens"):
         vocabulary.vocabulary(tokenizer, VOCAB, [1, 2, 3, 4], ["a"])
+
+
+OF_GPT_OSS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.slow
+def test_a_cut_like_gpt_oss_has_a_name_that_knows_combining_marks(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    tokenizer: Any = Tokenizer.from_file(str(model / "tokenizer.json"))
+    splits = Split(Regex(OF_GPT_OSS), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = Sequence([*splits])
+    trainer = BpeTrainer(vocab_size=VOCAB - 10, initial_alphabet=ByteLevel.alphabet(), special_tokens=list(SPECIAL))
+    tokenizer.train_from_iterator(["हिन्दी में पाठ, ภาษาไทย x2024 SHOUT: DON'T"] * 9, trainer)  # tokens with marks
+    tokenizer.save(str(model / "tokenizer.json"))
+    report = written(model, "f32", tmp_path / "m.gguf")
+    assert _keys(report.path)["tokenizer.ggml.pre"] == "granite-embed-multi-97m"
+    assert report.encoded_otherwise[0].startswith("words such as ")
 
 
 def test_the_name_tells_llama_cpp_which_tokens_take_spaces(tmp_path: Path) -> None:
