@@ -35,7 +35,7 @@ from tools.tokenizer_families import write_family
 from tuner.errors import TunerError
 from tuner.export.gguf import proof
 from tuner.export.gguf.architecture import Architecture
-from tuner.export.gguf.export import Form, export_gguf
+from tuner.export.gguf.export import GgufForm, export_gguf
 from tuner.export.gguf.gelu import read_off_a_table
 from tuner.export.gguf.source import Directory
 
@@ -208,7 +208,7 @@ def lines(
         is_small = kind != "f32" and family != "smollm2"
         source = Directory(write_model(place, family, in_doubt, **WIDE) if is_small else written(family, assets, place))
         try:
-            report = export_gguf(source, Form(kind, file))
+            report = export_gguf(source, GgufForm(kind, file))
             if report.exact is None or report.figures is None:
                 raise RuntimeError("not verified")
             row |= {"exact": report.exact.difference, "kl": report.figures.kl, "same": report.figures.greedy}

@@ -44,7 +44,7 @@ def _few_texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def written(path: Path, kind: str, output: Path, verify: bool = True) -> export.GgufReport:
     """The file of a run or a directory."""
-    form = export.Form(kind, output, verify=verify)
+    form = export.GgufForm(kind, output, verify=verify)
     return export.export_gguf(source.source_of(path, print, "newest", TRAINED), form)
 
 

@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory, with its file at f32 beside it."""
     place = tmp_path_factory.mktemp("served")
     directory = write_model(place / "model", "llama")
-    form = export.Form("f32", place / "m.gguf", verify=False)
+    form = export.GgufForm("f32", place / "m.gguf", verify=False)
     export.export_gguf(source.source_of(directory, print, "newest", TRAINED), form)
     return directory
 

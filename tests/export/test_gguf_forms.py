@@ -50,7 +50,7 @@ def _few_texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def written(path: Path, kind: str, output: Path, keep: bool = False, **options: Any) -> export.GgufReport:
     """The file of a run or a directory."""
-    form = export.Form(kind, output, **options)
+    form = export.GgufForm(kind, output, **options)
     return export.export_gguf(source.source_of(path, print, "newest", TRAINED, keep), form)
 
 

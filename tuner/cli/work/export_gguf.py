@@ -4,17 +4,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tuner.cli.command import Outcome
-from tuner.export.gguf.export import Form, export_gguf
+from tuner.export.gguf.export import GgufForm, export_gguf
 from tuner.export.gguf.source import source_of
 from tuner.export.source import Weights
 from tuner.rundir.model_path import Which
 from tuner.runtime.console import Console
 from tuner.runtime.files import gib
 
-__all__ = ["Form", "export"]
+__all__ = ["GgufForm", "export"]
 
 
-def export(path: Path, step: Which, weights: str, is_adapter: bool, form: Form, console: Console) -> Outcome:
+def export(path: Path, step: Which, weights: str, is_adapter: bool, form: GgufForm, console: Console) -> Outcome:
     """Write, prove and publish, and say what was measured."""
     source = source_of(path, console.warn, step, Weights.parse(weights), is_adapter)
     with console.doing(f"writing {form.type}{' and asking llama.cpp' if form.verify else ''}"):

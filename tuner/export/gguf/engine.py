@@ -43,7 +43,7 @@ class Answered:
     why: str | None = None
 
 
-Step = tuple[int, dict[int, float]]
+Likeliest = tuple[int, dict[int, float]]
 """The token that was chosen, and the log-probabilities of the likeliest by their ids."""
 
 
@@ -118,7 +118,7 @@ class Engine:
                     return float(each["logprob"]), at == 0
         raise DataError(f"{self.path}: llama.cpp gives no probability of token {token}")
 
-    def continued(self, prompt: Sequence[int], tokens: int, top: int) -> tuple[list[int], list[Step]]:
+    def continued(self, prompt: Sequence[int], tokens: int, top: int) -> tuple[list[int], list[Likeliest]]:
         """The likeliest tokens one after another, and what it says of each but those that end inside a character."""
         body = {"prompt": list(prompt), "n_predict": tokens, **GREEDY, "n_probs": top, "return_tokens": True}
         said = self.ask("/completion", {**body, "cache_prompt": False})

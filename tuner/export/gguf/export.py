@@ -25,7 +25,7 @@ from tuner.runtime.files import fsync_dir, machine_errors, publish_dir
 
 
 @dataclass(frozen=True)
-class Form:
+class GgufForm:
     """What is written."""
 
     type: str = "bf16"
@@ -105,7 +105,7 @@ class _Made:
             return file.write_gguf(path, self.architecture.name, keys, tensors, kind, shard_bytes)
 
 
-def export_gguf(source: GgufSource, form: Form) -> GgufReport:
+def export_gguf(source: GgufSource, form: GgufForm) -> GgufReport:
     """Write, prove and publish. The target must not exist.
 
     Raises RecipeError where llama.cpp has no such model, and VerificationError, with nothing published, where it
@@ -162,7 +162,7 @@ def _publish(files: Sequence[Path], target: Path, model: Modelfile | None) -> li
     return [final]
 
 
-def _require_choices(source: GgufSource, form: Form, target: Path) -> None:
+def _require_choices(source: GgufSource, form: GgufForm, target: Path) -> None:
     """Raise RecipeError where a target is there, or options do not go together."""
     if source.is_adapter and form.type not in file.PLAIN:
         raise RecipeError(f"--type {form.type}: an adapter's ranks do not fill blocks", hint="write --type bf16")
@@ -183,7 +183,7 @@ def _metadata(source: GgufSource, tokenizer: Any, verify: bool) -> dict[str, Any
     return {**source.lineage, "general.name": name, "tuner.version": tuner.__version__, "tuner.verified": proof}
 
 
-def _require_libraries(form: Form) -> None:
+def _require_libraries(form: GgufForm) -> None:
     is_k = form.type in kquants.mixes()
     for name in ("gguf", *(["xllamacpp"] if form.verify or is_k else [])):
         if importlib.util.find_spec(name) is None:

@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 
 from tuner.data.encoding.template import LoadedTemplates, unless_refused
 from tuner.errors import DataError, MachineError, RecipeError, TunerError, VerificationError
-from tuner.export.gguf.engine import Step, served
+from tuner.export.gguf.engine import Likeliest, served
 from tuner.export.gguf.gelu import other_steps
 from tuner.export.gguf.vocabulary import before_a_text, chats_begin_so
 
@@ -152,24 +152,24 @@ def prompts_of(texts: Texts, model: torch.nn.Module, recorded: Sequence[Mapping[
 
 
 @dataclass(frozen=True)
-class Answers:
+class LlamaAnswers:
     """What llama.cpp gives for texts, chats and prompts, in their order."""
 
     ids: Sequence[tuple[list[int], list[int]]]
     rendered: Sequence[str]
     talks: Sequence[list[int]]
     ends: Sequence[bool]
-    continued: Sequence[tuple[list[int], list[Step]]]
+    continued: Sequence[tuple[list[int], list[Likeliest]]]
 
 
 def answers_of(
     file: Path, texts: Texts, prompts: Prompts, tokens: int = TOKENS, adapter: Path | None = None
-) -> Answers:
+) -> LlamaAnswers:
     """Ask llama.cpp. Raises VerificationError where it does not answer."""
     try:
         with served(file, prompts.context, exact=True, adapter=adapter) as engine:
             rendered = [engine.rendered(chat["messages"], chat.get("tools")) for chat in texts.chats]
-            return Answers(
+            return LlamaAnswers(
                 [(engine.ids(text), engine.ids(text, framed=True)) for text in texts.texts],
                 rendered,
                 [engine.ids(text, framed=True) for text in rendered],
@@ -195,7 +195,7 @@ def prove(file: Path, kind: str, texts: Texts, prompts: Prompts, adapter: Path |
     return figures
 
 
-def _require_texts(texts: Texts, answers: Answers) -> None:
+def _require_texts(texts: Texts, answers: LlamaAnswers) -> None:
     for text, wanted, found in zip(texts.texts, texts.ids, answers.ids, strict=True):
         for how, one, other in zip(("", " with what frames it"), wanted, found, strict=True):
             if one != other:
@@ -221,7 +221,7 @@ def _require_texts(texts: Texts, answers: Answers) -> None:
             raise VerificationError(f"llama.cpp does not end a turn at {name}; nothing was published")
 
 
-def measured(texts: Texts, prompts: Prompts, answers: Answers) -> Figures:
+def measured(texts: Texts, prompts: Prompts, answers: LlamaAnswers) -> Figures:
     """How far answers to the prompts are from the model's. Raises VerificationError where there are none."""
     difference = shift = total = steps = 0.0
     greedy = tokens = 0
