@@ -2,13 +2,18 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 SHARED = "TUNER_TEST_TOKENIZERS"
 """The variable that names the directory of those answers, one for all tests and their processes."""
+
+KEPT = 16
+"""So many texts of YAML are remembered with their events, a tenth of a megabyte each."""
 
 
 def new_cache(directory: Path) -> Path:
@@ -35,6 +40,31 @@ def share() -> None:
         return found
 
     context.as_loaded = as_loaded  # type: ignore[method-assign]
+    _remember_events()
+    for name in ("cuda", "xpu", "mtia"):  # each seed keeps a picture of the stack for devices that nobody asks for
+        if device := sys.modules.get(f"torch.{name}"):
+            vars(device)["traceback"] = SimpleNamespace(format_stack=list)
+
+
+def _remember_events() -> None:
+    """Have the last texts that were YAML to their ends not be parsed again: a launch reads its run's recipe thrice."""
+    from ruamel.yaml import YAML
+
+    real, last = YAML.parse, dict[str, list[Any]]()
+
+    def parse(self: YAML, stream: Any) -> Iterator[Any]:
+        if stream not in last:
+            found = []
+            for event in real(self, stream):
+                found.append(event)
+                yield event
+            last[stream] = found
+            if len(last) > KEPT:
+                del last[next(iter(last))]
+        else:
+            yield from last[stream]
+
+    YAML.parse = parse
 
 
 def _same_files(given: Path, taker: Path) -> None:

@@ -97,20 +97,21 @@ def test_a_recipe_works_on_stages_and_is_written_with_urls(cache: Path) -> None:
 
 
 def test_what_lies_on_a_disk_alone_takes_no_store() -> None:
-    for key in ("train.stop_file", "data.cache_dir", "tokenizer.chat_template"):
+    for key in ("train.stop_file", "tokenizer.name_or_path", "tokenizer.chat_template"):
         with pytest.raises(RecipeError, match=r"lies on a disk; in a store may be .*output_dir"):
             load_recipe(RecipeText(RECIPE), [Override(key, "s3://b/x")])
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"),
+    ("values", "words"),
     [
-        ("data.windows.files", "1", "or remove data.windows"),
-        ("model.init_from.0.every", "10 steps", "or remove every"),
-        ("ladder.sizes", "[190M]", "the runs of a ladder lie on a disk"),
+        ({"data.windows.files": "1"}, "or remove data.windows"),
+        ({"data.windows.files": "1", "data.train": "w", "data.cache_dir": "s3://b/c"}, "is prepared of windows lies"),
+        ({"model.init_from.0.every": "10 steps"}, "or remove every"),
+        ({"ladder.sizes": "[190M]"}, "the runs of a ladder lie on a disk"),
     ],
 )
-def test_what_is_looked_at_again_is_on_a_disk(key: str, value: str, words: str) -> None:
+def test_what_is_looked_at_again_is_on_a_disk(values: dict[str, str], words: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        load_recipe(RecipeText(RECIPE), [Override(key, value)])
+        load_recipe(RecipeText(RECIPE), [Override(*value) for value in values.items()])
     assert words in str(caught.value)

@@ -18,8 +18,8 @@ from tests.ladder.made import SIZES, Truth, ladder
 from tools.commands import parser_of
 from tuner.ladder.fit import Settings, parameters_of
 from tuner.ladder.held_out import fit_widened
-from tuner.ladder.law import NEEDED_SIZES, Size
-from tuner.ladder.points import Point
+from tuner.ladder.law import NEEDED_SIZES
+from tuner.ladder.points import Point, Size
 
 LEVEL, LEAST, MOST = 0.9, 0.82, 0.99
 LEAST_SHARED = 0.7

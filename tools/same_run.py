@@ -39,7 +39,7 @@ def with_z_loss(weight=1e-4):
     return objective
 """
 CLOCKED = {"step_s", "data_s", "tok_per_s", "trained_per_s", "mem_gib", "data_wait", "mfu", "eval_s", "samples_s"}
-CLOCKED |= {"attention_share", "elapsed_s"}  # which a tree of before has not
+CLOCKED |= {"attention_share", "elapsed_s", "chinchilla"}  # which a tree of before has not
 ORDER = """
 import hashlib, json, sys
 from pathlib import Path

@@ -3,6 +3,7 @@
     python -m tools.store_campaign --points 500 --out stores.jsonl
     python -m tools.store_campaign --scheme az --points 50 --out stores-az.jsonl
     python -m tools.store_campaign --throughput
+    python -m tools.store_campaign --rows
 
 A writer takes the lease, fetches, and publishes versions of a directory whose files are a function of the version; it
 speaks to the server through a proxy that does what `tests.fixtures.store_proxy.FAULTS` lists. In a point it is killed
@@ -31,10 +32,11 @@ from tests.fixtures.store_gcs import translated
 from tests.fixtures.store_proxy import FAULTS, Proxy, Request, forward, proxied
 from tests.fixtures.store_servers import Server, serving
 from tools.commands import Results, one_line, parser_of, say, workplace
+from tools.store_rows import rows_by_index
 from tools.store_throughput import throughput
 from tuner.errors import MachineError
 from tuner.stores import client, lease, upload
-from tuner.stores.commit import FILES
+from tuner.stores.commit import FILES, read_commit
 from tuner.stores.directory import KEPT_COMMITS, StoreDirectory
 
 GROUP = 20
@@ -129,7 +131,7 @@ def orphans(url: str, stage: Path) -> Iterator[str]:
     with directory.lease(stage, lock_is_free=True):
         directory.collect()
         numbers = directory._numbers()
-        commits = [directory._read(number) for number in numbers]
+        commits = [read_commit(directory._client, number) for number in numbers]
     named = {key for commit in commits if commit is not None for key in commit.data}
     if set(directory._client.names(FILES)) != named or len(numbers) > KEPT_COMMITS:
         yield f"{len(numbers)} commits, and data that are not theirs"
@@ -270,9 +272,10 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the number of the first, for campaigns side by side")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--throughput", action="store_true", help="against plain puts and gets of the same bytes")
+    parser.add_argument("--rows", action="store_true", help="of prepared data, read by random index")
     options = parser.parse_args()
-    if options.throughput:
-        return throughput(Results(options.out))
+    if options.throughput or options.rows:
+        return (throughput if options.throughput else rows_by_index)(Results(options.out))
     points = range(options.first, options.first + options.points)
     bad = campaign(options.scheme, points, Results(options.out))
     say(f"{options.points} points, {bad} with problems")

@@ -1,6 +1,8 @@
 """Commands whose runs lie in a real store: killed, resumed from an emptied stage, exported, and held by one launch."""
 
+import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures import commands, trainings
+from tests.fixtures.store_proxy import Request, proxied
 from tests.fixtures.store_servers import Server, serving
 from tuner.stores.directory import StoreDirectory
 
@@ -76,3 +79,35 @@ def test_a_killed_run_is_resumed_without_its_stage_and_exported(
     assert stored is not None
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "fetched")]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.slow
+def test_rows_of_a_bucket_are_trained_on_through_faults_and_kills(server: Server, tmp_path: Path) -> None:
+    trainings.prepare(tmp_path, 1)
+    texts = ({"text": f"{i} " + "ab cd " * (i % 300)} for i in range(12_000))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    flags = ["--method.kind", "pretrain", "--data.packing", "true", "--train.duration", "30 steps"]
+    flags += ["--data.cache_dir", server.url("rows")]
+    own = environment(server, tmp_path / "a")
+    commands.tuner("train", "r.yaml", "--output_dir", "plain", *flags, cwd=tmp_path, code=0, **own)
+    draw, asked = random.Random(0), 0
+    process: subprocess.Popen[bytes] | None = None
+
+    def choose(request: Request) -> str | None:
+        nonlocal asked
+        if request.method != "GET" or not any(name.lower() == "range" for name in request.headers):
+            return None
+        asked += 1
+        if asked == 4 and process is not None:
+            process.kill()
+        return draw.choice(["cut", "drop", "503", "slow", None])
+
+    with proxied(server.port, choose) as proxy:
+        other = {**environment(server, tmp_path / "b"), **server.environment(proxy.port)}
+        command = [sys.executable, "-m", "tuner", "train", "r.yaml", "--output_dir", "faults", *flags]
+        root = str(Path(__file__).resolve().parents[2])
+        process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, **other, "PYTHONPATH": root})
+        assert process.wait() == -signal.SIGKILL
+        done = commands.tuner("resume", "faults", cwd=tmp_path, code=0, **other)
+    assert asked > 8 and proxy.happened, done.stderr
+    assert trainings.outcome(tmp_path / "faults") == trainings.outcome(tmp_path / "plain")

@@ -12,6 +12,7 @@ from tuner.config.duration import Span
 from tuner.config.fields import Field, fields, find
 from tuner.config.load import load_recipe
 from tuner.config.not_supported import Absent, absent_features
+from tuner.config.other_configs import dialects
 from tuner.config.other_tools import other_values, theirs
 from tuner.errors import RecipeError
 
@@ -71,6 +72,11 @@ def test_no_value_of_any_type_is_too_odd_for_a_key_of_another_tool() -> None:
             assert found is None or isinstance(found, (dict, str)), (name, value)
         for value in ODD[-3:]:
             assert of_unknown(name, value, {name: value}), (name, value)
+    for dialect in dialects().values():
+        for name, rule in dialect.rules.items():
+            for value in ODD[1:]:  # an import has no rule for null
+                found = rule(value, {name: value, "finetuning_type": "lora"})
+                assert found is None or isinstance(found, (dict, str)), (dialect.title, name, value)
 
 
 SHARES = [field for field in fields().values() if isinstance(field.value_type, Span) and "%" in field.value_type.units]

@@ -166,60 +166,7 @@ def test_flags_win_address_items_and_null_takes_back(tmp_path: Path) -> None:
     assert "# default" in shown
 
 
-@pytest.mark.parametrize(
-    ("more", "flags", "expected"),
-    [
-        ("eval: {every: 5 steps}\n", (), "eval.every  an evaluation cadence needs held-out rows"),
-        ("", (("eval.every", "10%"),), "an evaluation cadence needs held-out rows"),
-        ("eval: {marks: [5 steps]}\n", (), "eval.marks  needs held-out rows; set data.eval, such as 2%"),
-        ("train: {micro_batch_size: 3}\n", (), "train.micro_batch_size  got 3; allowed: a divisor"),
-        ("train: {global_batch_size: 2}\n", (("train.micro_batch_size", "4"),), "flag --train.micro_batch_size 4"),
-        (
-            "method: {kind: pretrain, train_on: all}\n",
-            (),
-            "method.train_on  not with kind pretrain; write method.kind: sft",
-        ),
-        ("schedule: {kind: constant, min_lr_ratio: 0.1}\n", (), "write schedule.kind: cosine or linear"),
-        ("adapter: {r: 8}\n", (), "write adapter.kind: lora"),
-        ("adapter: {kind: lora}\n", (("model.freeze", "[x]"),), "flag --model.freeze [x]  an adapter freezes"),
-        ("", (("model.quantize", "nf4"),), "quantised weights cannot be trained; write"),
-        ("train: {gradient_checkpointing_layers: 50%}\n", (), "needs train.gradient_checkpointing: selective or full"),
-        ("train: {compile: true}\n", (("data.packing", "false"),), "layers are compiled for rows of one size"),
-        ("adapter: lora\n", (), "write adapter: {kind: lora}"),
-        ("export: {every: 5 steps}\ncheckpoint: {at_end: false}\n", (), "export.every  the last step is exported"),
-        ("", (("export.adapter", "keep"),), "keep writes an adapter's directory"),
-        ("profile: {steps: [3], memory: false, time: false}\n", (), "profile.steps  nothing is recorded of them"),
-        ("health: {slow_rank: 2}\n", (), "health.slow_rank  no times are measured to compare; set health.times_every"),
-        ("profile: {steps: [0]}\n", (), "profile.steps  got a list; allowed: a list of any number"),
-        ("export: {shard_size: 5 rows}\n", (), "export.shard_size  got '5 rows'; allowed: a size such as 5GB"),
-        ("method: {kind: pretrain}\ntokenizer: {chat_template: chatml}\n", (), "renders no conversations"),
-        ("method: {kind: dpo}\n", (("data.too_long", "split"),), "dpo compares whole answers; set data.too_long: drop"),
-        ("method: {kind: dpo}\n", (("data.train.0.format", "text"),), "compares answers to prompts; set format: auto"),
-        *(
-            (
-                "adapter: {kind: lora}\n",
-                (("parallel.tensor", "2"), (key, value)),
-                f"splits the layers, which are not {what} as parts",
-            )
-            for key, value, what in (
-                ("model.quantize", "nf4", "quantised"),
-                ("train.precision", "fp8", "multiplied in fp8"),
-                ("train.tiled_mlp", "true", "computed over tiles"),
-            )
-        ),
-        (
-            "method: {kind: custom, use: ./a.py:b}\n",
-            (("parallel.tensor", "2"), ("parallel.shard", "full")),
-            "is given the output layer whole, and parallel.tensor: 2 splits them",
-        ),
-        ("tokenizer: {chat_template: chatlm}\n", (), "no chat template has this name; allowed: the name of a chat"),
-        ("", (("tokenizer.chat_template", "Llama-3"),), "or the path of a jinja file; did you mean llama3?"),
-        ("", (("data.train.7.path", "x"),), "item 7 of 1"),
-        ("", (("train", "5"),), "flag --train"),
-        ("", (("optimizer.lr.x", "5"),), "unknown"),
-        ("", (("optimizer.betas", "[1, "),), "not YAML"),
-    ],
-)
+@pytest.mark.parametrize(("more", "flags", "expected"), cases(__file__, "rules_between_fields"))
 def test_rules_between_fields(more: str, flags: tuple[tuple[str, str], ...], expected: str, tmp_path: Path) -> None:
     assert expected in refused(tmp_path, SHORT + more, *flags)
 

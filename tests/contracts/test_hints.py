@@ -66,8 +66,11 @@ SECTIONS = {key.split(".")[0] for key in fields() if "." in key}
 
 
 def _options() -> set[str]:
-    """Every flag that a command declares, read from the sources of `tuner/cli`."""
+    """Every flag that a command declares, read from the sources and tables of `tuner/cli`."""
     found = {"help", "version", "debug", "json", "quiet", "verbose", "no-color"}
+    parameters = json.loads((TUNER / "cli/commands.json").read_text(encoding="utf-8"))["parameters"]
+    names = [row.get("names", "") for rows in parameters.values() for row in rows.values() if isinstance(row, dict)]
+    found |= {name.removeprefix("--") for text in names for name in text.split()}
     for path in (TUNER / "cli").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):

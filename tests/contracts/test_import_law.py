@@ -19,7 +19,7 @@ LAW: dict[str, set[str]] = {
     "stages": set(),
     "config": {"errors", "stages"},
     "runtime": {"errors", "stages"},
-    "data": BASE,
+    "data": BASE | {"stores"},
     "model": BASE,
     "checkpoint": BASE,
     "stores": {"errors", "stages", "runtime"},

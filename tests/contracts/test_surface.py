@@ -7,7 +7,7 @@ import pytest
 import typer
 
 from tuner.cli.app import build
-from tuner.cli.commands import COMMANDS, GROUPS, TAKES_RECIPE
+from tuner.cli.commands import COMMANDS, GROUPS, PARAMETERS, TAKES_RECIPE
 from tuner.config.fields import fields
 
 COMMON = "--json --verbose|-v --debug"
@@ -82,6 +82,13 @@ def written(parameter: Any) -> str:
 def test_every_command_has_the_frozen_options() -> None:
     found = {name: " ".join(map(written, command.params)) for name, command in commands()}
     assert found == {name: f"{own} {COMMON}".strip() for name, own in SURFACE.items()}
+
+
+def test_no_sentence_is_left_of_a_parameter_that_went() -> None:
+    names = {name: {parameter.name for parameter in command.params} for name, command in commands()}
+    assert PARAMETERS.keys() <= names.keys() | {""}
+    everywhere = set().union(*(names[name] - PARAMETERS.get(name, {}).keys() for name in names))
+    assert [(key, name) for key, rows in PARAMETERS.items() for name in rows.keys() - names.get(key, everywhere)] == []
 
 
 @pytest.mark.parametrize(("name", "command"), list(commands()))

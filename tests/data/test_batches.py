@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fixtures.rows import InMemory
 from tuner.data.batch_sizes import BatchSizes, Change
 from tuner.data.batches import IGNORED, GlobalBatches, collate, row_order
 from tuner.data.mixed_order import mixed_rows
 from tuner.data.prepared import Row
 
 
-class FakeRows:
+class FakeRows(InMemory):
     """Rows whose token ids name row and position."""
 
     is_large = False

@@ -262,7 +262,7 @@ def test_what_the_datasets_library_saves_and_caches_is_read(tmp_path: Path, monk
         "d['train'].save_to_disk(sys.argv[3], num_shards=2)"
     )
     arguments = [str(tmp_path / name) for name in ("local", "dict", "one")]
-    subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
+    forked.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
     assert values(one(f"{tmp_path}/dict:train[:50%]")) == rows[:15]
     assert values(one(tmp_path / "one")) == rows
     for name, split in (("owner/none", "train"), (str(tmp_path / "local"), "test")):

@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Regex, Tokenizer, normalizers
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.export import runs
-from tests.export.gguf_models import FAMILIES, TEMPLATE, VOCAB, write_model, write_tokenizer
+from tests.export.gguf_models import FAMILIES, SPECIAL, TEMPLATE, VOCAB, write_model, write_tokenizer
 from tests.fixtures.commands import tuner
 from tuner.errors import DataError, MachineError, RecipeError, TunerError, VerificationError
 from tuner.export.source import TRAINED
@@ -26,8 +29,7 @@ from tuner.rundir.keep import is_held
 for needed in ("gguf", "xllamacpp"):
     pytest.importorskip(needed, reason=f"needs {needed}: pip install gguf xllamacpp")
 
-from tuner.export.gguf import architecture, export, file, gelu, llama_cpp, proof, source, vocabulary  # noqa: E402
-from tuner.export.gguf.engine import served  # noqa: E402
+from tuner.export.gguf import architecture, engine, export, file, gelu, proof, source, vocabulary  # noqa: E402
 
 Keys, Tensors = dict[str, Any], dict[str, TensorSource]
 
@@ -42,7 +44,8 @@ def _few_texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def written(path: Path, kind: str, output: Path, verify: bool = True) -> export.GgufReport:
     """The file of a run or a directory."""
-    return export.export_gguf(source.source_of(path, print, "newest", TRAINED), kind, output, verify)
+    form = export.GgufForm(kind, output, verify=verify)
+    return export.export_gguf(source.source_of(path, print, "newest", TRAINED), form)
 
 
 @pytest.mark.slow(*(family for family in FAMILIES if family not in {"llama", "gemma3_text"}))
@@ -215,7 +218,7 @@ FAULTS: dict[str, tuple[str, Callable[[Keys, Tensors], None], str]] = {
     "framed": ("llama", keyed("tokenizer.ggml.add_bos_token", True), IDS),
     "no end of turn": ("llama", keyed("tokenizer.ggml.eos_token_id", 0), END),
     "another template": ("llama", keyed("tokenizer.chat_template", "{{ messages[0].content }}"), CHAT),
-    "another key": ("lfm2", keyed("lfm2.shortconv.l_cache", 4), "cannot use the file"),
+    "another key": ("lfm2", keyed("lfm2.shortconv.l_cache", 4), "cannot load it"),
 }  # fmt: skip
 
 
@@ -257,11 +260,11 @@ def test_a_chat_begins_in_llama_cpp_as_it_was_trained(template: str, tmp_path: P
     tokenizer.save_pretrained(model)
     report = written(model, "f32", tmp_path / "m.gguf")
     assert _keys(report.path)["tokenizer.ggml.add_bos_token"] == (template != "bare")
-    with served(report.path, 64) as engine:
-        rendered = engine.rendered([{"role": "user", "content": "a"}])
+    with engine.served(report.path, 64) as served:
+        rendered = served.rendered([{"role": "user", "content": "a"}])
         wanted = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=True)
-        assert engine.ids(rendered, framed=True) == wanted["input_ids"]
-        assert engine.frame == ([] if template == "bare" else [one[0][1]])
+        assert served.ids(rendered, framed=True) == wanted["input_ids"]
+        assert served.frame == ([] if template == "bare" else [one[0][1]])
 
 
 def _rename(directory: Path, token: str, other: str) -> None:
@@ -321,11 +324,38 @@ def test_a_tokenizer_that_cuts_otherwise_is_refused(tmp_path: Path) -> None:
         vocabulary.vocabulary(tokenizer, VOCAB, [1, 2, 3, 4], ["a"])
 
 
+OF_GPT_OSS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.slow
+def test_a_cut_like_gpt_oss_has_a_name_that_knows_combining_marks(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    tokenizer: Any = Tokenizer.from_file(str(model / "tokenizer.json"))
+    splits = Split(Regex(OF_GPT_OSS), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = Sequence([*splits])
+    trainer = BpeTrainer(vocab_size=VOCAB - 10, initial_alphabet=ByteLevel.alphabet(), special_tokens=list(SPECIAL))
+    tokenizer.train_from_iterator(["हिन्दी में पाठ, ภาษาไทย x2024 SHOUT: DON'T"] * 9, trainer)  # tokens with marks
+    tokenizer.save(str(model / "tokenizer.json"))
+    report = written(model, "f32", tmp_path / "m.gguf")
+    assert _keys(report.path)["tokenizer.ggml.pre"] == "granite-embed-multi-97m"
+    assert report.encoded_otherwise[0].startswith("words such as ")
+
+
 def test_the_name_tells_llama_cpp_which_tokens_take_spaces(tmp_path: Path) -> None:
     for family, names in {"llama": ("mine", "my-phi_3"), "phi3": ("mine (phi-3)", "my-Phi3")}.items():
         write_tokenizer(tmp_path / family, family)
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / family)
         assert tuple(vocabulary.named_for(name, tokenizer) for name in ("mine", "my-Phi3")) == names
+        said = vocabulary.encoded_otherwise(tokenizer, {})
+        assert [" after <call> " in each for each in said] == [True] * (family == "phi3")
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    by_cut = {"tokenizer.ggml.pre": "granite-embed-multi-97m"}
+    first, second, _ = vocabulary.encoded_otherwise(tokenizer, by_cut)
+    assert first.startswith("words such as ") and second.startswith("characters in several parts")
 
 
 def test_what_has_no_file_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,14 +371,15 @@ def test_what_has_no_file_is_said_before_anything_is_written(tmp_path: Path, mon
     assert report.proof() == "not verified: --no-verify"
 
 
-def test_llama_cpp_that_dies_or_takes_too_long_publishes_nothing(tmp_path: Path) -> None:
-    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(100))
-    empty: dict[str, list[Any]] = {name: [] for name in ("texts", "chats", "ends", "prompts")}
-    questions = {"context": 64, "threads": 1, "tokens": 1, "top": 1, **empty}
-    with pytest.raises(VerificationError, match="llama.cpp cannot use the file: .*nothing was published"):
-        llama_cpp.asked(tmp_path, tmp_path / "broken.gguf", questions)
-    with pytest.raises(VerificationError, match="did not answer within 0 s"):
-        llama_cpp.asked(tmp_path, tmp_path / "broken.gguf", questions, seconds=0.01)
+def test_llama_cpp_that_dies_or_takes_too_long_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    for limit, message in (("LOAD_S", "llama.cpp cannot load it: .*"), ("ANSWER_S", "llama.cpp said nothing for 0 s")):
+        with monkeypatch.context() as patched, pytest.raises(VerificationError, match=f"^{message}; nothing was"):
+            patched.setattr(engine, limit, 0.001)
+            written(model, "f32", tmp_path / "m.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_what_fails_while_it_is_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory, with its file at f32 beside it."""
     place = tmp_path_factory.mktemp("served")
     directory = write_model(place / "model", "llama")
-    export.export_gguf(source.source_of(directory, print, "newest", TRAINED), "f32", place / "m.gguf", verify=False)
+    form = export.GgufForm("f32", place / "m.gguf", verify=False)
+    export.export_gguf(source.source_of(directory, print, "newest", TRAINED), form)
     return directory
 
 
@@ -123,7 +124,7 @@ def _opened(process: Path) -> bytes:
 BROKEN = {
     "no file": (None, "No such file"),
     "another file": (b"PK\3\4" + bytes(40), "begins with b'PK"),
-    "cut short": (struct.pack("<4sIQQ", b"GGUF", 3, 0, 4), "requires a buffer"),
+    "cut short": (struct.pack("<4sIQQ", b"GGUF", 3, 0, 4), "ends early"),
     "endless": (struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, 1 << 60), "a text of 1,152,921,504,606,846,976 bytes"),
     "no model": (struct.pack("<4sIQQ", b"GGUF", 3, 0, 0), "llama.cpp cannot load it"),
 }

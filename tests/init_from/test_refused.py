@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from tests.fixtures.tables import cases
 from tests.init_from.built import LORA, built, planned_for, recipe_of, rewrite, write_family, write_peft
 from tuner.config.load import load_recipe
 from tuner.errors import DataError, RecipeError
@@ -31,25 +32,7 @@ def refusal(base: Path, *entries: Any, **sections: Any) -> str:
     return f"{caught.value.message} -> {caught.value.hint}"
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"load": ["mpl"]}, r"\.0\.load: 'mpl' means none of the tensors of .*did you mean mlp"),
-        ({"load": ["model.layers.*.mlp.upproj"]}, r"did you mean model\.layers\.\d\.mlp\.up_proj\.weight"),
-        ({"exclude": ["lmhead"]}, r"\.0\.exclude: 'lmhead' .*did you mean lm_head"),
-        ({"rename": {"h.*.attn.**": "x.{1}.{2}"}}, r"\.0\.rename: 'h\.\*\.attn\.\*\*' means none"),
-        ({"rename": {"**.weight": "{1}.w", "lm_head.weight": "head"}}, r"'lm_head\.weight': an earlier glob .*before"),
-        (
-            {"rename": {Q: Q.replace("q_proj", "qproj")}},
-            r"self_attn\.qproj\.weight \(there .*q_proj\.weight\) .*has no place in this model.*"
-            r"nearest here are model\.layers\.0\.self_attn\.q_proj\.weight",
-        ),
-        ({"rename": {Q: Q.replace("q_proj", "o_proj")}}, r"would all be model\.layers\.0\.self_attn\.o_proj\.weight"),
-        ({"rename": {Q: "lm_head.weight"}, "exclude": ["lm_head"]}, r"is \[32, 32\], lm_head\.weight here is \[97, "),
-        ({"load": ["norm"], "exclude": ["**"]}, "leave none of its tensors"),
-        ({"adapter": "keep"}, None),
-    ],
-)
+@pytest.mark.parametrize(("keys", "said"), cases(__file__, "keys_that_do_not_fit"))
 def test_keys_that_do_not_fit(base: Path, other: Path, keys: dict[str, Any], said: str | None) -> None:
     entry = {"path": str(other), **keys}
     if said is None:  # a word for adapters says nothing of a whole model
@@ -111,17 +94,7 @@ def test_a_quantised_base_keeps_its_weights(base: Path, other: Path, adapter: Pa
     built(recipe_of(base, {"path": str(other), "load": ["norm"]}, **sections))
 
 
-@pytest.mark.parametrize(
-    ("section", "said"),
-    [
-        ({**LORA, "alpha": 16}, r"adds B·A times 2 to model\.layers\.0\.\S+, .*adapter\.r: 4, adapter\.alpha: 8"),
-        ({**LORA, "kind": "dora"}, r"another kind than this run's -> write adapter\.kind: lora"),
-        ({**LORA, "target_modules": ["q_proj"]}, r"down_proj\.lora_A\.weight of .* has no place .*1? more"),
-        ({**LORA, "r": 8, "alpha": 16, "target_modules": ["q_proj", "down_proj"]}, r"is \[4, 48\], .* is \[8, 48\]"),
-        (LORA, r"has nothing for model\.layers\.\{0-1\}\.self_attn\.k_proj"),
-        ({"kind": "none"}, None),
-    ],
-)
+@pytest.mark.parametrize(("section", "said"), cases(__file__, "an_adapter_that_is_not_this_runs"))
 def test_an_adapter_that_is_not_this_runs(base: Path, adapter: Path, section: dict[str, Any], said: str | None) -> None:
     if said is None:
         assert "keeps an adapter, and the recipe has none" in refusal(base, {"path": str(adapter), "adapter": "keep"})
@@ -190,17 +163,7 @@ def test_other_adapters(adapter: Path, tmp_path: Path, change: dict[str, Any], s
         open_source(tmp_path, hashes=False)
 
 
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        ({"path": "x", "rename": {"a.*": "b.{2}"}}, r"got \{2\} in 'b\.\{2\}' for 'a\.\*': its wildcards are \{1\}"),
-        ({"path": "x", "rename": {"a": "b.{1}"}}, "it has no wildcard"),
-        ({"path": "x", "rename": {"a.*": "b.*"}}, r"a new name has no wildcard; \{1\} is"),
-        ({"path": "x", "rename": ["a"]}, "a mapping of globs to names"),
-        ({"path": "x", "renames": {}}, "did you mean"),
-        ({"load": ["a"]}, "path"),
-    ],
-)
+@pytest.mark.parametrize(("value", "said"), cases(__file__, "a_recipe_that_cannot_be_meant"))
 def test_a_recipe_that_cannot_be_meant(value: Any, said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         load_recipe({"model": {"name_or_path": "m", "init_from": [value]}, "data": {"train": "r.jsonl"}})

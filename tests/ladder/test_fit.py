@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.ladder import made
 from tuner.ladder.fit import Settings, fit_law, parameters_of
-from tuner.ladder.law import NEEDED_SIZES, LawCurve, Size, form_of, sizes_of, starts_of
-from tuner.ladder.points import Point, read_points
+from tuner.ladder.law import NEEDED_SIZES, LawCurve, form_of, starts_of
+from tuner.ladder.points import Point, Size, read_points
 from tuner.ladder.robust import fit_curves, huber
 
 FEW = Settings(samples=40)
@@ -50,7 +50,7 @@ def test_the_minimum_is_that_of_lbfgs() -> None:
     """An independent way: torch's L-BFGS in float64 from a part of the grid, by automatic derivatives."""
     points = made.ladder(TRUTH, noise=0.004, seed=3)
     form = form_of(points)
-    design, logs = form.design(sizes_of(points)), np.log([point.figures["loss"] for point in points])
+    design, logs = form.design([point.size for point in points]), np.log([point.figures["loss"] for point in points])
     curve = form.curve(design, logs)
     fit = fit_law(points, "loss", Settings(samples=1), NEEDED_SIZES)
     own = float(huber(curve.at(fit.parameters[None]).values - logs, fit.delta)[0])
@@ -81,7 +81,7 @@ def test_no_step_makes_hubers_loss_larger() -> None:
     points = made.ladder(TRUTH, noise=0.01)
     form = form_of(points)
     logs = np.log([point.figures["loss"] for point in points])
-    curve: LawCurve = form.curve(form.design(sizes_of(points)), logs)
+    curve: LawCurve = form.curve(form.design([point.size for point in points]), logs)
     starts, before = starts_of(form, logs), np.inf
     for steps in (0, 3, 10, 40):
         now = fit_curves(curve, logs, starts, 1e-3, steps).loss

@@ -12,8 +12,7 @@ from tuner.errors import RecipeError
 from tuner.ladder.fit import Settings
 from tuner.ladder.fit_page import MARK, check_output, figures_of, fit_page, optimum, write_fit_page
 from tuner.ladder.forecast import Forecast, ForecastQuestion, forecast
-from tuner.ladder.law import Size
-from tuner.ladder.points import read_points
+from tuner.ladder.points import Size, read_points
 
 FEW = Settings(samples=100)
 TRUTH = made.Truth()

@@ -8,8 +8,7 @@ from tests.ladder import made
 from tuner.errors import DataError, RecipeError
 from tuner.ladder.fit import Settings
 from tuner.ladder.forecast import ForecastQuestion, forecast
-from tuner.ladder.law import Size
-from tuner.ladder.points import read_points
+from tuner.ladder.points import Size, read_points
 
 FEW = Settings(samples=200)
 FEWEST = Settings(samples=20)

@@ -7,7 +7,8 @@ import pytest
 from tests.ladder import made
 from tuner.ladder.fit import Estimate, Settings, fit_law
 from tuner.ladder.held_out import LadderHeldOut, fit_widened, widening
-from tuner.ladder.law import NEEDED_SIZES, Size
+from tuner.ladder.law import NEEDED_SIZES
+from tuner.ladder.points import Size
 
 FEW = Settings(samples=40)
 TRUTH = made.Truth()

@@ -5,16 +5,16 @@ import pytest
 
 from tests.ladder import made
 from tuner.errors import DataError
-from tuner.ladder.law import Size, form_of, sizes_of
-from tuner.ladder.points import Point
+from tuner.ladder.law import form_of
+from tuner.ladder.points import Point, Size
 
 TRUTH = made.Truth()
 
 
 def test_derivatives_are_those_of_differences() -> None:
     points = made.ladder(TRUTH)
-    form = form_of(points)
-    curve = form.curve(form.design(sizes_of(points)), np.log([point.figures["loss"] for point in points]))
+    form, logs = form_of(points), np.log([point.figures["loss"] for point in points])
+    curve = form.curve(form.design([point.size for point in points]), logs)
     at, step = np.array([0.4, -0.5, -1.0, 0.3, 0.5]), 1e-6
     found = curve.at(at[None]).derivatives[0]
     for i in range(5):

@@ -56,7 +56,7 @@ def test_the_csv_of_another_tool() -> None:
         ("parameters,tokens,loss,loss\n", "x.csv:1: two columns loss"),
         ("parameters,tokens,loss\n1M,2M\n", "x.csv:2: 2 cells, and the heading has 3"),
         ("parameters,tokens,loss\n1M,many,3\n", "x.csv:2: tokens 'many' is not a number"),
-        ("parameters,tokens,loss\n\n0,2M,3\n", "x.csv:3: parameters 0 is no count"),
+        ("parameters,tokens,loss\n\n0,2M,3\n", "x.csv:3: parameters '0' is no count"),
         ("parameters,tokens,loss,phase\n1M,2M,3,later\n", "x.csv:2: phase 'later'"),
     ],
 )

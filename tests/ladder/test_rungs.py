@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.tables import cases
 from tests.ladder.ladders import ladder_tree, write_ladder_files
 from tuner.config.dump import recipe_dict, recipe_yaml
 from tuner.config.load import RecipeText, load_recipe
@@ -137,28 +138,7 @@ def test_a_shape_keeps_proportions_and_count() -> None:
         Proportions.of({"model_type": "gpt2", "n_embd": 768})
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"train": {"duration": "3 epochs"}}, "train.duration  each size of the ladder gets its own, by ladder.tokens"),
-        ({"optimizer": {"lr": 1e-3}}, "by ladder.lr; remove it, or write ladder.lr: recipe"),
-        ({"optimizer": {"betas": [0.9, 0.99]}}, "or write ladder.beta2: recipe"),
-        ({"train": {"global_batch_size": 8}}, "or write ladder.batch_tokens: recipe"),
-        ({"schedule": {"kind": "linear"}}, "schedule  each size"),
-        ({"checkpoint": {"marks": ["5 steps"]}}, "checkpoint.marks  each size"),
-        ({"eval": {"marks": ["5 steps"]}}, "eval.marks  each size"),
-        ({"data": {"eval": None}}, "a ladder compares losses on held-out rows; set data.eval, such as 2%"),
-        ({"model": {"init": "pretrained"}}, "trained from random weights; set model.init: random"),
-        ({"adapter": {"kind": "lora"}}, "a ladder trains whole models; set adapter.kind: none"),
-        ({"ladder": {"sizes": [{"name": "x"}]}}, "write either parameters, such as 190M, or config"),
-        ({"ladder": {"sizes": ["1M", {"parameters": "1M", "config": {"hidden_size": 8}}]}}, "write either parameters"),
-        ({"ladder": {"sizes": [12]}}, "got 12; allowed: a whole number, from 1000"),
-        ({"ladder": {"multiples": [1, 1]}}, "allowed: numbers that grow, such as [0.5, 1, 2, 4]"),
-        ({"ladder": {"batch_tokens": "N^2"}}, "a law of the parameters N, such as 327680 * (N / 108M)^(2/3)"),
-        ({"ladder": {"lr": "recipes"}}, "or a number or recipe"),
-        ({"ladder": {"multiple": [1]}}, "did you mean ladder.multiples?"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "said"), cases(__file__, "what_does_not_go_with_a_ladder_is_refused"))
 def test_what_does_not_go_with_a_ladder_is_refused(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
     tree = ladder_tree()
     for section, values in changed.items():

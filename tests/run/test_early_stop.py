@@ -3,7 +3,9 @@
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,40 +27,33 @@ FLAGS = {
 }
 
 
+STEPS = (3.0, 3.1, 3.2, 3.3, 2.0, 2.1, 2.2)
+"""Of evaluations at steps 0, 10 and so on: one that is better in the meantime starts the count again."""
+
+
 @pytest.mark.parametrize(
-    ("losses", "min_delta", "ends_at"),
+    ("losses", "every", "options", "ends_at"),
     [
-        ([3.0, 2.0, 2.5, 2.4], 0.0, 3),
-        ([3.0, 2.0, 2.5, 1.9, 2.0, 2.0], 0.0, 5),
-        ([3.0, 2.9, 2.8, 2.0], 0.5, 2),
-        ([3.0, math.nan, math.inf], 0.0, 2),
-        ([3.0, 3.0, 3.0], 0.0, 2),
-        ([3.0, 2.0, 1.0, 0.5], 0.0, None),
+        ([3.0, 2.0, 2.5, 2.4], 1, {}, 3),
+        ([3.0, 2.0, 2.5, 1.9, 2.0, 2.0], 1, {}, 5),
+        ([3.0, 2.9, 2.8, 2.0], 1, {"min_delta": 0.5}, 2),
+        ([3.0, math.nan, math.inf], 1, {}, 2),
+        ([3.0, 3.0, 3.0], 1, {}, 2),
+        ([3.0, 2.0, 1.0, 0.5], 1, {}, None),
+        *((STEPS, 10, {"min_steps": least}, end) for least, end in ((0, 20), (15, 20), (20, 20), (21, 30), (35, 60))),
+        (STEPS, 10, {"min_steps": 70}, None),
     ],
 )
 def test_it_is_due_after_so_many_evaluations_that_are_not_lower(
-    losses: list[float], min_delta: float, ends_at: int | None
+    losses: Sequence[float], every: int, options: dict[str, Any], ends_at: int | None
 ) -> None:
-    whole = EarlyStop(2, min_delta)
+    """Those before min_steps count and end nothing."""
+    whole = EarlyStop(2, **{"min_delta": 0.0, **options})
     due = []
-    for step, loss in enumerate(losses):
-        whole.evaluated(step, {"loss": loss})
-        due += [step] if whole.is_due else []
-        again = EarlyStop(2, min_delta)
-        again.restore(json.loads(json.dumps(whole.as_state())))
-        assert again == whole
-    assert (due[0] if due else None) == ends_at
-
-
-@pytest.mark.parametrize(("min_steps", "ends_at"), [(0, 20), (15, 20), (20, 20), (21, 30), (35, 60), (70, None)])
-def test_evaluations_before_min_steps_count_and_end_nothing(min_steps: int, ends_at: int | None) -> None:
-    """One that is better in the meantime starts the count again; the end is always at an evaluation."""
-    whole = EarlyStop(2, 0.0, min_steps=min_steps)
-    due = []
-    for step, loss in zip(range(0, 70, 10), (3.0, 3.1, 3.2, 3.3, 2.0, 2.1, 2.2), strict=True):
-        whole.evaluated(step, {"loss": loss})
-        due += [step] if whole.is_due else []
-        again = EarlyStop(2, 0.0, min_steps=min_steps)
+    for number, loss in enumerate(losses):
+        whole.evaluated(number * every, {"loss": loss})
+        due += [number * every] if whole.is_due else []
+        again = EarlyStop(2, **{"min_delta": 0.0, **options})
         again.restore(json.loads(json.dumps(whole.as_state())))
         assert again == whole
     assert (due[0] if due else None) == ends_at

@@ -1,7 +1,6 @@
 """The parts of a launch: asked at each moment, on every launch of a run; the spine names none of them."""
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 
 from tests.contracts.syntax import nodes, trees
 from tests.contracts.test_import_law import imported_modules
-from tests.fixtures import trainings
+from tests.fixtures import forked, trainings
 from tests.fixtures.trainings import launch
 from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe
@@ -184,6 +183,6 @@ def test_a_launch_loads_nothing_of_the_parts_that_it_has_not(tmp_path: Path) -> 
     kept = {type(part).__name__ for part in parts_of(recipe)}
     assert kept == {"OwnCode", "Kernels", "Reference", "Offload", "MockBatch"}
     unused = [f"tuner.{name}" for name in OWNED if name != "run.reference"]
-    code = f"import sys, tuner.run.main; print([name for name in {unused!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = f"{forked.LOADED_AGAIN}; import tuner.run.main; print([name for name in {unused!r} if name in sys.modules])"
+    done = forked.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -15,7 +15,7 @@ from tests.stores.conftest import Faulty, Opened, contents, filled
 from tuner.errors import DataError, MachineError
 from tuner.stores import client
 from tuner.stores import directory as directories
-from tuner.stores.commit import FILES, LEASE, Commit, commit_key
+from tuner.stores.commit import FILES, LEASE, Commit, commit_key, read_commit
 from tuner.stores.directory import StoreDirectory
 from tuner.stores.stage import StageState
 
@@ -79,7 +79,7 @@ def test_two_commits_stay_and_their_data(opened: Opened, store: MemoryStore, sta
         for step in range(2, 6):
             shutil.rmtree(stage / "checkpoints")
             last = directory.publish(directory.snapshot(filled(stage, step), {}))
-        before = directory._read(last.number - 1)
+        before = read_commit(directory._client, last.number - 1)
     assert before is not None
     assert keys(store, "tuner/commits") == [commit_key(last.number - 1), commit_key(last.number)]
     assert set(keys(store, FILES)) == last.data | before.data

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.fixtures.rows import InMemory
 from tests.model.tiny import VOCAB, tiny_config
 from tuner.config.load import load_recipe
 from tuner.config.recipe import Recipe
@@ -16,7 +17,7 @@ from tuner.setup.resolve import resolve
 MAX_LENGTH = 32
 
 
-class SyntheticRows:
+class SyntheticRows(InMemory):
     """Rows of two random documents, of which `trained[i]` tokens of row i are trained: 21 of the first, then others."""
 
     max_length, is_large = MAX_LENGTH, False
@@ -41,7 +42,7 @@ class SyntheticRows:
         return Row(self._ids[i].astype(np.int64), trained, lengths, np.array([2 * i, 2 * i + 1]))
 
 
-class UnpackedRows:
+class UnpackedRows(InMemory):
     """The documents of `SyntheticRows`, each in a row of its own."""
 
     max_length, is_large = MAX_LENGTH, False

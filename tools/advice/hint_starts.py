@@ -9,6 +9,7 @@ from tools.advice.hint_place import BASE, HERE, Place
 from tools.advice.hint_words import with_lines
 from tuner.errors import ExitCode
 
+MERGES = {"model.name_or_path": "./model", "tokenizer.name_or_path": "./model"}
 HOOK = """
 import os
 
@@ -124,6 +125,16 @@ def adapter(place: Place) -> None:
     assert place.run("train r.yaml && export-hf runs/r --adapter keep").code == 0
 
 
+def merged(place: Place) -> None:
+    """A tiny model whose tokenizer has merges, as llama.cpp wants it, and an adapter of it: a run and a directory."""
+    from tests.export.gguf_models import write_model
+
+    rows(place)
+    write_model(place.work / "model", "llama")
+    place.write(with_lines({**BASE, **MERGES, "adapter.kind": "lora", "adapter.r": 4}, {}))
+    assert place.run("train r.yaml && export-hf runs/r --adapter keep").code == 0
+
+
 def scored(place: Place) -> None:
     """A finished run, two tasks, and the results of one each in `a` and `b`."""
     run(place)
@@ -135,6 +146,6 @@ def scored(place: Place) -> None:
 
 ALL = (
     rows, model, prepared, teacher, run, stopped, reset, taught, laddered, begun, unsaved, kept, exported, adapter,
-    scored,
+    merged, scored,
 )  # fmt: skip
 STARTS = {start.__name__: start for start in ALL}

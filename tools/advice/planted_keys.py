@@ -6,22 +6,22 @@ from typing import Any
 from unittest.mock import patch
 
 from tuner.config import conversion, not_supported
-from tuner.config.other_rules import count_of, note, number_of, share_of, switch, words
+from tuner.config.other_rules import bound, count, number_of, switch, words
 
 _RULES: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
-    "epochs are read as steps": ("num_train_epochs", count_of("train.duration", "steps")),
-    "min_iterations is a bound on an early stop": ("min_iterations", number_of("train.min_steps")),
-    "a share of warm-up is read as steps": ("warmup_ratio", count_of("schedule.warmup", "steps")),
-    "the scale of an adapter is its rank": ("lora_rank", number_of("adapter.alpha")),
-    "8 bits are taken for 4": ("load_in_8bit", switch("model.quantize", "nf4")),
-    "every saved step is an evaluated one": ("save_steps", share_of("eval.every", "never")),
-    "the prompt is never trained on": ("train_on_inputs", switch("method.train_on", "assistant", "assistant")),
-    "orpo is answered with dpo": ("rl", words("method.kind", {"orpo": "dpo", "dpo": "dpo", "kto": "kto"})),
+    "epochs are read as steps": ("num_train_epochs", bound(count, "train.duration", "steps")),
+    "min_iterations is a bound on an early stop": ("min_iterations", bound(number_of, "train.min_steps")),
+    "a share of warm-up is read as steps": ("warmup_ratio", bound(count, "schedule.warmup", "steps")),
+    "the scale of an adapter is its rank": ("lora_rank", bound(number_of, "adapter.alpha")),
+    "8 bits are taken for 4": ("load_in_8bit", bound(switch, "model.quantize", "nf4")),
+    "every saved step is an evaluated one": ("save_steps", bound(count, "eval.every", "steps", "never")),
+    "the prompt is never trained on": ("train_on_inputs", bound(switch, "method.train_on", "assistant", "assistant")),
+    "orpo is answered with dpo": ("rl", bound(words, "method.kind", {"orpo": "dpo", "dpo": "dpo", "kto": "kto"})),
     "mixing by probability is a share": ("interleave_probs", lambda value, given: {"data.train.weight": 0.5}),
     "recomputing is turned round": (
-        "gradient_checkpointing", switch("train.gradient_checkpointing", "none", "full"),
+        "gradient_checkpointing", bound(switch, "train.gradient_checkpointing", "none", "full"),
     ),
-    "what is the default is not proposed": ("neat_packing", note("rows are packed as they fit")),
+    "what is the default is not proposed": ("neat_packing", lambda value, given: "rows are packed as they fit"),
     "loading batches is encoding records": ("dataloader_num_workers", lambda value, given: {"data.workers": "auto"}),
 }  # fmt: skip
 """What is wrong, and the key whose rule is replaced."""

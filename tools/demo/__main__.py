@@ -20,13 +20,15 @@ STEPS = 12
 CHECKPOINT_EVERY = 3
 TWIN_STEPS = 6
 """Of the run that is killed: it ends with a checkpoint that the unbroken run has, too."""
-FLOPS, STARTS_S = 2.7e13, 180.0
+FLOPS, STARTS_S = 2.7e13, 260.0
 """What the demo takes as if all were large products, at their rate on this machine, and the seconds of all that is
-no faster with bf16, such as the starts of its commands: together the five minutes that two cores without bf16 take, and
-the 200 seconds of two with it."""
+no faster with bf16: 180 of such as the starts of its commands, which with the products are the five minutes that two
+cores without bf16 took, and the 200 seconds of two with it, and 80 of a core for what llama.cpp answers."""
 SLOWEST = 1.3
 """What it takes where the machine has other work, too: two cores with bf16 took up to 255 seconds."""
-BASE_ROWS, SERVED_ROWS = 10, 10
+BASE_ROWS = 10
+SERVED_GOAL = 0.6
+"""Of all held-out messages, the share that the served file is right about in every field."""
 GOALS = {
     ("unseen names", "valid"): 0.98,
     ("unseen names", "exact"): 0.70,
@@ -119,7 +121,7 @@ def play(stage: Stage) -> None:
         before, after = scored(stage, "base", stage.model, BASE_ROWS), scored(stage, "trained", exported, None)
         results(run, before, after)
     if find_spec("xllamacpp"):
-        with stage.part(f"The same as a GGUF file of 8 bits, served by llama.cpp: {2 * SERVED_ROWS} of these messages"):
+        with stage.part("The same as a GGUF file of 8 bits, served by llama.cpp: the same messages"):
             stage.tuner("export-gguf", "runs/extract", "--type", "q8_0", "--output", "extract.gguf")
             as_served(stage)
     say(f"\n{bold('Talk to it')}, an order at a time; Ctrl-D ends")
@@ -196,23 +198,20 @@ def scored(stage: Stage, name: str, model: Path, limit: int | None) -> dict[str,
 
 
 def as_served(stage: Stage) -> None:
-    """Require that what is served is right as often as the trained model, but for one answer."""
+    """Require that what is served is right as often as the trained model, but for one answer, and often enough."""
     rows, out = stage.work / "trained-rows.json", stage.work / "served-scores.json"
-    asked = {part: items[:SERVED_ROWS] for part, items in json.loads(rows.read_text(encoding="utf-8")).items()}
-    source = stage.work / "served-rows.json"
-    source.write_text(json.dumps(asked), encoding="utf-8")
-    stage.module("served", "extract.gguf", str(source), str(out), str(NEW_TOKENS))
+    stage.module("served", "extract.gguf", str(rows), str(out), str(NEW_TOKENS))
     said = [json.loads((stage.work / f"{name}-scores.json").read_text())["answers"] for name in ("trained", "served")]
-    right = same = 0
-    for part, items in asked.items():
+    right, same, asked = [0, 0], 0, 0
+    for part, items in json.loads(rows.read_text(encoding="utf-8")).items():
         wanted = [json.loads(row["messages"][-1]["content"]) for row in items]
-        trained, served = (answers[part][:SERVED_ROWS] for answers in said)
-        same += sum(one == other for one, other in zip(trained, served, strict=True))
-        hits = [round(len(wanted) * score(answers, wanted, lenient=False)["exact"]) for answers in (trained, served)]
-        right += hits[1] - hits[0]
-    say(f"    the same answer to {same} of {2 * SERVED_ROWS} · right more often than the trained model by {right}")
-    if abs(right) > 1:
-        raise Missed("the served file is not the trained model")
+        same += sum(one == other for one, other in zip(*(answers[part] for answers in said), strict=True))
+        asked += len(wanted)
+        for at, answers in enumerate(said):
+            right[at] += round(len(wanted) * score(answers[part], wanted, lenient=False)["exact"])
+    say(f"    right in every field: served {right[1]}, trained {right[0]} of {asked} · the same answer to {same}")
+    if abs(right[1] - right[0]) > 1 or right[1] < SERVED_GOAL * asked:
+        raise Missed(f"the served file is not the trained model, or is right in less than {SERVED_GOAL:.0%}")
 
 
 def results(run: Path, before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]) -> None:

@@ -10,10 +10,9 @@ from tuner.ladder.benchmark import Benchmark, benchmarked
 from tuner.ladder.fit import Settings
 from tuner.ladder.forecast import Forecast, ForecastQuestion, forecast
 from tuner.ladder.launch import PlannedRung, RungResult, note_plan, predicted, run_rungs
-from tuner.ladder.law import Size
 from tuner.ladder.marks import places, read_marks, statuses, with_prefix
 from tuner.ladder.plan_page import check_output, write_plan
-from tuner.ladder.points import points_of
+from tuner.ladder.points import Size, points_of
 from tuner.ladder.record import LadderRecord, find_rung, read_ladders
 from tuner.ladder.rungs import Rung, chosen_of, rungs_of
 

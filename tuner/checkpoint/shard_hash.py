@@ -13,7 +13,7 @@ from pydantic import Field
 
 from tuner.errors import DataError
 from tuner.runtime.dist import cores
-from tuner.runtime.files import HASH_BLOCK_BYTES, regular_size
+from tuner.runtime.files import HASH_BLOCK_BYTES, reading, regular_size
 
 HASHERS = min(4, cores())
 """Threads that hash a file's chunks: one does 1 to 2 GB/s, less than a good disk writes."""
@@ -80,13 +80,10 @@ def _blocks(path: Path, start: int, length: int) -> Iterator[bytearray]:
 
 def read_bytes(path: Path, start: int, view: memoryview) -> None:
     """Fill a view with the bytes of a file from `start`. Raises DataError where it ends early or cannot be read."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(start)
-            while len(view):
-                count = file.readinto(view)
-                if not count:
-                    raise DataError(f"{path}: ends early")
-                view = view[count:]
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
+    with reading(path), path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while len(view):
+            count = file.readinto(view)
+            if not count:
+                raise DataError(f"{path}: ends early")
+            view = view[count:]

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 import typer
 
 from tuner import __version__
-from tuner.cli.commands import COMMANDS, GROUPS
+from tuner.cli.commands import BODIES, COMMANDS, GROUPS
 from tuner.cli.layout import HelpfulCommand, HelpfulGroup
 from tuner.errors import RecipeError
 
 MODULES = {"import": "import_config"}
-"""Commands whose name is a word of Python: their file and function."""
+"""Commands whose name is a word of Python: their file."""
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
@@ -72,14 +72,15 @@ def build(command: str) -> Callable[..., Any]:
         if name != command:
             app.command(name, help=line)(_elsewhere)
             continue
-        own = MODULES.get(name, name.replace("-", "_"))
-        module = import_module(f"tuner.cli.{own}")
+        import_module(f"tuner.cli.{MODULES.get(name, name.replace('-', '_'))}")
         if name in GROUPS:
-            for below in module.app.registered_commands:
-                below.cls = HelpfulCommand
-            app.add_typer(module.app, name=name, help=line, cls=HelpfulGroup)
+            group = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+            for full, body in BODIES.items():
+                if full.startswith(f"{name} "):
+                    group.command(full.partition(" ")[2], cls=HelpfulCommand)(body)
+            app.add_typer(group, name=name, help=line, cls=HelpfulGroup)
         else:
-            app.command(name, cls=HelpfulCommand)(getattr(module, own))
+            app.command(name, cls=HelpfulCommand)(BODIES[name])
     return app
 
 

@@ -1,33 +1,16 @@
 """`tuner chat`: talk to a run, a checkpoint, a Hugging Face directory or a hub model."""
 
-from tuner.cli.command import JsonOption, Outcome, VerboseOption, command, console_of
-from tuner.cli.generate import (
-    BaseOption,
-    NewTokensOption,
-    SeedOption,
-    SystemOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-)
-from tuner.cli.named import EngineOption, ModelArgument, model_name, require_engine
+from tuner.cli.command import Outcome, command, console_of
+from tuner.cli.named import Engine, model_name, require_engine
 from tuner.cli.output import real_stdout
 from tuner.errors import RecipeError
 
 
 @command("chat")
 def chat(  # noqa: PLR0913, PLR0917 - one parameter for each option
-    model: ModelArgument,
-    system: SystemOption = None,
-    max_new_tokens: NewTokensOption = 1024,
-    temperature: TemperatureOption = 0.7,
-    top_p: TopPOption = 1.0,
-    top_k: TopKOption = 0,
-    seed: SeedOption = 42,
-    base: BaseOption = None,
-    engine: EngineOption = "transformers",
-    json: JsonOption = False,
-    verbose: VerboseOption = False,
+    model: str, system: str | None = None, max_new_tokens: int = 1024, temperature: float = 0.7, top_p: float = 1.0,
+    top_k: int = 0, seed: int = 42, base: str | None = None,
+    engine: Engine = "transformers", json: bool = False, verbose: bool = False,
 ) -> Outcome:
     """Talk to a model, which is loaded once and remembers what was said; on a pipe, answer one prompt per line."""
     name = model_name(model)

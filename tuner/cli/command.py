@@ -3,7 +3,7 @@
 A command's file holds one function that Typer reads; what it returns is the command's result:
 
     @command("export-hf")
-    def export_hf(path: Annotated[str, typer.Argument()], verbose: VerboseOption = False) -> Outcome:
+    def export_hf(path: str, step: str = "newest", verbose: bool = False) -> Outcome:
         source = input_path(path)            # `-` reads stdin
         ...                                  # heavy imports here
         return Outcome(result=str(report.path), metrics={...}, next="tuner generate ...")
@@ -28,6 +28,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
+from tuner.cli.commands import BODIES, PARAMETERS
 from tuner.cli.output import (
     Outcome,
     between_words,
@@ -51,18 +52,9 @@ if TYPE_CHECKING:
     from tuner.runtime.console import Console, Level
 
 __all__ = [
-    "DebugOption", "JsonOption", "Outcome", "OutputOptions", "RecipeArgument", "VerboseOption", "command",
-    "console_of", "given_overrides", "input_path", "level_of", "load_for_command", "load_one_run", "overrides_of",
-    "run_command", "stopped_as",
+    "Outcome", "OutputOptions", "command", "console_of", "given_overrides", "input_path", "level_of",
+    "load_for_command", "load_one_run", "overrides_of", "run_command", "stopped_as",
 ]  # fmt: skip
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the result.")]
-VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Say more on stderr.")]
-DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-RecipeArgument = Annotated[
-    str | None,
-    typer.Argument(help="Recipe: a YAML file, a shipped recipe's name, or - for YAML on stdin; default ./recipe.yaml."),
-]
 
 
 @dataclass(frozen=True)
@@ -215,13 +207,14 @@ def command(name: str) -> Callable[[Callable[..., Outcome]], Callable[..., None]
     """Make a function that returns an outcome a command, which `run_command` runs.
 
     Its options are the function's, then --json, --verbose and --debug: of these it is given those that it names itself.
+    What each is for, its other names and its limits are in `commands.json`. Raises KeyError for one that is not.
     """
 
     def decorate(body: Callable[..., Outcome]) -> Callable[..., None]:
         declared = inspect.signature(body, eval_str=True).parameters
         shared = {
-            key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=option)
-            for key, option in (("json", JsonOption), ("verbose", VerboseOption), ("debug", DebugOption))
+            key: inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
+            for key in ("json", "verbose", "debug")
         }
 
         @wraps(body)
@@ -230,12 +223,28 @@ def command(name: str) -> Callable[[Callable[..., Outcome]], Callable[..., None]
             given = {key: getattr(options, key) for key in shared if key in declared}
             run_command(name, options, lambda: body(**values, **given))
 
-        parameters = [*(parameter for key, parameter in declared.items() if key not in shared), *shared.values()]
+        own = [parameter for key, parameter in declared.items() if key not in shared]
+        parameters = [_described(name, parameter) for parameter in (*own, *shared.values())]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        BODIES[name] = run
         return run
 
     return decorate
+
+
+def _described(command: str, parameter: inspect.Parameter) -> inspect.Parameter:
+    """A parameter with what Typer is to know of it. A flag has no opposite: its name is written out."""
+    if parameter.annotation is typer.Context:
+        return parameter
+    row = PARAMETERS.get(command, {}).get(parameter.name) or PARAMETERS[""][parameter.name]
+    facts = {"option": row} if isinstance(row, str) else dict(row)
+    if (said := facts.pop("argument", None)) is not None:
+        described = typer.Argument(help=said, **facts)
+    else:
+        names = facts.pop("names", f"--{parameter.name.replace('_', '-')}").split()
+        described = typer.Option(*names, help=facts.pop("option"), **facts)
+    return parameter.replace(annotation=Annotated[parameter.annotation, described])
 
 
 def run_command(name: str, options: OutputOptions, body: Callable[[], Outcome]) -> NoReturn:

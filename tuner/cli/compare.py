@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from tuner.checkpoint.manifest import step_dirs
 from tuner.cli.command import Outcome, command
@@ -19,15 +17,9 @@ from tuner.rundir.run_json import is_run
 if TYPE_CHECKING:
     from tuner.evals.compare import Difference
 
-_HELP = "Results of tasks: a run, whose newest ones count, or a directory, such as RUN/evaluations/step-N."
-
 
 @command("compare")
-def compare(
-    first: Annotated[str, typer.Argument(metavar="A", help=_HELP)],
-    second: Annotated[str, typer.Argument(metavar="B", help="The same of another model, or of another step.")],
-    level: Annotated[float, typer.Option(help="How sure an interval is, between 0 and 1.")] = 0.95,
-) -> Outcome:
+def compare(first: str, second: str, level: float = 0.95) -> Outcome:
     """Compare what two models made of the same items, with paired intervals; B better than A is above zero for acc."""
     if not 0 < level < 1:
         raise RecipeError(f"--level {level:g}: is not between 0 and 1", hint="write --level 0.95")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from tuner.cli.command import (
     Outcome,
-    RecipeArgument,
     command,
     fetch_inputs,
     load_for_command,
@@ -24,12 +23,10 @@ if TYPE_CHECKING:
     from tuner.config.recipe import Recipe
 
 MOST_COLUMNS = 100
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
 @command("config check")
-def check(ctx: typer.Context, recipe: RecipeArgument = None) -> Outcome:
+def check(ctx: typer.Context, recipe: str | None = None) -> Outcome:
     """Say everything that is wrong with a recipe - keys, files, templates, code, layers; else print its path."""
     from tuner.setup.check import check_recipe, schedule_warnings
 
@@ -43,16 +40,8 @@ def check(ctx: typer.Context, recipe: RecipeArgument = None) -> Outcome:
     return Outcome(result, warnings=warnings, next=f"tuner prepare-data {result}" if path else None)
 
 
-@app.command()
 @command("config show")
-def show(
-    ctx: typer.Context,
-    recipe: RecipeArgument = None,
-    origin: Annotated[bool, typer.Option("--origin", help="Say where each value comes from.")] = False,
-    plot_schedule: Annotated[
-        bool, typer.Option("--plot-schedule", help="Draw the learning rate over the run instead.")
-    ] = False,
-) -> Outcome:
+def show(ctx: typer.Context, recipe: str | None = None, origin: bool = False, plot_schedule: bool = False) -> Outcome:
     """Print the whole recipe, defaults included."""
     from tuner.config.dump import recipe_dict, recipe_yaml
 
@@ -77,12 +66,8 @@ def _schedule(recipe: Recipe) -> Outcome:
     )
 
 
-@app.command()
 @command("config diff")
-def diff(
-    old: Annotated[str, typer.Argument(help="A recipe: a YAML file, a shipped recipe's name, or a run's recipe.yaml.")],
-    new: Annotated[str, typer.Argument(help="Another one.")],
-) -> Outcome:
+def diff(old: str, new: str) -> Outcome:
     """Print the keys in which two recipes differ, defaults included."""
     from tuner.config.dump import flatten, recipe_dict
 
@@ -93,7 +78,6 @@ def diff(
     return Outcome("\n".join(lines) or "no key differs", artifacts={"differences": found}, is_text=True)
 
 
-@app.command()
 @command("config schema")
 def schema() -> Outcome:
     """Print the recipe's JSON schema, for editors."""

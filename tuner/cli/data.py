@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from tuner.cli.command import Outcome, command, input_path
 from tuner.cli.output import columns
@@ -14,16 +12,9 @@ from tuner.errors import DataError, VerificationError, counted
 if TYPE_CHECKING:
     from tuner.data.building.cache import Entry
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-CacheOption = Annotated[
-    Path | None, typer.Option("--cache-dir", help="Where prepared data is; default $TUNER_CACHE, else ~/.cache/tuner.")
-]
-ENTRY_HELP = "Directory, beginning of a key, or - for a path on stdin."
 
-
-@app.command("list")
 @command("data list")
-def list_directories(cache_dir: CacheOption = None) -> Outcome:
+def list_directories(cache_dir: Path | None = None) -> Outcome:
     """List prepared, encoded, reference and teacher directories: key, size, documents, tokens, rows and sources."""
     from tuner.data.building.cache import entries
 
@@ -37,9 +28,8 @@ def list_directories(cache_dir: CacheOption = None) -> Outcome:
     )
 
 
-@app.command()
 @command("data show")
-def show(entry: Annotated[str, typer.Argument(help=ENTRY_HELP)], cache_dir: CacheOption = None) -> Outcome:
+def show(entry: str, cache_dir: Path | None = None) -> Outcome:
     """Show what a directory holds and what became of its rows."""
     found = _find(entry, cache_dir)
     if found.manifest is None:
@@ -49,14 +39,8 @@ def show(entry: Annotated[str, typer.Argument(help=ENTRY_HELP)], cache_dir: Cach
     )
 
 
-@app.command()
 @command("data verify")
-def verify(
-    wanted: Annotated[
-        list[str] | None, typer.Argument(metavar="[ENTRY]...", help=f"{ENTRY_HELP} Default: all.")
-    ] = None,
-    cache_dir: CacheOption = None,
-) -> Outcome:
+def verify(wanted: list[str] | None = None, cache_dir: Path | None = None) -> Outcome:
     """Compare every file with the SHA-256 that its manifest noted; exit 6 names each that differs."""
     from tuner.data.building.cache import damages, entries
 
@@ -78,19 +62,8 @@ def verify(
     )
 
 
-@app.command()
 @command("data gc")
-def gc(
-    unused: Annotated[
-        bool,
-        typer.Option("--unused", help="Also remove encoded, reference and teacher directories with no prepared one."),
-    ] = False,
-    hashes: Annotated[
-        bool, typer.Option("--verify", help="Look for damage by SHA-256 of every file, not by sizes alone.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
-    cache_dir: CacheOption = None,
-) -> Outcome:
+def gc(unused: bool = False, hashes: bool = False, dry_run: bool = False, cache_dir: Path | None = None) -> Outcome:
     """Remove what interrupted preparations left and what is damaged; never what is being built."""
     from tuner.data.building.cache import collect
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from tuner.cli.command import Outcome, command
 from tuner.errors import ExitCode
@@ -20,11 +18,7 @@ WIDTH, NAME_COLUMNS, MARK_COLUMNS = 79, 15, 7
 
 
 @command("doctor")
-def doctor(
-    directory: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="Directory in which runs would be trained; default here.")
-    ] = Path("."),
-) -> Outcome:
+def doctor(directory: Path = Path(".")) -> Outcome:
     """Try what tuner needs of this machine: device, compilers, kernels, disks, locks, memory and libraries.
 
     Exit code 4 where something that is needed is broken; what is merely missing is named with how to get it.

@@ -1,35 +1,19 @@
 """`tuner eval`: loss and figures of a run, a checkpoint, a Hugging Face directory or a hub model, or its scores."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from tuner.cli.command import Outcome, VerboseOption, command, console_of, overrides_of
-from tuner.cli.named import EngineOption, ModelArgument, require_engine, run_or_hub
+from tuner.cli.command import Outcome, command, console_of, overrides_of
+from tuner.cli.named import Engine, require_engine, run_or_hub
 from tuner.errors import RecipeError
 from tuner.rundir.model_path import HubModel
 
 
 @command("eval")
 def eval(  # noqa: A001 - the command's name
-    ctx: typer.Context,
-    model: ModelArgument,
-    recipe: Annotated[
-        str | None, typer.Argument(help="Recipe that names the held-out rows; default the run's own, or ./recipe.yaml.")
-    ] = None,
-    tasks: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TASK", help="Score a task in place of held-out rows: a JSONL file, lm_eval:NAME, FILE.py:NAME, or "
-            "recipe for those of the recipe; may be given several times."
-        ),
-    ] = None,  # fmt: skip
-    output: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Write the results of the tasks' items here, for tuner compare.")
-    ] = None,
-    engine: EngineOption = "transformers",
-    verbose: VerboseOption = False,
+    ctx: typer.Context, model: str, recipe: str | None = None, tasks: list[str] | None = None,
+    output: str | None = None, engine: Engine = "transformers", verbose: bool = False,
 ) -> Outcome:
     """Measure loss and figures on held-out rows, of each source and of all, or score tasks, and print them."""
     if output is not None and not tasks:

@@ -4,9 +4,6 @@ import os
 import shutil
 import sys
 import textwrap
-from typing import Annotated
-
-import typer
 
 from tuner.cli.app import help_text
 from tuner.cli.command import Outcome, command
@@ -33,14 +30,7 @@ EXIT_CODES = {
 
 @command("help")
 def help(  # noqa: A001 - the command's name
-    topic: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[TOPIC]...",
-            help="A command, a section or key of the recipe, recipe for all keys, or exit-codes; eval. with a dot is "
-            "the section where a command has its name.",
-        ),
-    ] = None,
+    topic: list[str] | None = None
 ) -> Outcome:
     """Explain a command, a section of the recipe, one of its keys, or the exit codes."""
     words = [word for text in topic or () for word in text.split()]

@@ -2,9 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from tuner.cli.command import Outcome, command
 from tuner.errors import RecipeError
@@ -13,19 +10,7 @@ MOST_BYTES = 1 << 20
 
 
 @command("import")
-def import_config(
-    file: Annotated[
-        str, typer.Argument(help="A YAML or JSON file of another tool, or a script with its command; - is stdin.")
-    ],
-    tool: Annotated[
-        str | None,
-        typer.Option("--from", metavar="TOOL", help="Whose it is; by default its keys say that."),
-    ] = None,
-    processes: Annotated[
-        int | None,
-        typer.Option("--processes", min=1, help="On how many GPUs it ran, which its batch depends on; default: 1."),
-    ] = None,
-) -> Outcome:
+def import_config(file: str, tool: str | None = None, processes: int | None = None) -> Outcome:
     """Convert a configuration of axolotl, LLaMA-Factory, TRL, ArcticTraining and others to a commented recipe."""
     from tuner.config import dump, imported, other_configs
 

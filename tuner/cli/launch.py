@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import typer
 
-from tuner.cli.command import Outcome, RecipeArgument, command, load_one_run, overrides_of
+from tuner.cli.command import Outcome, command, load_one_run, overrides_of
 from tuner.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -16,32 +16,15 @@ if TYPE_CHECKING:
     from tuner.submit.job import Volume
 
 CACHE = ".tuner-cache"
-Several = list[str] | None
-
-
-def _several(metavar: str, sentence: str) -> Any:
-    return typer.Option(metavar=metavar, help=sentence)
 
 
 @command("launch")
 def launch(
-    ctx: typer.Context,
-    recipe: RecipeArgument = None,
-    on: Annotated[str, typer.Option(metavar="slurm|kubernetes|ray", help="What starts the processes.")] = "slurm",
-    nodes: Annotated[int, typer.Option(min=1, max=4096, help="Machines.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(min=0, max=64, help="GPUs of each, a process each; 0: a CPU.")] = 8,
-    cpus: Annotated[int | None, typer.Option(min=1, help="Cores of a process; default 8.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Memory of a machine, e.g. 500GiB.")] = None,
-    time: Annotated[str | None, typer.Option(metavar="[D-]HH:MM:SS", help="Longest time of the job.")] = None,
-    image: Annotated[str | None, typer.Option(help="Container image; under SLURM by pyxis.")] = None,
-    volume: Annotated[Several, _several("SOURCE:PATH", "A claim or a host's directory in the containers.")] = None,
-    env: Annotated[Several, _several("NAME=VALUE", "A variable of the processes.")] = None,
-    secret: Annotated[Several, _several("NAME", "A secret of Kubernetes whose keys are variables.")] = None,
-    resource: Annotated[Several, _several("NAME=COUNT", "A device of each pod, e.g. rdma/ib=8.")] = None,
-    sbatch: Annotated[Several, _several("OPTION", "One of sbatch besides, e.g. partition=gpu.")] = None,
-    restarts: Annotated[int | None, typer.Option(min=0, help="Restarts after failed pods; default 10.")] = None,
-    jobset: Annotated[bool, typer.Option("--jobset", help="Write a JobSet instead of a Job.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script or manifest; start nothing.")] = False,
+    ctx: typer.Context, recipe: str | None = None, on: str = "slurm", nodes: int = 1, gpus_per_node: int = 8,
+    cpus: int | None = None, memory: str | None = None, time: str | None = None, image: str | None = None,
+    volume: list[str] | None = None, env: list[str] | None = None, secret: list[str] | None = None,
+    resource: list[str] | None = None, sbatch: list[str] | None = None, restarts: int | None = None,
+    jobset: bool = False, dry_run: bool = False,
 ) -> Outcome:
     """Start the recipe's training on a cluster, or resume it: by sbatch, kubectl apply or ray job submit.
 

@@ -2,9 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
-
-import typer
+from typing import Literal
 
 from tuner.cli.command import console_of, input_path
 from tuner.errors import RecipeError, TunerError
@@ -20,31 +18,7 @@ SHOWN_NAMES = 8
 HUB_SECONDS = 3.0
 """How long the hub may take to say whether it has a model."""
 
-RunArgument = Annotated[
-    str,
-    typer.Argument(metavar="RUN", help="Run: its name in ./runs, its directory, or its recipe; - reads stdin."),
-]
-RunsArgument = Annotated[
-    list[str],
-    typer.Argument(metavar="RUN...", help="Runs: names in ./runs or directories; - reads one from stdin."),
-]
-RunOrCheckpointArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN", help="Run, by its name in ./runs or its directory, or a checkpoint; - reads stdin."
-    ),
-]  # fmt: skip
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="Run, by its name in ./runs or its directory, checkpoint, Hugging Face directory or hub "
-        "name; - reads stdin."
-    ),
-]  # fmt: skip
-
-EngineOption = Annotated[
-    Literal["transformers", "llama.cpp"], typer.Option(help="llama.cpp answers from a GGUF file, as it is served.")
-]
+Engine = Literal["transformers", "llama.cpp"]
 
 
 def require_engine(name: str, engine: str) -> bool:

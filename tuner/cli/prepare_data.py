@@ -1,14 +1,11 @@
 """`tuner prepare-data`: rows to packed, encoded, content-addressed data."""
 
 import os
-from typing import Annotated
 
 import typer
 
 from tuner.cli.command import (
     Outcome,
-    RecipeArgument,
-    VerboseOption,
     command,
     console_of,
     load_for_command,
@@ -21,25 +18,8 @@ from tuner.runtime.memory import calm_collector
 
 @command("prepare-data")
 def prepare_data(
-    ctx: typer.Context,
-    recipe: RecipeArgument = None,
-    explain: Annotated[
-        int | None,
-        typer.Option(
-            "--explain",
-            min=1,
-            help="Show the first N rows, what is trained in brackets (piped: a JSON line per token), then stop.",
-        ),
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Print the directory if it is prepared, else exit with 3; build nothing.")
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be read and built, then stop.")] = False,
-    reference: Annotated[
-        bool,
-        typer.Option("--reference", help="Also compute columns of a reference or teacher, as training would."),
-    ] = False,
-    verbose: VerboseOption = False,
+    ctx: typer.Context, recipe: str | None = None, explain: int | None = None, check: bool = False,
+    dry_run: bool = False, reference: bool = False, verbose: bool = False,
 ) -> Outcome:
     """Turn rows into packed, encoded data and print its directory; what is prepared already is found again."""
     if sum((explain is not None, check, dry_run, reference)) > 1:

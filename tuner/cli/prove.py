@@ -1,28 +1,16 @@
 """`tuner prove`: hold every layout of a recipe against one process before it is trusted with a run."""
 
-from typing import Annotated
 
 import typer
 
-from tuner.cli.command import Outcome, RecipeArgument, VerboseOption, command, console_of, load_one_run, overrides_of
+from tuner.cli.command import Outcome, command, console_of, load_one_run, overrides_of
 from tuner.errors import RecipeError
 
 
 @command("prove")
 def prove(
-    ctx: typer.Context,
-    recipe: RecipeArgument = None,
-    steps: Annotated[int, typer.Option(min=2, max=1000, help="Steps that each layout trains.")] = 20,
-    layouts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES", help="Layouts to prove, such as fsdp4,fsdp2+tp2; default: the recipe's own and all others."
-        ),
-    ] = None,
-    weights: Annotated[
-        bool, typer.Option("--weights", help="Hold the model itself, with its weights, to its class; no layouts.")
-    ] = False,
-    verbose: VerboseOption = False,
+    ctx: typer.Context, recipe: str | None = None, steps: int = 20, layouts: str | None = None, weights: bool = False,
+    verbose: bool = False,
 ) -> Outcome:
     """Train a small model of the recipe's architecture on this CPU under every layout, each against one process.
 

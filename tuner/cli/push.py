@@ -1,29 +1,15 @@
 """`tuner push`: an export to the Hugging Face hub."""
 
 from dataclasses import asdict
-from typing import Annotated
 
-import typer
-
-from tuner.cli.command import Outcome, VerboseOption, command, console_of
+from tuner.cli.command import Outcome, command, console_of
 from tuner.cli.named import run_path
 from tuner.errors import counted
 from tuner.runtime.files import gib
 
 
 @command("push")
-def push(
-    path: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN", help="An export, a .gguf file too, or a run: its newest one; - reads stdin."
-        ),
-    ],
-    repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository, created where it is not there.")],
-    private: Annotated[bool, typer.Option("--private", help="Create it as a private one.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the export and upload nothing.")] = False,
-    verbose: VerboseOption = False,
-) -> Outcome:
+def push(path: str, repo: str, private: bool = False, dry_run: bool = False, verbose: bool = False) -> Outcome:
     """Upload a verified export with its model card.
 
     The token is that of HF_TOKEN, or of hf auth login; HF_ENDPOINT names another hub.

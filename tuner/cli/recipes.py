@@ -6,17 +6,11 @@ import textwrap
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from tuner.cli.command import Outcome, command
 from tuner.cli.output import stdout_columns
 from tuner.config.shipped import named_files, shipped_recipes, shipped_scripts, summary
 from tuner.errors import RecipeError
-
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-NameArgument = Annotated[str, typer.Argument(help="Name of a shipped recipe or script.")]
 
 
 def _find(name: str) -> Path:
@@ -39,7 +33,6 @@ def listed(lines: Mapping[str, str], columns: int) -> str:
     return "\n".join(shown)
 
 
-@app.command("list")
 @command("recipes list")
 def list_recipes() -> Outcome:
     """List the shipped recipes and scripts, one a line, with what each is for."""
@@ -47,19 +40,14 @@ def list_recipes() -> Outcome:
     return Outcome(listed(lines, stdout_columns()), artifacts={"recipes": lines}, is_table=True)
 
 
-@app.command()
 @command("recipes show")
-def show(name: NameArgument) -> Outcome:
+def show(name: str) -> Outcome:
     """Print a shipped recipe or script."""
     return Outcome(_find(name).read_text(encoding="utf-8"), is_text=True)
 
 
-@app.command()
 @command("recipes copy")
-def copy(
-    name: NameArgument,
-    target: Annotated[Path | None, typer.Argument(help="File to write; default the shipped one's name.")] = None,
-) -> Outcome:
+def copy(name: str, target: Path | None = None) -> Outcome:
     """Copy a shipped recipe or script, and the rows and models it names; an existing file is never overwritten."""
     source = _find(name)
     path = (target or Path(source.name)).absolute()

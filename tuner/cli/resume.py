@@ -1,22 +1,17 @@
 """`tuner resume`: resume a stopped run."""
 
-from typing import Annotated
 
 import typer
 
-from tuner.cli.command import Outcome, VerboseOption, command, console_of, overrides_of
-from tuner.cli.named import RunArgument, run_path
-from tuner.cli.train import LOADING, OnOption, ResetOption
+from tuner.cli.command import Outcome, command, console_of, overrides_of
+from tuner.cli.named import run_path
+from tuner.cli.train import LOADING, Place
 
 
 @command("resume")
 def resume(
-    ctx: typer.Context,
-    run: RunArgument,
-    reset: ResetOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop; nothing is trained.")] = False,
-    on: OnOption = "here",
-    verbose: VerboseOption = False,
+    ctx: typer.Context, run: str, reset: str | None = None, dry_run: bool = False, on: Place = "here",
+    verbose: bool = False,
 ) -> Outcome:
     """Resume a stopped or killed run from its newest valid checkpoint; a finished, whole one is left as it is.
 

@@ -6,14 +6,13 @@ import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import typer
 from rich.console import Console as RichConsole
 from rich.text import Text
 
 from tuner.cli.command import Outcome, command, input_path
-from tuner.cli.named import RunArgument, RunsArgument, run_path
+from tuner.cli.named import run_path
 from tuner.cli.output import fitted, stdout_columns
 from tuner.config.dump import flow
 from tuner.errors import DataError, RecipeError, VerificationError, counted
@@ -29,7 +28,6 @@ from tuner.runtime.console import LABEL_WIDTH, Console, clock, escape
 from tuner.runtime.startup import in_words
 from tuner.stages import is_url
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 FIGURES = {
     "status": "status", "step": "step", "loss": "loss", "eval_loss": "eval", "best_eval_loss": "best eval",
     "tokens": "tokens", "seconds": "time",
@@ -43,11 +41,8 @@ DRAWN = ("loss", "eval", "accuracy", "eval accuracy", "margin", "lr", "grad_norm
 CHART_ROWS, TWO_CHARTS, MOST_COLUMNS = 6, 100, 160
 
 
-@app.command("list")
 @command("runs list")
-def list_runs(
-    directory: Annotated[str, typer.Argument(metavar="[DIR]", help="Directory of runs; default ./runs.")] = "runs",
-) -> Outcome:
+def list_runs(directory: str = "runs") -> Outcome:
     """List runs, oldest first: status, steps, losses, tokens and time."""
     path = input_path(directory)
     runs, damaged = find_runs(path)
@@ -60,9 +55,8 @@ def list_runs(
     return Outcome(text, artifacts={"runs": found}, metrics={"runs": len(runs)}, warnings=damaged, is_table=True)
 
 
-@app.command()
 @command("runs show")
-def show(run: RunArgument) -> Outcome:
+def show(run: str) -> Outcome:
     """Show a run: its figures, its launches, its checkpoints and what it ran on."""
     found = read_run(run_path(run))
     artifacts = {
@@ -76,9 +70,8 @@ def show(run: RunArgument) -> Outcome:
     return Outcome(_shown(found), artifacts=artifacts, warnings=found.problems, is_table=True)
 
 
-@app.command()
 @command("runs compare")
-def compare(runs: RunsArgument) -> Outcome:
+def compare(runs: list[str]) -> Outcome:
     """Compare runs: the keys in which their recipes differ, losses, tokens and time."""
     found, left_out = _open(runs)
     recipes = [run.recipe for run in found]
@@ -98,18 +91,8 @@ def compare(runs: RunsArgument) -> Outcome:
     return Outcome(text, artifacts={"runs": compared, "differing": keys}, warnings=left_out, is_table=True)
 
 
-@app.command()
 @command("runs plot")
-def plot(
-    runs: RunsArgument,
-    output: Annotated[
-        str | None, typer.Option(help="The page to write; default curves.html in the run, or here for several.")
-    ] = None,
-    smoothing: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=0.99, help="Smoothing at first; default 0.8, none below 200 points."),
-    ] = None,
-) -> Outcome:
+def plot(runs: list[str], output: str | None = None, smoothing: float | None = None) -> Outcome:
     """Draw the curves of runs in the terminal, and as one HTML page that needs no network."""
     from tuner.rundir.page import write_page
 
@@ -131,9 +114,8 @@ def _ways_to_whole(runs: Sequence[Run]) -> list[str]:
     return [way_to_whole(place, any_valid(place)) for place in places]
 
 
-@app.command()
 @command("runs verify")
-def verify(runs: RunsArgument) -> Outcome:
+def verify(runs: list[str]) -> Outcome:
     """Compare every file of every checkpoint with the SHA-256 that its manifest noted; exit 6 names what differs."""
     from tuner.checkpoint.open import open_checkpoint
 
@@ -160,9 +142,8 @@ def verify(runs: RunsArgument) -> Outcome:
     )
 
 
-@app.command()
 @command("runs rm")
-def rm(runs: RunsArgument) -> Outcome:
+def rm(runs: list[str]) -> Outcome:
     """Remove runs with their checkpoints and exports; one that is in use, or something else, is refused."""
     if stored := next(filter(is_url, runs), None):
         hint = "remove what is below it with the store's own tools"

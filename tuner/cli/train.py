@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import typer
 
 from tuner.cli.command import (
     Outcome,
-    RecipeArgument,
-    VerboseOption,
     command,
     console_of,
     given_overrides,
@@ -27,49 +25,14 @@ if TYPE_CHECKING:
 
 LOADING = "loading libraries"
 WORDS = ("auto", "must", "never")
-OnOption = Annotated[
-    Literal["here", "ray"],
-    typer.Option(
-        metavar="here|ray",
-        help="Where the processes run: on this machine or those of its launcher, or on a Ray cluster.",
-    ),
-]
-ResetOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PART,...",
-        help="What to reset: optimizer (or optimizer.state, optimizer.arguments), schedule, data, rng. Its keys in "
-        "the recipe may change.",
-    ),
-]
+Place = Literal["here", "ray"]
 
 
 @command("train")
 def train(  # noqa: PLR0913 - one parameter per option of the command
-    ctx: typer.Context,
-    recipe: RecipeArgument = None,
-    resume: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|must|never|PATH",
-            help="auto resumes a run where it stopped, must requires one to resume, never refuses to touch one; the "
-            "PATH of a checkpoint or run starts a new run from it.",
-        ),
-    ] = "never",
-    reset: ResetOption = None,
-    prepared: Annotated[str | None, typer.Option(help="Prepared data to use; - reads its path from stdin.")] = None,
-    overrides: Annotated[
-        str | None,
-        typer.Option(help="Values of the recipe from what tuner profile --fit --json printed: a file, or - for stdin."),
-    ] = None,
-    no_prepare: Annotated[
-        bool, typer.Option("--no-prepare", help="Fail (exit 3) where the data is not prepared yet.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and stop; data may be prepared, nothing is trained.")
-    ] = False,
-    on: OnOption = "here",
-    verbose: VerboseOption = False,
+    ctx: typer.Context, recipe: str | None = None, resume: str = "never", reset: str | None = None,
+    prepared: str | None = None, overrides: str | None = None, no_prepare: bool = False, dry_run: bool = False,
+    on: Place = "here", verbose: bool = False,
 ) -> Outcome:
     """Train the recipe's model into its run directory; prepares the data where that is not done."""
     mode = _resume_mode(resume)

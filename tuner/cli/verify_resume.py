@@ -1,21 +1,14 @@
 """`tuner verify-resume`: prove on this machine that a run resumes exactly."""
 
 from dataclasses import asdict
-from typing import Annotated
 
-import typer
-
-from tuner.cli.command import Outcome, VerboseOption, command, console_of
-from tuner.cli.named import RunArgument, run_path
+from tuner.cli.command import Outcome, command, console_of
+from tuner.cli.named import run_path
 from tuner.errors import counted
 
 
 @command("verify-resume")
-def verify_resume(
-    run: RunArgument,
-    steps: Annotated[int, typer.Option(min=1, help="Steps before the stop, and as many after it.")] = 2,
-    verbose: VerboseOption = False,
-) -> Outcome:
+def verify_resume(run: str, steps: int = 2, verbose: bool = False) -> Outcome:
     """Prove on this machine that a run resumes exactly: train some steps with and without a stop, and compare."""
     path = run_path(run, extent="all")
     console = console_of("debug" if verbose else "info")

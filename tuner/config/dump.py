@@ -56,13 +56,13 @@ def recipe_yaml(
         else:
             lines.append((f"{key}: {flow(value)}", key))
     if origins is None:
-        noted = {key: f"  # {_comment(note)}" for key, note in (notes or {}).items()}
+        noted = {key: f"  # {one_line(note)}" for key, note in (notes or {}).items()}
         return "".join(f"{text}{noted.get(key, '')}\n" for text, key in lines)
     width = min(60, max(len(text) for text, _ in lines))
     return "".join(f"{text.ljust(width)}  # {_origin(key, origins)}\n" if key else f"{text}\n" for text, key in lines)
 
 
-def _comment(text: str) -> str:
+def one_line(text: str) -> str:
     """A text on one line, without what is no plain character."""
     return "".join(char if char.isprintable() else "?" for char in " ".join(text.split()))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tuner.config.advice import fits
 from tuner.config.conversion import convert
-from tuner.config.dump import flow
+from tuner.config.dump import flow, one_line
 from tuner.config.fields import fields
 from tuner.config.load import RecipeText, load_recipe
 from tuner.config.not_supported import absent
@@ -18,7 +18,7 @@ from tuner.config.other_data import guessed, is_text, unread
 from tuner.config.other_input import dataset_info, read_given
 from tuner.config.other_methods import PAIRS, PREFERENCES, kind_of, template_of
 from tuner.config.other_refused import refuse_program, require_known_method, require_training
-from tuner.config.other_rules import PER_DEVICE, number, with_own_rows
+from tuner.config.other_rules import PER_DEVICE, first_number, number, with_own_rows
 from tuner.config.other_tools import theirs
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError
@@ -68,11 +68,14 @@ class _Draft:
         if self.sources.get(stand_in, "").endswith("default") and "eval" not in name:
             self.sources[stand_in] = f"in place of {key}: {_shown(value)}"
 
-    def drop(self, key: str, why: str) -> None:
-        value = self.values.pop(key, None)
-        source = self.sources.pop(key, key)
-        if not source.endswith("default"):
-            self.left.append(f"{source} ({key}: {flow(value)}): {why}")
+    def drop(self, why: str, *keys: str) -> None:
+        """Leave out those of our keys that are there; what only a default says is no loss."""
+        for key in keys:
+            if key not in self.values:
+                continue
+            value, source = self.values.pop(key), self.sources.pop(key, key)
+            if not source.endswith("default"):
+                self.left.append(f"{source} ({key}: {flow(value)}): {why}")
 
 
 def import_text(
@@ -149,8 +152,7 @@ def _carry(key: str, value: Any, given: Mapping[str, Any], dialect: Dialect, dra
 def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     """Make the parts fit together: batch, adapter, method, and what needs held-out rows."""
     values = draft.values
-    micro = next((found for name in PER_DEVICE if (found := number(given.get(name)))), None)
-    micro = micro or number(values.get("train.micro_batch_size"))
+    micro = first_number(given, PER_DEVICE) or number(values.get("train.micro_batch_size"))
     steps = number(given.get("gradient_accumulation_steps"))
     processes = with_own_rows(given)
     if steps is None and micro and tool == "ms-swift":  # its default fills a batch of 16
@@ -165,9 +167,8 @@ def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     if any("lora" in str(given.get(name, "")).lower() for name in ("adapter", "finetuning_type")):
         values.setdefault("adapter.kind", "lora")
     if str(given.get("full_finetuning", "")).lower() == "true" or values.get("adapter.kind", "none") == "none":
-        of_adapters = [key for key in values if key.startswith("adapter.") or key == "model.quantize"]
-        for key in [key for key in of_adapters if key != "adapter.kind"]:
-            draft.drop(key, "there is no adapter")
+        of_adapters = (key for key in values if key.startswith("adapter.") and key != "adapter.kind")
+        draft.drop("there is no adapter", "model.quantize", *of_adapters)
     if tool == "ms-swift" and values.get("adapter.kind") == "none" and "learning_rate" not in given:
         draft.put({"optimizer.lr": 1e-5}, "ms-swift's default")
     if tool == "llama-factory" and "lora_alpha" not in given and "adapter.r" in values:
@@ -175,32 +176,27 @@ def _settle(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     _settle_method(draft, given, tool)
     _settle_items(draft)
     if values.get("data.too_long") == "truncate" and values.get("method.kind") == "pretrain":
-        draft.drop("data.too_long", "long texts are split")
+        draft.drop("long texts are split", "data.too_long")
     if not values.get("data.eval"):
-        for key in [key for key in _NEEDS_EVAL if key in values]:
-            draft.drop(key, "there are no held-out rows; set data.eval")
-    if (
-        values.get("schedule.kind") not in {None, "cosine", "linear", "wsd", "wsd_s"}
-        and "schedule.min_lr_ratio" in values
-    ):
-        draft.drop("schedule.min_lr_ratio", f"not with schedule.kind: {values['schedule.kind']}")
-    if values.get("optimizer.kind", "adamw") not in {"adamw", "muon"}:
-        for key in [key for key in ("optimizer.betas", "optimizer.eps") if key in values]:
-            draft.drop(key, f"not with optimizer.kind: {values['optimizer.kind']}")
-    for key, stand_in, what in (
-        ("model.name_or_path", "OWNER/NAME", "model"),
-        ("data.train", "rows.jsonl", "data set"),
-    ):
+        draft.drop("there are no held-out rows; set data.eval", *_NEEDS_EVAL)
+    if (schedule := values.get("schedule.kind", "cosine")) not in {"cosine", "linear", "wsd", "wsd_s"}:
+        draft.drop(f"not with schedule.kind: {schedule}", "schedule.min_lr_ratio")
+    if (optimizer := values.get("optimizer.kind", "adamw")) not in {"adamw", "muon"}:
+        draft.drop(f"not with optimizer.kind: {optimizer}", "optimizer.betas", "optimizer.eps")
+    needed = (("model.name_or_path", "OWNER/NAME", "model"), ("data.train", "rows.jsonl", "data set"))
+    for key, stand_in, what in needed:
         if not values.get(key):
-            draft.put({key: stand_in}, f"the file names no {what}; put yours here")
-            draft.left.append(f"{key}: the file names no {what}; put yours here")
+            why = f"the file names no {what}; put yours here"
+            draft.put({key: stand_in}, why)
+            draft.left.append(f"{key}: {why}")
 
 
 def _settle_items(draft: _Draft) -> None:
     """Keys that belong to an item of `data.train`, written into each of them."""
     inner = {key: value for key, value in draft.values.items() if key.startswith(_ITEM)}
     sources = draft.values.get("data.train") or []
-    items = [source if isinstance(source, Mapping) else {"path": source} for source in _listed(sources)]
+    listed = sources if isinstance(sources, list) else [sources]
+    items = [source if isinstance(source, Mapping) else {"path": source} for source in listed]
     for key, value in inner.items():
         source, name = draft.sources.pop(key), key.removeprefix(_ITEM)
         del draft.values[key]
@@ -211,20 +207,16 @@ def _settle_items(draft: _Draft) -> None:
         draft.put({"data.train": items}, f"{draft.sources['data.train']}, {source}")
 
 
-def _listed(sources: Any) -> list[Any]:
-    return sources if isinstance(sources, list) else [sources]
-
-
 def _settle_method(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
     """The method that the form of the records asks for, and which of their tokens are trained on."""
     values = draft.values
     if is_text(values.get("data.train")) and values.get("method.kind") != "distill":
         draft.put({"method.kind": "pretrain"}, "records of plain text")
     method = values.get("method.kind")
-    if method == "pretrain" and "method.train_on" in values:
-        draft.drop("method.train_on", "every token of plain text is learned")
-    if method == "pretrain" and tool == "llama-factory" and "packing" not in given:
-        draft.put({"data.packing": "auto"}, "LLaMA-Factory's default of stage pt")
+    if method == "pretrain":
+        draft.drop("every token of plain text is learned", "method.train_on")
+        if tool == "llama-factory" and "packing" not in given:
+            draft.put({"data.packing": "auto"}, "LLaMA-Factory's default of stage pt")
     if method in PREFERENCES:
         _settle_preferences(draft, given, str(method))
     if tool == "trl" and draft.sources.get("method.train_on") == "TRL's default":
@@ -234,14 +226,13 @@ def _settle_method(draft: _Draft, given: Mapping[str, Any], tool: Tool) -> None:
 def _settle_preferences(draft: _Draft, given: Mapping[str, Any], method: str) -> None:
     """Answers are what is trained; a row holds both of a pair, where others' lengths are of one."""
     values = draft.values
-    if "method.train_on" in values:
-        draft.drop("method.train_on", f"{method} learns from the answers")
+    draft.drop(f"{method} learns from the answers", "method.train_on")
     length = number(values.get("data.max_length"))
     if method in PAIRS and length is not None:
         source = draft.sources["data.max_length"]
         draft.put({"data.max_length": int(2 * length)}, f"2 x {source}: a row holds both answers of a pair")
     if values.get("data.too_long") == "split":
-        draft.drop("data.too_long", "a pair is not split")
+        draft.drop("a pair is not split", "data.too_long")
     template = template_of(given.get("datasets"))
     if template is not None and "tokenizer.chat_template" not in values:
         draft.put({"tokenizer.chat_template": template}, "the type of its data sets, which write it themselves")
@@ -258,8 +249,7 @@ def _loaded(draft: _Draft, origin: str) -> tuple[Recipe, str]:
             if not any(wrong):
                 raise
             for key, problem in zip(wrong, error.problems, strict=True):
-                if key and key in draft.values:
-                    draft.drop(key, problem.message)
+                draft.drop(problem.message, key)
     raise RecipeError(f"{origin}: no recipe comes of it")
 
 
@@ -273,7 +263,7 @@ def _written(draft: _Draft, origin: str) -> str:
     """The recipe, each line with the key that it comes from, after what was not carried over."""
     lines = [f"# From {origin}, by tuner import."]
     if draft.left:
-        lines += ["# Not carried over:", *(f"#   {_one_line(item)}" for item in dict.fromkeys(draft.left))]
+        lines += ["# Not carried over:", *(f"#   {one_line(item)}" for item in dict.fromkeys(draft.left))]
     rows: list[tuple[str, str]] = []
     places = list(dict.fromkeys(key.rpartition(".")[0] for key in fields()))
     known = list(fields())
@@ -294,12 +284,8 @@ def _written(draft: _Draft, origin: str) -> str:
         else:
             rows.append((f"{indent}{name}: {flow(value)}", draft.sources[key]))
     width = min(56, max(len(text) for text, _ in rows))
-    lines += [f"{text.ljust(width)}  # {_one_line(source)}" if source else text for text, source in rows]
+    lines += [f"{text.ljust(width)}  # {one_line(source)}" if source else text for text, source in rows]
     return "\n".join(lines) + "\n"
-
-
-def _one_line(text: str) -> str:
-    return "".join(char if char.isprintable() else " " for char in " ".join(text.split()))
 
 
 def _shown(value: Any) -> str:

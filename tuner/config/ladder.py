@@ -220,6 +220,15 @@ class LadderSection(Section):
         return bool(self.sizes)
 
 
+def require_sizes(ladder: LadderSection) -> None:
+    """Raise RecipeError for a recipe of one run, where a ladder is asked for."""
+    if not ladder.sizes:
+        raise RecipeError(
+            "this recipe has no ladder: it names no ladder.sizes",
+            hint="write ladder: {sizes: [60M, 190M]}, or train it alone: tuner train RECIPE",
+        )
+
+
 def require_one_run(ladder: LadderSection) -> None:
     """Raise RecipeError for a recipe of several runs, where one is to be trained, predicted or measured."""
     if ladder.sizes:

@@ -6,11 +6,9 @@ from typing import Any
 from tuner.config.other_data import located
 from tuner.config.other_keys import deepspeed
 from tuner.config.other_memory import adapter
-from tuner.config.other_rules import Given, Lines, Rule, number, percent
+from tuner.config.other_rules import Given, Lines, Rule, bound, number, percent
 from tuner.config.recipe import PEFT_TYPES
 
-METHODS = {"sft": "sft", "dpo": "dpo", "causal": "pretrain"}
-"""Their trainers; others are code of the user's own."""
 _SPLITS = {
     "HuggingFaceH4/ultrachat_200k": ("train_sft", "test_sft"),
     "HuggingFaceH4/ultrafeedback_binarized": ("train_prefs", "test_prefs"),
@@ -19,14 +17,10 @@ _SPLITS = {
 _SAVES, _EXPORTS = "checkpoint", "export"
 
 
-def sources(key: str, split: int) -> Rule:
+def sources(value: Any, given: Given, key: str, split: int) -> Lines | str | None:
     """Their list of data sets, each a name or a mapping."""
-
-    def rule(value: Any, given: Given) -> Lines | str | None:
-        found = [_source(item, split) for item in (value if isinstance(value, list) else [value])]
-        return {key: found} if all(found) else None
-
-    return rule
+    found = [_source(item, split) for item in (value if isinstance(value, list) else [value])]
+    return {key: found} if all(found) else None
 
 
 def _source(item: Any, split: int) -> Any:
@@ -87,16 +81,6 @@ def peft(value: Any, given: Given) -> Lines | str | None:
     return found | {f"adapter.{ours}": value[theirs] for theirs, ours in names.items() if value.get(theirs)}
 
 
-def optimizer(value: Any, given: Given) -> Lines | str | None:
-    """Their optimizer factories, of which one computes on the host."""
-    kinds: dict[str, Lines] = {
-        "fused_adam": {"optimizer.kind": "adamw"},
-        "fusedadam": {"optimizer.kind": "adamw"},
-        "cpu_adam": {"optimizer.kind": "adamw", "optimizer.offload": "host"},
-    }
-    return kinds.get(str(value).lower())
-
-
 def model_type(value: Any, given: Given) -> Lines | str | None:
     """Their model factories."""
     if value == "liger":
@@ -126,17 +110,12 @@ def profiled(value: Any, given: Given) -> Lines | str | None:
 
 RULES: dict[str, Rule] = {
     "deepspeed": sharded,
-    "type": lambda value, given: {"method.kind": METHODS[value]} if value in METHODS else None,
-    "data.sources": sources("data.train", 0),
-    "data.eval_sources": sources("data.eval", 1),
+    "data.sources": bound(sources, "data.train", 0),
+    "data.eval_sources": bound(sources, "data.eval", 1),
     "data.train_eval_split": split_off,
-    "data.type": lambda value, given: {},  # the trainer's type says it
     "checkpoint": engines,
     "mem_profiler": profiled,
-    "mem_profiler_max_entries": lambda value, given: {},  # of the one above
     "model.type": model_type,
     "model.peft_config": peft,
-    "optimizer.type": optimizer,
-    "scheduler.type": lambda value, given: {},  # its name says it
 }
 """How keys of an ArcticTraining recipe become ours; the others are in other_configs.yaml."""

@@ -7,12 +7,12 @@ from typing import Any, Literal, get_args
 
 from tuner.config import other_arctic, other_olmo, other_recis, other_xtuner
 from tuner.config.not_supported import sentence
-from tuner.config.other_data import located, plain_sources, registered
+from tuner.config.other_data import located, registered
 from tuner.config.other_keys import attention_modules, metric_logger
-from tuner.config.other_memory import adamw_values, adapter
+from tuner.config.other_memory import adapter, optimizer
 from tuner.config.other_methods import kd_loss, teacher
-from tuner.config.other_parts import builder, chat_template, data_sets
-from tuner.config.other_rules import Given, Lines, Rule, made, micro_batch, number
+from tuner.config.other_parts import builder, chat_template, data_sets, sets_of
+from tuner.config.other_rules import Given, Lines, Rule, bound, listed, made, micro_batch, number
 from tuner.config.other_tools import of_value
 from tuner.config.yaml import package_table
 
@@ -44,15 +44,6 @@ class Dialect:
         return self.defaults | of_method
 
 
-def _axolotl_optimizer(value: Any, given: Given) -> Lines | str | None:
-    known = {"adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "adafactor", "sgd", "muon"}
-    if value in known:
-        return {"optimizer.kind": "adamw" if str(value).startswith("adamw") else value}
-    if found := adamw_values().get(str(value)):
-        return {**found}
-    return of_value("optimizer.kind", value)
-
-
 def _one_label(value: Any, given: Given) -> Lines | str | None:
     """A reward model's head has one score."""
     return {} if value == 1 and given.get("reward_model") is True else sentence("num_labels")
@@ -65,10 +56,9 @@ def _axolotl_adapter(value: Any, given: Given) -> Lines | str | None:
 def _registered(value: Any, given: Given) -> Lines | str | None:
     """LLaMA-Factory's names of data sets, looked up in `dataset_info.json` where it was read."""
     info, directory = given.get("dataset_info"), str(given.get("dataset_dir") or "data")
-    names = [str(name).strip() for name in (value.split(",") if isinstance(value, str) else value or [])]
-    found: list[Any] = [registered(name, info if isinstance(info, Mapping) else {}, directory) for name in names]
-    counted = number(given.get("max_samples"))
-    if counted:
+    listing = info if isinstance(info, Mapping) else {}
+    found: list[Any] = [registered(name, listing, directory) for name in listed(value)]
+    if counted := number(given.get("max_samples")):
         found = [{**({"path": item} if isinstance(item, str) else item), "count": int(counted)} for item in found]
     return {"data.train": found}
 
@@ -87,22 +77,13 @@ def _tuner_model(value: Any, given: Given) -> Lines | str | None:
     return found | ({"adapter.kind": "dora"} if given.get("model.use_dora") is True else {})
 
 
-def _swift_sets(key: str) -> Rule:
-    def rule(value: Any, given: Given) -> Lines | str | None:
-        sources = plain_sources(value.split() if isinstance(value, str) else value)
-        return None if sources is None else {key: sources}
-
-    return rule
+def _swift_sets(value: Any, given: Given, key: str) -> Lines | str | None:
+    return sets_of(value.split() if isinstance(value, str) else value, given, key)
 
 
 def _tuner_kind(value: Any, given: Given) -> Lines | str | None:
     kind = "qlora" if "qlora" in str(value).lower() else "lora"
     return adapter(kind) if "lora" in str(value).lower() else {"adapter.kind": "none"}
-
-
-def _output_layer(value: Any, given: Given) -> Lines | str | None:
-    """torchtune's switch for an adapter of the output layer."""
-    return "write lm_head in adapter.target_modules" if value is True else {}
 
 
 def _logger(value: Any, given: Given) -> Lines | str | None:
@@ -119,7 +100,7 @@ def _test_split(value: Any, given: Given) -> Lines | str | None:
 
 _RULES: dict[Tool, dict[str, Rule]] = {
     "axolotl": {
-        "optimizer": _axolotl_optimizer,
+        "optimizer": optimizer,
         "adapter": _axolotl_adapter,
         "micro_batch_size": micro_batch,
         "chat_template": chat_template,
@@ -131,7 +112,6 @@ _RULES: dict[Tool, dict[str, Rule]] = {
         "batch_size": micro_batch,
         "model._component_": _tuner_model,
         "model.lora_attn_modules": attention_modules,
-        "model.apply_lora_to_output": _output_layer,
         "dataset": data_sets,
         "optimizer._component_": builder,
         "lr_scheduler._component_": builder,
@@ -141,7 +121,8 @@ _RULES: dict[Tool, dict[str, Rule]] = {
         "loss.label_smoothing": lambda value, given: {"method.label_smoothing": value} if value else {},
     },
     "ms-swift": {
-        "dataset": _swift_sets("data.train"), "val_dataset": _swift_sets("data.eval"), "template": chat_template,
+        "dataset": bound(_swift_sets, "data.train"), "val_dataset": bound(_swift_sets, "data.eval"),
+        "template": chat_template,
     },
     "unsloth": {"batch_size": micro_batch, "training_type": _tuner_kind},
     "arctictraining": {"micro_batch_size": micro_batch, **other_arctic.RULES},

@@ -3,13 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tuner.config.other_rules import listed
 from tuner.config.yaml import package_table
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 _COLUMN_OF = {"sharegpt": "conversations", "messages": "messages", "text": "text"}
 
 
-def _table(name: str) -> dict[str, Any]:
+def table(name: str) -> dict[str, Any]:
+    """A table of other_data.yaml."""
     return dict(package_table("other_data")[name])
 
 
@@ -47,7 +49,7 @@ def entry(found: Mapping[str, Any]) -> dict[str, Any]:
     elif (form := _form_of(kind)) is not None:
         source["format"] = "sharegpt" if form == "messages" and _is_sharegpt(found) else form
     if isinstance(kind, str) and kind.partition(".")[0] in {"chatml", "llama3", "zephyr"}:
-        columns |= _table("pairs").get(kind.partition(".")[2], {})
+        columns |= table("pairs").get(kind.partition(".")[2], {})
     columns |= {name: str(found[f"field_{name}"]) for name in ("chosen", "rejected") if found.get(f"field_{name}")}
     columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
     if columns and source.get("format") != "sharegpt":
@@ -109,7 +111,7 @@ def _form_of(kind: Any) -> str | None:
     """The form of the records of one of axolotl's types; None where it follows from the records."""
     if not isinstance(kind, str) or kind == "chat_template.argilla":  # whose prompt is in the answers
         return None
-    form: str | None = _table("formats").get(kind.split(".")[0].split(":")[0])
+    form: str | None = table("formats").get(kind.split(".")[0].split(":")[0])
     return form
 
 
@@ -128,7 +130,7 @@ def _columns(found: Mapping[str, Any]) -> dict[str, str]:
 def component(found: Mapping[str, Any]) -> dict[str, Any]:
     """The `dataset` of a torchtune file, as one of our sources."""
     builder = str(found.get("_component_", "")).rpartition(".")[2]
-    known = _table("components").get(builder)
+    known = table("components").get(builder)
     form, columns = (known["form"], known.get("columns", {})) if known else ("auto", {})
     hub = known.get("hub") if known else None
     path = found.get("data_files") or found.get("source") or hub or "rows.jsonl"
@@ -166,20 +168,18 @@ def counted(name: str) -> str | dict[str, Any]:
 
 def registered(name: str, info: Mapping[str, Any], directory: str) -> str | dict[str, Any]:
     """A data set of LLaMA-Factory by its name in `dataset_info.json`; a file of that name where it is not listed."""
-    listed = info.get(name)
-    if not isinstance(listed, Mapping):
+    row = info.get(name)
+    if not isinstance(row, Mapping):
         return name if is_file(name) else f"{directory}/{name}.json"
-    hub = listed.get("hf_hub_url")
+    hub = row.get("hf_hub_url")
     source: dict[str, Any] = {
-        "path": located(str(hub), listed.get("split")) if hub else f"{directory}/{listed.get('file_name')}"
+        "path": located(str(hub), row.get("split")) if hub else f"{directory}/{row.get('file_name')}"
     }
-    source["format"] = "sharegpt" if listed.get("formatting") == "sharegpt" else "alpaca"
-    tags = listed.get("tags") or {}
-    if isinstance(tags, Mapping) and tags.get("role_tag") == "role":
-        source["format"] = "messages"
-    columns = listed.get("columns") or {}
+    tags, columns = row.get("tags"), row.get("columns")
+    is_of_roles = isinstance(tags, Mapping) and tags.get("role_tag") == "role"
+    source["format"] = "messages" if is_of_roles else "sharegpt" if row.get("formatting") == "sharegpt" else "alpaca"
     if isinstance(columns, Mapping):
-        ours = _table("factory_columns")
+        ours = table("factory_columns")
         renamed = {ours[key]: str(value) for key, value in columns.items() if key in ours}
         if source["format"] == "sharegpt":
             renamed = {"conversations" if key == "messages" else key: value for key, value in renamed.items()}
@@ -191,10 +191,10 @@ def registered(name: str, info: Mapping[str, Any], directory: str) -> str | dict
 
 def guessed(given: Mapping[str, Any]) -> list[str]:
     """LLaMA-Factory's names of data sets that its table does not list and that are no files."""
-    info, named = given.get("dataset_info"), given.get("dataset")
-    names = [str(name).strip() for name in (named.split(",") if isinstance(named, str) else named or [])]
-    listed = info if isinstance(info, Mapping) else {}
-    return [name for name in names if not is_file(name) and not isinstance(listed.get(name), Mapping)]
+    info = given.get("dataset_info")
+    known = info if isinstance(info, Mapping) else {}
+    names = listed(given.get("dataset"))
+    return [name for name in names if not is_file(name) and not isinstance(known.get(name), Mapping)]
 
 
 def plain_sources(value: Any, directory: str = "data") -> list[Any] | None:

@@ -7,11 +7,10 @@ from typing import Any
 from tuner.config.eval_tasks import HARNESS
 from tuner.config.not_supported import sentence
 from tuner.config.numbers import write_number
-from tuner.config.other_rules import PER_DEVICE, Given, Lines, Rule, count_of, number, number_of, share_of
+from tuner.config.other_rules import PER_DEVICE, Given, Lines, Rule, bound, count, number, number_of
 from tuner.config.other_rules import micro_batch as rows_of_a_process
 from tuner.config.other_tools import by_name
 
-_EPOCHS, _STEPS = count_of("train.duration", "epochs"), count_of("train.duration", "steps")
 _ALL_LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 _NONE = {"none", "null", "false", "full", "{}"}
 
@@ -44,44 +43,38 @@ def epochs(value: Any, given: Given) -> Lines | str | None:
     each = number(given.get("max_steps_per_epoch"))
     if each and each > 0:
         return steps_per_epoch(given["max_steps_per_epoch"], given)
-    return {} if _is_set(given, "max_steps", "train_iters") else _EPOCHS(value, given)
+    return {} if _is_set(given, "max_steps", "train_iters") else count(value, given, "train.duration", "epochs")
 
 
 def steps_per_epoch(value: Any, given: Given) -> Lines | str | None:
     """Steps of an epoch: the run is so many for each of its epochs."""
-    steps, count = number(value), next((number(given[name]) for name in ("epochs", "num_epochs") if name in given), 1)
-    if steps is None or not count:
+    steps, times = number(value), next((number(given[name]) for name in ("epochs", "num_epochs") if name in given), 1)
+    if steps is None or not times:
         return {} if value is None else None
-    return {"train.duration": f"{write_number(steps * count)} steps"}
+    return {"train.duration": f"{write_number(steps * times)} steps"}
 
 
 def warmup_share(value: Any, given: Given) -> Lines | str | None:
     """A share of the run, which counts for nothing where warm-up steps are given."""
-    return {} if _is_set(given, "warmup_steps") else share_of("schedule.warmup", "never")(value, given)
+    return {} if _is_set(given, "warmup_steps") else count(value, given, "schedule.warmup", "steps", "never")
 
 
 def warmup_steps(value: Any, given: Given) -> Lines | str | None:
     """Warm-up steps; none where a share is given."""
-    if number(value) == 0 and _is_set(given, "warmup_ratio"):
-        return {}
-    return share_of("schedule.warmup", "never")(value, given)
+    is_none = number(value) == 0 and _is_set(given, "warmup_ratio")
+    return {} if is_none else count(value, given, "schedule.warmup", "steps", "never")
 
 
-def _unless(key: str, strategies: tuple[str, ...], words: tuple[str, ...]) -> Rule:
-    """A count of steps, which counts for nothing under another strategy."""
-
-    def rule(value: Any, given: Given) -> Lines | str | None:
-        if any(_says(given, strategy, *words) for strategy in strategies):
-            return {}
-        return share_of(key, "never")(value, given)
-
-    return rule
+def cadence(value: Any, given: Given, key: str, strategies: str, others: str) -> Lines | str | None:
+    """A count of steps, which counts for nothing where one of these strategies is another one."""
+    is_other = any(_says(given, strategy, *others.split()) for strategy in strategies.split())
+    return {} if is_other else count(value, given, key, "steps", "never")
 
 
 def batch(value: Any, given: Given) -> Lines | str | None:
     """Rows of a step, or of a process where accumulation is said beside them."""
     is_of_a_process = "gradient_accumulation_steps" in given and not any(name in given for name in PER_DEVICE)
-    found = micro_batch(value, given) if is_of_a_process else number_of("train.global_batch_size")(value, given)
+    found = micro_batch(value, given) if is_of_a_process else number_of(value, given, "train.global_batch_size")
     steps = number(given.get("gradient_accumulation_steps"))
     if is_of_a_process and isinstance(found, dict) and steps is not None and steps > 0:
         found |= {"train.global_batch_size": int(found["train.micro_batch_size"] * steps)}
@@ -100,8 +93,8 @@ def micro_batch(value: Any, given: Given) -> Lines | str | None:
 
 def rank(value: Any, given: Given) -> Lines | str | None:
     """The rank; in LLaMA-Factory the scale follows from it."""
-    found = number_of("adapter.r")(value, given)
-    if isinstance(found, dict) and "finetuning_type" in given and "lora_alpha" not in given:
+    found = number_of(value, given, "adapter.r")
+    if found and isinstance(found, dict) and "finetuning_type" in given and "lora_alpha" not in given:
         found |= {"adapter.alpha": 2 * found["adapter.r"]}
     return found
 
@@ -158,12 +151,14 @@ def attention_modules(value: Any, given: Given) -> Lines | str | None:
     return {"adapter.target_modules": "all-linear" if set(names) == _ALL_LINEAR else names}
 
 
+TRAINERS = {"sft": "sft", "dpo": "dpo", "causal": "pretrain"}
+"""ArcticTraining's kinds of training; others are code of the user's own."""
+
+
 def trainer(value: Any, given: Given) -> Lines | str | None:
     """ArcticTraining's `type` of a whole training; elsewhere the form of a data set's records."""
-    word = str(value).lower()
-    kinds = {"sft": "sft", "dpo": "dpo", "causal": "pretrain"}
-    if word in kinds:
-        return {"method.kind": kinds[word]}
+    if (word := str(value).lower()) in TRAINERS:
+        return {"method.kind": TRAINERS[word]}
     if "code" in given:
         return "not supported: a trainer of your own; instead method.kind: custom, with method.use: FILE.py:NAME"
     return {"data.train.format": value} if isinstance(value, str) else None
@@ -176,8 +171,8 @@ def text_column(value: Any, given: Given) -> Lines | str | None:
 
 def record_count(value: Any, given: Given) -> Lines | str | None:
     """The number of records that are taken, which belongs to a source."""
-    count = number(value)
-    return {"data.train.count": int(count)} if count and count > 0 and count.denominator == 1 else None
+    records = number(value)
+    return {"data.train.count": int(records)} if records and records > 0 and records.denominator == 1 else None
 
 
 def revision(value: Any, given: Given) -> Lines | str | None:
@@ -228,20 +223,6 @@ def layers_of_litgpt(value: Any, given: Given) -> Lines | str | None:
     return {"adapter.target_modules": on} if on else None
 
 
-def truncation(value: Any, given: Given) -> Lines | str | None:
-    """Which end of a text that is too long is cut off; here it is the last one."""
-    word = str(value).lower()
-    if word in {"keep_end", "left", "truncate_start", "truncation_left"}:
-        return (
-            "not supported: keeping the end of a text that is too long; instead data.too_long: truncate, which keeps "
-            "its start, or drop"
-        )
-    known = {"delete": "drop", "drop": "drop", "split": "split", "raise": "drop"} | dict.fromkeys(
-        ("true", "keep_start", "truncate", "right", "truncation_right"), "truncate"
-    )
-    return {"data.too_long": known[word]} if word in known else None
-
-
 def torchtune_loss(value: Any, given: Given) -> Lines | str | None:
     """torchtune's component of the loss: that of DPO is a method, cross-entropy is every method's."""
     if not isinstance(value, Mapping):
@@ -273,11 +254,11 @@ RULES: dict[str, Rule] = by_name({
     "batch_size": batch,
     "warmup_ratio": warmup_share,
     "warmup_steps": warmup_steps,
-    "save_steps save_interval checkpoint_interval save_freq save_every_n_steps": _unless(
-        "checkpoint.every", ("save_strategy", "save_epoch"), ("epoch", "no", "best", "true")
+    "save_steps save_interval checkpoint_interval save_freq save_every_n_steps": bound(
+        cadence, "checkpoint.every", "save_strategy save_epoch", "epoch no best true"
     ),
-    "eval_steps eval_interval eval_freq eval_frequency": _unless(
-        "eval.every", ("eval_strategy", "evaluation_strategy"), ("epoch", "no")
+    "eval_steps eval_interval eval_freq eval_frequency": bound(
+        cadence, "eval.every", "eval_strategy evaluation_strategy", "epoch no"
     ),
     "lm_eval_tasks": harness_tasks,
     "dataset_text_field": text_column,
@@ -286,7 +267,6 @@ RULES: dict[str, Rule] = by_name({
     "max_samples num_samples max_train_samples n_samples sample_size": record_count,
     "model_revision revision_of_model base_model_revision": revision,
     "lora_query lora_key lora_value lora_projection lora_mlp lora_head": layers_of_litgpt,
-    "truncation truncation_mode truncation_side truncation_strategy excess_length_strategy": truncation,
     "use_wandb use_tensorboard use_mlflow enable_wandb enable_tensorboard": use_tracker,
     "wandb_project mlflow_experiment_name": tracker_project,
     "lora_r lora_rank rank r": rank,

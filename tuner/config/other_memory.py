@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from tuner.config.not_supported import sentence
-from tuner.config.other_rules import Given, Lines, Rule, number, switch, words
+from tuner.config.other_rules import Given, Lines, Rule, bound, dtype, number, switch, words
 from tuner.config.other_tools import by_name, values_written
 
 _HOSTS = {"cpu", "host", "true", "pin_memory"}
@@ -26,7 +26,7 @@ def optimizer(value: Any, given: Given) -> Lines | str | None:
     """The optimizer by transformers' names."""
     adamw = ["adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "torch.optim.adamw", "adam"]
     others = {"adafactor": "adafactor", "muon": "muon", "sgd": {"optimizer.kind": "sgd", "optimizer.momentum": 0}}
-    return words("optimizer.kind", dict.fromkeys(adamw, "adamw") | others | adamw_values())(value, given)
+    return words(value, given, "optimizer.kind", dict.fromkeys(adamw, "adamw") | others | adamw_values())
 
 
 def adapter(value: Any) -> Lines | None:
@@ -58,41 +58,26 @@ def _is_quantised(given: Given) -> bool:
     return any("qlora" in word for word in words) or any(word in {"true", "4", "8"} for word in on)
 
 
-def _way(*known: str) -> Rule:
+def _way(value: Any, given: Given, *known: str) -> Lines | str | None:
     """How the bits are made of the weights, which has no key here."""
-
-    def rule(value: Any, given: Given) -> Lines | str | None:
-        if str(value).lower() not in known:
-            return sentence("gptq")
-        return {} if _is_quantised(given) else "model.quantize: nf4 or int8 gives bitsandbytes' codes; leave it out"
-
-    return rule
+    if str(value).lower() not in known:
+        return sentence("gptq")
+    return {} if _is_quantised(given) else "model.quantize: nf4 or int8 gives bitsandbytes' codes; leave it out"
 
 
-def _compute_type(value: Any, given: Given) -> Lines | str | None:
-    """The type of the products with a quantised base, which is that of all others here."""
-    word = str(value).lower().removeprefix("torch.")
-    found = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
-    return {"train.precision": found[word]} if word in found else None
-
-
-def _host(key: str) -> Rule:
+def _host(value: Any, given: Given, key: str) -> Lines | str | None:
     """A truth value, the word of a device, or DeepSpeed's section of one."""
-
-    def rule(value: Any, given: Given) -> Lines | str | None:
-        device = str(value.get("device", "none") if isinstance(value, Mapping) else value).lower()
-        if device in _HOSTS:
-            return {key: "host"}
-        return sentence("nvme_path") if device == "nvme" else switch(key, "host", "none")(value, given)
-
-    return rule
+    device = str(value.get("device", "none") if isinstance(value, Mapping) else value).lower()
+    if device in _HOSTS:
+        return {key: "host"}
+    return sentence("nvme_path") if device == "nvme" else switch(value, given, key, "host", "none")
 
 
 def _activations(value: Any, given: Given) -> Lines | str | None:
     """Activations on the host; on a disk they cannot be."""
     if str(value).lower() in {"disk", "offload_disk"}:
         return sentence("nvme_path")
-    found = switch("train.offload_activations", True)("true" if value in ("legacy", "hidden_states") else value, given)
+    found = switch(value in ("legacy", "hidden_states") or value, given, "train.offload_activations", True)
     return found | {"train.gradient_checkpointing": "full"} if isinstance(found, dict) else found
 
 
@@ -100,16 +85,13 @@ def _four_bits(value: Any, given: Given) -> Lines | str | None:
     """A base of 4 bits, where its codes are those that are here."""
     if str(value).lower() == "true" and str(given.get("bnb_4bit_quant_type", "nf4")).lower() != "nf4":
         return sentence("gptq")
-    return switch("model.quantize", "nf4")(value, given)
+    return switch(value, given, "model.quantize", "nf4")
 
 
 def _qlora(value: Any, given: Given) -> Lines | str | None:
     """oumi's switch, with the bits and their codes beside it."""
-    if str(value).lower() != "true":
-        return switch("model.quantize", "nf4")(value, given)
-    if str(given.get("bnb_4bit_quant_type", "nf4")).lower() != "nf4":
-        return sentence("gptq")
-    return bits(given.get("q_lora_bits", 4), given)
+    found = _four_bits(value, given)
+    return bits(given.get("q_lora_bits", 4), given) if found == {"model.quantize": "nf4"} else found
 
 
 def _whole(value: Any, given: Given) -> Lines | str | None:
@@ -126,8 +108,8 @@ def _whole(value: Any, given: Given) -> Lines | str | None:
 
 
 _BITS: dict[str, Rule] = {
-    "load_in_4bit": _four_bits, "load_in_8bit": switch("model.quantize", "int8"), "bits": bits,
-    "bnb_4bit_compute_dtype": _compute_type,
+    "load_in_4bit": _four_bits, "load_in_8bit": bound(switch, "model.quantize", "int8"), "bits": bits,
+    "bnb_4bit_compute_dtype": dtype,
 }  # fmt: skip
 """Keys of transformers' section on how a model is quantised."""
 RULES: dict[str, Rule] = by_name({
@@ -136,13 +118,12 @@ RULES: dict[str, Rule] = by_name({
     "q_lora": _qlora,
     "quantization_bit quant_bits bits": bits,
     "quantization_config bnb_config_kwargs": _whole,
-    "quantization_method quant_method": _way("bnb", "bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"),
-    "bnb_4bit_quant_type quantization_type": _way("nf4"),
-    "bnb_4bit_compute_dtype": _compute_type,
+    "quantization_method quant_method": bound(_way, "bnb", "bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit"),
+    "bnb_4bit_quant_type quantization_type": bound(_way, "nf4"),
     "cpu_offload offload_params fsdp_offload_params fsdp_cpu_offload offload_param offload_param_device":
-        _host("parallel.offload"),
+        bound(_host, "parallel.offload"),
     "offload_optimizer zero_offload optimizer_cpu_offload optim_cpu_offload offload_optimizer_device":
-        _host("optimizer.offload"),
+        bound(_host, "optimizer.offload"),
     "activation_offloading enable_activation_offloading offload_activations gradient_checkpointing_offload "
     "activation_cpu_offload cpu_offloading activation_checkpointing_offload "
     "activation_checkpoint_cpu_offload": _activations,

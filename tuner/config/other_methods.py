@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tuner.config.numbers import write_number
-from tuner.config.other_rules import Given, Lines, Rule, number, number_of, words
+from tuner.config.other_rules import Given, Lines, Rule, listed, number, number_of, words
 from tuner.config.other_tools import by_name, foreign, of_value
 
 PAIRS = frozenset(("dpo", "orpo", "simpo", "cpo", "reward"))
@@ -106,7 +106,7 @@ def gamma(value: Any, given: Given) -> Lines | str | None:
 
 def cpo_alpha(value: Any, given: Given) -> Lines | str | None:
     """The supervised term of CPO, which TRL adds to SimPO too unless it is set to 0."""
-    return {} if number(value) == 0 and kind_of(given) == "simpo" else number_of("method.sft_weight")(value, given)
+    return {} if number(value) == 0 and kind_of(given) == "simpo" else number_of(value, given, "method.sft_weight")
 
 
 def smoothing(value: Any, given: Given) -> Lines | str | None:
@@ -173,7 +173,7 @@ _STAGES = {"sft": "sft", "pt": "pretrain", "pretrain": "pretrain"}
 
 def stage(value: Any, given: Given) -> Lines | str | None:
     """A kind of training, of pre-training and supervised fine-tuning as of preferences."""
-    return words("method.kind", _STAGES)(value, given) if str(value).lower() in _STAGES else kind(value, given)
+    return words(value, given, "method.kind", _STAGES) if str(value).lower() in _STAGES else kind(value, given)
 
 
 RULES: dict[str, Rule] = by_name({
@@ -204,5 +204,4 @@ def template_of(sets: Any) -> str | None:
 
 def _names(value: Any) -> list[str]:
     """Losses in a list, or one, or several separated by commas."""
-    items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
-    return [str(item).strip().lower() for item in items]
+    return [name.lower() for name in listed(value)]

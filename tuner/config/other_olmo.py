@@ -1,48 +1,23 @@
 """Meanings of the keys of an OLMo-core ladder that need code of their own: sizes, laws, and token arrays."""
 
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from tuner.config.numbers import write_number
-from tuner.config.other_rules import Given, Lines, Rule, number, percent
+from tuner.config.other_rules import Given, Lines, Rule, number, of_number, percent
 
 _PEAK_LR = 0.00235
 """Peak learning rate of their ladder for 108M parameters, which lr_multiplier multiplies."""
 _SIXTEEN_BITS = 2**16
 
 
-def sizes(value: Any, given: Given) -> Lines | str | None:
-    """Names of sizes, which count parameters; a ladder starts at random weights and compares held-out losses."""
-    return {"ladder.sizes": value, "model.init": "random", "data.eval": "1%"} if isinstance(value, list) else None
-
-
-def multiples(value: Any, given: Given) -> Lines | str | None:
+def multiples(last: Fraction) -> Lines:
     """Their one multiple is the end of the last period: those before it end at half of what the next one does."""
-    last = number(value)
-    if last is None:
-        return None
     ends = [last]
     while ends[0] > 0.5:
         ends.insert(0, ends[0] / 2)
     return {"ladder.multiples": [float(end) for end in ends]}
-
-
-def decay(value: Any, given: Given) -> Lines | str | None:
-    """A share of each period."""
-    share = number(value)
-    return None if share is None else {"ladder.decay": percent(share)}
-
-
-def tokens(value: Any, given: Given) -> Lines | str | None:
-    """Tokens of one multiple for each parameter."""
-    count = number(value)
-    return None if count is None else {"ladder.tokens": f"{write_number(count)} * N"}
-
-
-def peak(value: Any, given: Given) -> Lines | str | None:
-    """A factor of their law of the learning rate."""
-    factor = number(value)
-    return None if factor is None else {"ladder.lr": f"{float(factor) * _PEAK_LR:.6g} * (N / 108M)^(-1/3)"}
 
 
 def token_arrays(value: Any, given: Given) -> Lines | str | None:
@@ -69,11 +44,14 @@ def _paths(value: Any, dtype: Any) -> Iterator[tuple[str, Any]]:
 
 
 RULES: dict[str, Rule] = {
-    "sizes": sizes,
-    "run_configurator.chinchilla_multiple": multiples,
-    "run_configurator.decay_fraction": decay,
-    "run_configurator.tokens_per_param": tokens,
-    "run_configurator.lr_multiplier": peak,
+    # A ladder starts at random weights and compares held-out losses.
+    "sizes": lambda value, given: {"ladder.sizes": value, "model.init": "random", "data.eval": "1%"},
+    "run_configurator.chinchilla_multiple": of_number(multiples),
+    "run_configurator.decay_fraction": of_number(lambda share: {"ladder.decay": percent(share)}),
+    "run_configurator.tokens_per_param": of_number(lambda count: {"ladder.tokens": f"{write_number(count)} * N"}),
+    "run_configurator.lr_multiplier": of_number(
+        lambda factor: {"ladder.lr": f"{float(factor) * _PEAK_LR:.6g} * (N / 108M)^(-1/3)"}
+    ),
     "instance_sources": token_arrays,
 }
 """How keys of an OLMo-core ladder become ours; the others are in other_configs.yaml."""

@@ -5,10 +5,10 @@ from typing import Any
 
 from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.config.numbers import write_number
-from tuner.config.other_data import component_settings, is_file, is_text, located, plain_sources
+from tuner.config.other_data import component_settings, is_file, is_text, located, plain_sources, table
 from tuner.config.other_memory import adamw_values, adapter
 from tuner.config.other_methods import is_taught
-from tuner.config.other_rules import Given, Lines, Rule, number, percent
+from tuner.config.other_rules import Given, Lines, Rule, bound, listed, number, percent
 from tuner.config.other_tools import by_name, of_value
 
 
@@ -31,16 +31,11 @@ def data_set(value: Any, given: Given) -> Lines | str | None:
 
 def targets(value: Any, given: Given) -> Lines | str | None:
     """Names in a list or separated by commas, or a word for all linear layers."""
-    if isinstance(value, (list, tuple)):
-        names = [str(item) for item in value]
-        return {"adapter.target_modules": "all-linear" if names in (["all"], ["all-linear"]) else names}
-    if not isinstance(value, str):
-        return {"adapter.target_modules": "all-linear"} if value is True else None
-    if set(value) & set("\\()|^$+"):
+    if isinstance(value, str) and set(value) & set("\\()|^$+"):
         return "not supported: layers by a regular expression; instead adapter.target_modules with names or globs"
-    if value.lower() in {"all", "all-linear", "all_linear", "auto"}:
-        return {"adapter.target_modules": "all-linear"}
-    return {"adapter.target_modules": [name.strip() for name in value.split(",")]}
+    names = listed(value)
+    is_all = value is True or [name.lower() for name in names] in (["all"], ["all-linear"], ["all_linear"], ["auto"])
+    return {"adapter.target_modules": "all-linear" if is_all else names} if is_all or names else None
 
 
 _EXPERTS = {"gate_up_proj", "up_proj", "down_proj"}
@@ -48,8 +43,7 @@ _EXPERTS = {"gate_up_proj", "up_proj", "down_proj"}
 
 def experts(value: Any, given: Given) -> Lines | str | None:
     """Names of the weights of routed experts, of which a recipe adapts both, in all layers."""
-    items = value.split(",") if isinstance(value, str) else value
-    names = [str(item).strip() for item in items] if isinstance(items, (list, tuple)) else []
+    names = listed(value)
     ends = {name.rpartition(".")[2] for name in names}
     if not ends or not ends <= _EXPERTS or not all("experts" in name for name in names):
         return None
@@ -83,12 +77,12 @@ def new_tokens(value: Any, given: Given) -> Lines | str | None:
 
 def adapters(value: Any, given: Given) -> Lines | str | None:
     """Directories of adapters, in a list or separated by commas, to be trained further or to lie below a new one."""
-    items = value.split(",") if isinstance(value, str) else value
-    if not isinstance(items, list) or not items or not all(isinstance(item, str) for item in items):
+    paths = listed(value)
+    if not paths or not all(isinstance(item, str) for item in value):
         return None
     how = {"adapter": "merge"} if given.get("create_new_adapter") is True else {}
-    merged = [{"path": item.strip(), "adapter": "merge"} for item in items[:-1]]
-    return {"model.init_from": [*merged, {"path": items[-1].strip(), **how}]}
+    merged = [{"path": path, "adapter": "merge"} for path in paths[:-1]]
+    return {"model.init_from": [*merged, {"path": paths[-1], **how}]}
 
 
 def plugins(value: Any, given: Given) -> Lines | str | None:
@@ -159,26 +153,16 @@ def data_sets(value: Any, given: Given) -> Lines | str | None:
     return {"data.train": sources} | settings | ({kind: "pretrain"} if is_text(sources) else {})
 
 
-def held_out_sets(value: Any, given: Given) -> Lines | str | None:
-    """Data sets that are never trained on."""
+def sets_of(value: Any, given: Given, key: str) -> Lines | str | None:
+    """Data sets under a key of ours."""
     sources = plain_sources(value)
-    return None if sources is None else {"data.eval": sources}
-
-
-_BUILDERS: dict[str, Lines] = {
-    "adamw": {"optimizer.kind": "adamw"}, "adam": {"optimizer.kind": "adamw"}, "sgd": {"optimizer.kind": "sgd"},
-    "adafactor": {"optimizer.kind": "adafactor"}, "get_cosine_schedule_with_warmup": {"schedule.kind": "cosine"},
-    "get_linear_schedule_with_warmup": {"schedule.kind": "linear"},
-    "get_constant_schedule_with_warmup": {"schedule.kind": "constant"},
-    "get_inverse_sqrt_schedule": {"schedule.kind": "inverse_sqrt"},
-    "tensorboardlogger": {"logging.trackers": ["tensorboard"]}, "wandblogger": {"logging.trackers": ["wandb"]},
-}  # fmt: skip
+    return None if sources is None else {key: sources}
 
 
 def builder(value: Any, given: Given) -> Lines | str | None:
     """What torchtune builds by a dotted path."""
     name = str(value).rpartition(".")[2].lower()
-    if found := _BUILDERS.get(name):
+    if found := table("builders").get(name):
         return {**found}
     if found := adamw_values().get(name):
         return {**found}
@@ -194,7 +178,7 @@ RULES: dict[str, Rule] = by_name({
     "val_set_size val_size validation_split split_dataset_ratio": held_out,
     "dataset_name hf_hub_url": data_set,
     "datasets dataset": data_sets,
-    "test_datasets val_dataset": held_out_sets,
+    "test_datasets val_dataset": bound(sets_of, "data.eval"),
     "roles_to_train": roles,
     "lora_target_modules lora_target lora_modules target_modules": targets,
     "target_parameters lora_target_parameters": experts,

@@ -5,8 +5,8 @@ from typing import Any
 
 from tuner.config.conversion import known_names
 from tuner.config.fields import fields
-from tuner.config.other_arctic import METHODS
 from tuner.config.other_configs import Tool, dialects
+from tuner.config.other_keys import TRAINERS
 from tuner.config.other_methods import kind_of
 from tuner.config.other_tools import of_value
 from tuner.errors import RecipeError
@@ -62,7 +62,7 @@ def require_training(given: Mapping[str, Any], name: str, tool: Tool, is_said: b
             f"{name}: trains nothing: it has no data set, no learning rate and no number of steps or epochs",
             hint=f"read are {_READ}, each of a training",
         )
-    if tool == "arctictraining" and given.get("type", "sft") not in METHODS:
+    if tool == "arctictraining" and given.get("type", "sft") not in TRAINERS:
         raise RecipeError(
             f"{name}: type: {given['type']}: a trainer of its own, whose code says what is trained",
             hint="write a recipe; a loss of your own is method.kind: custom with method.use: FILE.py:NAME",

@@ -1,8 +1,9 @@
 """Rules by which values of other tools become ours: counts with units, shares, truth values, words, and their names."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
 from tuner.config.numbers import parse_number, write_number
@@ -30,151 +31,121 @@ def number(value: Any) -> Fraction | None:
         return None
 
 
+def first_number(given: Given, names: Iterable[str]) -> Fraction | None:
+    """The first of these keys that has a number other than 0."""
+    return next((found for name in names if (found := number(given.get(name)))), None)
+
+
 def percent(share: Fraction) -> str:
     """A share as it is written: 0.03 is 3%."""
     return f"{write_number(share * 100)}%"
 
 
-def count_of(key: str, unit: str, off: str | None = None) -> Rule:
+def listed(value: Any) -> list[str]:
+    """The names in a list, or in a text between commas; none in anything else."""
+    items = value.split(",") if isinstance(value, str) else value
+    return [str(item).strip() for item in items] if isinstance(items, (list, tuple)) else []
+
+
+def bound(rule: Callable[..., Lines | str | None], *arguments: Any) -> Rule:
+    """A rule of a function that takes arguments of its own after the value and all that is given."""
+    return lambda value, given: rule(value, given, *arguments)
+
+
+def of_number(lines: Callable[[Fraction], Lines | str]) -> Rule:
+    """What a number becomes; anything else is not understood."""
+    return lambda value, given: None if (found := number(value)) is None else lines(found)
+
+
+def count(value: Any, given: Given, key: str, unit: str, off: str | None = None) -> Lines | str | None:
     """A count of `unit`; `off` is what 0 and less mean, nothing where it is None."""
-
-    def rule(value: Any, given: Given) -> Lines | str | None:
-        count = number(value)
-        if count is None:
-            return None
-        if count <= 0:
-            return {key: off} if off is not None else f"{write_number(count)} means nothing for {key}; leave it out"
-        if 0 < count < 1 and unit != "epochs":
-            return {key: percent(count)}
-        return {key: f"{write_number(count)} {unit if count != 1 else unit[:-1]}"}
-
-    return rule
+    found = number(value)
+    if found is None:
+        return None
+    if found <= 0:
+        return {key: off} if off is not None else f"{write_number(found)} means nothing for {key}; leave it out"
+    if found < 1 and unit != "epochs":
+        return {key: percent(found)}
+    return {key: f"{write_number(found)} {unit if found != 1 else unit[:-1]}"}
 
 
-def share_of(key: str, off: str | None) -> Rule:
-    """A ratio, which is written as percent; a count of `steps` where it is above 1."""
-    steps = count_of(key, "steps", off)
-
-    def rule(value: Any, given: Given) -> Lines | str | None:
-        share = number(value)
-        return {key: percent(share)} if share is not None and 0 < share < 1 else steps(value, given)
-
-    return rule
-
-
-def per_epoch(key: str) -> Rule:
+def per_epoch(value: Any, given: Given, key: str) -> Lines | str | None:
     """So many times an epoch."""
-
-    def rule(value: Any, given: Given) -> Lines | str | None:
-        times = number(value)
-        if times is None:
-            return None
-        if times <= 0:
-            return {key: "never"}
-        every = round(float(1 / times), 4)
-        return {key: "1 epoch" if every == 1 else f"{every:g} epochs"}
-
-    return rule
+    times = number(value)
+    if times is None:
+        return None
+    every = round(float(1 / times), 4) if times > 0 else 0
+    return {key: "never" if not every else "1 epoch" if every == 1 else f"{every:g} epochs"}
 
 
-def strategy(key: str, count: str) -> Rule:
+def strategy(value: Any, given: Given, key: str, cadence: str) -> Lines | str | None:
     """`no`, `epoch` or `steps`, of which the last one leaves the cadence to another key."""
-
-    def rule(value: Any, given: Given) -> Lines | str | None:
-        word = "no" if value is False else value
-        if word == "steps":
-            steps = number(given.get(count))
-            return {key: f"{write_number(steps)} steps"} if steps else f"{key} is itself the number of steps here"
-        return {"no": {key: "never"}, "epoch": {key: "1 epoch"}}.get(str(word))
-
-    return rule
+    if value == "steps":
+        steps = number(given.get(cadence))
+        return {key: f"{write_number(steps)} steps"} if steps else f"{key} is itself the number of steps here"
+    return {"no": {key: "never"}, "False": {key: "never"}, "epoch": {key: "1 epoch"}}.get(str(value))
 
 
-def switch(key: str, on: Any, off: Any = None) -> Rule:
+def switch(value: Any, given: Given, key: str, on: Any, off: Any = None) -> Lines | str | None:
     """A truth value; `off` is what false means, the default where it is None."""
-
-    def rule(value: Any, given: Given) -> Lines | str | None:
-        if isinstance(value, str) and value.lower() in {"true", "false"}:
-            value = value.lower() == "true"
-        if not isinstance(value, bool):
-            return None
-        chosen = on if value else off
-        return f"false is the default of {key}; leave it out" if chosen is None else {key: chosen}
-
-    return rule
+    word = str(value).lower()
+    if word not in {"true", "false"}:
+        return None
+    chosen = on if word == "true" else off
+    return f"false is the default of {key}; leave it out" if chosen is None else {key: chosen}
 
 
 def packing(value: Any, given: Given) -> Lines | str | None:
     """Whether rows are packed, which either of LLaMA-Factory's two keys turns on."""
     is_on = any(str(given.get(name)).lower() == "true" for name in ("packing", "neat_packing"))
-    return switch("data.packing", "auto", False)(is_on or value, given)
+    return switch(is_on or value, given, "data.packing", "auto", False)
 
 
-def words(key: str, words: Mapping[str, Any]) -> Rule:
-    """One of a few words; those that are not here may be values that are not supported."""
+def words(
+    value: Any, given: Given, key: str, known: Mapping[str, Any], notes: Mapping[str, str] = MappingProxyType({})
+) -> Lines | str | None:
+    """One of a few words, of which some have a note; those that are not here may be values that are not supported."""
+    if not isinstance(value, (str, bool)):
+        return None
+    word = str(value).lower()
+    if (text := by_name(notes).get(word)) is not None:
+        return text
+    found = by_name(known).get(word)
+    if found is None:
+        meant = of_value(key, value)
+        return meant.replace("write ", f"write {key}: ", 1) if meant and meant.startswith("write ") else meant
+    return found if isinstance(found, dict) else {key: found}
 
-    def rule(value: Any, given: Given) -> Lines | str | None:
-        if not isinstance(value, (str, bool)):
-            return None
-        found = words.get(str(value).lower())
-        if found is None:
-            meant = of_value(key, value)
-            return meant.replace("write ", f"write {key}: ", 1) if meant and meant.startswith("write ") else meant
-        return found if isinstance(found, dict) else {key: found}
 
-    return rule
-
-
-def cycles(rule: Rule) -> Rule:
+def schedule(value: Any, given: Given) -> Lines | str | None:
     """A schedule's name, of which a cosine with restarts is a plain cosine: transformers has one cycle by default."""
-
-    def restarts(value: Any, given: Given) -> Lines | str | None:
-        if str(value).lower() == "warmup_stable_decay":  # whose decay is a cosine unless another one is named
-            named = given.get("decay_type", (given.get("lr_scheduler_kwargs") or {}).get("decay_type"))
-            return {"schedule.kind": "wsd"} | ({} if named else {"schedule.decay_shape": "cosine"})
-        return {"schedule.kind": "cosine"} if str(value).lower() == "cosine_with_restarts" else rule(value, given)
-
-    return restarts
+    if str(value).lower() == "warmup_stable_decay":  # whose decay is a cosine unless another one is named
+        named = given.get("decay_type", (given.get("lr_scheduler_kwargs") or {}).get("decay_type"))
+        return {"schedule.kind": "wsd"} | ({} if named else {"schedule.decay_shape": "cosine"})
+    return words(value, given, "schedule.kind", _SCHEDULES)
 
 
-def all_unless(*names: str) -> Rule:
+def all_unless(value: Any, given: Given, *names: str) -> Lines | str | None:
     """Every token is trained on unless one of these keys of the other tool says otherwise."""
-
-    def rule(value: Any, given: Given) -> Lines | str | None:
-        is_masked = any(str(given.get(name)).lower() == "true" for name in names)
-        return {"method.train_on": "assistant" if is_masked else "all"}
-
-    return rule
+    is_masked = any(str(given.get(name)).lower() == "true" for name in names)
+    return {"method.train_on": "assistant" if is_masked else "all"}
 
 
-def note(text: str) -> Rule:
-    """A sentence in place of a line."""
-    return lambda value, given: text
-
-
-def number_of(key: str, off: Any = None) -> Rule:
+def number_of(value: Any, given: Given, key: str, off: Any = None) -> Lines | str | None:
     """A number; `off` is what 0 and less mean."""
-
-    def rule(value: Any, given: Given) -> Lines | str | None:
-        found = number(value)
-        if found is None:
-            return {} if value == "auto" else {key: off} if value is None and off == "never" else None
-        if found <= 0 and off is not None:
-            return {key: off}
-        return {key: value if not isinstance(value, str) else _plain(found)}
-
-    return rule
-
-
-def _plain(count: Fraction) -> int | float:
-    return int(count) if count.denominator == 1 else float(count)
+    found = number(value)
+    if found is None:
+        return {} if value == "auto" else {key: off} if value is None and off == "never" else None
+    if found <= 0 and off is not None:
+        return {key: off}
+    exact = int(found) if found.denominator == 1 else float(found)
+    return {key: exact if isinstance(value, str) else value}
 
 
 def accumulated(value: Any, given: Given) -> Lines | str | None:
     """Rows of a step: those of a process times the micro-batches, times the processes where their number is given."""
-    micro = next((found for name in (*PER_DEVICE, "batch_size") if (found := number(given.get(name)))), None)
-    steps, processes = number(value), with_own_rows(given)
-    if any(number(given.get(name)) for name in ("train_batch_size", "train.global_batch_size")):
+    micro, steps = first_number(given, (*PER_DEVICE, "batch_size")), number(value)
+    if first_number(given, ("train_batch_size", "train.global_batch_size")):
         return {}  # which is said already
     if steps is None or steps <= 0:
         return "accumulation follows from train.global_batch_size, the rows of a step"
@@ -183,7 +154,7 @@ def accumulated(value: Any, given: Given) -> Lines | str | None:
             "accumulation follows from train.global_batch_size: N rows, which is micro_batch_size x "
             f"{write_number(steps)} x processes"
         )
-    return {"train.global_batch_size": int(micro * steps * processes)}
+    return {"train.global_batch_size": int(micro * steps * with_own_rows(given))}
 
 
 def with_own_rows(given: Given) -> Fraction:
@@ -203,28 +174,30 @@ def micro_batch(value: Any, given: Given) -> Lines | str | None:
 
 def betas(value: Any, given: Given) -> Lines | str | None:
     """Both decay rates, of which another tool has a key each."""
-    pair = [number(given.get(f"adam_beta{index}", given.get(f"beta{index}"))) for index in (1, 2)]
     if number(value) is None:
         return None
-    defaults = (Fraction("0.9"), Fraction("0.999"))
-    return {
-        "optimizer.betas": [
-            float(default if beta is None else beta) for beta, default in zip(pair, defaults, strict=True)
-        ]
-    }
+    written = (number(given.get(f"adam_beta{index}", given.get(f"beta{index}"))) for index in (1, 2))
+    pair = zip(written, (0.9, 0.999), strict=True)
+    return {"optimizer.betas": [default if beta is None else float(beta) for beta, default in pair]}
 
 
 def min_lr(value: Any, given: Given) -> Lines | str | None:
     """The lowest learning rate, as a share of the peak."""
-    lowest, peak = (
-        number(value),
-        next((found for name in ("learning_rate", "lr") if (found := number(given.get(name)))), None),
-    )
+    lowest, peak = number(value), first_number(given, ("learning_rate", "lr"))
     if lowest is None:
         return None
     if not peak:
         return "schedule.min_lr_ratio is the share of optimizer.lr that is left at the end, such as 10%"
     return {"schedule.min_lr_ratio": round(float(lowest / peak), 6)}
+
+
+_OPTIONS: dict[str, Rule] = by_name({
+    "min_lr_rate min_lr_ratio": bound(number_of, "schedule.min_lr_ratio"),
+    "min_lr lr_end": min_lr,
+    "num_decay_steps": bound(count, "schedule.decay", "steps"),
+    "decay_type": bound(words, "schedule.decay_shape", {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}),
+})
+"""Options of schedulers of transformers."""
 
 
 def scheduler_options(value: Any, given: Given) -> Lines | str | None:
@@ -235,18 +208,8 @@ def scheduler_options(value: Any, given: Given) -> Lines | str | None:
         return {}  # one cycle is a cosine without restarts
     result: Lines = {}
     for name, found in value.items():
-        line: Lines | str | None = None
-        if name in {"min_lr_rate", "min_lr_ratio"}:
-            line = number_of("schedule.min_lr_ratio")(found, given)
-        elif name in {"min_lr", "lr_end"}:
-            line = min_lr(found, given)
-        elif name == "num_decay_steps":
-            line = count_of("schedule.decay", "steps")(found, given)
-        elif name == "decay_type":
-            shapes = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}
-            line = words("schedule.decay_shape", shapes)(found, given)
-        elif number(found) == {"num_cycles": 1, "power": 1}.get(name):
-            line = {}
+        is_plain = number(found) == {"num_cycles": 1, "power": 1}.get(name)
+        line = _OPTIONS[name](found, given) if name in _OPTIONS else {} if is_plain else None
         if not isinstance(line, dict):
             return (
                 f"not supported: {name} of a scheduler; instead schedule.min_lr_ratio, or schedule.decay and "
@@ -266,55 +229,29 @@ def bf16(value: Any, given: Given) -> Lines | str | None:
     return None
 
 
-def dtype(value: Any, given: Given) -> Lines | str | None:
-    """A type of torch, which decides the computation here."""
-    word = str(value).lower().removeprefix("torch.")
-    found = {
-        "bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32", "auto": "auto",
-        "float16": "fp16", "fp16": "fp16", "half": "fp16",
-    }.get(word)  # fmt: skip
-    return None if found is None else {"train.precision": found}
-
-
 def seconds(value: Any, given: Given) -> Lines | str | None:
-    """A time in seconds."""
-    seconds = number(value)
-    if seconds is None or seconds <= 0:
+    """A time in seconds; one of more than a day is as good as none."""
+    time = number(value)
+    if time is None or time <= 0:
         return None
-    if seconds > _DAY:
-        return {}  # as good as none
-    minutes = seconds / 60
-    return {
-        "parallel.timeout": f"{write_number(minutes)} min" if minutes.denominator == 1 else f"{math.ceil(seconds)} s"
-    }
+    minutes = time / 60
+    text = f"{write_number(minutes)} min" if minutes.denominator == 1 else f"{math.ceil(time)} s"
+    return {} if time > _DAY else {"parallel.timeout": text}
 
 
-def names_in(key: str) -> Rule:
+def names_in(value: Any, given: Given, key: str) -> Lines | str | None:
     """Names in a list or separated by commas."""
-
-    def rule(value: Any, given: Given) -> Lines | str | None:
-        items = value.split(",") if isinstance(value, str) else value
-        return {key: [str(item).strip() for item in items]} if isinstance(items, list) and items else None
-
-    return rule
+    return {key: names} if (names := listed(value)) else None
 
 
-def text_of(key: str) -> Rule:
-    """A text that stays as it is."""
-    return lambda value, given: {key: value} if isinstance(value, str) else None
-
-
-def same(key: str) -> Rule:
-    """Any value, as it is."""
-    return lambda value, given: {key: value}
-
-
-MAKERS: dict[str, Callable[..., Rule]] = {
-    "all_unless": all_unless, "count": count_of, "names": names_in, "note": note, "number": number_of,
-    "per_epoch": per_epoch, "same": same, "share": share_of, "strategy": strategy, "switch": switch, "text": text_of,
-    "words": words,
+KINDS: dict[str, Callable[..., Lines | str | None]] = {
+    "all_unless": all_unless, "count": count, "names": names_in, "number": number_of, "per_epoch": per_epoch,
+    "strategy": strategy, "switch": switch, "words": words,
+    "note": lambda value, given, text: text,
+    "same": lambda value, given, key: {key: value},
+    "text": lambda value, given, key: {key: value} if isinstance(value, str) else None,
 }  # fmt: skip
-"""What makes a rule of its arguments, by its name in other_rules.yaml and other_configs.yaml."""
+"""Rules with arguments of their own, by their names in other_rules.yaml and other_configs.yaml."""
 
 
 def made(rows: Sequence[Mapping[str, Any]]) -> dict[str, Rule]:
@@ -322,22 +259,27 @@ def made(rows: Sequence[Mapping[str, Any]]) -> dict[str, Rule]:
     rules: dict[str, Rule] = {}
     for row in rows:
         names = foreign()[row["of"]] if "of" in row else row["keys"].split()
-        rule = next(MAKERS[kind](*arguments) for kind, arguments in row.items() if kind in MAKERS)
+        rule = next(bound(KINDS[kind], *arguments) for kind, arguments in row.items() if kind in KINDS)
         rules |= dict.fromkeys(names, rule)
     return rules
 
 
+dtype = bound(words, "train.precision", {
+    "bfloat16 torch.bfloat16 bf16": "bf16", "float16 torch.float16 fp16 half": "fp16",
+    "float32 torch.float32 fp32": "fp32", "auto": "auto",
+})  # fmt: skip
+"""A type of torch, which decides the computation here."""
 _SCHEDULES: dict[str, Any] = {
     "cosine": "cosine", "linear": "linear", "inverse_sqrt": "inverse_sqrt", "constant_with_warmup": "constant",
-    "constant": {"schedule.kind": "constant", "schedule.warmup": "never"}, "warmup_stable_decay": "wsd",
-    "cosine_with_min_lr": "cosine", "polynomial": "linear", "wsd": "wsd",
+    "constant": {"schedule.kind": "constant", "schedule.warmup": "never"}, "cosine_with_min_lr": "cosine",
+    "cosine_with_restarts": "cosine", "polynomial": "linear", "wsd": "wsd",
 }  # fmt: skip
 RULES: dict[str, Rule] = by_name({
     "gradient_accumulation_steps": accumulated,
     "bf16 amp": bf16,
-    "dtype torch_dtype model_dtype weights_dtype": dtype,
+    "dtype torch_dtype model_dtype weights_dtype bnb_4bit_compute_dtype": dtype,
     "adam_beta1 adam_beta2 beta1 beta2": betas,
-    "lr_scheduler_type lr_scheduler scheduler": cycles(words("schedule.kind", _SCHEDULES)),
+    "lr_scheduler_type lr_scheduler scheduler": schedule,
     "min_lr lr_end eta_min": min_lr,
     "lr_scheduler_kwargs scheduler_kwargs lr_scheduler_config": scheduler_options,
     "packing neat_packing": packing,

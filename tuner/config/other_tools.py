@@ -20,36 +20,30 @@ def _inverted(rows: Mapping[str, str]) -> dict[str, str]:
 
 
 @cache
+def _by_their_names(table: str) -> dict[str, str]:
+    return _inverted(package_table("other_tools")[table])
+
+
+@cache
 def foreign() -> dict[str, tuple[str, ...]]:
     """Our keys with the names that other tools have for them."""
     return {ours: tuple(names.split()) for ours, names in package_table("other_tools")["names"].items()}
 
 
-@cache
 def theirs() -> dict[str, str]:
     """Names of other tools with our keys: in lower case, `-` as `_`."""
-    return _inverted(package_table("other_tools")["names"])
-
-
-@cache
-def _sections() -> dict[str, str]:
-    return _inverted(package_table("other_tools")["sections"])
+    return _by_their_names("names")
 
 
 def section_of(name: str) -> str:
     """Our section for another tool's; empty where it is none."""
-    return _sections().get(name, "")
-
-
-@cache
-def _notes() -> dict[str, str]:
-    return _inverted(package_table("other_tools")["notes"])
+    return _by_their_names("sections").get(name, "")
 
 
 def ours(name: str) -> str | None:
     """Return our name, or the whole thing to write, for a key of another tool; None when it is not in the table."""
     key = name.lower().replace("-", "_")
-    return _notes().get(key) or theirs().get(key)
+    return _by_their_names("notes").get(key) or theirs().get(key)
 
 
 def values_written(key: str, text: str) -> list[str]:

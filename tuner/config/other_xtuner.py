@@ -1,10 +1,11 @@
 """Meanings of XTuner V1's keys that need code of their own: its data sets, model, optimizer and rates."""
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from tuner.config.other_data import located
-from tuner.config.other_rules import Given, Lines, Rule, number, percent
+from tuner.config.other_rules import Given, Lines, Rule, min_lr, number, of_number, percent
 
 
 def data_sets(value: Any, given: Given) -> Lines | str | None:
@@ -23,73 +24,22 @@ def data_sets(value: Any, given: Given) -> Lines | str | None:
     return {"data.train": found}
 
 
-def optimizer(value: Any, given: Given) -> Lines | str | None:
-    """Where the state of AdamW is kept."""
-    return {"optimizer.kind": "adamw", "optimizer.offload": "host"} if value is True else {}
-
-
 def lowest_rate(value: Any, given: Given) -> Lines | str | None:
     """An absolute rate, as a share of the peak."""
-    lowest, peak = number(value), number(given.get("optim_cfg.lr", given.get("lr")))
-    if lowest is None or not peak or given.get("lr_type", "constant") == "constant":
-        return {}
-    return {"schedule.min_lr_ratio": round(float(lowest / peak), 6)}
+    found = min_lr(value, {**given, "lr": given.get("optim_cfg.lr", given.get("lr"))})
+    return {} if given.get("lr_type", "constant") == "constant" or not isinstance(found, dict) else found
 
 
-def warmup(value: Any, given: Given) -> Lines | str | None:
-    """A share of the run, or steps from 1 on."""
-    share = number(value)
-    if share is None:
-        return None
-    return {"schedule.warmup": "never" if not share else percent(share) if share < 1 else f"{int(share)} steps"}
-
-
-def recomputed(value: Any, given: Given) -> Lines | str | None:
+def recomputed(share: Fraction) -> Lines:
     """The share of decoder layers that is computed again."""
-    share = number(value)
-    if share is None:
-        return None
     level = {"train.gradient_checkpointing": "full" if share else "none"}
     return level | ({"train.gradient_checkpointing_layers": percent(share)} if 0 < share < 1 else {})
-
-
-def packed(value: Any, given: Given) -> Lines | str | None:
-    """Whether documents share rows; there is no cutting of all into rows of one length here."""
-    if value == "hard":
-        return "documents are packed whole here; only those longer than a row are cut"
-    return {"data.packing": value != "none"}
-
-
-def kept(key: str) -> Rule:
-    """A number of what is kept; theirs keeps all at -1."""
-
-    def rule(value: Any, given: Given) -> Lines | str | None:
-        count = number(value)
-        return None if count is None else {key: int(count) if count > 0 else 1000}
-
-    return rule
-
-
-def interval(key: str) -> Rule:
-    """Steps between two; none at -1, where the end alone counts."""
-
-    def rule(value: Any, given: Given) -> Lines | str | None:
-        count = number(value)
-        return None if count is None else {key: f"{int(count)} steps" if count > 0 else "never"}
-
-    return rule
 
 
 RULES: dict[str, Rule] = {
     "dataset_cfg": data_sets,
     "dataset_config_list": data_sets,
-    "swap_optimizer": optimizer,
     "lr_min": lowest_rate,
-    "lr_cfg.warmup_ratio": warmup,
-    "recompute_ratio": recomputed,
-    "pack_level": packed,
-    "checkpoint_interval": interval("checkpoint.every"),
-    "checkpoint_maxkeep": kept("checkpoint.keep"),
-    "hf_max_keep": kept("export.keep"),
+    "recompute_ratio": of_number(recomputed),
 }
 """How keys of an XTuner V1 configuration become ours; the others are in other_configs.yaml."""

@@ -127,7 +127,7 @@ def _hub_or_path(text: str, base: Path) -> str:
 
 
 IN_STORES = frozenset(
-    {"output_dir", "model.name_or_path", "model.init_from.path", "data.train.path", "data.eval.path"}
+    {"output_dir", "model.name_or_path", "model.init_from.path", "data.train.path", "data.eval.path", "data.cache_dir"}
 )
 """The keys of what may lie in an object store."""
 _IN_STORES = ", ".join(sorted(IN_STORES))

@@ -4,16 +4,9 @@ from collections.abc import Set
 from difflib import get_close_matches
 from itertools import pairwise
 
-from tuner.config.duration import Duration
 from tuner.config.eval_tasks import task_of
-from tuner.config.methods import CustomMethod, head_of
-from tuner.config.recipe import (
-    SECTIONS,
-    STEP_FIGURES,
-    LengthWarmupSection,
-    Recipe,
-    RepetitionSection,
-)
+from tuner.config.methods import CustomMethod
+from tuner.config.recipe import SECTIONS, STEP_FIGURES, LengthWarmupSection, Recipe, RepetitionSection
 from tuner.config.rule import Rule, table_rules
 from tuner.config.store_rules import STORE_RULES
 
@@ -63,12 +56,6 @@ def _tasks_have_names_of_their_own(recipe: Recipe, given: Set[str]) -> str | Non
     return f"a task called {taken} would be taken for the method's own figure; give it a name: {{task: ..., name: ...}}"
 
 
-def _tasks_need_text(recipe: Recipe, given: Set[str]) -> str | None:
-    if not recipe.eval.tasks or head_of(recipe.method) == "tokens":
-        return None
-    return f"a reward model (method.kind: {recipe.method.kind}) gives no text a likelihood; remove the tasks"
-
-
 def _harness_scores_its_tasks(recipe: Recipe, given: Set[str]) -> str | None:
     for task in recipe.eval.tasks:
         if task.is_harness and (task.scorer is not None or task.options):
@@ -99,16 +86,14 @@ def _micro_divides_global(recipe: Recipe, given: Set[str]) -> str | None:
     return f"got {got}; allowed: a divisor of train.global_batch_size, which is {whole}"
 
 
+_SHAPE = frozenset((
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
+))  # fmt: skip
+"""Keys of a model's config that say how large its weights are."""
+
+
 def _config_needs_random(recipe: Recipe, given: Set[str]) -> str | None:
-    shape = {
-        "num_hidden_layers",
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "vocab_size",
-    }
-    changed = sorted(shape & set(recipe.model.config))
+    changed = sorted(_SHAPE & set(recipe.model.config))
     if recipe.model.init == "random" or not changed:
         return None
     return f"{changed[0]} changes the shape of pretrained weights; set model.init: random"
@@ -173,13 +158,6 @@ def _rows_can_be_short_at_first(recipe: Recipe, given: Set[str]) -> str | None:
     return None
 
 
-def _split_fits_cap(recipe: Recipe, given: Set[str]) -> str | None:
-    split = recipe.data.eval
-    if isinstance(split, Duration) and split.unit == "%" and split.count >= 100:
-        return "got 100%; allowed: a share that leaves documents to train on"
-    return None
-
-
 def _newer_weights_can_be_taken(recipe: Recipe, given: Set[str]) -> str | None:
     is_apart = recipe.tokenizer.add_tokens or getattr(recipe.method, "reference", None) is not None
     if not is_apart or not any(entry.every for entry in recipe.model.init_from):
@@ -218,7 +196,6 @@ RULES: tuple[Rule, ...] = (
     Rule(("eval.patience", "data.eval", "eval.tasks"), _patience_needs_rows),
     Rule(("train.min_steps", "eval.patience", "train.duration"), _min_steps_bounds_something),
     Rule(("eval.tasks", "method.kind"), _tasks_have_names_of_their_own),
-    Rule(("eval.tasks", "method.kind"), _tasks_need_text),
     Rule(("eval.tasks",), _harness_scores_its_tasks),
     Rule(("train.micro_batch_size", "train.global_batch_size"), _micro_divides_global),
     Rule(("model.config", "model.init"), _config_needs_random),
@@ -236,7 +213,6 @@ RULES: tuple[Rule, ...] = (
         ("data.min_piece_length", "data.too_long", "data.rows", "data.max_length", "method.kind"),
         _pieces_are_of_split_documents,
     ),
-    Rule(("data.eval",), _split_fits_cap),
     Rule(("model.init_from", "method.kind", "tokenizer.add_tokens"), _newer_weights_can_be_taken),
     *STORE_RULES,
     *(rule for section in SECTIONS.values() for rule in section.rules),

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tuner.config.dump import flow
+from tuner.config.dump import flow, one_line
 from tuner.config.methods import ExampleKind
 from tuner.errors import RecipeError
 
@@ -195,8 +195,8 @@ def _source(data: str, seen: Look) -> str:
 def _bad_rows(seen: Look) -> list[tuple[str, str]]:
     if not seen.bad:
         return []
-    first = "".join(char if char.isprintable() else "?" for char in seen.first_bad)
-    return [("  # on_bad_row: skip", f"{bad_rows(seen)} and must be fixed, or left out so; the first: {first}")]
+    must = f"{bad_rows(seen)} and must be fixed, or left out so; the first: {one_line(seen.first_bad)}"
+    return [("  # on_bad_row: skip", must)]
 
 
 def bad_rows(seen: Look) -> str:

@@ -33,6 +33,13 @@ def windows_are_on_a_disk(recipe: Recipe, given: Set[str]) -> str | None:
     return "windows that arrive are looked for on a disk; name a directory there, or remove data.windows"
 
 
+def windows_are_prepared_on_a_disk(recipe: Recipe, given: Set[str]) -> str | None:
+    """What is prepared of them is looked at while training runs, too."""
+    if recipe.data.portions is None or url_of(Path(recipe.data.cache_dir or "/")) is None:
+        return None
+    return "what is prepared of windows lies on a disk; name a directory there, or remove data.windows"
+
+
 def newer_weights_are_on_a_disk(recipe: Recipe, given: Set[str]) -> str | None:
     """So are newer versions of weights."""
     if not any(each.every is not None and url_of(Path(each.path)) is not None for each in recipe.model.init_from):
@@ -49,6 +56,7 @@ def ladders_are_on_a_disk(recipe: Recipe, given: Set[str]) -> str | None:
 
 STORE_RULES = (
     Rule(("data.train", "data.windows.files", "data.windows.names"), windows_are_on_a_disk),
+    Rule(("data.cache_dir", "data.windows.files", "data.windows.names"), windows_are_prepared_on_a_disk),
     Rule(("model.init_from",), newer_weights_are_on_a_disk),
     Rule(("output_dir", "ladder.sizes"), ladders_are_on_a_disk),
 )

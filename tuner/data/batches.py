@@ -216,12 +216,9 @@ class GlobalBatches:
 
     def step(self, i: int) -> StepBatches:
         """Return step i (from 0): global counts and this rank's micro-batches."""
-        row_ids = self.row_ids(i)
-        n_micro = math.ceil(len(row_ids) / (self.micro_batch_size * self.world_size))
-        costs = row_costs(self.rows.tokens_per_row[row_ids], self.rows.squares_per_row[row_ids])
-        balanced = balance_rows(costs, n_micro, self.world_size, self.micro_batch_size)
-        cheapest = int(row_ids[costs.argmin()])
-        own = [row_ids[shares[self.rank]] for shares in balanced]
+        row_ids, cheapest, own = self._shares(i)
+        # In the order in which training asks for them; where all rows are here, nothing of this is computed.
+        self.rows.fetch(row_id for step in (i, i + 1) for ids in self._shares(step)[2] for row_id in ids.tolist())
         every = [self.rows.row(int(row_id)) for row_id in row_ids] if self.by_document else []
         documents = int(self.rows.documents_per_row[row_ids].sum())
         return StepBatches(
@@ -235,6 +232,14 @@ class GlobalBatches:
             mismatched=[self._batch(ids, filler=cheapest, mismatched=True) for ids in own] if self.mismatched else [],
             mismatched_documents=documents if self.mismatched else 0,
         )
+
+    def _shares(self, i: int) -> tuple[npt.NDArray[np.int64], int, list[npt.NDArray[np.int64]]]:
+        """The rows of step i, the cheapest of them, and those of each of this rank's micro-batches."""
+        row_ids = self.row_ids(i)
+        n_micro = math.ceil(len(row_ids) / (self.micro_batch_size * self.world_size))
+        costs = row_costs(self.rows.tokens_per_row[row_ids], self.rows.squares_per_row[row_ids])
+        balanced = balance_rows(costs, n_micro, self.world_size, self.micro_batch_size)
+        return row_ids, int(row_ids[costs.argmin()]), [row_ids[shares[self.rank]] for shares in balanced]
 
     def _batch(self, row_ids: npt.NDArray[np.int64], filler: int, mismatched: bool = False) -> Batch:
         rows = [self.rows.row(int(row_id)) for row_id in row_ids] or [self.rows.row(filler)]

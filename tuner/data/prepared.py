@@ -5,16 +5,17 @@ A prepared directory holds `<split>.documents.arrow` (one document per record: `
 `<split>.rows.arrow` (one row per record: segments `document`, `start`, `stop` and the sums `tokens`, `trained`,
 `squares`), where they were packed in several blocks `<split>.counts.i64` (four counts of each row), where answers have
 labels `<split>.partners.arrow` (of each document another one, whose prompt is another), `samples.jsonl` and
-`manifest.json`. The Arrow files are IPC streams.
+`manifest.json`. The Arrow files are IPC streams. Of large documents in an object store the token ids are fetched as
+they are read, in blocks (:mod:`tuner.stores.blocks`).
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jsonlines
 import numpy as np
@@ -23,6 +24,9 @@ import pyarrow as pa
 
 from tuner.errors import DataError
 from tuner.runtime.files import read_json, verify_entries
+
+if TYPE_CHECKING:
+    from tuner.stores.blocks import BlockFile
 
 PREPARED_SCHEMA = "tuner.prepared/3"
 """The `schema` of a prepared directory's manifest."""
@@ -84,6 +88,9 @@ class PreparedDocuments:
         self._trained = [(view(chunk.offsets), Flags(chunk.values)) for chunk in table.column("trained").chunks]
         self._starts = _starts(table.column("input_ids"))
         self._table = table
+        self.blocks = _blocks_of(path)
+        """What fetches token ids; None where all are here."""
+        self._places = [] if self.blocks is None else [start for start, _ in id_spans(path)]
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -93,6 +100,13 @@ class PreparedDocuments:
         block, i = _place(self._starts, document)
         offsets = self._ids[block][0]
         return int(offsets[i + 1]) - int(offsets[i])
+
+    def span(self, document: int, start: int, stop: int) -> tuple[int, int]:
+        """Where the ids of tokens [start, stop) lie in a file that is fetched in blocks, in bytes."""
+        block, i = _place(self._starts, document)
+        offsets, ids = self._ids[block]
+        first = self._places[block] + int(offsets[i]) * ids.itemsize
+        return first + start * ids.itemsize, first + stop * ids.itemsize
 
     @cached_property
     def prompt_tokens(self) -> npt.NDArray[np.int64]:
@@ -127,6 +141,8 @@ class PreparedDocuments:
         first, first_flag = int(id_offsets[i]), int(flag_offsets[i])
         if stop > min(int(id_offsets[i + 1]) - first, int(flag_offsets[i + 1]) - first_flag):
             raise DataError(f"{self._path}: document {document} has not the {stop} token ids and flags asked for")
+        if self.blocks is not None and self.blocks.missing:
+            self.blocks.need([self.span(document, start, stop)])
         return ids[first + start : first + stop], flags.read(first_flag + start, first_flag + stop)
 
 
@@ -227,16 +243,27 @@ class PackedRows:
         """int64[rows]: the squared lengths of each row's segments, summed: what attention costs."""
         return self._counts("squares")
 
+    def fetch(self, row_ids: Iterable[int]) -> None:
+        """Begin to fetch what of these rows is still in an object store alone, in their order, without waiting."""
+        if self._documents.blocks is not None and self._documents.blocks.missing:
+            segments = (segment for i in row_ids for segment in self._segments_of(i))
+            spans = (self._documents.span(document, start, stop) for document, start, stop in segments)
+            self._documents.blocks.need(spans, wait=False)
+
+    def _segments_of(self, i: int) -> list[tuple[int, int, int]]:
+        """Document, start and stop of each segment of row i."""
+        block, at = _place(self._starts, i)
+        offsets = self._segments[0][block][0]
+        first, last = int(offsets[at]), int(offsets[at + 1])
+        return list(zip(*(blocks[block][1][first:last].tolist() for blocks in self._segments), strict=True))
+
     def row(self, i: int) -> Row:
         """Return row i, copied out of the files."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
-        block, at = _place(self._starts, i)
-        offsets = self._segments[0][block][0]
-        first, last = int(offsets[at]), int(offsets[at + 1])
-        document, start, stop = (blocks[block][1][first:last].tolist() for blocks in self._segments)
-        parts = [self._documents.read(*segment) for segment in zip(document, start, stop, strict=True)]
-        numbers = np.array(document, dtype=np.int64)
+        segments = self._segments_of(i)
+        parts = [self._documents.read(*segment) for segment in segments]
+        numbers = np.array([document for document, _, _ in segments], dtype=np.int64)
         return Row(
             input_ids=np.concatenate([ids for ids, _ in parts], dtype=np.int64),
             trained=np.concatenate([trained for _, trained in parts]),
@@ -320,7 +347,8 @@ def open_prepared(path: Path, verify: bool = False) -> PreparedData:
     try:
         key, max_length = str(manifest["key"]), int(manifest["max_length"])
         eval_documents = tuple(int(count) for count in manifest["eval_documents"])
-        verify_entries(path, manifest["files"], hash=verify)
+        verify_entries(path, manifest["files"], hash=False)
+        verify_entries(path, hashed_files(path, manifest["files"]) if verify else {}, hash=True)
         has_eval = "eval.rows.arrow" in manifest["files"]
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path / 'manifest.json'}: {error!r} in the manifest") from error
@@ -342,6 +370,30 @@ def open_stream(path: Path) -> pa.Table:
             return pa.ipc.open_stream(source).read_all()
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(f"{path}: not a readable Arrow stream: {error}") from error
+
+
+def id_spans(documents: Path) -> list[tuple[int, int]]:
+    """Where the token ids of each record batch lie in a file of documents: bytes [start, stop)."""
+    with pa.memory_map(str(documents), "r") as source:
+        base = source.read_buffer(1).address
+        source.seek(0)
+        ids = pa.ipc.open_stream(source).read_all().column("input_ids")
+    buffers = [chunk.values.buffers()[1] for chunk in ids.chunks]
+    return [(buffer.address - base, buffer.address - base + buffer.size) for buffer in buffers]
+
+
+def hashed_files(path: Path, files: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a manifest's files those that are whole: one that is fetched in blocks proves each block when it is read."""
+    return {name: facts for name, facts in files.items() if not (path / f"{name}.blocks").is_file()}
+
+
+def _blocks_of(documents: Path) -> "BlockFile | None":
+    """What fetches the ids of documents that came from a store without them."""
+    if hashed_files(documents.parent, {documents.name: None}):
+        return None
+    from tuner.stores.blocks import BlockFile  # others do without
+
+    return BlockFile(documents)
 
 
 def row_counts(rows: Path) -> Path:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tuner.errors import DataError
 from tuner.runtime.dist import cores
+from tuner.runtime.files import reading
 
 if TYPE_CHECKING:
     from tuner.config.recipe import DataSource
@@ -262,10 +263,8 @@ def _array(path: Path, source: "DataSource", index: int, name: str) -> SourceFil
     from tuner.data.id_arrays import opened
 
     index_file = _index_of(path)
-    try:
+    with reading(path):
         array = opened(path, index_file, source.dtype, source.end_id)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
     parts = () if index_file is None else (path, index_file)
     return _source_file(path, "ids", source, index, name=name, parts=parts, array=array)
 
@@ -283,9 +282,6 @@ def _source_file(path: Path, kind: Kind, source: "DataSource", index: int, **mor
 
 
 def _sniffed(path: Path) -> Compression:
-    try:
-        with path.open("rb") as file:
-            head = file.read(4)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
+    with reading(path), path.open("rb") as file:
+        head = file.read(4)
     return "gzip" if head.startswith(_MAGIC["gzip"]) else "zstd" if head == _MAGIC["zstd"] else ""

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from tuner.checkpoint.storage import DTYPE_NAMES, tensor_bytes
-from tuner.errors import DataError, TunerError
+from tuner.errors import TunerError
 from tuner.export.tensors import TensorSource
 from tuner.runtime.files import (
     HASH_BLOCK_BYTES,
@@ -27,6 +27,7 @@ from tuner.runtime.files import (
     json_bytes,
     machine_error,
     opened,
+    reading,
     write_all,
     write_new,
 )
@@ -148,11 +149,8 @@ def _one_ahead(blocks: Iterator[torch.Tensor]) -> Iterator[memoryview]:
 def sha256_of_same(path: Path, written: Written) -> str | None:
     """SHA-256 of a file that holds what was written; None where it holds anything else. Raises DataError."""
     digest, size, crc = hashlib.sha256(), 0, 0
-    try:
-        with path.open("rb", buffering=0) as file:
-            while data := file.read(HASH_BLOCK_BYTES):
-                size, crc = size + len(data), zlib.crc32(data, crc)
-                digest.update(data)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
+    with reading(path), path.open("rb", buffering=0) as file:
+        while data := file.read(HASH_BLOCK_BYTES):
+            size, crc = size + len(data), zlib.crc32(data, crc)
+            digest.update(data)
     return digest.hexdigest() if Written(size, crc) == written else None

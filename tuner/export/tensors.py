@@ -20,6 +20,7 @@ from tuner.checkpoint.index import TensorEntry
 from tuner.checkpoint.shard_hash import Chunk
 from tuner.errors import DataError
 from tuner.model.low_rank import ExpertsLowRank, LowRank
+from tuner.runtime.files import reading
 
 BLOCK_BYTES = 8 << 20
 """Of a block as it is read; a slice that is longer is a block of its own."""
@@ -92,7 +93,7 @@ class OpenFiles:
     def read_into(self, path: Path, start: int, buffer: torch.Tensor) -> None:
         """Fill a tensor of contiguous bytes from byte ``start`` on. Raises DataError naming the file."""
         view = buffer.numpy().data
-        try:
+        with reading(path):
             descriptor = self._open(path)
             # What comes after is what is read next, from this file: the disk may begin.
             os.posix_fadvise(descriptor, start + len(view), AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
@@ -101,8 +102,6 @@ class OpenFiles:
                 if not done:
                     raise DataError(f"{path}: ends early")
                 view, start = view[done:], start + done
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror or error}") from error
 
     def _open(self, path: Path) -> int:
         with self._opening:

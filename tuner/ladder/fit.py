@@ -12,19 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tuner.ladder.law import (
-    LEAST_EXPONENT,
-    LEAST_SHARE,
-    LETTERS,
-    MOST_EXPONENT,
-    LawForm,
-    Size,
-    form_of,
-    sizes_of,
-    starts_of,
-)
-from tuner.ladder.points import Point
-from tuner.ladder.robust import CurveFamily, Fitted, Floats, fit_curves, huber
+from tuner.ladder.law import LEAST_EXPONENT, LEAST_SHARE, LETTERS, MOST_EXPONENT, LawForm, form_of, starts_of
+from tuner.ladder.points import Point, Size
+from tuner.ladder.robust import CurveFamily, Floats, fit_curves, huber
 
 FIRST_STEPS, LAST_STEPS, DRAW_STEPS = 25, 300, 120
 """Steps of every start, of the best of them, and of each sample of the bootstrap."""
@@ -122,13 +112,10 @@ def fit_law(points: Sequence[Point], figure: str, settings: Settings, needed: in
     """Fit the law that the points can determine; `scale` widens their noise. Raises DataError for too few."""
     form = form_of(points, needed)
     logs = np.log(np.array([point.figures[figure] for point in points]))
-    curve = form.curve(form.design(sizes_of(points)), logs)
+    curve = form.curve(form.design([point.size for point in points]), logs)
     best = best_fit(curve, logs, starts_of(form, logs), settings.delta)
     noise = Noise(best.noise, scale)
-    random = np.random.default_rng([settings.seed, 0])
-    targets = best.values + noise.draw((settings.samples, len(logs)), random)
-    samples = bootstrap(curve, targets, best.starts, best.delta)
-    residuals = logs - best.values
+    samples, residuals = bootstrap(curve, best, noise, settings, 0), logs - best.values
     return LawFit(form, tuple(points), figure, best.starts[0], samples, residuals, noise, best.delta, settings)
 
 
@@ -178,13 +165,14 @@ def best_starts(curve: CurveFamily, targets: Floats, starts: Floats, delta: floa
     return np.array(best)
 
 
-def bootstrap(curve: CurveFamily, targets: Floats, starts: Floats, delta: float) -> Floats:
-    """The best fit of each row of targets (samples, points) over some starts: (samples, parameters)."""
-    samples, count = len(targets), len(starts)
-    all_starts = np.tile(starts, (samples, 1))
-    found: Fitted = fit_curves(curve, np.repeat(targets, count, axis=0), all_starts, delta, DRAW_STEPS)
-    best = found.loss.reshape(samples, count).argmin(axis=1)
-    return np.asarray(found.parameters.reshape(samples, count, -1)[np.arange(samples), best])
+def bootstrap(curve: CurveFamily, best: BestFit, noise: Noise, settings: Settings, stream: int) -> Floats:
+    """The best parameters (samples, parameters) for the fit's values with noise; `stream` parts its random numbers."""
+    random, count = np.random.default_rng([settings.seed, stream]), len(best.starts)
+    targets = best.values + noise.draw((settings.samples, len(best.values)), random)
+    starts = np.tile(best.starts, (settings.samples, 1))
+    found = fit_curves(curve, np.repeat(targets, count, axis=0), starts, best.delta, DRAW_STEPS)
+    chosen = found.loss.reshape(settings.samples, count).argmin(axis=1)
+    return np.asarray(found.parameters.reshape(settings.samples, count, -1)[np.arange(settings.samples), chosen])
 
 
 def interval(draws: Floats, level: float) -> Floats:

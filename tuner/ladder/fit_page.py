@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from tuner.ladder.charts import Chart, Series, chart
 from tuner.ladder.fit import Estimate, LawFit, Parameter, parameters_of
 from tuner.ladder.forecast import Forecast
 from tuner.ladder.held_out import LadderHeldOut
-from tuner.ladder.law import Axis, LawForm, Size, sizes_of
-from tuner.ladder.points import Point, by_rung, short
+from tuner.ladder.law import LawForm
+from tuner.ladder.points import Along, Axis, Point, Size, by_rung, short
 from tuner.ladder.score import ScoreFit
 from tuner.rundir.page import filled, require_own
 from tuner.runtime.files import write_atomic
@@ -156,7 +156,7 @@ def _losses(found: Forecast, axis: Axis) -> Chart:
 def _flops(found: Forecast) -> Chart:
     """The loss over training FLOPs, with the lowest that the law expects of each."""
     fit = found.fit
-    places = [size.flops for size in sizes_of(fit.points)] + ([found.target.flops] if found.target else [])
+    places = [point.size.flops for point in fit.points] + ([found.target.flops] if found.target else [])
     best = [optimum(fit, flops) for flops in _spread(places)]
     frontier = _curve("compute-optimal", -2, best, fit, "flops")
     series = [frontier, *_every_dot(fit, "flops"), *_target_series(found, "flops")]
@@ -167,7 +167,7 @@ def _along_line(found: Forecast) -> Chart:
     """The loss over the one axis that the points have."""
     fit = found.fit
     axis = fit.form.axes[0]
-    counts = [size.along(axis) for size in sizes_of(fit.points)] + ([found.target.along(axis)] if found.target else [])
+    counts = [point.size.along(axis) for point in fit.points] + ([found.target.along(axis)] if found.target else [])
     sizes = [on_line(fit.form, count) for count in _spread(counts)]
     assert fit.form.line is not None
     series = [_curve("law", -2, sizes, fit, axis), *_every_dot(fit, axis), *_target_series(found, axis)]
@@ -206,60 +206,48 @@ def _score(found: Forecast, score: ScoreFit) -> Chart:
     losses = [point.figures[loss] for point in score.points]
     ends = [*losses, *([found.loss.value] if found.loss else [])]
     places = np.linspace(min(ends) - 0.05 * np.ptp(ends), max(ends) + 0.05 * np.ptp(ends), PLACES)
-    band = [[float(x), *_values(y)] for x, y in zip(places, score.band(places), strict=True)]
+    band = [[float(x), *astuple(y)] for x, y in zip(places, score.band(places), strict=True)]
     series: list[Series] = [{"name": "sigmoid", "color": -2, "curve": band}]
     for number, (name, points) in enumerate(by_rung(score.points).items()):
         dots = [[point.figures[loss], point.figures[score.figure]] for point in points]
         series.append({"name": name, "color": number, "dots": dots})
-    predicted = found.predicted_scores.get(score.figure)
+    predicted, measured = found.predicted_scores.get(score.figure), found.measured_scores.get(score.figure)
     if predicted is not None and found.loss is not None:
-        series.append({"name": TARGET, "color": -1, "dots": [[found.loss.value, *_values(predicted)]]})
-    if score.figure in found.measured_scores and found.checked is not None:
-        dot = [found.checked.measured, found.measured_scores[score.figure]]
-        series.append({"name": f"{TARGET}, measured", "color": -1, "hollow": True, "dots": [dot]})
+        known = None if measured is None or found.checked is None else [found.checked.measured, measured]
+        series += _target_dots([found.loss.value, *astuple(predicted)], known)
     return chart(f"{score.figure} over the loss", loss, score.figure, series, xLog=False)
 
 
-def _target_series(found: Forecast, axis: str) -> list[Series]:
+def _target_series(found: Forecast, axis: Along) -> list[Series]:
     """The target's prediction with its interval, and what was measured there."""
     if found.target is None or found.loss is None:
         return []
-    place = _along(found.target, axis)
-    series: list[Series] = [{"name": TARGET, "color": -1, "dots": [[place, *_values(found.loss)]]}]
-    if found.checked is not None:
-        dot = [place, found.checked.measured]
-        series.append({"name": f"{TARGET}, measured", "color": -1, "hollow": True, "dots": [dot]})
-    return series
+    place = found.target.along(axis)
+    known = None if found.checked is None else [place, found.checked.measured]
+    return _target_dots([place, *astuple(found.loss)], known)
 
 
-def _curve(name: str, number: int, sizes: Sequence[Size], fit: LawFit, axis: str, is_bare: bool = False) -> Series:
+def _target_dots(predicted: list[float], measured: list[float] | None) -> list[Series]:
+    series = {"name": TARGET, "color": -1, "dots": [predicted]}
+    known = {"name": f"{TARGET}, measured", "color": -1, "hollow": True, "dots": [measured]}
+    return [series] if measured is None else [series, known]
+
+
+def _curve(name: str, number: int, sizes: Sequence[Size], fit: LawFit, axis: Along, is_bare: bool = False) -> Series:
     """The law at some sizes; a bare curve has no band."""
-    estimates = fit.band(sizes)
-    values = [[value.value] if is_bare else _values(value) for value in estimates]
-    return {
-        "name": name,
-        "color": number,
-        "curve": [[_along(size, axis), *v] for size, v in zip(sizes, values, strict=True)],
-    }
+    values = [[value.value] if is_bare else astuple(value) for value in fit.band(sizes)]
+    curve = [[size.along(axis), *value] for size, value in zip(sizes, values, strict=True)]
+    return {"name": name, "color": number, "curve": curve}
 
 
-def _every_dot(fit: LawFit, axis: str) -> list[Series]:
+def _every_dot(fit: LawFit, axis: Along) -> list[Series]:
     rungs = by_rung(fit.points)
     return [_dots(name, number, points, fit.figure, axis) for number, (name, points) in enumerate(rungs.items())]
 
 
-def _dots(name: str, number: int, points: Sequence[Point], figure: str, axis: str) -> Series:
-    places = [_along(Size(point.parameters, point.tokens), axis) for point in points]
-    dots = [[place, point.figures[figure]] for place, point in zip(places, points, strict=True)]
+def _dots(name: str, number: int, points: Sequence[Point], figure: str, axis: Along) -> Series:
+    dots = [[point.size.along(axis), point.figures[figure]] for point in points]
     return {"name": name, "color": number, "dots": dots}
-
-
-def _along(size: Size, axis: str) -> float:
-    return size.flops if axis == "flops" else size.parameters if axis == "parameters" else size.tokens
-
-
-def _values(value: Estimate) -> list[float]:
-    return [value.value, value.low, value.high]
 
 
 def _spread(counts: Sequence[float]) -> list[float]:
@@ -280,7 +268,6 @@ def optimum(fit: LawFit, flops: float) -> Size:
 
     Where E + A/N^a + B/D^b is least: a A/N^a = b B/D^b, so N = ((a A)/(b B))^(1/(a+b)) (C/6)^(b/(a+b)).
     """
-    _, *rest = (float(value) for value in fit.form.natural(fit.parameters[None])[0])
-    first, second, a, b = rest
+    _, first, second, a, b = map(float, fit.form.natural(fit.parameters[None])[0])
     parameters = math.exp((math.log(a * first) - math.log(b * second) + b * math.log(flops / 6)) / (a + b))
     return Size(parameters, flops / 6 / parameters)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from tuner.errors import DataError, RecipeError
 from tuner.ladder.fit import Estimate, LawFit, Settings
 from tuner.ladder.held_out import LadderHeldOut, compared, fit_widened
-from tuner.ladder.law import NEEDED_SIZES, LawForm, Size, form_of, sizes_of
-from tuner.ladder.points import LOSS, Point, by_rung, require_figure, short, with_figure
+from tuner.ladder.law import NEEDED_SIZES, LawForm, form_of
+from tuner.ladder.points import LOSS, Point, Size, by_rung, require_figure, short, with_figure
 from tuner.ladder.score import ScoreFit, fit_score
 
 FAR = 10.0
@@ -55,7 +55,7 @@ def forecast(points: Sequence[Point], question: ForecastQuestion) -> Forecast:
         notes.append(
             f"{len(rest) - len(decayed)} points before the decay of the learning rate are not fitted by the law"
         )
-    target = Size(own[-1].parameters, own[-1].tokens) if own else question.size
+    target = own[-1].size if own else question.size
     if target is not None:
         _require_on_line(form_of(decayed), target)
         notes += _far(decayed, target)
@@ -107,7 +107,7 @@ def _require_on_line(form: LawForm, target: Size) -> None:
 
 
 def _far(points: Sequence[Point], target: Size) -> list[str]:
-    most = max(size.flops for size in sizes_of(points))
+    most = max(point.size.flops for point in points)
     if target.flops <= FAR * most:
         return []
     times = f"{target.flops / most:,.0f} times the FLOPs of the largest point"

@@ -8,8 +8,8 @@ import numpy as np
 
 from tuner.errors import DataError
 from tuner.ladder.fit import Estimate, LawFit, Settings, fit_law, interval
-from tuner.ladder.law import LawForm, Size, form_of
-from tuner.ladder.points import Point, by_rung
+from tuner.ladder.law import LawForm, form_of
+from tuner.ladder.points import Point, Size, by_rung
 
 SAMPLES = 200
 """Samples of the bootstrap of each fit without a rung: they tell a spread, and no ends of intervals."""
@@ -37,30 +37,22 @@ class LadderHeldOut:
 
 def held_out(points: Sequence[Point], figure: str, settings: Settings, form: LawForm) -> list[LadderHeldOut]:
     """Predict each rung from the others; one without which the same law cannot be fitted is left out."""
-    rungs = by_rung(points)
-    found = []
+    rungs, found = by_rung(points), []
+    few = replace(settings, samples=min(SAMPLES, settings.samples))
     for name, own in rungs.items():
         others = [point for rung, points in rungs.items() if rung != name for point in points]
-        one = without(others, own, figure, replace(settings, samples=min(SAMPLES, settings.samples)), form)
-        if one is not None:
+        try:
+            fit = fit_law(others, figure, few, NEEDED_WITHOUT)
+        except DataError:
+            continue
+        if fit.form.axes == form.axes and (one := compared(fit, own)) is not None:
             found.append(one)
     return found
 
 
-def without(
-    others: Sequence[Point], own: Sequence[Point], figure: str, settings: Settings, form: LawForm
-) -> LadderHeldOut | None:
-    """A rung predicted from the others; None where they cannot determine the same law."""
-    try:
-        fit = fit_law(others, figure, settings, NEEDED_WITHOUT)
-    except DataError:
-        return None
-    return compared(fit, own) if fit.form.axes == form.axes else None
-
-
 def compared(fit: LawFit, own: Sequence[Point]) -> LadderHeldOut | None:
     """A rung's points next to what a fit without them predicts; None where it cannot speak about them."""
-    sizes = [Size(point.parameters, point.tokens) for point in own]
+    sizes = [point.size for point in own]
     if not all(fit.form.is_on_line(size) for size in sizes):
         return None
     measured = np.log([point.figures[fit.figure] for point in own])

@@ -7,7 +7,7 @@ from typing import Any
 
 from tuner.config.recipe import Recipe
 from tuner.errors import RecipeError, TunerError
-from tuner.ladder.record import LadderRecord, RungRecord, as_started, write_ladder
+from tuner.ladder.record import LadderRecord, as_started, write_ladder
 from tuner.ladder.rungs import Rung
 from tuner.profile.choose import predict_settled
 from tuner.profile.prediction import Prediction
@@ -124,23 +124,7 @@ def predicted(rung: Rung, device: str | None) -> PlannedRung:
 
 def note_plan(recipe: Recipe, rungs: Sequence[Rung]) -> None:
     """Write `ladder.json` before rungs are trained, on rank 0. Raises RecipeError where one has another plan there."""
-    ladder = as_started(ladder_of(Path(recipe.output_dir), str(recipe.name), rungs))
+    records = tuple(rung.record for rung in rungs)
+    ladder = as_started(LadderRecord(Path(recipe.output_dir), str(recipe.name), records))
     if RankInfo.from_environment().is_main:
         write_ladder(ladder)
-
-
-def ladder_of(directory: Path, name: str, rungs: Sequence[Rung]) -> LadderRecord:
-    """What `ladder.json` keeps of rungs."""
-    records = (
-        RungRecord(
-            rung.name,
-            rung.parameters,
-            rung.total_parameters,
-            rung.batch.tokens,
-            rung.lr,
-            rung.plan.total_steps,
-            rung.marks,
-        )
-        for rung in rungs
-    )
-    return LadderRecord(directory, name, tuple(records))

@@ -11,15 +11,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from tuner.errors import DataError, counted
-from tuner.ladder.points import Point, short
+from tuner.ladder.points import Axis, Point, Size, short
 from tuner.ladder.robust import CurveValues, Floats
 
-Axis = Literal["parameters", "tokens"]
 LETTERS: dict[Axis, str] = {"parameters": "A", "tokens": "B"}
 SYMBOLS: dict[Axis, str] = {"parameters": "N", "tokens": "D"}
 LEAST_EXPONENT, MOST_EXPONENT = 0.01, 3.0
@@ -75,10 +73,8 @@ class LawForm:
 
     def design(self, sizes: Sequence[Size]) -> Floats:
         """The centred logarithms of each axis that has a term: (points, terms)."""
-        columns = [
-            [math.log(size.along(axis)) - at for size in sizes] for axis, at in zip(self.axes, self.centre, strict=True)
-        ]
-        return np.array(columns, dtype=np.float64).T
+        logs = np.log([[size.along(axis) for axis in self.axes] for size in sizes])
+        return np.asarray(logs - np.array(self.centre))
 
     def is_on_line(self, size: Size) -> bool:
         """Whether this law can speak about a size: anywhere where it has both terms."""
@@ -109,23 +105,6 @@ class LawForm:
 
 
 @dataclass(frozen=True)
-class Size:
-    """A model's parameters and the tokens it is trained on."""
-
-    parameters: float
-    tokens: float
-
-    def along(self, axis: Axis) -> float:
-        """One of the two."""
-        return self.parameters if axis == "parameters" else self.tokens
-
-    @property
-    def flops(self) -> float:
-        """Training FLOPs as the field counts them, 6 N D."""
-        return 6 * self.parameters * self.tokens
-
-
-@dataclass(frozen=True)
 class LawCurve:
     """log L over a design (points, terms); parameters are e, then one A' and then one a for each term."""
 
@@ -145,11 +124,6 @@ class LawCurve:
         shares /= total[:, :, None]
         derivatives = np.concatenate([(rest / total)[:, :, None], shares, -shares * self.design], axis=2)
         return CurveValues(top + np.log(total), derivatives)
-
-
-def sizes_of(points: Sequence[Point]) -> list[Size]:
-    """The sizes of some points."""
-    return [Size(point.parameters, point.tokens) for point in points]
 
 
 def form_of(points: Sequence[Point], needed: int = NEEDED_SIZES) -> LawForm:

@@ -41,6 +41,10 @@ class Mark:
     figures: Mapping[str, float] = field(default_factory=dict)
     """Every other figure of the evaluation by its name in metrics.jsonl."""
 
+    def measured(self) -> dict[str, float]:
+        """The figures with the loss, where it is finite."""
+        return ({} if self.loss is None else {"loss": self.loss}) | dict(self.figures)
+
     def row(self) -> dict[str, object]:
         """The mark as one row of a table."""
         return {name: getattr(self, name) for name in FIRST} | dict(self.figures)
@@ -59,31 +63,22 @@ def marks_of(rung: RungRecord, run_dirs: Sequence[Path]) -> list[Mark]:
 
 
 def _reached(rung: RungRecord, run_dir: Path) -> Iterator[Mark]:
+    lines: dict[str, dict[int, Mapping[str, Any]]] = {"train": {0: {"tokens": 0}}, "eval": {}}
     wanted = {mark.step for mark in rung.marks}
-    tokens = {0: 0}
-    evaluated: dict[int, Mapping[str, object]] = {}
     for line in read_run(run_dir).lines():
-        if line["step"] not in wanted:
-            continue
-        if line.get("kind") == "train":
-            tokens[line["step"]] = int(line["tokens"])
-        elif line.get("kind") == "eval":
-            evaluated[line["step"]] = line
+        if line["step"] in wanted and line.get("kind") in lines:
+            lines[line["kind"]][line["step"]] = line
     for mark in rung.marks:
-        if mark.step in evaluated and mark.step in tokens:
-            figures = evaluated[mark.step]
-            loss = figures.get("loss")
-            yield Mark(
-                rung.name,
-                rung.parameters,
-                rung.total_parameters,
-                mark.multiple,
-                mark.phase,
-                mark.step,
-                tokens[mark.step],
-                float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else None,
-                _figures(figures),
-            )
+        trained, figures = lines["train"].get(mark.step), lines["eval"].get(mark.step)
+        if trained is None or figures is None:
+            continue
+        loss = figures.get("loss")
+        yield Mark(
+            rung.name, rung.parameters, rung.total_parameters, mark.multiple, mark.phase, mark.step,
+            int(trained["tokens"]),
+            float(loss) if isinstance(loss, (int, float)) and math.isfinite(loss) else None,
+            _figures(figures),
+        )  # fmt: skip
 
 
 def _figures(evaluated: Mapping[str, object]) -> dict[str, float]:

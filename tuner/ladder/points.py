@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from tuner.config.numbers import parse_number
 from tuner.errors import DataError, RecipeError
@@ -25,6 +26,27 @@ INITIAL, PRE_DECAY, POST_DECAY = "initial", "pre-decay", "post-decay"
 MAX_CHARACTERS = 64 << 20
 
 
+Axis = Literal["parameters", "tokens"]
+Along = Axis | Literal["flops"]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model's parameters and the tokens it is trained on."""
+
+    parameters: float
+    tokens: float
+
+    def along(self, axis: Along) -> float:
+        """One of the two, or the FLOPs of both."""
+        return float(getattr(self, axis))
+
+    @property
+    def flops(self) -> float:
+        """Training FLOPs as the field counts them, 6 N D."""
+        return 6 * self.parameters * self.tokens
+
+
 @dataclass(frozen=True)
 class Point:
     """One model at one moment of its training; `figures` has its loss and every other measured figure by name."""
@@ -36,17 +58,16 @@ class Point:
     is_decayed: bool = True
     """Whether the learning rate had decayed: before, the loss is higher than what these tokens can reach."""
 
+    @property
+    def size(self) -> Size:
+        """The model's, and the tokens until then."""
+        return Size(self.parameters, self.tokens)
+
 
 def points_of(marks: Sequence[Mark]) -> list[Point]:
     """Marks of a ladder's rungs as points; those before the first step are none: a law has no value at 0 tokens."""
     return [
-        Point(
-            mark.rung,
-            mark.parameters,
-            mark.tokens,
-            ({} if mark.loss is None else {LOSS: mark.loss}) | dict(mark.figures),
-            mark.phase == POST_DECAY,
-        )
+        Point(mark.rung, mark.parameters, mark.tokens, mark.measured(), mark.phase == POST_DECAY)
         for mark in marks
         if mark.phase != INITIAL
     ]
@@ -96,15 +117,9 @@ def parse_points(text: str, name: str) -> list[Point]:
         sizes = {key: _size(line[columns[key]], f"{name}:{number}: {heading[columns[key]]}") for key in NEEDED}
         measured = {heading[i]: value for i in figures if (value := _figure(line[i])) is not None}
         rung = line[columns["rung"]].strip() if "rung" in columns else ""
-        points.append(
-            Point(
-                rung or short(sizes["parameters"]),
-                sizes["parameters"],
-                sizes["tokens"],
-                measured,
-                _is_decayed(line[columns["phase"]], f"{name}:{number}") if "phase" in columns else True,
-            )
-        )
+        is_decayed = "phase" not in columns or _is_decayed(line[columns["phase"]], f"{name}:{number}")
+        rung = rung or short(sizes["parameters"])
+        points.append(Point(rung, sizes["parameters"], sizes["tokens"], measured, is_decayed))
     return points
 
 
@@ -161,14 +176,22 @@ def _key(name: str) -> str:
     return name.lower().replace("_", " ")
 
 
+def count_in(text: str) -> float:
+    """A count such as `190M`. Raises ValueError with what is wrong."""
+    try:
+        value = float(parse_number(text))
+    except (ValueError, OverflowError):
+        raise ValueError("is not a number") from None
+    if not 1 <= value < 1e18:
+        raise ValueError("is no count")
+    return value
+
+
 def _size(cell: str, where: str) -> float:
     try:
-        value = float(parse_number(cell))
-    except (ValueError, OverflowError):
-        raise DataError(f"{where} {cell.strip()!r} is not a number", hint="write 190M, 3.8B or 1e9") from None
-    if not 1 <= value < 1e18:
-        raise DataError(f"{where} {cell.strip()} is no count", hint="write 190M, 3.8B or 1e9")
-    return value
+        return count_in(cell)
+    except ValueError as error:
+        raise DataError(f"{where} {cell.strip()!r} {error}", hint="write 190M, 3.8B or 1e9") from None
 
 
 def _figure(cell: str) -> float | None:

@@ -12,13 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 from tuner.config.dump import recipe_dict
-from tuner.config.ladder import LadderSize, short_count
+from tuner.config.ladder import LadderSize, require_sizes, short_count
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.recipe import Recipe
 from tuner.data.building.spec import resolve_max_length
 from tuner.errors import RecipeError
 from tuner.ladder import rules
-from tuner.ladder.record import find_rung
+from tuner.ladder.record import RungRecord, find_rung
 from tuner.ladder.rules import INITIAL, PlannedMark, StepPlan
 from tuner.model.build import meta_model, model_config
 from tuner.model.flops import training_flops
@@ -51,6 +51,12 @@ class Rung:
         return Path(self.loaded.recipe.output_dir)
 
     @property
+    def record(self) -> RungRecord:
+        """What the ladder's file keeps of it."""
+        steps, batch = self.plan.total_steps, self.batch.tokens
+        return RungRecord(self.name, self.parameters, self.total_parameters, batch, self.lr, steps, self.marks)
+
+    @property
     def lr(self) -> float | None:
         """The peak learning rate; None where the recipe leaves it to auto."""
         lr = self.loaded.recipe.optimizer.lr
@@ -81,11 +87,7 @@ def rungs_of(loaded: LoadedRecipe, processes: int | None = None) -> tuple[Rung, 
     steps.
     """
     ladder = loaded.recipe.ladder
-    if not ladder.sizes:
-        raise RecipeError(
-            "this recipe has no ladder: there are no ladder.sizes",
-            hint="write ladder: {sizes: [60M, 190M]}; see docs/ladder.md",
-        )
+    require_sizes(ladder)
     most = processes or most_processes(loaded.recipe)
     rungs = tuple(_rung(loaded, size, most) for size in ladder.sizes)
     names = [rung.name for rung in rungs]
@@ -120,17 +122,9 @@ def _rung(loaded: LoadedRecipe, size: LadderSize, most: int) -> Rung:
     plan = rules.step_plan(ladder, model.parameters, batch.tokens)
     marks = (*([INITIAL] if ladder.initial else []), *plan.marks(ladder.multiples, batch.tokens))
     name = size.name or short_count(size.parameters or model.parameters)
-    return Rung(
-        name,
-        model.parameters,
-        model.total_parameters,
-        row_tokens,
-        batch,
-        plan,
-        marks,
-        model.step_flops * (batch.tokens // row_tokens),
-        _recipe_of(loaded, name, model, batch, plan, row_tokens),
-    )
+    flops = model.step_flops * (batch.tokens // row_tokens)
+    own = _recipe_of(loaded, name, model, batch, plan, row_tokens)
+    return Rung(name, model.parameters, model.total_parameters, row_tokens, batch, plan, marks, flops, own)
 
 
 def _model(recipe: Recipe, size: LadderSize, row_tokens: int) -> Model:
@@ -188,7 +182,8 @@ def _recipe_of(
     """The recipe of one rung, as a recipe of its own that `tuner train` takes."""
     recipe, ladder = loaded.recipe, loaded.recipe.ladder
     tree = {key: value for key, value in recipe_dict(recipe).items() if key != "ladder"}
-    marks = [f"{mark.step} steps" for mark in plan.marks(ladder.multiples, batch.tokens)]
+    marks: dict[str, Any] = {"marks": [f"{mark.step} steps" for mark in plan.marks(ladder.multiples, batch.tokens)]}
+    marks |= {"at_start": True} if ladder.initial else {}
     lr, second = rules.peak_lr(ladder, model.parameters), rules.beta2(ladder, batch.tokens)
     optimizer = dict(tree["optimizer"])
     if lr is not None:
@@ -215,10 +210,10 @@ def _recipe_of(
             "decay": str(ladder.decay),
             "decay_shape": ladder.decay_shape,
         },
-        "eval": {**tree["eval"], "marks": marks, **({"at_start": True} if ladder.initial else {})},
-        "checkpoint": {**tree["checkpoint"], "marks": marks, **({"at_start": True} if ladder.initial else {})},
+        "eval": tree["eval"] | marks,
+        "checkpoint": tree["checkpoint"] | marks,
+        "logging": tree["logging"] | {"group": recipe.logging.group or recipe.name},
     }
-    tree["logging"] = {**tree["logging"], "group": recipe.logging.group or recipe.name}
     if recipe.parallel.processes == "auto":
         tree["parallel"] = {**tree["parallel"], "processes": batch.processes}
     rung = load_recipe(tree)
@@ -331,13 +326,8 @@ class Proportions:
             )
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         groups = config.get("num_key_value_heads")
-        return Proportions(
-            hidden // heads,
-            heads // (groups or heads),
-            groups is not None,
-            config["intermediate_size"] / hidden,
-            hidden / config["num_hidden_layers"],
-        )
+        mlp_ratio, aspect = config["intermediate_size"] / hidden, hidden / config["num_hidden_layers"]
+        return Proportions(hidden // heads, heads // (groups or heads), groups is not None, mlp_ratio, aspect)
 
     def shape(self, heads: int, layers: int) -> dict[str, int]:
         """Keys of the config for so many heads and layers."""

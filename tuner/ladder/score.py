@@ -97,9 +97,7 @@ def fit_score(points: Sequence[Point], loss: str, figure: str, settings: Setting
     best = best_fit(curve, scores, _starts(standard, scores, chance), settings.delta)
     _require_slope(figure, scores, best.values, best.starts[0])
     noise = Noise(best.noise)
-    random = np.random.default_rng([settings.seed, 2])
-    targets = best.values + noise.draw((settings.samples, len(scores)), random)
-    samples = bootstrap(curve, targets, best.starts, best.delta)
+    samples = bootstrap(curve, best, noise, settings, 2)
     return ScoreFit(figure, tuple(both), centre, spread, curve, best.starts[0], samples, noise, settings)
 
 

@@ -7,10 +7,12 @@ parameters are the layers' own and trained: each layer is then a matrix, which c
 import copy
 import dataclasses
 import difflib
+import json
 import re
 import typing
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,30 +30,11 @@ from tuner.model.freeze import Content, content_of
 from tuner.runtime.warned import pass_on
 
 KEY = "adapter.config"
-_OF_EXPORTS = "an export writes it"
-_FROM_DATA = "peft draws this start from batches of data, which are not there when the model is built"
-_UNTRIED = "it is a variant of LoRA that is not held against peft's own loop here"
-_NOT_TAKEN = {
-    **dict.fromkeys(("inference_mode", "base_model_name_or_path", "revision"), _OF_EXPORTS),
-    **dict.fromkeys(("auto_mapping", "peft_version"), _OF_EXPORTS),
-    "bias": "biases of the base stay frozen, or its adapter could not be switched off",
-    "lora_bias": "a layer without a bias has no place for it when it is merged",
-    "target_parameters": "layers alone are adapted; routed experts by adapter: {kind: lora, experts: true}",
-    "trainable_token_indices": "new tokens are trained with every adapter: tokenizer.add_tokens",
-    "layer_replication": "it makes another model of the base",
-    **dict.fromkeys(("megatron_config", "runtime_config"), "it is about how peft runs, which tuner does here"),
-    **dict.fromkeys(("alora_invocation_tokens", "arrow_config"), "it looks at whole prompts, not at a layer's input"),
-    **dict.fromkeys(("corda_config", "eva_config", "lora_ga_config"), _FROM_DATA),
-    **dict.fromkeys(("use_qalora", "use_bdlora", "kasa_config", "velora_config", "monteclora_config"), _UNTRIED),
-    "loftq_config": "it is LoftQ's, which is not trained: a base of 4 bits is model.quantize: nf4",
-}
-"""Fields of peft's configs that a recipe does not have, with the reason."""
-_STARTS = {
-    **dict.fromkeys(("eva", "corda", "lora_ga"), _FROM_DATA),
-    "loftq": "peft makes its codes on a GPU by bitsandbytes, for a base of 4 bits; that is model.quantize: nf4 here",
-    "mica": "it leaves matrices of its own frozen, which checkpoints do not hold",
-}
-"""Values of ``init_lora_weights`` that are not taken, with the reason."""
+_TABLES = json.loads(Path(__file__).with_name("peft_kinds.json").read_text(encoding="utf-8"))
+_NOT_TAKEN, _STARTS = (
+    {name: why for why, names in _TABLES[key].items() for name in names} for key in ("fields", "init_lora_weights")
+)
+"""Fields of peft's configs that a recipe does not have, and values of ``init_lora_weights``, each with the reason."""
 _NOISE = ("CUDA extension", "boft_n_butterfly_factor to 1")
 """In what peft says of BOFT wherever it has not compiled a kernel, without which it computes the same."""
 

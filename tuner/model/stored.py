@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from tuner.errors import DataError
-from tuner.runtime.files import inside, read_json
+from tuner.runtime.files import inside, read_json, reading
 from tuner.runtime.safetensors_header import read_header
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -129,15 +129,12 @@ def hash_of_all(lines: Mapping[str, str]) -> str:
 
 def _sha256(stored: Stored) -> str:
     digest, left = hashlib.sha256(), stored.size
-    try:
-        with stored.file.open("rb", buffering=0) as file:
-            file.seek(stored.start)
-            while left:
-                data = file.read(min(left, _BLOCK_BYTES))
-                if not data:
-                    raise DataError(f"{stored.file}: ends early")
-                digest.update(data)
-                left -= len(data)
-    except OSError as error:
-        raise DataError(f"{stored.file}: {error.strerror or error}") from error
+    with reading(stored.file), stored.file.open("rb", buffering=0) as file:
+        file.seek(stored.start)
+        while left:
+            data = file.read(min(left, _BLOCK_BYTES))
+            if not data:
+                raise DataError(f"{stored.file}: ends early")
+            digest.update(data)
+            left -= len(data)
     return digest.hexdigest()

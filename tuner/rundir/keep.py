@@ -7,9 +7,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from tuner.checkpoint.manifest import step_dirs
-from tuner.errors import DataError
 from tuner.rundir.last_checkpoint import problem_of
-from tuner.runtime.files import discard_dir, opened
+from tuner.runtime.files import discard_dir, opened, reading
 
 
 class CheckpointHold(ExitStack):
@@ -21,10 +20,8 @@ class CheckpointHold(ExitStack):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        try:
+        with reading(path):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror or error}") from error
         self.callback(os.close, descriptor)
         with suppress(OSError):  # a file system without locks: pruning finds no lock, either
             fcntl.flock(descriptor, fcntl.LOCK_SH)

@@ -23,7 +23,7 @@ from tuner.rundir.last_checkpoint import any_valid, last_problem, last_state, la
 from tuner.rundir.layout import CHECKPOINTS, LOCK, METRICS, RECORD, RESOLVED_RECIPE
 from tuner.rundir.links import require_no_links
 from tuner.rundir.run_json import TIME_FORMAT, is_run, other_contents, read_record
-from tuner.runtime.files import TMP_PREFIX, TRASH_PREFIX
+from tuner.runtime.files import TMP_PREFIX, TRASH_PREFIX, reading
 from tuner.runtime.lock import is_locked
 from tuner.stages import url_of
 
@@ -177,11 +177,8 @@ class Run:
         path = self.path / METRICS
         if not path.is_file():
             return
-        try:
-            with path.open("rb") as file:
-                yield from file
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror or error}") from error
+        with reading(path), path.open("rb") as file:
+            yield from file
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,15 @@ def typed_path(path: Path) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Within, what the system says of a file that cannot be read becomes a DataError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`. Raises DataError naming the file when it is missing, unreadable or no object."""
     try:
@@ -224,11 +233,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def sha256_file(path: Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal, in bounded memory. Raises DataError naming the file."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
+    with reading(path), path.open("rb", buffering=0) as file:
+        digest = hashlib.file_digest(file, "sha256")
+    return digest.hexdigest()
 
 
 def publish_dir(tmp: Path, final: Path) -> None:

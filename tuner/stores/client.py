@@ -120,10 +120,6 @@ class Client:
 
         return self._found(read)
 
-    def has(self, key: str) -> bool:
-        """Whether an object is there."""
-        return self.meta(key) is not None
-
     def meta(self, key: str) -> Mapping[str, Any] | None:
         """What the store says of an object: `path`, `size`, `e_tag`; None where there is none."""
         return self._found(lambda: self.library.head(self.store, key))
@@ -191,6 +187,10 @@ class Client:
             if isinstance(error.__cause__, self.library.exceptions.PreconditionError):
                 return None
             raise
+
+    def part(self, key: str, start: int, length: int) -> bytes | None:
+        """So many of an object's bytes from `start`; None where there is none."""
+        return self._found(lambda: bytes(self.library.get_range(self.store, key, start=start, length=length)))
 
     def names(self, prefix: str) -> list[str]:
         """The keys below a prefix, in no order."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tuner.errors import DataError
+from tuner.stores.client import Client
 
 SCHEMA = 1
 COMMITS = "tuner/commits"
@@ -93,6 +94,12 @@ class Commit:
 def commit_key(number: int) -> str:
     """Where the listing of a number lies."""
     return f"{COMMITS}/{number:010}.json"
+
+
+def read_commit(client: Client, number: int) -> Commit | None:
+    """The commit of a number, or None where there is none. Raises DataError, MachineError."""
+    found = client.get(commit_key(number))
+    return None if found is None else Commit.read(f"{client.url}/{commit_key(number)}", found[0])
 
 
 def _bytes(content: Mapping[str, Any]) -> bytes:

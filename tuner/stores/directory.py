@@ -22,7 +22,7 @@ from tuner.runtime.files import machine_errors, make_dirs
 from tuner.runtime.lock import FileLock
 from tuner.stores.bring import Bringing
 from tuner.stores.client import Client
-from tuner.stores.commit import COMMITS, FILES, Commit, StoredFile, commit_key
+from tuner.stores.commit import COMMITS, FILES, Commit, StoredFile, commit_key, read_commit
 from tuner.stores.download import GoneError
 from tuner.stores.lease import Lease, lives_here, read_lease
 from tuner.stores.stage import StageState, entries, safe_link, state_path
@@ -197,12 +197,12 @@ class StoreDirectory:
         """
         for attempt in range(ATTEMPTS):
             number = max([read_lease(self._client)["number"], *self._numbers()])
-            while self._client.has(commit_key(number + 1)):
+            while self._client.meta(commit_key(number + 1)) is not None:
                 number += 1
             if number == 0:
                 return None
             try:
-                commit = self._read(number)
+                commit = read_commit(self._client, number)
             except DataError:  # some servers answer with less than they have, under load or while they remove it
                 if attempt == ATTEMPTS - 1:
                     raise
@@ -215,10 +215,6 @@ class StoreDirectory:
     def _numbers(self) -> set[int]:
         names = {Path(key).stem for key in self._client.names(COMMITS)}
         return {int(name) for name in names if name.isdecimal()}
-
-    def _read(self, number: int) -> Commit | None:
-        found = self._client.get(commit_key(number))
-        return None if found is None else Commit.read(f"{self.url}/{commit_key(number)}", found[0])
 
     def _put(self, commit: Commit) -> bool:
         """Put a commit under its number; whether it is there, and not another's."""
@@ -259,12 +255,12 @@ class StoreDirectory:
             if not snapshot.closed:
                 kept |= snapshot.refers_to()
         for number in numbers[-KEPT_COMMITS:]:
-            commit = newest if number == newest.number else self._read(number)
+            commit = newest if number == newest.number else read_commit(self._client, number)
             kept |= set() if commit is None else commit.data
         named: set[str] = set()
         for number in numbers[:-KEPT_COMMITS]:
             with suppress(DataError):  # a damaged listing goes; its data are found when orphans are
-                commit = self._read(number)
+                commit = read_commit(self._client, number)
                 named |= set() if commit is None else commit.data
         self._client.delete([commit_key(number) for number in numbers[:-KEPT_COMMITS]])
         self._client.delete(sorted(named - kept))

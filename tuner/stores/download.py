@@ -12,7 +12,6 @@ from tuner.stores.client import Client
 from tuner.stores.commit import StoredFile
 
 IN_FLIGHT = 8
-HASH_BYTES = 1 << 20
 
 
 class GoneError(DataError):
@@ -22,8 +21,8 @@ class GoneError(DataError):
 def download(client: Client, files: Iterable[tuple[Path, StoredFile]]) -> None:
     """Write files that must not be there yet. Raises GoneError, DataError where bytes differ, MachineError.
 
-    At most :data:`IN_FLIGHT` parts are on their way, of each a chunk in memory; a file's bytes are hashed in order
-    while later ones arrive, and flushed to the disk.
+    At most :data:`IN_FLIGHT` parts are on their way, of each a chunk in memory; its parts are hashed in order, while
+    others arrive, and flushed to the disk.
     """
     with ThreadPoolExecutor(IN_FLIGHT, "store download") as pool:
         wanted: list[tuple[Path, StoredFile, list[Future[None]]]] = []
@@ -54,14 +53,11 @@ def _fetch(client: Client, path: Path, key: str, start: int, length: int) -> Non
 
 def _check(url: str, path: Path, file: StoredFile, parts: list[Future[None]]) -> None:
     """Wait for a file's parts in order and hash what they wrote. Raises what they raised, DataError."""
-    digest, block = hashlib.sha256(), bytearray(HASH_BYTES)
+    digest = hashlib.sha256()
     with machine_errors(path), opened(path, os.O_RDONLY | os.O_NOFOLLOW) as descriptor:
-        for part, (_, _, length) in zip(parts, file.parts(), strict=True):
+        for part, (_, start, length) in zip(parts, file.parts(), strict=True):
             part.result()
-            left = length
-            while left and (read := os.readv(descriptor, [memoryview(block)[:left]])):
-                digest.update(memoryview(block)[:read])
-                left -= read
+            digest.update(os.pread(descriptor, length, start))
         os.fsync(descriptor)
     if digest.hexdigest() != file.sha256:
         raise DataError(f"{url}: {path.name} arrived with other bytes than its commit names")

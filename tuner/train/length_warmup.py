@@ -3,7 +3,7 @@ https://arxiv.org/abs/2108.06084): how long those of a step are follows from its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -63,6 +63,9 @@ class _RowsInMemory(PackedRows):
 
     def __len__(self) -> int:
         return len(self._cut)
+
+    def fetch(self, row_ids: Iterable[int]) -> None:
+        """Nothing is to be fetched."""
 
     def row(self, i: int) -> Row:
         """Return row i."""

@@ -8,7 +8,6 @@ from typing import Any
 from tuner.cli.command import Outcome, input_path, load_for_command
 from tuner.cli.output import columns, fitted, stdout_columns
 from tuner.config.ladder import short_count
-from tuner.config.numbers import parse_number
 from tuner.config.overrides import Override
 from tuner.errors import RecipeError
 from tuner.ladder import score
@@ -16,9 +15,8 @@ from tuner.ladder.fit import Estimate, Parameter, Settings, parameters_of
 from tuner.ladder.fit_page import PAGE, check_output, figures_of, is_covered, shown_parameter, write_fit_page
 from tuner.ladder.forecast import Forecast, ForecastQuestion, forecast
 from tuner.ladder.held_out import LadderHeldOut
-from tuner.ladder.law import Size
 from tuner.ladder.marks import marks_csv, places, read_marks, statuses, with_prefix
-from tuner.ladder.points import Point, by_rung, points_of, read_points, short
+from tuner.ladder.points import Point, Size, by_rung, count_in, points_of, read_points, short
 from tuner.ladder.record import LadderRecord, read_ladders
 from tuner.ladder.rules import mark_name
 from tuner.runtime.console import Console, clock
@@ -180,19 +178,16 @@ def _asked(read: _Read, target: str | None, tokens: str | None) -> tuple[str | N
 
 def _is_count(text: str) -> bool:
     try:
-        return _count("--target", text) > 0
-    except RecipeError:
+        return count_in(text) > 0
+    except ValueError:
         return False
 
 
 def _count(flag: str, text: str) -> float:
     try:
-        value = float(parse_number(text))
-    except (ValueError, OverflowError):
-        raise RecipeError(f"{flag} {text} is not a number", hint=f"write {flag} 20B or {flag} 1.5e9") from None
-    if not 1 <= value < 1e18:
-        raise RecipeError(f"{flag} {text} is no count", hint=f"write {flag} 20B or {flag} 1.5e9")
-    return value
+        return count_in(text)
+    except ValueError as error:
+        raise RecipeError(f"{flag} {text} {error}", hint=f"write {flag} 20B or {flag} 1.5e9") from None
 
 
 def _show(found: Forecast, console: Console) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tuner.data.prepared import PREPARED_SCHEMA
+from tuner.data.prepared import PREPARED_SCHEMA, hashed_files
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.runtime.console import Console
 from tuner.runtime.files import (
@@ -218,7 +218,7 @@ def damages(entry: Entry) -> list[str]:
         found.append(f"{entry.path / MANIFEST_NAME}: its SHA-256 differs from the one that it names")
     for name, facts in sorted(files.items()):
         try:
-            verify_entries(entry.path, {name: facts}, hash=True)
+            verify_entries(entry.path, {name: facts}, hash=bool(hashed_files(entry.path, {name: facts})))
         except DataError as error:
             found.append(error.message)
     return found

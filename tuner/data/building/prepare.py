@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tuner.data.building.cache import build_once, cache_path, others_may_write, valid
 from tuner.data.building.spec import PrepareSpec, expected_bytes, keys_of, sources_of
 from tuner.errors import DataError
+from tuner.stages import url_of
 
 if TYPE_CHECKING:
     from tuner.data.building.spec import SplitSources
@@ -48,7 +49,7 @@ def prepare(spec: PrepareSpec, console: "Console | None" = None) -> PreparedInfo
     sources = sources_of(spec)
     keys = keys_of(spec, sources)
     final = cache_path(spec.cache_dir, "prepared", keys.prepared)
-    manifest = valid(final, "prepared")
+    manifest = manifest_of(final, console)
     cached = manifest is not None
     if manifest is None and "torch" in sys.modules and spec.workers(expected_bytes(sources.every())) == 1:
         from tuner.data.building import apart
@@ -63,6 +64,7 @@ def prepare(spec: PrepareSpec, console: "Console | None" = None) -> PreparedInfo
             return build_rows(spec, keys, tmp, console)
 
         manifest, cached = build_once(spec.cache_dir, "prepared", keys.prepared, make, console)
+        manifest_of(final, console)
     report = _with_own_names(manifest["report"], sources)
     warnings = (*_warnings(spec, report, final), *others_may_write(spec.cache_dir))
     return PreparedInfo(final, keys.prepared, cached, report, time.monotonic() - started, warnings)
@@ -90,14 +92,14 @@ def check_to_use(spec: PrepareSpec, directory: Path, console: "Console") -> None
 def find_prepared(spec: PrepareSpec) -> Path | None:
     """Return the prepared directory for `spec` where it exists already; builds nothing."""
     final = prepared_path(spec)
-    return final if valid(final, "prepared") is not None else None
+    return final if manifest_of(final) is not None else None
 
 
 def check_prepared(spec: PrepareSpec) -> Path:
     """Return the prepared directory for `spec`; DataError saying what is missing where it would have to be built."""
     keys = keys_of(spec)
     path = cache_path(spec.cache_dir, "prepared", keys.prepared)
-    if (manifest := valid(path, "prepared")) is not None:
+    if (manifest := manifest_of(path)) is not None:
         _warnings(spec, manifest["report"], path)  # what a training would refuse is refused here
         return path
     state = "is damaged" if path.exists() else "is not there"
@@ -109,6 +111,18 @@ def check_prepared(spec: PrepareSpec) -> Path:
 def prepared_path(spec: PrepareSpec) -> Path:
     """Return the directory that `spec` has or would have; its sources are read for their hashes."""
     return cache_path(spec.cache_dir, "prepared", keys_of(spec).prepared)
+
+
+def manifest_of(final: Path, console: "Console | None" = None) -> dict[str, Any] | None:
+    """The manifest of prepared data that are whole: here, or in the store of the cache, from where they are fetched.
+
+    With a console, what is here alone is published there.
+    """
+    if url_of(final) is not None:
+        from tuner.data.building.stored import settle  # which caches on disks do without
+
+        settle(final, console)
+    return valid(final, "prepared")
 
 
 def _with_own_names(report: dict[str, Any], sources: "SplitSources") -> dict[str, Any]:

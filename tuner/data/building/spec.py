@@ -21,7 +21,7 @@ from tuner.data.portions import first_portion
 from tuner.data.sources import SourceFile, expand
 from tuner.errors import DataError, RecipeError
 from tuner.runtime.dist import cores
-from tuner.runtime.files import read_json
+from tuner.runtime.files import read_json, reading
 from tuner.stages import cache_root
 
 if TYPE_CHECKING:
@@ -300,10 +300,8 @@ def _identity(sources: Sequence[Source]) -> list[Any]:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    try:
+    with reading(path):
         status = path.stat()
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from error
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 

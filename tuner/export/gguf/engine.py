@@ -1,6 +1,7 @@
-"""A GGUF file as it is served: llama.cpp's own server, in a process that ends with this one, over a local connection.
+"""A GGUF file in llama.cpp's own server, in a process that ends with this one, asked over a local connection.
 
-What it computes is what anybody who serves the file gets: its tokenizer, its template, its cache of float16.
+As it is served it is what anybody who serves the file gets: its tokenizer, its template, its cache of float16. To be
+held against a model in transformers it has a cache of float32.
 """
 
 import contextlib
@@ -21,7 +22,6 @@ from typing import Any
 
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.export.gguf.header import read_keys
-from tuner.export.gguf.llama_cpp import said_in
 from tuner.runtime.files import scratch_dir
 
 LOAD_S, ANSWER_S = 900.0, 600.0
@@ -41,6 +41,10 @@ class Answered:
     text: str
     tokens: int = 0
     why: str | None = None
+
+
+Likeliest = tuple[int, dict[int, float]]
+"""The token that was chosen, and the log-probabilities of the likeliest by their ids."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,10 @@ class Engine:
         """The text of tokens, special ones written out."""
         return str(self.ask("/detokenize", {"tokens": list(ids)})["content"])
 
-    def rendered(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def rendered(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> str:
         """A chat up to the assistant's turn, without what frames a text."""
-        return str(self.ask("/apply-template", {"messages": list(messages)})["prompt"])
+        chat = {"messages": list(messages), **({"tools": tools} if tools else {})}
+        return str(self.ask("/apply-template", chat)["prompt"])
 
     def answer(
         self, prompt: Sequence[int], limit: int, sampling: Mapping[str, Any], stops: Sequence[str] = ()
@@ -113,6 +118,20 @@ class Engine:
                     return float(each["logprob"]), at == 0
         raise DataError(f"{self.path}: llama.cpp gives no probability of token {token}")
 
+    def continued(self, prompt: Sequence[int], tokens: int, top: int) -> tuple[list[int], list[Likeliest]]:
+        """The likeliest tokens one after another, and what it says of each but those that end inside a character."""
+        body = {"prompt": list(prompt), "n_predict": tokens, **GREEDY, "n_probs": top, "return_tokens": True}
+        said = self.ask("/completion", {**body, "cache_prompt": False})
+        return said["tokens"], [
+            (step["id"], {each["id"]: each["logprob"] for each in step["top_logprobs"]})
+            for step in said.get("completion_probabilities", [])
+        ]
+
+    def ends(self, prompt: Sequence[int], token: int) -> bool:
+        """Whether generation stops at a token."""
+        body = {"prompt": list(prompt), "n_predict": 2, **GREEDY, "logit_bias": [[token, _FORCED]]}
+        return bool(self.ask("/completion", body)["stop_type"] == "eos")
+
     def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """What it answers."""
         with self._asked(path, body) as response:
@@ -137,18 +156,21 @@ class Engine:
 
 
 @contextmanager
-def served(path: Path, context: int) -> Iterator[Engine]:
+def served(path: Path, context: int, exact: bool = False, adapter: Path | None = None) -> Iterator[Engine]:
     """A file for the block, with room for ``context`` tokens or as many as its model takes.
 
-    Raises DataError for one that llama.cpp does not load, MachineError where the library is missing.
+    ``exact`` computes in float32 alone, with all of that room. Raises DataError for a file that llama.cpp does not
+    load, MachineError where the library is missing.
     """
     if importlib.util.find_spec("xllamacpp") is None:
         raise MachineError("the library xllamacpp is missing", hint="install it: pip install gguf xllamacpp")
     keys = read_keys(path)
-    context = min(context, int(keys.get(f"{keys.get('general.architecture')}.context_length", context)))
+    takes = int(keys.get(f"{keys.get('general.architecture')}.context_length", context))
+    context = context if exact else min(context, takes)
     threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
     key = secrets.token_hex(16)
-    job = {"model": str(path), "context": context, "threads": threads, "key": key}
+    job = {"model": str(path), "context": context, "threads": threads, "key": key, "exact": exact}
+    job["adapter"] = None if adapter is None else str(adapter)
     command = [sys.executable, "-m", "tuner.export.gguf.llama_server"]
     with scratch_dir("gguf-") as directory, (directory / "llama.log").open("wb") as log:
         # In a session of its own: Ctrl-C ends an answer, not the server.
@@ -165,9 +187,17 @@ def served(path: Path, context: int) -> Iterator[Engine]:
             address = process.stdout.readline().decode().strip()
             too_long.cancel()
             if not address:
-                raise DataError(f"{path}: llama.cpp cannot load it: {said_in(directory / 'llama.log')}")
-            yield Engine(path, keys, context, address, key, lambda: said_in(directory / "llama.log"))
+                raise DataError(f"{path}: llama.cpp cannot load it: {_said_in(directory / 'llama.log')}")
+            yield Engine(path, keys, context, address, key, lambda: _said_in(directory / "llama.log"))
         finally:
             too_long.cancel()
             process.kill()
             process.communicate()
+
+
+def _said_in(log: Path) -> str:
+    """The line of a log that says what went wrong, else its last one."""
+    lines = log.read_text(errors="replace").splitlines()
+    why = next((line for line in lines if "error" in line.lower() or "GGML_ASSERT" in line), (lines or ["?"])[-1])
+    of_template = next((f" {line}" for line in lines if line.startswith("Error: ")), "")
+    return why.rpartition(" E ")[2].strip() + of_template  # without the time and the level

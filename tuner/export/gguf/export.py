@@ -1,7 +1,5 @@
 """Write a GGUF file next to its place, have llama.cpp answer from it, and publish it with one rename."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os
@@ -13,16 +11,31 @@ from typing import Any
 
 import tuner
 from tuner.errors import MachineError, RecipeError
-from tuner.export.gguf import file, kquants, lora, modelfile
+from tuner.export.gguf import file, kquants, lora
 from tuner.export.gguf.architecture import Architecture
 from tuner.export.gguf.gelu import read_off_a_table
+from tuner.export.gguf.modelfile import Modelfile, modelfile, place
 from tuner.export.gguf.proof import Figures, fixed, prompts_of, prove, texts_of
 from tuner.export.gguf.source import GgufSource, load_tokenizer
-from tuner.export.gguf.vocabulary import named_for, vocabulary
+from tuner.export.gguf.vocabulary import encoded_otherwise, named_for, vocabulary
 from tuner.export.hf import temporary
 from tuner.export.tensors import OpenFiles
 from tuner.export.write import quiet
 from tuner.runtime.files import fsync_dir, machine_errors, publish_dir
+
+
+@dataclass(frozen=True)
+class GgufForm:
+    """What is written."""
+
+    type: str = "bf16"
+    output: Path | None = None
+    """Where; None for the source's own place."""
+    shard_bytes: int | None = None
+    """The size of the largest file, of which there may be several in a directory."""
+    modelfile: bool = False
+    """Whether a Modelfile for Ollama is next to it."""
+    verify: bool = True
 
 
 @dataclass(frozen=True)
@@ -38,8 +51,10 @@ class GgufReport:
     """At f32, which proves names, layouts and keys."""
     figures: Figures | None
     """Of the file's own type."""
+    encoded_otherwise: list[str]
+    """Texts that llama.cpp gives other ids whatever the file says."""
     files: int = 1
-    modelfile: modelfile.Modelfile | None = None
+    modelfile: Modelfile | None = None
 
     def proof(self) -> str:
         """What was found, for people."""
@@ -90,63 +105,48 @@ class _Made:
             return file.write_gguf(path, self.architecture.name, keys, tensors, kind, shard_bytes)
 
 
-def export_gguf(  # noqa: PLR0913, PLR0917 - one parameter for each option
-    source: GgufSource,
-    kind: str,
-    output: Path | None = None,
-    verify: bool = True,
-    shard_bytes: int | None = None,
-    for_ollama: bool = False,
-) -> GgufReport:
+def export_gguf(source: GgufSource, form: GgufForm) -> GgufReport:
     """Write, prove and publish. The target must not exist.
 
-    Files of at most ``shard_bytes`` each are published in one directory. ``for_ollama`` writes a Modelfile next to a
-    single file. Raises RecipeError where llama.cpp has no such model, and VerificationError, with nothing published,
-    where it answers otherwise than the trained one.
+    Raises RecipeError where llama.cpp has no such model, and VerificationError, with nothing published, where it
+    answers otherwise than the trained one.
     """
     started = time.perf_counter()
-    _require_libraries(kind, verify)
-    target = output or source.default_output(kind)
-    _require_choices(source, kind, target, shard_bytes, for_ollama)
+    _require_libraries(form)
+    target = form.output or source.default_output(form.type)
+    _require_choices(source, form, target)
     with quiet(), source.held():
         architecture = Architecture.of(source.config)
         tokenizer = load_tokenizer(source.tokenizer_directory)
         ends, recorded = source.ends(tokenizer), source.texts()
         sample = [*fixed()[0], *(str(each["text"]) for each in recorded)]
         words = vocabulary(tokenizer, architecture.facts["vocab_size"], ends, sample)
-        made = _Made(source, architecture, words, _metadata(source, tokenizer, verify))
+        made = _Made(source, architecture, words, _metadata(source, tokenizer, form.verify))
         with temporary(target) as directory:
             exact = figures = None
-            if verify:
+            if form.verify:
                 texts = texts_of(tokenizer, recorded, ends, source.tokenizer_directory)
                 reference = source.reference()
                 if architecture.reads_a_table:
                     reference = read_off_a_table(reference)
                 prompts = prompts_of(texts, reference, recorded, architecture.context)
                 base = made.write_model(directory / "base.gguf", "f32")[0] if source.is_adapter else None
-            for each in dict.fromkeys(("f32", kind) if verify else (kind,)):
+            for kind in dict.fromkeys(("f32", form.type) if form.verify else (form.type,)):
                 (directory / target.name).unlink(missing_ok=True)
-                files = made.write(directory / target.name, each, shard_bytes if each == kind else None)
-                if verify:
-                    adapter = files[0] if source.is_adapter else None
-                    figures = prove(directory, base or files[0], each, texts, prompts, adapter)
+                files = made.write(directory / target.name, kind, form.shard_bytes if kind == form.type else None)
+                if form.verify:
+                    figures = prove(base or files[0], kind, texts, prompts, files[0] if base else None)
                     exact = exact or figures
-            model = modelfile.modelfile(target.name, tokenizer, words, ends) if for_ollama else None
+            model = modelfile(target.name, tokenizer, words, ends) if form.modelfile else None
             published = _publish(files, target, model)
+    size, seconds = sum(path.stat().st_size for path in published), time.perf_counter() - started
+    other = encoded_otherwise(tokenizer, words)
     return GgufReport(
-        published[0],
-        kind,
-        architecture.name,
-        sum(path.stat().st_size for path in published),
-        time.perf_counter() - started,
-        exact,
-        figures,
-        len(published),
-        model,
+        published[0], form.type, architecture.name, size, seconds, exact, figures, other, len(published), model
     )
 
 
-def _publish(files: Sequence[Path], target: Path, model: modelfile.Modelfile | None) -> list[Path]:
+def _publish(files: Sequence[Path], target: Path, model: Modelfile | None) -> list[Path]:
     """Give what was made its name, by one rename; returns where the files are now."""
     made = files[0] if len(files) == 1 else files[0].parent
     final = target if len(files) == 1 else target.with_name(made.name)
@@ -162,21 +162,19 @@ def _publish(files: Sequence[Path], target: Path, model: modelfile.Modelfile | N
     return [final]
 
 
-def _require_choices(
-    source: GgufSource, kind: str, target: Path, shard_bytes: int | None, for_ollama: bool
-) -> None:
+def _require_choices(source: GgufSource, form: GgufForm, target: Path) -> None:
     """Raise RecipeError where a target is there, or options do not go together."""
-    if source.is_adapter and kind not in file.PLAIN:
-        raise RecipeError(f"--type {kind}: an adapter's ranks do not fill blocks", hint="write --type bf16")
-    if for_ollama and (source.is_adapter or shard_bytes):
+    if source.is_adapter and form.type not in file.PLAIN:
+        raise RecipeError(f"--type {form.type}: an adapter's ranks do not fill blocks", hint="write --type bf16")
+    if form.modelfile and (source.is_adapter or form.shard_bytes):
         raise RecipeError("--modelfile is written next to one file of a whole model", hint="leave out --modelfile")
-    if source.is_adapter and shard_bytes:
+    if source.is_adapter and form.shard_bytes:
         raise RecipeError("--shard-size: an adapter is one file", hint="leave out --shard-size")
     _require_free(target)
-    if shard_bytes:
+    if form.shard_bytes:
         _require_free(target.with_name(target.name.removesuffix(".gguf")))
-    if for_ollama:
-        _require_free(modelfile.place(target))
+    if form.modelfile:
+        _require_free(place(target))
 
 
 def _metadata(source: GgufSource, tokenizer: Any, verify: bool) -> dict[str, Any]:
@@ -185,9 +183,9 @@ def _metadata(source: GgufSource, tokenizer: Any, verify: bool) -> dict[str, Any
     return {**source.lineage, "general.name": name, "tuner.version": tuner.__version__, "tuner.verified": proof}
 
 
-def _require_libraries(kind: str, verify: bool) -> None:
-    is_k = kind in kquants.mixes()
-    for name in ("gguf", *(["xllamacpp"] if verify or is_k else [])):
+def _require_libraries(form: GgufForm) -> None:
+    is_k = form.type in kquants.mixes()
+    for name in ("gguf", *(["xllamacpp"] if form.verify or is_k else [])):
         if importlib.util.find_spec(name) is None:
             raise MachineError(f"the library {name} is missing", hint="install it: pip install gguf xllamacpp")
     if is_k:

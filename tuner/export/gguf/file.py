@@ -1,7 +1,5 @@
 """GGUF files written front to back: keys and names first, then every tensor a block at a time."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator, Mapping

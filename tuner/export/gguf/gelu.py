@@ -1,7 +1,5 @@
 """GELU as llama.cpp computes it on a CPU: read off a table of float16 (ggml-cpu/vec.h: ggml_vec_geglu_f32)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -17,16 +17,19 @@ def read_keys(path: Path) -> dict[str, Any]:
     """Every key of a file with its value; an array is the number of its elements. Raises DataError."""
     try:
         with path.open("rb") as file:
-            magic, version, _, count = struct.unpack("<4sIQQ", file.read(24))
+            magic, version, _, count = _read(file, "4sIQQ")
             if magic != b"GGUF" or version < 2:  # noqa: PLR2004 - lengths of 8 bytes since
                 raise ValueError(f"begins with {magic!r}, version {version}")
             return {_text(file): _value(file, *_read(file, "I")) for _ in range(count)}
-    except (OSError, ValueError, KeyError, struct.error, OverflowError, MemoryError) as error:
+    except (OSError, ValueError, KeyError, OverflowError, MemoryError) as error:
         raise DataError(f"{path}: is no readable GGUF file: {error}") from error
 
 
 def _read(file: BinaryIO, form: str) -> tuple[Any, ...]:
-    return struct.unpack(f"<{form}", file.read(struct.calcsize(f"<{form}")))
+    data = file.read(size := struct.calcsize(f"<{form}"))
+    if len(data) < size:
+        raise ValueError("ends early")
+    return struct.unpack(f"<{form}", data)
 
 
 def _text(file: BinaryIO) -> str:

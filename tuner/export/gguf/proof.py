@@ -1,7 +1,5 @@
 """Whether llama.cpp is the trained model with a file: its ids, its chats, where it stops, and its log-probabilities."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +12,9 @@ import torch
 from ruamel.yaml import YAML
 
 from tuner.data.encoding.template import LoadedTemplates, unless_refused
-from tuner.errors import TunerError, VerificationError
+from tuner.errors import DataError, MachineError, RecipeError, TunerError, VerificationError
+from tuner.export.gguf.engine import Likeliest, served
 from tuner.export.gguf.gelu import other_steps
-from tuner.export.gguf.llama_cpp import asked
 from tuner.export.gguf.vocabulary import before_a_text, chats_begin_so
 
 N_TEXTS = 400
@@ -153,24 +151,40 @@ def prompts_of(texts: Texts, model: torch.nn.Module, recorded: Sequence[Mapping[
     return Prompts(prompts, model, limit + 2 * TOKENS)
 
 
-def prove(
-    directory: Path, file: Path, kind: str, texts: Texts, prompts: Prompts, adapter: Path | None = None
-) -> Figures:
+@dataclass(frozen=True)
+class LlamaAnswers:
+    """What llama.cpp gives for texts, chats and prompts, in their order."""
+
+    ids: Sequence[tuple[list[int], list[int]]]
+    rendered: Sequence[str]
+    talks: Sequence[list[int]]
+    ends: Sequence[bool]
+    continued: Sequence[tuple[list[int], list[Likeliest]]]
+
+
+def answers_of(
+    file: Path, texts: Texts, prompts: Prompts, tokens: int = TOKENS, adapter: Path | None = None
+) -> LlamaAnswers:
+    """Ask llama.cpp. Raises VerificationError where it does not answer."""
+    try:
+        with served(file, prompts.context, exact=True, adapter=adapter) as engine:
+            rendered = [engine.rendered(chat["messages"], chat.get("tools")) for chat in texts.chats]
+            return LlamaAnswers(
+                [(engine.ids(text), engine.ids(text, framed=True)) for text in texts.texts],
+                rendered,
+                [engine.ids(text, framed=True) for text in rendered],
+                [engine.ends(prompts.ids[0], token) for token in texts.ends],
+                [engine.continued(prompt, tokens, TOP) for prompt in prompts.ids],
+            )
+    except (DataError, MachineError, RecipeError) as error:
+        raise VerificationError(f"{error.message.removeprefix(f'{file}: ')}; nothing was published") from error
+
+
+def prove(file: Path, kind: str, texts: Texts, prompts: Prompts, adapter: Path | None = None) -> Figures:
     """Ask llama.cpp and compare. Raises VerificationError naming the first thing that differs."""
-    questions = {
-        "adapter": None if adapter is None else str(adapter),
-        "context": prompts.context,
-        "threads": torch.get_num_threads(),
-        "texts": texts.texts,
-        "chats": texts.chats,
-        "ends": texts.ends,
-        "prompts": prompts.ids,
-        "tokens": TOKENS,
-        "top": TOP,
-    }
-    answers = asked(directory, file, questions)
+    answers = answers_of(file, texts, prompts, adapter=adapter)
     _require_texts(texts, answers)
-    figures = measured(texts, prompts, answers["answers"])
+    figures = measured(texts, prompts, answers)
     if kind == "f32":
         _require_same(figures)
     elif not figures.kl <= ROUNDING.get(kind, BROKEN):
@@ -181,8 +195,8 @@ def prove(
     return figures
 
 
-def _require_texts(texts: Texts, answers: Mapping[str, Any]) -> None:
-    for text, wanted, found in zip(texts.texts, texts.ids, answers["ids"], strict=True):
+def _require_texts(texts: Texts, answers: LlamaAnswers) -> None:
+    for text, wanted, found in zip(texts.texts, texts.ids, answers.ids, strict=True):
         for how, one, other in zip(("", " with what frames it"), wanted, found, strict=True):
             if one != other:
                 at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
@@ -190,36 +204,36 @@ def _require_texts(texts: Texts, answers: Mapping[str, Any]) -> None:
                     f"llama.cpp gives other ids than training saw: {_short(text)}{how} differs at token {at} "
                     f"({other[at : at + 4]}, not {one[at : at + 4]}); nothing was published"
                 )
-    for wanted_text, found_text in zip(texts.rendered, answers["chats"], strict=True):
+    for wanted_text, found_text in zip(texts.rendered, answers.rendered, strict=True):
         if found_text not in {wanted_text, wanted_text.removeprefix(texts.bos)}:  # which llama.cpp adds by itself
             raise VerificationError(
                 f"llama.cpp renders a chat as {_short(found_text)}, training saw {_short(wanted_text)}; "
                 "nothing was published"
             )
-    for text, ids, served in zip(texts.rendered, texts.talks, answers["talks"], strict=True):
-        if ids != served:
+    for text, ids, other in zip(texts.rendered, texts.talks, answers.talks, strict=True):
+        if ids != other:
             raise VerificationError(
-                f"llama.cpp serves a chat with other ids than training saw: {_short(text)} begins with {served[:4]}, "
+                f"llama.cpp serves a chat with other ids than training saw: {_short(text)} begins with {other[:4]}, "
                 f"not {ids[:4]}; nothing was published"
             )
-    for name, stops in zip(texts.names, answers["ends"], strict=True):
+    for name, stops in zip(texts.names, answers.ends, strict=True):
         if not stops:
             raise VerificationError(f"llama.cpp does not end a turn at {name}; nothing was published")
 
 
-def measured(texts: Texts, prompts: Prompts, answers: Sequence[Mapping[str, Any]]) -> Figures:
+def measured(texts: Texts, prompts: Prompts, answers: LlamaAnswers) -> Figures:
     """How far answers to the prompts are from the model's. Raises VerificationError where there are none."""
     difference = shift = total = steps = 0.0
     greedy = tokens = 0
-    for prompt, answer in zip(prompts.ids, answers, strict=True):
-        expected = prompts.log_probabilities(prompt, answer["tokens"])
+    for prompt, (answer, steps_of_it) in zip(prompts.ids, answers.continued, strict=True):
+        expected = prompts.log_probabilities(prompt, answer)
         with other_steps(prompts.model) as reads_a_table:
-            moved = prompts.log_probabilities(prompt, answer["tokens"]) if reads_a_table else expected
-        for at, step in _aligned(answer["tokens"], answer["steps"]):
-            ids, found = (torch.tensor(each) for each in zip(*step, strict=True))
+            moved = prompts.log_probabilities(prompt, answer) if reads_a_table else expected
+        for at, likeliest in _aligned(answer, steps_of_it):
+            ids, found = [*likeliest], torch.tensor([*likeliest.values()], dtype=torch.float64)
             wanted = expected[at][ids]
-            rest, left = (_rest(each) for each in (found.double(), wanted))
-            apart = wanted - found.double()
+            rest, left = (_rest(each) for each in (found, wanted))
+            apart = wanted - found
             compared = wanted > LEAST
             difference = max(difference, _spread(apart[compared]))
             steps = max(steps, _spread((moved[at][ids] - wanted)[compared]))

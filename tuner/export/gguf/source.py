@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
@@ -32,47 +32,6 @@ from tuner.runtime.files import MANIFEST_NAME, read_json, scratch_dir, sha256_fi
 _IN_PEFT = "base_model.model."
 
 
-class GgufSource(Protocol):
-    """A model with its tokenizer, and what is known of its training."""
-
-    @property
-    def config(self) -> PretrainedConfig:
-        """The model's config. Raises DataError."""
-
-    @property
-    def lineage(self) -> Mapping[str, Any]:
-        """What the file's metadata say of where it comes from, `general.name` among it; no local paths."""
-
-    @property
-    def tokenizer_directory(self) -> Path:
-        """Where the tokenizer's files are."""
-
-    def held(self) -> AbstractContextManager[object]:
-        """Inside it nobody prunes what is read."""
-
-    def default_output(self, kind: str) -> Path:
-        """Where a file of this type goes unless the user names a place."""
-
-    def ends(self, tokenizer: Any) -> list[int]:
-        """Ids at which generation stops."""
-
-    @property
-    def is_adapter(self) -> bool:
-        """Whether the adapter is written by itself: `tensors` are then those of the model that it was trained on."""
-
-    def low_rank(self, files: OpenFiles) -> Mapping[str, LowRank]:
-        """The adapter of each adapted weight, by the weight's published name. Raises DataError and RecipeError."""
-
-    def tensors(self, files: OpenFiles) -> Mapping[str, TensorSource]:
-        """Every published tensor by its name. Raises DataError."""
-
-    def reference(self) -> torch.nn.Module:
-        """The model in transformers, float32."""
-
-    def texts(self) -> Sequence[Mapping[str, Any]]:
-        """What training recorded of texts, their ids and messages; empty where it recorded none."""
-
-
 def source_of(path: Path, warn: Warn, step: Which, weights: Weights, is_adapter: bool = False) -> GgufSource:
     """What a path means, its adapter by itself or merged. Raises RecipeError for what llama.cpp has no file for."""
     if is_run_path(path):
@@ -95,10 +54,11 @@ class Directory:
 
     path: Path
     is_adapter = False
+    """Whether the adapter is written by itself: `tensors` are then those of the model that it was trained on."""
 
     @cached_property
     def config(self) -> PretrainedConfig:
-        """See `GgufSource`."""
+        """The model's config. Raises DataError."""
         auto: Any = AutoConfig
         try:
             config: PretrainedConfig = auto.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
@@ -108,43 +68,43 @@ class Directory:
 
     @property
     def lineage(self) -> Mapping[str, Any]:
-        """See `GgufSource`."""
+        """What the file's metadata say of where it comes from, `general.name` among it; no local paths."""
         return {"general.name": self.path.name}
 
     def low_rank(self, files: OpenFiles) -> Mapping[str, LowRank]:
-        """None: it has no adapter."""
+        """The adapter of each adapted weight, by the weight's published name: it has none."""
         return {}
 
     @property
     def tokenizer_directory(self) -> Path:
-        """See `GgufSource`."""
+        """Where the tokenizer's files are."""
         return self.path
 
     def held(self) -> AbstractContextManager[object]:
-        """Nobody prunes a directory."""
+        """Inside it nobody prunes what is read: nobody prunes a directory."""
         return nullcontext()
 
     def default_output(self, kind: str) -> Path:
-        """Next to the directory."""
+        """Where a file of this type goes unless the user names a place: next to the directory."""
         return self.path.with_name(f"{self.path.name}-{kind}.gguf")
 
     def ends(self, tokenizer: Any) -> list[int]:
-        """Those of generation_config.json, and what the template closes a turn with."""
+        """Ids at which generation stops: of generation_config.json, and what the template closes a turn with."""
         path = self.path / GENERATION_CONFIG
         known = token_ids(read_json(path).get("eos_token_id")) if path.is_file() else []
         known += token_ids(getattr(self.config, "eos_token_id", None)) + token_ids(tokenizer.eos_token_id)
         return list(dict.fromkeys(known + turn_ends(tokenizer, known)))
 
     def tensors(self, files: OpenFiles) -> Mapping[str, TensorSource]:
-        """See `GgufSource`."""
+        """Every published tensor by its name. Raises DataError."""
         return published_tensors(files, str(self.path), None)
 
     def reference(self) -> torch.nn.Module:
-        """See `GgufSource`."""
+        """The model in transformers, float32."""
         return verify.load_plain(self.path, "tokens")
 
     def texts(self) -> Sequence[Mapping[str, Any]]:
-        """None: nobody recorded any."""
+        """What training recorded of texts, their ids and messages: nobody recorded any."""
         return []
 
 
@@ -170,7 +130,7 @@ class AdapterDirectory(Directory):
 
     @property
     def lineage(self) -> Mapping[str, Any]:
-        """See `GgufSource`."""
+        """See `Directory`."""
         return {"general.name": self.adapter.name}
 
     @property
@@ -199,7 +159,7 @@ class AdapterDirectory(Directory):
         }
 
     def reference(self) -> torch.nn.Module:
-        """See `GgufSource`."""
+        """See `Directory`."""
         return self._loaded
 
 
@@ -224,7 +184,7 @@ class TrainedModel:
 
     @cached_property
     def config(self) -> PretrainedConfig:
-        """See `GgufSource`."""
+        """See `Directory`."""
         return read_config(self.source)
 
     def _require_adapter(self) -> None:
@@ -240,7 +200,7 @@ class TrainedModel:
 
     @cached_property
     def lineage(self) -> Mapping[str, Any]:
-        """See `GgufSource`."""
+        """See `Directory`."""
         source, recipe = self.source, self.source.run_dir / RESOLVED_RECIPE
         record = readable_record(source.run_dir) or {}
         found = {
@@ -263,11 +223,11 @@ class TrainedModel:
 
     @property
     def tokenizer_directory(self) -> Path:
-        """See `GgufSource`."""
+        """See `Directory`."""
         return self.source.run_dir / TOKENIZER
 
     def held(self) -> AbstractContextManager[object]:
-        """See `GgufSource`."""
+        """See `Directory`."""
         with ExitStack() as stack:
             for info in self.source.checkpoints:
                 stack.enter_context(CheckpointHold(info.path))
@@ -299,13 +259,17 @@ class TrainedModel:
         return ExportedValues(self.source, trained_skeleton(self.source), files).low_rank()
 
     def reference(self) -> torch.nn.Module:
-        """See `GgufSource`."""
+        """See `Directory`."""
         model: torch.nn.Module = load_trained(self.source).eval()
         return model
 
     def texts(self) -> Sequence[Mapping[str, Any]]:
-        """See `GgufSource`."""
+        """See `Directory`."""
         return verify.recorded_ids(self.source)
+
+
+GgufSource = TrainedModel | Directory
+"""A model with its tokenizer, and what is known of its training."""
 
 
 def load_tokenizer(directory: Path) -> Any:
