@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.contracts.syntax import ROOT, modules, nodes, trees
 
-LINES = {"tuner": 63_700, "tests": 56_640, "tools": 18_180}
+LINES = {"tuner": 63_700, "tests": 56_650, "tools": 18_180}
 """Of code: without docstrings, comments and blank lines."""
 SPINE = ("train/loop", "train/step", "parallel/assemble", "run/main", "run/preflight", "setup/build", "model/root")
 SPINE_LINES = 1_776

@@ -14,14 +14,16 @@ from tests.fixtures.processes import run_ranks
 from tests.model.tiny import family_model, tiny_config
 from tests.parallel.test_fsdp import whole
 from tests.train.synthetic import recipe_for
+from tuner.model.attention import NATIVE
 from tuner.model.mapped import in_files
 from tuner.model.trainable import TrainableSpec
+from tuner.model.transformers_private import attention_of
 from tuner.parallel.assemble import AssemblySpec
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.dist import RankInfo
 from tuner.setup.model import _handed_on, _type_to_hand_on, assembled
 from tuner.setup.resolve import resolve
-from tuner.setup.specs import assembly_spec, mesh_of, step_config_of
+from tuner.setup.specs import assembly_spec, mesh_of, meta_model_of, step_config_of
 
 values: Any = tuner.parallel.values  # whose names are replaced in forked processes
 
@@ -88,6 +90,14 @@ def test_a_model_read_in_blocks_is_the_one_that_is_loaded(what: str, tied: bool,
             assert torch.equal(found[name], one), name
     places = in_files({name: one.detach() for name, one in read.named_parameters()})
     assert not places, "they are in memory of their own"
+
+
+def test_a_model_without_storage_leaves_the_attention_of_the_one_that_trains(tmp_path: Path) -> None:
+    tiny_config("llama").save_pretrained(tmp_path)
+    resolved = resolve(recipe_for(tmp_path, model={"name_or_path": str(tmp_path), "init": "random"}), 32, RankInfo())
+    resolved.config._attn_implementation = NATIVE  # which a model that begins at random reads from here
+    meta_model_of(resolved)
+    assert attention_of(resolved.config) == NATIVE
 
 
 LOST = "files that the other process lacks"

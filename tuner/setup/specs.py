@@ -1,6 +1,7 @@
 """What a resolved recipe asks of the layers below, in their words: processes, what is made of the model, precision."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -194,7 +195,8 @@ def _adapter_spec(adapter: config.Adapter) -> "LoraSpec | PeftSpec | None":
 def meta_model_of(resolved: Resolved, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The model that is trained, without storage; in another type where one is given."""
     recipe = resolved.recipe
-    return meta_model(resolved.config, dtype or DTYPES[recipe.model.dtype], head_of(recipe.method))
+    # Of a config of its own: making a model writes its attention there, and the model that trains reads it from there.
+    return meta_model(copy.deepcopy(resolved.config), dtype or DTYPES[recipe.model.dtype], head_of(recipe.method))
 
 
 def trained_count(resolved: Resolved) -> int:
