@@ -679,8 +679,8 @@ Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 STEP_FIGURES = (
     "epoch", "tokens", "lr", "grad_norm", "loss_scale", "router_aux", "router_balance", "router_z",
-    "spike_score", "spike_score_last", "chinchilla", "step_s", "data_s", "tok_per_s", "trained_per_s", "mem_gib",
-    "mem_reserved_gib", "data_wait", "mfu", "attention_share", "elapsed_s",
+    "spike_score", "spike_score_last", "chinchilla", "local_loss", "step_s", "data_s", "tok_per_s", "trained_per_s",
+    "mem_gib", "mem_reserved_gib", "data_wait", "mfu", "attention_share", "elapsed_s",
 )  # fmt: skip
 """Numbers that a step's line of metrics.jsonl may have next to its loss and the figures of the method."""
 
@@ -695,7 +695,7 @@ class LoggingSection(Section):
     console: Annotated[tuple[str, ...], Several(item=Text(kind="names of metrics.jsonl"), empty=True)] = ()
     """Columns of the console between the losses and the time left, such as [lr, mfu, mem_gib]; empty: the usual."""
     metrics_of: Word[Literal["main", "all"]] = "main"
-    """Processes that write metrics: rank 0, or each; the others to RUN/logs/rankN.metrics.jsonl, with own speeds."""
+    """Processes that write metrics: rank 0, or each with own loss and speed; others to RUN/logs/rankN.metrics.jsonl."""
     internals: Annotated[Durations | None, CadenceSpan(units=COUNTS)] = None
     """How often figures of each decoder layer (RMS of weights, gradients, updates; largest logits) are written."""
     spike_score: Annotated[float | None, Real(gt=0, aliases=NEVER)] = None

@@ -7,6 +7,7 @@ from tuner.run.parts.exactness import Exactness
 from tuner.run.parts.initial_weights import InitialWeights
 from tuner.run.parts.kernels import Kernels
 from tuner.run.parts.length_warmup import LengthWarmup
+from tuner.run.parts.local_loss import LocalLosses
 from tuner.run.parts.mark_metrics import MarkMetrics
 from tuner.run.parts.memory_history import MemoryHistory
 from tuner.run.parts.mock_batch import MockBatch
@@ -36,6 +37,7 @@ PARTS: tuple[type[Part], ...] = (
     SkippedSteps,
     EndAt,
     MarkMetrics,
+    LocalLosses,
 )
 
 

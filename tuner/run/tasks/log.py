@@ -78,14 +78,14 @@ class LogTask(Task):
         self, progress: Progress, metrics: Records, mfu: MfuMeter, device: torch.device,
         columns: Sequence[StepColumn] = (),
     ) -> None:  # fmt: skip
-        self.metrics, self.clock, self._columns = metrics, StepClock(device), columns
+        self.metrics, self.clock, self.columns = metrics, StepClock(device), list(columns)
         self._progress, self._mfu, self._device = progress, mfu, device
         self._unread: deque[TakenStep] = deque()
         self._elapsed_s = 0.0  # of the steps of this launch
 
     def start(self) -> Iterator[Event]:
         """Ask the columns for the steps of earlier launches again."""
-        lines = self.metrics.read() if self._columns else ()
+        lines = self.metrics.read() if self.columns else ()
         for line in (one for one in lines if one.get("kind") == "train"):
             self._further(line)
         yield from ()
@@ -126,7 +126,7 @@ class LogTask(Task):
         return Event("step", taken.step, taken.tokens, line)
 
     def _further(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for column in self._columns for name, value in column.of(line).items()}
+        return {name: value for column in self.columns for name, value in column.of(line).items()}
 
     def _measured(self, taken: TakenStep) -> dict[str, Any]:
         """What the clock says of a step; ``mfu`` is left out where the model's arithmetic is not known."""
