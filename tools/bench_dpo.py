@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import real_preferences as real
-from tools.commands import ROOT, parser_of, read_lines, say, workplace, write_lines
+from tools.commands import ROOT, asked, read_lines, say, workplace, write_lines
 from tools.measures import alternated, machine
 from tools.preference_vs_trl import run_json, run_trl, token_rows
 
@@ -242,15 +242,12 @@ def _table(report: dict[str, Any]) -> None:
 
 def main() -> int:
     """Measure and print the report."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2", help="SmolLM2's directory")
-    parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where packages are")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=5, help="of eight pairs each; the first is warm-up")
-    parser.add_argument("--prefix", default="", help="runs each measured command, such as taskset -c 0,1")
-    parser.add_argument("--trl-python", default=sys.executable)
-    parser.add_argument("--trl-path")
-    given = parser.parse_args()
+    given = asked(
+        __doc__, model=(ROOT / ".demo" / "smollm2", "SmolLM2's directory"),
+        sources=(ROOT / ".demo" / "other-tools", "where packages are"), rounds=2,
+        steps=(5, "of eight pairs each; the first is warm-up"),
+        prefix=("", "runs each measured command, such as taskset -c 0,1"), trl_python=sys.executable, trl_path=str,
+    )
     with workplace() as directory:
         bench = Bench(
             given.model.absolute(),

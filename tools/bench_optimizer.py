@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, asked, some
 
 WAYS: dict[str, dict[str, str]] = {
     "fp32": {},
@@ -76,12 +76,7 @@ class Way:
 
 def main() -> int:
     """Take the rounds."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS))
-    options = parser.parse_args()
+    options = asked(__doc__, model=ROOT / ".demo" / "smollm2", rounds=7, threads=int, only=some(WAYS))
     import torch
 
     if options.threads:

@@ -24,7 +24,7 @@ from transformers import AutoConfig
 
 from tools.causal_cases import quiet
 from tools.causal_training import Mode, Training
-from tools.commands import parser_of, workplace
+from tools.commands import asked, some, workplace
 from tools.tables import beside
 from tuner.data.batches import Batch, StepBatches, collate
 from tuner.data.prepared import Row
@@ -108,12 +108,10 @@ def measure(name: str, shape: Mapping[str, Any], rounds: int) -> dict[str, Any]:
 
 def main() -> int:
     """Measure the families and print a table and the figures."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=SHAPES)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--threads", type=int, help="threads of a process; by default as many as there are cores")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = asked(
+        __doc__, only=some(SHAPES), rounds=8,
+        threads=(int, "threads of a process; by default as many as there are cores"), out=Path,
+    )
     if options.threads:
         torch.set_num_threads(options.threads)
     found = []

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tools.commands import parser_of, write_lines
+from tools.commands import asked, one_of, write_lines
 from tools.measures import alternated
 
 EVERY = 500
@@ -178,13 +178,7 @@ def training(model_dir: Path, work: Path, rounds: int, steps: int) -> dict[str, 
 
 def main() -> None:
     """Measure and print."""
-    parser = parser_of(__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--only", choices=("plain", "training"))
-    options = parser.parse_args()
+    options = asked(__doc__, {"model": Path, "work": Path}, rounds=5, steps=10, only=one_of(("plain", "training")))
     options.work.mkdir(parents=True, exist_ok=True)
     if options.only != "training":
         print(json.dumps({"plain": plain(options.model, options.work, options.rounds)}), flush=True)

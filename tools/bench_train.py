@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench_train_cases import CASES, Case, flops_per_step, packed_rows, write_model, write_rows
-from tools.commands import ROOT, done, environment, parser_of, read_lines, say, workplace
+from tools.commands import ROOT, asked, done, environment, one_of, read_lines, say, workplace
 from tools.measures import alternated, machine
 
 WARM_UP = 3
@@ -291,19 +291,16 @@ def _table(report: dict[str, Any]) -> None:
 
 def main() -> int:
     """Run one case and print its report."""
-    parser = parser_of(__doc__)
-    parser.add_argument("case", choices=[*CASES, "parity"])
     smollm2 = ROOT / ".demo" / "smollm2"
-    parser.add_argument("--model", type=Path, default=smollm2 if smollm2.is_dir() else None,
-        help="directory of SmolLM2, as tools/build_smollm2.py makes it; default: .demo/smollm2")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="steps of each run; the first 3 are warm-up")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--prefix", default="", help="runs each measured command, such as taskset -c 0,1")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, {"case": one_of([*CASES, "parity"])}, rounds=3, device=one_of(["cpu", "cuda"], "cpu"),
+        model=(smollm2 if smollm2.is_dir() else Path, "directory of SmolLM2, as tools/build_smollm2.py makes it"),
+        steps=(int, "steps of each run; the first 3 are warm-up"),
+        prefix=("", "runs each measured command, such as taskset -c 0,1"),
+    )
     case = CASES["smollm2-full" if options.case == "parity" else options.case]
     if case.shape is None and options.model is None:
-        parser.error("--model names the directory of SmolLM2")
+        raise SystemExit("--model names the directory of SmolLM2")
     if options.steps is not None:
         case = replace(case, steps=options.steps)
     with workplace() as work:

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 
 from tools.causal_cases import DECODERS, TYPES, quiet, tiny_config
-from tools.commands import parser_of, workplace
+from tools.commands import asked, workplace
 from tuner.config.load import load_recipe
 from tuner.errors import TunerError
 from tuner.profile import tracing
@@ -160,12 +160,10 @@ def _cell(outcome: Outcome) -> str:
 
 def main() -> int:
     """Run the campaign; exit code 1 where a type crashed."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="*", default=[], help="these types alone")
-    parser.add_argument("--device", default="h100-80g", help="a name of `tuner profile --device`")
-    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
-    parser.add_argument("--table", type=Path, help="where the figures go, as a table of Markdown")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, only=([], "these types alone"), device=("h100-80g", "a name of `tuner profile --device`"),
+        out=(Path, "where the figures go, as JSON"), table=(Path, "where the figures go, as a table of Markdown"),
+    )
     torch.set_num_threads(1)
     chosen = [(each, False) for each in options.only or TYPES]
     chosen += [(each, True) for each in DECODERS if each in (options.only or TYPES)]

@@ -48,6 +48,7 @@ from tests.faults.trials import (
     power_trial,
     rank_points,
 )
+from tools.commands import asked, one_of
 
 Trial = Callable[[Bench, Any], Verdict]
 PARTS: dict[str, Trial] = {
@@ -118,21 +119,19 @@ def figures(part: str, verdicts: Sequence[Verdict], benches: dict[str, Bench], s
 
 def main() -> int:
     """Run one part of the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=list(PARTS))
-    parser.add_argument("--count", type=int, help="trials; all points without it, where they can be counted")
-    parser.add_argument("--skip", type=int, default=0, help="trials to leave out: those of a campaign that goes on")
-    parser.add_argument("--point", type=int, help="the number of one point to try again")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", nargs="+", choices=[*CASES, *MESHES], help="all of the part's without it")
-    parser.add_argument("--jobs", nargs="+", default=[], help="of prepare, train, resume and export")
-    parser.add_argument("--beside", action="store_true", help="save beside training (checkpoint.async_save)")
-    parser.add_argument("--settings", default="", help="a line of the recipe, such as 'optimizer: {offload: host}'")
-    parser.add_argument("--out", type=Path, help="a file that gets a line of JSON for every trial")
-    parser.add_argument("--list", action="store_true", help="print the distinct points: job, phase, call and file")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, {"part": one_of(PARTS)}, count=(int, "trials; all points without it, where they can be counted"),
+        skip=(0, "trials to leave out: those of a campaign that goes on"),
+        point=(int, "the number of one point to try again"), seed=0,
+        cases={"nargs": "+", "choices": [*CASES, *MESHES], "help": "all of the part's without it"},
+        jobs=([], "of prepare, train, resume and export"),
+        beside=(False, "save beside training (checkpoint.async_save)"),
+        settings=("", "a line of the recipe, such as 'optimizer: {offload: host}'"),
+        out=(Path, "a file that gets a line of JSON for every trial"),
+        list=(False, "print the distinct points: job, phase, call and file"),
+    )
     if unavailable():
-        parser.error(unavailable())
+        raise SystemExit(unavailable())
     options.cases = options.cases or (["lora"] if options.part == "hostile" else [*of_part(options.part)])
     if options.beside and not options.jobs:
         options.jobs = ["train", "resume"]  # the others save nothing

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, parser_of, workplace
+from tools.commands import ROOT, asked, one_of, workplace
 from tools.tables import beside
 from tuner.config.dump import recipe_dict
 from tuner.config.load import load_recipe
@@ -241,14 +241,10 @@ def check(lines: list[dict[str, Any]], count: int, seed: int) -> int:
 
 def main() -> int:
     """Run, check or write the page."""
-    parser = parser_of(__doc__)
-    parser.add_argument("what", choices=("run", "check", "page"))
-    parser.add_argument("--only", default="", help="cells whose name holds this alone")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--again", action="store_true", help="predict cells that are there, too")
-    parser.add_argument("--cells", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=7)
-    options = parser.parse_args()
+    options = asked(
+        __doc__, {"what": one_of(("run", "check", "page"))}, only=("", "cells whose name holds this alone"), workers=1,
+        again=(False, "predict cells that are there, too"), cells=12, seed=7,
+    )
     lines = json.loads(FIGURES.read_text()) if FIGURES.is_file() else []
     if options.what == "page":
         PAGE.write_text(page(lines))

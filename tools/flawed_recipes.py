@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tools.changes import apply
-from tools.commands import parser_of, workplace
+from tools.commands import asked, workplace
 from tools.tables import beside
 
 Finder = Literal["check", "dry-run"]
@@ -104,10 +104,9 @@ def found(flaw: Flaw, directory: Path, finder: Finder | Literal["launch"]) -> li
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print what finds each flaw; 1 where one is not found."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="*", default=[], help="names of flaws")
-    parser.add_argument("--launch", action="store_true", help="show that the launch fails, too")
-    given = parser.parse_args(words)
+    given = asked(
+        __doc__, {}, words, only=([], "names of flaws"), launch=(False, "show that the launch fails, too"),
+    )
     chosen = [flaw for flaw in FLAWS if not given.only or flaw.name in given.only]
     missed = 0
     for flaw in chosen:

@@ -28,7 +28,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from tests.export.gguf_models import FAMILIES, write_model
-from tools.commands import ROOT, Results, one_line, parser_of, workplace
+from tools.commands import ROOT, Results, asked, one_line, workplace
 from tools.tokenizer_campaign import chats
 from tools.tokenizer_families import FAMILIES as TOKENIZERS
 from tools.tokenizer_families import write_family
@@ -233,13 +233,10 @@ def holds(row: Mapping[str, Any]) -> bool:
 
 def main() -> int:
     """Ask every family that is wanted."""
-    parser = parser_of(__doc__)
-    parser.add_argument("assets", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--archs", nargs="+", default=[*FAMILIES, "smollm2"])
-    parser.add_argument("--texts", type=int, default=10_000)
-    parser.add_argument("--chats", type=int, default=1_000)
-    options = parser.parse_args()
+    options = asked(
+        __doc__, {"assets": Path}, out={"type": Path, "required": True}, archs=[*FAMILIES, "smollm2"], texts=10_000,
+        chats=1_000,
+    )
     torch.set_num_threads(1)
     results = Results(options.out)
     done = {(row["arch"], row["type"]) for row in results.rows}

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tools.commands import ROOT, parser_of, workplace
+from tools.commands import ROOT, asked, workplace
 from tools.flawed_recipes import prepare
 from tuner.config.imported import Imported, import_text
 from tuner.config.load import Override, RecipeText, load_recipe
@@ -131,11 +131,10 @@ def train(found: Imported, directory: Path) -> str | None:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print what became of every configuration; 1 where one cannot be converted or a converted one does not train."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where they are unpacked")
-    parser.add_argument("--train", type=int, default=3, help="how many of each tool train")
-    parser.add_argument("--left", action="store_true", help="print what was not carried over, by how often")
-    given = parser.parse_args(words)
+    given = asked(
+        __doc__, {}, words, sources=(ROOT / ".demo" / "other-tools", "where they are unpacked"),
+        train=(3, "how many of each tool train"), left=(False, "print what was not carried over, by how often"),
+    )
     fetch(given.sources, PACKAGES)
     left: Counter[str] = Counter()
     counts: dict[str, Counter[str]] = {}

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tools.commands import environment, parser_of, run, workplace
+from tools.commands import asked, environment, run, workplace
 from tools.init.cases import Case, cases
 
 POSITIONS = {"short": 2048, "medium": 8192}
@@ -136,10 +136,7 @@ def wrong_losses(case: Case, text: str, metrics: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     """Run every case; returns 1 where something is wrong."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--small", action="store_true", help="leave out cases of more than 5 MB")
-    options = parser.parse_args()
+    options = asked(__doc__, only="", small=(False, "leave out cases of more than 5 MB"))
     chosen = [case for case in cases() if options.only in case.name and not (options.small and case.is_large)]
     failed, began = 0, time.monotonic()
     with workplace() as place:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.commands import environment, parser_of, read_lines, run, workplace
+from tools.commands import asked, environment, read_lines, run, workplace
 from tools.row_mutations import lines
 from tools.row_oracle import BLANK, GOOD, judge, parse
 
@@ -137,12 +137,10 @@ def compare(path: Path, count: int, command: bool) -> dict[str, Any]:
 
 def main() -> int:
     """Write the lines, compare, print; 1 where anything is wrong."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--lines", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--long", type=int, default=1, help="lines of more than 64 MiB")
-    parser.add_argument("--command", action="store_true", help="by the real command instead of its functions")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, lines=100_000, seed=1, long=(1, "lines of more than 64 MiB"),
+        command=(False, "by the real command instead of its functions"),
+    )
     with workplace() as place:
         path = place / "rows.jsonl"
         with path.open("wb") as file:

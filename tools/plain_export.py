@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, done, environment, parser_of, workplace, write_lines
+from tools.commands import ROOT, asked, done, environment, workplace, write_lines
 
 PROMPTS = ["Order note: five garden hoses to Oslo, please.", "What is the capital of France?"]
 NEW_TOKENS = 24
@@ -99,11 +99,7 @@ def check(model: Path, python: str, work: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Check, in a directory that is removed unless one is given."""
-    parser = parser_of(__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("python")
-    parser.add_argument("--work", type=Path)
-    options = parser.parse_args()
+    options = asked(__doc__, {"model": Path, "python": str}, work=Path)
     with workplace(options.work) as work:
         work.mkdir(parents=True, exist_ok=True)
         figures = check(options.model.absolute(), options.python, work)

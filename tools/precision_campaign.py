@@ -23,7 +23,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from tools.commands import ROOT, parser_of, read_lines, workplace, write_lines
+from tools.commands import ROOT, asked, read_lines, workplace, write_lines
 from tuner.checkpoint.load import content_sha256
 from tuner.checkpoint.open import newest
 from tuner.config.load import load_recipe
@@ -173,13 +173,7 @@ def prepare(place: Path) -> None:
 
 def main() -> int:
     """Run all of it; 1 where a bound is broken."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--smollm2", type=Path)
-    parser.add_argument("--smollm2-steps", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = asked(__doc__, steps=100, seeds=3, smollm2=Path, smollm2_steps=3, out=Path)
     with workplace() as place:
         prepare(place)
         same = resumed_bits(place, 6)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools import real_preferences as real
-from tools.commands import ROOT, parser_of, read_lines, workplace, write_lines
+from tools.commands import ROOT, asked, read_lines, some, workplace, write_lines
 from tools.tables import beside
 
 if TYPE_CHECKING:
@@ -280,19 +280,17 @@ def run_trl(python: list[str], path: str | None, model: Path, work: Path, runs: 
 
 def main() -> int:
     """Compare, print the table and the report."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", type=Path, help="a model directory; a tiny one where it is not given")
-    parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2", help="whose tokenizer is taken")
-    parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where packages are")
-    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], metavar="NAME")
-    parser.add_argument("--trl-python", default=sys.executable)
-    parser.add_argument("--trl-path")
-    parser.add_argument("--ours", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = asked(
+        __doc__, model=(Path, "a model directory; a tiny one where it is not given"),
+        smollm2=(ROOT / ".demo" / "smollm2", "whose tokenizer is taken"),
+        sources=(ROOT / ".demo" / "other-tools", "where packages are"),
+        only=some(case.name for case in CASES), trl_python=sys.executable, trl_path=str,
+        ours=(Path, argparse.SUPPRESS),
+    )
     if options.ours is not None:
         print(json.dumps(train_ours(options.ours)))
         return 0
-    cases = [case for case in CASES if options.only is None or case.name in options.only]
+    cases = [case for case in CASES if case.name in options.only]
     with workplace() as work:
         model = options.model
         if model is None:

@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.model.quantize import drawn
-from tools.commands import ROOT, judged, parser_of, workplace
+from tools.commands import ROOT, asked, judged, workplace
 from tools.liger_campaign import Launch, problem
 from tuner.model.quantize import nf4, published
 from tuner.model.quantize.codes import TYPES, dequantize, quantize
@@ -233,11 +233,10 @@ def compiled(kernel: Any, kind: str, pointer: str, generation: int) -> str | Non
 def main() -> int:
     """Run those that were asked for."""
     parts = {"blocks": blocks, "files": files, "models": models, "compiler": compiler}
-    parser = parser_of(__doc__)
-    parser.add_argument("parts", nargs="*", default=[], metavar="PART", help=", ".join(parts))
-    parser.add_argument("--peer", type=Path, default=ROOT / ".demo" / "peers" / "bitsandbytes", metavar="DIRECTORY")
-    parser.add_argument("--write", action="store_true", help="write the stored weights that the tests read, and stop")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, {"parts": ([], ", ".join(parts))}, peer=ROOT / ".demo" / "peers" / "bitsandbytes",
+        write=(False, "write the stored weights that the tests read, and stop"),
+    )
     if options.write:
         golden(installed(options.peer), GOLDEN)
         return 0

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from jinja2 import UndefinedError
 
-from tools.commands import ROOT, parser_of, workplace
+from tools.commands import ROOT, asked, workplace
 from tools.import_campaign import fetch
 from tools.tables import beside
 from tools.template_campaign import FOLDERS, SYSTEM, THOUGHTS, TOOLS, TURNS, WANTED
@@ -233,11 +233,8 @@ def _documents(batch: EncodedBatch, row: int) -> Iterator[tuple[list[int], list[
 
 def main(words: Sequence[str] | None = None) -> int:
     """Judge every template; 1 where something is wrong."""
-    parser = parser_of(__doc__)
-    parser.add_argument("tokenizer", type=Path)
-    parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where they are unpacked")
-    parser.add_argument("--only", nargs="*", default=[])
-    given = parser.parse_args(words)
+    sources = (ROOT / ".demo" / "other-tools", "where they are unpacked")
+    given = asked(__doc__, {"tokenizer": Path}, words, sources=sources, only=[])
     fetch(given.sources, WANTED)
     failed: Counter[str] = Counter()
     for published in TABLE:

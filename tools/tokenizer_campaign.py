@@ -22,7 +22,7 @@ from typing import Any
 from tests.fixtures import forked
 from tests.reference.product import Prepared, opened
 from tests.reference.written import PLAIN, randomly
-from tools.commands import environment, parser_of, write_lines
+from tools.commands import asked, environment, write_lines
 from tools.derived_masks import Derivation, Document
 from tools.tokenizer_families import FAMILIES, Family, write_family
 
@@ -132,13 +132,10 @@ def _command(directory: Path, *words: str) -> dict[str, Any]:
 
 def main() -> int:
     """Parse the command line, run every family, print the table."""
-    parser = parser_of(__doc__)
-    parser.add_argument("assets", type=Path)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--chats", type=int, default=7000)
-    parser.add_argument("--masks", type=int, default=1000, help="how many of them are prepared for masks too")
-    parser.add_argument("--only", nargs="*", default=[])
-    arguments = parser.parse_args()
+    arguments = asked(
+        __doc__, {"assets": Path, "work": Path}, chats=7000,
+        masks=(1000, "how many of them are prepared for masks too"), only=[],
+    )
     rows = chats(arguments.assets, arguments.chats)
     print(f"{_WORDS} {_FIGURES}")
     wrong = 0

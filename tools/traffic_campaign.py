@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, parser_of, workplace
+from tools.commands import ROOT, asked, some, workplace
 
 HBM, LINK, NETWORK, PRODUCTS = 2.8e12, 330e9, 40e9, 620e12
 GIB = 1 << 30
@@ -148,12 +148,10 @@ def row(figures: dict[str, Any]) -> str:
 
 def main() -> int:
     """Count, and print the table."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], default=[c.name for c in CASES])
-    parser.add_argument("--rows", type=int, default=4096, help="tokens of a row")
-    parser.add_argument("--tree", type=Path, default=ROOT, help="whose package is counted")
-    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, only=some([case.name for case in CASES], [c.name for c in CASES]), rows=(4096, "tokens of a row"),
+        tree=(ROOT, "whose package is counted"), out=(Path, "where the figures go, as JSON"),
+    )
     sys.path.insert(0, str(options.tree.resolve()))
     logging.disable(logging.WARNING)
     print("| model | gathered, GiB | reduced | copied | converted | casts | copies | exposed | peak, GiB |")
