@@ -51,6 +51,7 @@ MESHES = {
 KINDS = ("together", "on_all_ranks", "to_rank0", "from_rank0", "on_rank0")
 RECIPE = """\
 model: {{name_or_path: {model}}}
+tokenizer: {{name_or_path: {tokenizer}}}
 data: {{train: rows.jsonl, max_length: 64}}
 method: {{kind: pretrain}}
 train: {{duration: 2 steps, global_batch_size: 4, micro_batch_size: 1, precision: fp32, device: cpu}}
@@ -176,7 +177,7 @@ def launched(model: str) -> Iterator[dict[str, Any]]:
     with workplace() as directory:
         trainings.prepare(directory, 1)
         (directory / "rows.jsonl").write_text('{"text": "some words of a row"}\n' * 64)
-        (directory / "scale.yaml").write_text(RECIPE.format(model=model or "./model"))
+        (directory / "scale.yaml").write_text(RECIPE.format(model=model or "./model", tokenizer=model or "byte"))
         trained(directory, 2, ["-m", "tools.startup_at_scale"])
         for kind, place, size, count in json.loads((directory / "noted.json").read_text()):
             yield {"what": "launch", "kind": kind, "place": place, "bytes": size, "times": count}

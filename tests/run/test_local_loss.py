@@ -11,7 +11,7 @@ import torch
 from tests.fixtures.trainings import launch, lines, outcome
 from tuner.data.batches import Batch
 from tuner.run.options import LaunchOptions
-from tuner.train.local_loss import LocalLoss
+from tuner.run.parts.local_loss import LocalLoss
 from tuner.train.methods.method import Sum, Terms
 from tuner.train.progress import CLOCKED
 

@@ -11,7 +11,6 @@ import pytest
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
 from tests.multi.launcher import start
-from tools.commands import read_lines
 from tuner.checkpoint.manifest import step_dirs
 from tuner.errors import ExitCode, PluginError
 from tuner.rundir.run_json import read_record
@@ -116,8 +115,8 @@ def test_each_process_may_call_it_and_ask(tmp_path: Path) -> None:
     processes = start(["-m", "tuner", "train", "r.yaml", *words], 2, cwd=tmp_path)
     said = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [ExitCode.STOPPED] * 2, said  # what rank 1 alone asked for
-    logs = [tmp_path / "runs" / "r" / name for name in ("metrics.jsonl", "logs/rank1.metrics.jsonl")]
-    steps = [read_lines(log, "train") for log in logs]
+    logs = [(tmp_path / "runs" / "r" / name).read_text() for name in ("metrics.jsonl", "logs/rank1.metrics.jsonl")]
+    steps = [[line for line in map(json.loads, log.splitlines()) if line["kind"] == "train"] for log in logs]
     assert [line["step"] for line in steps[1]] == [1, 2, 3, 4]
     first, second = (told(tmp_path, rank) for rank in (0, 1))
     batches = [[batch for stage, *_, batch in own if stage == "batch"] for own in (first, second)]
