@@ -107,8 +107,7 @@ def compiled(kernel: Any, sizes: Any, width: int, dtype: torch.dtype, generation
     unaligned = constants.keys() | {"blocks", "tokens"}
     aligned = [index for index, name in enumerate(kernel.arg_names) if name not in unaligned]
     source = ASTSource(
-        fn=kernel,
-        signature=types,
+        fn=kernel, signature=types,
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
     )

@@ -33,13 +33,8 @@ def write_model(directory: Path, vocabulary: int, width: int) -> None:
     from transformers import LlamaConfig
 
     LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=False,
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=LENGTH, tie_word_embeddings=False,
         architectures=["LlamaForCausalLM"],
     ).save_pretrained(directory)
 
@@ -57,8 +52,7 @@ class Worker:
 
         self.micro, self.skew, self.vocabulary = -(-options.tokens // LENGTH), options.skew, options.vocabulary
         tree: dict[str, Any] = {
-            "model": {"name_or_path": str(directory), "init": "random"},
-            "method": {"kind": "reward"},
+            "model": {"name_or_path": str(directory), "init": "random"}, "method": {"kind": "reward"},
             "data": {"train": "rows.jsonl", "max_length": LENGTH},
             "train": {"global_batch_size": self.micro, "precision": "fp32", "device": "cpu"},
             "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "rows": WAYS[way]},

@@ -145,10 +145,7 @@ def planner(items: int, steps: int = 50) -> list[dict[str, Any]]:
             for ranks in (2, 4, 8):
                 for micro in (1, 4):
                     found: dict[str, list[float]] = {
-                        "before": [],
-                        "after": [],
-                        "squares_before": [],
-                        "squares_after": [],
+                        "before": [], "after": [], "squares_before": [], "squares_after": [],
                     }
                     rng, spent = np.random.default_rng(2), 0.0
                     for _ in range(steps):

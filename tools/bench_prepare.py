@@ -183,10 +183,8 @@ def fast_share(said: dict[str, Any]) -> float:
 
 def _figures(rates: list[float], times: list[Took]) -> dict[str, Any]:
     return {
-        "mb_per_s_core": round(statistics.median(rates), 2),
-        "spread": [round(rates[0], 2), round(rates[-1], 2)],
-        "cpu_s": [round(one.cpu_s, 2) for one in times],
-        "wall_s": [round(one.wall_s, 2) for one in times],
+        "mb_per_s_core": round(statistics.median(rates), 2), "spread": [round(rates[0], 2), round(rates[-1], 2)],
+        "cpu_s": [round(one.cpu_s, 2) for one in times], "wall_s": [round(one.wall_s, 2) for one in times],
     }
 
 

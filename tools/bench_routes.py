@@ -95,13 +95,9 @@ def measure(name: str, shape: Mapping[str, Any], rounds: int) -> dict[str, Any]:
                 losses[side].append(loss)
     steps = {side: statistics.median(times[min(WARM_UP, rounds - 1) :]) for side, times in took.items()}
     return {
-        "type": name,
-        "route": sides["packed"].route,
-        "parameters": sides["packed"].resolved.n_parameters,
-        "documents": statistics.fmean(counts),
-        "packed_s": round(steps["packed"], 4),
-        "single_s": round(steps["single"], 4),
-        "ratio": round(steps["single"] / steps["packed"], 2),
+        "type": name, "route": sides["packed"].route, "parameters": sides["packed"].resolved.n_parameters,
+        "documents": statistics.fmean(counts), "packed_s": round(steps["packed"], 4),
+        "single_s": round(steps["single"], 4), "ratio": round(steps["single"] / steps["packed"], 2),
         "losses_apart": max(abs(a - b) / b for a, b in zip(losses["packed"], losses["single"], strict=True)),
     }
 

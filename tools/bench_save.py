@@ -113,9 +113,7 @@ def launch(model_dir: Path, work: Path, name: str, steps: int, checkpoint: dict[
     from tuner.train import loop
 
     tree = {
-        **RECIPE,
-        "model": {"name_or_path": str(model_dir)},
-        "output_dir": str(work / name),
+        **RECIPE, "model": {"name_or_path": str(model_dir)}, "output_dir": str(work / name),
         "data": {"train": str(work / "rows.jsonl"), "max_length": 256, "cache_dir": str(work / "cache")},
         "checkpoint": {"at_end": False, **checkpoint},
     }
@@ -167,8 +165,7 @@ def training(model_dir: Path, work: Path, rounds: int, steps: int) -> dict[str, 
     step_s = middle["never"]["step_s"]
     later = {name: middle[name]["steps_s"] - middle["never"]["steps_s"] for name in ("at_once", "beside")}
     return {
-        "steps": steps,
-        "step_s": round(step_s, 3),
+        "steps": steps, "step_s": round(step_s, 3),
         "stall_s": {name: round(middle[name]["stood_s"], 3) for name in later},
         "later_s": {name: round(seconds, 3) for name, seconds in later.items()},
         f"overhead_every_{EVERY}": {name: round(seconds / (EVERY * step_s), 6) for name, seconds in later.items()},

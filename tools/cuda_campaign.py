@@ -104,8 +104,7 @@ def demanding() -> Iterator[None]:
 def predicted(directory: Path, mode: str, device: str) -> Outcome:
     """One mode of the config in a directory, on one device of this name."""
     tree: dict[str, dict[str, Any]] = {
-        "model": {"name_or_path": str(directory), "init": "random"},
-        "tokenizer": {"name_or_path": "byte"},
+        "model": {"name_or_path": str(directory), "init": "random"}, "tokenizer": {"name_or_path": "byte"},
         "data": {"train": str(directory / "rows.jsonl"), "max_length": 64},
         "train": {"device": "cuda", "precision": "bf16", "global_batch_size": 2},
     }

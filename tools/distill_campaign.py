@@ -42,9 +42,7 @@ def recipe(method: dict[str, Any], options: argparse.Namespace, place: Path, nam
         "method": {**method, **teacher},
         "data": {"train": str(place / "train.jsonl"), "max_length": TOKENS, "cache_dir": str(place / "cache")},
         "train": {"duration": f"{options.steps} steps", "global_batch_size": ROWS, "device": "cpu"},
-        "optimizer": {"lr": 1e-3},
-        "schedule": {"kind": "cosine", "warmup": "10%"},
-        "checkpoint": {"every": "never"},
+        "optimizer": {"lr": 1e-3}, "schedule": {"kind": "cosine", "warmup": "10%"}, "checkpoint": {"every": "never"},
     }
 
 

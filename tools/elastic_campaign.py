@@ -93,9 +93,7 @@ def compare(directory: Path, name: str, steps: int, whole: list[float]) -> dict[
     worst = {length: max(max(apart[change : change + length]) for change in (steps, 2 * steps)) for length in BOUNDS}
     same_rows = rows == wanted and len(rows) == len(whole) and all(len(digests) == 1 for digests in rows.values())
     return {
-        "same_rows": same_rows,
-        "steps": len(own),
-        "fell_by": round(whole[0] - min(whole), 3),
+        "same_rows": same_rows, "steps": len(own), "fell_by": round(whole[0] - min(whole), 3),
         **{f"apart_over_{length}": difference for length, difference in worst.items()},
         "good": same_rows and all(worst[n] <= bound for n, bound in BOUNDS.items()) and whole[0] - min(whole) >= FALL,
     }

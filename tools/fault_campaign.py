@@ -52,14 +52,8 @@ from tools.commands import asked, one_of
 
 Trial = Callable[[Bench, Any], Verdict]
 PARTS: dict[str, Trial] = {
-    "kills": kill_trial,
-    "compound": kill_trial,
-    "power": power_trial,
-    "errors": error_trial,
-    "ranks": kill_trial,
-    "meshes": kill_trial,
-    "damage": damage_trial,
-    "hostile": hostile_trial,
+    "kills": kill_trial, "compound": kill_trial, "power": power_trial, "errors": error_trial, "ranks": kill_trial,
+    "meshes": kill_trial, "damage": damage_trial, "hostile": hostile_trial,
 }
 COUNTED = {
     "compound": compound_points, "power": power_points, "ranks": rank_points, "meshes": rank_points,
@@ -99,21 +93,17 @@ def figures(part: str, verdicts: Sequence[Verdict], benches: dict[str, Bench], s
     distinct = {(case, job, phase(call), label(call, benches[case].root)) for case, job, call in calls}
     problems = [problem for verdict in verdicts for problem in verdict.problems]
     return {
-        "part": part,
-        "trials": len(verdicts),
-        "failed": sum(bool(verdict.problems) for verdict in verdicts),
+        "part": part, "trials": len(verdicts), "failed": sum(bool(verdict.problems) for verdict in verdicts),
         "struck": sum(verdict.struck for verdict in verdicts),
         "distinct_points": len({(v.point.case, v.point.job, v.point.words, *v.where) for v in verdicts}),
-        "calls_of_unbroken_work": len(calls),
-        "distinct_call_file_phase": len(distinct),
+        "calls_of_unbroken_work": len(calls), "distinct_call_file_phase": len(distinct),
         "struck_call_file_phase": len({(v.point.case, v.point.job, where) for v in verdicts for where in v.where}),
         "by_phase": dict(Counter(where.partition(":")[0] for v in verdicts for where in v.where)),
         "by_job": dict(Counter(verdict.point.job for verdict in verdicts)),
         "torn_loads": sum(problem.startswith(("half made", "step-")) for problem in problems),
         "lost_steps": sum(verdict.lost_steps for verdict in verdicts),
         "ms_median": round(statistics.median(verdict.ms for verdict in verdicts)),
-        "peak_mib": max(verdict.peak_mib for verdict in verdicts),
-        "seconds": round(seconds),
+        "peak_mib": max(verdict.peak_mib for verdict in verdicts), "seconds": round(seconds),
     }
 
 

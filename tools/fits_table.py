@@ -68,10 +68,8 @@ class Cell:
         method = METHODS[self.method]
         tree = {
             "data": {"train": "rows.jsonl", "max_length": self.length},
-            "train": {**PLAIN, "global_batch_size": 32, "precision": "bf16"},
-            "checkpoint": {"async_save": False},
-            **method,
-            "model": {"name_or_path": str(base), **method.get("model", {})},
+            "train": {**PLAIN, "global_batch_size": 32, "precision": "bf16"}, "checkpoint": {"async_save": False},
+            **method, "model": {"name_or_path": str(base), **method.get("model", {})},
         }
         return load_recipe(tree).recipe
 
@@ -122,13 +120,9 @@ def figures_of(cell: Cell, directory: Path, how: How) -> dict[str, Any]:
     best = found.choices[0]
     said = best.prediction
     return {
-        **asdict(cell),
-        "fits": best.fits,
-        "overrides": dict(best.overrides),
-        "peak_gib": round(said.peak_bytes / 2**30, 2),
-        "host_gib": round(said.host_bytes / 2**30, 2),
-        "tok_per_s": round(said.time.tok_per_s / cell.count),
-        "changes_results": sorted(found.changes),
+        **asdict(cell), "fits": best.fits, "overrides": dict(best.overrides),
+        "peak_gib": round(said.peak_bytes / 2**30, 2), "host_gib": round(said.host_bytes / 2**30, 2),
+        "tok_per_s": round(said.time.tok_per_s / cell.count), "changes_results": sorted(found.changes),
         "predictions": found.predictions,
     }
 

@@ -19,13 +19,8 @@ from tools.tables import beside
 
 Finder = Literal["check", "dry-run"]
 RECIPE: dict[str, Any] = {
-    "model.name_or_path": "./model",
-    "tokenizer.name_or_path": "byte",
-    "data.train": "rows.jsonl",
-    "data.max_length": 64,
-    "train.duration": "1 epoch",
-    "train.global_batch_size": 8,
-    "train.device": "cpu",
+    "model.name_or_path": "./model", "tokenizer.name_or_path": "byte", "data.train": "rows.jsonl",
+    "data.max_length": 64, "train.duration": "1 epoch", "train.global_batch_size": 8, "train.device": "cpu",
     "logging.level": "error",
 }
 

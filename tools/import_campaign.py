@@ -30,10 +30,8 @@ from tuner.errors import TunerError
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     "axolotl==0.19.0": ("--no-build-isolation", "--no-binary", "axolotl"),
-    "llamafactory==0.9.5": ("--no-binary", "llamafactory"),
-    "torchtune==0.6.1": (),
-    "trl==1.16.0": ("--no-binary", "trl"),
-    "ms-swift==4.6.0": ("--no-binary", "ms-swift"),
+    "llamafactory==0.9.5": ("--no-binary", "llamafactory"), "torchtune==0.6.1": (),
+    "trl==1.16.0": ("--no-binary", "trl"), "ms-swift==4.6.0": ("--no-binary", "ms-swift"),
 }
 READMES: tuple[tuple[Tool, str], ...] = (("trl", "trl-*/README.md"), ("ms-swift", "ms_swift-*/README.md"))
 """Pages that show commands: these packages hold no file of a configuration."""

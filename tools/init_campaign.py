@@ -102,8 +102,7 @@ def wrong_values(case: Case, text: str) -> list[str]:
         "data.max_length": (recipe["data"]["max_length"], right.max_length),
         "data.too_long": (recipe["data"].get("too_long"), "truncate" if right.truncates else None),
         "tokenizer.chat_template": (recipe.get("tokenizer", {}).get("chat_template"), right.template),
-        "how rows are read": (reads, right.reads),
-        "bad rows": (number(_BAD, text), right.bad),
+        "how rows are read": (reads, right.reads), "bad rows": (number(_BAD, text), right.bad),
     }
     unlike = {what: pair for what, pair in pairs.items() if pair[0] != pair[1]}
     wrong = [f"{what}: {found!r}, and {wanted!r} is right" for what, (found, wanted) in unlike.items()]

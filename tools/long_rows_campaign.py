@@ -58,8 +58,7 @@ SMALL = {
 """Whose time grows with the tokens and not with their square: such rows can be trained on a processor."""
 RECOMPUTED = {"gradient_checkpointing": "full"}
 WAYS: dict[str, dict[str, Any]] = {
-    "plain": {"gradient_checkpointing": "none"},
-    "recomputed": RECOMPUTED,
+    "plain": {"gradient_checkpointing": "none"}, "recomputed": RECOMPUTED,
     "+ on the host": {**RECOMPUTED, "offload_activations": True},
     "+ tiles": {**RECOMPUTED, "offload_activations": True, "tiled_mlp": True},
     "recomputed, tiles": {**RECOMPUTED, "tiled_mlp": True},
@@ -124,10 +123,8 @@ def predicted(  # noqa: PLR0917 - what a case is made of
     """What is predicted for training such a model, one row of so many tokens at a time."""
     _config(shape).save_pretrained(directory)
     tree = {
-        "model": {"name_or_path": str(directory), "init": "random"},
-        "adapter": {"kind": adapter},
-        "method": {"kind": "pretrain"},
-        "tokenizer": {"name_or_path": BYTES},
+        "model": {"name_or_path": str(directory), "init": "random"}, "adapter": {"kind": adapter},
+        "method": {"kind": "pretrain"}, "tokenizer": {"name_or_path": BYTES},
         "data": {"train": "rows.jsonl", "max_length": tokens},
         "train": {"global_batch_size": 1, "micro_batch_size": 1, "compile": False, "precision": "bf16", **train},
         "checkpoint": {"async_save": False},

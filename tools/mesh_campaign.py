@@ -119,8 +119,7 @@ def write_inputs(place: Path) -> None:
     numbers = range(30)
     answers = [{"prompt": f"{i} ", "completion": "ab" * (i % 7 + 1)} for i in numbers]
     rows: dict[str, list[dict[str, Any]]] = {
-        "answers": answers,
-        "texts": [{"text": f"{i} " + "abc" * (i % 9 + 3)} for i in numbers],
+        "answers": answers, "texts": [{"text": f"{i} " + "abc" * (i % 9 + 3)} for i in numbers],
         "pairs": [{"prompt": f"{i} ", "chosen": "ab" * (i % 7 + 1), "rejected": "ba" * (i % 5 + 1)} for i in numbers],
         "labelled": [{**row, "label": i % 3 > 0} for i, row in enumerate(answers)],
     }

@@ -117,21 +117,13 @@ def compare(path: Path, count: int, command: bool) -> dict[str, Any]:
                 differ += repr(parse(text, number == 1)) != repr(verdicts.good[number])
     usage = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return {
-        "lines": len(expected),
-        "blank": len(expected) - len(rows),
-        "bad_by_oracle": len(bad),
-        "bad_by_product": len(verdicts.bad),
-        "disagreements": len(wrong),
-        "values_differ": differ,
-        "problems_without_a_place": misplaced,
-        "exceptions": len(verdicts.exceptions),
+        "lines": len(expected), "blank": len(expected) - len(rows), "bad_by_oracle": len(bad),
+        "bad_by_product": len(verdicts.bad), "disagreements": len(wrong), "values_differ": differ,
+        "problems_without_a_place": misplaced, "exceptions": len(verdicts.exceptions),
         "kinds_of_bad": dict(sorted(Counter(expected[number] for number in bad).items())),
-        "reasons": len({reason for _, reason in verdicts.bad.values()}),
-        "by": "command" if command else "functions",
-        "seconds": round(verdicts.seconds, 2),
-        "peak_rss_mb": round(usage[command] / 1024, 1),
-        "examples": examples + verdicts.exceptions[:3],
-        "expected_lines": count,
+        "reasons": len({reason for _, reason in verdicts.bad.values()}), "by": "command" if command else "functions",
+        "seconds": round(verdicts.seconds, 2), "peak_rss_mb": round(usage[command] / 1024, 1),
+        "examples": examples + verdicts.exceptions[:3], "expected_lines": count,
     }
 
 

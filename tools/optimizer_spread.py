@@ -22,12 +22,8 @@ from tools.commands import ROOT, asked, done, environment, read_lines, some, wri
 
 STOCHASTIC = {"model.dtype": "bf16", "optimizer.rounding": "stochastic"}
 VARIANTS: dict[str, dict[str, str]] = {
-    "fp32-0": {},
-    "8bit": {"optimizer.state": "8bit"},
-    "fp32-1": {"seed": "1"},
-    "fp32-2": {"seed": "2"},
-    "host": {"optimizer.offload": "host"},
-    "bf16-stochastic": STOCHASTIC,
+    "fp32-0": {}, "8bit": {"optimizer.state": "8bit"}, "fp32-1": {"seed": "1"}, "fp32-2": {"seed": "2"},
+    "host": {"optimizer.offload": "host"}, "bf16-stochastic": STOCHASTIC,
     "8bit-bf16-stochastic": {**STOCHASTIC, "optimizer.state": "8bit"},
 }
 SEEDS = ("fp32-0", "fp32-1", "fp32-2")
@@ -69,11 +65,8 @@ def train(place: Path, name: str) -> dict[str, Any]:
     steps, held = (read_lines(place / "runs" / name / "metrics.jsonl", kind) for kind in ("train", "eval"))
     last = steps[-max(1, len(steps) // 10) :]
     return {
-        "variant": name,
-        "steps": steps[-1]["step"],
-        "held_out_before": round(held[0]["loss"], 5),
-        "held_out": round(held[-1]["loss"], 5),
-        "train": round(statistics.fmean(line["loss"] for line in last), 5),
+        "variant": name, "steps": steps[-1]["step"], "held_out_before": round(held[0]["loss"], 5),
+        "held_out": round(held[-1]["loss"], 5), "train": round(statistics.fmean(line["loss"] for line in last), 5),
     }
 
 

@@ -30,8 +30,7 @@ REASONS = {
     "framework": "a mechanism of that framework, which nothing here asks for",
     "hardware": "for hardware or inputs that tuner does not have",
     "chosen": "chosen by tuner, from data, model and device",
-    "out": "left out, as [What tuner does not do](../not-supported.md) says",
-    "missing": "not there yet",
+    "out": "left out, as [What tuner does not do](../not-supported.md) says", "missing": "not there yet",
 }
 
 

@@ -39,13 +39,10 @@ def trained(model: Path, work: Path, kind: str) -> Path:
     rows = [{"messages": [{"role": role, "content": text.format(n)} for role, text in turns]} for n in range(32)]
     write_lines(work / "rows.jsonl", rows)
     recipe = {
-        "name": kind,
-        "model": {"name_or_path": str(model), "dtype": "fp32"},
+        "name": kind, "model": {"name_or_path": str(model), "dtype": "fp32"},
         "data": {"train": "rows.jsonl", "max_length": 64},
         "train": {"duration": "2 steps", "global_batch_size": 2, "device": "cpu", "precision": "fp32"},
-        "optimizer": {"lr": 1e-3},
-        "schedule": {"kind": "constant", "warmup": "never"},
-        "logging": {"level": "error"},
+        "optimizer": {"lr": 1e-3}, "schedule": {"kind": "constant", "warmup": "never"}, "logging": {"level": "error"},
         **KINDS[kind],
     }
     (work / f"{kind}.yaml").write_text(json.dumps(recipe), encoding="utf-8")

@@ -91,12 +91,9 @@ class Gap:
 def launch(place: Path, name: str, keys: Mapping[str, dict[str, Any]], **train_keys: Any) -> Path:
     """Train in this process; the directory of the run."""
     tree: dict[str, Any] = {
-        "output_dir": str(place / name),
-        "method": {"kind": "pretrain"},
+        "output_dir": str(place / name), "method": {"kind": "pretrain"},
         "data": {"train": str(place / "rows.jsonl"), "cache_dir": str(place / "cache"), "max_length": 64},
-        "optimizer": {"lr": 1e-3},
-        "checkpoint": {"every": "never"},
-        "logging": {"level": "warning"},
+        "optimizer": {"lr": 1e-3}, "checkpoint": {"every": "never"}, "logging": {"level": "warning"},
         **{section: dict(values) for section, values in keys.items() if section != "data"},
         "train": {"device": "cpu", "global_batch_size": 4, **train_keys},
     }
@@ -109,11 +106,8 @@ def launch(place: Path, name: str, keys: Mapping[str, dict[str, Any]], **train_k
 def tiny_keys(place: Path, seed: int) -> dict[str, dict[str, Any]]:
     """The sections of a tiny run."""
     return {
-        "model": {"name_or_path": str(place / "model"), "init": "random"},
-        "tokenizer": {"name_or_path": "byte"},
-        "data": {"eval": "5%"},
-        "eval": {"every": "never", "samples": 0},
-        "seed_of": {"seed": seed},
+        "model": {"name_or_path": str(place / "model"), "init": "random"}, "tokenizer": {"name_or_path": "byte"},
+        "data": {"eval": "5%"}, "eval": {"every": "never", "samples": 0}, "seed_of": {"seed": seed},
     }
 
 

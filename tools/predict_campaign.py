@@ -140,10 +140,7 @@ def main() -> int:
             print(f"{'WRONG' if bad else 'ok':5} {off:+.3%}{even} {case.name} {'; '.join(bad)}", flush=True)
             lines.append(
                 {
-                    "case": case.name,
-                    "peak_off": off,
-                    "problems": bad,
-                    "counted": asdict(truth),
+                    "case": case.name, "peak_off": off, "problems": bad, "counted": asdict(truth),
                     "predicted": asdict(said),
                 }
             )

@@ -23,10 +23,8 @@ from tools.demo.score import answer, parse
 from tools.preference_rows import HELD_OUT_ROWS, Row, rows
 
 METHODS: dict[str, tuple[str, ...]] = {
-    "dpo": ("smollm2_dpo_cpu",),
-    "orpo": ("smollm2_dpo_cpu", "--method.kind", "orpo", "--method.sft_weight", "null"),
-    "simpo": ("smollm2_dpo_cpu", "--method.kind", "simpo"),
-    "reward": ("smollm2_reward_cpu",),
+    "dpo": ("smollm2_dpo_cpu",), "orpo": ("smollm2_dpo_cpu", "--method.kind", "orpo", "--method.sft_weight", "null"),
+    "simpo": ("smollm2_dpo_cpu", "--method.kind", "simpo"), "reward": ("smollm2_reward_cpu",),
 }
 """Recipes with what is changed in them."""
 ACCURACY_GOAL = 0.9
@@ -70,11 +68,8 @@ def train(name: str, smollm2: Path, work: Path) -> dict[str, Any]:
     lines = read_lines(run / "metrics.jsonl")
     last = [line for line in lines if line["kind"] == "eval"][-1]
     return {
-        "run": str(run),
-        "seconds": round(time.perf_counter() - start, 1),
-        "steps": sum(line["kind"] == "train" for line in lines),
-        "accuracy": last["accuracy"],
-        "margin": last["margin"],
+        "run": str(run), "seconds": round(time.perf_counter() - start, 1),
+        "steps": sum(line["kind"] == "train" for line in lines), "accuracy": last["accuracy"], "margin": last["margin"],
     }
 
 

@@ -94,18 +94,12 @@ class Comparison:
             "model": {"name_or_path": str(self.scores if case.trainer == "reward" else self.model)},
             "method": {"beta": 0.1} | case.method if case.trainer != "reward" else case.method,
             "data": {
-                "train": str(self.rows(case)),
-                "max_length": MAX_LENGTH,
-                "packing": False,
-                "shuffle": False,
+                "train": str(self.rows(case)), "max_length": MAX_LENGTH, "packing": False, "shuffle": False,
                 "cache_dir": str(self.work / "cache"),
             },
             "train": {
-                "duration": f"{STEPS} steps",
-                "global_batch_size": PAIRS,
-                "micro_batch_size": PAIRS,
-                "precision": "fp32",
-                "device": "cpu",
+                "duration": f"{STEPS} steps", "global_batch_size": PAIRS, "micro_batch_size": PAIRS,
+                "precision": "fp32", "device": "cpu",
             },
             "optimizer": {"lr": case.lr, "betas": [0.9, 0.999], "weight_decay": 0.0},
             "schedule": {"kind": "constant", "warmup": "never"},
@@ -130,25 +124,14 @@ class Comparison:
         path.write_text(json.dumps(rows), encoding="utf-8")
         kind = {"beta": case.method.get("beta", 0.1)} if case.trainer != "reward" else {}
         same = {
-            "per_device_train_batch_size": PAIRS // case.accumulated,
-            "gradient_accumulation_steps": case.accumulated,
-            "learning_rate": case.lr,
-            "lr_scheduler_type": "constant",
-            "adam_beta2": 0.999,
-            "max_grad_norm": 1.0,
-            "max_length": MAX_LENGTH,
-            "bf16": False,
-            "gradient_checkpointing": False,
+            "per_device_train_batch_size": PAIRS // case.accumulated, "gradient_accumulation_steps": case.accumulated,
+            "learning_rate": case.lr, "lr_scheduler_type": "constant", "adam_beta2": 0.999, "max_grad_norm": 1.0,
+            "max_length": MAX_LENGTH, "bf16": False, "gradient_checkpointing": False,
         }
         return {
-            "name": case.name,
-            "trainer": case.trainer,
-            "model": str(self.scores if case.trainer == "reward" else self.model),
-            "rows": str(path),
-            "steps": STEPS,
-            "answers_only": case.answers_only,
-            "partners": case.partners,
-            "settings": {**same, **kind, **case.settings},
+            "name": case.name, "trainer": case.trainer,
+            "model": str(self.scores if case.trainer == "reward" else self.model), "rows": str(path), "steps": STEPS,
+            "answers_only": case.answers_only, "partners": case.partners, "settings": {**same, **kind, **case.settings},
         }
 
 
@@ -235,14 +218,8 @@ def compare(comparison: Comparison, cases: list[Case]) -> list[dict[str, Any]]:
         largest = max(abs(x - y) / max(1.0, abs(y)) for x, y in zip(a, b, strict=True))
         report.append(
             {
-                "case": case.name,
-                "first_step": first,
-                "largest": largest,
-                "moved": abs(a[-1] - a[0]),
-                "apart": case.apart,
-                "missed": case.apart is None and largest > BOUND,
-                "ours": a,
-                "trl": b,
+                "case": case.name, "first_step": first, "largest": largest, "moved": abs(a[-1] - a[0]),
+                "apart": case.apart, "missed": case.apart is None and largest > BOUND, "ours": a, "trl": b,
             }
         )
     return report

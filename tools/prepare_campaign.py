@@ -127,9 +127,7 @@ def build_without_lock() -> None:
 
 
 MUTANTS: dict[str, Callable[[], None]] = {
-    "none": lambda: None,
-    "rename-before-manifest": rename_before_manifest,
-    "keep-leftovers": keep_leftovers,
+    "none": lambda: None, "rename-before-manifest": rename_before_manifest, "keep-leftovers": keep_leftovers,
     "no-lock": build_without_lock,
 }
 

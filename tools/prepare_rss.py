@@ -63,8 +63,7 @@ def measure(work: Path, model: Path, workers: int) -> dict[str, Any]:
     shutil.rmtree(work / "cache")
     return {
         "peak_mb": sorted((round(peak, 1) for peak in peaks.values()), reverse=True),
-        "main_mb": round(peaks[process.pid], 1),
-        "seconds": round(seconds, 1),
+        "main_mb": round(peaks[process.pid], 1), "seconds": round(seconds, 1),
         "mb_per_s": round((work / "rows.jsonl").stat().st_size / 1e6 / seconds, 2),
         "documents": said["metrics"]["train"]["documents"],
     }

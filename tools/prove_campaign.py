@@ -50,11 +50,9 @@ _QWEN3: dict[str, Any] = {
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {"num_key_value_heads": 8, "vocab_size": 128256}),
-    "qwen3": ("qwen3", _QWEN3),
+    "llama": ("llama", {"num_key_value_heads": 8, "vocab_size": 128256}), "qwen3": ("qwen3", _QWEN3),
     "gemma3": ("gemma3_text", {"num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1}),
-    "mistral": ("mistral", {"num_hidden_layers": 32, "sliding_window": 4096}),
-    "olmo2": ("olmo2", {}),
+    "mistral": ("mistral", {"num_hidden_layers": 32, "sliding_window": 4096}), "olmo2": ("olmo2", {}),
     "phi": ("phi", {}),
     "qwen3-moe": ("qwen3_moe", {"num_attention_heads": 32, "num_key_value_heads": 4, "output_router_logits": True}),
     "mixtral": ("mixtral", {"output_router_logits": True}),

@@ -167,10 +167,8 @@ def _weights_of(peer: Any, case: str, model: torch.nn.Module, stored: dict[str, 
 def golden(peer: Any, place: Path) -> None:
     """Write the small file that the tests read: every kind of weight, next to its values (`expected.NAME`)."""
     kinds = {
-        "plain": (torch.bfloat16, {}),
-        "nested": (torch.float32, {"compress_statistics": True}),
-        "wide": (torch.float16, {"blocksize": 128}),
-        "packed": (torch.bfloat16, {"quant_storage": torch.bfloat16}),
+        "plain": (torch.bfloat16, {}), "nested": (torch.float32, {"compress_statistics": True}),
+        "wide": (torch.float16, {"blocksize": 128}), "packed": (torch.bfloat16, {"quant_storage": torch.bfloat16}),
     }
     tensors = {}
     for name, (dtype, wishes) in kinds.items():

@@ -23,14 +23,8 @@ READING_SHARE = 0.5
 LAYOUTS = {"1": (1, "full"), "2": (2, "full"), "4": (4, "full"), "2x2": (4, "hybrid"), "4 copies": (4, "none")}
 KINDS = ("nf4", "int8")
 DRAWN = {
-    "vocab_size": 8192,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 10,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
+    "vocab_size": 8192, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 10,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 512, "tie_word_embeddings": True,
 }
 READ = """
 import json, sys, threading, time

@@ -59,10 +59,8 @@ def recipe_page() -> str:
     lists = {
         "data.train": "One of several sources in `data.train` or `data.eval`",
         "model.init_from": "One of the places in `model.init_from`",
-        "optimizer.groups": "One of the `optimizer.groups`",
-        "optimizer.rows": "One of the `optimizer.rows`",
-        "hooks": "One of the `hooks`",
-        "ladder.sizes": "One of the `ladder.sizes`",
+        "optimizer.groups": "One of the `optimizer.groups`", "optimizer.rows": "One of the `optimizer.rows`",
+        "hooks": "One of the `hooks`", "ladder.sizes": "One of the `ladder.sizes`",
     }
     parts += [f"## {title}\n\n{rows(list(item_fields(key).values()))}" for key, title in lists.items()]
     return "\n".join(parts)

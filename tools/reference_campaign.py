@@ -56,13 +56,8 @@ def trial(
     codes = launch(directory, world_size, [*TRAIN, "--name", name], start)
     found = ended(directory, name) if not any(codes) else None
     return {
-        "world_size": world_size,
-        "trial": number,
-        "seconds": round(moment, 3),
-        "killed": any(killed),
-        "at": at if any(killed) else "finished",
-        "resumed": not any(codes),
-        "identical": found == unbroken["outcome"],
+        "world_size": world_size, "trial": number, "seconds": round(moment, 3), "killed": any(killed),
+        "at": at if any(killed) else "finished", "resumed": not any(codes), "identical": found == unbroken["outcome"],
     }
 
 

@@ -167,8 +167,7 @@ class Work:
         last = max((run / "checkpoints").glob("step-*"), key=lambda path: int(path.name.partition("-")[2]))
         return {
             "tensors": self.call("-c", TENSORS, str(last)),
-            "figures": hashlib.sha256(json.dumps(determined).encode()).hexdigest(),
-            "order": self.ordered(name, count),
+            "figures": hashlib.sha256(json.dumps(determined).encode()).hexdigest(), "order": self.ordered(name, count),
             "samples": hashlib.sha256(samples).hexdigest(),
         }
 

@@ -53,8 +53,7 @@ def expected(version: int) -> dict[str, bytes]:
     files = {
         "run.json": b'{"version": %d}' % version,
         "metrics.jsonl": b"".join(b'{"step": %d}\n' % step for step in range(version + 1)),
-        "constant.bin": random.Random(0).randbytes(100_000),
-        "exports/latest": b"->step-%d" % version,
+        "constant.bin": random.Random(0).randbytes(100_000), "exports/latest": b"->step-%d" % version,
     }
     for step in range(max(0, version - 1), version + 1):
         sizes = random.Random(step)

@@ -67,12 +67,9 @@ def chats() -> dict[str, dict[str, Any]]:
     fields = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in named]
     plain = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in THOUGHTS]
     return {
-        "plain": {"messages": TURNS},
-        "system": {"messages": [SYSTEM, *TURNS]},
-        "developer": {"messages": [developer, *TURNS]},
-        "thoughts": {"messages": [*THOUGHTS[:2], *TURNS[:2]]},
-        "thoughts in the content": {"messages": inside},
-        "thoughts named thinking": {"messages": fields},
+        "plain": {"messages": TURNS}, "system": {"messages": [SYSTEM, *TURNS]},
+        "developer": {"messages": [developer, *TURNS]}, "thoughts": {"messages": [*THOUGHTS[:2], *TURNS[:2]]},
+        "thoughts in the content": {"messages": inside}, "thoughts named thinking": {"messages": fields},
         "tools": {"messages": plain, "tools": TOOLS},
         "one call at a time": {"messages": [*TURNS[:2], *plain[7:]], "tools": TOOLS},
         "tools and thoughts": {"messages": THOUGHTS, "tools": TOOLS},

@@ -76,8 +76,7 @@ def campaign(family: Family, assets: Path, work: Path, rows: list[Chat], masks: 
         "model": {"name_or_path": "./model", "init": "random"},
         "data": {"train": "rows.jsonl", "max_length": LENGTH, "on_bad_row": "skip", "workers": 1},
         "method": {"kind": "sft", "train_on": "all"},
-        "train": {"duration": "1 steps", "global_batch_size": 1, "micro_batch_size": 1},
-        "output_dir": "runs",
+        "train": {"duration": "1 steps", "global_batch_size": 1, "micro_batch_size": 1}, "output_dir": "runs",
     }
     (directory / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
     prepared = _command(directory, "prepare-data", "recipe.yaml")
@@ -92,10 +91,7 @@ def campaign(family: Family, assets: Path, work: Path, rows: list[Chat], masks: 
     equal = sum(list(ids) == document.ids.tolist() for ids, document in zip(expected, whole.documents, strict=True))
     derivation = Derivation(theirs, family.answer_end or theirs.eos_token)
     return {
-        "class": type(theirs).__name__,
-        "rows": len(rows),
-        "kept": len(kept),
-        "equal": equal,
+        "class": type(theirs).__name__, "rows": len(rows), "kept": len(kept), "equal": equal,
         **_masks(derivation, _kept(some, answers), answers),
         "reasons": "; ".join(sorted({reject["reason"] for reject in [*whole.rejects, *answers.rejects]})),
         "seconds": time.monotonic() - started,

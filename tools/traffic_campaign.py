@@ -96,12 +96,9 @@ def count(case: Case, rows: int) -> dict[str, Any]:
     with workplace() as directory:
         Qwen3Config(**case.shape, **SHAPE, architectures=["Qwen3ForCausalLM"]).save_pretrained(directory)
         tree = {
-            "model": {"name_or_path": str(directory), "init": "random"},
-            "tokenizer": {"name_or_path": "byte"},
-            "data": {"train": f"{directory}/rows.jsonl", "max_length": rows},
-            "method": {"kind": "pretrain"},
-            "train": {"device": "cuda", "precision": "bf16", **case.train},
-            "parallel": case.parallel,
+            "model": {"name_or_path": str(directory), "init": "random"}, "tokenizer": {"name_or_path": "byte"},
+            "data": {"train": f"{directory}/rows.jsonl", "max_length": rows}, "method": {"kind": "pretrain"},
+            "train": {"device": "cuda", "precision": "bf16", **case.train}, "parallel": case.parallel,
         }
         recipe, card = load_recipe(tree).recipe, find_device("h100-80g")
         world, local = case.processes
@@ -112,11 +109,8 @@ def count(case: Case, rows: int) -> dict[str, Any]:
             tracing.optimizer_step = plain
     n_micro = max(1, recipe.train.global_batch_size // (recipe.train.micro_batch_size * world))
     return {
-        "name": case.name,
-        "micro": [asdict(one) for one in counters[0].micro],
-        "n_micro": n_micro,
-        "flops": sum(found.time.flops.values()) / n_micro / world,
-        "peak_bytes": found.peak_bytes,
+        "name": case.name, "micro": [asdict(one) for one in counters[0].micro], "n_micro": n_micro,
+        "flops": sum(found.time.flops.values()) / n_micro / world, "peak_bytes": found.peak_bytes,
     }
 
 

@@ -209,10 +209,7 @@ def trial(work: Work, phase: str, unbroken: dict[str, Any]) -> dict[str, Any]:
     steps = work.trained()
     documents = sum(ROWS.values())
     return {
-        "phase": phase,
-        "world_size": work.world_size,
-        "codes": codes,
-        "killed": killed,
+        "phase": phase, "world_size": work.world_size, "codes": codes, "killed": killed,
         "refused_by_name": refused and 3 in codes,
         "left_out": {entry["name"]: entry["left_out"] for entry in windows if entry["left_out"]},
         "each_document_once": work.world_size > 1 or once(steps, documents),
