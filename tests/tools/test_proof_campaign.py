@@ -196,8 +196,7 @@ def test_of_linear_layers_a_block_at_a_time_is_cast(monkeypatch: pytest.MonkeyPa
 
 SEES: dict[str, Callable[[int, int], Sequence[int]]] = {
     "the one before": lambda place, _: range(place)[-1:],
-    "the one after": lambda place, count: range(place + 1, count)[:1],
-    "all before": lambda place, _: range(place),
+    "the one after": lambda place, count: range(place + 1, count)[:1], "all before": lambda place, _: range(place),
     "the first": lambda place, _: range(min(place, 1)),
     "the last": lambda place, count: range(max(place + 1, count - 1), count),
 }
