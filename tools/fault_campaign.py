@@ -113,7 +113,7 @@ def main() -> int:
         __doc__, {"part": one_of(PARTS)}, count=(int, "trials; all points without it, where they can be counted"),
         skip=(0, "trials to leave out: those of a campaign that goes on"),
         point=(int, "the number of one point to try again"), seed=0,
-        cases={"nargs": "+", "choices": [*CASES, *MESHES], "help": "all of the part's without it"},
+        cases=({"nargs": "+", "choices": [*CASES, *MESHES]}, "all of the part's without it"),
         jobs=([], "of prepare, train, resume and export"),
         beside=(False, "save beside training (checkpoint.async_save)"),
         settings=("", "a line of the recipe, such as 'optimizer: {offload: host}'"),
