@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.fixtures import commands, forked
+from tests.fixtures import commands, forked, trainings
 from tests.ladder.ladders import write_ladder_files
 from tools.ladder_campaign import campaign
 from tools.tables import beside
@@ -87,7 +87,7 @@ def test_a_plan_says_what_each_rung_takes(trained: Path) -> None:
 def test_each_rung_is_saved_and_evaluated_at_its_marks(trained: Path) -> None:
     for name in ("small", "large"):
         run = trained / "runs" / "ladder" / name
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines = trainings.lines(run)
         assert [line["step"] for line in lines if line["kind"] == "eval"] == [4, 6, 10, 12]
         assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, 13))
         assert {4, 6, 10, 12} <= {int(path.name.split("-")[1]) for path in (run / "checkpoints").glob("step-*")}
@@ -106,9 +106,7 @@ def test_metrics_are_csv_and_json(trained: Path) -> None:
     for row, mark in zip(rows, document["artifacts"]["marks"], strict=True):
         assert float(row["loss"]) == mark["loss"] and int(row["parameters"]) == mark["parameters"]
         assert 0 < mark["tokens"] <= mark["step"] * 256
-    lines = (trained / "runs" / "ladder" / "large" / "metrics.jsonl").read_text().splitlines()
-    last = [json.loads(line) for line in lines][-1]
-    assert float(rows[-1]["loss"]) == last["loss"]
+    assert float(rows[-1]["loss"]) == trainings.lines(trained / "runs" / "ladder" / "large")[-1]["loss"]
 
 
 def test_runs_in_several_directories_are_one_ladder(trained: Path, tmp_path: Path) -> None:

@@ -27,8 +27,6 @@ ROOT = Path(__file__).parents[2]
 CHAT = [{"role": "user", "content": "the question"}, {"role": "assistant", "content": "the answer"}]
 PUBLISHED = sorted([*(ROOT / "tools/chat_templates").glob("*.jinja"), *(ROOT / "tuner/data/templates").glob("*.jinja")])
 TABLE: dict[str, Any] = beside(__file__)
-SLOW = set(TABLE["slow"])
-"""Those that use up their time, or take a while to be refused."""
 
 
 def refused(one: HostileTemplate) -> str:
@@ -40,16 +38,11 @@ def refused(one: HostileTemplate) -> str:
     return caught.value.message
 
 
-@pytest.mark.parametrize("one", [one for one in HOSTILE if one.name not in SLOW], ids=lambda one: one.name)
+@pytest.mark.slow(*TABLE["slow"])
+@pytest.mark.parametrize("one", HOSTILE, ids=lambda one: one.name)
 def test_a_hostile_template_is_refused_by_name(one: HostileTemplate) -> None:
     said = refused(one)
     assert said.startswith("here: the chat template") and len(said) < 500
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("one", [one for one in HOSTILE if one.name in SLOW], ids=lambda one: one.name)
-def test_a_hostile_template_that_takes_its_time_is_refused(one: HostileTemplate) -> None:
-    assert refused(one).startswith("here: the chat template")
 
 
 def test_one_that_takes_too_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
