@@ -3,9 +3,9 @@
     python -m tools.readme_campaign [--model .demo/smollm2] [--work DIR]
 
 The names of the hub's models that they take are found in a hub cache made of the directory, so that nothing is changed
-and nothing needs the network. README's first block, the install, is what the environment of this program was made by,
-and is left out. Every other command must end with 0; then the first run's chat, as it is and at temperature 0, and the
-notebook must have given the answer that README shows.
+and nothing needs the network; $BUCKET is one of a store on this machine. README's first block, the install, is what the
+environment of this program was made by, and is left out. Every other command must end with 0; then the first run's
+chat, as it is and at temperature 0, and the notebook must have given the answer that README shows.
 Prints the minutes of each; exits with 1 where something does not hold.
 """
 
@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.fixtures.store_servers import BUCKET, serving
 from tools.commands import ROOT, parser_of, run, workplace
 from tools.tutorial_campaign import environment, follow, hub_cache
 
@@ -81,7 +82,8 @@ def main() -> int:
         hub_cache(options.model, work / "huggingface", BASE)
         began = time.monotonic()
         page = README.read_text(encoding="utf-8")
-        follow(without_install(page), place, env)
+        with serving("s3", beside) as store:
+            follow(without_install(page), place, {**env, **store.environment(), "BUCKET": BUCKET})
         typed = chatted(page, place, env)
         followed = time.monotonic()
         done = run(["-c", cells(NOTEBOOK)], beside, env)
