@@ -33,10 +33,12 @@ from tuner.run.changes import (
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.rundir.directory import RunDir
 from tuner.rundir.last_checkpoint import last_step, way_to_whole
+from tuner.rundir.model_path import find_checkpoint
 from tuner.rundir.origin import another, origin
 from tuner.rundir.run_json import hold
 from tuner.runtime.console import Console
 from tuner.setup.settled import with_batch_of
+from tuner.stages import local_path, shown
 from tuner.train.progress import METRICS
 
 if TYPE_CHECKING:
@@ -102,8 +104,9 @@ def agreed_status(status: RunStatus, ranks: Collective) -> RunStatus:
 
     Raises DataError on all where one reads no manifest, or another one, at the checkpoint's path.
     """
-    agreed = ranks.on_rank0(lambda: status)
-    checkpoint = agreed.checkpoint
+    # Of what lies in a store each machine may have its stage elsewhere.
+    agreed, at = ranks.on_rank0(lambda: (status, shown(status.checkpoint.path) if status.checkpoint else ""))
+    checkpoint = agreed.checkpoint and replace(agreed.checkpoint, path=local_path(at, in_store=True))
 
     def read() -> None:
         if checkpoint and open_checkpoint(checkpoint.path, verify=False).manifest[SEAL] != checkpoint.manifest[SEAL]:
@@ -113,7 +116,7 @@ def agreed_status(status: RunStatus, ranks: Collective) -> RunStatus:
             )
 
     ranks.together(read)
-    return agreed
+    return replace(agreed, run=status.run, checkpoint=checkpoint)
 
 
 def nothing_to_do(status: RunStatus, section: ExportSection) -> RunResult | None:
@@ -132,8 +135,6 @@ def _branch_point(
         return None
     if not path.is_dir():
         raise RecipeError(f"--resume {path}: no such directory", hint="give a checkpoint, auto, must or never")
-    from tuner.rundir.model_path import find_checkpoint
-
     chosen = find_checkpoint(path, console.warn, shards=hashes)
     checkpoint = open_checkpoint(path, shards=hashes) if chosen is None else chosen.checkpoint
     _say_changed(require_recipe_of(checkpoint, recipe_dict(loaded.recipe), options.reset), console)
@@ -294,7 +295,7 @@ def outcome(state: Mapping[str, Any]) -> dict[str, Any]:
 def began(record: Mapping[str, Any]) -> Path | None:
     """The checkpoint of another run that a run's first launch resumed from, if it did."""
     path = record["launches"][0].get("began_from") if record["launches"] else None
-    return None if path is None else Path(path)
+    return None if path is None else local_path(path, in_store=True)
 
 
 def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any], reset: Collection[str]) -> Changes:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Literal
 
 from tuner.checkpoint.manifest import STEP, step_name
 from tuner.errors import MachineError, RecipeError
-from tuner.rundir.layout import CHECKPOINTS, EXPORTS, LOCK, STOP
+from tuner.rundir.layout import CHECKPOINTS, EXPORTS, LATEST, LOCK, LOGS, STOP
 from tuner.rundir.model_path import Which
 from tuner.rundir.run_json import hold, is_run
-from tuner.runtime.lock import FileLock
+from tuner.runtime.lock import FileLock, is_locked
 from tuner.stages import shown, url_of
 
 if TYPE_CHECKING:
@@ -48,10 +48,25 @@ def bring(path: Path, say: Say, extent: Extent = "all", which: Which = "newest")
         if not place.is_dir():
             message = f"{directory.url}: a launch on this machine has not ended, whose stage was removed"
             raise MachineError(message, hint="wait until its processes are gone, and run the same command again")
-        if directory.set_aside is not None:
-            say("store", f"what {directory.url} does not have of its stage is in {directory.set_aside}")
+        if (said := _set_aside(directory)) is not None:
+            say("store", said)
         return True
     return False
+
+
+def bring_exactly(path: Path) -> str | None:
+    """Make a run's stage what its store has, however new it is, on a machine where another one's stage decides.
+
+    Its own logs stay. Returns what is to be said of what was set aside. Raises MachineError.
+    """
+    directory = opened(path)
+    directory.fetch(path, exact_but=LOGS)
+    return _set_aside(directory)
+
+
+def _set_aside(directory: StoreDirectory) -> str | None:
+    at = directory.set_aside
+    return None if at is None else f"what {directory.url} does not have of its stage is in {at}"
 
 
 def bring_inputs(inputs: Mapping[str, Sequence[Path]], say: Say) -> None:
@@ -73,17 +88,25 @@ def bring_inputs(inputs: Mapping[str, Sequence[Path]], say: Say) -> None:
 def publish(path: Path) -> None:
     """Publish a stage, of a run or an export, as its store's newest commit, where anything in it differs.
 
-    Nothing of a path that is no stage. Raises MachineError, by which nothing in the stage is lost.
+    An export that lies in its run is published there, next to what the store has of the run; by its launch, where the
+    run is in use. Nothing of a path that is no stage. Raises MachineError, by which nothing in the stage is lost.
     """
     if url_of(path) is None:
         return
-    directory = opened(path)
+    of_run = path.parent.name == EXPORTS and is_run(path.parent.parent)
+    place = path.parent.parent if of_run else path
+    if of_run and is_locked(place / LOCK):
+        return
+    directory, inside = opened(place), ("", "")
+    if of_run and directory.newest() is not None:  # else nothing of the run is there, and all of it goes with it
+        inside = f"{EXPORTS}/{path.name}/", f"{EXPORTS}/{LATEST}"
     beside = path.with_name(f".{path.name}.publishing")  # an export's own names are its own
-    with hold(path) if is_run(path) else FileLock(beside, wait=False):
-        if directory.differs(path):
-            with directory.lease(path, lock_is_free=True):
-                directory.require_based(path)
-                directory.publish(directory.snapshot(path, {}))
+    with hold(place) if is_run(place) else FileLock(beside, wait=False):
+        if directory.differs(place, inside):
+            with directory.lease(place, lock_is_free=True):
+                if "" in inside:
+                    directory.require_based(place)
+                directory.publish(directory.snapshot(place, {}, inside))
 
 
 def not_published(path: Path, error: MachineError) -> MachineError:

@@ -63,15 +63,6 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
 """What the words of an error mean, in this order; in obstore's text they stand with the store's own answer."""
 
 
-def split(url: str) -> tuple[str, str, str]:
-    """Scheme, bucket and prefix of `s3://bucket/some/prefix`. Raises MachineError where it is no such URL."""
-    scheme, found, rest = url.partition("://")
-    bucket, _, prefix = rest.partition("/")
-    if not found or scheme not in SCHEMES or not bucket:
-        raise MachineError(f"{url}: not a directory in a store, which is s3://, gs:// or az://BUCKET/PREFIX")
-    return scheme, bucket, prefix.strip("/")
-
-
 @dataclass(frozen=True)
 class Client:
     """The objects below one URL, by keys relative to it. All methods raise MachineError with the URL and the cause."""
@@ -82,8 +73,9 @@ class Client:
 
     @staticmethod
     def connect(url: str) -> Client:
-        """The client of a URL; nothing is asked of the store yet."""
-        scheme, bucket, prefix = split(url)
+        """The client of a URL, as `stages.url_of` gives it; nothing is asked of the store yet."""
+        scheme, _, rest = url.partition("://")
+        bucket, _, prefix = rest.partition("/")
         try:
             import obstore.store
         except ModuleNotFoundError as error:
