@@ -1,5 +1,6 @@
 """Commands whose runs lie in a real store: killed, resumed from an emptied stage, exported, and held by one launch."""
 
+import contextlib
 import json
 import os
 import random
@@ -10,12 +11,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.fixtures import commands, trainings
 from tests.fixtures.store_proxy import Request, proxied
 from tests.fixtures.store_servers import Server, serving
+from tests.multi.launcher import bound_listener, open_store, rank_environment
+from tuner.runtime.files import read_json
 from tuner.stores.directory import StoreDirectory
 
 
@@ -111,3 +115,111 @@ def test_rows_of_a_bucket_are_trained_on_through_faults_and_kills(server: Server
         done = commands.tuner("resume", "faults", cwd=tmp_path, code=0, **other)
     assert asked > 8 and proxy.happened, done.stderr
     assert trainings.outcome(tmp_path / "faults") == trainings.outcome(tmp_path / "plain")
+
+
+MACHINES = ["--train.duration", "60 steps", "--parallel.shard", "full", "--export.at_end", "true"]
+
+
+@pytest.fixture(scope="module")
+def unbroken(server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run of two processes on one machine comes to, on its disk."""
+    place = tmp_path_factory.mktemp("unbroken")
+    trainings.prepare(place, 2)
+    flags = ["--output_dir", "plain", "--parallel.processes", "2", *MACHINES]
+    commands.tuner("train", "r.yaml", *flags, cwd=place, code=0, **environment(server, place / "cache"))
+    return trainings.outcome(place / "plain")
+
+
+@contextlib.contextmanager
+def machines(directory: Path, port: int, server: Server, *words: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two processes of a launch that stand for two machines: each has a cache, and thus a stage, of its own."""
+    listener, meeting_port = bound_listener()
+    meeting = open_store(listener, meeting_port)
+    processes = []
+    for rank in range(2):
+        env = rank_environment(rank, 2, meeting_port) | environment(server, directory / f"cache-{rank}")
+        env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **server.environment(port)}
+        processes.append(subprocess.Popen([sys.executable, "-m", "tuner", *words], cwd=directory, env=env))
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        del meeting
+
+
+def in_machines(directory: Path, server: Server, *words: str, code: int = 0) -> None:
+    with machines(directory, server.port, server, *words) as processes:
+        assert [process.wait(300) for process in processes] == [code] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("killed", "emptied"),
+    [((0, 1), ()), ((0, 1), (0, 1)), ((0,), (1,)), ((1,), (0,)), ("marker", ()), ("marker", (0,))],
+)
+def test_machines_without_a_common_disk_resume_one_run(
+    server: Server, unbroken: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    killed: tuple[int, ...] | str, emptied: tuple[int, ...],
+) -> None:  # fmt: skip
+    trainings.prepare(tmp_path, 2)
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    url = server.url(f"machines/{''.join(map(str, killed))}-{''.join(map(str, emptied))}")
+    stages = [tmp_path / f"cache-{rank}" / "stores" / url.replace("://", "/") for rank in range(2)]
+    train = ["train", "r.yaml", "--output_dir", url, "--resume", "auto", *MACHINES]
+    processes: list[subprocess.Popen[bytes]] = []
+    commits = 0
+
+    def choose(request: Request) -> str | None:
+        nonlocal commits
+        if killed == "marker" and request.kind == "if" and "/tuner/commits/" in request.path:
+            commits += 1
+            if commits == 4:
+                for process in processes:
+                    process.kill()
+            return "drop" if commits >= 4 else None
+        return None
+
+    with proxied(server.port, choose) as proxy, machines(tmp_path, proxy.port, server, *train) as started:
+        processes += started
+        if killed != "marker":
+            wait_for_step(processes[0], url, 8)
+            for rank in killed:
+                processes[int(rank)].kill()
+        codes = [process.wait(300) for process in processes]
+    assert [-signal.SIGKILL if rank in killed or killed == "marker" else 4 for rank in range(2)] == codes
+    stored = StoreDirectory.open(url).newest()
+    assert stored is not None
+    steps = {name.rpartition("/")[0] for name in stored.files if name.startswith("checkpoints/")}
+    whole = {f"{step}/rank-000{rank}-of-0002.safetensors" for step in steps for rank in range(2)}
+    assert steps and whole < stored.files.keys()
+    for rank in emptied:
+        shutil.rmtree(stages[rank])
+    in_machines(tmp_path, server, *train)
+    assert trainings.outcome(stages[0]) == unbroken
+    assert not [path for stage in stages for path in stage.glob("checkpoints/.*")], "nothing unfinished is left"
+    stored = StoreDirectory.open(url).newest()
+    assert stored is not None
+    assert {"exports/step-60/model.safetensors", "checkpoints/step-60/manifest.json"} < stored.files.keys()
+    assert StoreDirectory.open(f"{url}/exports/step-60").newest() is None, "published once"
+
+
+@pytest.mark.slow
+def test_one_machine_resumes_what_two_began_and_two_what_one_did(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainings.prepare(tmp_path, 2)
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    url, other = server.url("machines/counts"), environment(server, tmp_path / "cache-1")
+    where = ["--output_dir", url, "--train.duration", "30 steps"]
+    in_machines(tmp_path, server, "train", "r.yaml", *where, "--train.stop_after", "10 steps", code=75)
+    commands.tuner("resume", url, "--train.stop_after", "20 steps", cwd=tmp_path, code=75, **other)
+    in_machines(tmp_path, server, "resume", url)
+    stages = [tmp_path / f"cache-{rank}" / "stores" / url.replace("://", "/") for rank in range(2)]
+    log = [line["step"] for line in trainings.lines(stages[0]) if line["kind"] == "train"]
+    assert log == list(range(1, 31))
+    assert [entry["world_size"] for entry in read_json(stages[0] / "run.json")["launches"]] == [2, 1, 2]
+    assert (stages[1] / "checkpoints" / "step-20").is_dir(), "what it had when the last launch began"

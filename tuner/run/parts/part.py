@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tuner.checkpoint.save import WriteShards
 from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import Recipe
 from tuner.data.building.spec import PrepareSpec, prepare_spec
@@ -104,6 +105,8 @@ class TaskNeeds:
     request: Callable[[], Request]
     """What the launch is asked for here, such as to stop."""
     time_left: TimeLeft
+    write_by: Callable[[WriteShards], None]
+    """Have the ranks' files of each save written in another way."""
 
 
 class Part:

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tuner.checkpoint.save import WriteShards
+from tuner.checkpoint.storage import write_shards
 from tuner.config.recipe import Recipe
 from tuner.run.parts.part import LaunchContext, Part, TaskNeeds
 from tuner.runtime.console import Console
@@ -21,6 +23,7 @@ class Store(Part):
     def __init__(self, recipe: Recipe) -> None:
         self._stage = Path(recipe.output_dir)
         self._published: Sequence[Task] = ()
+        self._write: WriteShards = write_shards
 
     @staticmethod
     def wanted(recipe: Recipe) -> bool:
@@ -34,13 +37,15 @@ class Store(Part):
     @contextmanager
     def around(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> Iterator[None]:
         """Under the run's lease, to the end of the last upload. Raises MachineError where another launch has it."""
-        from tuner.run import store  # which others do without
+        from tuner.run import machines, store  # which others do without
 
+        self._write = machines.writer(self._stage, rank_info)
         with ExitStack() as held:
             if rank_info.is_main:
                 self._published = (held.enter_context(store.Publisher(self._stage, console)),)
             yield
 
     def tasks(self, context: LaunchContext, needs: TaskNeeds) -> Sequence[Task]:
-        """What hands saves over, on rank 0."""
+        """What hands saves over, on rank 0; and how all ranks write them."""
+        needs.write_by(self._write)
         return self._published

@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tuner.checkpoint.manifest import step_dirs, step_name
-from tuner.checkpoint.save import CheckpointDir, require_room, save
+from tuner.checkpoint.save import CheckpointDir, WriteShards, require_room, save
 from tuner.checkpoint.staging import Staged, Staging
 from tuner.config.recipe import CheckpointSection
 from tuner.errors import MachineError
@@ -78,6 +78,10 @@ class Saver(Task):
     def ended(self) -> bool:
         """Whether a save in the background is over and was not asked about."""
         return self._thread.ended
+
+    def write_by(self, write: WriteShards) -> None:
+        """Have the ranks' files of each save written in another way."""
+        self.checkpoints = replace(self.checkpoints, write=write)
 
     def start(self) -> Iterable[Event]:
         """Check the disk and have the memory for copies made ready during the first step. Collective.
