@@ -29,6 +29,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture(autouse=True)
+def led_to_it(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+
+
 def environment(server: Server, cache: Path) -> dict[str, str]:
     return {"TUNER_CACHE": str(cache), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **server.environment()}
 
@@ -52,11 +58,9 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_killed_run_is_resumed_without_its_stage_and_exported(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+    server: Server, tmp_path: Path, processes: int
 ) -> None:
     trainings.prepare(tmp_path, processes)
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
     own, url = environment(server, tmp_path / "cache"), server.url(f"runs/{processes}")
     flags = ["--train.duration", "200 steps", "--parallel.processes", str(processes)]
     commands.tuner("train", "r.yaml", "--output_dir", "plain", *flags, cwd=tmp_path, code=0, **own)
@@ -154,52 +158,49 @@ def in_machines(directory: Path, server: Server, *words: str, code: int = 0) -> 
         assert [process.wait(300) for process in processes] == [code] * 2
 
 
+def stages_of(directory: Path, url: str) -> list[Path]:
+    return [directory / f"cache-{rank}" / "stores" / url.replace("://", "/") for rank in range(2)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("killed", "emptied"),
-    [((0, 1), ()), ((0, 1), (0, 1)), ((0,), (1,)), ((1,), (0,)), ("marker", ()), ("marker", (0,))],
-)
+    ("at", "killed", "emptied"),
+    [
+        ("put", (0, 1), ()), ("put", (0, 1), (0, 1)), ("put", (0,), (1,)), ("put", (1,), (0,)),
+        ("commit", (0, 1), ()), ("commit", (0, 1), (0,)),
+    ],
+)  # fmt: skip
 def test_machines_without_a_common_disk_resume_one_run(
-    server: Server, unbroken: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    killed: tuple[int, ...] | str, emptied: tuple[int, ...],
-) -> None:  # fmt: skip
+    server: Server, unbroken: dict[str, Any], tmp_path: Path, at: str, killed: tuple[int, ...], emptied: tuple[int, ...]
+) -> None:
+    """Killed while the third save is uploaded, or once it is and before its commit is put."""
     trainings.prepare(tmp_path, 2)
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    url = server.url(f"machines/{''.join(map(str, killed))}-{''.join(map(str, emptied))}")
-    stages = [tmp_path / f"cache-{rank}" / "stores" / url.replace("://", "/") for rank in range(2)]
+    url = server.url(f"machines/{tmp_path.name}")
     train = ["train", "r.yaml", "--output_dir", url, "--resume", "auto", *MACHINES]
     processes: list[subprocess.Popen[bytes]] = []
-    commits = 0
+    commits = 0  # the first one is a launch's own
 
     def choose(request: Request) -> str | None:
         nonlocal commits
-        if killed == "marker" and request.kind == "if" and "/tuner/commits/" in request.path:
-            commits += 1
-            if commits == 4:
-                for process in processes:
-                    process.kill()
-            return "drop" if commits >= 4 else None
-        return None
+        commits += request.kind == "if" and "/tuner/commits/" in request.path
+        if commits < 3 or (commits == 3 and (at, request.kind) != ("put", "put")):
+            return None
+        for rank in killed:
+            processes[rank].kill()
+        return "drop" if 0 in killed else None
 
     with proxied(server.port, choose) as proxy, machines(tmp_path, proxy.port, server, *train) as started:
         processes += started
-        if killed != "marker":
-            wait_for_step(processes[0], url, 8)
-            for rank in killed:
-                processes[int(rank)].kill()
-        codes = [process.wait(300) for process in processes]
-    assert [-signal.SIGKILL if rank in killed or killed == "marker" else 4 for rank in range(2)] == codes
+        assert [process.wait(300) for process in processes] == [-9 if rank in killed else 4 for rank in range(2)]
     stored = StoreDirectory.open(url).newest()
     assert stored is not None
-    steps = {name.rpartition("/")[0] for name in stored.files if name.startswith("checkpoints/")}
-    whole = {f"{step}/rank-000{rank}-of-0002.safetensors" for step in steps for rank in range(2)}
-    assert steps and whole < stored.files.keys()
+    files = [sum(f"rank-000{rank}-of-0002" in name for name in stored.files) for rank in range(2)]
+    assert files[0] == files[1] > 0
     for rank in emptied:
-        shutil.rmtree(stages[rank])
+        shutil.rmtree(stages_of(tmp_path, url)[rank])
     in_machines(tmp_path, server, *train)
-    assert trainings.outcome(stages[0]) == unbroken
-    assert not [path for stage in stages for path in stage.glob("checkpoints/.*")], "nothing unfinished is left"
+    assert trainings.outcome(stages_of(tmp_path, url)[0]) == unbroken
+    assert not list(tmp_path.glob("cache-*/**/checkpoints/.*")), "nothing unfinished is left"
     stored = StoreDirectory.open(url).newest()
     assert stored is not None
     assert {"exports/step-60/model.safetensors", "checkpoints/step-60/manifest.json"} < stored.files.keys()
@@ -208,17 +209,15 @@ def test_machines_without_a_common_disk_resume_one_run(
 
 @pytest.mark.slow
 def test_one_machine_resumes_what_two_began_and_two_what_one_did(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server, tmp_path: Path
 ) -> None:
     trainings.prepare(tmp_path, 2)
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
     url, other = server.url("machines/counts"), environment(server, tmp_path / "cache-1")
     where = ["--output_dir", url, "--train.duration", "30 steps"]
     in_machines(tmp_path, server, "train", "r.yaml", *where, "--train.stop_after", "10 steps", code=75)
-    commands.tuner("resume", url, "--train.stop_after", "20 steps", cwd=tmp_path, code=75, **other)
+    commands.tuner("resume", url, "--train.stop_after", "10 steps", cwd=tmp_path, code=75, **other)
     in_machines(tmp_path, server, "resume", url)
-    stages = [tmp_path / f"cache-{rank}" / "stores" / url.replace("://", "/") for rank in range(2)]
+    stages = stages_of(tmp_path, url)
     log = [line["step"] for line in trainings.lines(stages[0]) if line["kind"] == "train"]
     assert log == list(range(1, 31))
     assert [entry["world_size"] for entry in read_json(stages[0] / "run.json")["launches"]] == [2, 1, 2]

@@ -50,17 +50,24 @@ class Rank:
         return self.on_all_ranks(work)[self.rank]
 
 
+def in_ranks(work: Callable[[int, Collective], Any], *caches: Path) -> list[Any]:
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda rank: work(rank, cast("Collective", Rank(rank, caches[rank]))), range(2)))
+
+
 def write(stage: Path, files: Mapping[str, str]) -> None:
     for name, text in files.items():
         (stage / name).parent.mkdir(parents=True, exist_ok=True)
         (stage / name).write_text(text)
 
 
-def found(stage: Path) -> dict[str, str]:
-    return {str(path.relative_to(stage)): path.read_text() for path in stage.rglob("*") if path.is_file()}
+def found(stage: Path, *left_out: str) -> dict[str, str]:
+    files = {str(path.relative_to(stage)): path for path in stage.rglob("*") if path.is_file()}
+    return {name: path.read_text() for name, path in files.items() if name not in left_out}
 
 
 STORED = {"a": "1", "b": "1"}
+LAUNCHED = {"run.json": '{"schema": "tuner.run/1", "launches": [{}]}'}
 
 
 @pytest.mark.parametrize(
@@ -68,56 +75,53 @@ STORED = {"a": "1", "b": "1"}
     [
         ("", ({}, {}), {}, {}),
         ("", ({"a": "2"}, {"c": "2"}), {"a": "2"}, {"c": "2"}),
-        ("both", ({"a": "2"}, {"c": "2"}), {"a": "2", "b": "1"}, {"c": "2"}),
-        ("first", ({"a": "2"}, {"c": "2"}), {"a": "2", "b": "1"}, {"c": "2"}),
-        ("second", ({"c": "2"}, {"a": "2"}), {"a": "2", "b": "1"}, {"c": "2"}),
-        ("other", ({"c": "2"}, {"b": "2"}), STORED, {"b": "2", "c": "2"}),
+        ("12", ({"a": "2"}, {"c": "2"}), {"a": "2", "b": "1"}, {"c": "2"}),
+        ("12", ({"c": "2"}, LAUNCHED), STORED | LAUNCHED, {"c": "2"}),
+        ("1", ({"a": "2"}, LAUNCHED), {"a": "2", "b": "1"}, LAUNCHED),
+        ("2", ({"c": "2"}, {"a": "2"}), {"a": "2", "b": "1"}, {"c": "2"}),
+        ("0", ({"c": "2"}, {"b": "2"}), STORED, {"b": "2", "c": "2"}),
     ],
 )
-@pytest.mark.parametrize("disks", [1, 2])
 def test_all_machines_have_the_newest_state_that_is_in_step_with_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disks: int, begun: str,
-    changes: tuple[dict[str, str], ...], wanted: dict[str, str], aside: dict[str, str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: str, changes: tuple[dict[str, str], ...],
+    wanted: dict[str, str], aside: dict[str, str],
 ) -> None:  # fmt: skip
-    """``begun`` are the machines whose stages are in step with the store, before their changes."""
-    store, told = MemoryStore(), list[str]()
+    """Machines 1 and 2; those that are ``begun`` are in step with what machine 0 has published, before their changes.
+    """
+    store, said = MemoryStore(), list[str]()
     monkeypatch.setattr(Client, "connect", staticmethod(lambda url: Client(url, store, obstore)))
-    caches = {name: tmp_path / name for name in ("first", "second", "other")}
 
-    def stage(name: str) -> Path:
-        monkeypatch.setenv("TUNER_CACHE", str(caches[name]))
+    def stage(number: int) -> Path:
+        monkeypatch.setenv("TUNER_CACHE", str(tmp_path / str(number)))
         return stage_of(URL)
 
     if begun:
-        write(stage("other"), STORED)
-        publish(stage("other"))
-    for name, changed in zip(("first", "second"), changes, strict=True):
-        if begun in (name, "both"):
-            bring(stage(name), lambda *_: None)
-        write(stage(name), changed)
-    write(stage("second"), {"logs/rank1.log": "2", "checkpoints/.tmp-step-4-id/rank-0001-of-0002.safetensors": "2"})
-    places = [stage("first"), stage(("first", "second")[disks - 1])]
+        write(stage(0), STORED)
+        publish(stage(0))
+    for number in (1, 2):
+        if str(number) in begun:
+            bring(stage(number), lambda *_: None)
+        write(stage(number), changes[number - 1])
+    write(stage(2), {"logs/rank1.log": "2", "checkpoints/.tmp-step-4-id/rank-0001-of-0002.safetensors": "2"})
+    stages = [stage(1), stage(2)]
 
-    def launched(rank: int) -> list[int]:
-        ranks = cast("Collective", Rank(rank, (caches["first"], caches["second"])[rank if disks == 2 else 0]))
-        seen = machines.disks_of(places[rank], ranks)
-        if any(seen):
-            machines.settle(places[rank], seen, ranks, lambda _, text: told.append(text))
-        return seen
+    def settled(rank: int, ranks: Collective) -> list[int]:
+        disks = machines.disks_of(stages[rank], ranks)
+        machines.settle(stages[rank], disks, ranks, lambda _, text: said.append(text))
+        return disks
 
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(launched, range(2))) == [[0, disks - 1]] * 2
+    assert in_ranks(settled, tmp_path / "1", tmp_path / "2") == [[0, 1]] * 2
     assert not list(tmp_path.rglob("*.seen-*")), "what was looked for is gone"
-    if disks == 1:
-        assert found(stage("first")) == (STORED if begun in ("first", "both") else {}) | changes[0] and told == []
-        return
-    assert found(stage("second")).get("logs/rank1.log") == "2"
-    for name in ("first", "second"):
-        left = found(stage(name))
-        assert {name: text for name, text in left.items() if name not in ("lock", "logs/rank1.log")} == wanted
-    places = [path for name in ("first", "second") for path in stage(name).parent.glob(".x.aside-*")]
+    assert [found(path, "lock", "logs/rank1.log") for path in stages] == [wanted] * 2
+    assert (stages[1] / "logs" / "rank1.log").is_file(), "which is its own"
+    places = [path for each in stages for path in each.parent.glob(".x.aside-*")]
     assert {name: text for path in places for name, text in found(path).items()} == aside
-    assert all(any(str(path) in text for text in told) for path in places)
+    assert all(any(str(path) in text for text in said) for path in places)
+
+
+def test_ranks_that_see_one_stage_know_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUNER_CACHE", str(tmp_path))
+    assert in_ranks(lambda _, ranks: machines.disks_of(stage_of(URL), ranks), tmp_path, tmp_path) == [[0, 0]] * 2
 
 
 @pytest.mark.multi

@@ -217,18 +217,21 @@ def test_what_is_fetched_of_a_run(inside: str, extent: Any, which: Any, wanted: 
 
 def test_an_export_in_its_run_is_published_with_it(stage: Path) -> None:
     export = stage / "exports" / "step-4"
-    for path in (stage / "run.json", stage / "checkpoints" / "step-4" / "manifest.json", export / "config.json"):
+    later = stage / "exports" / "step-12" / "config.json"
+    for path in (stage / "run.json", stage / "checkpoints" / "step-4" / "a", export / "config.json", later):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
+    (stage / "exports" / "latest").symlink_to("step-12")
     with hold(stage):
         publish(export)
     assert StoreDirectory.open(URL).newest() is None, "its launch does that"
     publish(export)
     first = StoreDirectory.open(URL).newest()
-    assert first is not None and {"a", "checkpoints/step-4/manifest.json"} < first.files.keys(), "nothing was there yet"
+    assert first is not None and {"a", "checkpoints/step-4/a"} < first.files.keys(), "nothing was there yet"
     shutil.rmtree(stage)
     assert bring(stage, quiet, "model")
     export.mkdir(parents=True)
+    (stage / "exports" / "latest").symlink_to("step-4")
     for path in (stage / "a", export / "other.json"):
         path.write_text("changed")
     publish(export)

@@ -97,16 +97,18 @@ def publish(path: Path) -> None:
     place = path.parent.parent if of_run else path
     if of_run and is_locked(place / LOCK):
         return
-    directory, inside = opened(place), ("", "")
-    if of_run and directory.newest() is not None:  # else nothing of the run is there, and all of it goes with it
-        inside = f"{EXPORTS}/{path.name}/", f"{EXPORTS}/{LATEST}"
+    directory, inside = opened(place), [""]
+    if of_run and (commit := directory.newest()) is not None:  # else none of the run is there yet
+        inside = [f"{EXPORTS}/{path.name}/"]
+        if max(_steps(commit.files, EXPORTS), default=0) <= max(_steps(inside, EXPORTS), default=-1):
+            inside.append(f"{EXPORTS}/{LATEST}")
     beside = path.with_name(f".{path.name}.publishing")  # an export's own names are its own
     with hold(place) if is_run(place) else FileLock(beside, wait=False):
-        if directory.differs(place, inside):
+        if directory.differs(place, tuple(inside)):
             with directory.lease(place, lock_is_free=True):
                 if "" in inside:
                     directory.require_based(place)
-                directory.publish(directory.snapshot(place, {}, inside))
+                directory.publish(directory.snapshot(place, {}, tuple(inside)))
 
 
 def not_published(path: Path, error: MachineError) -> MachineError:
@@ -130,12 +132,16 @@ def _meant(files: Iterable[str], inside: Path, extent: Extent, which: Which) -> 
     if extent == "all" or (extent == "model" and which == "best" and not is_part):
         return None
     files = list(files)
-    steps = [int(step[1]) for name in files if (step := STEP.fullmatch(name.split("/")[1] if "/" in name else ""))]
     if not any(name.startswith(f"{CHECKPOINTS}/") for name in files):
         return None
-    newest = max(steps, default=0) if which == "newest" else which
+    newest = max(_steps(files, CHECKPOINTS), default=0) if which == "newest" else which
     chosen = str(inside) if is_part else f"{CHECKPOINTS}/{step_name(int(newest))}" if extent == "model" else None
     left = (f"{CHECKPOINTS}/", f"{EXPORTS}/")
     return frozenset(
         name for name in files if not name.startswith(left) or (chosen is not None and name.startswith(f"{chosen}/"))
     )
+
+
+def _steps(names: Iterable[str], top: str) -> list[int]:
+    """The steps whose checkpoints or exports, below `top`, any of a run's files are of."""
+    return [int(found[1]) for name in names if (found := STEP.match(name.partition(f"{top}/")[2]))]

@@ -82,18 +82,13 @@ class Client:
             missing = f"{url}: the library obstore is missing"
             raise MachineError(missing, hint="install it: pip install obstore") from error
         endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS[scheme])), "")
-        seconds = {"max_backoff": 5, "retry": RETRY_SECONDS, "timeout": REQUEST_SECONDS, "connect": CONNECT_SECONDS}
-        waits = {name: timedelta(seconds=number) for name, number in seconds.items()}
+        limits = {"timeout": timedelta(seconds=REQUEST_SECONDS), "connect_timeout": timedelta(seconds=CONNECT_SECONDS)}
+        waits = {"retry_timeout": timedelta(seconds=RETRY_SECONDS), "backoff": {"max_backoff": timedelta(seconds=5)}}
         settings: dict[str, Any] = {
-            "retry_config": {
-                "max_retries": 12, "retry_timeout": waits["retry"], "backoff": {"max_backoff": waits["max_backoff"]}
-            },
+            "retry_config": {"max_retries": 12, **waits},
             # An address that says http is meant as it is said: by the vendors' own tools, and so here.
-            "client_options": {
-                "timeout": waits["timeout"], "connect_timeout": waits["connect"],
-                "allow_http": endpoint.startswith("http:"),
-            },
-        }  # fmt: skip
+            "client_options": {**limits, "allow_http": endpoint.startswith("http:")},
+        }
         if scheme == "s3":
             settings |= {} if "AWS_CHECKSUM_ALGORITHM" in os.environ else {"checksum_algorithm": "sha256"}
         if scheme == "gs" and endpoint:
