@@ -57,7 +57,10 @@ def joined(cpus: int | None = None) -> Iterator[Any]:
         yield ray
         return
     with scratch_dir("tuner-ray-") as place:
-        started = {} if address else _of_this_machine(cpus or cores(), place)
+        count = cpus or cores()
+        room = max(LEAST_STORE_BYTES, count * STORE_BYTES)
+        own = {"num_cpus": count, "object_store_memory": room, "include_dashboard": False, "_temp_dir": str(place)}
+        started = {} if address else own
         with _aside():
             try:
                 ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **started)
@@ -98,16 +101,6 @@ def cannot_begin(said: str) -> MachineError:
         f"a worker of the Ray cluster cannot begin: {said}",
         hint="install this program and what it needs on every machine of the cluster",
     )
-
-
-def _of_this_machine(cpus: int, place: Path) -> dict[str, Any]:
-    """What a cluster that is started here is given."""
-    return {
-        "num_cpus": cpus,
-        "object_store_memory": max(LEAST_STORE_BYTES, cpus * STORE_BYTES),
-        "include_dashboard": False,
-        "_temp_dir": str(place),
-    }
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import glob
 import os
 import secrets
 from collections.abc import Callable, Collection
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from tuner.runtime import files
 from tuner.stores.client import Client
@@ -15,14 +15,9 @@ from tuner.stores.stage import StageState, entries, safe_link
 
 def wholes(names: Collection[str]) -> dict[str, str]:
     """Name -> the outermost directory with a manifest above it, which is whole or absent: a checkpoint."""
-    paths = map(PurePosixPath, names)
-    roots = {str(path.parent) for path in paths if path.name == files.MANIFEST_NAME} - {"."}
-    found = {}
-    for name in names:
-        above = [str(parent) for parent in PurePosixPath(name).parents if str(parent) in roots]
-        if above:
-            found[name] = above[-1]
-    return found
+    manifest = f"/{files.MANIFEST_NAME}"
+    roots = sorted((name.removesuffix(manifest) for name in names if name.endswith(manifest)), reverse=True)
+    return {name: root for root in roots for name in names if name.startswith(f"{root}/")}  # the outermost comes last
 
 
 class Bringing:
