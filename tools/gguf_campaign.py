@@ -35,9 +35,10 @@ from tools.tokenizer_families import write_family
 from tuner.errors import TunerError
 from tuner.export.gguf import proof
 from tuner.export.gguf.architecture import Architecture
-from tuner.export.gguf.export import GgufForm, export_gguf
+from tuner.export.gguf.export import export_gguf
 from tuner.export.gguf.gelu import read_off_a_table
-from tuner.export.gguf.source import Directory
+from tuner.export.gguf.source import GgufSource, source_of
+from tuner.export.source import TRAINED
 
 OF = {
     "llama": "Llama 3", "mistral": "Mistral 7B v0.3", "qwen2": "Qwen3", "qwen3": "Qwen3", "qwen3_moe": "Qwen3",
@@ -149,15 +150,15 @@ def texts_of(tokenizer: Any, assets: Path, count: int) -> list[str]:
     return [unicodedata.normalize("NFC", text) for text in mixed]
 
 
-def at_length(source: Directory, file: Path, assets: Path, texts: int, chats_: int) -> dict[str, Any]:
+def at_length(source: GgufSource, file: Path, assets: Path, texts: int, chats_: int) -> dict[str, Any]:
     """What llama.cpp says of the texts and chats, and of answers, against transformers."""
-    tokenizer = AutoTokenizer.from_pretrained(source.path)
+    tokenizer = AutoTokenizer.from_pretrained(source.place)
     all_texts = texts_of(tokenizer, assets, texts)
     recorded: list[dict[str, Any]] = [{"text": text} for text in all_texts]
     talks = chats(assets, 2 * chats_)[-chats_:]
     system = {"role": "system", "content": "Be brief. "}
     recorded += [{"text": "", "messages": [*([system] if n % 3 == 0 else []), *talk]} for n, talk in enumerate(talks)]
-    wanted = proof.texts_of(tokenizer, recorded, [], source.path)
+    wanted = proof.texts_of(tokenizer, recorded, [], source.place)
     model = source.reference()
     if Architecture.of(source.config).reads_a_table:
         model = read_off_a_table(model)
@@ -206,9 +207,10 @@ def lines(
         started, row = time.monotonic(), dict[str, Any](arch=family, type=kind)
         file, place = work / f"{kind}.gguf", work / kind
         is_small = kind != "f32" and family != "smollm2"
-        source = Directory(write_model(place, family, in_doubt, **WIDE) if is_small else written(family, assets, place))
+        model = write_model(place, family, in_doubt, **WIDE) if is_small else written(family, assets, place)
         try:
-            report = export_gguf(source, GgufForm(kind, file))
+            source = source_of(model, print, "newest", TRAINED)
+            report = export_gguf(source, kind, file)
             if report.exact is None or report.figures is None:
                 raise RuntimeError("not verified")
             row |= {"exact": report.exact.difference, "kl": report.figures.kl, "same": report.figures.greedy}

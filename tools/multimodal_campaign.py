@@ -26,7 +26,7 @@ from tools.commands import parser_of, workplace
 from tuner.api.exports import export_hf
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
-from tuner.errors import TunerError
+from tuner.errors import TunerError, first_line
 from tuner.run.main import train
 from tuner.run.options import LaunchOptions
 from tuner.runtime.console import Console
@@ -159,11 +159,6 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
         with safe_open(path, "pt") as file:
             found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     return found
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @quiet()

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from tuner.export.answers import Answers, kept, uniform
 from tuner.export.card import curve
 from tuner.export.plan import ExportOptions, plan_export
 from tuner.export.report import ExportReport
-from tuner.export.shards import Output, Shard, Written
+from tuner.export.shards import Output, Shards, Written
 from tuner.export.source import resolve, warn_of_better
 from tuner.export.tensors import OpenFiles, held_tensor
 from tuner.export.weights import read_config
@@ -419,7 +419,7 @@ def test_an_adapter_on_a_tied_head_is_exported_apart(make_own_run: MakeRun) -> N
     run = make_own_run("llama-tied", LoraSpec(4, 8.0, 0.0, ("q_proj", "lm_head")))
     with pytest.raises(RecipeError, match="lm_head.weight is adapted and tied") as refused:
         export_hf(run)
-    assert refused.value.hint == "export with --adapter keep"
+    assert refused.value.hint == "keep it by itself: tuner export-hf RUN --adapter keep"
     assert export_hf(run, adapter="keep").kept is not None
 
 
@@ -487,7 +487,7 @@ def test_tampered_files_are_not_published(
     run = make_run(kind)
     write = hf.write_shards
 
-    def tampered(directory: Path, shards: Sequence[Shard]) -> dict[str, Written]:
+    def tampered(directory: Path, shards: Shards) -> dict[str, Written]:
         written = write(directory, shards)
         flip_bit(directory / "model.safetensors")
         return written

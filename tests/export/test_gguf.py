@@ -21,6 +21,7 @@ from tests.export import runs
 from tests.export.gguf_models import FAMILIES, SPECIAL, TEMPLATE, VOCAB, write_model, write_tokenizer
 from tests.fixtures.commands import tuner
 from tuner.errors import DataError, MachineError, RecipeError, TunerError, VerificationError
+from tuner.export import shards
 from tuner.export.source import TRAINED
 from tuner.export.tensors import TensorSource, held_tensor
 from tuner.model.adapter import LoraSpec
@@ -29,7 +30,7 @@ from tuner.rundir.keep import is_held
 for needed in ("gguf", "xllamacpp"):
     pytest.importorskip(needed, reason=f"needs {needed}: pip install gguf xllamacpp")
 
-from tuner.export.gguf import architecture, engine, export, file, gelu, proof, source, vocabulary  # noqa: E402
+from tuner.export.gguf import engine, export, file, gelu, proof, source, vocabulary  # noqa: E402
 
 Keys, Tensors = dict[str, Any], dict[str, TensorSource]
 
@@ -44,8 +45,7 @@ def _few_texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def written(path: Path, kind: str, output: Path, verify: bool = True) -> export.GgufReport:
     """The file of a run or a directory."""
-    form = export.GgufForm(kind, output, verify=verify)
-    return export.export_gguf(source.source_of(path, print, "newest", TRAINED), form)
+    return export.export_gguf(source.source_of(path, print, "newest", TRAINED), kind, output, verify=verify)
 
 
 @pytest.mark.slow(*(family for family in FAMILIES if family not in {"llama", "gemma3_text"}))
@@ -203,12 +203,12 @@ FAULTS: dict[str, tuple[str, Callable[[Keys, Tensors], None], str]] = {
     "norm without offset": ("gemma3_text", unlike("attn_norm.weight", lambda weight: weight - 1), MODEL),
     "tied head left out": ("qwen2", without("output.weight"), MODEL),
     "factors left out": ("llama", without("rope_freqs.weight"), MODEL),
-    "base of positions": ("olmo2", keyed("olmo2.rope.freq_base", architecture.Number(1e6)), MODEL),
-    "scale of positions": ("qwen3", keyed("qwen3.rope.scaling.factor", architecture.Number(8.0)), MODEL),
+    "base of positions": ("olmo2", keyed("olmo2.rope.freq_base", 1e6), MODEL),
+    "scale of positions": ("qwen3", keyed("qwen3.rope.scaling.factor", 8.0), MODEL),
     "window left out": ("gemma2", keyed("gemma2.attention.sliding_window", 4096), MODEL),
-    "soft cap": ("gemma2", keyed("gemma2.final_logit_softcapping", architecture.Number(30.0)), MODEL),
-    "scale of logits": ("granite", keyed("granite.logit_scale", architecture.Number(1.0)), MODEL),
-    "epsilon": ("olmo2", keyed("olmo2.attention.layer_norm_rms_epsilon", architecture.Number(0.1)), MODEL),
+    "soft cap": ("gemma2", keyed("gemma2.final_logit_softcapping", 30.0), MODEL),
+    "scale of logits": ("granite", keyed("granite.logit_scale", 1.0), MODEL),
+    "epsilon": ("olmo2", keyed("olmo2.attention.layer_norm_rms_epsilon", 0.1), MODEL),
     "transposed expert": ("gpt_oss", unlike("down_exps.weight", lambda weight: weight.transpose(1, 2)), MODEL),
     "experts in another order": ("qwen3_moe", unlike("gate_exps.weight", lambda weight: weight.flip(0)), MODEL),
     "sinks": ("gpt_oss", unlike("attn_sinks.weight", lambda weight: weight - 100), MODEL),
@@ -390,6 +390,9 @@ def test_what_fails_while_it_is_written_leaves_nothing(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(file, "_blocks", fails)
     with pytest.raises(TunerError, match="damaged"):
+        written(model, "f32", tmp_path / "m.gguf", verify=False)
+    monkeypatch.setattr(shards, "free_bytes", lambda path: 1000)
+    with pytest.raises(MachineError, match=f"{tmp_path}: the export needs .* bytes, 1,000 are free"):
         written(model, "f32", tmp_path / "m.gguf", verify=False)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 

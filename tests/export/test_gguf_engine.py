@@ -35,8 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory, with its file at f32 beside it."""
     place = tmp_path_factory.mktemp("served")
     directory = write_model(place / "model", "llama")
-    form = export.GgufForm("f32", place / "m.gguf", verify=False)
-    export.export_gguf(source.source_of(directory, print, "newest", TRAINED), form)
+    export.export_gguf(source.source_of(directory, print, "newest", TRAINED), "f32", place / "m.gguf", verify=False)
     return directory
 
 
@@ -88,7 +87,7 @@ def test_answers_are_the_greedy_ones(model: Path, served: engine.Engine) -> None
 
 
 def test_a_talk_is_held_with_the_file(served: engine.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    talker, shown = ServedGenerator(served), list[str]()
+    talker, shown = ServedGenerator(served, served.has_template), list[str]()
     assert talker.has_template
     answer = talker.generate(Prompt("", CHAT), Sampling(8), shown.append)
     assert answer.cut and answer.tokens == 8 and "".join(shown) == answer.text
@@ -101,8 +100,7 @@ def test_a_talk_is_held_with_the_file(served: engine.Engine, monkeypatch: pytest
         raise KeyboardInterrupt
 
     assert talker.generate(Prompt("", CHAT), Sampling(64), stop) == Answer(answer.text[: len(shown[0])], 0, cut=True)
-    bare = replace(served, keys={})
-    assert not ServedGenerator(bare).has_template
+    assert not replace(served, keys={}).has_template
 
 
 def test_a_server_that_is_gone_is_said(model: Path) -> None:

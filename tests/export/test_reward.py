@@ -16,8 +16,10 @@ from tests.export.runs import PROMPTS, recorded, write_base, write_run
 from tests.fixtures import forked
 from tuner.api.exports import export_hf
 from tuner.errors import RecipeError, VerificationError
+from tuner.export import padding
 from tuner.export.answers import Answers, divergence, pairs
-from tuner.export.verify import last_logits
+from tuner.export.source import resolve
+from tuner.export.verify import Probes, last_logits
 from tuner.generate import load_generator
 from tuner.model.adapter import LoraSpec
 from tuner.rundir.layout import TOKENIZER
@@ -104,21 +106,17 @@ def test_the_pipeline_gives_the_score_itself(runs: dict[Any, Path], tmp_path: Pa
     assert found["label"] == "reward" and found["score"] == pytest.approx(wanted.item(), rel=1e-2)
 
 
-def test_the_padding_ends_no_document(tmp_path: Path) -> None:
+def test_the_padding_ends_no_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokenizer pads with what documents end with: transformers would score the token before it."""
     run = write_run(tmp_path / "run", write_base(tmp_path / "base", "llama"), head="score", amount=0.2)
     tokenizer = AutoTokenizer.from_pretrained(run / TOKENIZER)
     assert tokenizer.pad_token == "<pad>"
     report = export_hf(run, tmp_path / "plain", dtype="fp32")
     assert AutoTokenizer.from_pretrained(report.path).pad_token == "<pad>"
-    from tuner.export import padding
-    from tuner.export.source import resolve
-
-    ends = [prompt[-1] for prompt in PROMPTS]
-    source = resolve(run)
-    config = AutoModelForSequenceClassification.from_pretrained(report.path).config
     for taken, name in (([], "<pad>"), ([0], "<s>"), ([0, 1], None)):
-        found = padding._padding_of(source, config, [*ends, *taken])
+        ends = Probes(tuple((end,) for end in [*(prompt[-1] for prompt in PROMPTS), *taken]), recorded(run), True)
+        monkeypatch.setattr(padding, "recorded_probes", lambda source, ends=ends: ends)
+        found = padding.reward_padding(resolve(run))
         assert (found and found.token) == name
 
 

@@ -27,5 +27,5 @@ def export_gguf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     with console.doing("loading torch", at_once=True):
         from tuner.cli.work import export_gguf as work
 
-    form = work.GgufForm(type, target, shard_bytes, modelfile, not no_verify)
-    return work.export(source, chosen, weights, adapter == "keep", form, console)
+    found = work.source_of(source, console.warn, chosen, work.Weights.parse(weights), adapter == "keep")
+    return work.export(found, console, type, target, shard_bytes, modelfile, not no_verify)

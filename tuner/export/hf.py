@@ -4,13 +4,13 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tuner.errors import DataError, MachineError, TunerError
+from tuner.errors import DataError, TunerError
 from tuner.export import verify
 from tuner.export.card import CARD, base_facts, card, lineage
 from tuner.export.form import Form, LanguageModelAlone, WholeModel
@@ -21,17 +21,11 @@ from tuner.export.padding import VocabularyPadding, reward_padding, write_paddin
 from tuner.export.plan import ExportPlan, is_done
 from tuner.export.proof import ExportProof, prove
 from tuner.export.report import ExportReport
-from tuner.export.shards import Output, Shard, Written, plan_shards, write_shards
+from tuner.export.shards import Output, Written, plan_shards, write_shards
 from tuner.export.source import ExportSource
 from tuner.export.tensors import OpenFiles
-from tuner.export.weights import DTYPES, adapter_spec, load_trained, read_config
-from tuner.export.write import (
-    ADAPTER_WEIGHTS,
-    quiet,
-    write_adapter_config,
-    write_generation_config,
-    write_tokenizer,
-)
+from tuner.export.weights import DTYPES, load_trained, read_config
+from tuner.export.write import ADAPTER_WEIGHTS, quiet, write_adapter_config, write_generation_config, write_tokenizer
 from tuner.model.build import is_part
 from tuner.model.freeze import frozen_names
 from tuner.rundir.exports import LINEAGE, link_latest, version_dirs
@@ -44,7 +38,6 @@ from tuner.runtime.files import (
     discard_dir,
     discard_whatever_is_left,
     file_entries,
-    free_bytes,
     json_bytes,
     machine_errors,
     make_dirs,
@@ -156,12 +149,10 @@ def write_files(
         values = ExportedValues(source, trained, files, original=merge is not None and merge.base == "original")
         if plan.adapter == "keep":
             outputs = values.adapter(dtype)
-            _require_space(plan, outputs)
-            base = base_named(source, plan.base_model)
-            write_adapter_config(directory, trained.adapted, adapter_spec(source.adapter or {}), base)
-            return outputs, write_shards(directory, [Shard(ADAPTER_WEIGHTS, tuple(outputs))])
+            assert trained.adapter is not None, "the plan says so"
+            write_adapter_config(directory, trained.adapted, trained.adapter, base_named(source, plan.base_model))
+            return outputs, write_shards(directory, {ADAPTER_WEIGHTS: outputs})
         outputs = form.outputs(values, dtype, files)
-        _require_space(plan, outputs)
         form.write_config(directory, dtype)
         return outputs, write_shards(directory, plan_shards(outputs, plan.shard_size))
 
@@ -219,16 +210,6 @@ def _write_identity(
     files = file_entries(directory, exclude=(LINEAGE, *digests))
     files |= {name: {"size": regular_size(directory / name), "sha256": sha256} for name, sha256 in digests.items()}
     write_new(directory / LINEAGE, json_bytes({**facts, "files": dict(sorted(files.items()))}))
-
-
-def _require_space(plan: ExportPlan, outputs: Sequence[Output]) -> None:
-    needed = sum(output.nbytes for output in outputs)
-    free = free_bytes(plan.output.parent)
-    if free < needed:
-        raise MachineError(
-            f"{plan.output.parent}: the export needs {needed:,} bytes, {free:,} are free",
-            hint="free disk space or give another --output",
-        )
 
 
 @contextmanager

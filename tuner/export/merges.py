@@ -67,7 +67,7 @@ def _fill(plan: ExportPlan, trained: Trained, model: nn.Module, dtype: torch.dty
     """Merge the adapter into a base, rounded to ``dtype``, or not at all with None."""
     with OpenFiles() as files:
         values = ExportedValues(plan.source, trained, files, original=base == "original")
-        verify.fill(model, values.whole() if dtype is None else values.rounded(dtype))
+        verify.fill(model, values.tensors(dtype))
 
 
 def _chosen(wanted: Base, kl: dict[Merged, float]) -> Merged:

@@ -64,7 +64,7 @@ def evaluate_served(
 ) -> Outcome:
     """Score tasks on a GGUF file. Raises RecipeError without tasks, and for flags that do nothing."""
     if not tasks:
-        raise RecipeError("llama.cpp scores tasks, not the rows of a recipe")
+        raise RecipeError("llama.cpp scores tasks, not the rows of a recipe", hint="add --tasks FILE.jsonl")
     wrong = next((flag.key for flag in flags if not flag.key.startswith(OF_TASKS)), None)
     if wrong is not None:
         raise RecipeError(f"flag --{wrong}: does not concern a file that is served; --data.max_length does")
