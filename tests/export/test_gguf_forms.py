@@ -232,6 +232,12 @@ def test_what_does_not_go_with_an_adapter_is_refused(tmp_path: Path) -> None:
     full = runs.write_run(tmp_path / "full", base)
     with pytest.raises(RecipeError, match="the run trained all parameters"):
         written(full, "bf16", tmp_path / "a.gguf", keep=True)
+    tied = write_model(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    of_head = runs.write_run(tmp_path / "head", tied, LoraSpec(4, 8.0, 0.0, ("q_proj", "lm_head")))
+    for keep, message in ((True, "lm_head.weight is adapted: a GGUF adapter has no place"), (False, "tied to")):
+        with pytest.raises(RecipeError, match=message) as caught:
+            written(of_head, "bf16", tmp_path / "a.gguf", keep, verify=False)
+        assert "tuner export-hf RUN --adapter keep" in str(caught.value.hint)
 
 
 CHATS = [

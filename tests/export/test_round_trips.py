@@ -26,7 +26,6 @@ from tuner.export.weights import DTYPES
 from tuner.model.adapter import ADAPTER, LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.root import CausalLM, trained_parameters
-from tuner.runtime.files import file_entries
 
 pytestmark = [pytest.mark.multi, pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_check")]
 LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
@@ -53,12 +52,6 @@ class Case:
     base: PreTrainedModel
     trained: PreTrainedModel
     run: Path
-
-    def by_transformers(self, model: PreTrainedModel, directory: Path) -> dict[str, torch.Tensor]:
-        """The published tensors of a plain model as transformers itself saves it."""
-        model.save_pretrained(directory)
-        return load_file(directory / "model.safetensors")
-
 
 def name_of(given: tuple[Any, ...]) -> str:
     if len(given) == 2:
@@ -103,8 +96,8 @@ def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
                 for name, parameter in trained_parameters(CausalLM(case.trained)).items()
             }
             section = {"name_or_path": str(case.run.parent / "base"), "dtype": "fp32", "config": {}}
-            facts = checkpoint_facts(case.run.parent / "base", case.trained, lora, section) | {"world_size": ranks}
-            facts["tokenizer_files"] = file_entries(case.run / "tokenizer")
+            base = case.run.parent / "base"
+            facts = checkpoint_facts(case.run, base, case.trained, lora, section) | {"world_size": ranks}
             probe = recorded_probe(case.trained) if rank == 0 else None
             save(CheckpointDir(case.run / "checkpoints", "r"), ranks, tensors, {"step": ranks}, facts, probe)
 
@@ -143,7 +136,8 @@ def test_the_export_is_the_trained_model(
     report = export_hf(run.run / "checkpoints" / f"step-{ranks}", tmp_path / "export", dtype=short)
     published = load_file(report.path / "model.safetensors")
     expected_model = with_merged_weights(run, dtype) if lora else copy.deepcopy(run.trained).to(dtype)
-    expected = run.by_transformers(expected_model, tmp_path / "expected")
+    expected_model.save_pretrained(tmp_path / "expected")
+    expected = load_file(tmp_path / "expected" / "model.safetensors")  # as transformers itself saves it
     assert published.keys() == expected.keys()
     assert all(torch.equal(published[name], expected[name]) for name in expected)
     got = answers(report.path)

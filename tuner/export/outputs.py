@@ -88,13 +88,13 @@ class ExportedValues:
         return [output for entry in entries for output in self._outputs_of(entry, frozen, dtype)]
 
     def low_rank(self) -> dict[str, LowRank]:
-        """The adapter of each adapted weight by its published name; by the model's where that is published in parts."""
-        entries = {entry.name: entry for entry in published(self._trained.plain)}
+        """The adapter of each adapted weight by its published name; by the model's own where it is published otherwise.
+
+        That is in parts, or as the weight that it is tied to.
+        """
+        named = {entry.name: next(iter(entry.targets)) for entry in published(self._trained.plain) if entry.is_itself}
         layers = {f"{name}.weight": (name, layer) for name, layer in lora_layers(self._trained.adapted)}
-        return {
-            next(iter(entries[weight].targets)) if entries[weight].is_itself else weight: self._read_low_rank(*found)
-            for weight, found in layers.items()
-        }
+        return {named.get(weight, weight): self._read_low_rank(*found) for weight, found in layers.items()}
 
     def tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, TensorSource]]:
         """Every tensor of the plain model by its name there, not laid out for files.
