@@ -1,8 +1,12 @@
 """Run directories as training leaves them, made in a moment from tiny random models."""
 
+import functools
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
@@ -13,6 +17,7 @@ from tuner.checkpoint.load import read_probe
 from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.config.methods import Head
+from tuner.export import frozen, weights
 from tuner.export.verify import last_logits
 from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, build_model, has_score
@@ -176,3 +181,34 @@ def recorded_probe(model: PreTrainedModel, prompts: list[list[int]] = PROMPTS) -
 def recorded(run: Path) -> torch.Tensor:
     """The logits that a run's checkpoint has of its probes."""
     return read_probe(open_checkpoint(run / "checkpoints" / "step-7"))["logits"]
+
+
+def answers(directory: Path) -> torch.Tensor:
+    """The last logits of a model that transformers loads of a directory, in float32."""
+    return last_logits(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval(), PROMPTS)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Every file below a directory by its path there."""
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def once(write: Callable[..., Path], factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """What makes a run with its base in a place of its own, once for the same arguments."""
+    return functools.cache(lambda *how: write(factory.mktemp("run"), *how))
+
+
+def copied(run: Path, place: Path) -> Path:
+    """A copy of a run and of its base, which a test may change; the run knows the base that it had."""
+    shutil.copytree(run.parent, place, dirs_exist_ok=True)
+    return place / "run"
+
+
+def without_the_base_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have an export fail that loads the base model."""
+
+    def build(source: object) -> None:
+        raise AssertionError("the base model is loaded")
+
+    for module in (frozen, weights):
+        monkeypatch.setattr(module, "base_model", build)

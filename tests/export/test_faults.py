@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.export.runs import write_base, write_run
+from tests.export.runs import contents, write_base, write_run
 from tests.fixtures.processes import fork, shim, wait
 from tuner.api.exports import export_hf
 from tuner.errors import MachineError
@@ -25,10 +25,6 @@ ROOMS = (0, 1, 100, 300, 1000, 3000, 10_000, 40_000)
 Made = tuple[Path, dict[str, bytes], dict[str, ExportProof]]
 CALLS = ("fsync", "fdatasync", "rename", "write", "mkdir", "unlink", "rmdir", "sendfile")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
 @pytest.fixture(scope="module")

@@ -306,9 +306,7 @@ def test_killed_at_any_moment_nothing_looks_whole_that_is_not(form: tuple[str, .
     seconds = time.monotonic() - begun
 
     def shown(directory: Path) -> dict[str, bytes]:
-        paths = [path for path in directory.rglob("*") if path.is_file()]
-        names = {path: path.relative_to(directory) for path in paths}
-        return {str(name): path.read_bytes() for path, name in names.items() if not name.parts[0].startswith(".")}
+        return {name: data for name, data in runs.contents(directory).items() if not name.startswith(".")}
 
     whole, out = shown(tmp_path / "whole"), tmp_path / "out"
     assert whole

@@ -13,9 +13,9 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from tests.export.runs import PROMPTS, checkpoint_facts, recorded_probe, train_a_little, write_tokenizer
+from tests.export.runs import PROMPTS, answers, checkpoint_facts, recorded_probe, train_a_little, write_tokenizer
 from tests.fixtures.processes import run_ranks
 from tests.model.tiny import FAMILIES, family_model
 from tuner.api.exports import export_hf
@@ -109,10 +109,6 @@ def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def unit_spread(*logits: torch.Tensor) -> list[torch.Tensor]:
     """Logits divided by the spread of the first ones."""
     return [one / logits[0].std(-1, keepdim=True).mean() for one in logits]
-
-
-def answers(directory: Path) -> torch.Tensor:
-    return last_logits(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval(), PROMPTS)
 
 
 @torch.no_grad()
