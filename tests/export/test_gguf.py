@@ -362,6 +362,12 @@ def test_what_has_no_file_is_said_before_anything_is_written(tmp_path: Path, mon
     model = write_model(tmp_path / "model", "llama")
     with pytest.raises(RecipeError, match="model: is no run, and has no other steps"):
         source.source_of(model, print, 3, TRAINED)
+    with pytest.raises(RecipeError, match="out: no name of a GGUF file"):
+        written(model, "f32", tmp_path / "out")
+    weights = (model / "model.safetensors").rename(tmp_path / "weights")
+    with pytest.raises(DataError, match="model: holds no model.safetensors"):
+        written(model, "f32", tmp_path / "m.gguf", verify=False)
+    weights.rename(model / "model.safetensors")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "xllamacpp" else name)
     with pytest.raises(MachineError, match="the library xllamacpp is missing") as caught:
         written(model, "f32", tmp_path / "m.gguf")

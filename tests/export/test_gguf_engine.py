@@ -119,11 +119,17 @@ def _opened(process: Path) -> bytes:
         return b""
 
 
+ADAPTER = (b"general.type", struct.pack("<I", 8)), (b"adapter", b"")
 BROKEN = {
     "no file": (None, "No such file"),
     "another file": (b"PK\3\4" + bytes(40), "begins with b'PK"),
     "cut short": (struct.pack("<4sIQQ", b"GGUF", 3, 0, 4), "ends early"),
     "endless": (struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, 1 << 60), "a text of 1,152,921,504,606,846,976 bytes"),
+    "an adapter": (
+        struct.pack("<4sIQQ", b"GGUF", 3, 0, 1)
+        + b"".join(struct.pack("<Q", len(text)) + text + more for text, more in ADAPTER),
+        "is an adapter by itself",
+    ),
     "no model": (struct.pack("<4sIQQ", b"GGUF", 3, 0, 0), "llama.cpp cannot load it"),
 }
 

@@ -217,7 +217,7 @@ def temporary(final: Path) -> Iterator[Path]:
     """A fresh locked directory next to `final`, removed unless it was published; a killed export's leftovers go too."""
     prefix = f"{TMP_PREFIX}{final.name}-"
     directory = final.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
-    with undone(lambda: discard_whatever_is_left(directory)), machine_errors(directory):
+    with undone(lambda: discard_whatever_is_left(directory)), machine_errors(final):
         make_dirs(final.parent)
         sweep_unfinished(final.parent, f"{final.name}-")
         directory.mkdir()

@@ -170,6 +170,8 @@ def served(path: Path, context: int, exact: bool = False, adapter: Path | None =
     """
     require_library()
     keys = read_keys(path)
+    if keys.get("general.type") == "adapter":
+        raise DataError(f"{path}: is an adapter by itself, which llama.cpp adds to a file of its base")
     takes = int(keys.get(f"{keys.get('general.architecture')}.context_length", context))
     context = context if exact else min(context, takes)
     threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))

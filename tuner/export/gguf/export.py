@@ -139,7 +139,9 @@ def _publish(files: Sequence[Path], target: Path, model: Modelfile | None) -> li
 def _require_choices(
     source: GgufSource, kind: str, target: Path, shard_bytes: int | None, with_modelfile: bool
 ) -> None:
-    """Raise RecipeError where a target is there, or options do not go together."""
+    """Raise RecipeError where a target is there or no file's name, or options do not go together."""
+    if target.suffix != ".gguf":
+        raise RecipeError(f"{target}: no name of a GGUF file", hint=f"write --output {target.name}.gguf")
     if source.low_rank and kind not in file.PLAIN:
         raise RecipeError(f"--type {kind}: an adapter's ranks do not fill blocks", hint="write --type bf16")
     if with_modelfile and (source.low_rank or shard_bytes):

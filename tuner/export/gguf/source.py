@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from tuner.checkpoint.open import CheckpointInfo
-from tuner.errors import RecipeError
+from tuner.errors import DataError, RecipeError
 from tuner.export import verify
 from tuner.export.frozen import published_tensors, require_same_frozen
 from tuner.export.gguf import lora
@@ -77,8 +77,16 @@ def _of_directory(path: Path) -> GgufSource:
         path,
         {"general.name": path.name},
         generation_in(path),
-        partial(published_tensors, name_or_path=str(path), revision=None),
+        partial(_tensors_in, path),
         partial(verify.load_plain, path, "tokens"),
+    )
+
+
+def _tensors_in(path: Path, files: OpenFiles) -> Mapping[str, TensorSource]:
+    if found := published_tensors(files, str(path), None):
+        return found
+    raise DataError(
+        f"{path}: holds no model.safetensors", hint="pickled weights are never loaded: convert them to safetensors"
     )
 
 
