@@ -36,7 +36,6 @@ from tuner.errors import TunerError
 from tuner.export.gguf import proof
 from tuner.export.gguf.architecture import Architecture
 from tuner.export.gguf.export import export_gguf
-from tuner.export.gguf.gelu import read_off_a_table
 from tuner.export.gguf.source import GgufSource, source_of
 from tuner.export.source import TRAINED
 
@@ -159,9 +158,7 @@ def at_length(source: GgufSource, file: Path, assets: Path, texts: int, chats_: 
     system = {"role": "system", "content": "Be brief. "}
     recorded += [{"text": "", "messages": [*([system] if n % 3 == 0 else []), *talk]} for n, talk in enumerate(talks)]
     wanted = proof.texts_of(tokenizer, recorded, [], source.place)
-    model = source.reference()
-    if Architecture.of(source.config).reads_a_table:
-        model = read_off_a_table(model)
+    model = Architecture.of(source.config).computed(source.reference())
     prompts = [ids[:48] for ids, _ in wanted.ids[:200] if len(ids) >= 48][:PROMPTS]  # noqa: PLR2004 - tokens
     asks = proof.Prompts(prompts, model, 256)
     answers = proof.answers_of(file, wanted, asks, ANSWER)

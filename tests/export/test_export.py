@@ -17,17 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.export import runs
-from tests.export.runs import (
-    PROMPTS,
-    answers,
-    contents,
-    copied,
-    once,
-    recorded,
-    without_the_base_in_memory,
-    write_base,
-    write_run,
-)
+from tests.export.runs import PROMPTS, answers, contents, copied, once, recorded, write_base, write_run
 from tests.fixtures.bits import flip_bit
 from tests.rundir import made
 from tuner.api.exports import export_hf
@@ -193,7 +183,7 @@ def test_chosen_weights_are_written_in_float32(make_own_run: MakeRun, monkeypatc
 @pytest.mark.parametrize("kept", some("bf16", of=TYPES))
 def test_the_base_model_is_never_held_in_memory(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
     run = make_run("llama-tied", LORA, kept)
-    without_the_base_in_memory(monkeypatch)
+    runs.without_the_base_in_memory(monkeypatch)
     lengths = []
     read = OpenFiles.read
 

@@ -18,7 +18,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.export import runs
-from tests.export.gguf_models import FAMILIES, SPECIAL, TEMPLATE, VOCAB, write_model, write_tokenizer
+from tests.export.gguf_models import FAMILIES, SPECIAL, TEMPLATE, VOCAB, keys_of, write_model, write_tokenizer, written
 from tests.fixtures.commands import tuner
 from tuner.errors import DataError, MachineError, RecipeError, TunerError, VerificationError
 from tuner.export import shards
@@ -30,7 +30,7 @@ from tuner.rundir.keep import is_held
 for needed in ("gguf", "xllamacpp"):
     pytest.importorskip(needed, reason=f"needs {needed}: pip install gguf xllamacpp")
 
-from tuner.export.gguf import engine, export, file, gelu, proof, source, vocabulary  # noqa: E402
+from tuner.export.gguf import engine, file, gelu, proof, source, vocabulary  # noqa: E402
 
 Keys, Tensors = dict[str, Any], dict[str, TensorSource]
 
@@ -41,11 +41,6 @@ def _few_texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     proof.fixed.cache_clear()
     yield
     proof.fixed.cache_clear()
-
-
-def written(path: Path, kind: str, output: Path, verify: bool = True) -> export.GgufReport:
-    """The file of a run or a directory."""
-    return export.export_gguf(source.source_of(path, print, "newest", TRAINED), kind, output, verify=verify)
 
 
 @pytest.mark.slow(*(family for family in FAMILIES if family not in {"llama", "gemma3_text"}))
@@ -117,17 +112,11 @@ def test_a_run_with_an_adapter_is_merged(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(file, "write_gguf", watched)
     report = written(run, "f32", tmp_path / "m.gguf")
     assert report.exact is not None and report.exact.difference <= 2e-5
-    keys = _keys(report.path)
+    keys = keys_of(report.path)
     assert keys["tuner.step"] == "7" and len(keys["tuner.manifest_sha256"]) == 64
     assert keys["tuner.verified"].startswith("llama.cpp") and keys["general.name"] == "tiny"
     with pytest.raises(RecipeError, match=re.escape("m.gguf: exists already")):
         written(run, "f32", report.path)
-
-
-def _keys(path: Path) -> dict[str, Any]:
-    import gguf
-
-    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
 
 
 def unlike(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Keys, Tensors], None]:
@@ -259,7 +248,7 @@ def test_a_chat_begins_in_llama_cpp_as_it_was_trained(template: str, tmp_path: P
         tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
     tokenizer.save_pretrained(model)
     report = written(model, "f32", tmp_path / "m.gguf")
-    assert _keys(report.path)["tokenizer.ggml.add_bos_token"] == (template != "bare")
+    assert keys_of(report.path)["tokenizer.ggml.add_bos_token"] == (template != "bare")
     with engine.served(report.path, 64) as served:
         rendered = served.rendered([{"role": "user", "content": "a"}])
         wanted = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=True)
@@ -341,7 +330,7 @@ def test_a_cut_like_gpt_oss_has_a_name_that_knows_combining_marks(tmp_path: Path
     tokenizer.train_from_iterator(["हिन्दी में पाठ, ภาษาไทย x2024 SHOUT: DON'T"] * 9, trainer)  # tokens with marks
     tokenizer.save(str(model / "tokenizer.json"))
     report = written(model, "f32", tmp_path / "m.gguf")
-    assert _keys(report.path)["tokenizer.ggml.pre"] == "granite-embed-multi-97m"
+    assert keys_of(report.path)["tokenizer.ggml.pre"] == "granite-embed-multi-97m"
     assert report.encoded_otherwise[0].startswith("words such as ")
 
 
@@ -373,7 +362,7 @@ def test_what_has_no_file_is_said_before_anything_is_written(tmp_path: Path, mon
         written(model, "f32", tmp_path / "m.gguf")
     assert caught.value.hint == "install it: pip install gguf xllamacpp"
     report = written(model, "f16", tmp_path / "m.gguf", verify=False)  # which does not need it
-    assert _keys(report.path)["tuner.verified"] == "not verified" and report.figures is None
+    assert keys_of(report.path)["tuner.verified"] == "not verified" and report.figures is None
     assert report.proof() == "not verified: --no-verify"
 
 

@@ -13,18 +13,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.export.gguf_models import VOCAB, write_model
+from tests.export.gguf_models import VOCAB, keys_of, write_model, written
 from tests.fixtures.commands import tuner
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.evals.requests import Asker, ScoreRequest
-from tuner.export.source import TRAINED
 from tuner.generate import Answer, Prompt, Sampling
 
 for needed in ("gguf", "xllamacpp"):
     pytest.importorskip(needed, reason=f"needs {needed}: pip install gguf xllamacpp")
 
 from tuner.cli.work.served import ServedGenerator  # noqa: E402
-from tuner.export.gguf import engine, export, header, source  # noqa: E402
+from tuner.export.gguf import engine, header  # noqa: E402
 from tuner.run.score_gguf import ServedScorer, ServedTexts  # noqa: E402
 
 CHAT = ({"role": "user", "content": " Is it 中文🙂 raining?"},)
@@ -35,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory, with its file at f32 beside it."""
     place = tmp_path_factory.mktemp("served")
     directory = write_model(place / "model", "llama")
-    export.export_gguf(source.source_of(directory, print, "newest", TRAINED), "f32", place / "m.gguf", verify=False)
+    written(directory, "f32", place / "m.gguf", verify=False)
     return directory
 
 
@@ -144,10 +143,8 @@ def test_a_file_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_a_header_is_read_as_the_library_reads_it(model: Path) -> None:
-    import gguf
-
     path = model.with_name("m.gguf")
-    fields = {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items() if "GGUF." not in name}
+    fields = {name: value for name, value in keys_of(path).items() if "GGUF." not in name}
     assert header.read_keys(path) == {k: len(v) if isinstance(v, list) else v for k, v in fields.items()}
     assert header.read_keys(path)["llama.vocab_size"] == VOCAB
 

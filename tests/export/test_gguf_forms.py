@@ -17,13 +17,12 @@ import torch
 from ruamel.yaml import YAML
 
 from tests.export import runs
-from tests.export.gguf_models import FAMILIES, TEMPLATE, write_model, write_tokenizer
+from tests.export.gguf_models import FAMILIES, TEMPLATE, keys_of, write_model, write_tokenizer, written
 from tests.fixtures.go_template import rendered
 from tuner.data.encoding.named_templates import template_source
 from tuner.data.encoding.template import ChatTemplate
 from tuner.errors import DataError, MachineError, RecipeError, VerificationError
 from tuner.export.hub import find_export, plan_push
-from tuner.export.source import TRAINED
 from tuner.export.tensors import held_tensor
 from tuner.model.adapter import LoraSpec
 
@@ -32,7 +31,7 @@ for needed in ("gguf", "xllamacpp"):
 
 import gguf  # noqa: E402
 
-from tuner.export.gguf import export, file, kquants, lora, modelfile, proof, source  # noqa: E402
+from tuner.export.gguf import export, file, kquants, lora, modelfile, proof  # noqa: E402
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """Rows that fill blocks of 256."""
@@ -46,11 +45,6 @@ def _few_texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     proof.fixed.cache_clear()
     yield
     proof.fixed.cache_clear()
-
-
-def written(path: Path, kind: str, output: Path, keep: bool = False, **options: Any) -> export.GgufReport:
-    """The file of a run or a directory."""
-    return export.export_gguf(source.source_of(path, print, "newest", TRAINED, keep), kind, output, **options)
 
 
 def test_which_tensor_has_which_type_is_llama_quantizes_choice() -> None:
@@ -149,8 +143,7 @@ def test_an_adapter_by_itself_is_the_trained_model_on_its_base(family: str, tmp_
     run = runs.write_run(tmp_path / "run", write_model(tmp_path / "base", family), LORA, amount=0.2)
     report = written(run, "f32", tmp_path / "base.gguf", keep=True)  # whatever its base is called meanwhile
     assert report.exact is not None and report.exact.difference <= (5e-3 if family.startswith("gemma") else 1e-4)
-    reader = gguf.GGUFReader(report.path)
-    keys = {name: field.contents() for name, field in reader.fields.items()}
+    reader, keys = gguf.GGUFReader(report.path), keys_of(report.path)
     assert keys["general.type"] == "adapter" and keys["adapter.lora.alpha"] == 8.0 and keys["tuner.step"] == "7"
     assert {tensor.name.rpartition(".")[2] for tensor in reader.tensors} == {"lora_a", "lora_b"}
 
@@ -270,9 +263,7 @@ def test_a_modelfile_has_the_template_only_where_it_is_ours(tmp_path: Path) -> N
     assert other.text == 'FROM ./m.gguf\nPARAMETER stop "<7>"\n' and "no Go template" in other.in_words()
 
 
-def test_a_file_is_pushed_with_its_modelfile_where_it_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_pushed_with_its_modelfile_where_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_model(tmp_path / "model", "llama")
     report = written(model, "q8_0", tmp_path / "m.gguf", verify=False, with_modelfile=True)
     with pytest.raises(RecipeError, match=re.escape("m.gguf: it was not verified")):

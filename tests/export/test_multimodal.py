@@ -317,16 +317,8 @@ def test_training_from_start_to_end(own_gemma: Path, tmp_path: Path) -> None:
     assert all(torch.equal(after[name], before[name]) for name in before if not is_language(name))
 
 
-@pytest.mark.slow("how1")
-@pytest.mark.parametrize(
-    "how",
-    [
-        {},
-        {"adapter": "keep", "dtype": "fp32"},
-        pytest.param({"text_only": True}, marks=pytest.mark.slow),
-        pytest.param({"base": "original"}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow("how1", "how2", "how3")
+@pytest.mark.parametrize("how", [{}, {"adapter": "keep", "dtype": "fp32"}, {"text_only": True}, {"base": "original"}])
 def test_a_quantised_language_model_goes_back_into_its_whole(quantised: Path, tmp_path: Path, how: Any) -> None:
     report = export_hf(quantised, tmp_path / "out", **how)
     assert report.base == (None if "adapter" in how else how.get("base", "quantized"))

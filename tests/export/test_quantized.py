@@ -129,9 +129,7 @@ def test_an_original_base_that_leaves_nothing_of_the_training_is_refused(
     assert list((run / "exports").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "how", [{}, pytest.param({"base": "original"}, marks=pytest.mark.slow), {"adapter": "keep"}]
-)
+@pytest.mark.parametrize("how", [{}, pytest.param({"base": "original"}, marks=pytest.mark.slow), {"adapter": "keep"}])
 def test_codes_of_a_layer_that_are_swapped_are_found(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, how: dict[str, str]
 ) -> None:
@@ -177,9 +175,7 @@ def test_a_run_answers_as_it_was_trained(make_run: MakeRun) -> None:
     assert verify.compare(recorded(run), verify.last_logits(model, PROMPTS)).relative <= 1e-5
 
 
-def test_both_figures_are_printed(
-    make_run: MakeRun, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_both_figures_are_printed(make_run: MakeRun, capfd: pytest.CaptureFixture[str]) -> None:
     run = make_run("nf4")
     with pytest.raises(SystemExit) as ended:
         main(["export-hf", str(run), "--base", "quantized", "--json"])

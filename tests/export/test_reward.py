@@ -134,9 +134,7 @@ def test_the_padding_ends_no_document(tmp_path: Path, monkeypatch: pytest.Monkey
         assert (found and found.token) == name
 
 
-def test_a_score_that_was_changed_is_not_published(
-    runs: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_score_that_was_changed_is_not_published(runs: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tuner.export import hf
 
     real = hf.verify.load_plain

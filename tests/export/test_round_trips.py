@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import PreTrainedModel
 
+from tests.export.mixtures import merged_state
 from tests.export.runs import PROMPTS, answers, checkpoint_facts, recorded_probe, train_a_little, write_tokenizer
 from tests.fixtures.processes import run_ranks
 from tests.model.tiny import FAMILIES, family_model
@@ -23,7 +23,7 @@ from tuner.checkpoint.save import CheckpointDir, save
 from tuner.export import verify
 from tuner.export.verify import last_logits
 from tuner.export.weights import DTYPES
-from tuner.model.adapter import ADAPTER, LoraSpec, add_lora
+from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.root import CausalLM, trained_parameters
 
@@ -111,18 +111,6 @@ def unit_spread(*logits: torch.Tensor) -> list[torch.Tensor]:
     return [one / logits[0].std(-1, keepdim=True).mean() for one in logits]
 
 
-@torch.no_grad()
-def with_merged_weights(case: Case, dtype: torch.dtype) -> PreTrainedModel:
-    """The base model with round(W + s·B·A) in place of each adapted W, everything rounded to `dtype` once."""
-    merged = copy.deepcopy(case.base)
-    for name, layer in case.trained.named_modules():
-        if isinstance(layer, LoraLayer):
-            delta = layer.lora_B[ADAPTER].weight @ layer.lora_A[ADAPTER].weight * layer.scaling[ADAPTER]
-            weight = merged.get_submodule(name).weight
-            weight.copy_(weight + (delta.T if layer.fan_in_fan_out else delta))
-    return merged.to(dtype)
-
-
 @pytest.mark.parametrize(("case", "form"), CHOSEN)
 def test_the_export_is_the_trained_model(
     cases: dict[str, Case], tmp_path: Path, case: tuple[str, bool, LoraSpec | None], form: tuple[Any, int]
@@ -131,8 +119,9 @@ def test_the_export_is_the_trained_model(
     dtype = DTYPES[short]
     report = export_hf(run.run / "checkpoints" / f"step-{ranks}", tmp_path / "export", dtype=short)
     published = load_file(report.path / "model.safetensors")
-    expected_model = with_merged_weights(run, dtype) if lora else copy.deepcopy(run.trained).to(dtype)
-    expected_model.save_pretrained(tmp_path / "expected")
+    merged = copy.deepcopy(run.base)
+    merged.load_state_dict(merged_state(run.trained))
+    merged.to(dtype).save_pretrained(tmp_path / "expected")
     expected = load_file(tmp_path / "expected" / "model.safetensors")  # as transformers itself saves it
     assert published.keys() == expected.keys()
     assert all(torch.equal(published[name], expected[name]) for name in expected)

@@ -84,14 +84,10 @@ def curve(run_dir: Path, last_step: int) -> dict[str, list[dict[str, Any]]]:
     for line in Records(run_dir / METRICS).read():
         if line.get("kind") in found and isinstance(line.get("step"), int) and line["step"] <= last_step:
             found[line["kind"]].append({key: line[key] for key in _DETERMINED if line.get(key) is not None})
-    return {kind: _thinned(lines) for kind, lines in found.items()}
-
-
-def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most a dozen of them, the first and the last among these."""
-    if len(lines) <= POINTS:
-        return lines
-    return [lines[round(i * (len(lines) - 1) / (POINTS - 1))] for i in range(POINTS)]
+    for kind, lines in found.items():
+        if len(lines) > POINTS:
+            found[kind] = [lines[round(i * (len(lines) - 1) / (POINTS - 1))] for i in range(POINTS)]
+    return found
 
 
 def without_paths(value: Any) -> Any:

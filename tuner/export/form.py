@@ -148,14 +148,8 @@ class WholeModel(Form):
                     part[key] = str(dtype).removeprefix("torch.")
         kept = {key: value for key, value in facts.items() if key not in ("_name_or_path", "auto_map")}
         write_new(directory / CONFIG, json_bytes(kept))
-        self._copy_processors(directory)
-
-    def _copy_processors(self, directory: Path) -> None:
-        """Copy the files of the processor; an older one's chat template only where the run has no other."""
-        names = [*PROCESSORS]
-        if not (self._source.recipe.get("tokenizer") or {}).get("chat_template"):
-            names.append(TEMPLATE)
-        for name in names:
+        has_own = (self._source.recipe.get("tokenizer") or {}).get("chat_template")
+        for name in PROCESSORS if has_own else (*PROCESSORS, TEMPLATE):
             if (self.directory / name).is_file() and not (directory / name).exists():
                 shutil.copyfile(self.directory / name, directory / name)
 

@@ -4,7 +4,7 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -43,7 +43,6 @@ from tuner.runtime.files import (
     make_dirs,
     publish_dir,
     read_json,
-    regular_size,
     write_new,
 )
 from tuner.runtime.stop import undone
@@ -61,7 +60,10 @@ def run_export(plan: ExportPlan) -> ExportReport:
         return _report(plan, None, None, started)
     checkpoint = plan.source.checkpoint.path
     try:
-        report = _written_and_proven(plan, started)
+        if plan.dtype != "auto":
+            report = _attempt(plan, started)
+        else:  # in bf16, or in fp32 where rounding to bf16 would cost more than a fifth of the training
+            report = _attempt(replace(plan, dtype="bf16"), started, otherwise=replace(plan, dtype="fp32"))
     except DataError as error:  # its tensors are checked only now, as they are read
         raise with_remedies(error, checkpoint) if error.message.startswith(f"{checkpoint}/") else error from error
     _lead_to(plan)
@@ -74,13 +76,6 @@ def _lead_to(plan: ExportPlan) -> None:
     is_newest = all(step <= plan.source.step for step, _ in version_dirs(exports))
     if plan.output.parent == exports and plan.source.weights.kind == "trained" and is_newest:
         link_latest(exports, plan.output.name)
-
-
-def _written_and_proven(plan: ExportPlan, started: float) -> ExportReport:
-    """With `auto` in bf16, or in fp32 where rounding to bf16 would cost more than a fifth of the training."""
-    if plan.dtype != "auto":
-        return _attempt(plan, started)
-    return _attempt(replace(plan, dtype="bf16"), started, otherwise=replace(plan, dtype="fp32"))
 
 
 def _attempt(
@@ -113,7 +108,12 @@ def _attempt(
             proof = prove(plan, directory, trained, probes, form, padding, merge)
         again = otherwise if proof.is_rounded_away else None
         if again is None:
-            _write_identity(plan, directory, digests, padding, _measures(plan, merge, proof, lost))
+            facts = lineage(plan.source, plan.manifest_sha256, plan.options) | _measures(plan, merge, proof, lost)
+            text = card(plan.source, facts, plan.adapter == "keep", is_padded=padding is not None)
+            write_new(directory / CARD, text.encode())
+            entries = file_entries(directory, exclude=(LINEAGE, *digests))
+            entries |= {name: {"size": written[name].size, "sha256": sha256} for name, sha256 in digests.items()}
+            write_new(directory / LINEAGE, json_bytes({**facts, "files": dict(sorted(entries.items()))}))
             if is_done(plan):  # by another process meanwhile: its bytes are the same
                 return _report(replace(plan, done=True), None, None, started)
             publish_dir(directory, plan.output)
@@ -195,21 +195,6 @@ def _measures(plan: ExportPlan, merge: Merge | None, proof: ExportProof, lost: E
     if lost is not None or plan.dtype == "bf16":
         facts["auto_dtype"] = "fp32" if lost is not None or proof.is_rounded_away else "bf16"
     return facts
-
-
-def _write_identity(
-    plan: ExportPlan,
-    directory: Path,
-    digests: Mapping[str, str],
-    padding: VocabularyPadding | None,
-    measures: Mapping[str, Any],
-) -> None:
-    facts = {**lineage(plan.source, plan.manifest_sha256, plan.options), **measures}
-    text = card(plan.source, facts, plan.adapter == "keep", is_padded=padding is not None)
-    write_new(directory / CARD, text.encode())
-    files = file_entries(directory, exclude=(LINEAGE, *digests))
-    files |= {name: {"size": regular_size(directory / name), "sha256": sha256} for name, sha256 in digests.items()}
-    write_new(directory / LINEAGE, json_bytes({**facts, "files": dict(sorted(files.items()))}))
 
 
 @contextmanager

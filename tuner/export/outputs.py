@@ -94,7 +94,7 @@ class ExportedValues:
         """
         named = {entry.name: next(iter(entry.targets)) for entry in published(self._trained.plain) if entry.is_itself}
         layers = {f"{name}.weight": (name, layer) for name, layer in lora_layers(self._trained.adapted)}
-        return {named.get(weight, weight): self._read_low_rank(*found) for weight, found in layers.items()}
+        return {named.get(weight, weight): self._read_low_rank(name, one) for weight, (name, one) in layers.items()}
 
     def tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, TensorSource]]:
         """Every tensor of the plain model by its name there, not laid out for files.
@@ -183,13 +183,13 @@ class ExportedValues:
 
     def _low_rank_of_experts(self) -> dict[str, Callable[[], ExpertsLowRank]]:
         """The same of the weights of routed experts."""
-        modules: dict[str, Any] = adapted_experts(self._trained.adapted)
-        weights = {f"{name}.{each}": module for name, module in modules.items() for each in adapted_weights(module)}
-        return {weight: partial(self._read_experts, weight, module) for weight, module in weights.items()}
+        def read(weight: str, module: Any) -> ExpertsLowRank:
+            a, b = (self.checkpoint(weight + end).whole().float() for end in (LORA_A, LORA_B))
+            return ExpertsLowRank(a, b, float(module.lora.scale), bool(module.is_transposed))
 
-    def _read_experts(self, weight: str, module: Any) -> ExpertsLowRank:
-        a, b = (self.checkpoint(weight + end).whole().float() for end in (LORA_A, LORA_B))
-        return ExpertsLowRank(a, b, float(module.lora.scale), bool(module.is_transposed))
+        experts: dict[str, Any] = adapted_experts(self._trained.adapted)
+        weights = {f"{name}.{each}": module for name, module in experts.items() for each in adapted_weights(module)}
+        return {weight: partial(read, weight, module) for weight, module in weights.items()}
 
     def _low_rank(self) -> dict[str, Callable[[], LowRank | ExpertsLowRank]]:
         """What reads the adapter of each adapted weight, by the weight's name in the plain model."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from tuner.errors import DataError, RecipeError
 from tuner.export.quantized import published_codes
-from tuner.export.source import TRAINED, ExportSource, Weights, in_words, path_of, resolve, warn_of_better
+from tuner.export.source import TRAINED, ExportSource, Weights, path_of, resolve, warn_of_better
 from tuner.rundir.exports import LINEAGE, has_options
 from tuner.rundir.layout import export_dir
 from tuner.rundir.model_path import Warn, Which, ignore_warning
@@ -77,13 +77,14 @@ class ExportPlan(ExportOptions):
     @property
     def options(self) -> dict[str, Any]:
         """The choices that change the exported bytes."""
-        steps = [info.step for info in self.source.checkpoints]
+        steps = ", ".join(str(step) for step in sorted(info.step for info in self.source.checkpoints))
+        average = {"ema": "exponential moving average", "mean": f"mean of the checkpoints of steps {steps}"}
         named = {
             "base_model": self.base_model,
             "text_only": self.text_only or None,
             "base": self.base,
             "keep_fp32": list(self.keep_fp32) or None,
-            "weights": None if self.weights.kind == "trained" else in_words(self.weights, steps),
+            "weights": average.get(self.weights.kind),
         }
         given = {key: value for key, value in named.items() if value is not None}
         return {"dtype": self.dtype, "adapter": self.adapter, "shard_size": self.shard_size, **given}

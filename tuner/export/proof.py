@@ -7,10 +7,8 @@ rounding is left, whose cost is measured as a share of what training changed.
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +113,11 @@ def hold(
         if plan.adapter == "keep":
             named = names_in_peft(trained).items()
             values = {target: in_peft(name, expected.trained(name)) for target, name in named}
-            _hold_adapter(loaded, load_file(directory / ADAPTER_WEIGHTS), values, dtype)
+            written = load_file(directory / ADAPTER_WEIGHTS)
+            for target, value in values.items():
+                if target not in written or not torch.equal(written[target], value.to(dtype)):
+                    raise not_published(f"{target}: not the trained tensor rounded once to {dtype}")
+            verify.fill_adapter(loaded, values)
             return
         if is_original:
             _hold(loaded, Expected(plan.source, trained.plain, files, original=True), form, dtype)
@@ -150,15 +152,6 @@ def _hold(loaded: nn.Module, expected: Expected, form: Form, dtype: torch.dtype 
             )
     if left and not form.elements:  # what else a whole checkpoint holds was copied, and is held against its hashes
         raise not_published(f"the export holds {some(sorted(left))}, which were not trained")
-
-
-def _hold_adapter(
-    loaded: nn.Module, written: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> None:
-    for target, value in values.items():
-        if target not in written or not torch.equal(written[target], value.to(dtype)):
-            raise not_published(f"{target}: not the trained tensor rounded once to {dtype}")
-    verify.fill_adapter(loaded, values)
 
 
 def _loaded(plan: ExportPlan, directory: Path, padding: VocabularyPadding | None) -> nn.Module:
@@ -240,8 +233,8 @@ PEFT_ROUNDINGS = 64
 
 
 def _slack_of_merging(weight: torch.Tensor) -> torch.Tensor:
-    norms: list[torch.Tensor] = [torch.linalg.vector_norm(weight, dim=dim, keepdim=True) for dim in range(weight.ndim)]
-    return PEFT_ROUNDINGS * EPSILON * functools.reduce(operator.add, norms).expand_as(weight)
+    norms = (torch.linalg.vector_norm(weight, dim=dim, keepdim=True) for dim in range(weight.ndim))
+    return PEFT_ROUNDINGS * EPSILON * sum(norms, torch.zeros_like(weight))
 
 
 class Expected:

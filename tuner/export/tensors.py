@@ -277,17 +277,13 @@ def merged_tensor(base: TensorSource, load: Callable[[], LowRank | ExpertsLowRan
     """
     adapter = functools.cache(load)
     # An output's length needs all of it, which of transposed weights lies in every slice.
-    whole = functools.cache(lambda: _merged(base, adapter(), 0, base.length))
+    whole = functools.cache(lambda: adapter().added_to(base.read(0, base.length)))
 
     def read(start: int, stop: int) -> torch.Tensor:
-        part = whole()[start:stop] if adapter().needs_all else _merged(base, adapter(), start, stop)
+        part = whole()[start:stop] if adapter().needs_all else adapter().added_to(base.read(start, stop), start)
         if stop == base.length:
             adapter.cache_clear()
             whole.cache_clear()
         return part
 
     return TensorSource(base.shape, torch.float32, read)
-
-
-def _merged(base: TensorSource, adapter: LowRank | ExpertsLowRank, start: int, stop: int) -> torch.Tensor:
-    return adapter.added_to(base.read(start, stop), start)

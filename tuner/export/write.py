@@ -247,7 +247,9 @@ def generation_in(directory: Path) -> dict[str, Any]:
 
 def ends_of(tokenizer: Any, *of_configs: Any) -> list[int]:
     """Ids at which generation stops: what configs say of it, the tokenizer's own, and what closes a turn."""
-    known = [number for value in (*of_configs, tokenizer.eos_token_id) for number in token_ids(value)]
+    known = list[int]()
+    for value in (*of_configs, tokenizer.eos_token_id):
+        known += value if isinstance(value, (list, tuple)) else [] if value is None else [int(value)]
     return list(dict.fromkeys(known + turn_ends(tokenizer, known)))
 
 
@@ -270,13 +272,6 @@ def turn_ends(tokenizer: Any, known: Sequence[int] = ()) -> list[int]:
 
     end = turn_end(ChatConvention(partial(unless_refused, templates.render), specials, ends, tokenizer.bos_token))
     return [] if end is None else [int(tokenizer.convert_tokens_to_ids(end))]
-
-
-def token_ids(value: Any) -> list[int]:
-    """What a config says of token ids, none, one or several, as a list."""
-    if value is None:
-        return []
-    return [int(item) for item in value] if isinstance(value, (list, tuple)) else [int(value)]
 
 
 def _plain(value: Any) -> Any:

@@ -17,6 +17,7 @@ from ruamel.yaml import YAML
 from transformers import PretrainedConfig
 
 from tuner.errors import RecipeError
+from tuner.export.gguf.gelu import read_off_a_table
 from tuner.export.tensors import TensorSource, converted_tensors, held_tensor, made_tensor, mapped_tensor
 
 _TABLE = Path(__file__).with_name("architectures.yaml")
@@ -72,10 +73,9 @@ class Architecture:
         """What llama.cpp calls it."""
         return str(self.row["architecture"])
 
-    @property
-    def reads_a_table(self) -> bool:
-        """Whether llama.cpp reads its activation off a table of float16."""
-        return bool(self.row.get("table"))
+    def computed(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model, which reads its activation off a table of float16 from now on where llama.cpp does."""
+        return read_off_a_table(model) if self.row.get("table") else model
 
     @property
     def context(self) -> int:

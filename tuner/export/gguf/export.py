@@ -13,7 +13,6 @@ import tuner
 from tuner.errors import RecipeError
 from tuner.export.gguf import engine, file, kquants, lora
 from tuner.export.gguf.architecture import Architecture
-from tuner.export.gguf.gelu import read_off_a_table
 from tuner.export.gguf.modelfile import Modelfile, modelfile, place
 from tuner.export.gguf.proof import Figures, fixed, prompts_of, prove, texts_of
 from tuner.export.gguf.source import GgufSource
@@ -108,9 +107,7 @@ def export_gguf(
         exact = figures = base = None
         if verify:
             texts = texts_of(tokenizer, source.texts, ends, source.tokenizer_directory)
-            reference = source.reference()
-            if architecture.reads_a_table:
-                reference = read_off_a_table(reference)
+            reference = architecture.computed(source.reference())
             prompts = prompts_of(texts, reference, source.texts, architecture.context)
             base = written(f"base-of-{target.name}", "f32", is_base=True)[0] if source.low_rank else None
         for each in dict.fromkeys(("f32", kind) if verify else (kind,)):
