@@ -353,10 +353,11 @@ def test_what_has_no_file_is_said_before_anything_is_written(tmp_path: Path, mon
         source.source_of(model, print, 3, TRAINED)
     with pytest.raises(RecipeError, match="out: no name of a GGUF file"):
         written(model, "f32", tmp_path / "out")
-    weights = (model / "model.safetensors").rename(tmp_path / "weights")
-    with pytest.raises(DataError, match="model: holds no model.safetensors"):
-        written(model, "f32", tmp_path / "m.gguf", verify=False)
-    weights.rename(model / "model.safetensors")
+    for name, message in (("model.safetensors", "model: holds no "), ("tokenizer.json", "model: .*: it has no ")):
+        gone = (model / name).rename(tmp_path / name)
+        with pytest.raises(DataError, match=message + name):
+            written(model, "f32", tmp_path / "m.gguf", verify=False)
+        gone.rename(model / name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "xllamacpp" else name)
     with pytest.raises(MachineError, match="the library xllamacpp is missing") as caught:
         written(model, "f32", tmp_path / "m.gguf")

@@ -236,7 +236,8 @@ def load_tokenizer(directory: Path) -> Any:
     try:
         return auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{directory}: transformers cannot load the tokenizer: {first_line(error)}") from error
+        why = first_line(error) if (directory / "tokenizer.json").is_file() else "it has no tokenizer.json"
+        raise DataError(f"{directory}: transformers cannot load the tokenizer: {why}") from error
 
 
 def generation_in(directory: Path) -> dict[str, Any]:
