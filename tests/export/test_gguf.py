@@ -57,7 +57,7 @@ def test_llama_cpp_answers_as_the_trained_model(family: str, tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "model"]
 
 
-@pytest.mark.slow("gemma2")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_a_gelu_whose_table_is_not_read_is_as_close_as_any(family: str, tmp_path: Path) -> None:
     """Inputs beyond it: what is left of the difference elsewhere is the table's steps."""

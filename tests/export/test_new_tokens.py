@@ -88,7 +88,6 @@ MERGED += [("phi", "frozen", ROOM), ("gpt2", "saved", GROWN)]
 
 QUICK = {
     ("llama", "full", GROWN, True),
-    ("llama", "frozen", ROOM, False),
     ("gpt2", "lora", GROWN, True),
     ("phi", "frozen", ROOM, True),
     ("gemma3", "lora", GROWN, False),
