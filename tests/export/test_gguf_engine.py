@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +110,15 @@ def test_a_server_that_is_gone_is_said(model: Path) -> None:
         os.kill(max(servers), signal.SIGKILL)  # the other one may be that of the fixture
         with pytest.raises(MachineError, match="llama.cpp ended"):
             found.ids("a")
+
+
+@pytest.mark.slow
+def test_a_server_whose_parent_dies_while_it_loads_ends(model: Path) -> None:
+    job = {"model": str(model.with_name("m.gguf")), "context": 64, "threads": 1, "key": "k", "exact": True}
+    for _ in range(8):  # llama.cpp's own end waited forever in one of four
+        words, pipe = [sys.executable, "-m", "tuner.export.gguf.llama_server"], subprocess.PIPE
+        server = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        server.communicate(json.dumps({**job, "adapter": None}).encode() + b"\n", timeout=60)
 
 
 def _opened(process: Path) -> bytes:
