@@ -100,8 +100,8 @@ def carry(number: int, processes: int) -> None:
     from tuner.checkpoint.load import load_into
     from tuner.checkpoint.open import open_checkpoint
     from tuner.checkpoint.save import CheckpointDir, save
-    from tuner.parallel.fsdp import local
     from tuner.runtime.dist import RankInfo
+    from tuner.runtime.parts import local
     from tuner.runtime.process import process_group
     from tuner.setup.build import run_tensors
 

@@ -9,11 +9,12 @@ import torch
 
 from tests.fixtures.processes import run_ranks
 from tests.train.synthetic import MAX_LENGTH, assembly_for, recipe_for, write_model
-from tuner.parallel.fsdp import is_whole_along, local
+from tuner.parallel.fsdp import is_whole_along
 from tuner.profile.devices import find_device
 from tuner.profile.predict import Target, predict
 from tuner.profile.prediction import Prediction
 from tuner.runtime.dist import RankInfo
+from tuner.runtime.parts import local
 from tuner.runtime.torch_private import moved_shards
 from tuner.setup.build import Assembly, run_tensors
 from tuner.train.step import optimizer_step

@@ -35,6 +35,7 @@ from tuner.model.replay import noted
 from tuner.model.root import CausalLM
 from tuner.model.wrap import Wrapper, wrap
 from tuner.parallel.lookup import gather_parts
+from tuner.runtime.parts import local
 
 _KEY = "parallel.expert"
 _SPREAD = "tuner_experts"
@@ -149,7 +150,7 @@ class SpreadExperts:
         """
         if self.whole is not None:
             return self._computed(self.whole, hidden_states, top_k_index, top_k_weights)
-        weights = {name: _local(weight) for name, weight in self._module.named_parameters(recurse=False)}
+        weights = {name: local(weight) for name, weight in self._module.named_parameters(recurse=False)}
         per_token = top_k_index.shape[-1]
         tokens, choices = hidden_states.flatten(0, -2), top_k_index.flatten(0, -2)
         exchange = noted(lambda: self._agreed(choices))
@@ -194,7 +195,7 @@ class SpreadExperts:
 
     @torch.no_grad()
     def _gathered(self, weight: nn.Parameter) -> torch.Tensor:
-        own = _local(weight).detach().contiguous()
+        own = local(weight).detach().contiguous()
         whole = own.new_empty(self._n_experts, *own.shape[1:])
         gather_parts(whole, own, self._group)
         return whole
@@ -261,8 +262,3 @@ def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: 
 def _apply(function: Any, *given: Any) -> torch.Tensor:
     made: torch.Tensor = function.apply(*given)
     return made
-
-
-def _local(weight: torch.Tensor) -> torch.Tensor:
-    own: torch.Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
-    return own

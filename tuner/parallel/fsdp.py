@@ -28,7 +28,7 @@ from tuner.model.build import decoder_blocks, has_score, head_layer
 from tuner.model.root import FORWARD_METHODS, CausalLM
 from tuner.parallel.mesh import DeviceMeshes, Mesh, inner_axes, mesh_on
 from tuner.runtime.device import to_device
-from tuner.runtime.parts import Cut, cuts_of, part_at
+from tuner.runtime.parts import Cut, cuts_of, local, part_at
 from tuner.runtime.process import gloo_group
 from tuner.runtime.torch_private import each_norm
 
@@ -283,11 +283,6 @@ def holders(tensor: torch.Tensor, mesh: Mesh) -> int:
         return mesh.size
     split = (axis for axis, cut in enumerate(cuts_of(tensor)) if cut is not None)
     return mesh.size // prod(map(tensor.device_mesh.size, split))
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor, the tensor itself when it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_like(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

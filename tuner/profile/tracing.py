@@ -24,7 +24,7 @@ from tuner.model.flops import Flops, training_flops
 from tuner.model.probe import RouteRefused
 from tuner.model.root import CausalLM
 from tuner.parallel.assemble import assemble
-from tuner.parallel.fsdp import local, sync_gradients
+from tuner.parallel.fsdp import sync_gradients
 from tuner.parallel.mesh import DeviceMeshes, Mesh
 from tuner.profile import fakes
 from tuner.profile.estimate import Sizes
@@ -32,6 +32,7 @@ from tuner.profile.prediction import Phase
 from tuner.profile.traffic import Traffic, TrafficCounter
 from tuner.runtime import host, phase, torch_private
 from tuner.runtime.dist import RankInfo
+from tuner.runtime.parts import local
 from tuner.setup.build import build_train_state, run_tensors
 from tuner.setup.model import teacher_in_memory
 from tuner.setup.resolve import Resolved

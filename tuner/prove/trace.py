@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from tuner.parallel.fsdp import local
 from tuner.prove.compare import apart
 from tuner.runtime import phase
+from tuner.runtime.parts import local
 
 Kind = Literal["output", "gradient"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -24,8 +24,8 @@ from tuner.config.optimizers import (
 )
 from tuner.errors import RecipeError
 from tuner.model.freeze import select
-from tuner.parallel.fsdp import local
 from tuner.parallel.mesh import mesh_on
+from tuner.runtime.parts import local
 from tuner.runtime.torch_private import divide_
 from tuner.runtime.warned import pass_on
 from tuner.train.moments import (
