@@ -81,8 +81,6 @@ class RowLayout:
         """The model's own position ids ``[T]``, from those of each document, which begin at 0."""
         if self.padding_number is None:
             return position_ids
-        from tuner.model.numbering import from_padding
-
         return from_padding(input_ids, position_ids, self.padding_number)
 
     def arguments(
@@ -117,6 +115,20 @@ def route_of(model: PreTrainedModel) -> tuple[Route, str | None]:
     if _masks_by_table(decoder, position_limit(model.config)):
         return "batch", f"{name} masks by a table of its positions, which rows end to end are longer than"
     return "flat", None
+
+
+def from_padding(ids: torch.Tensor, position_ids: torch.Tensor, padding: int) -> torch.Tensor:
+    """Numbers that RoBERTa and its kin give to tokens: from ``padding`` + 1 on, and ``padding`` to padding tokens.
+
+    Shapes: ids and position_ids int64 ``[T]``, the latter from 0 on in each document; result the same. A padding
+    token inside a document is not counted.
+    """
+    is_padding = (ids == padding).long()
+    before = is_padding.cumsum(0) - is_padding
+    first = torch.arange(len(ids), device=ids.device) - position_ids
+    # A document that continues one in a cache began before these tokens.
+    skipped = torch.where(first < 0, 0, before - before[first.clamp_min(0)])
+    return (position_ids + 1 - skipped) * (1 - is_padding) + padding
 
 
 def rotates_by_length(model: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from tuner.errors import MachineError, RecipeError
 from tuner.runtime.dist import cores
 from tuner.runtime.environment import versions
 from tuner.runtime.files import scratch_dir
-from tuner.runtime.stop import SIGNALS
+from tuner.runtime.stop import SIGNALS, put_back
 
 ADDRESS = "RAY_ADDRESS"
 STORE_BYTES = 64 << 20
@@ -145,5 +145,4 @@ def _own_signals() -> Iterator[None]:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            put_back(before)
