@@ -60,6 +60,7 @@ def same_bits(one: Assembly, other: Assembly) -> None:
         assert torch.equal(whole, part), name
 
 
+@pytest.mark.slow("1-1-bf16")
 @pytest.mark.parametrize(("world", "local_size", "kind"), [(1, 1, name) for name in SECTIONS] + [(4, 2, "bf16")])
 def test_the_bits_are_those_without_and_weights_come_twice_a_pass(
     world: int, local_size: int, kind: str, tmp_path: Path

@@ -140,17 +140,13 @@ def _unit(
     module: nn.Module, mesh: DeviceMesh, reshard: bool, rounded_to: torch.dtype | None = None, **options: Any
 ) -> None:
     """Make a module a unit of its own, in which autocast's weights are gathered in ``rounded_to`` where all can be."""
-    if rounded_to is None:
-        _fully_shard(module, mesh, reshard, **options)
-        return
-    from tuner.parallel.gathers import policy, rounded_weights
+    if rounded_to is not None:
+        from tuner.parallel.gathers import policy, rounded_weights
 
-    rounded = rounded_weights(module)
-    if not rounded:
-        _fully_shard(module, mesh, reshard, **options)
-        return
-    options |= {"mp_policy": policy(rounded_to, options["mp_policy"].reduce_dtype)}
-    _fully_shard(module, mesh, reshard, ignored_params=set(module.parameters()) - rounded, **options)
+        if rounded := rounded_weights(module):
+            options["mp_policy"] = policy(rounded_to, options["mp_policy"].reduce_dtype)
+            options["ignored_params"] = set(module.parameters()) - rounded
+    _fully_shard(module, mesh, reshard, **options)
 
 
 def _fully_shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, **options: Any) -> None:

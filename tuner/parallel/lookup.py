@@ -12,8 +12,7 @@ gradient would move. Forward passes without gradients, of any length on each pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -54,7 +53,7 @@ class Lookup(LookedUp):
         self.step = -(-embedding.num_embeddings // mesh.size(mesh.ndim - 1))
         """Rows of a shard; the last ones may be shorter, or empty."""
         self.whole: torch.Tensor | None = None
-        """The whole weight where it is kept: :meth:`kept_whole`."""
+        """The whole weight where it is kept: :meth:`keep_whole`."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -78,14 +77,9 @@ class Lookup(LookedUp):
         apply = cast("Callable[..., torch.Tensor]", _LookedUpRows.apply)
         return apply(shard, input_ids.reshape(-1), self).view(*input_ids.shape, -1)
 
-    @contextmanager
-    def kept_whole(self) -> Iterator[None]:
-        """Within, each process has the whole weight, and looks up alone; no gradients. Collective at the start."""
+    def keep_whole(self) -> None:
+        """Have the whole weight on each process, which looks up alone from here on; no gradients. Collective."""
         self.whole = self._gathered()
-        try:
-            yield
-        finally:
-            self.whole = None
 
     @torch.no_grad()
     def sum_over_copies(self) -> None:
@@ -191,15 +185,6 @@ def lookups(root: nn.Module) -> list[Lookup]:
     """Those of a model's embeddings, in order."""
     forwards = (vars(module).get("forward") for module in root.modules())
     return [forward for forward in forwards if isinstance(forward, Lookup)]
-
-
-@contextmanager
-def kept_whole(root: nn.Module) -> Iterator[None]:
-    """Within, every process has the weights of all lookups of a model whole. Collective at the start."""
-    with ExitStack() as stack:
-        for lookup in lookups(root):
-            stack.enter_context(lookup.kept_whole())
-        yield
 
 
 def sum_over_copies(root: nn.Module) -> None:
