@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,7 +34,7 @@ class RowLayout:
         """See :meth:`go_by`."""
         self.takes_documents = attention.is_ours(model.config)
         """Whether the model's layers attend by our functions. Others make masks from the positions, or none."""
-        self.chunk = _count_by_document(model) if self.takes_documents else 0
+        self.chunk, self._count_by_class = _count_by_document(model) if self.takes_documents else (0, None)
         """Tokens of a chunk, in models some of whose layers attend inside chunks alone; 0 in others."""
         self._scales_by_position = any(hasattr(module, "tuner_temperature") for module in model.modules())
         self.padding_number = _padding_number(model)
@@ -60,10 +61,8 @@ class RowLayout:
         if route != "flat" and self.takes_documents:
             self._model.set_attn_implementation(own_attention(self._model))
             self.takes_documents, self.chunk, self._scales_by_position = False, 0, False
-            if attention.counts_tokens(self._model.config):
-                from tuner.model.counted import count_by_class
-
-                count_by_class(decoder_of(self._model))
+            if self._count_by_class is not None:
+                self._count_by_class(decoder_of(self._model))
         self.route = route
 
     def set_lengths(self, lengths: tuple[int, ...], device: torch.device, compiled: bool = False) -> None:
@@ -142,13 +141,14 @@ def takes_positions(model: PreTrainedModel) -> bool:
     return any(one.name == "position_ids" or one.kind is one.VAR_KEYWORD for one in given)
 
 
-def _count_by_document(model: PreTrainedModel) -> int:
-    """Have layers that count tokens do so inside documents, in place; the tokens of a chunk, 0 without chunks."""
+def _count_by_document(model: PreTrainedModel) -> tuple[int, Callable[[nn.Module], None] | None]:
+    """Have layers that count tokens do so inside documents, in place; the tokens of a chunk, 0 without chunks, and what
+    has a decoder's layers count as their class does again."""
     if not attention.counts_tokens(model.config):
-        return 0
-    from tuner.model.counted import count_by_document  # few models do
+        return 0, None
+    from tuner.model.counted import count_by_class, count_by_document  # few models do
 
-    return count_by_document(decoder_of(model), model.config)
+    return count_by_document(decoder_of(model), model.config), count_by_class
 
 
 def _rotation_of(model: nn.Module) -> RotationByDocument | None:

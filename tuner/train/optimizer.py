@@ -227,15 +227,13 @@ class _Built:
                 return self._adamw_and_compact(section, names)
             case SgdOptimizer() as section:
                 return [_sgd(groups(names, lr), section.momentum, section.nesterov)]
-            case AdafactorOptimizer() as section:
-                from tuner.train.sharded import ShardedAdafactor
+            case AdafactorOptimizer() | MuonOptimizer() as section:
+                from tuner.train import sharded
 
-                return [ShardedAdafactor(groups(names, lr), self._layouts(), section)]
-            case MuonOptimizer() as section:
-                from tuner.train.sharded import ShardedMuon
-
+                if isinstance(section, AdafactorOptimizer):
+                    return [sharded.ShardedAdafactor(groups(names, lr), self._layouts(), section)]
                 hidden = hidden_matrices(names, self.outer)
-                muon = ShardedMuon(groups(hidden, lr), self._layouts(), section)
+                muon = sharded.ShardedMuon(groups(hidden, lr), self._layouts(), section)
                 others = [name for name in names if name not in set(hidden)]
                 adamw_lr = float(section.adamw_lr)
                 return [muon, _adamw(groups(others, adamw_lr), section.betas, section.eps)] if others else [muon]
