@@ -92,14 +92,14 @@ def test_columns_hold_what_the_model_gives_and_are_found_again(place: Path, monk
 
 
 def test_a_model_that_is_not_its_reference_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real: Callable[..., Any] = reference.open_columns
+    real: Callable[..., Any] = columns.open_columns
 
     def other(*given: Any, **options: Any) -> dict[str, dict[str, Any]]:
         found = real(*given, **options)
         found["eval"]["reference"] = np.nextafter(found["eval"]["reference"], np.float32(0))
         return found
 
-    monkeypatch.setattr(reference, "open_columns", other)
+    monkeypatch.setattr(columns, "open_columns", other)
     with pytest.raises(VerificationError, match=r"not its reference: document \d+ of eval: its reference differs by -"):
         launch(place, train__duration="1 steps", name="second")
     assert not (place / "runs" / "second" / "run.json").exists()

@@ -109,7 +109,7 @@ def test_spikes_are_counted_over_launches(stopped: int | None, tmp_path: Path) -
     found = []
     for launch in ([range(14)] if stopped is None else [range(stopped), range(stopped, 14)]):
         task = log_task(path=tmp_path / "metrics.jsonl", columns=(SpikeScore(3.0, 4, 5), Chinchilla(2)))
-        list(task.start())
+        task.start()
         for index in launch:
             values = (losses[index], norms[index], 0, 0)
             (event,) = task.step_taken(taken(index, StepBatches(np.arange(4), 6, 40, [batch(4, trained=1)]), values))

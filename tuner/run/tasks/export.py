@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -200,22 +200,19 @@ class ExportTask(Task):
         self._is_on, self._is_asked = context.assembly.rank_info.is_main, False
         exporter.tell = tell
 
-    def start(self) -> Iterable[Event]:
+    def start(self) -> None:
         """Make up for an export that an earlier launch owed."""
         if self._is_on:
             with self._warned():
                 self._exporter.start(self._every, self._console, self._checkpoints, self._prune)
-        return ()
 
-    def step_taken(self, taken: TakenStep) -> Iterable[Event]:
+    def step_taken(self, taken: TakenStep) -> None:
         """Tell of the exports that are done."""
         self._exporter.tell_made()
-        return ()
 
-    def between_steps(self, agreed: Request) -> Iterable[Event]:
+    def between_steps(self, agreed: Request) -> None:
         """Note that the checkpoint of this step is asked for."""
         self._is_asked = self._is_asked or Request.EXPORT in agreed
-        return ()
 
     def notify(self, event: Event) -> None:
         """Export a checkpoint where that is due, or asked for."""

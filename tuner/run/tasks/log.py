@@ -83,12 +83,11 @@ class LogTask(Task):
         self._unread: deque[TakenStep] = deque()
         self._elapsed_s = 0.0  # of the steps of this launch
 
-    def start(self) -> Iterator[Event]:
+    def start(self) -> None:
         """Ask the columns for the steps of earlier launches again."""
         lines = self.metrics.read() if self._columns else ()
         for line in (one for one in lines if one.get("kind") == "train"):
             self._further(line)
-        yield from ()
 
     def around_step(self, number: int) -> AbstractContextManager[None]:
         """Start the clock with the first step."""
@@ -155,15 +154,13 @@ class MemoryTask(Task):
     def __init__(self, freed: FreedMemory) -> None:
         self._freed = freed
 
-    def start(self) -> Iterator[Event]:
+    def start(self) -> None:
         """The model is built."""
         self._freed.before_first_step()
-        yield from ()
 
-    def step_taken(self, taken: TakenStep) -> Iterator[Event]:
+    def step_taken(self, taken: TakenStep) -> None:
         """Look at what this process has held so far."""
         self._freed.after_step()
-        yield from ()
 
 
 def _determined(taken: TakenStep, result: StepResult) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The tasks that save checkpoints: at once, or in the background of the steps that follow, one at a time."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ class Saver(Task):
         """Whether a save in the background is over and was not asked about."""
         return self._thread.ended
 
-    def start(self) -> Iterable[Event]:
+    def start(self) -> None:
         """Check the disk and have the memory for copies made ready during the first step. Collective.
 
         Raises MachineError where there is no room for one checkpoint.
@@ -90,7 +90,6 @@ class Saver(Task):
             held = self._assembly.train_state.optimizer.host_names()
             copied = {name: tensor for name, tensor in tensors.items() if name not in held}
             self._thread.start(lambda: self._reserve(copied))
-        return ()
 
     def save(self, snapshot: Snapshot) -> Snapshot:
         """Commit a snapshot of the tensors as they are. Collective; raises what any rank raises.

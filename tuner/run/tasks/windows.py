@@ -1,7 +1,7 @@
 """The task that prepares the next window of data next to training, and opens it when the one at hand is trained."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -56,17 +56,15 @@ class WindowTask(Task):
         self._looked_at = time.monotonic()
         self._said, self._trained = "", 0
 
-    def start(self) -> Iterable[Event]:
+    def start(self) -> None:
         """Say which window is at hand, and begin to prepare the one after it."""
         self._say_opened(self._windows.position.at_hand, 0.0)
         self._look_ahead()
-        return ()
 
-    def step_taken(self, taken: TakenStep) -> Iterable[Event]:
+    def step_taken(self, taken: TakenStep) -> None:
         """Look for the next window now and then."""
         if time.monotonic() - self._looked_at >= LOOK_S:
             self._look_ahead()
-        return ()
 
     def between_steps(self, agreed: Request) -> Iterator[Event]:
         """Open the next window where this one is done; it is waited for. Collective."""
@@ -80,15 +78,14 @@ class WindowTask(Task):
             with self._log.clock.pause():
                 self._go_over()
 
-    def finish(self, finished: bool) -> Iterable[Event]:
+    def finish(self, finished: bool) -> None:
         """Leave what is being prepared."""
-        return self.close()
+        self.close()
 
-    def close(self) -> Iterable[Event]:
+    def close(self) -> None:
         """Leave what is being prepared."""
         if self._finder is not None:
             self._finder.end()
-        return ()
 
     def _end_launch(self) -> None:
         """End the launch where it has trained its windows, and others may follow. Collective."""
