@@ -15,7 +15,9 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from tuner.model import triton_attention
+from tuner.model import offload, output_layer, tiles, triton_attention
+from tuner.model.quantize import product
+from tuner.parallel import expert
 from tuner.parallel.fsdp import is_whole_along
 from tuner.runtime import host, torch_private
 from tuner.runtime.device import HOPPER, traced_for
@@ -69,8 +71,6 @@ def quiet_kernels() -> Iterator[None]:
 @contextmanager
 def balanced_experts(size: int) -> Iterator[None]:
     """Within, tokens go to the experts of all processes of a group evenly: fakes have no numbers to count."""
-    from tuner.parallel import expert  # few launches have the axis
-
     def split_sizes(sent: torch.Tensor, received: torch.Tensor, choices: int) -> tuple[list[int], list[int]]:
         each = [choices // size + (rank < choices % size) for rank in range(size)]
         return each, list(each)
@@ -85,8 +85,6 @@ def few_tiles(standing_for: Callable[[int], None]) -> Iterator[None]:
 
     ``standing_for`` is called before each of them with the number of tiles in whose place it is traced.
     """
-    from tuner.model import output_layer, tiles  # few launches have them
-
     every = output_layer.spans
 
     def some(count: int, size: int) -> Iterator[slice]:
@@ -107,8 +105,6 @@ def few_tiles(standing_for: Callable[[int], None]) -> Iterator[None]:
 @contextmanager
 def few_weight_tiles() -> Iterator[None]:
     """Within, of the tiles of a quantised weight the first few, of which one is the largest, and the last are made."""
-    from tuner.model.quantize import product  # few launches have a quantised base
-
     every = product.tiles
 
     def some(length: int, bytes_each: int, device: str) -> list[tuple[int, int]]:
@@ -139,8 +135,6 @@ def shards_copied() -> AbstractContextManager[None]:
 @contextmanager
 def inputs_not_copied() -> Iterator[None]:
     """Within, inputs on their way to the host and back have their memory at both ends, and no bytes are copied."""
-    from tuner.model import offload  # few launches have it
-
     with patch.object(offload, "block_pairs", lambda place: iter(())):
         yield
 

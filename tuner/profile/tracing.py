@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from tuner.parallel.assemble import assemble
 from tuner.parallel.fsdp import local, sync_gradients
 from tuner.parallel.mesh import DeviceMeshes, Mesh
 from tuner.profile import fakes
+from tuner.profile.allocations import AllocationTracker, LiveChange, Storage
 from tuner.profile.estimate import Sizes
 from tuner.profile.prediction import Phase
 from tuner.profile.traffic import Traffic, TrafficCounter
@@ -36,11 +37,9 @@ from tuner.setup.build import build_train_state, run_tensors
 from tuner.setup.model import teacher_in_memory
 from tuner.setup.resolve import Resolved
 from tuner.setup.specs import assembly_spec, meta_model_of, step_config_of, teacher_spec
+from tuner.setup.teacher import teacher_of
 from tuner.train.evaluate import batch_losses
 from tuner.train.step import TrainState, microbatch_terms, optimizer_step
-
-if TYPE_CHECKING:
-    from tuner.profile.allocations import AllocationTracker, LiveChange, Storage
 
 REASON = 200
 """Letters of an error that are shown."""
@@ -83,8 +82,6 @@ def trace_step(
     are never compiled here: with ``compiled`` what they would keep twice as they are is counted once. Raises
     RecipeError where the model's own code does not run so.
     """
-    from tuner.profile.allocations import AllocationTracker
-
     facts, spec, device = resolved.facts, assembly_spec(resolved), torch.device("cpu")
     step_config = step_config_of(resolved, device, rank_info)
     mesh = step_config.mesh
@@ -146,8 +143,6 @@ def _teacher(resolved: Resolved, mesh: Mesh) -> CausalLM | None:
     """The teacher of a distillation, without storage."""
     if (method := teacher_in_memory(resolved)) is None:
         return None
-    from tuner.setup.teacher import teacher_of
-
     taught = teacher_of(resolved, method)
     return assemble(teacher_spec(taught), meta_model_of(taught), meshes=_fake_meshes(mesh)).eval()
 

@@ -250,12 +250,11 @@ def resume_source(run_dir: Path, overrides: Sequence[Override] = ()) -> LoadedRe
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"output_dir": str(run.path)}))
 
 
-def launches_of(run_dir: Path) -> int:
-    """How many launches a run has had; none where its record cannot be read."""
+def launches_of(run_dir: Path) -> list[Mapping[str, Any]]:
+    """The launches of a run as its record has them; none where it cannot be read."""
     with suppress(TunerError):
-        record = RunDir(run_dir).read_record()
-        return 0 if record is None else len(record["launches"])
-    return 0
+        return list((RunDir(run_dir).read_record() or {}).get("launches", ()))
+    return []
 
 
 def left_before(run_dir: Path, launches: int = -1) -> RunResult | None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from tuner.checkpoint.manifest import STEP, step_dirs, step_name
 from tuner.checkpoint.open import CheckpointInfo, newest, open_checkpoint
 from tuner.errors import DataError, RecipeError
+from tuner.rundir.directory import RunDir
 from tuner.rundir.last_checkpoint import gone, last_step, way_to_whole
 from tuner.rundir.layout import CHECKPOINTS
 from tuner.rundir.links import require_no_links
@@ -177,8 +178,6 @@ def _never_saved(run_dir: Path, record: Mapping[str, Any] | None) -> DataError:
 
 def way_to_save(run_dir: Path, record: Mapping[str, Any] | None) -> str:
     """What gives a run without a checkpoint its first one, by its record."""
-    from tuner.rundir.directory import RunDir
-
     is_finished = record is not None and record.get("status") == "finished"  # with checkpoint.at_end: false
     if not RunDir(run_dir).keeps_recipe(record):
         end = " --checkpoint.at_end true" if is_finished else ""

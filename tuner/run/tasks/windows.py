@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from tuner.config.dump import recipe_dict
@@ -10,10 +10,9 @@ from tuner.errors import TunerError, counted
 from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.log import LogTask
 from tuner.run.tasks.time_left import TimeLeft
-from tuner.run.windows.finder import Finder, Found
+from tuner.run.windows.finder import Finder, WindowLook, waited
 from tuner.run.windows.opened import OpenedWindows
 from tuner.run.windows.preparation import PreparedBeside
-from tuner.run.windows.start import POLL_S
 from tuner.rundir.layout import PORTIONS_LOG
 from tuner.rundir.windows import WindowEntry, write_windows
 from tuner.runtime import phase
@@ -24,14 +23,6 @@ from tuner.train.tasks import Event, Request, TakenStep, Task
 
 LOOK_S = 1.0
 """Time between two looks for the next window while one is trained."""
-
-
-@dataclass(frozen=True)
-class WindowLook:
-    """What rank 0 found, with the windows that were opened or left out by then."""
-
-    found: Found
-    entries: tuple[WindowEntry, ...]
 
 
 class WindowTask(Task):
@@ -137,25 +128,16 @@ class WindowTask(Task):
 
     def _wait(self) -> WindowLook:
         """Look until the next window is ready, there is none, it was waited for long enough, or a signal came."""
-        wait = self._windows.spec.data.windows.wait
-        patience, since, decided = 0.0 if wait is None else wait.seconds, time.monotonic(), 0
-        ranks = Collective(gloo_group())
+        wait, ranks = self._windows.spec.data.windows.wait, Collective(gloo_group())
         with self._console.doing("waiting for the next window") as doing:
-            while True:
-                look = ranks.on_rank0(partial(self._look, time.monotonic() - since >= patience))
-                if look.found.kind not in ("late", "preparing"):
-                    return look
-                if any_rank(Request.STOP in self._request(), gloo_group()):
-                    return replace(look, found=replace(look.found, kind="stop"))
-                if look.found.kind != "late" or len(look.entries) != decided:
-                    since, decided = time.monotonic(), len(look.entries)  # the next one is waited for as long
-                doing.update(look.found.words)
-                time.sleep(POLL_S)
+            return waited(
+                lambda overdue: ranks.on_rank0(partial(self._look, overdue)), 0.0 if wait is None else wait.seconds,
+                doing, lambda: any_rank(Request.STOP in self._request(), gloo_group()),
+            )  # fmt: skip
 
     def _look(self, overdue: bool) -> WindowLook:
         assert self._finder is not None  # on rank 0
-        found = self._finder.look(overdue)
-        return WindowLook(found, tuple(self._finder.entries))
+        return self._finder.seen(overdue)
 
     def _note_opened(self, entry: WindowEntry) -> None:
         assert self._finder is not None  # on rank 0
