@@ -68,19 +68,16 @@ def quiet_kernels() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def balanced_experts(size: int) -> Iterator[None]:
+def balanced_experts(size: int) -> AbstractContextManager[object]:
     """Within, tokens go to the experts of all processes of a group evenly: fakes have no numbers to count."""
     def split_sizes(sent: torch.Tensor, received: torch.Tensor, choices: int) -> tuple[list[int], list[int]]:
         each = [choices // size + (rank < choices % size) for rank in range(size)]
         return each, list(each)
 
-    with patch.object(expert, "split_sizes", split_sizes):
-        yield
+    return patch.object(expert, "split_sizes", split_sizes)
 
 
-@contextmanager
-def few_tiles(standing_for: Callable[[int], None]) -> Iterator[None]:
+def few_tiles(standing_for: Callable[[int], None]) -> AbstractContextManager[object]:
     """Within, of the tiles of a row the first few and the last are computed: those between are like them.
 
     ``standing_for`` is called before each of them with the number of tiles in whose place it is traced.
@@ -98,12 +95,10 @@ def few_tiles(standing_for: Callable[[int], None]) -> Iterator[None]:
         finally:  # computing a layer again may stop anywhere
             standing_for(1)
 
-    with patch.object(tiles, "spans", some):
-        yield
+    return patch.object(tiles, "spans", some)
 
 
-@contextmanager
-def few_weight_tiles() -> Iterator[None]:
+def few_weight_tiles() -> AbstractContextManager[object]:
     """Within, of the tiles of a quantised weight the first few, of which one is the largest, and the last are made."""
     every = product.tiles
 
@@ -111,8 +106,7 @@ def few_weight_tiles() -> Iterator[None]:
         found = every(length, bytes_each, device)
         return [*found[:TILES], *found[TILES:][-1:]]
 
-    with patch.object(product, "tiles", some):
-        yield
+    return patch.object(product, "tiles", some)
 
 
 def enter_shards(tensors: Iterable[torch.Tensor], part: host.HostPart = "parameters") -> None:
@@ -132,11 +126,9 @@ def shards_copied() -> AbstractContextManager[None]:
     return torch_private.moved_shards(torch.clone, brought_back)
 
 
-@contextmanager
-def inputs_not_copied() -> Iterator[None]:
+def inputs_not_copied() -> AbstractContextManager[object]:
     """Within, inputs on their way to the host and back have their memory at both ends, and no bytes are copied."""
-    with patch.object(offload, "block_pairs", lambda place: iter(())):
-        yield
+    return patch.object(offload, "block_pairs", lambda place: iter(()))
 
 
 class Properties:

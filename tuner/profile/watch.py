@@ -125,7 +125,8 @@ class StepWatch:
                 self._console.warn(f"the memory could not be examined: {type(error).__name__}: {error}")
                 continue
             try:
-                return replace(report, predicted=predicted_peak(self._assembly))
+                predicted = predict(recipe_again(self._assembly.resolved, {}), _target(self._assembly))
+                return replace(report, predicted=predicted.memory.counted_peak())
             except Exception as error:
                 self._console.warn(f"no prediction: {type(error).__name__}: {error}")
                 return report
@@ -303,11 +304,6 @@ def _with_prediction(assembly: Assembly, report: OomReport, limit: int | None) -
 def less_of(assembly: Assembly) -> str:
     """What to write in the recipe of a run that needs less memory."""
     return less_memory(assembly.resolved, assembly.rank_info.world_size)
-
-
-def predicted_peak(assembly: Assembly) -> dict[Part, int]:
-    """What is predicted for the fullest moment of a step of this run, as its allocator would count it."""
-    return predict(recipe_again(assembly.resolved, {}), _target(assembly)).memory.counted_peak()
 
 
 def _target(assembly: Assembly) -> Target:

@@ -130,7 +130,7 @@ def _last(run_dir: Path, warn: Warn, shards: bool) -> CheckpointInfo:
     checkpoints, record = run_dir / CHECKPOINTS, readable_record(run_dir, warn)
     last = last_step(checkpoints, record)
     if last is None:
-        raise _never_saved(run_dir, record)
+        raise DataError(f"{run_dir}: the run has no checkpoint", hint=way_to_save(run_dir, record))
     problems: dict[int, str] = {last: gone(checkpoints, last)}
     for step, path in step_dirs(checkpoints):
         if step < last:
@@ -170,10 +170,6 @@ def _tell_unfinished(run_dir: Path, record: Mapping[str, Any] | None, found: Che
     if total is None or found.step < total:
         of = "" if total is None else f" of {total}"
         warn(f"{run_dir}: its newest checkpoint is that of step {found.step}{of}, before the end of the run")
-
-
-def _never_saved(run_dir: Path, record: Mapping[str, Any] | None) -> DataError:
-    return DataError(f"{run_dir}: the run has no checkpoint", hint=way_to_save(run_dir, record))
 
 
 def way_to_save(run_dir: Path, record: Mapping[str, Any] | None) -> str:
