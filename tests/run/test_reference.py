@@ -20,7 +20,6 @@ from tuner.run.options import LaunchOptions
 from tuner.run.status import resume_source
 from tuner.runtime.files import read_json
 
-RESUME = LaunchOptions(resume="must")
 PAIRS = 24
 ZEROS = {"reward_chosen": 0.0, "reward_rejected": 0.0, "margin": 0.0}
 
@@ -191,7 +190,7 @@ def train(loaded: Any) -> Path:
     from tuner.runtime.console import Console
     from tuner.runtime.dist import RankInfo
 
-    return train_run(loaded, RESUME, RankInfo(), Console(main=False)).run_dir
+    return train_run(loaded, LaunchOptions("must"), RankInfo(), Console(main=False)).run_dir
 
 
 def test_answers_with_labels_have_a_reference_of_their_mismatched_ones(made: Path) -> None:

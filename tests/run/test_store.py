@@ -10,12 +10,10 @@ import obstore
 import pytest
 from obstore.store import MemoryStore
 
-from tests.fixtures.trainings import lines, outcome
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
+from tests.fixtures.trainings import lines, loaded, outcome
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.run.main import train
-from tuner.run.options import LaunchOptions, RunResult
+from tuner.run.options import LaunchOptions, Resume, RunResult
 from tuner.run.store import Publisher, PublishTask
 from tuner.run.stored import in_store
 from tuner.rundir import in_store as places
@@ -51,11 +49,10 @@ def said() -> tuple[Console, Callable[[], str]]:
     return Console(stream=stream), stream.getvalue
 
 
-def launched(directory: Path, url: str, resume: str = "never", **flags: str) -> RunResult:
-    overrides = [Override(key.replace("__", "."), text) for key, text in {"output_dir": url, **flags}.items()]
-    loaded = load_recipe(directory / "r.yaml", overrides, cwd=directory)
-    with in_store(loaded, Console(main=False)):
-        return train(loaded, LaunchOptions("must" if resume == "must" else "never"), RankInfo(), Console(main=False))
+def launched(directory: Path, url: str, resume: Resume = "never", **flags: str) -> RunResult:
+    recipe = loaded(directory, output_dir=url, **flags)
+    with in_store(recipe, Console(main=False)):
+        return train(recipe, LaunchOptions(resume), RankInfo(), Console(main=False))
 
 
 def quiet(*_: object) -> None:

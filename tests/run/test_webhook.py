@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.trainings import loaded
 from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
 from tuner.config.recipe import WEBHOOK_VARIABLE
 from tuner.errors import DivergedError, RecipeError
 from tuner.run.launch import launch
-from tuner.run.options import LaunchOptions, RunResult
+from tuner.run.options import LaunchOptions, Resume, RunResult
 from tuner.run.webhook import posted
 from tuner.runtime import stop
 
@@ -75,9 +75,8 @@ def listener() -> Iterator[Listener]:
     server.server_close()
 
 
-def _launch(directory: Path, options: LaunchOptions | None = None, **flags: str) -> RunResult:
-    overrides = [Override(key.replace("__", "."), text) for key, text in (SHORT | flags).items()]
-    return launch(load_recipe(directory / "r.yaml", overrides, cwd=directory), options or LaunchOptions())
+def _launch(directory: Path, resume: Resume = "never", **flags: str) -> RunResult:
+    return launch(loaded(directory, **SHORT | flags), LaunchOptions(resume))
 
 
 def test_it_hears_of_a_stop_a_finish_and_a_divergence(
@@ -85,8 +84,8 @@ def test_it_hears_of_a_stop_a_finish_and_a_divergence(
 ) -> None:
     monkeypatch.setenv(WEBHOOK_VARIABLE, listener.address)
     _launch(workplace, train__stop_after="1 step")
-    result = _launch(workplace, LaunchOptions("must"))
-    _launch(workplace, LaunchOptions("auto"))
+    result = _launch(workplace, "must")
+    _launch(workplace, "auto")
     stopped, finished = listener.bodies
     assert stopped.keys() == finished.keys() == KEYS
     assert (stopped["event"], stopped["exit_code"], stopped["step"], stopped["why"]) == ("stopped", 75, 1, "stop_after")

@@ -101,9 +101,7 @@ def _hint(is_deterministic: bool) -> str:
     """What may cause a difference; kernels only where they were not the deterministic ones."""
     if is_deterministic:
         return "code of your own that keeps state (a method, an optimizer, a schedule)?"
-    return (
-        "code of your own that keeps state, or kernels that are not deterministic? try train.deterministic: true"
-    )
+    return "code of your own that keeps state, or kernels that are not deterministic? try train.deterministic: true"
 
 
 def _start(run: RunDir, steps: int, console: Console) -> _Start:

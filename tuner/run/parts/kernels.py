@@ -37,11 +37,6 @@ class Kernels(Part):
     def __init__(self, recipe: Recipe) -> None:
         self._chosen: dict[str, str] = {}
 
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        """Where a GPU may train."""
-        return recipe.train.device != "cpu"
-
     def before_build(self, ready: Preflight, resolved: Resolved) -> Resolved:
         """The kernels that the run's checkpoint names, else the fastest by rank 0's device. Collective."""
         if resolved.facts.kind != "cuda":

@@ -123,11 +123,6 @@ class Part:
     def __init__(self, recipe: Recipe) -> None:
         """Of a launch of the recipe as it is written: what is `auto` in it may become anything yet."""
 
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        """Whether a recipe asks for the part; loads nothing."""
-        return True
-
     def check(self, before: Before) -> None:
         """Look at files, shapes, rights and code that the part needs, before any device. Raises TunerError children."""
 

@@ -76,9 +76,7 @@ class Exporter:
         is_merged = self.recipe.model.quantize != "none" and self.recipe.export.adapter == "merge"
         return self.recipe.export.base if is_merged else None
 
-    def start(
-        self, every: Cadence, console: Console, checkpoints: Path, prune: Callable[[], int] = lambda: 0
-    ) -> None:
+    def start(self, every: Cadence, console: Console, checkpoints: Path, prune: Callable[[], int] = lambda: 0) -> None:
         """Exports are due at `every`; begin with one that an earlier launch owed.
 
         ``prune`` removes older checkpoints: those that were being exported when their turn came wait for the end.
