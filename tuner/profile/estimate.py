@@ -12,13 +12,7 @@ from tuner.config.optimizers import AdamwOptimizer
 from tuner.model.flops import FROZEN, TRAINED, Flops, Product, experts_of_token, products_of
 from tuner.profile.devices import Device
 from tuner.profile.prediction import TimeEstimate
-from tuner.profile.rates import (
-    HALF_REACHED,
-    rates_of,
-    seconds_of_attention,
-    seconds_of_products,
-    seconds_of_weights,
-)
+from tuner.profile.rates import HALF_REACHED, rates_of, seconds_of_attention, seconds_of_products, seconds_of_weights
 from tuner.profile.traffic import Traffic
 from tuner.profile.workload import Workload
 from tuner.runtime.device import measured_peak
