@@ -25,7 +25,7 @@ def test_a_run_in_parts_is_the_run_in_one(workplace: Path) -> None:
     assert [line["lr"] for line in found] == pytest.approx([1e-3 * rate for rate in rates])
     tokens = [after["tokens"] - before["tokens"] for before, after in zip([{"tokens": 0}, *found], found, strict=False)]
     assert min(tokens[2:4]) > max(tokens[:2]) > max(tokens[4:])
-    parts = scaled | {"name": "parts", "output_dir": str(workplace / "runs" / "parts")}
+    parts = scaled | {"name": "parts"}
     assert launch(workplace, train__stop_after="3 steps", **parts).step == 3
     resumed = launch(workplace, "must", **parts).run_dir
     assert trainings.outcome(resumed) == trainings.outcome(run)

@@ -98,11 +98,11 @@ def test_a_run_ends_early_at_the_same_step_however_often_it_was_stopped(workplac
     assert launch(workplace, **FLAGS).step == 2, "finished is finished"
     expected = trainings.outcome(run)
 
-    later = FLAGS | {"name": "later", "output_dir": str(workplace / "runs" / "later"), "train__min_steps": "4"}
+    later = FLAGS | {"name": "later", "train__min_steps": "4"}
     assert launch(workplace, **later).step == 4
     assert launch(workplace, "must", **later | {"train__min_steps": "3"}).step == 4
 
-    parts = FLAGS | {"name": "parts", "output_dir": str(workplace / "runs" / "parts")}
+    parts = FLAGS | {"name": "parts"}
     stopped = launch(workplace, train__stop_after="1 step", **parts)
     assert (stopped.status, stopped.step) == ("stopped", 1)
     ended = launch(workplace, "must", **parts)

@@ -17,10 +17,6 @@ SKIPS = {
 LEFT_OUT = {2, 4, 5}
 
 
-def _named(workplace: Path, name: str) -> dict[str, str]:
-    return {"name": name, "output_dir": str(workplace / "runs" / name)}
-
-
 def test_they_change_nothing_but_their_updates(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the guard had judged each of them as one to leave out; stopped and resumed it is the same."""
     whole = launch(workplace, **SKIPS)
@@ -32,7 +28,7 @@ def test_they_change_nothing_but_their_updates(workplace: Path, monkeypatch: pyt
         assert (line["tok_per_s"] == 0) == (line["step"] in LEFT_OUT) == ("spike_score" not in line)
     expected = trainings.outcome(whole.run_dir)
 
-    parts = SKIPS | _named(workplace, "parts")
+    parts = SKIPS | {"name": "parts"}
     assert launch(workplace, train__stop_after="4 steps", **parts).step == 4
     assert trainings.outcome(launch(workplace, "must", **parts).run_dir) == expected
 
@@ -44,7 +40,7 @@ def test_they_change_nothing_but_their_updates(workplace: Path, monkeypatch: pyt
         return judge(guard, bad)
 
     monkeypatch.setattr(Guard, "judge", judged_bad)
-    guarded = SKIPS | _named(workplace, "guarded") | {"train__steps_to_skip": "[]", "train__nonfinite": "{skip: 9}"}
+    guarded = SKIPS | {"name": "guarded", "train__steps_to_skip": "[]", "train__nonfinite": "{skip: 9}"}
     other = trainings.outcome(launch(workplace, **guarded).run_dir)
     assert other["sha256"] == expected["sha256"]
     trained = [(a, b) for a, b in zip(other["log"], expected["log"], strict=True) if a["step"] not in LEFT_OUT]

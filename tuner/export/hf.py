@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.manifest import step_dirs
 from tuner.errors import DataError, MachineError, TunerError
 from tuner.export import verify
 from tuner.export.card import CARD, base_facts, card, lineage
@@ -35,7 +34,7 @@ from tuner.export.write import (
 )
 from tuner.model.build import is_part
 from tuner.model.freeze import frozen_names
-from tuner.rundir.exports import LINEAGE, link_latest
+from tuner.rundir.exports import LINEAGE, link_latest, version_dirs
 from tuner.rundir.keep import CheckpointHold, is_held
 from tuner.rundir.layout import EXPORTS
 from tuner.rundir.model_path import with_remedies
@@ -79,7 +78,7 @@ def run_export(plan: ExportPlan) -> ExportReport:
 def _lead_to(plan: ExportPlan) -> None:
     """Have the run's `exports/latest` lead to the trained weights of its newest exported step."""
     exports = plan.source.run_dir / EXPORTS
-    is_newest = all(step <= plan.source.step for step, _ in step_dirs(exports))
+    is_newest = all(step <= plan.source.step for step, _ in version_dirs(exports))
     if plan.output.parent == exports and plan.source.weights.kind == "trained" and is_newest:
         link_latest(exports, plan.output.name)
 

@@ -258,8 +258,8 @@ def predict_by_layers(recipe: Recipe, target: Target, layers: int, prepared: Pat
     moments = tuple(replace(one, parts=_parts(one.parts, other.parts, further)) for one, other in pairs)
     memory = MemoryTimeline(moments, {}, _grown(few.memory.host, more.memory.host, further))
     flops = {name: _line(value, more.time.flops[name], further) for name, value in few.time.flops.items()}
-    sent = {name: (value, vars(more.time.traffic)[name]) for name, value in vars(few.time.traffic).items()}
-    traffic = Traffic(**{name: round(_line(*values, further)) for name, values in sent.items()})
+    fewer, others = vars(few.time.traffic), vars(more.time.traffic)
+    traffic = Traffic(**{name: round(_line(size, others[name], further)) for name, size in fewer.items()})
     busy_s = _line(few.time.busy_s, more.time.busy_s, further)
     time = replace(more.time, flops=flops, traffic=traffic, busy_s=busy_s, step_s=seconds_of(busy_s, traffic))
     return replace(more, memory=memory, time=time)

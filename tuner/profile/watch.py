@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,9 +20,7 @@ from tuner.errors import MemoryLimitError, is_out_of_memory
 from tuner.model.blocks import apply_recompute
 from tuner.model.build import decoder_blocks
 from tuner.profile.blocks import Holding, MemoryRecord, alike, resident
-from tuner.profile.choose import choose_less
 from tuner.profile.devices import Device, data_sheet_rate
-from tuner.profile.predict import CONTEXT_BYTES, Target, predict
 from tuner.profile.prediction import NAMES, PARTS, Part, largest_first, unit_of
 from tuner.profile.recorder import StepRecorder
 from tuner.runtime.console import Console
@@ -34,6 +32,9 @@ from tuner.setup.resolve import recipe_again
 from tuner.setup.settled import MICRO
 from tuner.setup.specs import assembly_spec
 from tuner.train.step import forward_backward, optimizer_step
+
+if TYPE_CHECKING:
+    from tuner.profile.predict import Target
 
 
 class StepWatch:
@@ -125,8 +126,7 @@ class StepWatch:
                 self._console.warn(f"the memory could not be examined: {type(error).__name__}: {error}")
                 continue
             try:
-                predicted = predict(recipe_again(self._assembly.resolved, {}), _target(self._assembly))
-                return replace(report, predicted=predicted.memory.counted_peak())
+                return replace(report, predicted=predicted_peak(self._assembly))
             except Exception as error:
                 self._console.warn(f"no prediction: {type(error).__name__}: {error}")
                 return report
@@ -242,7 +242,9 @@ def replay_step(assembly: Assembly, number: int, message: str) -> OomReport:
     return with_fix(assembly, report_at(assembly, record, at, _where(number), _asked_bytes(message)))
 
 
-def report_at(assembly: Assembly, record: MemoryRecord, at: int, where: str, asked: int | None = None) -> OomReport:
+def report_at(
+    assembly: Assembly, record: MemoryRecord, at: int, where: str, asked: int | None = None
+) -> OomReport:
     """What a record has of the moment after change ``at``."""
     change = record.changes[at]
     largest = tuple(record.owners(at)[:LISTED])
@@ -286,6 +288,9 @@ def with_fix(assembly: Assembly, report: OomReport, limit: int | None = None) ->
 
 def _with_prediction(assembly: Assembly, report: OomReport, limit: int | None) -> OomReport:
     """The change that is predicted to fit, and to need clearly less than what failed; the report as it is without."""
+    from tuner.profile.choose import choose_less
+    from tuner.profile.predict import CONTEXT_BYTES
+
     recipe, target = recipe_again(assembly.resolved, {}), _target(assembly)
     target = target if limit is None else replace(target, limit_bytes=limit + CONTEXT_BYTES[target.device.kind])
     try:
@@ -304,8 +309,17 @@ def less_of(assembly: Assembly) -> str:
     return less_memory(assembly.resolved, assembly.rank_info.world_size)
 
 
+def predicted_peak(assembly: Assembly) -> dict[Part, int]:
+    """What is predicted for the fullest moment of a step of this run, as its allocator would count it."""
+    from tuner.profile.predict import predict
+
+    return predict(recipe_again(assembly.resolved, {}), _target(assembly)).memory.counted_peak()
+
+
 def _target(assembly: Assembly) -> Target:
     """The device of this run, with what was free of it; its rate matters for nothing here but proportions."""
+    from tuner.profile.predict import Target
+
     facts = assembly.resolved.facts
     rate = data_sheet_rate(facts.name) or 1e12
     here = Device(

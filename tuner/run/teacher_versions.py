@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tuner.checkpoint.manifest import step_dirs
 from tuner.config.methods import DistillMethod
 from tuner.data.building.spec import PrepareSpec
 from tuner.errors import DataError
 from tuner.run.status import RunStatus
+from tuner.rundir.exports import version_dirs
 from tuner.rundir.versions import TakenVersion, TakenVersions, read_teachers, write_teachers
 from tuner.runtime.console import Console
 from tuner.runtime.process import Collective, gloo_group
@@ -75,7 +75,7 @@ class TeacherVersions:
         if step <= self.known.looked:
             return self.known.at(step)
         at_hand = int(self.at_hand.name.rpartition("-")[2])
-        for number, path in step_dirs(Path(self.method.teacher)):
+        for number, path in version_dirs(Path(self.method.teacher)):
             if number <= at_hand:
                 break
             if (problem := incomplete(path, self._files)) is None:
@@ -131,3 +131,4 @@ def begin_versions(method: DistillMethod, status: RunStatus, spec: PrepareSpec) 
 
     known = Collective(gloo_group()).on_rank0(begun)
     return TeacherVersions(method, spec, known, known.at(step))
+

@@ -46,6 +46,11 @@ def _is_running(pid: str) -> bool:
     return Path("/proc", pid).exists()
 
 
+def version_dirs(directory: Path) -> list[tuple[int, Path]]:
+    """The `step-N` of a directory of models, newest first, each with its N; links are passed over."""
+    return step_dirs(directory)
+
+
 def is_export(path: Path, step: int, options: Mapping[str, Any]) -> bool:
     """Whether a directory is a published export of this step with these options, by its `tuner.json`."""
     try:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from tuner.checkpoint.manifest import step_dirs
 from tuner.config.methods import DistillMethod
 from tuner.config.recipe import NoAdapter, TokenizerSection
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -20,6 +19,7 @@ from tuner.data.id_probes import text_probes
 from tuner.errors import DataError, RecipeError, TunerError
 from tuner.model.build import ModelSpec, meta_model, model_config
 from tuner.model.kernels import has_liger
+from tuner.rundir.exports import version_dirs
 from tuner.runtime.files import read_json
 from tuner.runtime.safetensors_header import read_header
 from tuner.setup.precision import frozen_dtype
@@ -67,7 +67,7 @@ def teacher_model(method: DistillMethod) -> ModelSpec:
 def newest_teacher(directory: Path) -> tuple[int, Path]:
     """The newest whole `step-N` of a directory of versions, with its N. Raises RecipeError where there is none."""
     problems = []
-    for number, path in step_dirs(directory):
+    for number, path in version_dirs(directory):
         problem = incomplete(path)
         if problem is None:
             return number, path
