@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -315,39 +316,34 @@ def test_a_mock_batch_that_does_not_fit_ends_the_launch_before_the_first_step(
     assert not (workplace / "runs" / "r" / "metrics.jsonl").exists()
 
 
+def seen_in_steps(monkeypatch: pytest.MonkeyPatch, look: Callable[[], Any]) -> list[Any]:
+    """What is seen whenever a step takes its rows."""
+    seen, real = list[Any](), GlobalBatches.step
+    monkeypatch.setattr(GlobalBatches, "step", lambda self, i: seen.append(look()) or real(self, i))
+    return seen
+
+
 def test_deterministic_kernels_are_asked_for_and_let_go(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils import deterministic
 
-    seen: list[tuple[bool, Any]] = []
-    real = GlobalBatches.step
-
-    def look(self: GlobalBatches, i: int) -> Any:
-        seen.append((torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory))
-        return real(self, i)
-
-    monkeypatch.setattr(GlobalBatches, "step", look)
+    is_on = torch.are_deterministic_algorithms_enabled
+    seen = seen_in_steps(monkeypatch, lambda: (is_on(), deterministic.fill_uninitialized_memory))
     launch(workplace, train__deterministic="true", train__stop_after="1 step")
     assert set(seen) == {(True, False)}, "no tensor is filled before it is written to"
-    assert not torch.are_deterministic_algorithms_enabled()
+    assert not is_on()
     assert deterministic.fill_uninitialized_memory
 
 
 def test_float32_products_as_tf32_are_asked_for_and_let_go(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[bool, str]] = []
-    real, products = GlobalBatches.step, torch.backends.cuda.matmul
-
-    def look(self: GlobalBatches, i: int) -> Any:
-        # What the compiler asks for, too: it must not raise.
-        seen.append((products.allow_tf32, torch.get_float32_matmul_precision()))
-        return real(self, i)
-
-    monkeypatch.setattr(GlobalBatches, "step", look)
+    products, precision = torch.backends.cuda.matmul, torch.get_float32_matmul_precision
+    # What the compiler asks for, too: it must not raise.
+    seen = seen_in_steps(monkeypatch, lambda: (products.allow_tf32, precision()))
     with pytest.raises(MachineError, match=r"train\.tf32: .* has no TF32 units"):
         launch(workplace, name="cpu", train__tf32="true")
     monkeypatch.setattr(resolve_module, "_check_numerics", lambda recipe, facts: None)
     launch(workplace, train__tf32="true", train__stop_after="1 step")
     assert set(seen) == {(True, "high")}
-    assert (products.allow_tf32, torch.get_float32_matmul_precision()) == (False, "highest")
+    assert (products.allow_tf32, precision()) == (False, "highest")
 
 
 def nan_at(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:

@@ -59,10 +59,7 @@ class Difference:
 
 
 def compare(
-    first: Mapping[str, Sequence[Result]],
-    second: Mapping[str, Sequence[Result]],
-    level: float = 0.95,
-    seed: int = 0,
+    first: Mapping[str, Sequence[Result]], second: Mapping[str, Sequence[Result]], level: float = 0.95, seed: int = 0
 ) -> list[Difference]:
     """The differences of the figures of tasks that both have, by the results of their items.
 

@@ -7,11 +7,13 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from tuner.profile.allocations import Storage
 from tuner.profile.prediction import PARTS, MemoryMoment, MemoryTimeline, Part
 from tuner.profile.tracing import StepTrace
+
+if TYPE_CHECKING:
+    from tuner.profile.allocations import Storage
 
 ROOT = "model."
 """The model's name in the module that is trained, which is left out."""

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from tuner.parallel.assemble import assemble
 from tuner.parallel.fsdp import local, sync_gradients
 from tuner.parallel.mesh import DeviceMeshes, Mesh
 from tuner.profile import fakes
-from tuner.profile.allocations import AllocationTracker, LiveChange, Storage
 from tuner.profile.estimate import Sizes
 from tuner.profile.prediction import Phase
 from tuner.profile.traffic import Traffic, TrafficCounter
@@ -40,6 +39,9 @@ from tuner.setup.specs import assembly_spec, meta_model_of, step_config_of, teac
 from tuner.setup.teacher import teacher_of
 from tuner.train.evaluate import batch_losses
 from tuner.train.step import TrainState, microbatch_terms, optimizer_step
+
+if TYPE_CHECKING:
+    from tuner.profile.allocations import AllocationTracker, LiveChange, Storage
 
 REASON = 200
 """Letters of an error that are shown."""
@@ -82,6 +84,8 @@ def trace_step(
     are never compiled here: with ``compiled`` what they would keep twice as they are is counted once. Raises
     RecipeError where the model's own code does not run so.
     """
+    from tuner.profile.allocations import AllocationTracker  # by private names of torch, which training does without
+
     facts, spec, device = resolved.facts, assembly_spec(resolved), torch.device("cpu")
     step_config = step_config_of(resolved, device, rank_info)
     mesh = step_config.mesh
@@ -219,10 +223,7 @@ def _step(tracker: AllocationTracker, train_state: TrainState, batches: StepBatc
 
 
 def _evaluate(
-    tracker: AllocationTracker,
-    train_state: TrainState,
-    batch: Batch,
-    samples: Sequence[tuple[int, int]],
+    tracker: AllocationTracker, train_state: TrainState, batch: Batch, samples: Sequence[tuple[int, int]]
 ) -> None:
     train_state.root.eval()
     sync_gradients(train_state.root, True)

@@ -23,11 +23,7 @@ from tuner.setup.timetable import few_steps, rates, timetable
 
 
 def preflight(
-    loaded: LoadedRecipe,
-    options: LaunchOptions,
-    console: Console,
-    status: RunStatus | None = None,
-    hashes: bool = True,
+    loaded: LoadedRecipe, options: LaunchOptions, console: Console, status: RunStatus | None = None, hashes: bool = True
 ) -> Preflight | RunResult:
     """Look at the run directory, fetch the weights and prepare the data: what needs no device and no other process.
 

@@ -205,12 +205,7 @@ def _new_run(run: RunDir, record: Mapping[str, Any], loaded: LoadedRecipe) -> st
 
 
 def _own_checkpoint(
-    run: RunDir,
-    record: dict[str, Any],
-    loaded: LoadedRecipe,
-    options: LaunchOptions,
-    console: Console,
-    hashes: bool,
+    run: RunDir, record: dict[str, Any], loaded: LoadedRecipe, options: LaunchOptions, console: Console, hashes: bool
 ) -> CheckpointInfo | None:
     """The newest valid checkpoint of a run, or the one that it began from."""
     recipe = loaded.recipe
@@ -301,10 +296,7 @@ def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any], reset: C
     before = recipe_dict(load_recipe(found.meta["recipe"]).recipe)  # a key that is newer than it has its default
     changed = changes(before, recipe, freed_keys(reset, before["optimizer"]["kind"], recipe["optimizer"]["kind"]))
     if changed.refuse:
-        raise RecipeError(
-            f"{found.path} was saved with another recipe ({changed.shown()})",
-            hint=_way_from(changed),
-        )
+        raise RecipeError(f"{found.path} was saved with another recipe ({changed.shown()})", hint=_way_from(changed))
     return changed
 
 

@@ -164,8 +164,7 @@ def _compared(run_dir: Path, first: int, whole: _Trained, broken: _Trained, hint
     difference = next(_differences(whole, broken), None)
     if difference is not None:
         raise VerificationError(
-            f"{run_dir}: steps with a stop between them are not the steps without: {difference}",
-            hint=hint,
+            f"{run_dir}: steps with a stop between them are not the steps without: {difference}", hint=hint
         )
     info = whole.checkpoint
     return ResumeProof(run_dir, first, len(whole.lines), len(info.index()), content_sha256(info))

@@ -157,12 +157,7 @@ class RunDir:
         self, record: dict[str, Any], status: str, step: int, saved_step: int | None, why: str | None
     ) -> None:
         record["status"] = status
-        record["launches"][-1] |= {
-            "status": status,
-            "step": step,
-            "saved_step": saved_step,
-            "why": why,
-        }
+        record["launches"][-1] |= {"status": status, "step": step, "saved_step": saved_step, "why": why}
         write_json(self.record, record)
 
     def _keep_source(self, work_dirs: Sequence[Path], launch: int) -> dict[str, Any] | None:

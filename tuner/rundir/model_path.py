@@ -146,8 +146,7 @@ def _last(run_dir: Path, warn: Warn, shards: bool) -> CheckpointInfo:
         _tell_unfinished(run_dir, record, found, warn)
         return found
     raise DataError(
-        f"{run_dir}: its last checkpoint is not whole: {problems[last]}",
-        hint=_remedies(checkpoints / step_name(last)),
+        f"{run_dir}: its last checkpoint is not whole: {problems[last]}", hint=_remedies(checkpoints / step_name(last))
     )
 
 

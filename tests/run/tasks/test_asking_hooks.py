@@ -68,6 +68,7 @@ def test_every_stage_comes_in_its_order(workplace: Path) -> None:
     assert sum(tokens) == steps[-1]["tokens"] and all(not batch for stage, *_, batch in found if stage != "batch")
 
 
+@pytest.mark.slow("evaluate")
 @pytest.mark.parametrize("what", ["save", "evaluate", "stop", ["save", "evaluate"], [], None])
 def test_what_a_hook_asks_for_is_done_after_the_step(what: Any, workplace: Path) -> None:
     ask = {"use": "ask", "options": {"at": 3, "what": what}}

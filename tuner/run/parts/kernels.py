@@ -77,11 +77,7 @@ class Kernels(Part):
 
 
 def _kept(
-    what: str,
-    shapes: Mapping[str, Any],
-    ready: Preflight,
-    resolved: Resolved,
-    measure: Callable[[], Fastest | None],
+    what: str, shapes: Mapping[str, Any], ready: Preflight, resolved: Resolved, measure: Callable[[], Fastest | None]
 ) -> Fastest | None:
     """What was measured before for the same device, shapes and versions, or is now."""
     from tuner.model.fastest import Fastest
