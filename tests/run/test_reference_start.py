@@ -22,6 +22,7 @@ from tuner.config.overrides import Override
 from tuner.data.building.columns import Columns
 from tuner.errors import VerificationError
 from tuner.model.adapter import lora_layers
+from tuner.parallel.fsdp import local
 from tuner.parallel.mesh import Mesh
 from tuner.run import columns, reference, reference_start
 from tuner.run.columns import key_of
@@ -207,7 +208,7 @@ def _next_to_another(directory: Path, rank: int, port: int) -> None:
     real = reference_start.require_start
 
     def planted(assembly: Assembly, console: Console) -> None:
-        part = reference_start._local(assembly.train_state.parameters[LAST_UP])
+        part = local(assembly.train_state.parameters[LAST_UP])
         with moved(part, ONE_STEP) if rank == 1 else nullcontext():
             real(assembly, console)
 
