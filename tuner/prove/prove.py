@@ -7,11 +7,10 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import parent_process
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +170,9 @@ class _Group:
 
     def __init__(self, processes: int, place: Path) -> None:
         self._processes, self._place = processes, place
-        self._ranks: list[ForkProcess] = []
+        self._running: dict[int, int] = {}
+        self._codes: dict[int, int] = {}
+        self._starter = os.getpid()
 
     @contextlib.contextmanager
     def started(self, jobs: Sequence[int], work: Work) -> Iterator[None]:
@@ -180,26 +181,19 @@ class _Group:
         with local_store() as port:
             try:
                 for rank in range(self._processes):
-                    process = ForkProcess(target=self._as_rank, args=(rank, port, jobs, work))
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which hold no lock of ours
-                        process.start()
-                    self._ranks.append(process)
+                    self._running[rank] = self._fork(rank, port, jobs, work)
                 yield
             finally:
-                for process in self._ranks:
-                    process.kill()
-                for process in self._ranks:
-                    process.join()
+                self._end()
 
     def answer(self, job: int) -> Any | Failure:
         """The answer of rank 0, once every rank has one; or the failure that came first."""
         path, failed_s = self._answer_path(job), None
         while not path.is_file():
-            ended = [process.exitcode is not None for process in self._ranks]
-            if failed_s is None and any(ended):
+            gone = self._gone()
+            if failed_s is None and gone:
                 failed_s = time.monotonic()
-            if failed_s is not None and (all(ended) or time.monotonic() - failed_s > GRACE_S):
+            if failed_s is not None and (not self._running or time.monotonic() - failed_s > GRACE_S):
                 if path.is_file():  # it was written between the two looks
                     break
                 return Failure(self._reason())
@@ -212,19 +206,57 @@ class _Group:
     def _error_path(self, rank: int) -> Path:
         return self._place / f"error-{rank}.json"
 
+    def _gone(self) -> bool:
+        """Whether any process ended otherwise than well; those that ended are no longer running."""
+        for rank, pid in list(self._running.items()):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                del self._running[rank]
+                self._codes[rank] = os.waitstatus_to_exitcode(status)
+        return len(self._running) < self._processes
+
     def _reason(self) -> str:
         """What the first rank to fail says; one that lost another says it only where nobody says more."""
         errors = [read_json(path) for rank in range(self._processes) if (path := self._error_path(rank)).is_file()]
         own = [error for error in errors if error["kind"] != LostRankError.__name__]
         if found := min(own or errors, key=lambda error: error["at_s"], default=None):
             return str(found["message"])
-        codes = ((rank, process.exitcode) for rank, process in enumerate(self._ranks))
-        rank, code = next((rank, code) for rank, code in codes if code is not None)
+        rank, code = next(iter(self._codes.items()))
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return f"rank {rank} {how} and said nothing"
 
+    def _end(self) -> None:
+        for pid in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in self._running.values():
+            os.waitpid(pid, 0)
+        self._running.clear()
+
+    def _fork(self, rank: int, port: int, jobs: Sequence[int], work: Work) -> int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, none of which holds a lock of ours
+            pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            self._as_rank(rank, port, jobs, work)
+            code = 0
+        except BaseException as error:  # noqa: BLE001 - the process ends here
+            traceback.print_exc()
+            known = as_tuner_error(error)
+            said = {"kind": type(known).__name__, "message": f"rank {rank}: {known.message}", "at_s": time.monotonic()}
+            write_json(self._error_path(rank), said)
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.flush()
+            os._exit(code)
+
     def _as_rank(self, rank: int, port: int, jobs: Sequence[int], work: Work) -> None:
-        """Be a rank: what it says goes to its log, why it failed to a file."""
+        """Be a rank: what it says goes to its log."""
         gc.freeze()  # the end of a group looks for cycles: among what is shared, that would copy it
         log = os.open(self._place / log_name(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for stream in (1, 2):
@@ -237,19 +269,9 @@ class _Group:
         os.environ |= {"OMP_NUM_THREADS": "1"}
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        try:
-            self._do(rank, jobs, work)
-        except BaseException as error:
-            known = as_tuner_error(error)
-            said = {"kind": type(known).__name__, "message": f"rank {rank}: {known.message}", "at_s": time.monotonic()}
-            write_json(self._error_path(rank), said)
-            raise
-
-    def _do(self, rank: int, jobs: Sequence[int], work: Work) -> None:
-        starter = parent_process()
         with process_group(RankInfo(rank, self._processes, rank, self._processes), "cpu", SILENT_S):
             for job in jobs:
-                if starter is None or not starter.is_alive():  # it was killed: nobody reads answers
+                if os.getppid() != self._starter:  # it was killed: nobody reads answers
                     return
                 answer = work(job, rank)
                 if rank == 0:

@@ -192,7 +192,7 @@ class ExportTask(Task):
                 "export.adapter: merge: an adapted layer shares its weight with another, and merging would change both",
                 hint="write export.adapter: keep",
             )
-        self._exporter, self._context, self._prune = exporter, context, prune
+        self._exporter, self._context, self._console, self._prune = exporter, context, context.console, prune
         self._is_on, self._is_asked = context.assembly.rank_info.is_main, False
         exporter.tell = tell
 
@@ -201,7 +201,7 @@ class ExportTask(Task):
         if self._is_on:
             with self._warned():
                 every, checkpoints = self._context.assembly.timetable.exporting, self._context.run.checkpoints
-                self._exporter.start(every, self._context.console, checkpoints, self._prune)
+                self._exporter.start(every, self._console, checkpoints, self._prune)
 
     def step_taken(self, taken: TakenStep) -> None:
         """Tell of the exports that are done."""
@@ -224,4 +224,4 @@ class ExportTask(Task):
         try:
             yield
         except TunerError as error:
-            self._context.console.warn(f"{error.message}; training continues")
+            self._console.warn(f"{error.message}; training continues")
