@@ -12,8 +12,6 @@ from transformers import BloomConfig, BloomForCausalLM
 
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines, loaded, outcome
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
 from tuner.config.recipe import TokenizerSection
 from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.errors import DataError, RecipeError
@@ -166,10 +164,8 @@ def test_a_check_of_the_recipe_finds_a_teacher_without_weights(workplace: Path) 
 
     (workplace / "teacher" / "model.safetensors").unlink()
     for teacher, said in (("teacher", "holds no weights"), ("nowhere", "no such directory")):
-        given = [Override("method.kind", "distill"), Override("method.teacher", str(workplace / teacher))]
-        loaded = load_recipe(workplace / "r.yaml", given, cwd=workplace)
-        found = Findings(loaded)
-        check_files(loaded.recipe, found)
+        found = Findings(loaded(workplace, method__kind="distill", method__teacher=str(workplace / teacher)))
+        check_files(found.loaded.recipe, found)
         with pytest.raises(RecipeError, match=rf"method.teacher.*{said}"):
             found.raise_any()
 

@@ -11,7 +11,6 @@ from tests.fixtures import trainings
 from tests.fixtures.repositories import git
 from tuner.checkpoint import manifest
 from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
 from tuner.run.launch import launch, train_rank
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.runtime import spawn
@@ -47,9 +46,8 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def launched(work: Path, processes: int, resume: Any = "never", **flags: str) -> RunResult:
     given = {"name": f"p{processes}", "parallel.processes": str(processes), "train.device": "cpu"}
     given["train.duration"] = "5 steps"
-    given |= {key.replace("__", "."): text for key, text in flags.items()}
-    loaded = load_recipe(work / "r.yaml", [Override(key, text) for key, text in given.items()])
-    return launch(loaded, LaunchOptions(resume, level="error"))
+    recipe = load_recipe(work / "r.yaml", trainings.overrides(given | flags))
+    return launch(recipe, LaunchOptions(resume, level="error"))
 
 
 def test_command_and_git_state_are_those_of_the_process_that_was_called(work: Path) -> None:

@@ -12,7 +12,6 @@ from tests.contracts.syntax import nodes, trees
 from tests.contracts.test_import_law import imported_modules
 from tests.fixtures import forked, trainings
 from tests.fixtures.trainings import launch
-from tuner.config.load import load_recipe
 from tuner.data.batches import StepBatches
 from tuner.errors import RecipeError
 from tuner.run.options import LaunchOptions, Resume
@@ -169,7 +168,7 @@ def test_every_part_has_a_file_of_its_own_and_is_listed() -> None:
 
 def test_a_launch_loads_nothing_of_the_parts_that_it_has_not(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("model: {name_or_path: m}\ndata: {train: rows.jsonl}\n")
-    recipe = load_recipe(tmp_path / "r.yaml", cwd=tmp_path).recipe
+    recipe = trainings.loaded(tmp_path).recipe
     kept = {type(part).__name__ for part in parts_of(recipe)}
     assert kept == {"OwnCode", "Kernels", "Reference", "Offload", "MockBatch"}
     unused = [f"tuner.{name}" for name in OWNED if name != "run.reference"]

@@ -18,7 +18,6 @@ from tuner.checkpoint import open as opening
 from tuner.checkpoint.manifest import sealed
 from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
-from tuner.config.load import load_recipe
 from tuner.errors import DataError, RecipeError
 from tuner.model import read_ahead
 from tuner.model.build import ModelSpec, fetch_weights
@@ -73,7 +72,7 @@ def test_tensors_are_hashed_by_rank_0_alone(tmp_path: Path, monkeypatch: pytest.
         real(path, *rest)
 
     monkeypatch.setattr(opening, "verify_shard", counting)
-    loaded = load_recipe(tmp_path / "r.yaml", cwd=tmp_path)
+    loaded = trainings.loaded(tmp_path)
     for hashes, wanted in ((False, 0), (True, 1)):
         hashed.clear()
         ready = preflight(loaded, LaunchOptions("auto"), Console(main=False), hashes=hashes)

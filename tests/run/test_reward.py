@@ -70,7 +70,7 @@ def test_probes_end_as_documents_do(place: Path) -> None:
 
 
 def test_a_prediction_answers_no_samples(place: Path) -> None:
-    recipe = load_recipe(place / "r.yaml", cwd=place).recipe
+    recipe = trainings.loaded(place).recipe
     target = Target(find_device("cpu"), RankInfo(), 1 << 40)
     resolved, _ = resolved_for(recipe, target)
     assert recipe.eval.samples > 0

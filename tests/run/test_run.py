@@ -16,7 +16,6 @@ from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
 from tuner.checkpoint.manifest import step_dirs
 from tuner.cli.work.train import _evaluated, launch_training
-from tuner.config.load import load_recipe
 from tuner.data.batches import GlobalBatches
 from tuner.errors import DataError, DivergedError, MachineError, MemoryLimitError, RecipeError
 from tuner.run import preflight
@@ -240,7 +239,7 @@ def test_a_signal_before_the_first_step_leaves_a_run_to_go_on_with(
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    loaded = load_recipe(workplace / "r.yaml", [], cwd=workplace)
+    loaded = trainings.loaded(workplace)
     monkeypatch.setattr(preflight, "prepare_to_use", interrupted)
     with pytest.raises(KeyboardInterrupt):
         launch_training(loaded, LaunchOptions(resume="auto"), False)
