@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -172,12 +173,13 @@ class _Group:
         self._processes, self._place = processes, place
         self._running: dict[int, int] = {}
         self._codes: dict[int, int] = {}
-        self._starter = os.getpid()
+        self._heard = self._held = -1
 
     @contextlib.contextmanager
     def started(self, jobs: Sequence[int], work: Work) -> Iterator[None]:
         """Have them run, and gone at the end."""
         self._place.mkdir()
+        self._heard, self._held = os.pipe()  # its one end is open for as long as this process lives
         with local_store() as port:
             try:
                 for rank in range(self._processes):
@@ -185,6 +187,8 @@ class _Group:
                 yield
             finally:
                 self._end()
+                os.close(self._heard)
+                os.close(self._held)
 
     def answer(self, job: int) -> Any | Failure:
         """The answer of rank 0, once every rank has one; or the failure that came first."""
@@ -258,6 +262,7 @@ class _Group:
     def _as_rank(self, rank: int, port: int, jobs: Sequence[int], work: Work) -> None:
         """Be a rank: what it says goes to its log."""
         gc.freeze()  # the end of a group looks for cycles: among what is shared, that would copy it
+        os.close(self._held)
         log = os.open(self._place / log_name(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for stream in (1, 2):
             os.dup2(log, stream)
@@ -271,7 +276,7 @@ class _Group:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         with process_group(RankInfo(rank, self._processes, rank, self._processes), "cpu", SILENT_S):
             for job in jobs:
-                if os.getppid() != self._starter:  # it was killed: nobody reads answers
+                if select.select([self._heard], [], [], 0)[0]:  # who forked this was killed: nobody reads answers
                     return
                 answer = work(job, rank)
                 if rank == 0:
