@@ -2,14 +2,14 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
-from pydantic import GetCoreSchemaHandler, PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, GetCoreSchemaHandler, PlainSerializer, PlainValidator, WithJsonSchema
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
 
@@ -17,6 +17,18 @@ from pydantic_core import PydanticCustomError, core_schema
 def refuse(message: str) -> PydanticCustomError:
     """Return the error of one field; its message becomes the problem's line as it stands."""
     return PydanticCustomError("recipe", "{message}", {"message": message})
+
+
+def once(name: Callable[[Any], str | None] = str, says: str = "got {!r} twice") -> AfterValidator:
+    """Refuse a list in which two items have one name; any number may have none."""
+
+    def checked(items: tuple[Any, ...]) -> tuple[Any, ...]:
+        names = [found for found in map(name, items) if found is not None]
+        if twice := [each for number, each in enumerate(names) if each in names[:number]]:
+            raise refuse(says.format(twice[0]))
+        return items
+
+    return AfterValidator(checked)
 
 
 def meant(value: object, words: Sequence[str], likeness: float = 0.5) -> str:
