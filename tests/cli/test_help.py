@@ -10,8 +10,8 @@ from tests.contracts.test_surface import commands
 from tests.fixtures.tables import cases
 from tuner.cli import main
 from tuner.cli.app import help_text, split
-from tuner.cli.commands import COMMANDS, EXAMPLES, GROUPED, GROUPS, MEANT, TAKES_RECIPE, WITH_FLAGS
-from tuner.cli.help import EXIT_CODES, explained
+from tuner.cli.commands import COMMANDS, EXAMPLES, EXIT_CODES, GROUPED, GROUPS, MEANT, TAKES_RECIPE, WITH_FLAGS
+from tuner.cli.help import explained
 from tuner.cli.recipes import listed
 from tuner.config.fields import fields, find
 from tuner.config.shipped import shipped_recipes, summary
@@ -74,15 +74,7 @@ def test_what_is_meant_is_there() -> None:
         assert command in KNOWN or command in COMMANDS or command in ("chat", "push", "doctor"), command
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["train", "--dryrun"], "no option --dryrun; did you mean --dry-run?"),
-        (["train", "--lr", "0.003"], "flag --lr  unknown; write --optimizer.lr 0.003"),
-        (["generate", "x", "--promt", "y"], "no option --promt; did you mean --prompt?"),
-        (["generate", "x", "--zzz"], "no option --zzz"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), cases(__file__, "an_unknown_option_is_answered"))
 def test_an_unknown_option_is_answered(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(words) == 2
     assert f"error: {said}\n" in capsys.readouterr().err
