@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from jinja2.exceptions import SecurityError
 from jinja2.utils import Namespace
 
+from tuner.data.encoding.template_names import names
 from tuner.runtime.memory import resident_bytes
 
 MAX_SOURCE_CHARS, MAX_TOKENS, MAX_NESTING = 1 << 18, 1 << 14, 100
@@ -49,25 +50,13 @@ _SMALL = 1 << 12
 _MAPPINGS: tuple[Any, ...] = (dict, MappingProxyType, *map(type, ({}.keys(), {}.values(), {}.items())))
 _NESTS = (list, tuple, set, frozenset, Namespace, *_MAPPINGS)
 _NUMBER_CHARS, _OTHER_CHARS = 24, 100
-_CASES = frozenset({"upper", "lower", "title", "capitalize", "casefold", "swapcase"})
-_ESCAPES = frozenset({"e", "escape", "forceescape"})
-_SPLITS = frozenset({"split", "rsplit", "splitlines"})
-_FROM_THE_RIGHT = frozenset({"rfind", "rindex", "rpartition", "rsplit", "strip", "lstrip", "rstrip", "trim"})
+_CASES, _ESCAPES, _SPLITS = names("cases"), names("escapes"), names("splits")
+_FROM_THE_RIGHT = names("from_the_right")
 """Of these a search may compare each character with each; only that from the left is as long as both texts are."""
-_ONCE = frozenset({"center", "ljust", "rjust", "zfill", "batch", "slice"})
-_LINES = frozenset({"expandtabs", "indent"})
+_ONCE, _LINES = names("once"), names("lines")
 _GROWING = _CASES | _ESCAPES | _ONCE | _LINES | {"replace", "join", "round"}
-_KEPT = (
-    _SPLITS
-    | _FROM_THE_RIGHT
-    | {"find", "index", "count", "partition", "startswith", "endswith", "removeprefix", "removesuffix", "isdisjoint"}
-    | {"isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable"}
-    | {"isspace", "istitle", "isupper", "items", "keys", "values", "get", "copy", "as_integer_ratio", "bit_count"}
-    | {"bit_length", "conjugate", "is_integer", "truncate", "string", "safe", "int", "float", "list", "reverse"}
-    | {"dictsort", "fromkeys", "groupby", "max", "min", "sort", "unique"}
-)
-"""Methods and filters that give no more than they are given; a number that they are given is a place, or a value."""
-KNOWN = _GROWING | _KEPT
+KNOWN = _GROWING | _SPLITS | _FROM_THE_RIGHT | names("kept")
+"""Those that are not growing give no more than they are given; a number that they are given is a place, or a value."""
 _BLANKS = "".join(c for c in map(chr, range(0x3001)) if c.isspace())
 _WIDTHS = re.compile(r"\d+")
 
