@@ -15,6 +15,7 @@ import pytest
 
 from tests.caches import new_cache
 from tests.fixtures import commands, forked, trainings
+from tests.fixtures.tables import cases
 from tuner.checkpoint.open import newest
 from tuner.cli.work.train import outcome_of
 from tuner.config.load import load_recipe
@@ -197,17 +198,9 @@ main(sys.argv[2:])
 
 
 @pytest.mark.slow("before-words0-75-5")
-@pytest.mark.parametrize(
-    ("when", "words", "code", "step"),
-    [
-        ("before", ("resume", "runs/r"), 75, 5),
-        ("before", ("train", "r.yaml", "--resume", "auto"), 75, 5),
-        ("before", ("train", "r.yaml", "--name", "new"), 130, None),
-        ("after", ("train", "r.yaml", "--name", "new", "--train.stop_after", "1 step"), 75, 1),
-    ],
-)
+@pytest.mark.parametrize(("when", "words", "code", "step"), cases(__file__, "a_signal_around_the_steps"))
 def test_a_signal_around_the_steps_ends_with_75_where_the_command_would_go_on(
-    stopped: Path, when: str, words: tuple[str, ...], code: int, step: int | None
+    stopped: Path, when: str, words: list[str], code: int, step: int | None
 ) -> None:
     command = [sys.executable, "-c", SIGNALLED, when, *words, "--json"]
     done = forked.run(command, cwd=stopped, env=environment(stopped), capture_output=True, text=True)

@@ -256,15 +256,7 @@ def test_a_commands_flags_come_on_top_of_the_file_that_it_names(tmp_path: Path) 
         import_text("trl sft --config gone.yaml\n", "run.sh", directory=tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("trl grpo --model_name_or_path a/b\n", "trl grpo: grpo: not supported: reinforcement learning"),
-        ("swift rlhf --rlhf_type grpo --model a/b\n", "rlhf_type: grpo: not supported: reinforcement learning"),
-        ("python examples/ppo.py --model_name_or_path a/b\n", "stage: ppo: not supported: reinforcement learning"),
-        ("echo nothing\n", "no training command of a tool that is known"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), cases(__file__, "a_script_without_a_training_that_is_here_is_refused"))
 def test_a_script_without_a_training_that_is_here_is_refused(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         import_text(text, "run.sh")

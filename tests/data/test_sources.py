@@ -15,7 +15,7 @@ import pytest
 from tests.data import tiny
 from tests.data.reading.cases import cases
 from tests.data.reading.files import one, values, write_stream
-from tests.fixtures import commands, forked
+from tests.fixtures import commands, forked, tables
 from tuner.config.recipe import DataSource
 from tuner.data import sources
 from tuner.data.building.prepare import prepare
@@ -205,17 +205,7 @@ def test_slices_are_in_the_identity(saved: Path) -> None:
     assert json.dumps(one(moved).identity()) in identities
 
 
-@pytest.mark.parametrize(
-    ("part", "reason"),
-    [
-        (":test", "no split test"),
-        (":train[5]", "is no slice"),
-        (":train[a:]", "a is no row and no percent"),
-        (":train[1.5:]", "is no row and no percent"),
-        (":train[5:5]", "leaves none"),
-        (":train[100:]", "leaves none"),
-    ],
-)
+@pytest.mark.parametrize(("part", "reason"), tables.cases(__file__, "wrong_slices_are_refused"))
 def test_wrong_slices_are_refused(saved: Path, part: str, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         one(f"{saved}{part}")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.data import spm, tiny
-from tests.fixtures import forked
+from tests.fixtures import forked, tables
 from tuner.config.recipe import TokenizerSection
 from tuner.data.building.report import report_lines, warnings_of
 from tuner.data.encoding import tokenizer_files
@@ -308,14 +308,7 @@ def test_code_makes_the_tokenizer_that_readers_of_the_files_get(
     assert made_by("lower").encode("A B") == plain.encode("A B")  # what it returned before is not kept
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "message"),
-    [
-        ("nothing", {}, "own.py:nothing returned a NoneType, and has to return a fast"),
-        ("fails", {}, r"own.py:fails: KeyError: 'vocabulary' \(.+/own.py:8\)"),
-        ("lower", {"endd": "x"}, "has no option endd"),
-    ],
-)
+@pytest.mark.parametrize(("name", "args", "message"), tables.cases(__file__, "code_that_makes_no_tokenizer_is_named"))
 def test_code_that_makes_no_tokenizer_is_named(
     made_by: Callable[..., TextTokenizer], name: str, args: dict[str, Any], message: str
 ) -> None:

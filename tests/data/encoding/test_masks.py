@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.data import tiny
+from tests.fixtures.tables import cases
 from tuner.data.encoding import chat, place, turns
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.flat import EncodedBatch
@@ -372,16 +373,7 @@ def test_an_end_token_that_takes_white_space_is_trained_with_it(marked: bool) ->
     assert trained[1::2] == ["b<|im_end|>", " d<|im_end|>"]
 
 
-@pytest.mark.parametrize(
-    "endless",
-    [
-        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
-        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(40) }}",
-        "{{ 10 ** 1000000000 }}",
-        "{{ 'a' * 2000000000 }}",
-        "{{ 2000000000 * [1] }}",
-    ],
-)
+@pytest.mark.parametrize("endless", cases(__file__, "a_template_that_goes_on_for_ever_is_stopped"))
 def test_a_template_that_goes_on_for_ever_is_stopped(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuner.data.encoding.template_limits.MAX_STEPS", 10_000)
     tokenizer = tiny.tokenizer("{% if messages[0].content == 'x' %}" + endless + "{% endif %}" + tiny.CHATML)

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from tests.data import tiny
+from tests.fixtures.tables import cases
 from tuner.config.recipe import TokenizerSection
 from tuner.data.encoding.template import ChatTemplate
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -155,19 +156,7 @@ def test_end_ids_join_tokenizer_model_and_template(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path), None, TokenizerSection()).eos_ids == (0, 7, 2)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ messages.__class__.__mro__ }}",
-        "{{ ''.__class__.__subclasses__() }}",
-        "{% set ns = namespace(__init__=1) %}",
-        "{{ messages.append(1) }}",
-        "{{ raise_exception('no') }}",
-        "{{ undefined.attribute.deeper }}",
-        "{{ 1 / 0 }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    ],
-)
+@pytest.mark.parametrize("source", cases(__file__, "templates_that_escape_or_fail_are_data_errors"))
 def test_templates_that_escape_or_fail_are_data_errors(source: str) -> None:
     template = ChatTemplate(source, {})
     with pytest.raises(DataError, match="chat template"):

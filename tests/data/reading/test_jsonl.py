@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.data.reading.cases import cases
+from tests.fixtures import tables
 from tuner.data.reading.jsonl import (
     MAX_DEPTH,
     fast_json_record,
@@ -157,20 +158,9 @@ def test_any_value_is_parsed_strictly() -> None:
         strict_json('[{"a": 1, "a": 2}]')
 
 
-@pytest.mark.parametrize(
-    ("path", "position"),
-    [
-        (("a",), 6),
-        (("a", 1), 10),
-        (("a", 1, "b"), 16),
-        (("a", 9), 6),
-        (("c",), 32),
-        (("none",), 0),
-        ((), 0),
-    ],
-)
-def test_a_path_is_located(path: tuple[str | int, ...], position: int) -> None:
-    assert locate('{"a": [1, {"b": "x,\\"}:"}], "c":3}', path) == position
+@pytest.mark.parametrize(("path", "position"), tables.cases(__file__, "a_path_is_located"))
+def test_a_path_is_located(path: list[str | int], position: int) -> None:
+    assert locate('{"a": [1, {"b": "x,\\"}:"}], "c":3}', tuple(path)) == position
 
 
 def test_a_problem_survives_the_way_between_processes() -> None:
