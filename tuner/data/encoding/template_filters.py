@@ -10,8 +10,7 @@ from jinja2.filters import FILTERS as DEFAULT_FILTERS
 from jinja2.filters import make_attrgetter
 from jinja2.tests import TESTS as DEFAULT_TESTS
 
-from tuner.data.encoding.template_limits import MAX_CHARS, MAX_DEPTH, MAX_POWER, Meter, refuse
-from tuner.data.encoding.template_names import names
+from tuner.data.encoding.template_limits import MAX_CHARS, MAX_DEPTH, MAX_POWER, Meter, names, refuse
 
 _SHORT_TEXT = 1024
 _STREAMED = names("streamed")

@@ -15,7 +15,7 @@ from jinja2 import nodes
 from jinja2.nodes import Node
 
 from tuner.data.encoding.template import parse_template
-from tuner.data.encoding.template_names import names
+from tuner.data.encoding.template_limits import names
 from tuner.data.encoding.template_spy import Asked, TemplateSpy
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import Planner

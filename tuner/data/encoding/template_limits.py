@@ -6,10 +6,12 @@ and each is charged for what it copies or compares. Whenever a slice of work is 
 memory are looked at: a render that uses up none, as most, pays for neither.
 """
 
+import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
+from pathlib import Path
 from string import Formatter
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -17,7 +19,6 @@ from typing import Any, NoReturn
 from jinja2.exceptions import SecurityError
 from jinja2.utils import Namespace
 
-from tuner.data.encoding.template_names import names
 from tuner.runtime.memory import resident_bytes
 
 MAX_SOURCE_CHARS, MAX_TOKENS, MAX_NESTING = 1 << 18, 1 << 14, 100
@@ -50,6 +51,14 @@ _SMALL = 1 << 12
 _MAPPINGS: tuple[Any, ...] = (dict, MappingProxyType, *map(type, ({}.keys(), {}.values(), {}.items())))
 _NESTS = (list, tuple, set, frozenset, Namespace, *_MAPPINGS)
 _NUMBER_CHARS, _OTHER_CHARS = 24, 100
+_NAMES: dict[str, str] = json.loads(Path(__file__).with_name("template_names.json").read_bytes())
+
+
+def names(row: str) -> frozenset[str]:
+    """Names of jinja2's filters, tests and functions and of methods, by what is known of them: a row of the table."""
+    return frozenset(_NAMES[row].split())
+
+
 _CASES, _ESCAPES, _SPLITS = names("cases"), names("escapes"), names("splits")
 _FROM_THE_RIGHT = names("from_the_right")
 """Of these a search may compare each character with each; only that from the left is as long as both texts are."""

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tuner.data.encoding.template_names import names
+from tuner.data.encoding.template_limits import names
 
 _RESERVED = re.compile("[\ufdd0-\ufdef]")
 
