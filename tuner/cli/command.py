@@ -38,6 +38,7 @@ from tuner.cli.output import (
     terminal_columns,
     write_document,
 )
+from tuner.config.store_rules import inputs_of
 from tuner.errors import ExitCode, MachineError, RecipeError, TunerError, as_tuner_error
 from tuner.runtime import stop
 from tuner.runtime.activity import LABEL_WIDTH
@@ -125,7 +126,6 @@ def load_for_command(
 
 def fetch_inputs(loaded: LoadedRecipe) -> None:
     """Fetch what a recipe reads of object stores. Raises RecipeError, MachineError."""
-    from tuner.config.store_rules import inputs_of
     from tuner.rundir.in_store import bring_inputs
 
     if inputs := inputs_of(loaded.recipe):

@@ -1,17 +1,14 @@
 """`tuner config`: check, show or describe a recipe."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
-from typing import TYPE_CHECKING
 
 from tuner.cli.command import Flags, Outcome, command, fetch_inputs, load_for_command, read_for_command
+from tuner.config.dump import flatten, recipe_dict, recipe_yaml
+from tuner.config.recipe import Recipe
+from tuner.config.schema import recipe_schema
 from tuner.errors import RecipeError
-
-if TYPE_CHECKING:
-    from tuner.config.recipe import Recipe
 
 MOST_COLUMNS = 100
 
@@ -34,8 +31,6 @@ def check(flags: Flags, recipe: str | None = None) -> Outcome:
 @command("config show")
 def show(flags: Flags, recipe: str | None = None, origin: bool = False, plot_schedule: bool = False) -> Outcome:
     """Print the whole recipe, defaults included."""
-    from tuner.config.dump import recipe_dict, recipe_yaml
-
     loaded = load_for_command(recipe, flags)
     if plot_schedule:
         if origin:
@@ -60,8 +55,6 @@ def _schedule(recipe: Recipe) -> Outcome:
 @command("config diff")
 def diff(old: str, new: str) -> Outcome:
     """Print the keys in which two recipes differ, defaults included."""
-    from tuner.config.dump import flatten, recipe_dict
-
     one, other = (flatten(recipe_dict(load_for_command(each).recipe)) for each in (old, new))
     keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
     found = {key: [one.get(key), other.get(key)] for key in keys}
@@ -72,6 +65,4 @@ def diff(old: str, new: str) -> Outcome:
 @command("config schema")
 def schema() -> Outcome:
     """Print the recipe's JSON schema, for editors."""
-    from tuner.config.schema import recipe_schema
-
     return Outcome(json.dumps(recipe_schema(), indent=2), is_text=True)

@@ -1,23 +1,19 @@
 """`tuner data`: the directories of prepared data."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tuner.cli.command import Outcome, command, input_path
 from tuner.cli.output import columns
+from tuner.data.building.cache import Entry, collect, damages, entries, find
 from tuner.errors import DataError, VerificationError, counted
-
-if TYPE_CHECKING:
-    from tuner.data.building.cache import Entry
+from tuner.runtime.console import LABEL_WIDTH, escape
+from tuner.stages import cache_root
 
 
 @command("data list")
 def list_directories(cache_dir: Path | None = None) -> Outcome:
     """List prepared, encoded, reference and teacher directories: key, size, documents, tokens, rows and sources."""
-    from tuner.data.building.cache import entries
-
     root = _root(cache_dir)
     rows = [_facts(entry) for entry in entries(root)]
     return Outcome(
@@ -42,8 +38,6 @@ def show(entry: str, cache_dir: Path | None = None) -> Outcome:
 @command("data verify")
 def verify(wanted: list[str] | None = None, cache_dir: Path | None = None) -> Outcome:
     """Compare every file with the SHA-256 that its manifest noted; exit 6 names each that differs."""
-    from tuner.data.building.cache import damages, entries
-
     found = [_find(name, cache_dir) for name in wanted] if wanted else entries(_root(cache_dir))
     damaged = [damage for entry in found for damage in damages(entry)]
     if damaged:
@@ -65,8 +59,6 @@ def verify(wanted: list[str] | None = None, cache_dir: Path | None = None) -> Ou
 @command("data gc")
 def gc(unused: bool = False, hashes: bool = False, dry_run: bool = False, cache_dir: Path | None = None) -> Outcome:
     """Remove what interrupted preparations left and what is damaged; never what is being built."""
-    from tuner.data.building.cache import collect
-
     removed = collect(_root(cache_dir), unused, hashes, dry_run)
     word = "would remove" if dry_run else "removed"
     lines = [f"{word} {item.path}  {item.size:,} bytes: {item.reason}" for item in removed]
@@ -81,14 +73,10 @@ def gc(unused: bool = False, hashes: bool = False, dry_run: bool = False, cache_
 
 
 def _root(cache_dir: Path | None) -> Path:
-    from tuner.stages import cache_root
-
     return (cache_root() if cache_dir is None else cache_dir.expanduser()).absolute()
 
 
 def _find(wanted: str, cache_dir: Path | None) -> Entry:
-    from tuner.data.building.cache import find
-
     return find(_root(cache_dir), str(input_path("-")) if wanted == "-" else wanted)
 
 
@@ -126,7 +114,6 @@ def _table(rows: list[dict[str, Any]]) -> str:
 def _shown(entry: Entry) -> str:
     """A directory's report, line by line."""
     from tuner.data.building.report import report_lines
-    from tuner.runtime.console import LABEL_WIDTH, escape
 
     manifest = dict(entry.manifest or {})
     lines = [("level", entry.level), ("key", entry.key), ("path", str(entry.path)), ("size", f"{entry.size:,} bytes")]

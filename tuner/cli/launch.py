@@ -1,17 +1,13 @@
 """`tuner launch`: a recipe started on a cluster."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from tuner.cli.command import Flags, Outcome, command, load_one_run
+from tuner.config.load import LoadedRecipe
 from tuner.errors import RecipeError
-
-if TYPE_CHECKING:
-    from tuner.config.load import LoadedRecipe
-    from tuner.submit.job import Volume
+from tuner.submit import cluster, job
+from tuner.submit.job import Volume
 
 CACHE = ".tuner-cache"
 
@@ -28,8 +24,6 @@ def launch(
 
     Flags of the recipe go with it.
     """
-    from tuner.submit import cluster, job
-
     options = {
         "cpus": cpus, "memory": memory, "time": time, "image": image, "volume": volume, "env": env, "secret": secret,
         "resource": resource, "sbatch": sbatch, "restarts": restarts, "jobset": jobset or None,

@@ -14,6 +14,7 @@ from typer.exceptions import TyperException
 
 from tuner import IS_PROGRAM
 from tuner.cli.app import build, split
+from tuner.cli.command import print_failure
 from tuner.cli.commands import COMMANDS, GROUPS, MEANT, NOT_HERE, TAKES_RECIPE
 from tuner.errors import ExitCode, RecipeError, TunerError, as_tuner_error
 from tuner.runtime.before_torch import prepare_environment
@@ -153,8 +154,6 @@ def _usage(command: str, args: list[str], message: str, hint: str | None = None)
 
 
 def _failed(command: str, args: list[str], error: TunerError) -> int:
-    from tuner.cli.command import print_failure
-
     return print_failure(command or "tuner", error, "--json" in args)
 
 

@@ -81,6 +81,10 @@ class ValueType(ABC):
         extra = [*self.words, *(word for word, _ in self.aliases), *(["null"] if self.null else [])]
         return " or ".join([*([self.what] if self.what else []), *extra])
 
+    def every_word(self) -> list[str]:
+        """The words that may be written, but for aliases."""
+        return [str(word) for word in self.words]
+
     @property
     @abstractmethod
     def what(self) -> str:
@@ -144,6 +148,10 @@ class Switch(ValueType):
 
     what = "true or false"
 
+    def every_word(self) -> list[str]:
+        """Both, and more that may be written."""
+        return ["true", "false", *super().every_word()]
+
     def read(self, value: Any) -> bool:
         """Return the truth value."""
         if isinstance(value, bool):
@@ -165,6 +173,10 @@ class OneOf(ValueType):
     def of(self, annotation: Any) -> Self:
         """The value type of a field with this annotation."""
         return replace(self, values=get_args(annotation))
+
+    def every_word(self) -> list[str]:
+        """The values."""
+        return [str(value) for value in self.values] + super().every_word()
 
     @property
     def what(self) -> str:
