@@ -10,8 +10,8 @@ from tests.contracts.test_surface import commands
 from tests.fixtures.tables import cases
 from tuner.cli import main
 from tuner.cli.app import help_text, split
-from tuner.cli.commands import COMMANDS, EXAMPLES, EXIT_CODES, GROUPED, GROUPS, MEANT, TAKES_RECIPE, WITH_FLAGS
-from tuner.cli.help import explained
+from tuner.cli.commands import COMMANDS, EXAMPLES, GROUPED, GROUPS, MEANT, TAKES_RECIPE, WITH_FLAGS
+from tuner.cli.help import EXIT_CODES, explained
 from tuner.cli.recipes import listed
 from tuner.config.fields import fields, find
 from tuner.config.shipped import shipped_recipes, summary

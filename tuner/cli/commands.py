@@ -5,8 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tuner.errors import ExitCode
-
 _TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("commands.json").read_text(encoding="utf-8"))
 _ROWS: dict[str, dict[str, Any]] = _TABLES["commands"]
 COMMANDS: dict[str, str] = {name: row["line"] for name, row in _ROWS.items()}
@@ -24,8 +22,6 @@ PARAMETERS: dict[str, dict[str, Any]] = _TABLES["parameters"]
 """What each command's parameters are for; those of several commands are under an empty name."""
 EXAMPLES: dict[str, list[str]] = _TABLES["examples"]
 """Two or three command lines of each command; those of the program are under an empty name."""
-EXIT_CODES = {ExitCode[name]: text for name, text in _TABLES["exit_codes"].items()}
-"""What each exit code of a command means."""
 BODIES: dict[str, Callable[..., None]] = {}
 """What each command runs, entered when its file is imported."""
 MEANT: dict[str, str] = {word: name for name, words in _TABLES["meant"].items() for word in words.split()}
