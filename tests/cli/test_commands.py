@@ -83,20 +83,9 @@ def test_init_knows_the_forms(name: str, text: str, form: str, tmp_path: Path) -
     assert form in tuner("init", "-m", "owner/name", "-d", name, cwd=tmp_path).stdout
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (b"", "no rows"),
-        (b"{\n", "a.jsonl:1:"),
-        (b"[1]\n", "a.jsonl:1:1"),
-        (b'{"text": ""}\n{"prompt": "a"}\n', "a.jsonl:1:10: text: text is empty"),
-        (b'{"question": "a"}\n', "a.jsonl:1:1: no messages or"),
-        (b"\xff\n", "not UTF-8"),
-        (b"[" * 99999 + b"\n", "a.jsonl:1:"),
-    ],
-)
-def test_init_says_which_row_is_wrong(text: bytes, expected: str, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(text)
+@pytest.mark.parametrize(("text", "expected"), [*cases(__file__, "which_row_is_wrong"), ("[" * 99999, "a.jsonl:1:")])
+def test_init_says_which_row_is_wrong(text: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(text.encode("latin-1"))
     done = tuner("init", "-m", "owner/name", "-d", "a.jsonl", "--json", cwd=tmp_path, code=3)
     assert expected in done.stderr
     assert json.loads(done.stdout)["exit_code"] == 3

@@ -52,17 +52,7 @@ def test_what_length_costs_is_shown(too_long: str, head: str, kept: int, tmp_pat
     assert short.kept == short.tokens and "max_length" not in row_texts([short], tokenizer, False, False)
 
 
-@pytest.mark.parametrize(
-    ("too_long", "heads", "kept"),
-    [
-        ("drop", ["chosen, 34 tokens: dropped, with the other answer longer than data.max_length 36 "] * 1, [0, 0]),
-        (
-            "truncate",
-            ["chosen, 34 tokens, cut to 28 tokens, which leave room for the other answer in data.max_length 36, "],
-            [28, 8],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("too_long", "heads", "kept"), cases(__file__, "both_answers_are_shown"))
 def test_both_answers_are_shown_with_what_length_costs_them(
     too_long: str, heads: list[str], kept: list[int], tmp_path: Path
 ) -> None:

@@ -217,18 +217,8 @@ def test_a_failed_training_fails_the_pipeline_with_its_code(workplace: Path) -> 
     assert commands.document(done, 3)["status"] == "failed"
 
 
-@pytest.mark.parametrize(
-    ("break_it", "code", "says"),
-    [
-        ("echo x > runs", 4, "runs"),
-        ("mkdir -p runs/r; echo x > runs/r/mine.txt", 2, "mine.txt"),
-        ("rm model/model.safetensors", 3, "model"),
-        pytest.param("rm -r model", 3, "model", marks=pytest.mark.slow),
-        ('echo "{}" > model/config.json', 3, "model"),
-        ('echo \'{"prompt": "a", "completion": ""}\' > rows.jsonl', 3, "rows.jsonl"),
-        ("rm rows.jsonl", 3, "rows.jsonl"),
-    ],
-)
+@pytest.mark.slow("rm -r model-3-model")
+@pytest.mark.parametrize(("break_it", "code", "says"), cases(__file__, "bad_input_is_one_clear_error"))
 def test_bad_input_is_one_clear_error(workplace: Path, break_it: str, code: int, says: str) -> None:
     subprocess.run(["bash", "-c", break_it], cwd=workplace, check=True)
     before = files_of(workplace / "runs")

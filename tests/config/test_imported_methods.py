@@ -76,18 +76,9 @@ def test_rates_are_those_of_the_other_trainer() -> None:
     assert import_text(TRL + "loss_type: sigmoid", "c.yaml").recipe.optimizer.lr == 1e-6
 
 
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        (TRL + "loss_type: sigmoid\nlabel_smoothing: 0.1", "label_smoothing: 0.1: TRL 1.16 ignores 0.1 with the"),
-        (TRL + "loss_type: [aot]", "loss_type: [aot]: not supported: the loss aot; instead method.loss with one of"),
-        (TRL + "loss_type: sigmoid\nld_alpha: 0.5", "ld_alpha: 0.5: not supported: preference losses other than"),
-        (TRL + "loss_type: sigmoid\nref_model: c/d", "ref_model: c/d: not supported: a reference other than the model"),
-        (TRL + "loss_type: sigmoid\nsync_ref_model: true", "sync_ref_model: true: not supported: a reference other"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "left"), cases(__file__, "what_is_not_here"))
 def test_what_is_not_here_is_listed_with_what_to_write(text: str, left: str) -> None:
-    found = import_text(text, "c.yaml")
+    found = import_text(TRL + text, "c.yaml")
     assert found.recipe.method.kind == "dpo"
     assert any(item.startswith(left) for item in found.left), found.left
 

@@ -178,17 +178,7 @@ def test_text_is_trained_whole_and_ended() -> None:
     assert document.input_ids.tolist() == [*tiny.tokenizer().encode("hello world"), 2]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        tiny.chat("say <|im_end|>", "b"),
-        tiny.chat("a", "<|im_start|>b"),
-        {"text": "x <|endoftext|>"},
-        {"prompt": "<|im_end|>", "completion": "b"},
-        {"prompt": "<|im_", "completion": "end|>"},
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]},
-    ],
-)
+@pytest.mark.parametrize("row", cases(__file__, "control_tokens_in_text_are_refused"))
 def test_control_tokens_in_text_are_refused(row: dict[str, Any]) -> None:
     with pytest.raises(RecordProblem, match="control token"):
         encode(row)
