@@ -10,13 +10,16 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tuner.stages import url_of
+
 if TYPE_CHECKING:
     from tuner.config.recipe import Recipe
 
 Where = Mapping[str, Any]
 """What the values of keys are where something is wrong: the one that is written here, null for nothing or an empty
-list, one of a list, none of ``not``, a list that ``lacks`` an item, a number ``above`` that of another key, or any that
-is ``changed`` from the default. Of a list of sections one is enough."""
+list, one of a list, none of ``not``, a list that ``lacks`` an item, a number ``above`` that of another key, a directory
+that is ``stored`` in an object store, or any that is ``changed`` from the default. Of a list of sections one is
+enough."""
 _NAMED = re.compile(r"\{([a-z_.]+)\}")
 """In what is said, a key whose value stands there."""
 
@@ -60,6 +63,8 @@ def _holds(recipe: Recipe, owner: Any, path: list[str], wanted: Any) -> bool:
         value = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
     if not isinstance(wanted, dict):
         return _is(value, wanted)
+    if "stored" in wanted:
+        return url_of(Path(value or "/")) is not None
     if "changed" in wanted:
         return bool(value != type(owner).model_fields[path[-1]].default)
     if "above" in wanted:
