@@ -90,10 +90,7 @@ def test_what_belongs_to_each_data_set_is_written_into_each() -> None:
     assert (source.path, dict(source.columns), source.count) == ("o/s:train", {"text": "body"}, 7)
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [("type: sft", "sft"), ("type: dpo", "dpo"), ("type: causal", "pretrain"), ("trainer_type: TRL_DPO", "dpo")],
-)
+@pytest.mark.parametrize(("text", "kind"), cases(__file__, "a_word_for_the_whole_training_is_its_method"))
 def test_a_word_for_the_whole_training_is_its_method(text: str, kind: str) -> None:
     assert import_text(f"model_name_or_path: a/b\ndataset_name: o/s\n{text}\n", "c.yaml").recipe.method.kind == kind
 

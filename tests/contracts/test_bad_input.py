@@ -248,25 +248,10 @@ def test_an_items_share_and_columns_are_checked(item: str, expected: str) -> Non
     assert expected in only(problems(text))
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", "missing"),
-        ("# nothing\n", "missing"),
-        ("- a\n", "a recipe is a mapping"),
-        ("model: &a {name_or_path: x}\ndata: *a\n", "anchor &a"),
-        ("model: !!python/object:os.system {}\n", "tag"),
-        ("model: [\n", "not YAML"),
-        ("a: b: c\n", "not YAML"),
-        ("model:\n\tname_or_path: x\n", "not YAML"),
-        ("---\na: 1\n---\nb: 2\n", "second document"),
-        ("x: " + "[" * 500 + "]" * 500 + "\n", "deep"),
-        ("a: " + "x" * (1 << 20), "larger than"),
-        ("? [a, b]\n: c\n", "a key is plain text"),
-        ("a: \x01\n", "not YAML"),
-        ("<<: {a: 1}\n", "unknown"),
-    ],
-)
+LARGE = (("x: " + "[" * 500 + "]" * 500 + "\n", "deep"), ("a: " + "x" * (1 << 20), "larger than"))
+
+
+@pytest.mark.parametrize(("text", "expected"), [*cases(__file__, "what_is_not_a_recipe"), *LARGE])
 def test_what_is_not_a_recipe_is_refused_with_a_place(text: str, expected: str) -> None:
     lines = problems(text)
     assert any(expected in line for line in lines), lines

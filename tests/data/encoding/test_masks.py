@@ -87,10 +87,7 @@ def test_every_answer_and_its_end_token_are_trained_and_nothing_else() -> None:
     assert tiny.tokenizer().decode(document.input_ids[: document.prompt_tokens].tolist()).endswith("assistant\n")
 
 
-@pytest.mark.parametrize(
-    ("train_on", "expected"),
-    [("last_assistant", ["d<|im_end|>"]), ("assistant", ["b<|im_end|>", "d<|im_end|>"])],
-)
+@pytest.mark.parametrize(("train_on", "expected"), cases(__file__, "train_on"))
 def test_train_on(train_on: TrainOn, expected: list[str]) -> None:
     assert trained_parts(encode(tiny.chat("a", "b", "c", "d"), train_on)) == expected
     assert encode(tiny.chat("a", "b", "c", "d"), "all").trained.all()
