@@ -16,7 +16,10 @@ from tuner.config.other_tools import foreign
 from tuner.config.value_types import OneOf, Several, Switch, Table, Text, WebAddress
 from tuner.errors import RecipeError
 
-ALL = list(fields().values())
+SECTIONS: dict[str, list[Field]] = {}
+"""The keys of each section: a test for each of them would take as long as what it tests."""
+for _field in fields().values():
+    SECTIONS.setdefault(_field.key.partition(".")[0], []).append(_field)
 HERE = Path("/where/relative/paths/start")
 KINDS = {"adapter": "lora", "method": "sft", "optimizer": "adamw", "schedule": "cosine"}
 NEEDS: dict[tuple[str, str], dict[str, object]] = {
@@ -151,54 +154,58 @@ def only(lines: tuple[str, ...]) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("field", ALL, ids=lambda field: field.key)
-def test_a_misspelt_key_gets_its_own_name_back(field: Field) -> None:
-    wrong = misspelt(field.key)
-    text = write(base(), [(wrong, "1")])
-    line = only(problems(text))
-    assert re.match(rf"r\.yaml:\d+:\d+  {re.escape(wrong)}  ", line)
-    assert line.endswith(f"did you mean {field.key}?"), line
-    line = only(flag_problems([(wrong, "1")]))
-    assert line.startswith(f"flag --{wrong}  ")
-    assert line.endswith(f"did you mean --{field.key}?"), line
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_misspelt_key_gets_its_own_name_back(section: str) -> None:
+    for field in SECTIONS[section]:
+        wrong = misspelt(field.key)
+        text = write(base(), [(wrong, "1")])
+        line = only(problems(text))
+        assert re.match(rf"r\.yaml:\d+:\d+  {re.escape(wrong)}  ", line)
+        assert line.endswith(f"did you mean {field.key}?"), line
+        line = only(flag_problems([(wrong, "1")]))
+        assert line.startswith(f"flag --{wrong}  ")
+        assert line.endswith(f"did you mean --{field.key}?"), line
 
 
-@pytest.mark.parametrize("field", ALL, ids=lambda field: field.key)
-def test_a_wrong_type_or_value_is_refused_in_its_place(field: Field) -> None:
-    for raw in wrong_types(field) + wrong_values(field):
-        lines = problems(write(base(field.key), [(field.key, raw)]))
-        assert len(lines) == 1 or field.value_type is None
-        for line in lines:
-            assert re.match(rf"r\.yaml:\d+:\d+  {re.escape(field.key)}", line), (raw, line)
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_wrong_type_or_value_is_refused_in_its_place(section: str) -> None:
+    for field in SECTIONS[section]:
+        for raw in wrong_types(field) + wrong_values(field):
+            lines = problems(write(base(field.key), [(field.key, raw)]))
+            assert len(lines) == 1 or field.value_type is None
+            for line in lines:
+                assert re.match(rf"r\.yaml:\d+:\d+  {re.escape(field.key)}", line), (raw, line)
 
 
-@pytest.mark.parametrize("field", ALL, ids=lambda field: field.key)
-def test_a_wrong_value_of_a_flag_is_refused(field: Field) -> None:
-    if isinstance(field.value_type, Text):
-        wrong = ["", "  ", "a\ab"]
-    elif field.value_type is None:
-        wrong = ["", "[5]", "{a: 1}", "[{pat: x}]", "[{path: x, format: csv}]"]
-        wrong += [] if field.key in MAY_BE_EMPTY else ["[]"]
-    else:
-        # On the command line null takes a value back, and quotes are the shell's.
-        wrong = [raw.strip("'") for raw in wrong_types(field) + wrong_values(field) if raw != "null"]
-    for raw in wrong:
-        lines = flag_problems([(field.key, raw)], field.key)
-        assert len(lines) == 1 or field.value_type is None
-        assert all(line.startswith(f"flag --{field.key}") for line in lines), (raw, lines)
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_wrong_value_of_a_flag_is_refused(section: str) -> None:
+    for field in SECTIONS[section]:
+        if isinstance(field.value_type, Text):
+            wrong = ["", "  ", "a\ab"]
+        elif field.value_type is None:
+            wrong = ["", "[5]", "{a: 1}", "[{pat: x}]", "[{path: x, format: csv}]"]
+            wrong += [] if field.key in MAY_BE_EMPTY else ["[]"]
+        else:
+            # On the command line null takes a value back, and quotes are the shell's.
+            wrong = [raw.strip("'") for raw in wrong_types(field) + wrong_values(field) if raw != "null"]
+        for raw in wrong:
+            lines = flag_problems([(field.key, raw)], field.key)
+            assert len(lines) == 1 or field.value_type is None
+            assert all(line.startswith(f"flag --{field.key}") for line in lines), (raw, lines)
 
 
-@pytest.mark.parametrize("field", ALL, ids=lambda field: field.key)
-def test_a_duplicate_is_refused(field: Field) -> None:
-    value = next((str(value) for key, value in BASE.items() if key == field.key), None)
-    value = value or VALID.get(field.key, field.default_text)
-    if field.key.endswith(".kind") and field.section in KINDS:
-        value = KINDS[field.section]
-    lines = problems(write(base(field.key), [(field.key, value), (field.key, value)]))
-    line = only(lines)
-    assert re.match(rf"r\.yaml:\d+:\d+  {re.escape(field.key)}  ", line)
-    assert re.search(r"duplicate key; first written on line \d+", line)
-    assert "duplicate flag" in only(flag_problems([(field.key, value), (field.key, value)], field.key))
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_duplicate_is_refused(section: str) -> None:
+    for field in SECTIONS[section]:
+        value = next((str(value) for key, value in BASE.items() if key == field.key), None)
+        value = value or VALID.get(field.key, field.default_text)
+        if field.key.endswith(".kind") and field.section in KINDS:
+            value = KINDS[field.section]
+        lines = problems(write(base(field.key), [(field.key, value), (field.key, value)]))
+        line = only(lines)
+        assert re.match(rf"r\.yaml:\d+:\d+  {re.escape(field.key)}  ", line)
+        assert re.search(r"duplicate key; first written on line \d+", line)
+        assert "duplicate flag" in only(flag_problems([(field.key, value), (field.key, value)], field.key))
 
 
 def test_every_field_has_another_tools_name() -> None:
