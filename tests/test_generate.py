@@ -190,13 +190,10 @@ def test_base_is_found_by_run_export_or_record(tmp_path: Path) -> None:
         assert base_of(str(place)) == (str(base), None)
     with pytest.raises(RecipeError, match="does not know"):
         base_of(str(outside))
-    write_json_below(base_record(sha256_file(outside / "tuner.json")), {"base": str(base), "revision": None})
+    record = base_record(sha256_file(outside / "tuner.json"))
+    record.parent.mkdir(parents=True)
+    write_json(record, {"base": str(base), "revision": None})
     assert base_of(str(outside)) == (str(base), None)
-
-
-def write_json_below(path: Path, value: dict[str, object]) -> None:
-    path.parent.mkdir(parents=True)
-    write_json(path, value)
 
 
 def tuner(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:

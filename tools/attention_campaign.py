@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 
 from tests.model import test_triton_attention
 from tests.model.cuda_branch import LORA, check, triton_stand_in
-from tools.commands import judged, parser_of, workplace
+from tools.commands import asked, judged, workplace
 
 KINDS = ("llama", "qwen3", "mistral", "gemma3", "deepseek", "narrow", "gemma2")
 LEVELS = ("none", "selective", "full")
@@ -107,8 +107,7 @@ def compiled(kernel: Any, sizes: Any, width: int, dtype: torch.dtype, generation
     unaligned = constants.keys() | {"blocks", "tokens"}
     aligned = [index for index, name in enumerate(kernel.arg_names) if name not in unaligned]
     source = ASTSource(
-        fn=kernel,
-        signature=types,
+        fn=kernel, signature=types,
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
     )
@@ -119,9 +118,7 @@ def compiled(kernel: Any, sizes: Any, width: int, dtype: torch.dtype, generation
 def main() -> int:
     """Run those that were asked for."""
     parts = {"branch": branch, "interpreter": interpreter, "compiler": compiler}
-    parser = parser_of(__doc__)
-    parser.add_argument("parts", nargs="*", default=[], metavar="PART", help=", ".join(parts))
-    chosen = parser.parse_args().parts or list(parts)
+    chosen = asked(__doc__, {"parts": ([], ", ".join(parts))}).parts or list(parts)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     return judged(problem for name in chosen for problem in parts[name]())
 

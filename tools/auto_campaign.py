@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.commands import parser_of, workplace
+from tools.commands import asked, some, workplace
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.setup.settled import LEVEL, MICRO, SHARD
 
@@ -105,10 +105,8 @@ def settle(case: Case, place: Path) -> bool:
 
 def main() -> int:
     """Settle those that were asked for."""
-    parser = parser_of(__doc__)
     names = [case.name for case in CASES]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
-    chosen = parser.parse_args().only
+    chosen = asked(__doc__, only=some(names)).only
     with workplace() as directory:
         good = [settle(case, directory) for case in CASES if case.name in chosen]
     return 0 if all(good) else 1

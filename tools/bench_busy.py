@@ -22,7 +22,7 @@ from typing import Any
 
 from tools.bench_train import Bench
 from tools.bench_train_cases import CASES
-from tools.commands import ROOT, done, environment, parser_of, read_lines, say, workplace
+from tools.commands import ROOT, asked, done, environment, read_lines, say, workplace
 
 FIRST = 3
 
@@ -70,12 +70,10 @@ def measure(model: Path, trees: dict[str, Path], rounds: int, steps: int) -> dic
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--against", type=Path, help="the tree of another commit")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12)
-    given = parser.parse_args()
+    given = asked(
+        __doc__, model={"type": Path, "required": True}, against=(Path, "the tree of another commit"), rounds=3,
+        steps=12,
+    )
     trees = {"here": ROOT} | ({"against": given.against.resolve()} if given.against else {})
     report = measure(given.model.resolve(), trees, given.rounds, given.steps)
     for name in trees:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import real_preferences as real
-from tools.commands import ROOT, parser_of, read_lines, say, workplace, write_lines
+from tools.commands import ROOT, asked, read_lines, say, workplace, write_lines
 from tools.measures import alternated, machine
 from tools.preference_vs_trl import run_json, run_trl, token_rows
 
@@ -92,8 +92,7 @@ class Bench:
         pairs = [sum(self.pairs_of_rows[i : i + size]) for i in range(0, len(self.pairs_of_rows), size)]
         return {
             "step_s": PER_STEP * sum(line["step_s"] for line in steps[1:]) / sum(pairs[1 : len(steps)]),
-            "whole_s": PER_STEP * whole / sum(pairs),
-            "peak_gib": max(line["mem_gib"] for line in steps),
+            "whole_s": PER_STEP * whole / sum(pairs), "peak_gib": max(line["mem_gib"] for line in steps),
             "loss": statistics.fmean(line["loss"] for line in steps),
         }
 
@@ -101,10 +100,7 @@ class Bench:
         """Run TRL with these settings beside the ones that make both sides do the same work."""
         same = {"learning_rate": LR, "lr_scheduler_type": "constant", "adam_beta2": 0.95, "max_length": LONGEST}
         run = {
-            "name": "run",
-            "trainer": "dpo",
-            "rows": str(self.work / rows),
-            "steps": self.steps,
+            "name": "run", "trainer": "dpo", "rows": str(self.work / rows), "steps": self.steps,
             "settings": {"per_device_train_batch_size": PER_STEP, **same, **settings},
         }
         start = time.perf_counter()
@@ -112,11 +108,8 @@ class Bench:
         whole = time.perf_counter() - start
         ran = found["runs"]["run"]
         return {
-            "step_s": statistics.fmean(ran["step_s"][1:]),
-            "whole_s": whole / self.steps,
-            "peak_gib": ran["peak_gib"],
-            "loss": statistics.fmean(ran["loss"]),
-            "versions": found["versions"],
+            "step_s": statistics.fmean(ran["step_s"][1:]), "whole_s": whole / self.steps, "peak_gib": ran["peak_gib"],
+            "loss": statistics.fmean(ran["loss"]), "versions": found["versions"],
         }
 
     def recipe(self, packing: bool) -> dict[str, Any]:
@@ -126,10 +119,7 @@ class Bench:
             "model": {"name_or_path": str(self.model)},
             "method": {"kind": "dpo"},
             "data": {
-                "train": str(self.work / "pairs.jsonl"),
-                "max_length": ROW,
-                "packing": packing,
-                "shuffle": False,
+                "train": str(self.work / "pairs.jsonl"), "max_length": ROW, "packing": packing, "shuffle": False,
                 "cache_dir": str(self.work / "cache"),
             },
             "train": {"duration": "1 epoch", "device": "cpu"},
@@ -185,8 +175,7 @@ def measure(bench: Bench, rounds: int) -> dict[str, Any]:
     took = alternated(sides, rounds, told)
     figures = {side: _figures(found) for side, found in took.items()}
     report = {
-        "machine": machine("cpu"),
-        "versions": took["trl, best"][0]["versions"],
+        "machine": machine("cpu"), "versions": took["trl, best"][0]["versions"],
         "pairs": {"of": bench.of, "a_run": bench.steps * PER_STEP, "a_row": _mean(bench.pairs_of_rows)},
         "sides": figures,
     }
@@ -213,12 +202,9 @@ def verdict(figures: dict[str, dict[str, float]]) -> dict[str, Any]:
 def _figures(found: list[dict[str, Any]]) -> dict[str, float]:
     steps = sorted(one["step_s"] for one in found)
     return {
-        "step_s": round(statistics.median(steps), 3),
-        "least": round(steps[0], 3),
-        "most": round(steps[-1], 3),
+        "step_s": round(statistics.median(steps), 3), "least": round(steps[0], 3), "most": round(steps[-1], 3),
         "whole_s": round(statistics.median(one["whole_s"] for one in found), 3),
-        "peak_gib": round(max(one["peak_gib"] for one in found), 2),
-        "loss": round(found[0]["loss"], 4),
+        "peak_gib": round(max(one["peak_gib"] for one in found), 2), "loss": round(found[0]["loss"], 4),
     }
 
 
@@ -242,15 +228,12 @@ def _table(report: dict[str, Any]) -> None:
 
 def main() -> int:
     """Measure and print the report."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2", help="SmolLM2's directory")
-    parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where packages are")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=5, help="of eight pairs each; the first is warm-up")
-    parser.add_argument("--prefix", default="", help="runs each measured command, such as taskset -c 0,1")
-    parser.add_argument("--trl-python", default=sys.executable)
-    parser.add_argument("--trl-path")
-    given = parser.parse_args()
+    given = asked(
+        __doc__, model=(ROOT / ".demo" / "smollm2", "SmolLM2's directory"),
+        sources=(ROOT / ".demo" / "other-tools", "where packages are"), rounds=2,
+        steps=(5, "of eight pairs each; the first is warm-up"),
+        prefix=("", "runs each measured command, such as taskset -c 0,1"), trl_python=sys.executable, trl_path=str,
+    )
     with workplace() as directory:
         bench = Bench(
             given.model.absolute(),

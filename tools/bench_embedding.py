@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tools.commands import workplace
+from tools.commands import asked, workplace
 from tools.measures import memory
 
 WAYS: dict[str, list[str]] = {"dense": [], "rows": ["embed_tokens"]}
@@ -33,13 +33,8 @@ def write_model(directory: Path, vocabulary: int, width: int) -> None:
     from transformers import LlamaConfig
 
     LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=False,
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=LENGTH, tie_word_embeddings=False,
         architectures=["LlamaForCausalLM"],
     ).save_pretrained(directory)
 
@@ -57,8 +52,7 @@ class Worker:
 
         self.micro, self.skew, self.vocabulary = -(-options.tokens // LENGTH), options.skew, options.vocabulary
         tree: dict[str, Any] = {
-            "model": {"name_or_path": str(directory), "init": "random"},
-            "method": {"kind": "reward"},
+            "model": {"name_or_path": str(directory), "init": "random"}, "method": {"kind": "reward"},
             "data": {"train": "rows.jsonl", "max_length": LENGTH},
             "train": {"global_batch_size": self.micro, "precision": "fp32", "device": "cpu"},
             "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "rows": WAYS[way]},
@@ -165,15 +159,10 @@ def compared(options: argparse.Namespace, words: list[str]) -> list[dict[str, An
 
 def main() -> int:
     """Compare, or be one of the two processes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocabulary", type=int, default=1_000_000)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=4096, help="of a step, in micro-batches of 512")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--skew", type=float, default=0.0)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--worker", nargs=2, metavar=("DIRECTORY", "WAY"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = asked(
+        __doc__, vocabulary=1_000_000, width=256, tokens=(4096, "of a step, in micro-batches of 512"), rounds=7,
+        skew=0.0, threads=int, worker=({"nargs": 2, "metavar": ("DIRECTORY", "WAY")}, argparse.SUPPRESS),
+    )
     if options.worker:
         work(Path(options.worker[0]), options.worker[1], options)
         return 0

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.commands import parser_of
+from tools.commands import asked, one_of
 from tools.measures import memory
 from tuner.runtime.files import flush_tree
 
@@ -297,14 +297,7 @@ def benchmark(directory: Path, rounds: int, ranks: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, or be one of the measured processes."""
-    parser = parser_of(__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--case", choices=CASES)
-    parser.add_argument("--rank", type=int)
-    options = parser.parse_args()
+    options = asked(__doc__, {"directory": Path}, rounds=3, gigabytes=2.0, ranks=4, case=one_of(CASES), rank=int)
     directory: Path = options.directory.absolute()
     if options.case == "dcp":
         figures = dcp_rank(directory, directory / "dcp", options.rank, options.ranks)

@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, asked, some
 
 WAYS: dict[str, dict[str, str]] = {
-    "fp32": {},
-    "8bit": {"state": "8bit"},
-    "8bit in plain torch": {"state": "8bit"},
-    "bf16 stochastic": {"rounding": "stochastic"},
-    "bf16 8bit stochastic": {"state": "8bit", "rounding": "stochastic"},
+    "fp32": {}, "8bit": {"state": "8bit"}, "8bit in plain torch": {"state": "8bit"},
+    "bf16 stochastic": {"rounding": "stochastic"}, "bf16 8bit stochastic": {"state": "8bit", "rounding": "stochastic"},
 }
 
 
@@ -76,12 +73,7 @@ class Way:
 
 def main() -> int:
     """Take the rounds."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS))
-    options = parser.parse_args()
+    options = asked(__doc__, model=ROOT / ".demo" / "smollm2", rounds=7, threads=int, only=some(WAYS))
     import torch
 
     if options.threads:
@@ -93,8 +85,7 @@ def main() -> int:
     rounds: list[dict[str, float]] = [{name: way.step() for name, way in ways.items()} for _ in range(options.rounds)]
     for name, way in ways.items():
         found: dict[str, Any] = {
-            "way": name,
-            "ms": round(statistics.median(one[name] for one in rounds), 1),
+            "way": name, "ms": round(statistics.median(one[name] for one in rounds), 1),
             "to_fp32": round(statistics.median(one[name] / one["fp32"] for one in rounds), 2),
             "state_bytes": round(way.bytes_each, 3),
         }

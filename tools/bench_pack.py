@@ -34,7 +34,7 @@ from typing import Any, cast
 import numpy as np
 import pyarrow as pa
 
-from tools.commands import workplace
+from tools.commands import asked, workplace
 from tools.measures import alternated
 from tools.measures import memory as peak
 from tuner.data.batches import GlobalBatches, balance_rows, row_costs
@@ -145,10 +145,7 @@ def planner(items: int, steps: int = 50) -> list[dict[str, Any]]:
             for ranks in (2, 4, 8):
                 for micro in (1, 4):
                     found: dict[str, list[float]] = {
-                        "before": [],
-                        "after": [],
-                        "squares_before": [],
-                        "squares_after": [],
+                        "before": [], "after": [], "squares_before": [], "squares_after": [],
                     }
                     rng, spent = np.random.default_rng(2), 0.0
                     for _ in range(steps):
@@ -275,20 +272,18 @@ def show(report: dict[str, Any]) -> None:
 
 def main() -> int:
     parts = ("packing", "planner", "memory")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="part", help="packing, planner, memory (the default), scale")
-    parser.add_argument("--items", type=int, default=None, help="documents; default 1,000,000 (memory: 5,000,000)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="write the JSON object here, too")
-    parser.add_argument("--no-peer", action="store_true", help="leave TRL out")
-    parser.add_argument("--capacity", type=int, default=CAPACITIES[0], help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    places = {"parts": ([], "packing, planner, memory (the default), scale")}
+    arguments = asked(
+        __doc__, places, items=(int, "documents; default 1,000,000 (memory: 5,000,000)"), rounds=3,
+        out=(Path, "write the JSON object here, too"), no_peer=(False, "leave TRL out"),
+        capacity=(CAPACITIES[0], argparse.SUPPRESS),
+    )
     for part, measure in (("memory-of", measure_memory), ("scale-of", measure_scale)):
         if arguments.parts == [part]:
             print(json.dumps(measure(arguments.items, arguments.capacity)))
             return 0
     if unknown := set(arguments.parts) - {*parts, "scale"}:
-        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+        raise SystemExit(f"no such part: {', '.join(sorted(unknown))}")
     wanted, items = arguments.parts or parts, arguments.items or 1_000_000
     report: dict[str, Any] = {}
     if "packing" in wanted:

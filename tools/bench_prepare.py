@@ -30,7 +30,7 @@ from typing import Any
 
 from tools import bench_rows
 from tools.bench_digests import prepared_digests
-from tools.commands import ROOT, done, environment, parser_of, say, workplace
+from tools.commands import ROOT, asked, done, environment, say, workplace
 from tools.measures import machine
 
 MARKED = ROOT / "tests" / "reference" / "marked"
@@ -98,16 +98,13 @@ class Bench:
 
 def main() -> int:
     """Parse the command line, measure, print; 1 where a goal is missed."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--vocabulary", default="smollm2,qwen3", help="smollm2, qwen3 or both")
-    parser.add_argument("--slice", type=float, default=48, help="MB of distinct text, for both; at most 48")
-    parser.add_argument("--size", type=float, default=1000, help="MB of the large file, for ours alone")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", default="1", help="1, or 1,2 to compare the clock of both")
-    parser.add_argument("--no-fast", action="store_true", help="without the fast encoder's package")
-    parser.add_argument("--assets", type=Path, default=ROOT / ".demo" / "assets")
-    parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, vocabulary=("smollm2,qwen3", "smollm2, qwen3 or both"),
+        slice=(48.0, "MB of distinct text, for both; at most 48"),
+        size=(1000.0, "MB of the large file, for ours alone"), rounds=3,
+        workers=("1", "1, or 1,2 to compare the clock of both"), no_fast=(False, "without the fast encoder's package"),
+        assets=ROOT / ".demo" / "assets", smollm2=ROOT / ".demo" / "smollm2",
+    )
     with workplace() as place:
         bench = Bench(place, not options.no_fast)
         (bench.work / "without").mkdir()
@@ -186,10 +183,8 @@ def fast_share(said: dict[str, Any]) -> float:
 
 def _figures(rates: list[float], times: list[Took]) -> dict[str, Any]:
     return {
-        "mb_per_s_core": round(statistics.median(rates), 2),
-        "spread": [round(rates[0], 2), round(rates[-1], 2)],
-        "cpu_s": [round(one.cpu_s, 2) for one in times],
-        "wall_s": [round(one.wall_s, 2) for one in times],
+        "mb_per_s_core": round(statistics.median(rates), 2), "spread": [round(rates[0], 2), round(rates[-1], 2)],
+        "cpu_s": [round(one.cpu_s, 2) for one in times], "wall_s": [round(one.wall_s, 2) for one in times],
     }
 
 

@@ -24,7 +24,7 @@ from transformers import AutoConfig
 
 from tools.causal_cases import quiet
 from tools.causal_training import Mode, Training
-from tools.commands import parser_of, workplace
+from tools.commands import asked, some, workplace
 from tools.tables import beside
 from tuner.data.batches import Batch, StepBatches, collate
 from tuner.data.prepared import Row
@@ -95,25 +95,19 @@ def measure(name: str, shape: Mapping[str, Any], rounds: int) -> dict[str, Any]:
                 losses[side].append(loss)
     steps = {side: statistics.median(times[min(WARM_UP, rounds - 1) :]) for side, times in took.items()}
     return {
-        "type": name,
-        "route": sides["packed"].route,
-        "parameters": sides["packed"].resolved.n_parameters,
-        "documents": statistics.fmean(counts),
-        "packed_s": round(steps["packed"], 4),
-        "single_s": round(steps["single"], 4),
-        "ratio": round(steps["single"] / steps["packed"], 2),
+        "type": name, "route": sides["packed"].route, "parameters": sides["packed"].resolved.n_parameters,
+        "documents": statistics.fmean(counts), "packed_s": round(steps["packed"], 4),
+        "single_s": round(steps["single"], 4), "ratio": round(steps["single"] / steps["packed"], 2),
         "losses_apart": max(abs(a - b) / b for a, b in zip(losses["packed"], losses["single"], strict=True)),
     }
 
 
 def main() -> int:
     """Measure the families and print a table and the figures."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="*", default=list(SHAPES), choices=SHAPES)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--threads", type=int, help="threads of a process; by default as many as there are cores")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = asked(
+        __doc__, only=some(SHAPES), rounds=8,
+        threads=(int, "threads of a process; by default as many as there are cores"), out=Path,
+    )
     if options.threads:
         torch.set_num_threads(options.threads)
     found = []

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tools.commands import parser_of, write_lines
+from tools.commands import asked, one_of, write_lines
 from tools.measures import alternated
 
 EVERY = 500
@@ -113,9 +113,7 @@ def launch(model_dir: Path, work: Path, name: str, steps: int, checkpoint: dict[
     from tuner.train import loop
 
     tree = {
-        **RECIPE,
-        "model": {"name_or_path": str(model_dir)},
-        "output_dir": str(work / name),
+        **RECIPE, "model": {"name_or_path": str(model_dir)}, "output_dir": str(work / name),
         "data": {"train": str(work / "rows.jsonl"), "max_length": 256, "cache_dir": str(work / "cache")},
         "checkpoint": {"at_end": False, **checkpoint},
     }
@@ -167,8 +165,7 @@ def training(model_dir: Path, work: Path, rounds: int, steps: int) -> dict[str, 
     step_s = middle["never"]["step_s"]
     later = {name: middle[name]["steps_s"] - middle["never"]["steps_s"] for name in ("at_once", "beside")}
     return {
-        "steps": steps,
-        "step_s": round(step_s, 3),
+        "steps": steps, "step_s": round(step_s, 3),
         "stall_s": {name: round(middle[name]["stood_s"], 3) for name in later},
         "later_s": {name: round(seconds, 3) for name, seconds in later.items()},
         f"overhead_every_{EVERY}": {name: round(seconds / (EVERY * step_s), 6) for name, seconds in later.items()},
@@ -178,13 +175,7 @@ def training(model_dir: Path, work: Path, rounds: int, steps: int) -> dict[str, 
 
 def main() -> None:
     """Measure and print."""
-    parser = parser_of(__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--only", choices=("plain", "training"))
-    options = parser.parse_args()
+    options = asked(__doc__, {"model": Path, "work": Path}, rounds=5, steps=10, only=one_of(("plain", "training")))
     options.work.mkdir(parents=True, exist_ok=True)
     if options.only != "training":
         print(json.dumps({"plain": plain(options.model, options.work, options.rounds)}), flush=True)

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench_train_cases import CASES, Case, flops_per_step, packed_rows, write_model, write_rows
-from tools.commands import ROOT, done, environment, parser_of, read_lines, say, workplace
+from tools.commands import ROOT, asked, done, environment, one_of, read_lines, say, workplace
 from tools.measures import alternated, machine
 
 WARM_UP = 3
@@ -94,16 +94,12 @@ class Bench:
             "method": {"kind": "sft", "train_on": "all"},
             "data": {
                 "train": {"path": str(self.work / "train.jsonl"), "format": "tokens"},
-                "eval": {"path": str(self.work / "eval.jsonl"), "format": "tokens"},
-                "max_length": self.case.max_length,
+                "eval": {"path": str(self.work / "eval.jsonl"), "format": "tokens"}, "max_length": self.case.max_length,
                 "shuffle": False,
             },
             "train": {
-                "duration": f"{self.case.steps} steps",
-                "global_batch_size": self.case.rows,
-                "micro_batch_size": self.case.rows,
-                "device": self.device,
-                "precision": self.precision,
+                "duration": f"{self.case.steps} steps", "global_batch_size": self.case.rows,
+                "micro_batch_size": self.case.rows, "device": self.device, "precision": self.precision,
             },
             "optimizer": {"lr": self.lr},
             "schedule": {"kind": "constant", "warmup": "1 step"},
@@ -118,21 +114,15 @@ class Bench:
         steps = read_lines(run / "metrics.jsonl", "train")
         began = (run / "recipe.resolved.yaml").stat().st_mtime  # written when all is built, before the first step
         return {
-            "step_s": [line["step_s"] for line in steps],
-            "loop_s": ended - began,
-            "loss": [line["loss"] for line in steps],
-            "peak_gib": max(line["mem_gib"] for line in steps),
+            "step_s": [line["step_s"] for line in steps], "loop_s": ended - began,
+            "loss": [line["loss"] for line in steps], "peak_gib": max(line["mem_gib"] for line in steps),
         }
 
     def peer(self, settings: dict[str, Any], shuffled: int | None = None) -> dict[str, Any]:
         """Run TRL with these settings beside the ones that make both sides do the same work."""
         same = {
-            "per_device_train_batch_size": self.case.rows,
-            "learning_rate": self.lr,
-            "lr_scheduler_type": "constant",
-            "adam_beta2": 0.95,
-            "max_length": self.case.max_length,
-            "use_cpu": self.device == "cpu",
+            "per_device_train_batch_size": self.case.rows, "learning_rate": self.lr, "lr_scheduler_type": "constant",
+            "adam_beta2": 0.95, "max_length": self.case.max_length, "use_cpu": self.device == "cpu",
         }
         rows = json.loads((self.work / "rows.json").read_text())
         if shuffled is not None:
@@ -141,12 +131,8 @@ class Bench:
             random.Random(shuffled).shuffle(rows)
         (self.work / "peer_rows.json").write_text(json.dumps(rows), encoding="utf-8")
         job = {
-            "model": str(self.model),
-            "rows": str(self.work / "peer_rows.json"),
-            "output_dir": str(self.work / "peer"),
-            "steps": self.case.steps,
-            "lora": self.case.lora,
-            "padded": self.case.padded,
+            "model": str(self.model), "rows": str(self.work / "peer_rows.json"), "output_dir": str(self.work / "peer"),
+            "steps": self.case.steps, "lora": self.case.lora, "padded": self.case.padded,
             "settings": {**same, **settings},
         }
         (self.work / "job.json").write_text(json.dumps(job), encoding="utf-8")
@@ -185,14 +171,10 @@ def measure(bench: Bench, rounds: int) -> dict[str, Any]:
     peaks = took.pop("peak")
     flops = flops_per_step(bench.model, bench.case.lora, rows) / bench.case.steps
     report: dict[str, Any] = {
-        "case": bench.case.name,
-        "machine": machine(bench.device),
-        "steps": bench.case.steps,
+        "case": bench.case.name, "machine": machine(bench.device), "steps": bench.case.steps,
         "tokens_per_step": sum(len(row["input_ids"]) for row in rows) / bench.case.steps,
         "documents_per_row": round(sum(len(row["seq_lengths"]) for row in rows) / len(rows), 1),
-        "flops_per_step": flops,
-        "peak_flops": statistics.median(peaks),
-        "versions": took["trl, best"][0]["versions"],
+        "flops_per_step": flops, "peak_flops": statistics.median(peaks), "versions": took["trl, best"][0]["versions"],
         "loss": {side: [round(loss, 4) for loss in found[0]["loss"]] for side, found in took.items()},
         "sides": {side: figures(found, flops, statistics.median(peaks)) for side, found in took.items()},
     }
@@ -209,11 +191,9 @@ def figures(found: list[dict[str, Any]], flops: float, peak: float) -> dict[str,
     steps = sorted(median_step(one) for one in found)
     step_s = statistics.median(steps)
     return {
-        "step_s": round(step_s, 4),
-        "spread": [round(steps[0], 4), round(steps[-1], 4)],
+        "step_s": round(step_s, 4), "spread": [round(steps[0], 4), round(steps[-1], 4)],
         "whole_s": round(statistics.median(one["loop_s"] / len(one["step_s"]) for one in found), 4),
-        "of_peak": round(flops / step_s / peak, 3),
-        "peak_gib": round(max(one["peak_gib"] for one in found), 2),
+        "of_peak": round(flops / step_s / peak, 3), "peak_gib": round(max(one["peak_gib"] for one in found), 2),
     }
 
 
@@ -258,11 +238,8 @@ def parity(bench: Bench) -> dict[str, Any]:
     missed = [f"fp32: {difference:.2e} > 1e-3"] * (difference > 1e-3)
     missed += [f"bf16: {a:.4f} apart > spread {b:.4f}" for a, b in zip(apart, spread, strict=True) if a > b]
     return {
-        "machine": machine(bench.device),
-        "fp32_largest_difference": difference,
-        "bf16_means": {"tuner": ours, "trl": peers},
-        "bf16_apart": apart,
-        "bf16_spread_of_orders": spread,
+        "machine": machine(bench.device), "fp32_largest_difference": difference,
+        "bf16_means": {"tuner": ours, "trl": peers}, "bf16_apart": apart, "bf16_spread_of_orders": spread,
         "missed": missed,
     }
 
@@ -291,19 +268,16 @@ def _table(report: dict[str, Any]) -> None:
 
 def main() -> int:
     """Run one case and print its report."""
-    parser = parser_of(__doc__)
-    parser.add_argument("case", choices=[*CASES, "parity"])
     smollm2 = ROOT / ".demo" / "smollm2"
-    parser.add_argument("--model", type=Path, default=smollm2 if smollm2.is_dir() else None,
-        help="directory of SmolLM2, as tools/build_smollm2.py makes it; default: .demo/smollm2")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="steps of each run; the first 3 are warm-up")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--prefix", default="", help="runs each measured command, such as taskset -c 0,1")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, {"case": one_of([*CASES, "parity"])}, rounds=3, device=one_of(["cpu", "cuda"], "cpu"),
+        model=(smollm2 if smollm2.is_dir() else Path, "directory of SmolLM2, as tools/build_smollm2.py makes it"),
+        steps=(int, "steps of each run; the first 3 are warm-up"),
+        prefix=("", "runs each measured command, such as taskset -c 0,1"),
+    )
     case = CASES["smollm2-full" if options.case == "parity" else options.case]
     if case.shape is None and options.model is None:
-        parser.error("--model names the directory of SmolLM2")
+        raise SystemExit("--model names the directory of SmolLM2")
     if options.steps is not None:
         case = replace(case, steps=options.steps)
     with workplace() as work:

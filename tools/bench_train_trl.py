@@ -49,15 +49,9 @@ def main() -> int:
 
     rows = datasets.Dataset.from_list(json.loads(Path(job["rows"]).read_text(encoding="utf-8")))
     settings = trl.SFTConfig(
-        output_dir=job["output_dir"],
-        packing=not job["padded"],
-        dataset_kwargs={"skip_prepare_dataset": True},
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        max_steps=job["steps"],
-        **({"remove_unused_columns": False} if job["padded"] else {}),
-        **job["settings"],
+        output_dir=job["output_dir"], packing=not job["padded"], dataset_kwargs={"skip_prepare_dataset": True},
+        report_to=[], save_strategy="no", disable_tqdm=True, max_steps=job["steps"],
+        **({"remove_unused_columns": False} if job["padded"] else {}), **job["settings"],
     )
 
     def padded(given: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -70,26 +64,19 @@ def main() -> int:
 
     lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = InOrder(
-        model=job["model"],
-        args=settings,
-        train_dataset=rows,
-        processing_class=AutoTokenizer.from_pretrained(job["model"]),
-        peft_config=lora if job["lora"] else None,
-        callbacks=[Clock()],
-        **({"data_collator": padded} if job["padded"] else {}),
+        model=job["model"], args=settings, train_dataset=rows,
+        processing_class=AutoTokenizer.from_pretrained(job["model"]), peft_config=lora if job["lora"] else None,
+        callbacks=[Clock()], **({"data_collator": padded} if job["padded"] else {}),
     )
     trainer.train()
     done = time.perf_counter()
     cuda = torch.cuda.is_available()
     peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     report = {
-        "step_s": [b - a for a, b in zip(ends, ends[1:], strict=False)],
-        "loop_s": done - ends[0],
-        "loss": [loss.item() for loss in losses],
-        "peak_gib": peak / 2**30,
+        "step_s": [b - a for a, b in zip(ends, ends[1:], strict=False)], "loop_s": done - ends[0],
+        "loss": [loss.item() for loss in losses], "peak_gib": peak / 2**30,
         "versions": {"trl": trl.__version__, "torch": torch.__version__},
-        "weights": str(next(trainer.model.parameters()).dtype),
-        "recompute": bool(settings.gradient_checkpointing),
+        "weights": str(next(trainer.model.parameters()).dtype), "recompute": bool(settings.gradient_checkpointing),
     }
     print(json.dumps(report))
     return 0

@@ -42,14 +42,8 @@ def prepare(rows: str, tokenizer: str, template: str, max_length: int) -> tuple[
     processing = AutoTokenizer.from_pretrained(tokenizer)
     processing.chat_template = template
     args = trl.SFTConfig(
-        output_dir=os.devnull,
-        assistant_only_loss=True,
-        packing=True,
-        max_length=max_length,
-        dataset_num_proc=None,
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
+        output_dir=os.devnull, assistant_only_loss=True, packing=True, max_length=max_length, dataset_num_proc=None,
+        report_to=[], use_cpu=True, bf16=False,
     )
     trainer = object.__new__(trl.SFTTrainer)
     trainer._tokenizer = processing
@@ -59,11 +53,8 @@ def prepare(rows: str, tokenizer: str, template: str, max_length: int) -> tuple[
     raw = datasets.load_dataset("json", data_files=rows, split="train")
     packed = trainer._prepare_dataset(raw, processing, args, True, None, "train")
     figures = {
-        "cpu_s": time.process_time() - cpu,
-        "wall_s": time.perf_counter() - wall,
-        "process_cpu_s": time.process_time(),
-        "trl": trl.__version__,
-        "packed_rows": len(packed),
+        "cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall, "process_cpu_s": time.process_time(),
+        "trl": trl.__version__, "packed_rows": len(packed),
         "fill": sum(map(sum, packed["seq_lengths"])) / (len(packed) * max_length),
     }
     return packed, figures

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, asked, some
 from tools.tables import beside
 
 PLACE = ROOT / ".demo" / "campaigns"
@@ -47,11 +47,8 @@ CAMPAIGNS = tuple(
 
 def main() -> int:
     """Run those that were asked for."""
-    parser = parser_of(__doc__)
     names = [campaign.name for campaign in CAMPAIGNS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument("--list", action="store_true", help="name them, and run none")
-    options = parser.parse_args()
+    options = asked(__doc__, only=some(names), list=(False, "name them, and run none"))
     chosen = [campaign for campaign in CAMPAIGNS if campaign.name in options.only]
     if options.list:
         for campaign in chosen:

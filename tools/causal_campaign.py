@@ -46,7 +46,7 @@ from tools.causal_checks import BAD, MODES, Finding, Outcome, Subject, named
 from tools.causal_faults import EXPERT, FAULTS
 from tools.causal_plain import draws
 from tools.causal_rows import STEPS
-from tools.commands import parser_of, workplace
+from tools.commands import asked, one_of, some, workplace
 from tuner.model.kernels import has_liger
 
 AS_DECODER = ", is_decoder"
@@ -127,15 +127,14 @@ def chosen(only: Sequence[str], shard: str) -> list[str]:
 
 def main() -> int:
     """Run the campaign; exit code 1 where a type was trained wrongly, crashed, or was refused for an exception."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="*", default=[], help="these types alone")
-    parser.add_argument("--checks", nargs="*", default=list(EVERY), choices=EVERY, help="these checks alone")
-    parser.add_argument("--shard", default="1/1", help="the i-th of n parts of the types: i/n")
-    parser.add_argument("--out", type=Path, help="where the figures go, as JSON; types that it holds are not tried")
-    parser.add_argument("--again", action="store_true", help="try all types, whatever it holds")
-    parser.add_argument("--plant", default="", choices=["", EXPERT, *FAULTS], help="a fault that must be found")
-    parser.add_argument("--processes", choices=["families", "all"], default="families")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, only=([], "these types alone"), checks=(some(EVERY), "these checks alone"),
+        shard=("1/1", "the i-th of n parts of the types: i/n"),
+        out=(Path, "where the figures go, as JSON; types that it holds are not tried"),
+        again=(False, "try all types, whatever it holds"),
+        plant=(one_of(["", EXPERT, *FAULTS], ""), "a fault that must be found"),
+        processes=one_of(["families", "all"], "families"),
+    )
     torch.set_num_threads(1)
     held = options.out is not None and options.out.is_file() and not options.again
     findings: list[dict[str, Any]] = json.loads(options.out.read_text(encoding="utf-8")) if held else []

@@ -28,10 +28,7 @@ LOOSER = 100
 SHORT = 3
 """Steps of what differs from the others in how it is computed alone."""
 MODES = {
-    "packed": Mode("packed"),
-    "single": Mode("single"),
-    "several": Mode("several", 1),
-    "lora": Mode("", keys=ADAPTER),
+    "packed": Mode("packed"), "single": Mode("single"), "several": Mode("several", 1), "lora": Mode("", keys=ADAPTER),
     "full": Mode("", SHORT, {"train.gradient_checkpointing": "full"}),
     "selective": Mode("", SHORT, {"train.gradient_checkpointing": "selective"}),
     "torch": Mode("", SHORT, {"model.kernels": "torch"}),

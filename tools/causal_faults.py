@@ -119,10 +119,7 @@ def _no_router_loss(root: CausalLM) -> Iterator[None]:
 
 
 FAULTS: Mapping[str, Callable[[CausalLM], AbstractContextManager[None]]] = {
-    "reset": _missing_reset,
-    "state": _missing_state_reset,
-    "sink": _wrong_sink,
-    "balance": _no_router_loss,
+    "reset": _missing_reset, "state": _missing_state_reset, "sink": _wrong_sink, "balance": _no_router_loss,
     "router": _router_in_bf16,
 }
 

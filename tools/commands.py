@@ -20,9 +20,43 @@ STOPPED = 75
 """The exit code of a launch that was asked to stop, and saved."""
 
 
-def parser_of(about: str | None) -> argparse.ArgumentParser:
-    """The command line of a tool, whose docstring is its help."""
-    return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+def asked(
+    about: str | None, places: Mapping[str, Any] = {}, words: Sequence[str] | None = None, /, **flags: Any
+) -> argparse.Namespace:
+    """What a tool is called with, or the ``words`` given; its docstring is its help.
+
+    ``places`` are named by their place, all else by `--name`. Each is its default, whose type it has, or several where
+    that is a list; a type, where it has none; False for what is only switched on; or what argparse itself takes. Its
+    help, where it has some, makes it a pair.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (*places.items(), *((f"--{name.replace('_', '-')}", value) for name, value in flags.items())):
+        what, said = value if isinstance(value, tuple) else (value, None)
+        parser.add_argument(name, help=said, **_taken(what))
+    return parser.parse_args(words)
+
+
+def _taken(value: Any) -> dict[str, Any]:
+    """What argparse takes of an option."""
+    if isinstance(value, dict):
+        return value
+    if value is False:
+        return {"action": "store_true"}
+    if isinstance(value, list):
+        of_type = next((each if isinstance(each, type) else type(each) for each in value), str)
+        return {"nargs": "+" if value else "*", "type": of_type, "default": None if of_type in value else value}
+    return {"type": value} if isinstance(value, type) else {"type": type(value), "default": value}
+
+
+def some(names: Iterable[str], default: Sequence[str] | None = None) -> dict[str, Any]:
+    """Several of these names, without any all of them."""
+    known = list(names)
+    return {"nargs": "+", "choices": known, "default": default or known, "metavar": "NAME" if len(known) > 9 else None}
+
+
+def one_of(names: Iterable[str], default: str | None = None) -> dict[str, Any]:
+    """One of these names."""
+    return {"choices": list(names), "default": default}
 
 
 @contextmanager

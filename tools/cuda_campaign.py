@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 
 from tools.causal_cases import DECODERS, TYPES, quiet, tiny_config
-from tools.commands import parser_of, workplace
+from tools.commands import asked, workplace
 from tuner.config.load import load_recipe
 from tuner.errors import TunerError
 from tuner.profile import tracing
@@ -104,8 +104,7 @@ def demanding() -> Iterator[None]:
 def predicted(directory: Path, mode: str, device: str) -> Outcome:
     """One mode of the config in a directory, on one device of this name."""
     tree: dict[str, dict[str, Any]] = {
-        "model": {"name_or_path": str(directory), "init": "random"},
-        "tokenizer": {"name_or_path": "byte"},
+        "model": {"name_or_path": str(directory), "init": "random"}, "tokenizer": {"name_or_path": "byte"},
         "data": {"train": str(directory / "rows.jsonl"), "max_length": 64},
         "train": {"device": "cuda", "precision": "bf16", "global_batch_size": 2},
     }
@@ -160,12 +159,10 @@ def _cell(outcome: Outcome) -> str:
 
 def main() -> int:
     """Run the campaign; exit code 1 where a type crashed."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="*", default=[], help="these types alone")
-    parser.add_argument("--device", default="h100-80g", help="a name of `tuner profile --device`")
-    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
-    parser.add_argument("--table", type=Path, help="where the figures go, as a table of Markdown")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, only=([], "these types alone"), device=("h100-80g", "a name of `tuner profile --device`"),
+        out=(Path, "where the figures go, as JSON"), table=(Path, "where the figures go, as a table of Markdown"),
+    )
     torch.set_num_threads(1)
     chosen = [(each, False) for each in options.only or TYPES]
     chosen += [(each, True) for each in DECODERS if each in (options.only or TYPES)]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fixtures.damaged import COMMANDS, EARLIER, LAST, ONE, RUN, Place, Said
-from tools.commands import parser_of, workplace
+from tools.commands import asked, workplace
 
 MEANS_LAST = ("export", "eval", "generate")
 MOST_HINTS = 3
@@ -175,10 +175,10 @@ def shown(place: Place, result: Mapping[str, Any]) -> str:
 
 def main() -> int:
     """Run the campaign."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--states", nargs="+", help="names of states; default all")
-    parser.add_argument("--json", type=Path, help="a line for each state is written here")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, states=({"nargs": "+"}, "names of states; default all"),
+        json=(Path, "a line for each state is written here"),
+    )
     results = []
     with made_place() as place:
         for state in states():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench_rows import documentation
-from tools.commands import ROOT, parser_of, read_lines, write_lines
+from tools.commands import ROOT, asked, read_lines, some, write_lines
 
 TOKENS, ROWS = 256, 4
 """Tokens of a row, and rows of a step."""
@@ -42,9 +42,7 @@ def recipe(method: dict[str, Any], options: argparse.Namespace, place: Path, nam
         "method": {**method, **teacher},
         "data": {"train": str(place / "train.jsonl"), "max_length": TOKENS, "cache_dir": str(place / "cache")},
         "train": {"duration": f"{options.steps} steps", "global_batch_size": ROWS, "device": "cpu"},
-        "optimizer": {"lr": 1e-3},
-        "schedule": {"kind": "cosine", "warmup": "10%"},
-        "checkpoint": {"every": "never"},
+        "optimizer": {"lr": 1e-3}, "schedule": {"kind": "cosine", "warmup": "10%"}, "checkpoint": {"every": "never"},
     }
 
 
@@ -67,12 +65,10 @@ def held_out_loss(run: Path, place: Path) -> float:
 
 def main() -> int:
     """Train the students, and compare them."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--place", type=Path, default=ROOT / ".demo" / "campaigns" / "distill")
-    parser.add_argument("--only", nargs="*", choices=list(ARMS), default=list(ARMS))
-    options = parser.parse_args()
+    options = asked(
+        __doc__, smollm2=ROOT / ".demo" / "smollm2", steps=60, place=ROOT / ".demo" / "campaigns" / "distill",
+        only=some(ARMS),
+    )
     options.smollm2, place = options.smollm2.absolute(), options.place.absolute()
     place.mkdir(parents=True, exist_ok=True)
     from tuner import train

@@ -15,7 +15,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tools.commands import STOPPED, Results, launch, parser_of, read_lines, workplace, write_lines
+from tools.commands import STOPPED, Results, asked, launch, read_lines, workplace, write_lines
 
 BOUNDS = {10: 1e-6, 100: 1e-5}
 FALL = 1.0
@@ -93,9 +93,7 @@ def compare(directory: Path, name: str, steps: int, whole: list[float]) -> dict[
     worst = {length: max(max(apart[change : change + length]) for change in (steps, 2 * steps)) for length in BOUNDS}
     same_rows = rows == wanted and len(rows) == len(whole) and all(len(digests) == 1 for digests in rows.values())
     return {
-        "same_rows": same_rows,
-        "steps": len(own),
-        "fell_by": round(whole[0] - min(whole), 3),
+        "same_rows": same_rows, "steps": len(own), "fell_by": round(whole[0] - min(whole), 3),
         **{f"apart_over_{length}": difference for length, difference in worst.items()},
         "good": same_rows and all(worst[n] <= bound for n, bound in BOUNDS.items()) and whole[0] - min(whole) >= FALL,
     }
@@ -118,12 +116,7 @@ def campaign(changes: list[list[int]], steps: int, lr: float, seed: int) -> list
 
 def main() -> int:
     """Run the campaign."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--changes", nargs="+", default=["1,2,1", "1,4,2"])
-    parser.add_argument("--steps", type=int, default=110, help="between changes")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = asked(__doc__, changes=["1,2,1", "1,4,2"], steps=(110, "between changes"), lr=0.001, seed=0)
     changes = [[int(number) for number in text.split(",")] for text in options.changes]
     results = campaign(changes, options.steps, options.lr, options.seed)
     return 0 if all(result["good"] for result in results) else 1

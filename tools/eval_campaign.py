@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import eval_tasks
-from tools.commands import ROOT, done, environment, parser_of, read_lines, run, write_lines
+from tools.commands import ROOT, asked, done, environment, read_lines, run, write_lines
 
 PROCESSES = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 HARNESS_FIGURES = ("acc", "acc_norm")
@@ -26,13 +26,10 @@ HARNESS_FIGURES = ("acc", "acc_norm")
 
 def main() -> int:
     """Run the parts."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2")
-    parser.add_argument("--place", type=Path, default=ROOT / ".demo" / "evaluations")
-    parser.add_argument("--tasks", type=Path)
-    parser.add_argument("--items", type=int, default=eval_tasks.ITEMS)
-    parser.add_argument("--only", nargs="*", default=["plain", "processes", "harness", "training"])
-    options = parser.parse_args()
+    options = asked(
+        __doc__, model=ROOT / ".demo" / "smollm2", place=ROOT / ".demo" / "evaluations", tasks=Path,
+        items=eval_tasks.ITEMS, only=["plain", "processes", "harness", "training"],
+    )
     options.place.mkdir(parents=True, exist_ok=True)
     directory = options.tasks or options.place / "tasks"
     if options.tasks is None:

@@ -8,7 +8,6 @@ item, and exits with 1 where a choice, an answer or a figure differs, or a likel
 nat per token.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tools.commands import asked
 
 NATS = 1e-4
 """The most by which a token's likelihood may differ between two orders of adding up, in nats."""
@@ -113,14 +114,9 @@ def differences(plain: list[dict[str, Any]], ours: list[dict[str, Any]]) -> tupl
 
 def main() -> int:
     """Score the tasks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("tasks", nargs="+", type=Path)
-    parser.add_argument("--max-length", type=int, default=2048)
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--against", type=Path)
-    options = parser.parse_args()
+    options = asked(
+        __doc__, {"model": Path, "tasks": [Path]}, max_length=2048, max_new_tokens=64, output=Path, against=Path,
+    )
     plain, failed = Plain(options.model, options.max_length), False
     for task in options.tasks:
         items = [json.loads(line) for line in task.read_text(encoding="utf-8").splitlines()]

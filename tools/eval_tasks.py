@@ -10,7 +10,6 @@ The first two are Python's own documentation, read from the interpreter that run
 version, and the SHA-256 of each file. Nothing of it is part of this repository.
 """
 
-import argparse
 import hashlib
 import importlib
 import inspect
@@ -26,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.commands import workplace
+from tools.commands import asked, workplace
 
 ITEMS = 320
 PACKAGE, SHA256 = "reasoning-gym==0.1.25", "7f17a3eddb13c015d7d4a755ed576a061df889faf9468bcc2cca334ebe9e0435"
@@ -38,11 +37,7 @@ MODULES = Path(__file__).with_name("eval_modules.txt").read_text(encoding="utf-8
 
 def main() -> int:
     """Make the tasks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--items", type=int, default=ITEMS)
-    parser.add_argument("--wheel", type=Path, help="reasoning-gym's wheel, fetched before")
-    options = parser.parse_args()
+    options = asked(__doc__, {"directory": Path}, items=ITEMS, wheel=(Path, "reasoning-gym's wheel, fetched before"))
     make(options.directory, options.items, options.wheel)
     return 0
 

@@ -33,7 +33,7 @@ from tests.parallel.experts import both, differences
 from tools.causal_cases import TYPES, quiet, tiny_config, write_random
 from tools.causal_rows import LENGTHS, documents
 from tools.causal_training import tree_of
-from tools.commands import parser_of, workplace
+from tools.commands import asked, workplace
 from tuner.config.load import load_recipe
 from tuner.data.batches import StepBatches, collate
 from tuner.data.prepared import Row
@@ -202,10 +202,7 @@ def tried(kind: str, name: str, work: Callable[[PretrainedConfig, Path], dict[st
 
 def main() -> int:
     """Run the parts that are named, or all."""
-    parser = parser_of(__doc__)
-    parser.add_argument("parts", nargs="*", default=[], help="router, files, spread; all without one")
-    parser.add_argument("--only", nargs="*", default=[], help="these types alone")
-    options = parser.parse_args()
+    options = asked(__doc__, {"parts": ([], "router, files, spread; all without one")}, only=([], "these types alone"))
     torch.set_num_threads(1)
     parts = options.parts or ["router", "files", "spread"]
     right = []

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import commands
-from tools.commands import ROOT, Results, environment, parser_of, read_lines, write_lines
+from tools.commands import ROOT, Results, asked, environment, read_lines, write_lines
 from tools.tables import beside
 
 MAX_LENGTH, HELD_OUT = 64, 16
@@ -74,10 +74,9 @@ def chats(seed: int) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     """Train, export, plant; print what came of it."""
-    parser = parser_of(__doc__)
-    parser.add_argument("model", type=Path, help="directory of SmolLM2-135M-Instruct")
-    parser.add_argument("--out", type=Path, default=ROOT / ".demo" / "campaigns" / "export")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, {"model": (Path, "directory of SmolLM2-135M-Instruct")}, out=ROOT / ".demo" / "campaigns" / "export",
+    )
     out = options.out.absolute()
     models = prepare(out, options.model.absolute())
     results = Results(out / "results.jsonl")

@@ -1,7 +1,7 @@
 """What failures cost: the interval between saves, the share of the time that is lost, and a simulation of both.
 
-    python -m tools.failures [--gpus 8,64,512,4096] [--gpu-hours 50000] [--stall 0.7] [--write 8] [--restart 180]
-                             [--failures 10000] [--seed 0] [--out FILE]
+    python -m tools.failures [--gpus 8 64 512 4096] [--gpu-hours 50000] [--stall 0.7] [--write 8] [--restart 180]
+                             [--failures 10000] [--seed 0]
 
 A job of N GPUs fails every `gpu-hours / N` hours on average, at any moment alike. A save stands training still for
 `stall` seconds and is committed `write` seconds later, while training continues; `restart` is the time from a failure
@@ -17,12 +17,11 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tools.commands import parser_of, say
+from tools.commands import asked, say
 
 GPUS = (8, 64, 512, 4096)
 GPU_HOURS = 50_000.0
@@ -31,7 +30,6 @@ STALL, WRITE, RESTART = 0.7, 8.0, 180.0
 DEFAULT = 900.0
 """Seconds of `checkpoint.every` where nothing is written."""
 APART = 0.05
-TRAINING, STAGING, RESTARTING = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -56,33 +54,19 @@ class Job:
 
 def simulated(job: Job, interval: float, failures: int, seed: int) -> float:
     """The share that many jobs lost together, with about so many failures of all."""
-    rng, jobs, horizon = np.random.default_rng(seed), failures, job.between
-    clock, work, kept, staged = np.zeros((4, jobs))
-    committed = np.full(jobs, np.inf)
-    """When what is staged will be on the disk."""
-    phase, ends = np.full(jobs, TRAINING), np.full(jobs, interval)
-    fails = rng.exponential(job.between, jobs)
-    running = np.arange(jobs)
-    while len(running):
-        now = np.minimum(fails[running], ends[running])
-        clock[running] = now
-        done = running[committed[running] <= now]
-        kept[done], committed[done] = staged[done], np.inf
-        failing = fails[running] <= now
-        lost, trained, copied, ready = (
-            running[failing],
-            *(running[~failing & (phase[running] == which)] for which in (TRAINING, STAGING, RESTARTING)),
-        )
-        work[lost], committed[lost], phase[lost] = kept[lost], np.inf, RESTARTING
-        ends[lost] = clock[lost] + job.restart
-        fails[lost] = clock[lost] + rng.exponential(job.between, len(lost))
-        work[trained] += interval
-        waiting = np.where(np.isfinite(committed[trained]), committed[trained], clock[trained])
-        phase[trained], ends[trained] = STAGING, waiting + job.stall  # one save at a time
-        staged[copied], committed[copied] = work[copied], clock[copied] + job.write
-        again = np.concatenate([copied, ready])
-        phase[again], ends[again] = TRAINING, clock[again] + interval
-        running = running[clock[running] < horizon]
+    rng = np.random.default_rng(seed)
+    clock, work, kept, committed = np.zeros((4, failures))
+    fails = rng.exponential(job.between, failures)
+    while len(running := np.flatnonzero(clock < job.between)):
+        # Training, and a save: one at a time, so that the save before it is committed by then.
+        staged = np.maximum(clock[running] + interval, committed[running]) + job.stall
+        saves = staged < fails[running]
+        saved, lost = running[saves], running[~saves]
+        clock[saved], kept[saved], committed[saved] = staged[saves], work[saved], staged[saves] + job.write
+        work[saved] += interval
+        work[lost] = np.where(committed[lost] <= fails[lost], work[lost], kept[lost])
+        clock[lost], kept[lost], committed[lost] = fails[lost] + job.restart, work[lost], 0.0
+        fails[lost] += rng.exponential(job.between, len(lost))
     return 1 - float(work.sum() / clock.sum())
 
 
@@ -92,17 +76,13 @@ def table(job: Job, gpus: Sequence[int], gpu_hours: float, failures: int, seed: 
     for count in gpus:
         one = replace(job, between=3600 * gpu_hours / count)
         at_once = replace(one, stall=one.stall + one.write, write=0.0)
-        records.append(
-            {
-                "gpus": count,
-                "hours_between_failures": round(one.between / 3600, 1),
-                "interval_s": round(one.interval),
-                "lost": round(one.lost(one.interval), 6),
-                "lost_by_default": round(one.lost(DEFAULT), 6),
-                "lost_at_once": round(at_once.lost(at_once.interval), 6),
-                "simulated": round(simulated(one, one.interval, failures, seed), 6) if failures else None,
-            }
-        )
+        shares = {"lost": one.lost(one.interval), "lost_by_default": one.lost(DEFAULT)}
+        shares["lost_at_once"] = at_once.lost(at_once.interval)
+        if failures:
+            shares["simulated"] = simulated(one, one.interval, failures, seed)
+        record = {"gpus": count, "hours_between_failures": round(one.between / 3600, 1)}
+        record |= {"interval_s": round(one.interval), **{name: round(share, 6) for name, share in shares.items()}}
+        records.append(record)
     return records
 
 
@@ -122,26 +102,17 @@ def duration(seconds: float) -> str:
 
 
 def main() -> int:
-    """Parse the command line, predict, simulate, print; 1 where they differ."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--gpus", default=",".join(map(str, GPUS)))
-    parser.add_argument("--gpu-hours", type=float, default=GPU_HOURS)
-    for name, value in (("stall", STALL), ("write", WRITE), ("restart", RESTART)):
-        parser.add_argument(f"--{name}", type=float, default=value, help="seconds")
-    parser.add_argument("--failures", type=int, default=10_000, help="to simulate for each number of GPUs")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    job = Job(0, options.stall, options.write, options.restart)
-    gpus = [int(count) for count in options.gpus.split(",")]
-    records = table(job, gpus, options.gpu_hours, options.failures, options.seed)
+    """Predict, simulate, print; 1 where they differ."""
+    given = asked(
+        __doc__, gpus=list(GPUS), gpu_hours=GPU_HOURS, stall=(STALL, "seconds"), write=(WRITE, "seconds"),
+        restart=(RESTART, "seconds"), failures=(10_000, "to simulate for each number of GPUs"), seed=0,
+    )
+    job = Job(0, given.stall, given.write, given.restart)
+    records = table(job, given.gpus, given.gpu_hours, given.failures, given.seed)
     for line in lines(records):
         say(line)
-    report = json.dumps({**asdict(job), "gpu_hours": options.gpu_hours, "jobs": records}, indent=2)
-    print(report)
-    if options.out:
-        options.out.write_text(report + "\n")
-    return int(any(abs(record["simulated"] / record["lost"] - 1) > APART for record in records if options.failures))
+    print(json.dumps({**asdict(job), "gpu_hours": given.gpu_hours, "jobs": records}, indent=2))
+    return int(any(abs(record["simulated"] / record["lost"] - 1) > APART for record in records if given.failures))
 
 
 if __name__ == "__main__":

@@ -48,17 +48,12 @@ from tests.faults.trials import (
     power_trial,
     rank_points,
 )
+from tools.commands import asked, one_of
 
 Trial = Callable[[Bench, Any], Verdict]
 PARTS: dict[str, Trial] = {
-    "kills": kill_trial,
-    "compound": kill_trial,
-    "power": power_trial,
-    "errors": error_trial,
-    "ranks": kill_trial,
-    "meshes": kill_trial,
-    "damage": damage_trial,
-    "hostile": hostile_trial,
+    "kills": kill_trial, "compound": kill_trial, "power": power_trial, "errors": error_trial, "ranks": kill_trial,
+    "meshes": kill_trial, "damage": damage_trial, "hostile": hostile_trial,
 }
 COUNTED = {
     "compound": compound_points, "power": power_points, "ranks": rank_points, "meshes": rank_points,
@@ -98,41 +93,35 @@ def figures(part: str, verdicts: Sequence[Verdict], benches: dict[str, Bench], s
     distinct = {(case, job, phase(call), label(call, benches[case].root)) for case, job, call in calls}
     problems = [problem for verdict in verdicts for problem in verdict.problems]
     return {
-        "part": part,
-        "trials": len(verdicts),
-        "failed": sum(bool(verdict.problems) for verdict in verdicts),
+        "part": part, "trials": len(verdicts), "failed": sum(bool(verdict.problems) for verdict in verdicts),
         "struck": sum(verdict.struck for verdict in verdicts),
         "distinct_points": len({(v.point.case, v.point.job, v.point.words, *v.where) for v in verdicts}),
-        "calls_of_unbroken_work": len(calls),
-        "distinct_call_file_phase": len(distinct),
+        "calls_of_unbroken_work": len(calls), "distinct_call_file_phase": len(distinct),
         "struck_call_file_phase": len({(v.point.case, v.point.job, where) for v in verdicts for where in v.where}),
         "by_phase": dict(Counter(where.partition(":")[0] for v in verdicts for where in v.where)),
         "by_job": dict(Counter(verdict.point.job for verdict in verdicts)),
         "torn_loads": sum(problem.startswith(("half made", "step-")) for problem in problems),
         "lost_steps": sum(verdict.lost_steps for verdict in verdicts),
         "ms_median": round(statistics.median(verdict.ms for verdict in verdicts)),
-        "peak_mib": max(verdict.peak_mib for verdict in verdicts),
-        "seconds": round(seconds),
+        "peak_mib": max(verdict.peak_mib for verdict in verdicts), "seconds": round(seconds),
     }
 
 
 def main() -> int:
     """Run one part of the campaign."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=list(PARTS))
-    parser.add_argument("--count", type=int, help="trials; all points without it, where they can be counted")
-    parser.add_argument("--skip", type=int, default=0, help="trials to leave out: those of a campaign that goes on")
-    parser.add_argument("--point", type=int, help="the number of one point to try again")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", nargs="+", choices=[*CASES, *MESHES], help="all of the part's without it")
-    parser.add_argument("--jobs", nargs="+", default=[], help="of prepare, train, resume and export")
-    parser.add_argument("--beside", action="store_true", help="save beside training (checkpoint.async_save)")
-    parser.add_argument("--settings", default="", help="a line of the recipe, such as 'optimizer: {offload: host}'")
-    parser.add_argument("--out", type=Path, help="a file that gets a line of JSON for every trial")
-    parser.add_argument("--list", action="store_true", help="print the distinct points: job, phase, call and file")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, {"part": one_of(PARTS)}, count=(int, "trials; all points without it, where they can be counted"),
+        skip=(0, "trials to leave out: those of a campaign that goes on"),
+        point=(int, "the number of one point to try again"), seed=0,
+        cases=({"nargs": "+", "choices": [*CASES, *MESHES]}, "all of the part's without it"),
+        jobs=([], "of prepare, train, resume and export"),
+        beside=(False, "save beside training (checkpoint.async_save)"),
+        settings=("", "a line of the recipe, such as 'optimizer: {offload: host}'"),
+        out=(Path, "a file that gets a line of JSON for every trial"),
+        list=(False, "print the distinct points: job, phase, call and file"),
+    )
     if unavailable():
-        parser.error(unavailable())
+        raise SystemExit(unavailable())
     options.cases = options.cases or (["lora"] if options.part == "hostile" else [*of_part(options.part)])
     if options.beside and not options.jobs:
         options.jobs = ["train", "resume"]  # the others save nothing

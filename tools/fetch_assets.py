@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.commands import parser_of
+from tools.commands import asked
 from tools.tables import beside
 
 MARK = "fetched.json"
@@ -85,10 +85,7 @@ CAMPAIGN = tuple(map(_asset, _TABLE["campaign"]))
 
 def main() -> int:
     """Parse the command line, fetch every asset, print the directory."""
-    parser = parser_of(__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--campaign", action="store_true", help="also what tools/tokenizer_campaign.py reads")
-    arguments = parser.parse_args()
+    arguments = asked(__doc__, {"directory": Path}, campaign=(False, "also what tools/tokenizer_campaign.py reads"))
     directory = arguments.directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
     for asset in (*ASSETS, *(CAMPAIGN if arguments.campaign else ())):

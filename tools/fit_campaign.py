@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tests.ladder.made import SIZES, Truth, ladder
-from tools.commands import parser_of
+from tools.commands import asked
 from tuner.ladder.fit import Settings, parameters_of
 from tuner.ladder.held_out import fit_widened
 from tuner.ladder.law import NEEDED_SIZES
@@ -53,10 +53,7 @@ CASES = (
 
 def main() -> int:
     """Print the table."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--trials", type=int, default=40)
-    parser.add_argument("--samples", type=int, default=200)
-    options = parser.parse_args()
+    options = asked(__doc__, trials=40, samples=200)
     print(f"{'case':24} {'run held':>9} {'E':>5} {'a':>5} {'b':>5} {'identified':>11} {'error':>7} {'width':>7}")
     failed = False
     for case in CASES:

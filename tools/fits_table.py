@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, parser_of, workplace
+from tools.commands import ROOT, asked, one_of, workplace
 from tools.tables import beside
 from tuner.config.dump import recipe_dict
 from tuner.config.load import load_recipe
@@ -68,10 +68,8 @@ class Cell:
         method = METHODS[self.method]
         tree = {
             "data": {"train": "rows.jsonl", "max_length": self.length},
-            "train": {**PLAIN, "global_batch_size": 32, "precision": "bf16"},
-            "checkpoint": {"async_save": False},
-            **method,
-            "model": {"name_or_path": str(base), **method.get("model", {})},
+            "train": {**PLAIN, "global_batch_size": 32, "precision": "bf16"}, "checkpoint": {"async_save": False},
+            **method, "model": {"name_or_path": str(base), **method.get("model", {})},
         }
         return load_recipe(tree).recipe
 
@@ -122,13 +120,9 @@ def figures_of(cell: Cell, directory: Path, how: How) -> dict[str, Any]:
     best = found.choices[0]
     said = best.prediction
     return {
-        **asdict(cell),
-        "fits": best.fits,
-        "overrides": dict(best.overrides),
-        "peak_gib": round(said.peak_bytes / 2**30, 2),
-        "host_gib": round(said.host_bytes / 2**30, 2),
-        "tok_per_s": round(said.time.tok_per_s / cell.count),
-        "changes_results": sorted(found.changes),
+        **asdict(cell), "fits": best.fits, "overrides": dict(best.overrides),
+        "peak_gib": round(said.peak_bytes / 2**30, 2), "host_gib": round(said.host_bytes / 2**30, 2),
+        "tok_per_s": round(said.time.tok_per_s / cell.count), "changes_results": sorted(found.changes),
         "predictions": found.predictions,
     }
 
@@ -241,14 +235,10 @@ def check(lines: list[dict[str, Any]], count: int, seed: int) -> int:
 
 def main() -> int:
     """Run, check or write the page."""
-    parser = parser_of(__doc__)
-    parser.add_argument("what", choices=("run", "check", "page"))
-    parser.add_argument("--only", default="", help="cells whose name holds this alone")
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--again", action="store_true", help="predict cells that are there, too")
-    parser.add_argument("--cells", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=7)
-    options = parser.parse_args()
+    options = asked(
+        __doc__, {"what": one_of(("run", "check", "page"))}, only=("", "cells whose name holds this alone"), workers=1,
+        again=(False, "predict cells that are there, too"), cells=12, seed=7,
+    )
     lines = json.loads(FIGURES.read_text()) if FIGURES.is_file() else []
     if options.what == "page":
         PAGE.write_text(page(lines))

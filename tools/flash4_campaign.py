@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tools.commands import Results, parser_of, read_lines
+from tools.commands import Results, asked, read_lines
 from tuner.model import flash4_attention
 from tuner.runtime.deterministic import deterministic
 from tuner.runtime.device import traced_for
@@ -169,11 +169,7 @@ def has_sink(arch: int, way: Way) -> bool:
 
 def main() -> int:
     """Run those that were asked for, a process for each device."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--packages", type=Path, default=PLACE, help="where the packages are, or are installed")
-    parser.add_argument("--archs", type=int, nargs="+", default=ARCHS)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = asked(__doc__, packages=(PLACE, "where the packages are, or are installed"), archs=list(ARCHS), out=Path)
     if not (options.packages / "flash_attn").is_dir():
         pins = Path(__file__).resolve().parents[1] / "constraints.txt"
         words = ["install", "-q", "--no-deps", "--target", str(options.packages), "-c", str(pins), *PACKAGES]

@@ -14,18 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tools.changes import apply
-from tools.commands import parser_of, workplace
+from tools.commands import asked, workplace
 from tools.tables import beside
 
 Finder = Literal["check", "dry-run"]
 RECIPE: dict[str, Any] = {
-    "model.name_or_path": "./model",
-    "tokenizer.name_or_path": "byte",
-    "data.train": "rows.jsonl",
-    "data.max_length": 64,
-    "train.duration": "1 epoch",
-    "train.global_batch_size": 8,
-    "train.device": "cpu",
+    "model.name_or_path": "./model", "tokenizer.name_or_path": "byte", "data.train": "rows.jsonl",
+    "data.max_length": 64, "train.duration": "1 epoch", "train.global_batch_size": 8, "train.device": "cpu",
     "logging.level": "error",
 }
 
@@ -104,10 +99,9 @@ def found(flaw: Flaw, directory: Path, finder: Finder | Literal["launch"]) -> li
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print what finds each flaw; 1 where one is not found."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="*", default=[], help="names of flaws")
-    parser.add_argument("--launch", action="store_true", help="show that the launch fails, too")
-    given = parser.parse_args(words)
+    given = asked(
+        __doc__, {}, words, only=([], "names of flaws"), launch=(False, "show that the launch fails, too"),
+    )
     chosen = [flaw for flaw in FLAWS if not given.only or flaw.name in given.only]
     missed = 0
     for flaw in chosen:

@@ -28,16 +28,16 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from tests.export.gguf_models import FAMILIES, write_model
-from tools.commands import ROOT, Results, one_line, parser_of, workplace
+from tools.commands import ROOT, Results, asked, one_line, workplace
 from tools.tokenizer_campaign import chats
 from tools.tokenizer_families import FAMILIES as TOKENIZERS
 from tools.tokenizer_families import write_family
 from tuner.errors import TunerError
 from tuner.export.gguf import proof
 from tuner.export.gguf.architecture import Architecture
-from tuner.export.gguf.export import GgufForm, export_gguf
-from tuner.export.gguf.gelu import read_off_a_table
-from tuner.export.gguf.source import Directory
+from tuner.export.gguf.export import export_gguf
+from tuner.export.gguf.source import GgufSource, source_of
+from tuner.export.source import TRAINED
 
 OF = {
     "llama": "Llama 3", "mistral": "Mistral 7B v0.3", "qwen2": "Qwen3", "qwen3": "Qwen3", "qwen3_moe": "Qwen3",
@@ -149,18 +149,16 @@ def texts_of(tokenizer: Any, assets: Path, count: int) -> list[str]:
     return [unicodedata.normalize("NFC", text) for text in mixed]
 
 
-def at_length(source: Directory, file: Path, assets: Path, texts: int, chats_: int) -> dict[str, Any]:
+def at_length(source: GgufSource, file: Path, assets: Path, texts: int, chats_: int) -> dict[str, Any]:
     """What llama.cpp says of the texts and chats, and of answers, against transformers."""
-    tokenizer = AutoTokenizer.from_pretrained(source.path)
+    tokenizer = AutoTokenizer.from_pretrained(source.place)
     all_texts = texts_of(tokenizer, assets, texts)
     recorded: list[dict[str, Any]] = [{"text": text} for text in all_texts]
     talks = chats(assets, 2 * chats_)[-chats_:]
     system = {"role": "system", "content": "Be brief. "}
     recorded += [{"text": "", "messages": [*([system] if n % 3 == 0 else []), *talk]} for n, talk in enumerate(talks)]
-    wanted = proof.texts_of(tokenizer, recorded, [], source.path)
-    model = source.reference()
-    if Architecture.of(source.config).reads_a_table:
-        model = read_off_a_table(model)
+    wanted = proof.texts_of(tokenizer, recorded, [], source.place)
+    model = Architecture.of(source.config).computed(source.reference())
     prompts = [ids[:48] for ids, _ in wanted.ids[:200] if len(ids) >= 48][:PROMPTS]  # noqa: PLR2004 - tokens
     asks = proof.Prompts(prompts, model, 256)
     answers = proof.answers_of(file, wanted, asks, ANSWER)
@@ -206,9 +204,10 @@ def lines(
         started, row = time.monotonic(), dict[str, Any](arch=family, type=kind)
         file, place = work / f"{kind}.gguf", work / kind
         is_small = kind != "f32" and family != "smollm2"
-        source = Directory(write_model(place, family, in_doubt, **WIDE) if is_small else written(family, assets, place))
+        model = write_model(place, family, in_doubt, **WIDE) if is_small else written(family, assets, place)
         try:
-            report = export_gguf(source, GgufForm(kind, file))
+            source = source_of(model, print, "newest", TRAINED)
+            report = export_gguf(source, kind, file)
             if report.exact is None or report.figures is None:
                 raise RuntimeError("not verified")
             row |= {"exact": report.exact.difference, "kl": report.figures.kl, "same": report.figures.greedy}
@@ -233,13 +232,10 @@ def holds(row: Mapping[str, Any]) -> bool:
 
 def main() -> int:
     """Ask every family that is wanted."""
-    parser = parser_of(__doc__)
-    parser.add_argument("assets", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--archs", nargs="+", default=[*FAMILIES, "smollm2"])
-    parser.add_argument("--texts", type=int, default=10_000)
-    parser.add_argument("--chats", type=int, default=1_000)
-    options = parser.parse_args()
+    options = asked(
+        __doc__, {"assets": Path}, out={"type": Path, "required": True}, archs=[*FAMILIES, "smollm2"], texts=10_000,
+        chats=1_000,
+    )
     torch.set_num_threads(1)
     results = Results(options.out)
     done = {(row["arch"], row["type"]) for row in results.rows}

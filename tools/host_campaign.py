@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.commands import parser_of, read_lines, trained, workplace
+from tools.commands import asked, read_lines, some, trained, workplace
 
 if TYPE_CHECKING:
     from tuner.profile.prediction import Part
@@ -100,8 +100,8 @@ def carry(number: int, processes: int) -> None:
     from tuner.checkpoint.load import load_into
     from tuner.checkpoint.open import open_checkpoint
     from tuner.checkpoint.save import CheckpointDir, save
-    from tuner.parallel.fsdp import local
     from tuner.runtime.dist import RankInfo
+    from tuner.runtime.parts import local
     from tuner.runtime.process import process_group
     from tuner.setup.build import run_tensors
 
@@ -162,13 +162,11 @@ def counted(model: Path) -> Iterator[dict[str, Any]]:
 
 def main() -> int:
     """Run all parts, or be one process of a mesh."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", type=Path, help="a directory with a model whose run and bytes are compared, too")
-    parser.add_argument("--steps", type=int, default=20, help="of its run")
-    parser.add_argument("--parts", nargs="+", choices=("bits", "meshes", "bytes"), default=["bits", "meshes", "bytes"])
-    parser.add_argument("--processes", type=int, nargs="*", default=[1, 2, 4], help="of the tiny model's runs")
-    parser.add_argument("--carry", type=int, nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = asked(
+        __doc__, model=(Path, "a directory with a model whose run and bytes are compared, too"),
+        steps=(20, "of its run"), parts=some(("bits", "meshes", "bytes")),
+        processes=([1, 2, 4], "of the tiny model's runs"), carry=({"type": int, "nargs": 2}, argparse.SUPPRESS),
+    )
     if options.carry is not None:
         carry(*options.carry)
         return 0

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tools.commands import ROOT, parser_of, workplace
+from tools.commands import ROOT, asked, workplace
 from tools.flawed_recipes import prepare
 from tuner.config.imported import Imported, import_text
 from tuner.config.load import Override, RecipeText, load_recipe
@@ -30,10 +30,8 @@ from tuner.errors import TunerError
 
 PACKAGES: dict[str, tuple[str, ...]] = {
     "axolotl==0.19.0": ("--no-build-isolation", "--no-binary", "axolotl"),
-    "llamafactory==0.9.5": ("--no-binary", "llamafactory"),
-    "torchtune==0.6.1": (),
-    "trl==1.16.0": ("--no-binary", "trl"),
-    "ms-swift==4.6.0": ("--no-binary", "ms-swift"),
+    "llamafactory==0.9.5": ("--no-binary", "llamafactory"), "torchtune==0.6.1": (),
+    "trl==1.16.0": ("--no-binary", "trl"), "ms-swift==4.6.0": ("--no-binary", "ms-swift"),
 }
 READMES: tuple[tuple[Tool, str], ...] = (("trl", "trl-*/README.md"), ("ms-swift", "ms_swift-*/README.md"))
 """Pages that show commands: these packages hold no file of a configuration."""
@@ -131,11 +129,10 @@ def train(found: Imported, directory: Path) -> str | None:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print what became of every configuration; 1 where one cannot be converted or a converted one does not train."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where they are unpacked")
-    parser.add_argument("--train", type=int, default=3, help="how many of each tool train")
-    parser.add_argument("--left", action="store_true", help="print what was not carried over, by how often")
-    given = parser.parse_args(words)
+    given = asked(
+        __doc__, {}, words, sources=(ROOT / ".demo" / "other-tools", "where they are unpacked"),
+        train=(3, "how many of each tool train"), left=(False, "print what was not carried over, by how often"),
+    )
     fetch(given.sources, PACKAGES)
     left: Counter[str] = Counter()
     counts: dict[str, Counter[str]] = {}

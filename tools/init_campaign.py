@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tools.commands import environment, parser_of, run, workplace
+from tools.commands import asked, environment, run, workplace
 from tools.init.cases import Case, cases
 
 POSITIONS = {"short": 2048, "medium": 8192}
@@ -102,8 +102,7 @@ def wrong_values(case: Case, text: str) -> list[str]:
         "data.max_length": (recipe["data"]["max_length"], right.max_length),
         "data.too_long": (recipe["data"].get("too_long"), "truncate" if right.truncates else None),
         "tokenizer.chat_template": (recipe.get("tokenizer", {}).get("chat_template"), right.template),
-        "how rows are read": (reads, right.reads),
-        "bad rows": (number(_BAD, text), right.bad),
+        "how rows are read": (reads, right.reads), "bad rows": (number(_BAD, text), right.bad),
     }
     unlike = {what: pair for what, pair in pairs.items() if pair[0] != pair[1]}
     wrong = [f"{what}: {found!r}, and {wanted!r} is right" for what, (found, wanted) in unlike.items()]
@@ -136,10 +135,7 @@ def wrong_losses(case: Case, text: str, metrics: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     """Run every case; returns 1 where something is wrong."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--small", action="store_true", help="leave out cases of more than 5 MB")
-    options = parser.parse_args()
+    options = asked(__doc__, only="", small=(False, "leave out cases of more than 5 MB"))
     chosen = [case for case in cases() if options.only in case.name and not (options.small and case.is_large)]
     failed, began = 0, time.monotonic()
     with workplace() as place:

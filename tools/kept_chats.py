@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.commands import parser_of, workplace
+from tools.commands import asked, one_of, workplace
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
@@ -28,11 +28,8 @@ CALLERS: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": False}, {"enable
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, print a line for each template; 1 where a document is not what it should be."""
-    parser = parser_of(__doc__)
-    parser.add_argument("rows", type=Path)
-    parser.add_argument("pairs", nargs="+", metavar="TOKENIZER=TEMPLATE")
-    parser.add_argument("--train-on", choices=("assistant", "last_assistant"), default="assistant")
-    options = parser.parse_args(arguments)
+    places = {"rows": Path, "pairs": ([str], "each TOKENIZER=TEMPLATE")}
+    options = asked(__doc__, places, arguments, train_on=one_of(("assistant", "last_assistant"), "assistant"))
     with options.rows.open(encoding="utf-8") as file:
         examples = [parse_record(json.loads(line)) for line in file if line.strip()]
     wrong = 0

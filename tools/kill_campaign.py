@@ -25,16 +25,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tests.fixtures import forked
 from tests.fixtures.fake_hub import Hub, serving
 from tests.fixtures.trainings import outcome, prepare
-from tools.commands import ROOT, Results, environment, parser_of, workplace
+from tools.commands import ROOT, Results, asked, environment, some, workplace
+from tools.strikes import heard
 from tools.struck import VARIABLE
 
 TRAINING = ("evaluation", "save", "signal", "clock", "step")
@@ -73,17 +74,16 @@ class Place:
         paths = os.pathsep.join((str(self.path / "hook"), str(ROOT)))
         env = environment(self.path / "cache", PYTHONPATH=paths, PYTHONWARNINGS="ignore")
         env[VARIABLE] = json.dumps(struck)
-        with tempfile.TemporaryFile("w+") as log:
-            command = [sys.executable, "-m", "tuner", *words]
-            process = forked.Popen(command, cwd=self.path, env=env, stdout=log, stderr=log, start_new_session=True)
-            try:
-                code: int | None = process.wait(LONGEST_S)
-            except subprocess.TimeoutExpired:
-                code = None
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            log.seek(0)
-            return code, log.read()[-1500:]
+
+        def wait(process: Any) -> int | None:
+            with suppress(subprocess.TimeoutExpired):
+                return int(process.wait(LONGEST_S))
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return None
+
+        command = [sys.executable, "-m", "tuner", *words]
+        return heard(forked.Popen, wait, command, cwd=self.path, env=env, start_new_session=True)
 
 
 def training_trial(place: Place, point: str, number: int, rng: random.Random, resumed_by: int = 0) -> Result:
@@ -196,17 +196,17 @@ def _pushed(place: Place, export: Path, at: int) -> tuple[Hub, int]:
 
 
 def _push(place: Place, export: Path, hub: Hub, pids: list[int] | None = None) -> tuple[int, str]:
-    with serving(hub), tempfile.TemporaryFile("w+") as log:
+    def wait(process: Any) -> int:
+        if pids is not None:
+            pids.append(process.pid)
+        return int(process.wait(LONGEST_S))
+
+    with serving(hub):
         of_hub = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_secret", "HF_HOME": str(place.path / "hf")}
         online = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "PYTHONWARNINGS": "ignore"}
         env = {**environment(threads=None), **of_hub, **online}
         words = [sys.executable, "-m", "tuner", "push", str(export), "me/model"]
-        process = forked.Plain(words, cwd=place.path, env=env, stdout=log, stderr=log)
-        if pids is not None:
-            pids.append(process.pid)
-        code = process.wait(LONGEST_S)
-        log.seek(0)
-        return code, log.read()[-1500:]
+        return heard(forked.Plain, wait, words, cwd=place.path, env=env)
 
 
 def cut_trials(place: Place, trials: Mapping[int, random.Random]) -> Iterator[Result]:
@@ -272,14 +272,12 @@ def campaign(
 
 def main() -> int:
     """Run the campaign."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--points", nargs="+", choices=POINTS, default=list(POINTS))
-    parser.add_argument("--processes", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--count", type=int, default=8, help="trials of each point, with each number of processes")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="a file with a line for each trial, with which a campaign goes on")
-    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of `tuner train`, the last option here")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, points=some(POINTS), processes=[1, 2, 4],
+        count=(8, "trials of each point, with each number of processes"), seed=0,
+        out=(Path, "a file with a line for each trial, with which a campaign goes on"),
+        flags=({"nargs": argparse.REMAINDER, "default": []}, "of `tuner train`, the last option here"),
+    )
 
     told = Results(options.out)
     with workplace() as place:

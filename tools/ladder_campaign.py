@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.commands import Start, environment, parser_of, run, write_lines
+from tools.commands import Start, asked, environment, run, write_lines
 from tools.tables import beside
 from tuner.config.load import load_recipe
 from tuner.config.paths import recipes_dir
@@ -42,12 +42,7 @@ RECIPE: dict[str, Any] = beside(__file__)
 
 def main() -> int:
     """Run the campaign."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--kills", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="train here, in a new directory, and leave it")
-    options = parser.parse_args()
+    options = asked(__doc__, kills=5, threads=2, seed=0, keep=(Path, "train here, in a new directory, and leave it"))
     directory = options.keep or Path(tempfile.mkdtemp(prefix="tuner-ladder-"))
     directory.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 
 from tools.causal_cases import TYPES, quiet, tiny_config
-from tools.commands import parser_of, workplace
+from tools.commands import asked, workplace
 from tools.cuda_campaign import predicted
 
 TARGETS = (80, 89, 90, 100, 120)
@@ -123,10 +123,7 @@ def main() -> int:
     """Run the campaign; exit code 1 where a kernel does not compile."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="*", default=[t for t in TYPES if t in MODEL_TYPE_TO_APPLY_LIGER_FN])
-    parser.add_argument("--targets", nargs="*", type=int, default=list(TARGETS))
-    options = parser.parse_args()
+    options = asked(__doc__, only=[t for t in TYPES if t in MODEL_TYPE_TO_APPLY_LIGER_FN], targets=list(TARGETS))
     found: dict[Launch, str] = {}
     for model_type in options.only:
         fresh = [launch for launch in launches(model_type) if launch not in found]

@@ -30,7 +30,7 @@ from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 
 from tests.fixtures.packed import LENGTHS, gradient, packed_inputs, random_ids, relative
 from tests.model.tiny import FAMILIES, family_config
-from tools.commands import done, environment, parser_of, read_lines, workplace, write_lines
+from tools.commands import asked, done, environment, one_of, read_lines, workplace, write_lines
 from tuner.config.load import load_recipe
 from tuner.model import tiles
 from tuner.model.blocks import apply_offload, apply_recompute
@@ -58,8 +58,7 @@ SMALL = {
 """Whose time grows with the tokens and not with their square: such rows can be trained on a processor."""
 RECOMPUTED = {"gradient_checkpointing": "full"}
 WAYS: dict[str, dict[str, Any]] = {
-    "plain": {"gradient_checkpointing": "none"},
-    "recomputed": RECOMPUTED,
+    "plain": {"gradient_checkpointing": "none"}, "recomputed": RECOMPUTED,
     "+ on the host": {**RECOMPUTED, "offload_activations": True},
     "+ tiles": {**RECOMPUTED, "offload_activations": True, "tiled_mlp": True},
     "recomputed, tiles": {**RECOMPUTED, "tiled_mlp": True},
@@ -124,10 +123,8 @@ def predicted(  # noqa: PLR0917 - what a case is made of
     """What is predicted for training such a model, one row of so many tokens at a time."""
     _config(shape).save_pretrained(directory)
     tree = {
-        "model": {"name_or_path": str(directory), "init": "random"},
-        "adapter": {"kind": adapter},
-        "method": {"kind": "pretrain"},
-        "tokenizer": {"name_or_path": BYTES},
+        "model": {"name_or_path": str(directory), "init": "random"}, "adapter": {"kind": adapter},
+        "method": {"kind": "pretrain"}, "tokenizer": {"name_or_path": BYTES},
         "data": {"train": "rows.jsonl", "max_length": tokens},
         "train": {"global_batch_size": 1, "micro_batch_size": 1, "compile": False, "precision": "bf16", **train},
         "checkpoint": {"async_save": False},
@@ -252,14 +249,10 @@ def _train(way: str, tokens: int, limit: int, directory: Path) -> tuple[int, flo
 
 def main() -> int:
     """Run what is asked for."""
-    parser = parser_of(__doc__)
-    parser.add_argument("what", choices=("gradients", "peaks", "longest", "all"), nargs="?", default="all")
-    parser.add_argument("--tokens", type=int, default=1 << 16)
-    parser.add_argument("--limit", default="16GB")
-    parser.add_argument("--where", choices=("any", "cuda", "cpu"), default="any")
-    parser.add_argument("--run", action="store_true")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = asked(
+        __doc__, {"what": {"choices": ("gradients", "peaks", "longest", "all"), "nargs": "?", "default": "all"}},
+        tokens=1 << 16, limit="16GB", where=one_of(("any", "cuda", "cpu"), "any"), run=False, out=Path,
+    )
     logging.disable(logging.WARNING)
     parts = {
         "gradients": gradients,

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -27,11 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.fixtures.processes import of_variable, processes_where
 from tests.fixtures.trainings import STEPS_PER_EPOCH, TOTAL, outcome, prepare
-from tools.commands import Results, environment, free_port, parser_of, workplace
+from tools.commands import Results, asked, environment, free_port, workplace
+from tools.strikes import kill
 
-EACH = 2
-"""Processes of a machine."""
+MACHINE, EACH = "MACHINES_CAMPAIGN", 2
+"""The variable by which a machine's processes are found, and how many train."""
 PATIENCE_S = 900.0
 """Seconds after which a machine that does not end is given up."""
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -50,6 +51,11 @@ class Machine:
     prefix: list[str] = field(default_factory=list)
     launcher: subprocess.Popen[bytes] | None = None
 
+    @property
+    def name(self) -> str:
+        """Of this campaign's, which its processes have in their environment."""
+        return f"{os.getpid()}-{self.number}"
+
     def start(self, directory: Path, store: str, words: Sequence[str]) -> None:
         """Start its launcher; its output is added to a log of the machine's own."""
         command = [
@@ -58,7 +64,8 @@ class Machine:
             "--rdzv-conf", f"is_host={int(self.number == 0)}", "--local-addr", self.address,
             "-m", "tuner", "train", "r.yaml", *words,
         ]  # fmt: skip
-        env = environment(directory / "cache", PYTHONWARNINGS="ignore", GLOO_SOCKET_IFNAME=self.interface)
+        own = {MACHINE: self.name, "GLOO_SOCKET_IFNAME": self.interface}
+        env = environment(directory / "cache", PYTHONWARNINGS="ignore", **own)
         with (directory / f"machine{self.number}.log").open("ab") as log:
             self.launcher = subprocess.Popen(
                 command, cwd=directory, env=env | FRESH_STORE, stdout=log, stderr=log, start_new_session=True
@@ -67,32 +74,14 @@ class Machine:
     def kill(self) -> int:
         """Kill its launcher and all that it started, at once; how many processes there were."""
         assert self.launcher is not None
-        processes = [self.launcher.pid, *descendants(self.launcher.pid)]
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        count = kill(processes_where(of_variable(MACHINE, self.name)))
         self.launcher.wait()
-        return len(processes)
+        return count
 
     def ended(self) -> int:
         """Its launcher's exit code, once it has ended. Raises TimeoutExpired."""
         assert self.launcher is not None
         return self.launcher.wait(PATIENCE_S)
-
-
-def descendants(process: int) -> list[int]:
-    """All processes that a process started, and that those started."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(path.parent.name))
-    found, waiting = list[int](), [process]
-    while waiting:
-        own = children.get(waiting.pop(), [])
-        found += own
-        waiting += own
-    return found
 
 
 @contextmanager
@@ -190,11 +179,10 @@ def campaign(directory: Path, trials: int, seed: int, flags: Sequence[str]) -> l
 
 def main() -> int:
     """Run the campaign."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--trials", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of `tuner train`, the last option here")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, trials=2, seed=0,
+        flags=({"nargs": argparse.REMAINDER, "default": []}, "of `tuner train`, the last option here"),
+    )
     with workplace() as directory:
         results = campaign(directory, options.trials, options.seed, options.flags)
     good = sum(result["identical"] and not any(result["codes"]) for result in results)

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, free_port, parser_of, read_lines, write_lines
+from tools.commands import ROOT, asked, free_port, read_lines, write_lines
 from tools.tables import beside
 from tuner.config.load import load_recipe
 from tuner.config.recipe import TokenizerSection
@@ -119,8 +119,7 @@ def write_inputs(place: Path) -> None:
     numbers = range(30)
     answers = [{"prompt": f"{i} ", "completion": "ab" * (i % 7 + 1)} for i in numbers]
     rows: dict[str, list[dict[str, Any]]] = {
-        "answers": answers,
-        "texts": [{"text": f"{i} " + "abc" * (i % 9 + 3)} for i in numbers],
+        "answers": answers, "texts": [{"text": f"{i} " + "abc" * (i % 9 + 3)} for i in numbers],
         "pairs": [{"prompt": f"{i} ", "chosen": "ab" * (i % 7 + 1), "rejected": "ba" * (i % 5 + 1)} for i in numbers],
         "labelled": [{**row, "label": i % 3 > 0} for i, row in enumerate(answers)],
     }
@@ -284,12 +283,7 @@ def table(lines: Mapping[str, dict[str, Any]]) -> str:
 
 def main() -> int:
     """Try the cells that are not there yet."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT")
-    parser.add_argument("--again", action="store_true")
-    parser.add_argument("--timeout", type=float, default=600.0)
-    parser.add_argument("--out", type=Path, default=ROOT / ".demo" / "meshes")
-    options = parser.parse_args()
+    options = asked(__doc__, only=[""], again=False, timeout=600.0, out=ROOT / ".demo" / "meshes")
     out = options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, asked
 from tuner.config.load import Override, RecipeText, load_recipe
 from tuner.errors import RecipeError
 
@@ -80,15 +80,13 @@ def _where(line: str, at: str) -> bool:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print how many answers are right, by tool, and those that are not; 1 below the target."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--verbose", action="store_true", help="print every answer")
-    verbose = parser.parse_args(words).verbose
+    verbose = asked(__doc__, {}, words, verbose=(False, "print every answer")).verbose
     answers = [answer(mistake) for mistake in mistakes()]
     for one in answers:
         if verbose or not one.right:
             faults = [name for name in ("exits_2", "in_place", "names_line") if not getattr(one, name)]
-            asked = " ".join(one.mistake.flags) or one.mistake.text.removeprefix(BASE).strip().replace("\n", " | ")
-            print(f"{'ok  ' if one.right else 'miss'} {one.mistake.tool}: {asked}\n     {one.said}")
+            text = " ".join(one.mistake.flags) or one.mistake.text.removeprefix(BASE).strip().replace("\n", " | ")
+            print(f"{'ok  ' if one.right else 'miss'} {one.mistake.tool}: {text}\n     {one.said}")
             if faults:
                 print(f"     not: {', '.join(faults)}; wanted {one.mistake.at}  {one.mistake.write}")
     right, total = (

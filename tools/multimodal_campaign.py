@@ -22,11 +22,11 @@ from transformers import AutoModelForMultimodalLM, PretrainedConfig, PreTrainedM
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from tools.causal_cases import quiet, tiny_config
-from tools.commands import parser_of, workplace
+from tools.commands import asked, some, workplace
 from tuner.api.exports import export_hf
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
-from tuner.errors import TunerError
+from tuner.errors import TunerError, first_line
 from tuner.run.main import train
 from tuner.run.options import LaunchOptions
 from tuner.runtime.console import Console
@@ -161,18 +161,10 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
 @quiet()
 def main() -> int:
     """Try the types that were asked for."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", choices=TYPES, default=TYPES, metavar="TYPE")
-    parser.add_argument("--table", type=Path, help="write what was found as JSON")
-    options = parser.parse_args()
+    options = asked(__doc__, only=some(TYPES), table=(Path, "write what was found as JSON"))
     found = []
     for model_type in options.only:
         with workplace() as directory:

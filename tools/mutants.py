@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, asked
 from tools.mutations import Mutant, read_mutants
 
 MUTANTS = read_mutants(ROOT / "tools" / "mutants.yaml")
@@ -43,12 +43,11 @@ class Verdict:
 
 def main() -> int:
     """Run the chosen faults, print the report."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="*", default=[], help="names of faults, or beginnings of them")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--fast", action="store_true", help="leave out tests marked slow, as make test does")
-    parser.add_argument("--list", action="store_true", help="check that every fault applies; run nothing")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, only=([], "names of faults, or beginnings of them"), workers=os.cpu_count() or 1,
+        fast=(False, "leave out tests marked slow, as make test does"),
+        list=(False, "check that every fault applies; run nothing"),
+    )
     chosen = [mutant for mutant in MUTANTS if not options.only or mutant.name.startswith(tuple(options.only))]
     if options.list:
         return list_mutants(chosen)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.commands import environment, parser_of, read_lines, run, workplace
+from tools.commands import asked, environment, read_lines, run, workplace
 from tools.row_mutations import lines
 from tools.row_oracle import BLANK, GOOD, judge, parse
 
@@ -117,32 +117,22 @@ def compare(path: Path, count: int, command: bool) -> dict[str, Any]:
                 differ += repr(parse(text, number == 1)) != repr(verdicts.good[number])
     usage = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return {
-        "lines": len(expected),
-        "blank": len(expected) - len(rows),
-        "bad_by_oracle": len(bad),
-        "bad_by_product": len(verdicts.bad),
-        "disagreements": len(wrong),
-        "values_differ": differ,
-        "problems_without_a_place": misplaced,
-        "exceptions": len(verdicts.exceptions),
+        "lines": len(expected), "blank": len(expected) - len(rows), "bad_by_oracle": len(bad),
+        "bad_by_product": len(verdicts.bad), "disagreements": len(wrong), "values_differ": differ,
+        "problems_without_a_place": misplaced, "exceptions": len(verdicts.exceptions),
         "kinds_of_bad": dict(sorted(Counter(expected[number] for number in bad).items())),
-        "reasons": len({reason for _, reason in verdicts.bad.values()}),
-        "by": "command" if command else "functions",
-        "seconds": round(verdicts.seconds, 2),
-        "peak_rss_mb": round(usage[command] / 1024, 1),
-        "examples": examples + verdicts.exceptions[:3],
-        "expected_lines": count,
+        "reasons": len({reason for _, reason in verdicts.bad.values()}), "by": "command" if command else "functions",
+        "seconds": round(verdicts.seconds, 2), "peak_rss_mb": round(usage[command] / 1024, 1),
+        "examples": examples + verdicts.exceptions[:3], "expected_lines": count,
     }
 
 
 def main() -> int:
     """Write the lines, compare, print; 1 where anything is wrong."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--lines", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--long", type=int, default=1, help="lines of more than 64 MiB")
-    parser.add_argument("--command", action="store_true", help="by the real command instead of its functions")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, lines=100_000, seed=1, long=(1, "lines of more than 64 MiB"),
+        command=(False, "by the real command instead of its functions"),
+    )
     with workplace() as place:
         path = place / "rows.jsonl"
         with path.open("wb") as file:

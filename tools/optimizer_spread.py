@@ -18,16 +18,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, done, environment, parser_of, read_lines, write_lines
+from tools.commands import ROOT, asked, done, environment, read_lines, some, write_lines
 
 STOCHASTIC = {"model.dtype": "bf16", "optimizer.rounding": "stochastic"}
 VARIANTS: dict[str, dict[str, str]] = {
-    "fp32-0": {},
-    "8bit": {"optimizer.state": "8bit"},
-    "fp32-1": {"seed": "1"},
-    "fp32-2": {"seed": "2"},
-    "host": {"optimizer.offload": "host"},
-    "bf16-stochastic": STOCHASTIC,
+    "fp32-0": {}, "8bit": {"optimizer.state": "8bit"}, "fp32-1": {"seed": "1"}, "fp32-2": {"seed": "2"},
+    "host": {"optimizer.offload": "host"}, "bf16-stochastic": STOCHASTIC,
     "8bit-bf16-stochastic": {**STOCHASTIC, "optimizer.state": "8bit"},
 }
 SEEDS = ("fp32-0", "fp32-1", "fp32-2")
@@ -69,24 +65,17 @@ def train(place: Path, name: str) -> dict[str, Any]:
     steps, held = (read_lines(place / "runs" / name / "metrics.jsonl", kind) for kind in ("train", "eval"))
     last = steps[-max(1, len(steps) // 10) :]
     return {
-        "variant": name,
-        "steps": steps[-1]["step"],
-        "held_out_before": round(held[0]["loss"], 5),
-        "held_out": round(held[-1]["loss"], 5),
-        "train": round(statistics.fmean(line["loss"] for line in last), 5),
+        "variant": name, "steps": steps[-1]["step"], "held_out_before": round(held[0]["loss"], 5),
+        "held_out": round(held[-1]["loss"], 5), "train": round(statistics.fmean(line["loss"] for line in last), 5),
     }
 
 
 def main() -> int:
     """Train the variants, and hold them against the spread."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rows", type=int, default=2, help="of a step")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a row")
-    parser.add_argument("--place", type=Path, default=ROOT / ".demo" / "campaigns" / "optimizer-spread")
-    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    options = parser.parse_args()
+    options = asked(
+        __doc__, model=ROOT / ".demo" / "smollm2", steps=200, rows=(2, "of a step"), length=(128, "tokens of a row"),
+        place=ROOT / ".demo" / "campaigns" / "optimizer-spread", only=some(VARIANTS),
+    )
     place = options.place.absolute()
     place.mkdir(parents=True, exist_ok=True)
     prepare(place, options)

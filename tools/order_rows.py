@@ -39,11 +39,8 @@ def rows(count: int = ROWS) -> list[Row]:
     for number in range(count):
         item, colour = next(items), rng.choice(("", "", *(f"{name} " for name in COLOURS)))
         facts = {
-            "name": f"{next(firsts)} {next(lasts)}",
-            "city": next(cities),
-            "item": f"{colour}{item}",
-            "quantity": rng.randint(2, 40),
-            "total_usd": rng.randint(10, 400),
+            "name": f"{next(firsts)} {next(lasts)}", "city": next(cities), "item": f"{colour}{item}",
+            "quantity": rng.randint(2, 40), "total_usd": rng.randint(10, 400),
         }
         wording = WORDINGS[number % len(WORDINGS)]
         order = wording.format(**facts, items=f"{colour}{ITEMS[item]}", total=facts["total_usd"])

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from tools.commands import ROOT, parser_of, workplace
+from tools.commands import ROOT, asked, some, workplace
 
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 PINS = ROOT / "constraints.txt"
@@ -100,11 +100,10 @@ def use(programs: Path, empty: Path) -> dict[str, object]:
 
 def main() -> int:
     """Build, install, use; exit code 1 where one of them fails."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--pythons", nargs="+", default=list(PYTHONS), help="interpreters to install under")
-    parser.add_argument("--kinds", nargs="+", choices=("wheel", "sdist"), default=["wheel", "sdist"])
-    parser.add_argument("--work", type=Path, help="an empty directory that is kept; default: one that goes")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, pythons=(list(PYTHONS), "interpreters to install under"), kinds=some(("wheel", "sdist")),
+        work=(Path, "an empty directory that is kept; default: one that goes"),
+    )
     failed = 0
     with workplace(options.work) as work:
         work.mkdir(parents=True, exist_ok=True)

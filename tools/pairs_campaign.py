@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.commands import parser_of, read_lines, workplace, write_lines
+from tools.commands import asked, read_lines, workplace, write_lines
 from tools.pair_oracle import BEGIN, END, Verdict, judge
 from tools.row_mutations import CALL, ODD, TOOLS, words
 from tools.tables import beside
@@ -296,10 +296,7 @@ def prepared(kind: str, given: list[Row], work: Path) -> tuple[dict[int, str], l
 
 def main() -> int:
     """Draw, prepare, compare, print; 1 where anything is wrong."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--rows", type=int, default=5000)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
+    options = asked(__doc__, rows=5000, seed=1)
     started = time.monotonic()
     figures: dict[str, Any] = {}
     with workplace() as place:

@@ -7,7 +7,6 @@ command (`run`), or a reason of one of a few kinds (:data:`REASONS`). Every reci
 are made of them. Prints what is missing, or how many there are of each kind; exits with 1 where a recipe is refused.
 """
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Any
 
 from tools.advice.keys import BASE, problems_of
 from tools.advice.proposals import written
+from tools.commands import asked
 from tuner.config.dump import flow
 from tuner.config.tree import Problems
 from tuner.config.yaml import read_yaml
@@ -30,8 +30,7 @@ REASONS = {
     "framework": "a mechanism of that framework, which nothing here asks for",
     "hardware": "for hardware or inputs that tuner does not have",
     "chosen": "chosen by tuner, from data, model and device",
-    "out": "left out, as [What tuner does not do](../not-supported.md) says",
-    "missing": "not there yet",
+    "out": "left out, as [What tuner does not do](../not-supported.md) says", "missing": "not there yet",
 }
 
 
@@ -109,9 +108,7 @@ def _cell(text: str) -> str:
 
 def main() -> int:
     """Print what there is, or what is missing."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--missing", action="store_true")
-    wants_missing, bad = parser.parse_args().missing, 0
+    wants_missing, bad = asked(__doc__, missing=False).missing, 0
     for name, title in TITLES.items():
         found = answers(name)
         print(f"{title}: {len(found)} fields, {dict(Counter(answer.kind for answer in found))}")

@@ -40,10 +40,7 @@ def answers(model: Any, tokenizer: Any, prompts: list[str], tokens: int) -> list
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[0, -1].float()
         made = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            min_new_tokens=tokens,
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=tokens,
             max_new_tokens=tokens,
         )
         found.append({"text": tokenizer.decode(made[0, ids.shape[1] :]), "logits": logits.tolist()})

@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, done, environment, parser_of, workplace, write_lines
+from tools.commands import ROOT, asked, done, environment, workplace, write_lines
 
 PROMPTS = ["Order note: five garden hoses to Oslo, please.", "What is the capital of France?"]
 NEW_TOKENS = 24
@@ -39,13 +39,10 @@ def trained(model: Path, work: Path, kind: str) -> Path:
     rows = [{"messages": [{"role": role, "content": text.format(n)} for role, text in turns]} for n in range(32)]
     write_lines(work / "rows.jsonl", rows)
     recipe = {
-        "name": kind,
-        "model": {"name_or_path": str(model), "dtype": "fp32"},
+        "name": kind, "model": {"name_or_path": str(model), "dtype": "fp32"},
         "data": {"train": "rows.jsonl", "max_length": 64},
         "train": {"duration": "2 steps", "global_batch_size": 2, "device": "cpu", "precision": "fp32"},
-        "optimizer": {"lr": 1e-3},
-        "schedule": {"kind": "constant", "warmup": "never"},
-        "logging": {"level": "error"},
+        "optimizer": {"lr": 1e-3}, "schedule": {"kind": "constant", "warmup": "never"}, "logging": {"level": "error"},
         **KINDS[kind],
     }
     (work / f"{kind}.yaml").write_text(json.dumps(recipe), encoding="utf-8")
@@ -99,11 +96,7 @@ def check(model: Path, python: str, work: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Check, in a directory that is removed unless one is given."""
-    parser = parser_of(__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("python")
-    parser.add_argument("--work", type=Path)
-    options = parser.parse_args()
+    options = asked(__doc__, {"model": Path, "python": str}, work=Path)
     with workplace(options.work) as work:
         work.mkdir(parents=True, exist_ok=True)
         figures = check(options.model.absolute(), options.python, work)

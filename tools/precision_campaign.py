@@ -23,7 +23,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from tools.commands import ROOT, parser_of, read_lines, workplace, write_lines
+from tools.commands import ROOT, asked, read_lines, workplace, write_lines
 from tuner.checkpoint.load import content_sha256
 from tuner.checkpoint.open import newest
 from tuner.config.load import load_recipe
@@ -91,12 +91,9 @@ class Gap:
 def launch(place: Path, name: str, keys: Mapping[str, dict[str, Any]], **train_keys: Any) -> Path:
     """Train in this process; the directory of the run."""
     tree: dict[str, Any] = {
-        "output_dir": str(place / name),
-        "method": {"kind": "pretrain"},
+        "output_dir": str(place / name), "method": {"kind": "pretrain"},
         "data": {"train": str(place / "rows.jsonl"), "cache_dir": str(place / "cache"), "max_length": 64},
-        "optimizer": {"lr": 1e-3},
-        "checkpoint": {"every": "never"},
-        "logging": {"level": "warning"},
+        "optimizer": {"lr": 1e-3}, "checkpoint": {"every": "never"}, "logging": {"level": "warning"},
         **{section: dict(values) for section, values in keys.items() if section != "data"},
         "train": {"device": "cpu", "global_batch_size": 4, **train_keys},
     }
@@ -109,11 +106,8 @@ def launch(place: Path, name: str, keys: Mapping[str, dict[str, Any]], **train_k
 def tiny_keys(place: Path, seed: int) -> dict[str, dict[str, Any]]:
     """The sections of a tiny run."""
     return {
-        "model": {"name_or_path": str(place / "model"), "init": "random"},
-        "tokenizer": {"name_or_path": "byte"},
-        "data": {"eval": "5%"},
-        "eval": {"every": "never", "samples": 0},
-        "seed_of": {"seed": seed},
+        "model": {"name_or_path": str(place / "model"), "init": "random"}, "tokenizer": {"name_or_path": "byte"},
+        "data": {"eval": "5%"}, "eval": {"every": "never", "samples": 0}, "seed_of": {"seed": seed},
     }
 
 
@@ -173,13 +167,7 @@ def prepare(place: Path) -> None:
 
 def main() -> int:
     """Run all of it; 1 where a bound is broken."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--smollm2", type=Path)
-    parser.add_argument("--smollm2-steps", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = asked(__doc__, steps=100, seeds=3, smollm2=Path, smollm2_steps=3, out=Path)
     with workplace() as place:
         prepare(place)
         same = resumed_bits(place, 6)

@@ -30,7 +30,7 @@ import torch
 from tests.fixtures.predict_cases import Case, cases, combinations, draw, drawn_cases, meshes
 from tests.fixtures.predict_counted import Figures, count_spread, resolved_case
 from tests.fixtures.predict_traced import predicted
-from tools.commands import parser_of, workplace
+from tools.commands import asked, workplace
 from tuner.errors import TunerError
 from tuner.setup.build import build_train_state
 from tuner.setup.model import assemble_model
@@ -104,16 +104,13 @@ def table(chosen: Sequence[Case], lines: Sequence[dict[str, Any]]) -> str:
 
 def main() -> int:
     """Run the campaign; exit code 1 where a prediction was wrong."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--seed", type=int, default=7, help="of the draw of architectures")
-    parser.add_argument("--drawn", type=int, default=10, help="how many architectures are drawn")
-    parser.add_argument("--combinations", type=int, default=0, help="how many combinations are drawn instead")
-    parser.add_argument("--meshes", action="store_true", help="tensor, sequence and expert groups instead")
-    parser.add_argument("--only", default="", help="cases whose name holds this alone")
-    parser.add_argument("--free", action="store_true", help="let collectives end before gloo has let go of tensors")
-    parser.add_argument("--table", type=Path, help="where the figures go, as a table of Markdown")
-    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, seed=(7, "of the draw of architectures"), drawn=(10, "how many architectures are drawn"),
+        combinations=(0, "how many combinations are drawn instead"),
+        meshes=(False, "tensor, sequence and expert groups instead"), only=("", "cases whose name holds this alone"),
+        free=(False, "let collectives end before gloo has let go of tensors"),
+        table=(Path, "where the figures go, as a table of Markdown"), out=(Path, "where the figures go, as JSON"),
+    )
     torch.set_num_threads(1)  # as those that are counted have: kernels ask for scratch space by the thread
     with workplace() as directory:
         passed: dict[str, str] = {}
@@ -143,10 +140,7 @@ def main() -> int:
             print(f"{'WRONG' if bad else 'ok':5} {off:+.3%}{even} {case.name} {'; '.join(bad)}", flush=True)
             lines.append(
                 {
-                    "case": case.name,
-                    "peak_off": off,
-                    "problems": bad,
-                    "counted": asdict(truth),
+                    "case": case.name, "peak_off": off, "problems": bad, "counted": asdict(truth),
                     "predicted": asdict(said),
                 }
             )

@@ -51,16 +51,10 @@ def instruction(kind: str) -> str:
 def values(rng: random.Random, kind: str, firsts: Sequence[str], lasts: Sequence[str]) -> dict[str, Any]:
     """The facts of one note by their keys."""
     drawn: dict[str, Any] = {
-        "name": f"{rng.choice(firsts)} {rng.choice(lasts)}",
-        "item": rng.choice(sorted(ITEMS)),
-        "quantity": rng.randint(2, 40),
-        "topic": rng.choice(TOPICS),
-        "day": rng.choice(DAYS),
-        "hour": rng.randint(8, 18),
-        "city": rng.choice(CITIES),
-        "phone": str(rng.randint(1000, 9999)),
-        "number": rng.randint(100, 999),
-        "state": rng.choice(STATES),
+        "name": f"{rng.choice(firsts)} {rng.choice(lasts)}", "item": rng.choice(sorted(ITEMS)),
+        "quantity": rng.randint(2, 40), "topic": rng.choice(TOPICS), "day": rng.choice(DAYS),
+        "hour": rng.randint(8, 18), "city": rng.choice(CITIES), "phone": str(rng.randint(1000, 9999)),
+        "number": rng.randint(100, 999), "state": rng.choice(STATES),
     }
     return {key: drawn[key] for key in KINDS[kind]["keys"]}
 

@@ -18,15 +18,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, environment, parser_of, read_lines, say, tuner, workplace, write_lines
+from tools.commands import ROOT, asked, environment, read_lines, say, some, tuner, workplace, write_lines
 from tools.demo.score import answer, parse
 from tools.preference_rows import HELD_OUT_ROWS, Row, rows
 
 METHODS: dict[str, tuple[str, ...]] = {
-    "dpo": ("smollm2_dpo_cpu",),
-    "orpo": ("smollm2_dpo_cpu", "--method.kind", "orpo", "--method.sft_weight", "null"),
-    "simpo": ("smollm2_dpo_cpu", "--method.kind", "simpo"),
-    "reward": ("smollm2_reward_cpu",),
+    "dpo": ("smollm2_dpo_cpu",), "orpo": ("smollm2_dpo_cpu", "--method.kind", "orpo", "--method.sft_weight", "null"),
+    "simpo": ("smollm2_dpo_cpu", "--method.kind", "simpo"), "reward": ("smollm2_reward_cpu",),
 }
 """Recipes with what is changed in them."""
 ACCURACY_GOAL = 0.9
@@ -70,21 +68,17 @@ def train(name: str, smollm2: Path, work: Path) -> dict[str, Any]:
     lines = read_lines(run / "metrics.jsonl")
     last = [line for line in lines if line["kind"] == "eval"][-1]
     return {
-        "run": str(run),
-        "seconds": round(time.perf_counter() - start, 1),
-        "steps": sum(line["kind"] == "train" for line in lines),
-        "accuracy": last["accuracy"],
-        "margin": last["margin"],
+        "run": str(run), "seconds": round(time.perf_counter() - start, 1),
+        "steps": sum(line["kind"] == "train" for line in lines), "accuracy": last["accuracy"], "margin": last["margin"],
     }
 
 
 def main() -> int:
     """Train, measure, print the table and the report."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2")
-    parser.add_argument("--only", nargs="+", choices=list(METHODS), default=["dpo", "reward"])
-    parser.add_argument("--work", type=Path, help="keep the runs here")
-    given = parser.parse_args()
+    given = asked(
+        __doc__, smollm2=ROOT / ".demo" / "smollm2", only=some(list(METHODS), ["dpo", "reward"]),
+        work=(Path, "keep the runs here"),
+    )
     held_out = rows("held-out", HELD_OUT_ROWS)
     report: dict[str, Any] = {"held_out": len(held_out), "missed": []}
     with workplace(given.work) as work:

@@ -17,11 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SAME: dict[str, Any] = {
-    "report_to": [],
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "logging_steps": 10**6,
-    "use_cpu": True,
+    "report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 10**6, "use_cpu": True,
 }
 
 
@@ -62,23 +58,18 @@ def train(job: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     tokenizer.pad_token = "<|endoftext|>"  # ends no row: transformers scores the token before the first one of padding
     start = time.perf_counter()
     trainer = trainer_class(
-        model=model_of(run.get("model", job["model"]), run["trainer"]),
-        args=settings,
-        train_dataset=datasets.Dataset.from_list(items),
-        processing_class=tokenizer,
-        peft_config=lora(run["lora"]) if run.get("lora") else None,
-        callbacks=[Clock()],
+        model=model_of(run.get("model", job["model"]), run["trainer"]), args=settings,
+        train_dataset=datasets.Dataset.from_list(items), processing_class=tokenizer,
+        peft_config=lora(run["lora"]) if run.get("lora") else None, callbacks=[Clock()],
     )
     trainer.train()
     accumulated = settings.gradient_accumulation_steps
     values = [loss.item() for loss in losses]
     return {
         "loss": [sum(values[i : i + accumulated]) for i in range(0, len(values), accumulated)],
-        "step_s": [b - a for a, b in zip(ends, ends[1:], strict=False)],
-        "whole_s": ends[-1] - start,
+        "step_s": [b - a for a, b in zip(ends, ends[1:], strict=False)], "whole_s": ends[-1] - start,
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30,
-        "recompute": bool(settings.gradient_checkpointing),
-        "bf16": bool(settings.bf16),
+        "recompute": bool(settings.gradient_checkpointing), "bf16": bool(settings.bf16),
     }
 
 

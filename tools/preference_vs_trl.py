@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools import real_preferences as real
-from tools.commands import ROOT, parser_of, read_lines, workplace, write_lines
+from tools.commands import ROOT, asked, read_lines, some, workplace, write_lines
 from tools.tables import beside
 
 if TYPE_CHECKING:
@@ -94,18 +94,12 @@ class Comparison:
             "model": {"name_or_path": str(self.scores if case.trainer == "reward" else self.model)},
             "method": {"beta": 0.1} | case.method if case.trainer != "reward" else case.method,
             "data": {
-                "train": str(self.rows(case)),
-                "max_length": MAX_LENGTH,
-                "packing": False,
-                "shuffle": False,
+                "train": str(self.rows(case)), "max_length": MAX_LENGTH, "packing": False, "shuffle": False,
                 "cache_dir": str(self.work / "cache"),
             },
             "train": {
-                "duration": f"{STEPS} steps",
-                "global_batch_size": PAIRS,
-                "micro_batch_size": PAIRS,
-                "precision": "fp32",
-                "device": "cpu",
+                "duration": f"{STEPS} steps", "global_batch_size": PAIRS, "micro_batch_size": PAIRS,
+                "precision": "fp32", "device": "cpu",
             },
             "optimizer": {"lr": case.lr, "betas": [0.9, 0.999], "weight_decay": 0.0},
             "schedule": {"kind": "constant", "warmup": "never"},
@@ -130,25 +124,14 @@ class Comparison:
         path.write_text(json.dumps(rows), encoding="utf-8")
         kind = {"beta": case.method.get("beta", 0.1)} if case.trainer != "reward" else {}
         same = {
-            "per_device_train_batch_size": PAIRS // case.accumulated,
-            "gradient_accumulation_steps": case.accumulated,
-            "learning_rate": case.lr,
-            "lr_scheduler_type": "constant",
-            "adam_beta2": 0.999,
-            "max_grad_norm": 1.0,
-            "max_length": MAX_LENGTH,
-            "bf16": False,
-            "gradient_checkpointing": False,
+            "per_device_train_batch_size": PAIRS // case.accumulated, "gradient_accumulation_steps": case.accumulated,
+            "learning_rate": case.lr, "lr_scheduler_type": "constant", "adam_beta2": 0.999, "max_grad_norm": 1.0,
+            "max_length": MAX_LENGTH, "bf16": False, "gradient_checkpointing": False,
         }
         return {
-            "name": case.name,
-            "trainer": case.trainer,
-            "model": str(self.scores if case.trainer == "reward" else self.model),
-            "rows": str(path),
-            "steps": STEPS,
-            "answers_only": case.answers_only,
-            "partners": case.partners,
-            "settings": {**same, **kind, **case.settings},
+            "name": case.name, "trainer": case.trainer,
+            "model": str(self.scores if case.trainer == "reward" else self.model), "rows": str(path), "steps": STEPS,
+            "answers_only": case.answers_only, "partners": case.partners, "settings": {**same, **kind, **case.settings},
         }
 
 
@@ -235,14 +218,8 @@ def compare(comparison: Comparison, cases: list[Case]) -> list[dict[str, Any]]:
         largest = max(abs(x - y) / max(1.0, abs(y)) for x, y in zip(a, b, strict=True))
         report.append(
             {
-                "case": case.name,
-                "first_step": first,
-                "largest": largest,
-                "moved": abs(a[-1] - a[0]),
-                "apart": case.apart,
-                "missed": case.apart is None and largest > BOUND,
-                "ours": a,
-                "trl": b,
+                "case": case.name, "first_step": first, "largest": largest, "moved": abs(a[-1] - a[0]),
+                "apart": case.apart, "missed": case.apart is None and largest > BOUND, "ours": a, "trl": b,
             }
         )
     return report
@@ -280,19 +257,17 @@ def run_trl(python: list[str], path: str | None, model: Path, work: Path, runs: 
 
 def main() -> int:
     """Compare, print the table and the report."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", type=Path, help="a model directory; a tiny one where it is not given")
-    parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2", help="whose tokenizer is taken")
-    parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where packages are")
-    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], metavar="NAME")
-    parser.add_argument("--trl-python", default=sys.executable)
-    parser.add_argument("--trl-path")
-    parser.add_argument("--ours", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = asked(
+        __doc__, model=(Path, "a model directory; a tiny one where it is not given"),
+        smollm2=(ROOT / ".demo" / "smollm2", "whose tokenizer is taken"),
+        sources=(ROOT / ".demo" / "other-tools", "where packages are"),
+        only=some(case.name for case in CASES), trl_python=sys.executable, trl_path=str,
+        ours=(Path, argparse.SUPPRESS),
+    )
     if options.ours is not None:
         print(json.dumps(train_ours(options.ours)))
         return 0
-    cases = [case for case in CASES if options.only is None or case.name in options.only]
+    cases = [case for case in CASES if case.name in options.only]
     with workplace() as work:
         model = options.model
         if model is None:

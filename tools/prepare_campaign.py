@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tools.commands import parser_of, workplace
+from tests.fixtures.processes import of_variable, processes_where
+from tools.commands import asked, one_of, workplace
 
 CALLS = ("mkdir", "fsync", "rename", "link", "unlink", "open")
 MARK = "TUNER_CAMPAIGN"
@@ -126,9 +127,7 @@ def build_without_lock() -> None:
 
 
 MUTANTS: dict[str, Callable[[], None]] = {
-    "none": lambda: None,
-    "rename-before-manifest": rename_before_manifest,
-    "keep-leftovers": keep_leftovers,
+    "none": lambda: None, "rename-before-manifest": rename_before_manifest, "keep-leftovers": keep_leftovers,
     "no-lock": build_without_lock,
 }
 
@@ -201,19 +200,10 @@ def left_over(cache: Path) -> list[str]:
 
 def orphans(trial: Trial) -> list[int]:
     """Worker processes of this campaign that are still there after a while."""
-    wanted = f"{MARK}={trial.directory.name}".encode()
     deadline = time.monotonic() + PATIENCE_S
-    while True:
-        found = []
-        for directory in Path("/proc").glob("[0-9]*"):
-            try:
-                if wanted in (directory / "environ").read_bytes().split(b"\0"):
-                    found.append(int(directory.name))
-            except OSError:
-                continue
-        if not found or time.monotonic() > deadline:
-            return found
+    while (found := processes_where(of_variable(MARK, trial.directory.name))) and time.monotonic() < deadline:
         time.sleep(0.02)
+    return found
 
 
 def unbroken(trial: Trial) -> tuple[Trial, dict[str, str]]:
@@ -246,20 +236,19 @@ def kill_trial(trial: Trial, expected: dict[str, str], number: int, rng: random.
     process.join()
     killed = process.exitcode == -signal.SIGKILL
     seen += visible_faults(cache)
-    answer = finish(*start(trial, name))
-    found = {
-        "kind": "kill",
-        "trial": number,
-        "at": f"{fatal[1]} {trial.calls[fatal[0]]}" if fatal else "random",
-        "killed": killed,
-        "half_made": sorted(set(seen)),
-        "finished": answer is not None,
-        "identical": contents(cache) == expected,
-        "left_over": left_over(cache),
-        "orphans": orphans(trial),
-    }
-    good = found["finished"] and found["identical"] and (killed or fatal is None)
-    return {**found, "ok": good and not (found["half_made"] or found["left_over"] or found["orphans"])}
+    is_finished = finish(*start(trial, name)) is not None
+    at = f"{fatal[1]} {trial.calls[fatal[0]]}" if fatal else "random"
+    found = {"kind": "kill", "trial": number, "at": at, "killed": killed, "finished": is_finished}
+    return judged(trial, cache, found, seen, expected, is_finished and (killed or fatal is None))
+
+
+def judged(
+    trial: Trial, cache: Path, found: dict[str, Any], seen: list[str], expected: dict[str, str], is_good: bool
+) -> dict[str, Any]:
+    """What was found of a trial, with what it has left."""
+    left = {"half_made": sorted(set(seen)), "left_over": left_over(cache), "orphans": orphans(trial)}
+    is_identical = contents(cache) == expected
+    return {**found, "identical": is_identical, **left, "ok": is_good and is_identical and not any(left.values())}
 
 
 def race_trial(trial: Trial, expected: dict[str, str], number: int, rng: random.Random) -> dict[str, Any]:
@@ -279,20 +268,10 @@ def race_trial(trial: Trial, expected: dict[str, str], number: int, rng: random.
         builders[1][0].join(0.001)
     answers = [finish(*builder) for builder in builders]
     built = sum(answer is not None and not answer["cached"] for answer in answers)
-    found = {
-        "kind": "race",
-        "trial": number,
-        "killed": builders[0][0].exitcode == -signal.SIGKILL,
-        "half_made": sorted(set(seen)),
-        "built_by": built,
-        "finished": answers[1] is not None and (with_kill or answers[0] is not None),
-        "identical": contents(cache) == expected,
-        "left_over": left_over(cache),
-        "orphans": orphans(trial),
-    }
-    winners = built == 1 or (found["killed"] and built <= 1)
-    good = winners and found["finished"] and found["identical"]
-    return {**found, "ok": good and not (found["half_made"] or found["left_over"] or found["orphans"])}
+    killed = builders[0][0].exitcode == -signal.SIGKILL
+    is_finished = answers[1] is not None and (with_kill or answers[0] is not None)
+    found = {"kind": "race", "trial": number, "killed": killed, "built_by": built, "finished": is_finished}
+    return judged(trial, cache, found, seen, expected, is_finished and (built == 1 or (killed and built <= 1)))
 
 
 KINDS = {"kill": kill_trial, "race": race_trial}
@@ -317,15 +296,12 @@ def campaign(
 
 def main() -> int:
     """Run the campaign."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--races", type=int, default=50)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--first", type=int, default=0, help="number of the first kill; two for each call come first")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mutant", choices=list(MUTANTS), default="none", help="break the builder: trials must fail")
-    parser.add_argument("--replay", nargs=2, metavar=("KIND", "NUMBER"), help="one trial alone, such as: kill 17")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, kills=200, races=50, workers=[1, 2],
+        first=(0, "number of the first kill; two for each call come first"), seed=0,
+        mutant=(one_of(list(MUTANTS), "none"), "break the builder: trials must fail"),
+        replay=({"nargs": 2, "metavar": ("KIND", "NUMBER")}, "one trial alone, such as: kill 17"),
+    )
     context.set_forkserver_preload(list(PRELOADED))
     wanted = [("kill", options.first + i) for i in range(options.kills)] + [("race", i) for i in range(options.races)]
     if options.replay:
@@ -338,21 +314,14 @@ def main() -> int:
         print(json.dumps(results, indent=2))
     kills, races = ([found for found in results if found["kind"] == kind] for kind in KINDS)
     figures = {
-        "workers": options.workers,
-        "seed": options.seed,
-        "publish_calls": sorted({found["calls"] for found in results}),
-        "kills": len(kills),
-        "killed": sum(found["killed"] for found in kills),
-        "races": len(races),
-        "races_with_a_kill": sum(found["killed"] for found in races),
-        "ok": sum(found["ok"] for found in results),
-        "half_made": sum(bool(found["half_made"]) for found in results),
+        "workers": options.workers, "seed": options.seed, "kills": len(kills), "races": len(races),
+        "killed": sum(found["killed"] for found in kills), "races_with_a_kill": sum(found["killed"] for found in races),
+        "publish_calls": sorted({found["calls"] for found in results}), "ok": sum(found["ok"] for found in results),
         "not_identical": sum(not found["identical"] for found in results),
-        "left_over": sum(bool(found["left_over"]) for found in results),
-        "orphans": sum(bool(found["orphans"]) for found in results),
-    }
+        **{what: sum(bool(found[what]) for found in results) for what in ("half_made", "left_over", "orphans")},
+    }  # fmt: skip
     print(json.dumps(figures))
-    return 0 if figures["ok"] == len(results) else 1
+    return int(figures["ok"] < len(results))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import bench_rows
-from tools.commands import ROOT, environment, parser_of, say, workplace
+from tools.commands import ROOT, asked, environment, say, workplace
 
 LIMIT_MB = 400.0
 INTERVAL_S = 0.02
@@ -25,11 +25,10 @@ INTERVAL_S = 0.02
 
 def main() -> int:
     """Parse the command line, write the file, measure, print; 1 where the limit is broken."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--size", type=float, default=2000, help="MB of the file")
-    parser.add_argument("--workers", default="1,2")
-    parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2", help="directory of the tokenizer")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, size=(2000.0, "MB of the file"), workers="1,2",
+        model=(ROOT / ".demo" / "smollm2", "directory of the tokenizer"),
+    )
     with workplace() as work:
         rows, written = bench_rows.write(bench_rows.endless(), work / "rows.jsonl", int(options.size * 1e6))
         say(f"{rows:,} rows, {written / 1e6:,.0f} MB")
@@ -64,8 +63,7 @@ def measure(work: Path, model: Path, workers: int) -> dict[str, Any]:
     shutil.rmtree(work / "cache")
     return {
         "peak_mb": sorted((round(peak, 1) for peak in peaks.values()), reverse=True),
-        "main_mb": round(peaks[process.pid], 1),
-        "seconds": round(seconds, 1),
+        "main_mb": round(peaks[process.pid], 1), "seconds": round(seconds, 1),
         "mb_per_s": round((work / "rows.jsonl").stat().st_size / 1e6 / seconds, 2),
         "documents": said["metrics"]["train"]["documents"],
     }

@@ -19,7 +19,7 @@ import torch
 from transformers import PretrainedConfig
 
 from tools.causal_cases import DECODERS, TYPES, VOCAB, decoder_config, quiet, tiny_config, write_random
-from tools.commands import one_line, parser_of, verdicts, workplace
+from tools.commands import asked, one_line, verdicts, workplace
 from tools.proof_faults import FAULTS, Fault
 from tuner.errors import RecipeError
 from tuner.model import probe
@@ -41,12 +41,7 @@ LONGEST = 24
 @quiet()
 def main() -> int:
     """Prove every type, or every fault, and print what each came to."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="*", default=[*TYPES, *(f"{name}+decoder" for name in DECODERS)])
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--faults", action="store_true")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = asked(__doc__, only=[*TYPES, *(f"{name}+decoder" for name in DECODERS)], layers=8, faults=False, out=Path)
     torch.set_num_threads(1)
     return verdicts(faults(given.layers) if given.faults else types(given.only, given.layers), given.out)
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from tools.commands import ROOT, parser_of, workplace
+from tools.commands import ROOT, asked, some, workplace
 from tools.recipes_campaign import SHAPES, whole_model
 from tuner.config.load import load_recipe
 from tuner.config.overrides import Override
@@ -50,11 +50,9 @@ _QWEN3: dict[str, Any] = {
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {"num_key_value_heads": 8, "vocab_size": 128256}),
-    "qwen3": ("qwen3", _QWEN3),
+    "llama": ("llama", {"num_key_value_heads": 8, "vocab_size": 128256}), "qwen3": ("qwen3", _QWEN3),
     "gemma3": ("gemma3_text", {"num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1}),
-    "mistral": ("mistral", {"num_hidden_layers": 32, "sliding_window": 4096}),
-    "olmo2": ("olmo2", {}),
+    "mistral": ("mistral", {"num_hidden_layers": 32, "sliding_window": 4096}), "olmo2": ("olmo2", {}),
     "phi": ("phi", {}),
     "qwen3-moe": ("qwen3_moe", {"num_attention_heads": 32, "num_key_value_heads": 4, "output_router_logits": True}),
     "mixtral": ("mixtral", {"output_router_logits": True}),
@@ -296,17 +294,11 @@ def recipes(options: argparse.Namespace) -> bool:
 
 def main() -> int:
     """Plant the faults, then go through the recipes that ship and the matrix; or some of them."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--faults", action="store_true")
-    parser.add_argument("--recipes", action="store_true")
-    parser.add_argument("--matrix", action="store_true")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="NAME")
-    parser.add_argument("--adapters", nargs="+", choices=("none", "lora"), default=["none", "lora"])
-    parser.add_argument("--accumulate", nargs="+", type=int, choices=(1, 2, 4), default=[1, 4])
-    parser.add_argument("--layouts", nargs="+", default=list(KNOWN), metavar="NAME")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=ROOT / ".demo" / "prove")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, faults=False, recipes=False, matrix=False, models=some(MODELS), adapters=some(("none", "lora")),
+        accumulate={"nargs": "+", "type": int, "choices": (1, 2, 4), "default": [1, 4]}, layouts=list(KNOWN), steps=20,
+        out=ROOT / ".demo" / "prove",
+    )
     options.out.mkdir(parents=True, exist_ok=True)
     good, every = True, not (options.faults or options.recipes or options.matrix)
     if options.faults or every:

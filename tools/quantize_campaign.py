@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.model.quantize import drawn
-from tools.commands import ROOT, judged, parser_of, workplace
+from tools.commands import ROOT, asked, judged, workplace
 from tools.liger_campaign import Launch, problem
 from tuner.model.quantize import nf4, published
 from tuner.model.quantize.codes import TYPES, dequantize, quantize
@@ -167,10 +167,8 @@ def _weights_of(peer: Any, case: str, model: torch.nn.Module, stored: dict[str, 
 def golden(peer: Any, place: Path) -> None:
     """Write the small file that the tests read: every kind of weight, next to its values (`expected.NAME`)."""
     kinds = {
-        "plain": (torch.bfloat16, {}),
-        "nested": (torch.float32, {"compress_statistics": True}),
-        "wide": (torch.float16, {"blocksize": 128}),
-        "packed": (torch.bfloat16, {"quant_storage": torch.bfloat16}),
+        "plain": (torch.bfloat16, {}), "nested": (torch.float32, {"compress_statistics": True}),
+        "wide": (torch.float16, {"blocksize": 128}), "packed": (torch.bfloat16, {"quant_storage": torch.bfloat16}),
     }
     tensors = {}
     for name, (dtype, wishes) in kinds.items():
@@ -233,11 +231,10 @@ def compiled(kernel: Any, kind: str, pointer: str, generation: int) -> str | Non
 def main() -> int:
     """Run those that were asked for."""
     parts = {"blocks": blocks, "files": files, "models": models, "compiler": compiler}
-    parser = parser_of(__doc__)
-    parser.add_argument("parts", nargs="*", default=[], metavar="PART", help=", ".join(parts))
-    parser.add_argument("--peer", type=Path, default=ROOT / ".demo" / "peers" / "bitsandbytes", metavar="DIRECTORY")
-    parser.add_argument("--write", action="store_true", help="write the stored weights that the tests read, and stop")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, {"parts": ([], ", ".join(parts))}, peer=ROOT / ".demo" / "peers" / "bitsandbytes",
+        write=(False, "write the stored weights that the tests read, and stop"),
+    )
     if options.write:
         golden(installed(options.peer), GOLDEN)
         return 0

@@ -15,7 +15,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, Start, done, environment, parser_of, read_lines, say, trained, tuner, workplace
+from tools.commands import ROOT, Start, asked, done, environment, read_lines, say, some, trained, tuner, workplace
 
 APART = 1e-6
 READING_SHARE = 0.5
@@ -23,14 +23,8 @@ READING_SHARE = 0.5
 LAYOUTS = {"1": (1, "full"), "2": (2, "full"), "4": (4, "full"), "2x2": (4, "hybrid"), "4 copies": (4, "none")}
 KINDS = ("nf4", "int8")
 DRAWN = {
-    "vocab_size": 8192,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 10,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
+    "vocab_size": 8192, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 10,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 512, "tie_word_embeddings": True,
 }
 READ = """
 import json, sys, threading, time
@@ -145,12 +139,10 @@ def missed(report: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     """Measure what was asked for; print the table and the report."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2")
-    parser.add_argument("--only", nargs="+", choices=("ranks", "reading", "task"), default=["ranks", "reading", "task"])
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rows", type=int, default=8, help="of a step")
-    given = parser.parse_args()
+    given = asked(
+        __doc__, smollm2=ROOT / ".demo" / "smollm2", only=some(("ranks", "reading", "task")), steps=30,
+        rows=(8, "of a step"),
+    )
     report: dict[str, Any] = {}
     with workplace() as directory:
         if "ranks" in given.only:

@@ -10,28 +10,33 @@ in F already is not done again. Exits with 1 where files differ.
 """
 
 import json
-import os
 import random
 import shutil
-import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, Results, parser_of, workplace
+import pytest
+
+from tests.fixtures.ray_cluster import ray_workers
+from tools.commands import ROOT, Results, asked, workplace
+from tools.measures import alternated
 from tools.prepare_campaign import contents
+from tools.strikes import kill
 
 WORDS = ["alpha", "beta", "gamma", "the", "of", "and", "to", "in", "is", "that", "for", "on", "with", "as", "at"]
 WORKERS = (1, 2, 4)
-WORKER_NAMES = (b"ray::tuner.prepare", b"ray::IDLE")
+ENGINES = ("local", "ray")
 TURNS = 3
 
 
 def write_rows(directory: Path, megabytes: float, files: int) -> list[str]:
-    """Rows of uneven length in so many files."""
+    """Rows of uneven length in so many files of a new directory."""
     rng, found = random.Random(0), []
+    directory.mkdir()
     for number in range(files):
         found.append(directory / f"rows{number:03}.jsonl")
         with found[-1].open("w") as file:
@@ -54,17 +59,7 @@ def build(model: Path, cache: Path, rows: list[str], engine: str, workers: int) 
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     began = time.monotonic()
     path = prepare(spec).path
-    return contents(path), time.monotonic() - began
-
-
-def workers_here() -> Iterator[int]:
-    """Process ids of the cluster's workers."""
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            if (place / "cmdline").read_bytes().startswith(WORKER_NAMES):
-                yield int(place.name)
-        except OSError:
-            continue
+    return contents(path), round(time.monotonic() - began, 2)
 
 
 def killing(moments: list[float], rng: random.Random, ended: threading.Event) -> list[int]:
@@ -72,15 +67,15 @@ def killing(moments: list[float], rng: random.Random, ended: threading.Event) ->
     killed: list[int] = []
     began = time.monotonic()
 
-    def kill() -> None:
+    def strike() -> None:
         for moment in moments:
             if ended.wait(max(0.0, began + moment - time.monotonic())):
                 return
-            if there := sorted(workers_here()):
+            if there := sorted(ray_workers("tuner.prepare") + ray_workers("IDLE")):
                 killed.append(rng.choice(there))
-                os.kill(killed[-1], signal.SIGKILL)
+                kill(killed[-1:])
 
-    threading.Thread(target=kill, daemon=True).start()
+    threading.Thread(target=strike, daemon=True).start()
     return killed
 
 
@@ -88,62 +83,51 @@ def trials(options: Any, place: Path, results: Results) -> None:
     """What is not in the results yet, by the cluster that this process has joined."""
     from tuner.data.building import documents, spec
 
+    def add(kind: str, number: int, files: Sequence[Any], **more: Any) -> None:
+        results.add({"kind": kind, "number": number, "ok": all(each == files[0] for each in files), **more})
+
     done = {(row["kind"], row["number"]) for row in results.rows}
-    many = place / "many"
-    many.mkdir()
-    rows = write_rows(many, 3, 40)
-    bundle, documents.BUNDLE_BYTES = documents.BUNDLE_BYTES, 1  # each file is a task of its own
-    least, spec.MANY_BYTES = spec.MANY_BYTES, 1
-    expected, _ = build(options.model, place / "local", rows, "local", 2)
-    took = 0.0
-    for workers in WORKERS:
-        found, took = build(options.model, place / "ray", rows, "ray", workers)
-        if ("equal", workers) not in done:
-            results.add({"kind": "equal", "number": workers, "ok": found == expected, "seconds": round(took, 2)})
-    number = 0
-    while sum(row["killed"] for row in results.rows if row["kind"] == "kill") < options.kills:
-        number += 1
-        if ("kill", number) in done:
-            continue
-        rng, ended = random.Random(f"{options.seed} {number}"), threading.Event()
-        moments = sorted(round(rng.uniform(0, took), 3) for _ in range(options.each))
-        killed = killing(moments, rng, ended)
-        found, took = build(options.model, place / "ray", rows, "ray", 2)
-        ended.set()
-        row = {"kind": "kill", "number": number, "ok": found == expected, "killed": len(killed)}
-        results.add({**row, "moments": moments, "seconds": round(took, 2)})
-    documents.BUNDLE_BYTES, spec.MANY_BYTES = bundle, least
-    for size in options.measure:
-        if ("measure", size) in done:
-            continue
-        large = place / f"{size}"
-        large.mkdir()
-        rows = write_rows(large, size, 4)
-        seconds: dict[str, list[float]] = {"local": [], "ray": []}
-        files = []
-        for engine in (*seconds, *list(seconds) * TURNS):  # the first turn warms up, and is not counted
-            found, took = build(options.model, place / engine, rows, engine, options.workers)
-            seconds[engine].append(round(took, 2))
-            files.append(found)
+    rows = write_rows(place / "many", 3, 40)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "BUNDLE_BYTES", 1)  # each file is a task of its own
+        patch.setattr(spec, "MANY_BYTES", 1)
+        expected, _ = build(options.model, place / "local", rows, "local", 2)
+        took = 0.0
+        for workers in WORKERS:
+            found, took = build(options.model, place / "ray", rows, "ray", workers)
+            if ("equal", workers) not in done:
+                add("equal", workers, (expected, found), seconds=took)
+        number = 0
+        while sum(row["killed"] for row in results.rows if row["kind"] == "kill") < options.kills:
+            number += 1
+            if ("kill", number) in done:
+                continue
+            rng, ended = random.Random(f"{options.seed} {number}"), threading.Event()
+            moments = sorted(round(rng.uniform(0, took), 3) for _ in range(options.each))
+            killed = killing(moments, rng, ended)
+            found, took = build(options.model, place / "ray", rows, "ray", 2)
+            ended.set()
+            add("kill", number, (expected, found), killed=len(killed), moments=moments, seconds=took)
+    for size in (size for size in options.measure if ("measure", size) not in done):
+        rows = write_rows(place / f"{size}", size, 4)
+        ways = {name: partial(build, options.model, place / name, rows, name, options.workers) for name in ENGINES}
+        taken = alternated(ways, 1 + TURNS)  # the first turn warms up, and is not counted
+        seconds = {name: [took for _, took in turns] for name, turns in taken.items()}
         local, ray = (min(each[1:]) for each in seconds.values())
-        row = {"kind": "measure", "number": size, "ok": all(each == files[0] for each in files), "seconds": seconds}
-        results.add({**row, "workers": options.workers, "overhead": round(ray / local - 1, 4)})
-        shutil.rmtree(large)
+        files = [files for turns in taken.values() for files, _ in turns]
+        add("measure", size, files, seconds=seconds, workers=options.workers, overhead=round(ray / local - 1, 4))
+        shutil.rmtree(place / f"{size}")
 
 
 def main() -> int:
     """Run the campaign."""
     from tuner.runtime.ray_cluster import joined
 
-    parser = parser_of(__doc__)
-    parser.add_argument("--out", type=Path, help="a file of JSON lines, written as it is known, and continued")
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--each", type=int, default=1, help="workers killed in a build")
-    parser.add_argument("--measure", type=int, nargs="+", default=[], metavar="MB")
-    parser.add_argument("--workers", type=int, default=2, help="of the measured builds")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", type=Path, default=ROOT / ".demo/smollm2")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, out=(Path, "a file of JSON lines, written as it is known, and continued"), kills=50,
+        each=(1, "workers killed in a build"), measure={"type": int, "nargs": "+", "default": [], "metavar": "MB"},
+        workers=(2, "of the measured builds"), seed=0, model=ROOT / ".demo/smollm2",
+    )
     results = Results(options.out)
     with workplace() as place, joined(max(*WORKERS, options.workers) if options.kills else options.workers):
         trials(options, place, results)

@@ -3,9 +3,9 @@
     python -m tools.readme_campaign [--model .demo/smollm2] [--work DIR]
 
 The names of the hub's models that they take are found in a hub cache made of the directory, so that nothing is changed
-and nothing needs the network. README's first block, the install, is what the environment of this program was made by,
-and is left out. Every other command must end with 0; then the first run's chat, as it is and at temperature 0, and the
-notebook must have given the answer that README shows.
+and nothing needs the network; $BUCKET is one of a store on this machine. README's first block, the install, is what the
+environment of this program was made by, and is left out. Every other command must end with 0; then the first run's
+chat, as it is and at temperature 0, and the notebook must have given the answer that README shows.
 Prints the minutes of each; exits with 1 where something does not hold.
 """
 
@@ -17,7 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, parser_of, run, workplace
+from tests.fixtures.store_servers import BUCKET, serving
+from tools.commands import ROOT, asked, run, workplace
 from tools.tutorial_campaign import environment, follow, hub_cache
 
 README, NOTEBOOK = ROOT / "README.md", ROOT / "docs" / "quickstart.ipynb"
@@ -36,7 +37,7 @@ def cells(notebook: Path) -> str:
     return "\n".join("".join(cell["source"]) for cell in document["cells"] if cell["cell_type"] == "code")
 
 
-def asked(page: str) -> str:
+def typed_in(page: str) -> str:
     """What README has typed into the chat of the first run."""
     return re.findall(r"^\$ tuner chat .*# type: (.+)$", page, flags=re.MULTILINE)[0]
 
@@ -52,7 +53,7 @@ def chatted(page: str, place: Path, env: dict[str, str]) -> list[bool]:
     for more in ([], ["--temperature", "0"]):
         words = [sys.executable, "-m", "tuner", "chat", "runs/recipe", *more]
         done = subprocess.run(
-            words, cwd=place, env=env, input=f"{asked(page)}\n", capture_output=True, text=True, check=False
+            words, cwd=place, env=env, input=f"{typed_in(page)}\n", capture_output=True, text=True, check=False
         )
         print(f"\n$ {' '.join(words[2:])}\n{done.stdout}", file=sys.stderr)
         right.append(done.returncode == 0 and is_learned(done.stdout))
@@ -69,10 +70,10 @@ def is_learned(text: str) -> bool:
 
 def main() -> int:
     """Follow both; exit code 1 where one does not hold."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2", help="directory of the model")
-    parser.add_argument("--work", type=Path, help="an empty directory that is kept; default: one that goes")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, model=(ROOT / ".demo" / "smollm2", "directory of the model"),
+        work=(Path, "an empty directory that is kept; default: one that goes"),
+    )
     with workplace(options.work) as work:
         place, beside = work / "place", work / "notebook"
         place.mkdir(parents=True)
@@ -81,7 +82,8 @@ def main() -> int:
         hub_cache(options.model, work / "huggingface", BASE)
         began = time.monotonic()
         page = README.read_text(encoding="utf-8")
-        follow(without_install(page), place, env)
+        with serving("s3", beside) as store:
+            follow(without_install(page), place, {**env, **store.environment(), "BUCKET": BUCKET})
         typed = chatted(page, place, env)
         followed = time.monotonic()
         done = run(["-c", cells(NOTEBOOK)], beside, env)

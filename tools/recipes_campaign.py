@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, environment, parser_of, run, workplace
+from tools.commands import ROOT, asked, environment, run, some, workplace
 from tools.tables import beside
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.config.methods import DistillMethod
@@ -139,14 +139,11 @@ def train_small(path: Path, place: Path, smollm2: Path, assets: Path) -> tuple[b
 
 def main() -> int:
     """Print the table."""
-    parser = parser_of(__doc__)
     recipes = shipped_recipes()
-    parser.add_argument("--only", nargs="+", choices=list(recipes), default=list(recipes), metavar="NAME")
-    parser.add_argument("--small", action="store_true", help="train in small alone")
-    parser.add_argument("--predict", action="store_true", help="predict alone")
-    parser.add_argument("--smollm2", type=Path, default=ROOT / ".demo" / "smollm2")
-    parser.add_argument("--assets", type=Path, default=ROOT / ".demo" / "assets")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, only=some(recipes), small=(False, "train in small alone"), predict=(False, "predict alone"),
+        smollm2=ROOT / ".demo" / "smollm2", assets=ROOT / ".demo" / "assets",
+    )
     bad = 0
     with workplace() as place:
         for name in options.only:

@@ -3,12 +3,11 @@
 python -m tools.reference [--check]
 """
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from tools.commands import ROOT
+from tools.commands import ROOT, asked
 from tools.parent_fields import TITLES
 from tools.parent_fields import page as parent_page
 from tuner.config.fields import Field, fields, item_fields
@@ -60,10 +59,8 @@ def recipe_page() -> str:
     lists = {
         "data.train": "One of several sources in `data.train` or `data.eval`",
         "model.init_from": "One of the places in `model.init_from`",
-        "optimizer.groups": "One of the `optimizer.groups`",
-        "optimizer.rows": "One of the `optimizer.rows`",
-        "hooks": "One of the `hooks`",
-        "ladder.sizes": "One of the `ladder.sizes`",
+        "optimizer.groups": "One of the `optimizer.groups`", "optimizer.rows": "One of the `optimizer.rows`",
+        "hooks": "One of the `hooks`", "ladder.sizes": "One of the `ladder.sizes`",
     }
     parts += [f"## {title}\n\n{rows(list(item_fields(key).values()))}" for key, title in lists.items()]
     return "\n".join(parts)
@@ -111,9 +108,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 def main() -> int:
     """Write the pages, or with `--check` exit with 1 when one is out of date."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
+    check = asked(__doc__, check=False).check
     stale = [name for name, page in PAGES.items() if current(name) != page()]
     for name in stale:
         print(f"{name} {'is out of date' if check else 'written'}")

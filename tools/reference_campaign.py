@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.fixtures import forked, paired
 from tests.fixtures.trainings import outcome
-from tools.commands import Results, Start, launch, parser_of, trained, workplace
+from tools.commands import Results, Start, asked, launch, trained, workplace
 
 PAIRS, STEPS = 600, 12
 TRAIN = ["-m", "tuner", "train", "r.yaml", "--resume", "auto", "--train.duration", f"{STEPS} steps"]
@@ -56,13 +56,8 @@ def trial(
     codes = launch(directory, world_size, [*TRAIN, "--name", name], start)
     found = ended(directory, name) if not any(codes) else None
     return {
-        "world_size": world_size,
-        "trial": number,
-        "seconds": round(moment, 3),
-        "killed": any(killed),
-        "at": at if any(killed) else "finished",
-        "resumed": not any(codes),
-        "identical": found == unbroken["outcome"],
+        "world_size": world_size, "trial": number, "seconds": round(moment, 3), "killed": any(killed),
+        "at": at if any(killed) else "finished", "resumed": not any(codes), "identical": found == unbroken["outcome"],
     }
 
 
@@ -91,11 +86,7 @@ def campaign(
 
 def main() -> int:
     """Run the campaign."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--kills", type=int, default=40, help="at each number of processes")
-    parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = asked(__doc__, kills=(40, "at each number of processes"), world_sizes=[1, 2], seed=0)
     results = []
     for world_size in options.world_sizes:
         with workplace() as directory:

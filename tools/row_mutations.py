@@ -70,9 +70,7 @@ def good_row(r: Random) -> dict[str, Any]:
         {"conversations": sharegpt(r), "tools": r.choice(["[]", json.dumps(TOOLS), None])},
         {"instruction": words(r), "input": r.choice(["", words(r)]), "output": words(r)},
         {
-            "instruction": words(r),
-            "output": words(r),
-            "history": [[words(r), words(r)]] * r.randint(0, 2),
+            "instruction": words(r), "output": words(r), "history": [[words(r), words(r)]] * r.randint(0, 2),
             "system": "s",
         },
         {"prompt": words(r, 0), "completion": words(r)},

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.commands import STOPPED, done, environment, parser_of, run, workplace
+from tools.commands import STOPPED, asked, done, environment, run, some, workplace
 from tools.tables import beside
 
 Tree = Mapping[str, Any]
@@ -167,8 +167,7 @@ class Work:
         last = max((run / "checkpoints").glob("step-*"), key=lambda path: int(path.name.partition("-")[2]))
         return {
             "tensors": self.call("-c", TENSORS, str(last)),
-            "figures": hashlib.sha256(json.dumps(determined).encode()).hexdigest(),
-            "order": self.ordered(name, count),
+            "figures": hashlib.sha256(json.dumps(determined).encode()).hexdigest(), "order": self.ordered(name, count),
             "samples": hashlib.sha256(samples).hexdigest(),
         }
 
@@ -181,11 +180,9 @@ class Work:
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--against", type=Path, required=True)
-    parser.add_argument("--only", nargs="*", choices=list(RECIPES), default=list(RECIPES))
-    options = parser.parse_args()
+    options = asked(
+        __doc__, model={"type": Path, "required": True}, against={"type": Path, "required": True}, only=some(RECIPES),
+    )
     trees = {"this": Path(__file__).resolve().parents[1], "other": options.against.resolve()}
     found: dict[str, dict[str, dict[str, str]]] = {}
     with workplace() as models:

@@ -28,8 +28,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tools.commands import STOPPED, Results, environment, parser_of, workplace
-from tools.signal_moments import COMMANDS, is_running, moments
+from tests.fixtures.processes import gone, parent_of, processes_where
+from tools.commands import STOPPED, Results, asked, environment, some, workplace
+from tools.signal_moments import COMMANDS, moments
 
 WAYS = ("ctrl-c", "scheduler", "step", "hangup")
 LONGEST_S = 60.0
@@ -82,10 +83,7 @@ class Started:
 
     def ranks(self) -> list[int]:
         """Process ids of the command's children."""
-        listed = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=False
-        )
-        return [int(word) for word in listed.stdout.split()]
+        return processes_where(lambda place: parent_of(place) == self.process.pid)
 
     def stop(self, way: str) -> None:
         """Stop it in one of the ways."""
@@ -131,7 +129,7 @@ def trial(directory: Path, number: int, way: str, rng: random.Random) -> dict[st
     last = json.loads((started.run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     document = json.loads(started.answer.read_text() or "{}") if code is not None else {}
     told = (document.get("metrics") or {}).get("step")
-    left = [pid for pid in ranks if is_running(pid)]
+    left = [pid for pid in ranks if not gone(pid)]
     step = None if found is None else found.step
     good = code == STOPPED and step == last == told and not warned and not left
     if good:
@@ -156,14 +154,12 @@ def campaign(trials: int, seed: int, ways: tuple[str, ...] = WAYS) -> list[dict[
 
 def main() -> int:
     """Run the campaign."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--trials", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--moments", type=int, help="in place of these: moments from tuner's own first line on")
-    parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS), help="that moments are of")
-    parser.add_argument("--out", type=Path, help="a file with a line for each moment, with which a campaign goes on")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, trials=100, seed=0, ways=some(WAYS),
+        moments=(int, "in place of these: moments from tuner's own first line on"),
+        commands=(some(COMMANDS), "that moments are of"),
+        out=(Path, "a file with a line for each moment, with which a campaign goes on"),
+    )
     if options.moments is not None:
         with workplace() as place:
             results = moments(place, options.moments, options.seed, options.out, tuple(options.commands))

@@ -24,7 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.fixtures.processes import gone, of_variable, processes_where
 from tools.commands import ROOT, Results, environment
+from tools.strikes import kill
 
 FIRST_S, LOADING_S, LONGEST_S = 10.0, 2.0, 60.0
 FOR_EVER = "1000000 steps"
@@ -131,14 +133,7 @@ class Started:
 
     def living(self) -> list[int]:
         """Processes that it started and that still run, by a variable in their environment."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with suppress(OSError):
-                    of_trial = f"{TRIAL}={self.trial}".encode() in (entry / "environ").read_bytes().split(b"\0")
-                    if of_trial and is_running(int(entry.name)):
-                        found.append(int(entry.name))
-        return found
+        return [pid for pid in processes_where(of_variable(TRIAL, self.trial)) if not gone(pid)]
 
     def left(self, wait_s: float = 5.0) -> list[str]:
         """What it leaves behind: processes, temporary files, half of a cache's directory or of an export."""
@@ -146,16 +141,8 @@ class Started:
         while (living := self.living()) and time.monotonic() < deadline:
             time.sleep(0.05)
         found = [f"process {pid}" for pid in living] + [str(path) for path in self.temporary.iterdir()]
-        for pid in living:
-            os.kill(pid, signal.SIGKILL)
+        kill(living)
         return found
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 def trial(place: Place, number: int, command: str, sent: signal.Signals, rng: random.Random) -> dict[str, Any]:

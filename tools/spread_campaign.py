@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.fixtures import processes
 from tests.fixtures.spread import Spread, differences
 from tests.model.tiny import VOCAB
-from tools.commands import parser_of, workplace
+from tools.commands import asked, workplace
 
 FAMILIES = ("llama", "qwen3", "gemma3", "gpt2", "phi", "olmo2", "mistral", "phi3", "mixtral", "qwen3-moe")
 LEVELS = ("none", "selective", "full")
@@ -53,9 +53,7 @@ def embeddings() -> Iterator[Spread]:
 
 def main() -> int:
     """Compare them; the exit code is 1 where one differs."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", default="", help="cases whose name holds this alone")
-    options = parser.parse_args()
+    options = asked(__doc__, only=("", "cases whose name holds this alone"))
     processes.TIMEOUT_S = 300.0
     chosen = [case for case in cases() if options.only in case.name]
     wrong = 0

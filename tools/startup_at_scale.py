@@ -2,7 +2,7 @@
 
     python -m tools.startup_at_scale --out FILE [--model DIR]
 
-Three measurements, each a line of JSON in FILE as it is made:
+Four measurements, each a line of JSON that is added to FILE as it is made:
 
 `gloo`: groups of 4 to 64 processes, one for each thread of this process, over a store that counts what each sets and
 reads; sockets before and after a first use, connected at once and lazily. What grows with a power of the size is
@@ -16,7 +16,6 @@ one process gives. What a process receives at 1,000 follows from the kind of the
 
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -27,13 +26,14 @@ from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 
-from tools.commands import ROOT, free_port, parser_of, workplace
+from tools.commands import Results, asked, trained, workplace
 from tools.measures import memory
 from tuner.checkpoint.storage import _dealt, _HeldBox
 from tuner.parallel.mesh import Mesh, MeshSpec
@@ -51,6 +51,7 @@ MESHES = {
 KINDS = ("together", "on_all_ranks", "to_rank0", "from_rank0", "on_rank0")
 RECIPE = """\
 model: {{name_or_path: {model}}}
+tokenizer: {{name_or_path: {tokenizer}}}
 data: {{train: rows.jsonl, max_length: 64}}
 method: {{kind: pretrain}}
 train: {{duration: 2 steps, global_batch_size: 4, micro_batch_size: 1, precision: fp32, device: cpu}}
@@ -61,24 +62,21 @@ parallel: {{shard: full}}
 class CountingStore(dist.Store):
     """A store in this process's memory that counts the bytes that its user sets and reads."""
 
-    def __init__(self, shared: dict[str, bytes], turn: threading.Condition) -> None:
+    def __init__(self, shared: dist.HashStore) -> None:
         super().__init__()
-        self.shared, self.turn, self.counts = shared, turn, Counter[str]()
+        self.shared, self.counts = shared, Counter[str]()
 
     def set(self, key: str, value: Any) -> None:
-        with self.turn:
-            self.shared[key] = value if isinstance(value, bytes) else str(value).encode()
-            self.counts["set"] += len(self.shared[key])
-            self.turn.notify_all()
+        self.counts["set"] += len(value)
+        self.shared.set(key, value)
 
     def get(self, key: str) -> bytes:
-        self.wait([key])
-        self.counts["read"] += len(self.shared[key])
-        return self.shared[key]
+        found: bytes = self.shared.get(key)
+        self.counts["read"] += len(found)
+        return found
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        with self.turn:
-            self.turn.wait_for(lambda: all(key in self.shared for key in keys), 100)
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=100)) -> None:
+        self.shared.wait(keys, timeout)
 
     def set_timeout(self, timeout: timedelta) -> None: ...
 
@@ -86,9 +84,8 @@ class CountingStore(dist.Store):
 def gloo(size: int, lazy: bool) -> dict[str, Any]:
     """A gloo group of so many threads: what each exchanges through the store, and its sockets."""
     os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(lazy))
-    shared: dict[str, bytes] = {}
-    turn = threading.Condition()
-    stores = [CountingStore(shared, turn) for _ in range(size)]
+    shared = dist.HashStore()
+    stores = [CountingStore(shared) for _ in range(size)]
     groups: dict[int, Any] = {}
 
     def make(rank: int) -> None:
@@ -132,20 +129,13 @@ def continued(points: dict[int, float], size: int) -> float:
 
 def mesh(name: str, size: int) -> dict[str, Any]:
     """A layout's meshes at so many processes, eight to a machine, as one of them makes them."""
-    made, real = Counter[str](), device_mesh.new_group
-
-    def counted(*args: Any, **options: Any) -> Any:
-        made["groups"] += 1
-        return real(*args, **options)
-
     dist.init_process_group("fake", store=FakeStore(), rank=size // 2, world_size=size)
-    device_mesh.new_group = counted
     rank_info, before, begun = RankInfo(size // 2, size, size // 2 % 8, 8), memory("VmRSS"), time.process_time()
-    Mesh.of(rank_info, MESHES[name]).device_meshes("cpu")
+    with patch.object(device_mesh, "new_group", wraps=device_mesh.new_group) as made:
+        Mesh.of(rank_info, MESHES[name]).device_meshes("cpu")
     found = {"cpu_s": round(time.process_time() - begun, 3), "mib": round((memory("VmRSS") - before) / 2**20, 1)}
-    device_mesh.new_group = real
     dist.destroy_process_group()
-    return {"what": "mesh", "layout": name, "size": size, **found, "groups": made["groups"]}
+    return {"what": "mesh", "layout": name, "size": size, **found, "groups": made.call_count}
 
 
 def noted(file: Path) -> None:
@@ -187,14 +177,8 @@ def launched(model: str) -> Iterator[dict[str, Any]]:
     with workplace() as directory:
         trainings.prepare(directory, 1)
         (directory / "rows.jsonl").write_text('{"text": "some words of a row"}\n' * 64)
-        (directory / "scale.yaml").write_text(RECIPE.format(model=model or "./model"))
-        words = [sys.executable, "-m", "tools.startup_at_scale", "--out", "-"]
-        env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        env |= {"LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-        ranks = [subprocess.Popen(words, cwd=directory, env=env | each) for each in own]
-        if any([one.wait(570) for one in ranks]):
-            raise SystemExit("the launch failed")
+        (directory / "scale.yaml").write_text(RECIPE.format(model=model or "./model", tokenizer=model or "byte"))
+        trained(directory, 2, ["-m", "tools.startup_at_scale"])
         for kind, place, size, count in json.loads((directory / "noted.json").read_text()):
             yield {"what": "launch", "kind": kind, "place": place, "bytes": size, "times": count}
 
@@ -231,15 +215,12 @@ def measured(model: str) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Measure, and write each line as it is there."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--model", default="", help="a model's directory; default a tiny one")
-    options = parser.parse_args()
+    given = asked(__doc__, out=Path, model=("", "a model's directory; default a tiny one"))
     if "RANK" in os.environ:
-        list(launched(options.model))
-    with open(options.out, "w", encoding="utf-8") as file:
-        for line in measured(options.model):
-            print(json.dumps(line), file=file, flush=True)
+        list(launched(given.model))
+    results = Results(given.out)
+    for line in measured(given.model):
+        results.add(line)
 
 
 if __name__ == "__main__":

@@ -29,11 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.fixtures.store_gcs import translated
-from tests.fixtures.store_proxy import FAULTS, Proxy, Request, forward, proxied
+from tests.fixtures.store_proxy import Proxy, forward, proxied
 from tests.fixtures.store_servers import Server, serving
-from tools.commands import Results, one_line, parser_of, say, workplace
+from tools.commands import Results, asked, one_of, workplace
 from tools.store_rows import rows_by_index
 from tools.store_throughput import throughput
+from tools.strikes import POINTS, Network, struck
 from tuner.errors import MachineError
 from tuner.stores import client, lease, upload
 from tuner.stores.commit import FILES, read_commit
@@ -52,8 +53,7 @@ def expected(version: int) -> dict[str, bytes]:
     files = {
         "run.json": b'{"version": %d}' % version,
         "metrics.jsonl": b"".join(b'{"step": %d}\n' % step for step in range(version + 1)),
-        "constant.bin": random.Random(0).randbytes(100_000),
-        "exports/latest": b"->step-%d" % version,
+        "constant.bin": random.Random(0).randbytes(100_000), "exports/latest": b"->step-%d" % version,
     }
     for step in range(max(0, version - 1), version + 1):
         sizes = random.Random(step)
@@ -152,34 +152,19 @@ class Group:
     def point(self, seed: int) -> dict[str, Any]:
         """One point; its row."""
         draw = random.Random(seed)
-        kind, rate = draw.choice(KINDS), draw.choice((0.0, 0.05, 0.1, 0.2, 0.4))
-        names = draw.sample(sorted(FAULTS), draw.randint(1, len(FAULTS)))
-        self.proxy.happened.clear()
-
-        self.strike_at, self.asked = draw.randint(1, 70), 0
+        network = Network(self.proxy, draw, KINDS, (0.0, 0.05, 0.1, 0.2, 0.4), 70)
         self.victim: Any = None
-
-        def choose(_: Request) -> str | None:
-            self.asked += 1
-            if kind == "kill" and self.asked == self.strike_at:
-                self.victim.kill()
-            return draw.choice(names) if draw.random() < rate else None
-
-        self.proxy.choose = choose
-        if draw.random() < 0.2:
-            shutil.rmtree(self.stage, ignore_errors=True)
-        problems = list(self._writers(kind, draw))
-        self.proxy.choose = lambda _: None
-        self.proxy.settle()
+        with network.around(lambda: self.victim.kill() if network.kind == "kill" else None):
+            if draw.random() < 0.2:
+                shutil.rmtree(self.stage, ignore_errors=True)
+            problems = list(self._writers(network.kind, draw))
         problems += self._read()
         if seed % 5 == 0:
             problems += orphans(self.url, self.stage)
-        acknowledged = self._acknowledged()
         said = self.acknowledged.with_suffix(".said")
         return {
-            "point": seed, "kind": kind, "rate": rate, "faults": len(self.proxy.happened), "fetches": self.fetches,
-            "requests": self.asked, "acknowledged": len(acknowledged), "exits": self.exits, "problems": problems,
-            "said": said.read_text()[:200] if said.exists() else "",
+            **network.row(), "fetches": self.fetches, "acknowledged": len(self._acknowledged()), "exits": self.exits,
+            "problems": problems, "said": said.read_text()[:200] if said.exists() else "",
         }  # fmt: skip
 
     def _writers(self, kind: str, draw: random.Random) -> Iterator[str]:
@@ -246,40 +231,34 @@ class Group:
             yield f"commit {commit.number} is another than was acknowledged"
 
 
-def campaign(scheme: str, points: range, results: Results) -> int:
-    """The points that are left; how many of all found a problem."""
+def campaign(options: Any) -> int:
+    """The points that are left; the exit code."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["__main__", "obstore.store"])
-    with workplace() as place, serving(scheme, place) as server:
-        send = translated if scheme == "gs" else forward
-        with proxied(server.port, lambda _: None, send) as proxy, proxied(server.port, lambda _: None, send) as plain:
-            os.environ.update(server.environment(plain.port if scheme == "gs" else None))
-            group = None
-            for point in points[len(results.rows) :]:
-                if group is None or point % GROUP == 0:
-                    group = Group(server, proxy, place, f"run-{point // GROUP}")
-                try:
-                    results.add(group.point(point))
-                except Exception as error:
-                    results.add({"point": point, "problems": [one_line(error)]})
-    return sum(bool(row["problems"]) for row in results.rows)
+    send, groups = translated if options.scheme == "gs" else forward, dict[int, Group]()
+    with (
+        workplace() as place, serving(options.scheme, place) as server,
+        proxied(server.port, lambda _: None, send) as proxy, proxied(server.port, lambda _: None, send) as plain,
+    ):  # fmt: skip
+        os.environ.update(server.environment(plain.port if options.scheme == "gs" else None))
+
+        def point(number: int) -> dict[str, Any]:
+            group = number // GROUP
+            if group not in groups:
+                groups[group] = Group(server, proxy, place, f"run-{group}")
+            return groups[group].point(number)
+
+        return struck(options, Results(options.out), point)
 
 
 def main() -> int:
     """Run the campaign, or compare the speed."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--scheme", choices=("s3", "gs", "az"), default="s3")
-    parser.add_argument("--points", type=int, default=500)
-    parser.add_argument("--first", type=int, default=0, help="the number of the first, for campaigns side by side")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--throughput", action="store_true", help="against plain puts and gets of the same bytes")
-    parser.add_argument("--rows", action="store_true", help="of prepared data, read by random index")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, scheme=one_of(("s3", "gs", "az"), "s3"), rows=(False, "of prepared data, read by random index"),
+        throughput=(False, "against plain puts and gets of the same bytes"), **POINTS,
+    )
     if options.throughput or options.rows:
         return (throughput if options.throughput else rows_by_index)(Results(options.out))
-    points = range(options.first, options.first + options.points)
-    bad = campaign(options.scheme, points, Results(options.out))
-    say(f"{options.points} points, {bad} with problems")
-    return int(bad > 0)
+    return campaign(options)
 
 
 if __name__ == "__main__":

@@ -18,19 +18,19 @@ import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tests.fixtures import forked
-from tests.fixtures.store_proxy import FAULTS, Proxy, Request, proxied
+from tests.fixtures.processes import processes_where
+from tests.fixtures.store_proxy import Proxy, proxied
 from tests.fixtures.store_servers import Server, serving
 from tests.fixtures.trainings import outcome
-from tools.commands import Results, environment, parser_of, say, workplace
+from tools.commands import Results, asked, environment, say, workplace
 from tools.kill_campaign import FLAGS, Place, whole_checkpoints
 from tools.store_campaign import orphans
+from tools.strikes import POINTS, Network, heard, kill, struck
 from tuner.stores.directory import StoreDirectory
 
 LONGEST_S = 240.0
@@ -40,10 +40,7 @@ RATES = (0.0, 0.0, 0.02, 0.05, 0.1)
 
 def kill_all(directory: Path) -> None:
     """Kill what works in a directory: the command and its ranks, which are in sessions of their own."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (process / "cwd").readlink() == directory:
-                os.kill(int(process.name), signal.SIGKILL)
+    kill(processes_where(lambda place: (place / "cwd").readlink() == directory))
 
 
 class Run:
@@ -57,50 +54,36 @@ class Run:
 
     def point(self, seed: int) -> dict[str, Any]:
         """One launch; its row."""
-        draw = random.Random(seed)
-        kind, rate, without_stage = draw.choice(KINDS), draw.choice(RATES), draw.random() < 0.25
-        names = draw.sample(sorted(FAULTS), draw.randint(1, len(FAULTS)))
-        strike_at, asked, before = draw.randint(1, 150), 0, self.step
-        self.proxy.happened.clear()
-
-        def choose(_: Request) -> str | None:
-            nonlocal asked
-            asked += 1
-            if kind == "request" and asked == strike_at:
-                kill_all(self.place.path)
-            return draw.choice(names) if draw.random() < rate else None
-
+        draw, before = random.Random(seed), self.step
+        network, without_stage = Network(self.proxy, draw, KINDS, RATES, 150), draw.random() < 0.25
         if without_stage:
             shutil.rmtree(self.stage, ignore_errors=True)
-        self.proxy.choose = choose
-        code, said = self._launch(draw.uniform(2, 15) if kind == "moment" else LONGEST_S)
-        self.proxy.choose = lambda _: None
-        self.proxy.settle()
+        with network.around(lambda: kill_all(self.place.path) if network.kind == "request" else None):
+            code, said = self._launch(draw.uniform(2, 15) if network.kind == "moment" else LONGEST_S)
         problems = [] if code in (0, 4, -signal.SIGKILL) else [f"exit code {code}: {said}"]
         problems += [f"says: {said}"] if "Traceback" in said or "bug in tuner" in said else []
         problems += self._read(before, code == 0)
         return {
-            "point": seed, "run": self.url, "processes": self.place.processes, "kind": kind, "rate": rate,
-            "without_stage": without_stage, "requests": asked, "faults": len(self.proxy.happened), "code": code,
-            "step": self.step, "problems": problems, "said": said[-200:] if code == 4 else "",
+            "run": self.url, "processes": self.place.processes, **network.row(), "without_stage": without_stage,
+            "code": code, "step": self.step, "problems": problems, "said": said[-200:] if code == 4 else "",
         }  # fmt: skip
 
     def _launch(self, seconds: float) -> tuple[int, str]:
         """Train or resume, killed after so many seconds; the exit code and the end of what was said."""
         new = self.step < 0 and not (self.stage / "run.json").is_file()
         begin = ("train", "r.yaml", "--output_dir", self.url, *FLAGS, *self.place.spread())
-        command = [sys.executable, "-m", "tuner", *(begin if new else ("resume", self.url))]
-        with tempfile.TemporaryFile("w+") as log:
-            process = forked.Popen(command, cwd=self.place.path, env=self.env, stdout=log, stderr=log)
-            until = time.monotonic() + seconds
-            while process.poll() is None and time.monotonic() < until:
-                time.sleep(0.05)
+        until = time.monotonic() + seconds
+
+        def wait(process: Any) -> int:
             while process.poll() is None:
-                kill_all(self.place.path)
+                if time.monotonic() > until:
+                    kill_all(self.place.path)
                 time.sleep(0.05)
             kill_all(self.place.path)  # ranks whose command was killed
-            log.seek(0)
-            return process.returncode, log.read()[-1500:]
+            return int(process.returncode)
+
+        command = [sys.executable, "-m", "tuner", *(begin if new else ("resume", self.url))]
+        return heard(forked.Popen, wait, command, cwd=self.place.path, env=self.env)
 
     def _read(self, before: int, has_ended: bool) -> list[str]:
         """Fetch the run without faults; what is wrong with it."""
@@ -127,25 +110,20 @@ class Run:
 
 def main() -> int:
     """Run the campaign."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--points", type=int, default=500)
-    parser.add_argument("--first", type=int, default=0, help="the number of the first, for campaigns side by side")
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="of runs, in turns")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    results = Results(options.out)
-    points = range(options.first, options.first + options.points)[len(results.rows) :]
+    options = asked(__doc__, **POINTS, processes=([1, 2], "of runs, in turns"))
+    results, runs = Results(options.out), list[Run]()
     with workplace() as directory, serving("s3", directory) as server, proxied(server.port, lambda _: None) as proxy:
         os.environ.update(server.environment())
         places = [Place(directory / f"of-{count}", count) for count in options.processes]
-        run = None
-        for point in points:
-            if run is None or run.ended:
-                run = Run(places[point % len(places)], server, proxy, f"runs/{point}")
-            results.add(run.point(point))
-    bad = sum(bool(row["problems"]) for row in results.rows)
-    say(f"{len(results.rows)} points, {bad} with problems, {sum(row['code'] == 0 for row in results.rows)} runs ended")
-    return int(bad > 0)
+
+        def point(number: int) -> dict[str, Any]:
+            if not runs or runs[-1].ended:
+                runs.append(Run(places[number % len(places)], server, proxy, f"runs/{number}"))
+            return runs[-1].point(number)
+
+        code = struck(options, results, point)
+    say(f"{sum(row.get('code') == 0 for row in results.rows)} runs ended")
+    return code
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, asked
 
 PAGE, MODELS = ROOT / "docs" / "support.md", ROOT / "docs" / "models.md"
 PACKED, SINGLE, LORA = "packed", "single", "lora"
@@ -157,9 +157,7 @@ def _cell(text: str) -> str:
 
 def main() -> int:
     """Write the pages."""
-    parser = parser_of(__doc__)
-    parser.add_argument("figures", nargs="+", type=Path, help="what `tools/causal_campaign.py --out` wrote, in parts")
-    options = parser.parse_args()
+    options = asked(__doc__, {"figures": ([Path], "what `tools/causal_campaign.py --out` wrote, in parts")})
     from importlib.metadata import version
 
     parts = [json.loads(path.read_text(encoding="utf-8")) for path in options.figures]

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tools.commands import ROOT, parser_of
+from tools.commands import ROOT, asked
 from tools.import_campaign import PACKAGES, fetch
 from tools.tables import beside
 from tuner.data.encoding.named_templates import named_template
@@ -128,9 +128,7 @@ def differences(published: Published, directory: Path) -> Iterator[tuple[str, st
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print each comparison; 1 where a text differs."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where they are unpacked")
-    given = parser.parse_args(words)
+    given = asked(__doc__, {}, words, sources=(ROOT / ".demo" / "other-tools", "where they are unpacked"))
     fetch(given.sources, WANTED)
     failed = 0
     for published in TABLE:

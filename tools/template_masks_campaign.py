@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from jinja2 import UndefinedError
 
-from tools.commands import ROOT, parser_of, workplace
+from tools.commands import ROOT, asked, workplace
 from tools.import_campaign import fetch
 from tools.tables import beside
 from tools.template_campaign import FOLDERS, SYSTEM, THOUGHTS, TOOLS, TURNS, WANTED
@@ -67,12 +67,9 @@ def chats() -> dict[str, dict[str, Any]]:
     fields = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in named]
     plain = [{k: v for k, v in message.items() if k != "reasoning_content"} for message in THOUGHTS]
     return {
-        "plain": {"messages": TURNS},
-        "system": {"messages": [SYSTEM, *TURNS]},
-        "developer": {"messages": [developer, *TURNS]},
-        "thoughts": {"messages": [*THOUGHTS[:2], *TURNS[:2]]},
-        "thoughts in the content": {"messages": inside},
-        "thoughts named thinking": {"messages": fields},
+        "plain": {"messages": TURNS}, "system": {"messages": [SYSTEM, *TURNS]},
+        "developer": {"messages": [developer, *TURNS]}, "thoughts": {"messages": [*THOUGHTS[:2], *TURNS[:2]]},
+        "thoughts in the content": {"messages": inside}, "thoughts named thinking": {"messages": fields},
         "tools": {"messages": plain, "tools": TOOLS},
         "one call at a time": {"messages": [*TURNS[:2], *plain[7:]], "tools": TOOLS},
         "tools and thoughts": {"messages": THOUGHTS, "tools": TOOLS},
@@ -233,11 +230,8 @@ def _documents(batch: EncodedBatch, row: int) -> Iterator[tuple[list[int], list[
 
 def main(words: Sequence[str] | None = None) -> int:
     """Judge every template; 1 where something is wrong."""
-    parser = parser_of(__doc__)
-    parser.add_argument("tokenizer", type=Path)
-    parser.add_argument("--sources", type=Path, default=ROOT / ".demo" / "other-tools", help="where they are unpacked")
-    parser.add_argument("--only", nargs="*", default=[])
-    given = parser.parse_args(words)
+    sources = (ROOT / ".demo" / "other-tools", "where they are unpacked")
+    given = asked(__doc__, {"tokenizer": Path}, words, sources=sources, only=[])
     fetch(given.sources, WANTED)
     failed: Counter[str] = Counter()
     for published in TABLE:

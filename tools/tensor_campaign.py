@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from tests.fixtures.processes import run_ranks
 from tests.fixtures.split import Alone, Split, differences
 from tools.causal_cases import TYPES, quiet, tiny_config
-from tools.commands import one_line, parser_of, verdicts, workplace
+from tools.commands import asked, one_line, one_of, verdicts, workplace
 from tuner.errors import RecipeError
 from tuner.model.build import ModelSpec, meta_model, model_config
 from tuner.model.row_layout import route_of
@@ -30,11 +30,7 @@ PROCESSES = 2
 @quiet()
 def main() -> int:
     """Run the types, and print what each came to."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="*", default=list(TYPES))
-    parser.add_argument("--adapter", choices=("none", "lora", "dora"), default="none")
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    given = asked(__doc__, only=list(TYPES), adapter=one_of(("none", "lora", "dora"), "none"), out=Path)
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     return verdicts(tried(given.only, given.adapter), given.out)

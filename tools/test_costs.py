@@ -8,7 +8,6 @@ passed, of its fixtures too. Processor time says the same on a machine that is b
 it sums such a file, largest first.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.commands import read_lines
+from tools.commands import asked, one_of, read_lines
 
 VARIABLE = "TUNER_TEST_COSTS"
 LEVELS = ("test", "file", "directory")
@@ -65,11 +64,7 @@ def group(test: str, level: str) -> str:
 
 def main() -> int:
     """Sum a file of lines."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("lines", type=Path)
-    parser.add_argument("--by", choices=LEVELS, default="file")
-    parser.add_argument("--top", type=int, default=40)
-    options = parser.parse_args()
+    options = asked(__doc__, {"lines": Path}, by=one_of(LEVELS, "file"), top=40)
     processor: Counter[str] = Counter()
     passed: Counter[str] = Counter()
     tests: Counter[str] = Counter()

@@ -22,7 +22,7 @@ from typing import Any
 from tests.fixtures import forked
 from tests.reference.product import Prepared, opened
 from tests.reference.written import PLAIN, randomly
-from tools.commands import environment, parser_of, write_lines
+from tools.commands import asked, environment, write_lines
 from tools.derived_masks import Derivation, Document
 from tools.tokenizer_families import FAMILIES, Family, write_family
 
@@ -76,8 +76,7 @@ def campaign(family: Family, assets: Path, work: Path, rows: list[Chat], masks: 
         "model": {"name_or_path": "./model", "init": "random"},
         "data": {"train": "rows.jsonl", "max_length": LENGTH, "on_bad_row": "skip", "workers": 1},
         "method": {"kind": "sft", "train_on": "all"},
-        "train": {"duration": "1 steps", "global_batch_size": 1, "micro_batch_size": 1},
-        "output_dir": "runs",
+        "train": {"duration": "1 steps", "global_batch_size": 1, "micro_batch_size": 1}, "output_dir": "runs",
     }
     (directory / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
     prepared = _command(directory, "prepare-data", "recipe.yaml")
@@ -92,10 +91,7 @@ def campaign(family: Family, assets: Path, work: Path, rows: list[Chat], masks: 
     equal = sum(list(ids) == document.ids.tolist() for ids, document in zip(expected, whole.documents, strict=True))
     derivation = Derivation(theirs, family.answer_end or theirs.eos_token)
     return {
-        "class": type(theirs).__name__,
-        "rows": len(rows),
-        "kept": len(kept),
-        "equal": equal,
+        "class": type(theirs).__name__, "rows": len(rows), "kept": len(kept), "equal": equal,
         **_masks(derivation, _kept(some, answers), answers),
         "reasons": "; ".join(sorted({reject["reason"] for reject in [*whole.rejects, *answers.rejects]})),
         "seconds": time.monotonic() - started,
@@ -132,13 +128,10 @@ def _command(directory: Path, *words: str) -> dict[str, Any]:
 
 def main() -> int:
     """Parse the command line, run every family, print the table."""
-    parser = parser_of(__doc__)
-    parser.add_argument("assets", type=Path)
-    parser.add_argument("work", type=Path)
-    parser.add_argument("--chats", type=int, default=7000)
-    parser.add_argument("--masks", type=int, default=1000, help="how many of them are prepared for masks too")
-    parser.add_argument("--only", nargs="*", default=[])
-    arguments = parser.parse_args()
+    arguments = asked(
+        __doc__, {"assets": Path, "work": Path}, chats=7000,
+        masks=(1000, "how many of them are prepared for masks too"), only=[],
+    )
     rows = chats(arguments.assets, arguments.chats)
     print(f"{_WORDS} {_FIGURES}")
     wrong = 0

@@ -121,12 +121,9 @@ def _tiktoken(directory: Path, corpus: Callable[[], list[str]], assets: Path) ->
 
 
 MADE: dict[str, Callable[[Path, Callable[[], list[str]], Path], None]] = {
-    "bpe": _sentencepiece("bpe", True),
-    "bpe-bare": _sentencepiece("bpe", False),
-    "unigram": _sentencepiece("unigram", True),
-    "unigram-bare": _sentencepiece("unigram", False),
-    "wordpiece": _wordpiece,
-    "tiktoken": _tiktoken,
+    "bpe": _sentencepiece("bpe", True), "bpe-bare": _sentencepiece("bpe", False),
+    "unigram": _sentencepiece("unigram", True), "unigram-bare": _sentencepiece("unigram", False),
+    "wordpiece": _wordpiece, "tiktoken": _tiktoken,
 }
 """What is made where it is needed, from the chats or another asset; `bare`: no space is put before a text."""
 

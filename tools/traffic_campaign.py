@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.commands import ROOT, parser_of, workplace
+from tools.commands import ROOT, asked, some, workplace
 
 HBM, LINK, NETWORK, PRODUCTS = 2.8e12, 330e9, 40e9, 620e12
 GIB = 1 << 30
@@ -96,12 +96,9 @@ def count(case: Case, rows: int) -> dict[str, Any]:
     with workplace() as directory:
         Qwen3Config(**case.shape, **SHAPE, architectures=["Qwen3ForCausalLM"]).save_pretrained(directory)
         tree = {
-            "model": {"name_or_path": str(directory), "init": "random"},
-            "tokenizer": {"name_or_path": "byte"},
-            "data": {"train": f"{directory}/rows.jsonl", "max_length": rows},
-            "method": {"kind": "pretrain"},
-            "train": {"device": "cuda", "precision": "bf16", **case.train},
-            "parallel": case.parallel,
+            "model": {"name_or_path": str(directory), "init": "random"}, "tokenizer": {"name_or_path": "byte"},
+            "data": {"train": f"{directory}/rows.jsonl", "max_length": rows}, "method": {"kind": "pretrain"},
+            "train": {"device": "cuda", "precision": "bf16", **case.train}, "parallel": case.parallel,
         }
         recipe, card = load_recipe(tree).recipe, find_device("h100-80g")
         world, local = case.processes
@@ -112,11 +109,8 @@ def count(case: Case, rows: int) -> dict[str, Any]:
             tracing.optimizer_step = plain
     n_micro = max(1, recipe.train.global_batch_size // (recipe.train.micro_batch_size * world))
     return {
-        "name": case.name,
-        "micro": [asdict(one) for one in counters[0].micro],
-        "n_micro": n_micro,
-        "flops": sum(found.time.flops.values()) / n_micro / world,
-        "peak_bytes": found.peak_bytes,
+        "name": case.name, "micro": [asdict(one) for one in counters[0].micro], "n_micro": n_micro,
+        "flops": sum(found.time.flops.values()) / n_micro / world, "peak_bytes": found.peak_bytes,
     }
 
 
@@ -148,12 +142,10 @@ def row(figures: dict[str, Any]) -> str:
 
 def main() -> int:
     """Count, and print the table."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], default=[c.name for c in CASES])
-    parser.add_argument("--rows", type=int, default=4096, help="tokens of a row")
-    parser.add_argument("--tree", type=Path, default=ROOT, help="whose package is counted")
-    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, only=some([case.name for case in CASES], [c.name for c in CASES]), rows=(4096, "tokens of a row"),
+        tree=(ROOT, "whose package is counted"), out=(Path, "where the figures go, as JSON"),
+    )
     sys.path.insert(0, str(options.tree.resolve()))
     logging.disable(logging.WARNING)
     print("| model | gathered, GiB | reduced | copied | converted | casts | copies | exposed | peak, GiB |")

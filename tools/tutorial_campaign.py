@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.commands import ROOT, STOPPED, parser_of, read_lines, workplace
+from tools.commands import ROOT, STOPPED, asked, read_lines, workplace
 
 PAGE = ROOT / "docs" / "tutorial.md"
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -111,10 +111,10 @@ def problems(place: Path, compared: str) -> list[str]:
 
 def main() -> int:
     """Follow the tutorial; exit code 1 where it does not hold."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / ".demo" / "smollm2", help="directory of the model")
-    parser.add_argument("--work", type=Path, help="an empty directory that is kept; default: one that goes")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, model=(ROOT / ".demo" / "smollm2", "directory of the model"),
+        work=(Path, "an empty directory that is kept; default: one that goes"),
+    )
     started = time.monotonic()
     with workplace(options.work) as work:
         place = work / "place"

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fixtures import trainings
-from tools.commands import Results, Start, environment, parser_of, read_lines, say, workplace, write_lines
+from tools.commands import Results, Start, asked, environment, read_lines, say, some, workplace, write_lines
 
 RECIPE = Path(__file__).with_suffix(".yaml")
 ROWS = {"w1": 12, "w2": 8, "w3": 0, "w4": 16, "w5": 8, "w6": 12}
@@ -209,10 +209,7 @@ def trial(work: Work, phase: str, unbroken: dict[str, Any]) -> dict[str, Any]:
     steps = work.trained()
     documents = sum(ROWS.values())
     return {
-        "phase": phase,
-        "world_size": work.world_size,
-        "codes": codes,
-        "killed": killed,
+        "phase": phase, "world_size": work.world_size, "codes": codes, "killed": killed,
         "refused_by_name": refused and 3 in codes,
         "left_out": {entry["name"]: entry["left_out"] for entry in windows if entry["left_out"]},
         "each_document_once": work.world_size > 1 or once(steps, documents),
@@ -312,11 +309,10 @@ def campaign(
 def main() -> int:
     """Run the campaign."""
     every = [*PHASES, "stream", "bank"]
-    parser = parser_of(__doc__)
-    parser.add_argument("--phases", nargs="+", default=every, choices=["none", *every])
-    parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--out", type=Path, help="a file with a line of JSON for each run of bank")
-    options = parser.parse_args()
+    options = asked(
+        __doc__, phases=some(["none", *every], every), world_sizes=[1, 2],
+        out=(Path, "a file with a line of JSON for each run of bank"),
+    )
     results = []
     for world_size in options.world_sizes:
         phases = options.phases if world_size == 1 else ["none"]

@@ -30,6 +30,11 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
+def first_line(error: BaseException | str) -> str:
+    """What an error says first, or its class where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 class TunerError(Exception):
     """An expected failure: `message` says what went wrong, `hint` what to do about it."""
 

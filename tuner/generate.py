@@ -24,11 +24,11 @@ from transformers import (
 )
 
 from tuner.data.encoding.template import EndlessTemplateError, LoadedTemplates
-from tuner.errors import DataError, MachineError, RecipeError, TunerError
+from tuner.errors import DataError, MachineError, RecipeError, TunerError, first_line
 from tuner.export.quantized import base_of_kind
 from tuner.export.source import ExportSource, resolve
-from tuner.export.weights import DTYPES, first_line, load_trained
-from tuner.export.write import quiet, token_ids, turn_ends
+from tuner.export.weights import DTYPES, load_trained
+from tuner.export.write import ends_of, load_tokenizer, quiet
 from tuner.model.build import auto_model, position_limit
 from tuner.model.tokens import resize_embeddings
 from tuner.model.vetting import vet_config
@@ -222,14 +222,11 @@ def make_generator(
     model: Any, tokenizer: PreTrainedTokenizerBase, defaults: GenerationConfig | None, device: torch.device
 ) -> Generator:
     """A generator from loaded parts; the ends of a turn are those of the defaults, config, tokenizer and template."""
-    ends: list[int] = []
     own = [getattr(part, "eos_token_id", None) for part in (model.config, model.config.get_text_config())]
-    for value in (getattr(defaults, "eos_token_id", None), own[0] or own[1], tokenizer.eos_token_id):
-        ends += token_ids(value)
-    ends += turn_ends(tokenizer, ends)
+    ends = ends_of(tokenizer, getattr(defaults, "eos_token_id", None), own[0] or own[1])
     # Sampling defaults that a model ships must not reach greedy answers: only `Sampling` decides.
     model.generation_config = GenerationConfig(eos_token_id=ends or None)
-    return Generator(model.to(device).eval(), tokenizer, tuple(dict.fromkeys(ends)), device)
+    return Generator(model.to(device).eval(), tokenizer, tuple(ends), device)
 
 
 def _from_run(source: ExportSource) -> Generator:
@@ -238,9 +235,7 @@ def _from_run(source: ExportSource) -> Generator:
         model = load_trained(source)
         _place(model, device, dtype)
         model.set_attn_implementation("sdpa")
-        tokenizer = AutoTokenizer.from_pretrained(
-            source.run_dir / TOKENIZER, local_files_only=True, trust_remote_code=False
-        )
+        tokenizer = load_tokenizer(source.run_dir / TOKENIZER)
         defaults = _generation_defaults(str(source.run_dir / MODEL_CONFIG), None)
     return make_generator(model, tokenizer, defaults, device)
 
@@ -268,8 +263,7 @@ def _with_adapter(path: Path, base: str | None, dtype: torch.dtype) -> Any:
     model = _plain_model(name, revision, dtype)
     _quantize(model, path)
     # What it holds of new tokens belongs to ids that the base model has no rows for.
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    resize_embeddings(model, len(tokenizer))
+    resize_embeddings(model, len(load_tokenizer(path)))
     vet_patterns(path, [name for name, _ in model.named_modules()])
     try:
         return PeftModel.from_pretrained(model, str(path))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures import commands, trainings
+from tests.fixtures.tables import cases
 from tuner.cli.commands import COMMANDS, GROUPS, WITH_FLAGS
 from tuner.cli.recipes import copy_named
 from tuner.config.dump import recipe_dict
@@ -70,47 +71,21 @@ def test_init_writes_rows_for_who_has_none(name: str, tmp_path: Path) -> None:
     assert again.returncode == 2 and "exists already, with other rows" in again.stderr
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ((), "got no rows"),
-        (("--data", "a.jsonl"), "got no model"),
-        (("--data", "a.jsonl", "--example", "orders"), "got both --data and --example"),
-        (("--example", "poems"), "there are: orders, reasoning, preferences, tools, notes"),
-    ],
-)
-def test_init_says_what_it_lacks(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("flags", "said"), cases(__file__, "init_says_what_it_lacks"))
+def test_init_says_what_it_lacks(flags: list[str], said: str, tmp_path: Path) -> None:
     done = tuner("init", *flags, cwd=tmp_path)
     assert done.returncode == 2 and said in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "form"),
-    [
-        ("a.jsonl", '{"prompt": "a", "completion": "b"}\n', "kind: sft"),
-        ("a.jsonl", '{"text": "a"}\n\n{"text": "b"}\n', "kind: pretrain"),
-        ("a.txt", "Some words.\n\nMore words.\n", "kind: pretrain"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "form"), cases(__file__, "init_knows_the_forms"))
 def test_init_knows_the_forms(name: str, text: str, form: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text)
     assert form in tuner("init", "-m", "owner/name", "-d", name, cwd=tmp_path).stdout
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (b"", "no rows"),
-        (b"{\n", "a.jsonl:1:"),
-        (b"[1]\n", "a.jsonl:1:1"),
-        (b'{"text": ""}\n{"prompt": "a"}\n', "a.jsonl:1:10: text: text is empty"),
-        (b'{"question": "a"}\n', "a.jsonl:1:1: no messages or"),
-        (b"\xff\n", "not UTF-8"),
-        (b"[" * 99999 + b"\n", "a.jsonl:1:"),
-    ],
-)
-def test_init_says_which_row_is_wrong(text: bytes, expected: str, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(text)
+@pytest.mark.parametrize(("text", "expected"), [*cases(__file__, "which_row_is_wrong"), ("[" * 99999, "a.jsonl:1:")])
+def test_init_says_which_row_is_wrong(text: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(text.encode("latin-1"))
     done = tuner("init", "-m", "owner/name", "-d", "a.jsonl", "--json", cwd=tmp_path, code=3)
     assert expected in done.stderr
     assert json.loads(done.stdout)["exit_code"] == 3

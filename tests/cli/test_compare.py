@@ -11,6 +11,7 @@ import pytest
 
 from tests.fixtures import forked, quiz, trainings
 from tests.fixtures.commands import document, tuner
+from tests.fixtures.tables import cases
 from tests.fixtures.trainings import launch
 from tuner.api.exports import export_hf
 from tuner.api.scores import score_tasks
@@ -92,17 +93,6 @@ def test_two_steps_are_compared(place: Path) -> None:
     assert "no difference shown" in shown.stdout and "95% interval" in shown.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (("compare", "runs/r", "tasks"), 3, "tasks/choice.jsonl:1: is no result of an item"),
-        (("compare", "runs/r", "model"), 3, "holds no results of tasks"),
-        (("compare", "runs/r", "runs/r", "--level", "95"), 2, "is not between 0 and 1"),
-        (("eval", "runs/r", "--output", "x"), 2, "--output is for the results of tasks"),
-        (("eval", "runs/r", "--tasks", "recipe", "--tasks", "a.jsonl"), 2, "stands for the recipe's tasks, alone"),
-        (("eval", "runs/r", "--tasks", "absent.jsonl"), 3, "absent.jsonl: No such file or directory"),
-        (("eval", "model", "--tasks", "recipe"), 2, "the recipe names no tasks"),
-    ],
-)
-def test_what_cannot_be_done_is_said(place: Path, words: tuple[str, ...], code: int, said: str) -> None:
+@pytest.mark.parametrize(("words", "code", "said"), cases(__file__, "what_cannot_be_done_is_said"))
+def test_what_cannot_be_done_is_said(place: Path, words: list[str], code: int, said: str) -> None:
     assert said in tuner(*words, cwd=place, code=code).stderr

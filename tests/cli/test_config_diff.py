@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures.commands import tuner
+from tests.fixtures.tables import cases
 
 RECIPE = "model: {name_or_path: m}\ndata: {train: rows.jsonl}\n"
 
@@ -41,13 +42,7 @@ def test_variables_change_a_recipe_and_flags_win(place: Path, monkeypatch: pytes
     assert "4" in lines["global_batch_size"] and "flag --train.global-batch-size 4" in lines["global_batch_size"]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "said"),
-    [
-        ("TUNER_OPTIMIZER__LEARNING_RATE", "1", "variable TUNER_OPTIMIZER__LEARNING_RATE"),
-        ("TUNER_TRAIN__DURATION", "soon", "variable TUNER_TRAIN__DURATION=soon"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "said"), cases(__file__, "a_variable_that_is_wrong_is_named"))
 def test_a_variable_that_is_wrong_is_named(
     name: str, text: str, said: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,35 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tests.fixtures.tables import cases
 from tuner.cli.app import split
 from tuner.cli.flags import flags_app, print_flags
 from tuner.config.fields import fields
 
 
-@pytest.mark.parametrize(
-    ("words", "rest", "flags"),
-    [
-        (["train", "--optimizer.lr", "3e-4", "r.yaml"], ["train", "r.yaml"], [("optimizer.lr", "3e-4")]),
-        (["train", "r.yaml", "--optimizer.lr=3e-4"], ["train", "r.yaml"], [("optimizer.lr", "3e-4")]),
-        (["train", "--a.b", "--json", "r"], ["train", "--json", "r"], [("a.b", None)]),
-        (["train", "--a.b", "-1"], ["train"], [("a.b", "-1")]),
-        (["train", "--a.b", "-"], ["train"], [("a.b", "-")]),
-        (["train", "--a.b="], ["train"], [("a.b", "")]),
-        (["train", "--a.b=x=y"], ["train"], [("a.b", "x=y")]),
-        (["train", "-v", "--data.train.0.path", "x"], ["train", "-v"], [("data.train.0.path", "x")]),
-        (["train", "--", "--a.b", "x"], ["train", "--", "--a.b", "x"], []),
-        (["train", "--name", "n", "--seed=3"], ["train"], [("name", "n"), ("seed", "3")]),
-        (["train", "--train.micro-batch-size", "4"], ["train"], [("train.micro-batch-size", "4")]),
-        (["train", "--optimizer.lr"], ["train"], [("optimizer.lr", None)]),
-        (["train", "./a.b", "x.yaml", "--resume", "auto"], ["train", "./a.b", "x.yaml", "--resume", "auto"], []),
-        (["profile", "r.yaml", "--fit", "24GiB"], ["profile", "r.yaml", "--fit", "24GiB"], []),
-        (["profile", "r.yaml", "--fit"], ["profile", "r.yaml", "--fit", ""], []),
-        (["profile", "--fit", "r.yaml"], ["profile", "--fit", "", "r.yaml"], []),
-        (["profile", "--fit", "--device", "cpu", "-"], ["profile", "--fit", "", "--device", "cpu", "-"], []),
-    ],
-)
-def test_splitting(words: list[str], rest: list[str], flags: list[tuple[str, str | None]]) -> None:
-    assert split(words, takes_recipe=True) == (rest, flags)
+@pytest.mark.parametrize(("words", "rest", "flags"), cases(__file__, "splitting"))
+def test_splitting(words: list[str], rest: list[str], flags: list[list[str | None]]) -> None:
+    assert split(words, takes_recipe=True) == (rest, [(key, value) for key, value in flags])
 
 
 def test_only_commands_with_a_recipe_take_its_top_keys() -> None:

@@ -74,15 +74,7 @@ def test_what_is_meant_is_there() -> None:
         assert command in KNOWN or command in COMMANDS or command in ("chat", "push", "doctor"), command
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["train", "--dryrun"], "no option --dryrun; did you mean --dry-run?"),
-        (["train", "--lr", "0.003"], "flag --lr  unknown; write --optimizer.lr 0.003"),
-        (["generate", "x", "--promt", "y"], "no option --promt; did you mean --prompt?"),
-        (["generate", "x", "--zzz"], "no option --zzz"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), cases(__file__, "an_unknown_option_is_answered"))
 def test_an_unknown_option_is_answered(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(words) == 2
     assert f"error: {said}\n" in capsys.readouterr().err

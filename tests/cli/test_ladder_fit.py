@@ -8,6 +8,7 @@ import pytest
 
 from tests.fixtures import commands
 from tests.fixtures.commands import document
+from tests.fixtures.tables import cases
 from tests.ladder import made
 from tests.rundir import made as run_made
 from tuner.ladder.record import LadderRecord, RungRecord, write_ladder
@@ -78,27 +79,8 @@ def test_a_ladder_predicts_a_rung_that_was_only_planned(tmp_path: Path) -> None:
     assert found["warnings"] == ["4 points before the decay of the learning rate are not fitted by the law"]
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (("points.csv", "--target", "2B"), 2, "--target 2B: no rung of that name, and a size needs --tokens"),
-        (("points.csv", "--tokens", "2B"), 2, "--tokens 2B: of which model?"),
-        (("points.csv", "--target", "x", "--tokens", "2B"), 2, "--target x is not a number"),
-        (("points.csv", "--target", "2B", "--tokens", "0"), 2, "--tokens 0 is no count"),
-        (("points.csv", "--loss", "perplexity"), 2, "no point has a figure perplexity"),
-        (("points.csv", "--score", "los"), 2, "no point has a figure los"),
-        (
-            ("points.csv", "--target", "2B", "--tokens", "2T"),
-            3,
-            "every point has 20.4 tokens per parameter: nothing says",
-        ),
-        (("few.csv",), 3, "2 sizes of model, and a fit of L = E + A/N^a + B/D^b needs at least 4"),
-        (("nowhere.csv",), 2, "nowhere.csv: no such file"),
-        (("points.csv", "--output", "points.csv"), 2, "holds something else than a fit"),
-        (("points.csv", "--level", "2"), 2, "'--level'"),
-    ],
-)
-def test_what_is_refused(place: Path, words: tuple[str, ...], code: int, message: str) -> None:
+@pytest.mark.parametrize(("words", "code", "message"), cases(__file__, "what_is_refused"))
+def test_what_is_refused(place: Path, words: list[str], code: int, message: str) -> None:
     lines = made.CEREBRAS.read_text().splitlines(keepends=True)
     (place / "few.csv").write_text("".join(lines[:3]))
     done = fit(place, *words, code=code)

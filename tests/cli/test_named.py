@@ -57,6 +57,8 @@ def test_an_export_next_to_a_recipe_hides_no_run(place: Path) -> None:
 
 
 def test_what_is_nothing_is_answered_with_the_runs_that_there_are(place: Path) -> None:
+    with pytest.raises(RecipeError, match=r"^nothing\.gguf: no such file$"):
+        run_or_hub("nothing.gguf")
     with pytest.raises(RecipeError, match="nothing: no such directory, and no run of that name in ./runs") as refused:
         run_path("nothing")
     assert refused.value.hint == "there are: l, m (tuner runs list)"

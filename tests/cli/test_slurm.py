@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,52 +17,11 @@ from tests.fixtures.tables import cases
 from tuner.config.shipped import shipped_scripts
 
 SCRIPT = shipped_scripts()["train.sbatch"]
-# Notes how it was called, and starts a task for each of $CODES, with which its `tuner` ends. Like srun it ends those
-# that are left where one fails, and ends with the largest code.
-TASKS = """#!/bin/bash
-printf '%s' "srun [$1] [$2] $3" >> "$CALLS"
-shift 2
-echo >> "$CALLS"
-largest=0
-for code in $CODES; do
-    if [ "$largest" -ne 0 ]; then largest=143; break; fi
-    CODE=$code "$@"
-    code=$?
-    [ "$code" -gt "$largest" ] && largest=$code
-done
-exit "$largest"
-"""
-TUNER = """#!/bin/bash
-printf 'tuner' >> "$CALLS"
-printf ' [%s]' "$@" >> "$CALLS"
-echo >> "$CALLS"
-exit "$CODE"
-"""
-SCONTROL = """#!/bin/bash
-printf 'scontrol' >> "$CALLS"
-printf ' [%s]' "$@" >> "$CALLS"
-echo >> "$CALLS"
-"""
-# Two tasks on one node, as srun starts them; its exit code is the largest of theirs.
-SRUN = """#!/bin/bash
-shift 2
-export SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_STEP_TASKS_PER_NODE=2 SLURM_STEP_NUM_NODES=1 SLURM_STEP_NODELIST=here
-for task in 0 1; do
-    SLURM_PROCID=$task SLURM_LOCALID=$task "$@" &
-    started+=($!)
-done
-largest=0
-for task in "${started[@]}"; do
-    wait "$task"
-    code=$?
-    [ "$code" -gt "$largest" ] && largest=$code
-done
-exit "$largest"
-"""
+PROGRAMS: Any = cases(__file__, "programs")
 
 
 def put_on_path(directory: Path, **programs: str) -> None:
-    programs["scontrol"] = SCONTROL
+    programs["scontrol"] = PROGRAMS["scontrol"]
     for name, script in programs.items():
         (directory / name).write_text(script)
         (directory / name).chmod(0o755)
@@ -81,7 +41,7 @@ def surroundings(directory: Path) -> dict[str, str]:
 def test_only_a_run_that_saved_is_requeued_and_a_failed_task_ends_the_others(
     tmp_path: Path, codes: str, ends: int
 ) -> None:
-    put_on_path(tmp_path, srun=TASKS, tuner=TUNER)
+    put_on_path(tmp_path, srun=PROGRAMS["tasks"], tuner=PROGRAMS["tuner"])
     words = ["my recipe.yaml", "--optimizer.lr", "3e-4"]
     env = surroundings(tmp_path) | {"CODES": codes}
     done = subprocess.run(
@@ -99,7 +59,7 @@ def test_only_a_run_that_saved_is_requeued_and_a_failed_task_ends_the_others(
 
 
 def test_a_task_of_an_array_trains_its_rung_of_a_ladder(tmp_path: Path) -> None:
-    put_on_path(tmp_path, srun=TASKS, tuner=TUNER)
+    put_on_path(tmp_path, srun=PROGRAMS["tasks"], tuner=PROGRAMS["tuner"])
     env = surroundings(tmp_path) | {"CODES": "75", "SLURM_ARRAY_TASK_ID": "3"}
     done = subprocess.run(["bash", str(SCRIPT), "ladder.yaml", "--seed", "1"], cwd=tmp_path, env=env, check=False)
     assert done.returncode == 75
@@ -148,7 +108,7 @@ def test_two_tasks_train_stop_and_have_the_job_requeued(tmp_path: Path) -> None:
     }
     words = ["bash", str(SCRIPT), "r.yaml", "--train.stop_after", "2 steps", "--logging.level", "info"]
     with forked.as_words() as (python, handle):
-        put_on_path(tmp_path, srun=SRUN, tuner=f'#!/bin/bash\nexec {shlex.join(python)} -m tuner "$@"\n')
+        put_on_path(tmp_path, srun=PROGRAMS["srun"], tuner=f'#!/bin/bash\nexec {shlex.join(python)} -m tuner "$@"\n')
         kept = {"cwd": tmp_path, "env": env, "pass_fds": [handle], "timeout": 300}
         done = subprocess.run(words, check=False, capture_output=True, text=True, **kept)
     assert done.returncode == 75, done.stderr

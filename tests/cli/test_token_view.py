@@ -11,6 +11,7 @@ import pytest
 
 from tests.data import pairs, tiny
 from tests.fixtures import forked
+from tests.fixtures.tables import cases
 from tuner.cli.work.tokens import row_texts, token_lines
 from tuner.data.building.explain import explain
 from tuner.data.building.prepare import prepare
@@ -33,14 +34,7 @@ def test_what_is_trained_is_in_brackets_and_control_characters_are_escaped(rows_
     assert "\x1b[7;32m[c<|im_end|>]\x1b[0m" in row_texts(rows, tiny.tokenizer(), colour=True, every_token=False)
 
 
-@pytest.mark.parametrize(
-    ("too_long", "head", "kept"),
-    [
-        ("truncate", "cut to data.max_length 20, 14 trained [in brackets]", 20),
-        ("auto", "tokens: dropped, longer than data.max_length 20 (data.too_long: drop)", 0),
-        ("split", "split into 2 pieces of data.max_length 20, 26 trained [in brackets]", 33),
-    ],
-)
+@pytest.mark.parametrize(("too_long", "head", "kept"), cases(__file__, "what_length_costs_is_shown"))
 def test_what_length_costs_is_shown(too_long: str, head: str, kept: int, tmp_path: Path) -> None:
     path = tiny.write_rows(tmp_path / "rows.jsonl", [tiny.chat("b", "c" * 26), tiny.chat("b", "c")])
     template = "{% for m in messages %}<|im_start|>{{ m.role[0] + m.content }}<|im_end|>{% endfor %}"
@@ -58,17 +52,7 @@ def test_what_length_costs_is_shown(too_long: str, head: str, kept: int, tmp_pat
     assert short.kept == short.tokens and "max_length" not in row_texts([short], tokenizer, False, False)
 
 
-@pytest.mark.parametrize(
-    ("too_long", "heads", "kept"),
-    [
-        ("drop", ["chosen, 34 tokens: dropped, with the other answer longer than data.max_length 36 "] * 1, [0, 0]),
-        (
-            "truncate",
-            ["chosen, 34 tokens, cut to 28 tokens, which leave room for the other answer in data.max_length 36, "],
-            [28, 8],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("too_long", "heads", "kept"), cases(__file__, "both_answers_are_shown"))
 def test_both_answers_are_shown_with_what_length_costs_them(
     too_long: str, heads: list[str], kept: list[int], tmp_path: Path
 ) -> None:

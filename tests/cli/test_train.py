@@ -15,6 +15,7 @@ import pytest
 
 from tests.caches import new_cache
 from tests.fixtures import commands, forked, trainings
+from tests.fixtures.tables import cases
 from tuner.checkpoint.open import newest
 from tuner.cli.work.train import outcome_of
 from tuner.config.load import load_recipe
@@ -197,17 +198,9 @@ main(sys.argv[2:])
 
 
 @pytest.mark.slow("before-words0-75-5")
-@pytest.mark.parametrize(
-    ("when", "words", "code", "step"),
-    [
-        ("before", ("resume", "runs/r"), 75, 5),
-        ("before", ("train", "r.yaml", "--resume", "auto"), 75, 5),
-        ("before", ("train", "r.yaml", "--name", "new"), 130, None),
-        ("after", ("train", "r.yaml", "--name", "new", "--train.stop_after", "1 step"), 75, 1),
-    ],
-)
+@pytest.mark.parametrize(("when", "words", "code", "step"), cases(__file__, "a_signal_around_the_steps"))
 def test_a_signal_around_the_steps_ends_with_75_where_the_command_would_go_on(
-    stopped: Path, when: str, words: tuple[str, ...], code: int, step: int | None
+    stopped: Path, when: str, words: list[str], code: int, step: int | None
 ) -> None:
     command = [sys.executable, "-c", SIGNALLED, when, *words, "--json"]
     done = forked.run(command, cwd=stopped, env=environment(stopped), capture_output=True, text=True)
@@ -224,18 +217,8 @@ def test_a_failed_training_fails_the_pipeline_with_its_code(workplace: Path) -> 
     assert commands.document(done, 3)["status"] == "failed"
 
 
-@pytest.mark.parametrize(
-    ("break_it", "code", "says"),
-    [
-        ("echo x > runs", 4, "runs"),
-        ("mkdir -p runs/r; echo x > runs/r/mine.txt", 2, "mine.txt"),
-        ("rm model/model.safetensors", 3, "model"),
-        pytest.param("rm -r model", 3, "model", marks=pytest.mark.slow),
-        ('echo "{}" > model/config.json', 3, "model"),
-        ('echo \'{"prompt": "a", "completion": ""}\' > rows.jsonl', 3, "rows.jsonl"),
-        ("rm rows.jsonl", 3, "rows.jsonl"),
-    ],
-)
+@pytest.mark.slow("rm -r model-3-model")
+@pytest.mark.parametrize(("break_it", "code", "says"), cases(__file__, "bad_input_is_one_clear_error"))
 def test_bad_input_is_one_clear_error(workplace: Path, break_it: str, code: int, says: str) -> None:
     subprocess.run(["bash", "-c", break_it], cwd=workplace, check=True)
     before = files_of(workplace / "runs")

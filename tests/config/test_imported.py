@@ -90,10 +90,7 @@ def test_what_belongs_to_each_data_set_is_written_into_each() -> None:
     assert (source.path, dict(source.columns), source.count) == ("o/s:train", {"text": "body"}, 7)
 
 
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [("type: sft", "sft"), ("type: dpo", "dpo"), ("type: causal", "pretrain"), ("trainer_type: TRL_DPO", "dpo")],
-)
+@pytest.mark.parametrize(("text", "kind"), cases(__file__, "a_word_for_the_whole_training_is_its_method"))
 def test_a_word_for_the_whole_training_is_its_method(text: str, kind: str) -> None:
     assert import_text(f"model_name_or_path: a/b\ndataset_name: o/s\n{text}\n", "c.yaml").recipe.method.kind == kind
 
@@ -256,15 +253,7 @@ def test_a_commands_flags_come_on_top_of_the_file_that_it_names(tmp_path: Path) 
         import_text("trl sft --config gone.yaml\n", "run.sh", directory=tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("trl grpo --model_name_or_path a/b\n", "trl grpo: grpo: not supported: reinforcement learning"),
-        ("swift rlhf --rlhf_type grpo --model a/b\n", "rlhf_type: grpo: not supported: reinforcement learning"),
-        ("python examples/ppo.py --model_name_or_path a/b\n", "stage: ppo: not supported: reinforcement learning"),
-        ("echo nothing\n", "no training command of a tool that is known"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), cases(__file__, "a_script_without_a_training_that_is_here_is_refused"))
 def test_a_script_without_a_training_that_is_here_is_refused(text: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         import_text(text, "run.sh")

@@ -38,21 +38,13 @@ def test_a_method_comes_with_its_losses_and_weights(text: str, expected: dict[st
 TAUGHT = "checkpointer: {checkpoint_dir: a/b}\nteacher_checkpointer: {checkpoint_dir: o/t}\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("kd_ratio: 0.3\nkd_loss: {_component_: t.ForwardKLLoss}", (0.7, 0.0, "sft", ())),
-        ("kd_loss: {_component_: t.ReverseKLWithChunkedOutputLoss}", (0.5, 1.0, "sft", ())),
-        ("dataset: {_component_: t.wikitext_dataset}", (0.5, 0.0, "pretrain", ())),
-        ("kd_loss: {_component_: t.SymmetricKLLoss}", (0.5, 0.0, "sft", ("kd_loss._component_",))),
-    ],
-)
-def test_a_teacher_of_torchtune_comes_with_the_share_of_its_loss(text: str, expected: tuple[object, ...]) -> None:
+@pytest.mark.parametrize(("text", "expected"), cases(__file__, "a_teacher_of_torchtune"))
+def test_a_teacher_of_torchtune_comes_with_the_share_of_its_loss(text: str, expected: list[object]) -> None:
     found = import_text(TAUGHT + text, "c.yaml", "torchtune")
     method = found.recipe.method
     assert isinstance(method, DistillMethod) and method.teacher == "o/t"
-    left = tuple(item.partition(":")[0] for item in found.left if not item.startswith("data.train"))
-    assert (method.ce_weight, method.beta, method.rows, left) == expected
+    left = [item.partition(":")[0] for item in found.left if not item.startswith("data.train")]
+    assert [method.ce_weight, method.beta, method.rows, left] == expected
 
 
 @pytest.mark.parametrize(("command", "kind"), cases(__file__, "a_command_says_what_it_trains"))
@@ -84,18 +76,9 @@ def test_rates_are_those_of_the_other_trainer() -> None:
     assert import_text(TRL + "loss_type: sigmoid", "c.yaml").recipe.optimizer.lr == 1e-6
 
 
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        (TRL + "loss_type: sigmoid\nlabel_smoothing: 0.1", "label_smoothing: 0.1: TRL 1.16 ignores 0.1 with the"),
-        (TRL + "loss_type: [aot]", "loss_type: [aot]: not supported: the loss aot; instead method.loss with one of"),
-        (TRL + "loss_type: sigmoid\nld_alpha: 0.5", "ld_alpha: 0.5: not supported: preference losses other than"),
-        (TRL + "loss_type: sigmoid\nref_model: c/d", "ref_model: c/d: not supported: a reference other than the model"),
-        (TRL + "loss_type: sigmoid\nsync_ref_model: true", "sync_ref_model: true: not supported: a reference other"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "left"), cases(__file__, "what_is_not_here"))
 def test_what_is_not_here_is_listed_with_what_to_write(text: str, left: str) -> None:
-    found = import_text(text, "c.yaml")
+    found = import_text(TRL + text, "c.yaml")
     assert found.recipe.method.kind == "dpo"
     assert any(item.startswith(left) for item in found.left), found.left
 

@@ -329,17 +329,7 @@ def test_hooks_load_and_are_written_back(tmp_path: Path) -> None:
     assert load_recipe(tmp_path / "r.yaml", [Override("hooks", "null")], cwd=tmp_path).recipe.hooks == ()
 
 
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        ({"export": {"base": "original"}}, "the base is not quantised, so there is one to merge into"),
-        (
-            {"model": {"name_or_path": "x", "quantize": "nf4"}, "adapter": {"kind": "lora"},
-             "export": {"base": "original", "adapter": "keep"}},
-            "a kept adapter is merged into no base; set export.adapter: merge",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("more", "expected"), cases(__file__, "a_base_to_merge_into_is_a_choice_of_quantised_runs"))
 def test_a_base_to_merge_into_is_a_choice_of_quantised_runs(more: dict[str, Any], expected: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe({"model": {"name_or_path": "x"}, "data": {"train": "x"}, **more})
@@ -347,13 +337,7 @@ def test_a_base_to_merge_into_is_a_choice_of_quantised_runs(more: dict[str, Any]
     assert found.key == "export.base" and expected in found.message
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("adapter.r: 16", "adapter.r  this is how a flag names it; in a recipe it is adapter: {r: VALUE}"),
-        ("data.windows.names: [a]", "in a recipe it is data: {windows: {names: VALUE}}"),
-    ],
-)
+@pytest.mark.parametrize(("line", "said"), cases(__file__, "a_key_that_is_written_as_its_flag_is_told_apart"))
 def test_a_key_that_is_written_as_its_flag_is_told_apart(line: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(f"model: {{name_or_path: a/b}}\ndata: {{train: rows.jsonl}}\n{line}\n")
     with pytest.raises(RecipeError) as caught:

@@ -19,14 +19,7 @@ def section(**values: Any) -> Method:
     return load_recipe({**BASE, "method": {"kind": "dpo", **values}}).recipe.method
 
 
-@pytest.mark.parametrize(
-    ("written", "weights"),
-    [
-        ("sppo", {"sppo": 1}),
-        ({"sppo": 0.5}, {"sppo": 0.5}),
-        ({"sigmoid": "80%", "bco": 0.2}, {"sigmoid": 0.8, "bco": 0.2}),
-    ],
-)
+@pytest.mark.parametrize(("written", "weights"), cases(__file__, "a_loss_is_a_name_or_several"))
 def test_a_loss_is_a_name_or_several_with_weights_in_files_and_on_the_command_line(written: Any, weights: Any) -> None:
     found = section(loss=written)
     assert isinstance(found, DpoMethod) and found.loss == weights

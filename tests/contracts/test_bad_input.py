@@ -2,19 +2,25 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.fixtures import commands
+from tests.fixtures.tables import cases
 from tuner.config.duration import CadenceSpan, Span
 from tuner.config.fields import Field, fields, item_fields
-from tuner.config.load import Override, load_recipe
+from tuner.config.load import Override, RecipeText, load_recipe
 from tuner.config.numbers import Real, Whole
 from tuner.config.other_tools import foreign
 from tuner.config.value_types import OneOf, Several, Switch, Table, Text, WebAddress
 from tuner.errors import RecipeError
 
-ALL = list(fields().values())
+SECTIONS: dict[str, list[Field]] = {}
+"""The keys of each section: a test for each of them would take as long as what it tests."""
+for _field in fields().values():
+    SECTIONS.setdefault(_field.key.partition(".")[0], []).append(_field)
+HERE = Path("/where/relative/paths/start")
 KINDS = {"adapter": "lora", "method": "sft", "optimizer": "adamw", "schedule": "cosine"}
 NEEDS: dict[tuple[str, str], dict[str, object]] = {
     ("optimizer", "sgd"): {"lr": 0.1},
@@ -25,12 +31,8 @@ NEEDS: dict[tuple[str, str], dict[str, object]] = {
     ("method", "distill"): {"teacher": "owner/teacher"},
 }
 """Keys that a kind of a section asks for."""
-ITEMS = {
-    "eval.tasks": ("{tsk: x}", "{name: x}", "{task: x, every: 5}", "{task: x, max_items: 0}", "{task: 5}"),
-    "train.batch_schedule": ("word", "{after: 5}", "{size: 4}", "{after: 1 h, size: 4}", "{after: 1 step, size: 0}"),
-    "ladder.sizes": ("word", "{prameters: 1M}", "{parameters: 0}", "{parameters: x}", "{config: 5}"),
-}
-"""Items of lists that are wrong."""
+WRONG_ITEMS: Any = cases(__file__, "wrong_items")
+"""Lists of sections that are wrong."""
 ALONE = ("ladder.", "data.windows.", "health.before_saves", "health.times_every", "health.slow_rank", "notify.events",
          "notify.timeout", "prober.gradients", "adapter.config")  # fmt: skip
 """Keys that no other tool has anything like, with the beginnings of such."""
@@ -126,70 +128,14 @@ def wrong_values(field: Field) -> list[str]:  # noqa: PLR0912 - one case for eac
             return ["null"]
         case WebAddress():
             return ["ftp://host/x", "https://user:word@host/x", "host/x"]
-        case _ if field.key == "hooks":
-            items = ("{us: x}", "{every: 1 step}", "{use: x.py}", "{use: 'a:b'}", "{use: ''}")
-            more = (
-                "{use: x, stages: [begin]}",
-                "{use: x, stages: []}",
-                "{use: x, every: 5}",
-                "{use: x, options: 5}",
-                "{use: x.py:7}",
-            )
-            return ["null", "word", *(f"[{item}]" for item in items + more)]
-        case _ if field.key == "model.init_from":
-            items = (
-                "{pat: x}",
-                "{strict: true}",
-                "{path: x, load: 5}",
-                "{path: x, rename: [a]}",
-                "{path: x, rename: {a: 'b{1}'}}",
-                "{path: x, strict: 1}",
-                "{path: x, adapter: mrge}",
-            )
-            return ["null", "word", *(f"[{item}]" for item in items)]
-        case _ if field.key == "tokenizer.add_tokens":
-            items = (
-                "{tken: x}",
-                "{special: true}",
-                "{token: x, special: 1}",
-                "{token: ''}",
-                "' '",
-                "x, x",
-                "x, {token: x}",
-            )
-            return ["null", "word", *(f"[{item}]" for item in items)]
-        case _ if field.key == "optimizer.groups":
-            items = (
-                "{mach: x}",
-                "{match: x}",
-                "{match: [], lr: 1}",
-                "{match: x, lr: 0}",
-                "{lr: 1}",
-                "{match: 5, lr: 1}",
-            )
-            return ["null", "word", *(f"[{item}]" for item in items), "[{match: x, weight_decay: -1}]"]
-        case _ if field.key in ITEMS:
-            return ["null", *(f"[{item}]" for item in ITEMS[field.key])]
-        case _ if field.key == "optimizer.rows":
-            items = ("{mach: x}", "{match: []}", "{lr: 1}", "{match: 5}", "{match: x, eps: 0}", "{match: x, betas: 1}")
-            return ["null", "word", *(f"[{item}]" for item in items), "[{match: x, weight_decay: -1}]"]
         case _:
-            items = (
-                "{pat: x}",
-                "{format: text}",
-                "{path: x, format: csv}",
-                "{path: x, count: 0}",
-                "{path: x, weight: 0}",
-            )
-            more = ("{path: x, weight: 2, count: 5}", "{path: x, columns: {txt: y}}", "{path: x, columns: [a]}")
-            return ["''", *(f"[{item}]" for item in items + more)]
+            return list(WRONG_ITEMS.get(field.key, WRONG_ITEMS["data.train"]))
 
 
-def problems(text: str, tmp_path: Path) -> tuple[str, ...]:
-    path = tmp_path / "r.yaml"
-    path.write_text(text, encoding="utf-8")
+def problems(text: str) -> tuple[str, ...]:
+    """What is wrong with a recipe, which is in no file: of so many that would take as long as all else."""
     with pytest.raises(RecipeError) as caught:
-        load_recipe(path, cwd=tmp_path)
+        load_recipe(RecipeText(text, "r.yaml"), cwd=HERE)
     assert caught.value.exit_code == 2
     lines = tuple(map(str, caught.value.problems))
     assert all("\n" not in line and "Traceback" not in line for line in lines)
@@ -208,54 +154,58 @@ def only(lines: tuple[str, ...]) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize("field", ALL, ids=lambda field: field.key)
-def test_a_misspelt_key_gets_its_own_name_back(field: Field, tmp_path: Path) -> None:
-    wrong = misspelt(field.key)
-    text = write(base(), [(wrong, "1")])
-    line = only(problems(text, tmp_path))
-    assert re.match(rf"r\.yaml:\d+:\d+  {re.escape(wrong)}  ", line)
-    assert line.endswith(f"did you mean {field.key}?"), line
-    line = only(flag_problems([(wrong, "1")]))
-    assert line.startswith(f"flag --{wrong}  ")
-    assert line.endswith(f"did you mean --{field.key}?"), line
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_misspelt_key_gets_its_own_name_back(section: str) -> None:
+    for field in SECTIONS[section]:
+        wrong = misspelt(field.key)
+        text = write(base(), [(wrong, "1")])
+        line = only(problems(text))
+        assert re.match(rf"r\.yaml:\d+:\d+  {re.escape(wrong)}  ", line)
+        assert line.endswith(f"did you mean {field.key}?"), line
+        line = only(flag_problems([(wrong, "1")]))
+        assert line.startswith(f"flag --{wrong}  ")
+        assert line.endswith(f"did you mean --{field.key}?"), line
 
 
-@pytest.mark.parametrize("field", ALL, ids=lambda field: field.key)
-def test_a_wrong_type_or_value_is_refused_in_its_place(field: Field, tmp_path: Path) -> None:
-    for raw in wrong_types(field) + wrong_values(field):
-        lines = problems(write(base(field.key), [(field.key, raw)]), tmp_path)
-        assert len(lines) == 1 or field.value_type is None
-        for line in lines:
-            assert re.match(rf"r\.yaml:\d+:\d+  {re.escape(field.key)}", line), (raw, line)
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_wrong_type_or_value_is_refused_in_its_place(section: str) -> None:
+    for field in SECTIONS[section]:
+        for raw in wrong_types(field) + wrong_values(field):
+            lines = problems(write(base(field.key), [(field.key, raw)]))
+            assert len(lines) == 1 or field.value_type is None
+            for line in lines:
+                assert re.match(rf"r\.yaml:\d+:\d+  {re.escape(field.key)}", line), (raw, line)
 
 
-@pytest.mark.parametrize("field", ALL, ids=lambda field: field.key)
-def test_a_wrong_value_of_a_flag_is_refused(field: Field) -> None:
-    if isinstance(field.value_type, Text):
-        wrong = ["", "  ", "a\ab"]
-    elif field.value_type is None:
-        wrong = ["", "[5]", "{a: 1}", "[{pat: x}]", "[{path: x, format: csv}]"]
-        wrong += [] if field.key in MAY_BE_EMPTY else ["[]"]
-    else:
-        # On the command line null takes a value back, and quotes are the shell's.
-        wrong = [raw.strip("'") for raw in wrong_types(field) + wrong_values(field) if raw != "null"]
-    for raw in wrong:
-        lines = flag_problems([(field.key, raw)], field.key)
-        assert len(lines) == 1 or field.value_type is None
-        assert all(line.startswith(f"flag --{field.key}") for line in lines), (raw, lines)
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_wrong_value_of_a_flag_is_refused(section: str) -> None:
+    for field in SECTIONS[section]:
+        if isinstance(field.value_type, Text):
+            wrong = ["", "  ", "a\ab"]
+        elif field.value_type is None:
+            wrong = ["", "[5]", "{a: 1}", "[{pat: x}]", "[{path: x, format: csv}]"]
+            wrong += [] if field.key in MAY_BE_EMPTY else ["[]"]
+        else:
+            # On the command line null takes a value back, and quotes are the shell's.
+            wrong = [raw.strip("'") for raw in wrong_types(field) + wrong_values(field) if raw != "null"]
+        for raw in wrong:
+            lines = flag_problems([(field.key, raw)], field.key)
+            assert len(lines) == 1 or field.value_type is None
+            assert all(line.startswith(f"flag --{field.key}") for line in lines), (raw, lines)
 
 
-@pytest.mark.parametrize("field", ALL, ids=lambda field: field.key)
-def test_a_duplicate_is_refused(field: Field, tmp_path: Path) -> None:
-    value = next((str(value) for key, value in BASE.items() if key == field.key), None)
-    value = value or VALID.get(field.key, field.default_text)
-    if field.key.endswith(".kind") and field.section in KINDS:
-        value = KINDS[field.section]
-    lines = problems(write(base(field.key), [(field.key, value), (field.key, value)]), tmp_path)
-    line = only(lines)
-    assert re.match(rf"r\.yaml:\d+:\d+  {re.escape(field.key)}  ", line)
-    assert re.search(r"duplicate key; first written on line \d+", line)
-    assert "duplicate flag" in only(flag_problems([(field.key, value), (field.key, value)], field.key))
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_duplicate_is_refused(section: str) -> None:
+    for field in SECTIONS[section]:
+        value = next((str(value) for key, value in BASE.items() if key == field.key), None)
+        value = value or VALID.get(field.key, field.default_text)
+        if field.key.endswith(".kind") and field.section in KINDS:
+            value = KINDS[field.section]
+        lines = problems(write(base(field.key), [(field.key, value), (field.key, value)]))
+        line = only(lines)
+        assert re.match(rf"r\.yaml:\d+:\d+  {re.escape(field.key)}  ", line)
+        assert re.search(r"duplicate key; first written on line \d+", line)
+        assert "duplicate flag" in only(flag_problems([(field.key, value), (field.key, value)], field.key))
 
 
 def test_every_field_has_another_tools_name() -> None:
@@ -270,9 +220,9 @@ def test_every_field_has_another_tools_name() -> None:
 
 
 @pytest.mark.parametrize("key", foreign())
-def test_another_tools_name_is_answered_with_ours(key: str, tmp_path: Path) -> None:
+def test_another_tools_name_is_answered_with_ours(key: str) -> None:
     section, name = key.rpartition(".")[0].split(".")[0], key.rpartition(".")[2]
-    written = problems(write(base(), [(theirs, "1") for theirs in foreign()[key]]), tmp_path)
+    written = problems(write(base(), [(theirs, "1") for theirs in foreign()[key]]))
     flags = flag_problems([(f"train.{theirs}", "1") for theirs in foreign()[key]])
     for theirs, line, flag in zip(foreign()[key], written, flags, strict=True):
         assert re.match(rf"r\.yaml:\d+:1  {theirs}  (unknown; |not supported: )", line)
@@ -283,9 +233,9 @@ def test_another_tools_name_is_answered_with_ours(key: str, tmp_path: Path) -> N
         assert name in flag
 
 
-def test_items_of_sources_are_checked_too(tmp_path: Path) -> None:
+def test_items_of_sources_are_checked_too() -> None:
     text = "model: {name_or_path: a/b}\ndata:\n  train:\n    - {path: x, fromat: text}\n    - {path: y, format: tex}\n"
-    lines = problems(text, tmp_path)
+    lines = problems(text)
     assert lines == (
         "r.yaml:4:17  data.train.0.fromat  unknown; did you mean data.train.0.format?",
         "r.yaml:5:25  data.train.1.format  got 'tex'; allowed: auto or messages or sharegpt or alpaca or "
@@ -293,59 +243,24 @@ def test_items_of_sources_are_checked_too(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("item", "expected"),
-    [
-        ("{use: x, stage: [end]}", "hooks.0.stage  unknown; did you mean hooks.0.stages?"),
-        ("{use: x.py}", "hooks.0.use  got 'x.py'; allowed: FILE.py:NAME or the name of an entry point"),
-        ("{use: x, stages: [begin]}", "got 'begin'; allowed: start or window or epoch or batch or step or evaluation"),
-        ("{use: x, every: 100}", "hooks.0.every  100 what? write 100 steps, 100 epochs"),
-        ("{stages: [end]}", "hooks.0.use  missing; FILE.py:NAME"),
-        ("7", "hooks.0  got 7; allowed: a mapping with keys use, stages, every, ranks, options"),
-    ],
-)
-def test_a_hook_is_checked(item: str, expected: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("item", "expected"), cases(__file__, "a_hook_is_checked"))
+def test_a_hook_is_checked(item: str, expected: str) -> None:
     text = f"model: {{name_or_path: a/b}}\ndata: {{train: x}}\nhooks:\n  - {item}\n"
-    assert expected in only(problems(text, tmp_path)).replace(str(tmp_path) + "/", "")
+    assert expected in only(problems(text)).replace(f"{HERE}/", "")
 
 
-@pytest.mark.parametrize(
-    ("item", "expected"),
-    [
-        ("{path: x, weight: 2, count: 10K}", "data.train.0  weight and count exclude each other; remove one"),
-        ("{path: x, weight: 0}", "data.train.0.weight  got 0; allowed: a number, above 0, at most 1000"),
-        ("{path: x, count: 1.5}", "data.train.0.count  got 1.5; allowed: a whole number, from 1 to"),
-        ("{path: x, columns: {promt: q}}", "got the key 'promt'; allowed: a mapping of any of messages,"),
-        ("{path: x, columns: {promt: q}}", "did you mean prompt?"),
-        ("{path: x, columns: {prompt: 5}}", "got 5 for prompt; allowed: the name of a key in the rows"),
-    ],
-)
-def test_an_items_share_and_columns_are_checked(item: str, expected: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("item", "expected"), cases(__file__, "an_items_share_and_columns_are_checked"))
+def test_an_items_share_and_columns_are_checked(item: str, expected: str) -> None:
     text = f"model: {{name_or_path: a/b}}\ndata:\n  train:\n    - {item}\n"
-    assert expected in only(problems(text, tmp_path))
+    assert expected in only(problems(text))
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", "missing"),
-        ("# nothing\n", "missing"),
-        ("- a\n", "a recipe is a mapping"),
-        ("model: &a {name_or_path: x}\ndata: *a\n", "anchor &a"),
-        ("model: !!python/object:os.system {}\n", "tag"),
-        ("model: [\n", "not YAML"),
-        ("a: b: c\n", "not YAML"),
-        ("model:\n\tname_or_path: x\n", "not YAML"),
-        ("---\na: 1\n---\nb: 2\n", "second document"),
-        ("x: " + "[" * 500 + "]" * 500 + "\n", "deep"),
-        ("a: " + "x" * (1 << 20), "larger than"),
-        ("? [a, b]\n: c\n", "a key is plain text"),
-        ("a: \x01\n", "not YAML"),
-        ("<<: {a: 1}\n", "unknown"),
-    ],
-)
-def test_what_is_not_a_recipe_is_refused_with_a_place(text: str, expected: str, tmp_path: Path) -> None:
-    lines = problems(text, tmp_path)
+LARGE = (("x: " + "[" * 500 + "]" * 500 + "\n", "deep"), ("a: " + "x" * (1 << 20), "larger than"))
+
+
+@pytest.mark.parametrize(("text", "expected"), [*cases(__file__, "what_is_not_a_recipe"), *LARGE])
+def test_what_is_not_a_recipe_is_refused_with_a_place(text: str, expected: str) -> None:
+    lines = problems(text)
     assert any(expected in line for line in lines), lines
     assert all(re.match(r"r\.yaml:\d+:\d+  ", line) for line in lines)
 
@@ -356,9 +271,12 @@ def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(path, cwd=tmp_path)
     assert [str(one) for one in caught.value.problems] == ["r.yaml:2:17  not UTF-8 text"]
+    path.write_bytes(b"#" * ((1 << 20) + 1))
+    with pytest.raises(RecipeError, match="larger than 1,048,576 bytes"):
+        load_recipe(path, cwd=tmp_path)
 
 
-def test_every_problem_is_reported_at_once(tmp_path: Path) -> None:
+def test_every_problem_is_reported_at_once() -> None:
     text = """model: {name_or_path: a/b, dtyp: fp32}
 data: {train: x, sequence_len: 5}
 train: {duration: 200, micro_batch_size: 3}
@@ -366,7 +284,7 @@ eval: {every: 5 steps}
 adapter: {r: 5}
 schedule: {kind: cosin, min_lr_ratio: 5}
 """
-    lines = problems(text, tmp_path)
+    lines = problems(text)
     for key in (
         "model.dtyp",
         "data.sequence_len",

@@ -15,7 +15,7 @@ import pytest
 from tests.data import tiny
 from tests.data.reading.cases import cases
 from tests.data.reading.files import one, values, write_stream
-from tests.fixtures import commands, forked
+from tests.fixtures import commands, forked, tables
 from tuner.config.recipe import DataSource
 from tuner.data import sources
 from tuner.data.building.prepare import prepare
@@ -174,27 +174,11 @@ def save(directory: Path, rows: list[dict[str, Any]], split: str = "train") -> P
     return directory
 
 
-@pytest.mark.parametrize(
-    ("part", "expected"),
-    [
-        ("", ROWS),
-        (":train", ROWS),
-        (":train[:10]", ROWS[:10]),
-        (":train[20:30]", ROWS[20:30]),
-        (":train[:5%]", ROWS[:2]),
-        (":train[90%:]", ROWS[36:]),
-        (":train[-10%:]", ROWS[36:]),
-        (":train[-3:]", ROWS[-3:]),
-        (":train[:-30]", ROWS[:10]),
-        (":train[ 1_0 : 1000 ]", ROWS[10:]),
-        (":train[:]", ROWS),
-    ],
-)
-def test_a_saved_data_set_and_its_slices(saved: Path, part: str, expected: list[Any]) -> None:
+@pytest.mark.parametrize(("part", "start", "stop"), tables.cases(__file__, "a_saved_data_set_and_its_slices"))
+def test_a_saved_data_set_and_its_slices(saved: Path, part: str, start: int, stop: int) -> None:
     file = one(f"{saved}{part}")
-    assert values(file) == expected
-    first = ROWS.index(expected[0]) + 1
-    assert [row.line for block in list(blocks(file))[:1] for row in records_of(block)][0] == first
+    assert values(file) == ROWS[start:stop]
+    assert [row.line for block in list(blocks(file))[:1] for row in records_of(block)][0] == start + 1
 
 
 def test_slices_are_in_the_identity(saved: Path) -> None:
@@ -205,17 +189,7 @@ def test_slices_are_in_the_identity(saved: Path) -> None:
     assert json.dumps(one(moved).identity()) in identities
 
 
-@pytest.mark.parametrize(
-    ("part", "reason"),
-    [
-        (":test", "no split test"),
-        (":train[5]", "is no slice"),
-        (":train[a:]", "a is no row and no percent"),
-        (":train[1.5:]", "is no row and no percent"),
-        (":train[5:5]", "leaves none"),
-        (":train[100:]", "leaves none"),
-    ],
-)
+@pytest.mark.parametrize(("part", "reason"), tables.cases(__file__, "wrong_slices_are_refused"))
 def test_wrong_slices_are_refused(saved: Path, part: str, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         one(f"{saved}{part}")

@@ -9,6 +9,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tuner.export.source import TRAINED
+
 VOCAB = 512
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -100,3 +102,17 @@ def write_model(directory: Path, family: str, change: Callable[[Any], None] = la
     model.save_pretrained(directory)
     write_tokenizer(directory, family)
     return directory
+
+
+def written(path: Path, kind: str, output: Path, keep: bool = False, **options: Any) -> Any:
+    """The report of the file of a run or a directory."""
+    from tuner.export.gguf import export, source
+
+    return export.export_gguf(source.source_of(path, print, "newest", TRAINED, keep), kind, output, **options)
+
+
+def keys_of(path: Path) -> dict[str, Any]:
+    """What a file's keys say, as the library reads them."""
+    import gguf
+
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}

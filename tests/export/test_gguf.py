@@ -18,9 +18,10 @@ from tokenizers.trainers import BpeTrainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.export import runs
-from tests.export.gguf_models import FAMILIES, SPECIAL, TEMPLATE, VOCAB, write_model, write_tokenizer
+from tests.export.gguf_models import FAMILIES, SPECIAL, TEMPLATE, VOCAB, keys_of, write_model, write_tokenizer, written
 from tests.fixtures.commands import tuner
 from tuner.errors import DataError, MachineError, RecipeError, TunerError, VerificationError
+from tuner.export import shards
 from tuner.export.source import TRAINED
 from tuner.export.tensors import TensorSource, held_tensor
 from tuner.model.adapter import LoraSpec
@@ -29,7 +30,7 @@ from tuner.rundir.keep import is_held
 for needed in ("gguf", "xllamacpp"):
     pytest.importorskip(needed, reason=f"needs {needed}: pip install gguf xllamacpp")
 
-from tuner.export.gguf import architecture, engine, export, file, gelu, proof, source, vocabulary  # noqa: E402
+from tuner.export.gguf import engine, file, gelu, proof, source, vocabulary  # noqa: E402
 
 Keys, Tensors = dict[str, Any], dict[str, TensorSource]
 
@@ -40,12 +41,6 @@ def _few_texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     proof.fixed.cache_clear()
     yield
     proof.fixed.cache_clear()
-
-
-def written(path: Path, kind: str, output: Path, verify: bool = True) -> export.GgufReport:
-    """The file of a run or a directory."""
-    form = export.GgufForm(kind, output, verify=verify)
-    return export.export_gguf(source.source_of(path, print, "newest", TRAINED), form)
 
 
 @pytest.mark.slow(*(family for family in FAMILIES if family not in {"llama", "gemma3_text"}))
@@ -62,7 +57,7 @@ def test_llama_cpp_answers_as_the_trained_model(family: str, tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.gguf", "model"]
 
 
-@pytest.mark.slow("gemma2")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_a_gelu_whose_table_is_not_read_is_as_close_as_any(family: str, tmp_path: Path) -> None:
     """Inputs beyond it: what is left of the difference elsewhere is the table's steps."""
@@ -117,17 +112,11 @@ def test_a_run_with_an_adapter_is_merged(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(file, "write_gguf", watched)
     report = written(run, "f32", tmp_path / "m.gguf")
     assert report.exact is not None and report.exact.difference <= 2e-5
-    keys = _keys(report.path)
+    keys = keys_of(report.path)
     assert keys["tuner.step"] == "7" and len(keys["tuner.manifest_sha256"]) == 64
     assert keys["tuner.verified"].startswith("llama.cpp") and keys["general.name"] == "tiny"
     with pytest.raises(RecipeError, match=re.escape("m.gguf: exists already")):
         written(run, "f32", report.path)
-
-
-def _keys(path: Path) -> dict[str, Any]:
-    import gguf
-
-    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
 
 
 def unlike(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Keys, Tensors], None]:
@@ -203,12 +192,12 @@ FAULTS: dict[str, tuple[str, Callable[[Keys, Tensors], None], str]] = {
     "norm without offset": ("gemma3_text", unlike("attn_norm.weight", lambda weight: weight - 1), MODEL),
     "tied head left out": ("qwen2", without("output.weight"), MODEL),
     "factors left out": ("llama", without("rope_freqs.weight"), MODEL),
-    "base of positions": ("olmo2", keyed("olmo2.rope.freq_base", architecture.Number(1e6)), MODEL),
-    "scale of positions": ("qwen3", keyed("qwen3.rope.scaling.factor", architecture.Number(8.0)), MODEL),
+    "base of positions": ("olmo2", keyed("olmo2.rope.freq_base", 1e6), MODEL),
+    "scale of positions": ("qwen3", keyed("qwen3.rope.scaling.factor", 8.0), MODEL),
     "window left out": ("gemma2", keyed("gemma2.attention.sliding_window", 4096), MODEL),
-    "soft cap": ("gemma2", keyed("gemma2.final_logit_softcapping", architecture.Number(30.0)), MODEL),
-    "scale of logits": ("granite", keyed("granite.logit_scale", architecture.Number(1.0)), MODEL),
-    "epsilon": ("olmo2", keyed("olmo2.attention.layer_norm_rms_epsilon", architecture.Number(0.1)), MODEL),
+    "soft cap": ("gemma2", keyed("gemma2.final_logit_softcapping", 30.0), MODEL),
+    "scale of logits": ("granite", keyed("granite.logit_scale", 1.0), MODEL),
+    "epsilon": ("olmo2", keyed("olmo2.attention.layer_norm_rms_epsilon", 0.1), MODEL),
     "transposed expert": ("gpt_oss", unlike("down_exps.weight", lambda weight: weight.transpose(1, 2)), MODEL),
     "experts in another order": ("qwen3_moe", unlike("gate_exps.weight", lambda weight: weight.flip(0)), MODEL),
     "sinks": ("gpt_oss", unlike("attn_sinks.weight", lambda weight: weight - 100), MODEL),
@@ -259,7 +248,7 @@ def test_a_chat_begins_in_llama_cpp_as_it_was_trained(template: str, tmp_path: P
         tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
     tokenizer.save_pretrained(model)
     report = written(model, "f32", tmp_path / "m.gguf")
-    assert _keys(report.path)["tokenizer.ggml.add_bos_token"] == (template != "bare")
+    assert keys_of(report.path)["tokenizer.ggml.add_bos_token"] == (template != "bare")
     with engine.served(report.path, 64) as served:
         rendered = served.rendered([{"role": "user", "content": "a"}])
         wanted = tokenizer.apply_chat_template([{"role": "user", "content": "a"}], add_generation_prompt=True)
@@ -341,7 +330,7 @@ def test_a_cut_like_gpt_oss_has_a_name_that_knows_combining_marks(tmp_path: Path
     tokenizer.train_from_iterator(["हिन्दी में पाठ, ภาษาไทย x2024 SHOUT: DON'T"] * 9, trainer)  # tokens with marks
     tokenizer.save(str(model / "tokenizer.json"))
     report = written(model, "f32", tmp_path / "m.gguf")
-    assert _keys(report.path)["tokenizer.ggml.pre"] == "granite-embed-multi-97m"
+    assert keys_of(report.path)["tokenizer.ggml.pre"] == "granite-embed-multi-97m"
     assert report.encoded_otherwise[0].startswith("words such as ")
 
 
@@ -362,12 +351,19 @@ def test_what_has_no_file_is_said_before_anything_is_written(tmp_path: Path, mon
     model = write_model(tmp_path / "model", "llama")
     with pytest.raises(RecipeError, match="model: is no run, and has no other steps"):
         source.source_of(model, print, 3, TRAINED)
+    with pytest.raises(RecipeError, match="out: no name of a GGUF file"):
+        written(model, "f32", tmp_path / "out")
+    for name, message in (("model.safetensors", "model: holds no "), ("tokenizer.json", "model: .*: it has no ")):
+        gone = (model / name).rename(tmp_path / name)
+        with pytest.raises(DataError, match=message + name):
+            written(model, "f32", tmp_path / "m.gguf", verify=False)
+        gone.rename(model / name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "xllamacpp" else name)
     with pytest.raises(MachineError, match="the library xllamacpp is missing") as caught:
         written(model, "f32", tmp_path / "m.gguf")
     assert caught.value.hint == "install it: pip install gguf xllamacpp"
     report = written(model, "f16", tmp_path / "m.gguf", verify=False)  # which does not need it
-    assert _keys(report.path)["tuner.verified"] == "not verified" and report.figures is None
+    assert keys_of(report.path)["tuner.verified"] == "not verified" and report.figures is None
     assert report.proof() == "not verified: --no-verify"
 
 
@@ -390,6 +386,9 @@ def test_what_fails_while_it_is_written_leaves_nothing(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(file, "_blocks", fails)
     with pytest.raises(TunerError, match="damaged"):
+        written(model, "f32", tmp_path / "m.gguf", verify=False)
+    monkeypatch.setattr(shards, "free_bytes", lambda path: 1000)
+    with pytest.raises(MachineError, match=f"{tmp_path}: the export needs .* bytes, 1,000 are free"):
         written(model, "f32", tmp_path / "m.gguf", verify=False)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 

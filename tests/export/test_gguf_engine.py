@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +15,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.export.gguf_models import VOCAB, write_model
+from tests.export.gguf_models import VOCAB, keys_of, write_model, written
 from tests.fixtures.commands import tuner
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.evals.requests import Asker, ScoreRequest
-from tuner.export.source import TRAINED
 from tuner.generate import Answer, Prompt, Sampling
 
 for needed in ("gguf", "xllamacpp"):
     pytest.importorskip(needed, reason=f"needs {needed}: pip install gguf xllamacpp")
 
 from tuner.cli.work.served import ServedGenerator  # noqa: E402
-from tuner.export.gguf import engine, export, header, source  # noqa: E402
+from tuner.export.gguf import engine, header  # noqa: E402
 from tuner.run.score_gguf import ServedScorer, ServedTexts  # noqa: E402
 
 CHAT = ({"role": "user", "content": " Is it 中文🙂 raining?"},)
@@ -35,8 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory, with its file at f32 beside it."""
     place = tmp_path_factory.mktemp("served")
     directory = write_model(place / "model", "llama")
-    form = export.GgufForm("f32", place / "m.gguf", verify=False)
-    export.export_gguf(source.source_of(directory, print, "newest", TRAINED), form)
+    written(directory, "f32", place / "m.gguf", verify=False)
     return directory
 
 
@@ -88,7 +88,7 @@ def test_answers_are_the_greedy_ones(model: Path, served: engine.Engine) -> None
 
 
 def test_a_talk_is_held_with_the_file(served: engine.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    talker, shown = ServedGenerator(served), list[str]()
+    talker, shown = ServedGenerator(served, served.has_template), list[str]()
     assert talker.has_template
     answer = talker.generate(Prompt("", CHAT), Sampling(8), shown.append)
     assert answer.cut and answer.tokens == 8 and "".join(shown) == answer.text
@@ -101,8 +101,7 @@ def test_a_talk_is_held_with_the_file(served: engine.Engine, monkeypatch: pytest
         raise KeyboardInterrupt
 
     assert talker.generate(Prompt("", CHAT), Sampling(64), stop) == Answer(answer.text[: len(shown[0])], 0, cut=True)
-    bare = replace(served, keys={})
-    assert not ServedGenerator(bare).has_template
+    assert not replace(served, keys={}).has_template
 
 
 def test_a_server_that_is_gone_is_said(model: Path) -> None:
@@ -113,6 +112,15 @@ def test_a_server_that_is_gone_is_said(model: Path) -> None:
             found.ids("a")
 
 
+@pytest.mark.slow
+def test_a_server_whose_parent_dies_while_it_loads_ends(model: Path) -> None:
+    job = {"model": str(model.with_name("m.gguf")), "context": 64, "threads": 1, "key": "k", "exact": True}
+    for _ in range(8):  # llama.cpp's own end waited forever in one of four
+        words, pipe = [sys.executable, "-m", "tuner.export.gguf.llama_server"], subprocess.PIPE
+        server = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        server.communicate(json.dumps({**job, "adapter": None}).encode() + b"\n", timeout=60)
+
+
 def _opened(process: Path) -> bytes:
     try:
         is_child = f"\nPPid:\t{os.getpid()}\n" in (process / "status").read_text()
@@ -121,11 +129,17 @@ def _opened(process: Path) -> bytes:
         return b""
 
 
+ADAPTER = (b"general.type", struct.pack("<I", 8)), (b"adapter", b"")
 BROKEN = {
     "no file": (None, "No such file"),
     "another file": (b"PK\3\4" + bytes(40), "begins with b'PK"),
     "cut short": (struct.pack("<4sIQQ", b"GGUF", 3, 0, 4), "ends early"),
     "endless": (struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, 1 << 60), "a text of 1,152,921,504,606,846,976 bytes"),
+    "an adapter": (
+        struct.pack("<4sIQQ", b"GGUF", 3, 0, 1)
+        + b"".join(struct.pack("<Q", len(text)) + text + more for text, more in ADAPTER),
+        "is an adapter by itself",
+    ),
     "no model": (struct.pack("<4sIQQ", b"GGUF", 3, 0, 0), "llama.cpp cannot load it"),
 }
 
@@ -140,10 +154,8 @@ def test_a_file_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_a_header_is_read_as_the_library_reads_it(model: Path) -> None:
-    import gguf
-
     path = model.with_name("m.gguf")
-    fields = {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items() if "GGUF." not in name}
+    fields = {name: value for name, value in keys_of(path).items() if "GGUF." not in name}
     assert header.read_keys(path) == {k: len(v) if isinstance(v, list) else v for k, v in fields.items()}
     assert header.read_keys(path)["llama.vocab_size"] == VOCAB
 

@@ -17,13 +17,12 @@ import torch
 from ruamel.yaml import YAML
 
 from tests.export import runs
-from tests.export.gguf_models import FAMILIES, TEMPLATE, write_model, write_tokenizer
+from tests.export.gguf_models import FAMILIES, TEMPLATE, keys_of, write_model, write_tokenizer, written
 from tests.fixtures.go_template import rendered
 from tuner.data.encoding.named_templates import template_source
 from tuner.data.encoding.template import ChatTemplate
 from tuner.errors import DataError, MachineError, RecipeError, VerificationError
 from tuner.export.hub import find_export, plan_push
-from tuner.export.source import TRAINED
 from tuner.export.tensors import held_tensor
 from tuner.model.adapter import LoraSpec
 
@@ -32,7 +31,7 @@ for needed in ("gguf", "xllamacpp"):
 
 import gguf  # noqa: E402
 
-from tuner.export.gguf import export, file, kquants, lora, modelfile, proof, source  # noqa: E402
+from tuner.export.gguf import export, file, kquants, lora, modelfile, proof  # noqa: E402
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """Rows that fill blocks of 256."""
@@ -46,12 +45,6 @@ def _few_texts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     proof.fixed.cache_clear()
     yield
     proof.fixed.cache_clear()
-
-
-def written(path: Path, kind: str, output: Path, keep: bool = False, **options: Any) -> export.GgufReport:
-    """The file of a run or a directory."""
-    form = export.GgufForm(kind, output, **options)
-    return export.export_gguf(source.source_of(path, print, "newest", TRAINED, keep), form)
 
 
 def test_which_tensor_has_which_type_is_llama_quantizes_choice() -> None:
@@ -148,10 +141,9 @@ def test_shards_are_within_their_size_and_one_set(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "lfm2"])
 def test_an_adapter_by_itself_is_the_trained_model_on_its_base(family: str, tmp_path: Path) -> None:
     run = runs.write_run(tmp_path / "run", write_model(tmp_path / "base", family), LORA, amount=0.2)
-    report = written(run, "f32", tmp_path / "a.gguf", keep=True)
+    report = written(run, "f32", tmp_path / "base.gguf", keep=True)  # whatever its base is called meanwhile
     assert report.exact is not None and report.exact.difference <= (5e-3 if family.startswith("gemma") else 1e-4)
-    reader = gguf.GGUFReader(report.path)
-    keys = {name: field.contents() for name, field in reader.fields.items()}
+    reader, keys = gguf.GGUFReader(report.path), keys_of(report.path)
     assert keys["general.type"] == "adapter" and keys["adapter.lora.alpha"] == 8.0 and keys["tuner.step"] == "7"
     assert {tensor.name.rpartition(".")[2] for tensor in reader.tensors} == {"lora_a", "lora_b"}
 
@@ -224,7 +216,7 @@ def test_what_does_not_go_with_an_adapter_is_refused(tmp_path: Path) -> None:
     for kind, options, message in (
         ("q8_0", {}, "ranks do not fill blocks"),
         ("bf16", {"shard_bytes": 5}, "an adapter is one file"),
-        ("bf16", {"modelfile": True}, "next to one file of a whole model"),
+        ("bf16", {"with_modelfile": True}, "next to one file of a whole model"),
     ):
         with pytest.raises(RecipeError, match=message):
             written(run, kind, tmp_path / "a.gguf", keep=True, **options)
@@ -233,6 +225,12 @@ def test_what_does_not_go_with_an_adapter_is_refused(tmp_path: Path) -> None:
     full = runs.write_run(tmp_path / "full", base)
     with pytest.raises(RecipeError, match="the run trained all parameters"):
         written(full, "bf16", tmp_path / "a.gguf", keep=True)
+    tied = write_model(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    of_head = runs.write_run(tmp_path / "head", tied, LoraSpec(4, 8.0, 0.0, ("q_proj", "lm_head")))
+    for keep, message in ((True, "lm_head.weight is adapted: a GGUF adapter has no place"), (False, "tied to")):
+        with pytest.raises(RecipeError, match=message) as caught:
+            written(of_head, "bf16", tmp_path / "a.gguf", keep, verify=False)
+        assert "tuner export-hf RUN --adapter keep" in str(caught.value.hint)
 
 
 CHATS = [
@@ -265,20 +263,18 @@ def test_a_modelfile_has_the_template_only_where_it_is_ours(tmp_path: Path) -> N
     assert other.text == 'FROM ./m.gguf\nPARAMETER stop "<7>"\n' and "no Go template" in other.in_words()
 
 
-def test_a_file_is_pushed_with_its_modelfile_where_it_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_pushed_with_its_modelfile_where_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_model(tmp_path / "model", "llama")
-    report = written(model, "q8_0", tmp_path / "m.gguf", verify=False, modelfile=True)
+    report = written(model, "q8_0", tmp_path / "m.gguf", verify=False, with_modelfile=True)
     with pytest.raises(RecipeError, match=re.escape("m.gguf: it was not verified")):
         plan_push(find_export(report.path), "me/m")
     monkeypatch.setattr(export, "_metadata", lambda *_: {"tuner.verified": "x", "tuner.step": "7"})
-    report = written(model, "q8_0", tmp_path / "n.gguf", verify=False, modelfile=True)
+    report = written(model, "q8_0", tmp_path / "n.gguf", verify=False, with_modelfile=True)
     plan = plan_push(find_export(report.path), "me/m")
     assert plan.files == {"n.gguf": report.path, "Modelfile": tmp_path / "n.Modelfile"} and plan.step == 7
     with pytest.raises(RecipeError, match="n.Modelfile: exists already"):
         report.path.rename(tmp_path / "elsewhere.gguf")
-        written(model, "q8_0", tmp_path / "n.gguf", verify=False, modelfile=True)
+        written(model, "q8_0", tmp_path / "n.gguf", verify=False, with_modelfile=True)
     shards = written(model, "q8_0", tmp_path / "s.gguf", verify=False, shard_bytes=80_000)
     assert sorted(plan_push(shards.path, "me/m").files) == sorted(path.name for path in shards.path.parent.iterdir())
     last = sorted(shards.path.parent.iterdir())[-1]
@@ -301,9 +297,7 @@ def test_killed_at_any_moment_nothing_looks_whole_that_is_not(form: tuple[str, .
     seconds = time.monotonic() - begun
 
     def shown(directory: Path) -> dict[str, bytes]:
-        paths = [path for path in directory.rglob("*") if path.is_file()]
-        names = {path: path.relative_to(directory) for path in paths}
-        return {str(name): path.read_bytes() for path, name in names.items() if not name.parts[0].startswith(".")}
+        return {name: data for name, data in runs.contents(directory).items() if not name.startswith(".")}
 
     whole, out = shown(tmp_path / "whole"), tmp_path / "out"
     assert whole

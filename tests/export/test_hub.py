@@ -46,6 +46,13 @@ def export(tmp_path: Path) -> Path:
     return directory
 
 
+def relisted(export: Path, files: dict[str, Any], gone: str = "") -> None:
+    """Have an export say that it has more files, or one less."""
+    facts = json.loads((export / "tuner.json").read_text())
+    facts["files"] = {name: one for name, one in {**facts["files"], **files}.items() if name != gone}
+    (export / "tuner.json").write_text(json.dumps(facts))
+
+
 def test_an_export_is_created_and_sent(hub: Hub, export: Path) -> None:
     report = push(plan_push(find_export(export.parents[1]), "me/model"), private=True, endpoint=hub.url)
     assert (report.url, report.commit, report.files) == (f"{hub.url}/me/model", "a" * 40, 4)
@@ -95,9 +102,7 @@ def test_a_file_behind_a_linked_directory_is_not_taken(export: Path, tmp_path: P
     elsewhere.mkdir(parents=True)
     (elsewhere / "key").write_bytes(b"secret")
     (export / "sub").symlink_to(tmp_path / "home", target_is_directory=True)
-    facts = json.loads((export / "tuner.json").read_text())
-    facts["files"]["sub/deep/key"] = entry(b"secret")
-    (export / "tuner.json").write_text(json.dumps(facts))
+    relisted(export, {"sub/deep/key": entry(b"secret")})
     with pytest.raises(DataError, match="sub/deep/key: sub is a link"):
         plan_push(export, "me/model")
 
@@ -131,10 +136,7 @@ def test_an_adapter_names_a_base_that_others_have(base: str | None, works: bool,
     data = json.dumps({"base_model_name_or_path": base}).encode()
     (export / "adapter_config.json").write_bytes(data)
     (export / "config.json").unlink()
-    facts = json.loads((export / "tuner.json").read_text())
-    facts["files"] = {**facts["files"], "adapter_config.json": entry(data)}
-    facts["files"].pop("config.json")
-    (export / "tuner.json").write_text(json.dumps(facts))
+    relisted(export, {"adapter_config.json": entry(data)}, "config.json")
     if works:
         card = plan_push(export, "me/model").files["README.md"]
         assert isinstance(card, bytes) and b'base "owner/base"' in card

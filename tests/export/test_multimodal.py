@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,12 @@ def adapted(gemma: Path) -> Path:
 @pytest.fixture(scope="module")
 def quantised(gemma: Path) -> Path:
     return run_of(gemma, gemma.parent / "quantised", LORA, "bf16", "nf4")
+
+
+@pytest.fixture(scope="module")
+def kept(adapted: Path) -> Path:
+    """That adapter as peft has it."""
+    return export_hf(adapted, adapted.parent / "kept", adapter="keep", dtype="fp32").path
 
 
 def left(directory: Path) -> dict[str, Any]:
@@ -203,9 +210,8 @@ def test_adapter_is_merged(gemma: Path, tmp_path: Path) -> None:
     assert verify.compare(recorded(run), logits(load_whole(report.path))).relative <= 1e-4
 
 
-def test_kept_adapter_fits_the_whole_model_and_not_its_towers(gemma: Path, adapted: Path, tmp_path: Path) -> None:
-    report = export_hf(adapted, tmp_path / "kept", adapter="keep", dtype="fp32")
-    model = PeftModel.from_pretrained(load_whole(gemma), str(report.path))
+def test_kept_adapter_fits_the_whole_model_and_not_its_towers(gemma: Path, adapted: Path, kept: Path) -> None:
+    model = PeftModel.from_pretrained(load_whole(gemma), str(kept))
     assert not any("lora_" in name and not is_language(name) for name, _ in model.named_parameters())
     assert any("q_proj" in name for name, _ in load_whole(gemma).model.vision_tower.named_modules())
     assert verify.compare(recorded(adapted), logits(model)).relative <= 1e-5
@@ -232,17 +238,9 @@ def test_damaged_copy_is_not_published(gemma: Path, tmp_path: Path, monkeypatch:
 
     def other(self: form.WholeModel, *given: Any) -> list[Any]:
         made = real(self, *given)
-        at, to = (
-            (
-                i
-                for i, output in enumerate(made)
-                if "vision" in output.name and "layernorm" in output.name and "bias" in output.name
-            ),
-            [],
-        )
-        first, second = next(at), next(at)
-        to = made[first]
-        made[first] = form.Output(to.name, to.dtype, made[second].source)
+        parts = ("vision", "layernorm", "bias")
+        first, second, *_ = [at for at, output in enumerate(made) if all(part in output.name for part in parts)]
+        made[first] = replace(made[first], source=made[second].source)
         return made
 
     monkeypatch.setattr(form.WholeModel, "outputs", other)
@@ -265,9 +263,8 @@ def test_config_and_reward(gemma: Path) -> None:
         model_config(ModelSpec(str(gemma), head="score"))
 
 
-def test_answers_of_a_checkpoint_an_export_and_an_adapter(adapted: Path, tmp_path: Path) -> None:
+def test_answers_of_a_checkpoint_an_export_and_an_adapter(adapted: Path, kept: Path, tmp_path: Path) -> None:
     merged = export_hf(adapted, tmp_path / "merged", dtype="fp32").path
-    kept = export_hf(adapted, tmp_path / "kept", adapter="keep", dtype="fp32").path
     prompt, sampling = Prompt("", text="w20 w30 w40"), Sampling(max_new_tokens=6)
     answers = []
     for path in (adapted, merged, kept):
@@ -320,16 +317,8 @@ def test_training_from_start_to_end(own_gemma: Path, tmp_path: Path) -> None:
     assert all(torch.equal(after[name], before[name]) for name in before if not is_language(name))
 
 
-@pytest.mark.slow("how1")
-@pytest.mark.parametrize(
-    "how",
-    [
-        {},
-        {"adapter": "keep", "dtype": "fp32"},
-        pytest.param({"text_only": True}, marks=pytest.mark.slow),
-        pytest.param({"base": "original"}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow("how1", "how2", "how3")
+@pytest.mark.parametrize("how", [{}, {"adapter": "keep", "dtype": "fp32"}, {"text_only": True}, {"base": "original"}])
 def test_a_quantised_language_model_goes_back_into_its_whole(quantised: Path, tmp_path: Path, how: Any) -> None:
     report = export_hf(quantised, tmp_path / "out", **how)
     assert report.base == (None if "adapter" in how else how.get("base", "quantized"))

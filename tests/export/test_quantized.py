@@ -1,8 +1,6 @@
 """Exports of adapters that were trained on a quantised base: onto which base, how far each answers, what is refused."""
 
-import functools
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.export.runs import PROMPTS, recorded, write_base, write_run
+from tests.export.runs import PROMPTS, copied, once, recorded, write_base, write_run
 from tuner.api.exports import export_hf
 from tuner.cli.main import main
 from tuner.errors import DataError, RecipeError, VerificationError
@@ -59,26 +57,19 @@ def planted(base: Path, plant: object) -> Path:
 def made(tmp_path_factory: pytest.TempPathFactory) -> MakeRun:
     """Makes each run once, next to its base; nothing changes them."""
 
-    @functools.cache
-    def make(kind: Kind, lora: LoraSpec = LORA, plant: object = None) -> Path:
-        place = tmp_path_factory.mktemp(kind)
+    def write(place: Path, kind: Kind, lora: LoraSpec, plant: object) -> Path:
         base = write_base(place / "base", "llama-tied", torch.bfloat16)
         if plant is not None:
             planted(base, plant)
         return write_run(place / "run", base, lora, frozen="bf16", quantize=kind)
 
-    return make
+    return once(write, tmp_path_factory)
 
 
 @pytest.fixture
 def make_run(made: MakeRun, tmp_path: Path) -> MakeRun:
     """Makes the run of a test, next to a copy of its base: a copy, too."""
-
-    def make(kind: Kind, lora: LoraSpec = LORA, plant: object = None) -> Path:
-        shutil.copytree(made(kind, lora, plant).parent, tmp_path, dirs_exist_ok=True)
-        return tmp_path / "run"
-
-    return make
+    return lambda kind, lora=LORA, plant=None: copied(made(kind, lora, plant), tmp_path)
 
 
 def written(directory: Path) -> dict[str, torch.Tensor]:
@@ -138,9 +129,7 @@ def test_an_original_base_that_leaves_nothing_of_the_training_is_refused(
     assert list((run / "exports").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "how", [{}, pytest.param({"base": "original"}, marks=pytest.mark.slow), {"adapter": "keep"}]
-)
+@pytest.mark.parametrize("how", [{}, pytest.param({"base": "original"}, marks=pytest.mark.slow), {"adapter": "keep"}])
 def test_codes_of_a_layer_that_are_swapped_are_found(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, how: dict[str, str]
 ) -> None:
@@ -186,9 +175,7 @@ def test_a_run_answers_as_it_was_trained(make_run: MakeRun) -> None:
     assert verify.compare(recorded(run), verify.last_logits(model, PROMPTS)).relative <= 1e-5
 
 
-def test_both_figures_are_printed(
-    make_run: MakeRun, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_both_figures_are_printed(make_run: MakeRun, capfd: pytest.CaptureFixture[str]) -> None:
     run = make_run("nf4")
     with pytest.raises(SystemExit) as ended:
         main(["export-hf", str(run), "--base", "quantized", "--json"])

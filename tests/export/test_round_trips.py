@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from tests.export.runs import PROMPTS, checkpoint_facts, recorded_probe, train_a_little, write_tokenizer
+from tests.export.mixtures import merged_state
+from tests.export.runs import PROMPTS, answers, checkpoint_facts, recorded_probe, train_a_little, write_tokenizer
 from tests.fixtures.processes import run_ranks
 from tests.model.tiny import FAMILIES, family_model
 from tuner.api.exports import export_hf
@@ -23,10 +23,9 @@ from tuner.checkpoint.save import CheckpointDir, save
 from tuner.export import verify
 from tuner.export.verify import last_logits
 from tuner.export.weights import DTYPES
-from tuner.model.adapter import ADAPTER, LoraSpec, add_lora
+from tuner.model.adapter import LoraSpec, add_lora
 from tuner.model.build import ModelSpec, build_model
 from tuner.model.root import CausalLM, trained_parameters
-from tuner.runtime.files import file_entries
 
 pytestmark = [pytest.mark.multi, pytest.mark.filterwarnings("ignore:fan_in_fan_out", "ignore:`is_gradient_check")]
 LORA = LoraSpec(4, 8.0, 0.0, "all-linear")
@@ -53,12 +52,6 @@ class Case:
     base: PreTrainedModel
     trained: PreTrainedModel
     run: Path
-
-    def by_transformers(self, model: PreTrainedModel, directory: Path) -> dict[str, torch.Tensor]:
-        """The published tensors of a plain model as transformers itself saves it."""
-        model.save_pretrained(directory)
-        return load_file(directory / "model.safetensors")
-
 
 def name_of(given: tuple[Any, ...]) -> str:
     if len(given) == 2:
@@ -103,8 +96,8 @@ def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
                 for name, parameter in trained_parameters(CausalLM(case.trained)).items()
             }
             section = {"name_or_path": str(case.run.parent / "base"), "dtype": "fp32", "config": {}}
-            facts = checkpoint_facts(case.run.parent / "base", case.trained, lora, section) | {"world_size": ranks}
-            facts["tokenizer_files"] = file_entries(case.run / "tokenizer")
+            base = case.run.parent / "base"
+            facts = checkpoint_facts(case.run, base, case.trained, lora, section) | {"world_size": ranks}
             probe = recorded_probe(case.trained) if rank == 0 else None
             save(CheckpointDir(case.run / "checkpoints", "r"), ranks, tensors, {"step": ranks}, facts, probe)
 
@@ -118,22 +111,6 @@ def unit_spread(*logits: torch.Tensor) -> list[torch.Tensor]:
     return [one / logits[0].std(-1, keepdim=True).mean() for one in logits]
 
 
-def answers(directory: Path) -> torch.Tensor:
-    return last_logits(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval(), PROMPTS)
-
-
-@torch.no_grad()
-def with_merged_weights(case: Case, dtype: torch.dtype) -> PreTrainedModel:
-    """The base model with round(W + s·B·A) in place of each adapted W, everything rounded to `dtype` once."""
-    merged = copy.deepcopy(case.base)
-    for name, layer in case.trained.named_modules():
-        if isinstance(layer, LoraLayer):
-            delta = layer.lora_B[ADAPTER].weight @ layer.lora_A[ADAPTER].weight * layer.scaling[ADAPTER]
-            weight = merged.get_submodule(name).weight
-            weight.copy_(weight + (delta.T if layer.fan_in_fan_out else delta))
-    return merged.to(dtype)
-
-
 @pytest.mark.parametrize(("case", "form"), CHOSEN)
 def test_the_export_is_the_trained_model(
     cases: dict[str, Case], tmp_path: Path, case: tuple[str, bool, LoraSpec | None], form: tuple[Any, int]
@@ -142,8 +119,10 @@ def test_the_export_is_the_trained_model(
     dtype = DTYPES[short]
     report = export_hf(run.run / "checkpoints" / f"step-{ranks}", tmp_path / "export", dtype=short)
     published = load_file(report.path / "model.safetensors")
-    expected_model = with_merged_weights(run, dtype) if lora else copy.deepcopy(run.trained).to(dtype)
-    expected = run.by_transformers(expected_model, tmp_path / "expected")
+    merged = copy.deepcopy(run.base)
+    merged.load_state_dict(merged_state(run.trained))
+    merged.to(dtype).save_pretrained(tmp_path / "expected")
+    expected = load_file(tmp_path / "expected" / "model.safetensors")  # as transformers itself saves it
     assert published.keys() == expected.keys()
     assert all(torch.equal(published[name], expected[name]) for name in expected)
     got = answers(report.path)

@@ -153,8 +153,6 @@ def pickles() -> Iterator[Artifact]:
         for target in ("/dev/zero", "fifo", "large"):
             yield Artifact(
                 f"{name} of a model as a link to {target}",
-                lambda p, n=name, t=target: (byte_tokenizer(p.model), _elsewhere(p, p.model / n, t)),
-                _model,
-                "",
+                lambda p, n=name, t=target: (byte_tokenizer(p.model), _elsewhere(p, p.model / n, t)), _model, "",
                 refused=None,
             )

@@ -257,8 +257,7 @@ def _linked_step(place: Place) -> None:
 
 
 _CONFIGS: dict[str, Any] = {
-    "_attn_implementation": "kernels-community/flash-attn2",
-    "attn_implementation": "someone/evil:attention",
+    "_attn_implementation": "kernels-community/flash-attn2", "attn_implementation": "someone/evil:attention",
     "experts_implementation": "someone/evil",
     "quantization_config": {"quant_method": "evil", "modules_to_not_convert": None},
     "torch_dtype": "__import__('os').system('true')",

@@ -149,12 +149,9 @@ def _short_rows(count: int = 16 * MIB // 256) -> bytes:
 
 
 ROWS: dict[str, tuple[str, bytes, bytes]] = {
-    "one line": ("bomb.jsonl", _LONG, b"b"),
-    "empty lines": ("bomb.jsonl", b"", b"\n"),
-    "one array of nothing": ("bomb.json", b"[", b" "),
-    "brackets": ("bomb.json", b"", b"["),
-    "one text of blanks": ("bomb.txt", b"", b" "),
-    "one field": ("bomb.csv", b"prompt,completion\na,", b"b"),
+    "one line": ("bomb.jsonl", _LONG, b"b"), "empty lines": ("bomb.jsonl", b"", b"\n"),
+    "one array of nothing": ("bomb.json", b"[", b" "), "brackets": ("bomb.json", b"", b"["),
+    "one text of blanks": ("bomb.txt", b"", b" "), "one field": ("bomb.csv", b"prompt,completion\na,", b"b"),
 }
 """What each begins with, and what follows for 4 GiB."""
 
@@ -182,17 +179,13 @@ def data_bombs() -> Iterator[Artifact]:
         )
         yield Artifact(
             f"{kind} rows: 16 MiB of short lines",
-            lambda p, k=kind: _rows_bomb(p, f"bomb.jsonl.{k}", _short_rows(), b"\n", 1, each=16),
-            _prepare,
-            "",
+            lambda p, k=kind: _rows_bomb(p, f"bomb.jsonl.{k}", _short_rows(), b"\n", 1, each=16), _prepare, "",
             refused=False,
         )
     yield Artifact(
         "a line of 7 MiB",
-        lambda p: overwrite(p.inputs / "rows.jsonl", _short_rows(64) + _LONG + b"b" * (7 * MIB) + b'"}\n'),
-        _prepare,
-        "",
-        refused=False,
+        lambda p: overwrite(p.inputs / "rows.jsonl", _short_rows(64) + _LONG + b"b" * (7 * MIB) + b'"}\n'), _prepare,
+        "", refused=False,
     )
     for words, (name, column, how) in TABLES.items():
         plant = lambda p, n=name, c=column, h=how: _table(p, n, c(), **h)  # noqa: E731 - one of each

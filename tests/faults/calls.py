@@ -37,10 +37,8 @@ SHAPES: dict[int, Shape] = {
 
 _STANDARD = 2
 _CONDITIONS: dict[str, Rule] = {
-    "open": Rule(2, argument=1, mask=OPENS),
-    "openat": Rule(257, argument=2, mask=OPENS),
-    "write": Rule(1, argument=0, above=_STANDARD),
-    "mmap": Rule(9, argument=2, mask=PROT_WRITE, second=(3, MAP_SHARED)),
+    "open": Rule(2, argument=1, mask=OPENS), "openat": Rule(257, argument=2, mask=OPENS),
+    "write": Rule(1, argument=0, above=_STANDARD), "mmap": Rule(9, argument=2, mask=PROT_WRITE, second=(3, MAP_SHARED)),
 }
 RULES = tuple(_CONDITIONS.get(shape.name, Rule(number)) for number, shape in SHAPES.items())
 """Every call above, but for opening to read, and writing to the standard streams."""

@@ -20,17 +20,10 @@ BELOW = (
 """Names further down in a run directory."""
 A = str(RUN)
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "resume": RESUME,
-    "export-hf": ("export-hf", A),
-    "eval": ("eval", A),
-    "generate": ("generate", A, "--prompt", "a", "--max-new-tokens", "2"),
-    "chat": ("chat", A),
-    "runs show": ("runs", "show", A),
-    "runs plot": ("runs", "plot", A),
-    "runs verify": ("runs", "verify", A),
-    "runs rm": ("runs", "rm", A),
-    "push": ("push", A, "a/b", "--dry-run"),
-    "runs compare": ("runs", "compare", A, A),
+    "resume": RESUME, "export-hf": ("export-hf", A), "eval": ("eval", A),
+    "generate": ("generate", A, "--prompt", "a", "--max-new-tokens", "2"), "chat": ("chat", A),
+    "runs show": ("runs", "show", A), "runs plot": ("runs", "plot", A), "runs verify": ("runs", "verify", A),
+    "runs rm": ("runs", "rm", A), "push": ("push", A, "a/b", "--dry-run"), "runs compare": ("runs", "compare", A, A),
 }
 KEY, VERSION = "[0-9a-f]*", "*-[0-9]"
 TOKENIZERS = f"tokenizers/{KEY}"
@@ -43,12 +36,9 @@ CACHED = (
 )  # fmt: skip
 """Every name of the cache; what is a hash is looked for."""
 PREPARING: dict[str, tuple[str, ...]] = {
-    "train": ("train", "--name", "b"),
-    "prepare-data": ("prepare-data", "--data.max_length", "48"),
-    "prepare-data of more": ("prepare-data", "--data.eval", "20%"),
-    "data list": ("data", "list"),
-    "data verify": ("data", "verify"),
-    "data gc": ("data", "gc", "--unused", "--verify"),
+    "train": ("train", "--name", "b"), "prepare-data": ("prepare-data", "--data.max_length", "48"),
+    "prepare-data of more": ("prepare-data", "--data.eval", "20%"), "data list": ("data", "list"),
+    "data verify": ("data", "verify"), "data gc": ("data", "gc", "--unused", "--verify"),
 }
 
 
@@ -97,11 +87,8 @@ def _in_runs() -> Iterator[Artifact]:
             )
     for kind in KINDS[:2]:
         yield Artifact(
-            f"runs list: metrics.jsonl, {kind}",
-            lambda p, k=kind: _to(k, p.run / "metrics.jsonl", p),
-            lambda _: ("runs", "list", "runs"),
-            "metrics.jsonl: a link",
-            refused=False,
+            f"runs list: metrics.jsonl, {kind}", lambda p, k=kind: _to(k, p.run / "metrics.jsonl", p),
+            lambda _: ("runs", "list", "runs"), "metrics.jsonl: a link", refused=False,
         )
 
 
@@ -111,11 +98,8 @@ def _in_the_cache() -> Iterator[Artifact]:
         for _ in range(3):
             kind, command = next(kinds), next(commands)
             yield Artifact(
-                f"{command}: cache/{name}, {kind}",
-                lambda p, n=name, k=kind: _to(k, _cached(p, n), p),
-                lambda p, c=command: _with_recipe(p, PREPARING[c]),
-                "",
-                refused=None,
+                f"{command}: cache/{name}, {kind}", lambda p, n=name, k=kind: _to(k, _cached(p, n), p),
+                lambda p, c=command: _with_recipe(p, PREPARING[c]), "", refused=None,
             )
     for kind in KINDS[:3]:
         yield Artifact(
@@ -127,11 +111,8 @@ def _in_the_cache() -> Iterator[Artifact]:
     for name in ("exports", "exports/*.json"):
         for kind in KINDS[:3]:
             yield Artifact(
-                f"export-hf: cache/{name}, {kind}",
-                lambda p, n=name, k=kind: _to(k, _cached(p, n), p),
-                lambda _: ("export-hf", A),
-                "",
-                refused=None,
+                f"export-hf: cache/{name}, {kind}", lambda p, n=name, k=kind: _to(k, _cached(p, n), p),
+                lambda _: ("export-hf", A), "", refused=None,
             )
     yield Artifact("the cache as a whole is a link", _moved_cache, lambda p: p.train, "", refused=False)
 

@@ -87,17 +87,9 @@ class Verdict:
         """For a line of JSON."""
         point = self.point
         return {
-            "point": point.number,
-            "case": point.case,
-            "job": point.job,
-            "faults": point.words,
-            "where": self.where,
-            "struck": self.struck,
-            "problems": self.problems,
-            "ms": round(self.ms),
-            "code": self.code,
-            "grown_mib": self.grown_mib,
-            "peak_mib": self.peak_mib,
+            "point": point.number, "case": point.case, "job": point.job, "faults": point.words, "where": self.where,
+            "struck": self.struck, "problems": self.problems, "ms": round(self.ms), "code": self.code,
+            "grown_mib": self.grown_mib, "peak_mib": self.peak_mib,
         }
 
 

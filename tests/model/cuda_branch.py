@@ -18,7 +18,7 @@ from tests.model.tiny import SHAPE, VOCAB, tiny_config
 from tuner.model import blocked_attention, cuda_attention, triton_attention
 from tuner.model import blocks as compiling
 from tuner.model.adapter import LoraSpec
-from tuner.model.attention_ops import LN_2
+from tuner.model.attention_ops import LN_2, Scope
 from tuner.model.blocks import apply_recompute, compile_blocks
 from tuner.model.documents import Padding
 from tuner.model.root import CausalLM
@@ -114,11 +114,11 @@ def triton_stand_in() -> Iterator[list[Launch]]:
     """Within, blocks of products fill what the Triton kernels would; the kernels are run by `test_triton_attention`."""
     launches: list[Launch] = []
 
-    def launch(name: str, tensors: dict[str, torch.Tensor], longest: torch.Tensor, **numbers: Any) -> None:
+    def launch(name: str, tensors: dict[str, torch.Tensor], asked: Scope) -> None:
         query, key, value, bounds = (tensors[one] for one in ("query", "key", "value", "bounds"))
         assert all(tensor.stride(-1) == 1 for tensor in (query, key, value))
-        window, scale, cap = numbers["WINDOW"], numbers["SCALE"], numbers["CAP"]
-        launches.append(Launch(name, int(longest), int(bounds.diff().max()), window, cap))
+        window, scale, cap = asked.window, asked.scale, asked.cap
+        launches.append(Launch(name, int(asked.longest), int(bounds.diff().max()), window, cap))
         if name == "launch_forward":
             none = torch.full((len(query),), -torch.inf)
             given = (query, key, value, bounds, window, scale, cap, none)

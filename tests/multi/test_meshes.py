@@ -14,8 +14,8 @@ from tests.parallel.test_replicas import flip
 from tuner.checkpoint.load import content_sha256, load_into, read_tensors
 from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
-from tuner.parallel.fsdp import local
 from tuner.parallel.replicas import Copy, first_difference, sums_of
+from tuner.runtime.parts import local
 from tuner.runtime.process import Collective, gloo_group
 from tuner.setup.build import Assembly, run_tensors
 from tuner.train.step import optimizer_step

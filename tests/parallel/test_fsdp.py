@@ -13,10 +13,11 @@ from tests.fixtures.processes import run_ranks
 from tests.model.tiny import VOCAB, tiny_config
 from tuner.model.root import CausalLM
 from tuner.parallel import fsdp
-from tuner.parallel.fsdp import FLAT, local, shard, squared_norm, sum_whole_gradients, sync_gradients
+from tuner.parallel.fsdp import FLAT, shard, squared_norm, sum_whole_gradients, sync_gradients
 from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.parallel.values import materialise
 from tuner.runtime.dist import RankInfo
+from tuner.runtime.parts import local
 
 
 def tiny_model() -> CausalLM:

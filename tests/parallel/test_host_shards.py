@@ -9,11 +9,12 @@ import torch
 
 from tests.fixtures.processes import run_ranks
 from tests.train.synthetic import MAX_LENGTH, assembly_for, recipe_for, write_model
-from tuner.parallel.fsdp import is_whole_along, local
+from tuner.parallel.fsdp import is_whole_along
 from tuner.profile.devices import find_device
 from tuner.profile.predict import Target, predict
 from tuner.profile.prediction import Prediction
 from tuner.runtime.dist import RankInfo
+from tuner.runtime.parts import local
 from tuner.runtime.torch_private import moved_shards
 from tuner.setup.build import Assembly, run_tensors
 from tuner.train.step import optimizer_step
@@ -59,6 +60,7 @@ def same_bits(one: Assembly, other: Assembly) -> None:
         assert torch.equal(whole, part), name
 
 
+@pytest.mark.slow("1-1-bf16")
 @pytest.mark.parametrize(("world", "local_size", "kind"), [(1, 1, name) for name in SECTIONS] + [(4, 2, "bf16")])
 def test_the_bits_are_those_without_and_weights_come_twice_a_pass(
     world: int, local_size: int, kind: str, tmp_path: Path

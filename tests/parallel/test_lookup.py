@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from tests.fixtures.processes import run_ranks
 from tests.parallel.test_fsdp import Sent
-from tuner.parallel.lookup import Lookup, can_be_looked_up, kept_whole, pays, spread, sum_over_copies
+from tuner.parallel.gathered import kept_whole
+from tuner.parallel.lookup import Lookup, can_be_looked_up, pays, spread, sum_over_copies
 from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.runtime.dist import RankInfo
 

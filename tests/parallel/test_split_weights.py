@@ -13,12 +13,13 @@ from tests.parallel.meshes import STRIDED, mesh_of, placed
 from tests.parallel.test_replicas import flip
 from tuner.errors import RecipeError
 from tuner.parallel import fsdp, gathers
-from tuner.parallel.fsdp import dim_to_shard, holders, local, require_as_declared, squared_norm, sum_whole_gradients
+from tuner.parallel.fsdp import dim_to_shard, holders, require_as_declared, squared_norm, sum_whole_gradients
 from tuner.parallel.gathered import whole_bytes
 from tuner.parallel.layouts import whole
 from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.parallel.replicas import Copy, first_difference, sums_of
 from tuner.runtime.dist import RankInfo
+from tuner.runtime.parts import local
 from tuner.runtime.process import Collective, gloo_group
 from tuner.runtime.torch_private import FakeStore
 

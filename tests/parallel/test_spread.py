@@ -13,7 +13,7 @@ from tuner.checkpoint.load import load_into
 from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.model.root import CausalLM, trained_parameters
-from tuner.parallel.fsdp import local
+from tuner.runtime.parts import local
 from tuner.setup.probes import record_probes
 
 CASES = [

@@ -40,7 +40,7 @@ def layers(vocabulary: int, transform: LogitTransform, biased: bool, scaled: boo
     split = VocabularyParts(mesh, vocabulary)
     return (
         OutputLayer(whole[0], whole[1] if biased else None, transform, scale=scale),
-        OutputLayer(parts[0], parts[1] if biased else None, transform, scale=scale, parts=split),
+        OutputLayer(parts[0], parts[1] if biased else None, transform, split.kernel, scale, split),
     )
 
 

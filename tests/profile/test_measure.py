@@ -15,8 +15,8 @@ from torch._dynamo.utils import counters
 
 from tests.export.runs import write_base
 from tests.fixtures.commands import tuner
+from tests.fixtures.trainings import overrides
 from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
 from tuner.data.building.prepare import prepare
 from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import open_prepared
@@ -69,7 +69,7 @@ def once(shared: Path) -> Callable[..., Measurement]:
 
 
 def measured(recipe: Path, limit: int | None = None, output: Path | None = None, **flags: str) -> Measurement:
-    wish = load_recipe(recipe, [Override(key.replace("__", "."), text) for key, text in flags.items()]).recipe
+    wish = load_recipe(recipe, overrides(flags)).recipe
     request = prepare_spec(wish.model, wish.tokenizer, wish.data, wish.method, wish.seed)
     prepared = open_prepared(prepare(request).path)
     resolved = resolve(wish, request.max_length, SINGLE)

@@ -19,12 +19,7 @@ from tuner.runtime.dist import RankInfo
 
 LAYERS = 14
 OFFLOADED: dict[str, Any] = {
-    "train": {
-        "gradient_checkpointing": "full",
-        "offload_activations": True,
-        "precision": "bf16",
-        "micro_batch_size": 2,
-    }
+    "train": {"gradient_checkpointing": "full", "offload_activations": True, "precision": "bf16", "micro_batch_size": 2}
 }
 CASES: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("cpu", 1, {"train": {"micro_batch_size": 2}}),
@@ -78,10 +73,7 @@ def test_few_layers_are_predicted_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("level", "adapter"),
-    [("full", "none"), ("full", "lora"), ("selective", "lora")],
-)
+@pytest.mark.parametrize(("level", "adapter"), [("full", "none"), ("full", "lora"), ("selective", "lora")])
 def test_what_the_allocator_rounds_is_not_multiplied_by_the_layers(level: str, adapter: str, tmp_path: Path) -> None:
     layers = 7
     shape = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}

@@ -18,6 +18,7 @@ from tuner.profile.report import sentence
 from tuner.profile.tracing import trace_step
 from tuner.profile.traffic import Traffic, TrafficCounter
 from tuner.runtime.torch_private import FakeStore, TorchDispatchMode
+from tuner.setup.resolve import Resolved
 from tuner.setup.specs import meta_model_of
 
 WIDTH, FULL, HALF = 6, 4, 2
@@ -81,11 +82,16 @@ def test_replicas_on_other_machines_are_reduced_over_the_network() -> None:
     assert (found.reduced, found.far) == (whole * FULL * 3 // 4 + shards, shards)
 
 
-def test_a_traced_step_gathers_layers_twice_and_the_rest_once(tmp_path: Path) -> None:
-    resolved, rank_info, step = resolved_case(Case("llama", {}, ((40, 30, 20),), 4), tmp_path)
+def padded_sizes(resolved: Resolved) -> tuple[dict[str, int], int]:
+    """The bytes of each parameter in four shards of whole rows, and of those of all layers."""
     sizes = {name: p.shape for name, p in meta_model_of(resolved).named_parameters()}
     padded = {name: -(-shape[0] // 4) * 4 * shape[1:].numel() * FULL for name, shape in sizes.items()}
-    layers = sum(size for name, size in padded.items() if ".layers." in name)
+    return padded, sum(size for name, size in padded.items() if ".layers." in name)
+
+
+def test_a_traced_step_gathers_layers_twice_and_the_rest_once(tmp_path: Path) -> None:
+    resolved, rank_info, step = resolved_case(Case("llama", {}, ((40, 30, 20),), 4), tmp_path)
+    padded, layers = padded_sizes(resolved)
     rest = sum(padded.values()) - layers
     (found,) = trace_step(resolved, rank_info, step).traffic
     assert found.gathered == (2 * layers + rest) * 3 // 4
@@ -98,9 +104,7 @@ def test_a_traced_step_gathers_layers_twice_and_the_rest_once(tmp_path: Path) ->
 def test_a_traced_step_looks_rows_up_where_that_moves_less(tmp_path: Path) -> None:
     """An embedding of 4,099 rows, which 2 x 4 x 256 tokens are at most half of, in shards of 1,025."""
     resolved, rank_info, step = resolved_case(Case("llama-large", {}, ((40, 30, 20),), 4), tmp_path)
-    sizes = {name: p.shape for name, p in meta_model_of(resolved).named_parameters()}
-    padded = {name: -(-shape[0] // 4) * 4 * shape[1:].numel() * FULL for name, shape in sizes.items()}
-    layers = sum(size for name, size in padded.items() if ".layers." in name)
+    padded, layers = padded_sizes(resolved)
     rest = sum(padded.values()) - layers - padded["model.embed_tokens.weight"]
     tokens, row = 4 * 256, 32 * FULL
     trace = trace_step(resolved, rank_info, step)

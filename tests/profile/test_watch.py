@@ -11,8 +11,6 @@ from torch._C._profiler import _ExperimentalConfig as ProfilerConfig
 
 from tests.caches import new_cache
 from tests.fixtures import trainings
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
 from tuner.profile import recorder
 from tuner.profile.recorder import StepRecorder
 from tuner.run.launch import launch as launch_run
@@ -40,8 +38,7 @@ def workplace(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def launch(directory: Path, name: str, **flags: str) -> Path:
-    overrides = [Override(key.replace("__", "."), text) for key, text in (FLAGS | {"name": name} | flags).items()]
-    loaded = load_recipe(directory / "r.yaml", overrides, cwd=directory)
+    loaded = trainings.loaded(directory, **FLAGS | {"name": name} | flags)
     return launch_run(loaded, LaunchOptions(level="warning")).run_dir
 
 
@@ -118,7 +115,7 @@ def test_a_failing_profile_is_a_warning(
     run = launch(workplace, f"broken-{broken}", profile__steps="[2]")
     err = capfd.readouterr().err
     assert "the recording could not be" in err and "OSError: no space; training continues" in err
-    assert json.loads((run / "run.json").read_text())["status"] == "finished"
+    assert trainings.record(run)["status"] == "finished"
     left = [path.name for path in (run / "profile").iterdir()] if (run / "profile").exists() else []
     assert left == (["trace-step-2-rank0.json.gz"] if broken == "memory" else [])
 

@@ -11,10 +11,9 @@ from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
 from tuner.api.exports import export_hf
 from tuner.checkpoint.load import read_tensors
-from tuner.checkpoint.open import newest, open_checkpoint
+from tuner.checkpoint.open import open_checkpoint
 from tuner.errors import DataError, RecipeError
 from tuner.export.source import Weights
-from tuner.run.options import LaunchOptions
 
 SHORT = {"train__duration": "4 steps", "checkpoint__every": "2 steps", "checkpoint__keep": "3"}
 EMA = {"ema__half_life": "2 steps"}
@@ -33,9 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _tensors(run: Path, prefix: str) -> dict[str, torch.Tensor]:
-    found = newest(run / "checkpoints")
-    assert found is not None
-    return {name.removeprefix(prefix): t for name, t in read_tensors(found) if name.startswith(prefix)}
+    return {name.removeprefix(prefix): t for name, t in read_tensors(trainings.saved(run)) if name.startswith(prefix)}
 
 
 @pytest.mark.slow
@@ -52,7 +49,7 @@ def test_a_resumed_run_has_the_same_averages_and_their_evaluation_changes_nothin
     assert averages.keys() == _tensors(whole, "model/").keys()
 
     assert launch(place, train__stop_after="3 steps", **MADE, name="parts").step == 3
-    again = launch(place, LaunchOptions("must"), **MADE, name="parts").run_dir
+    again = launch(place, "must", **MADE, name="parts").run_dir
     assert trainings.outcome(again) == trainings.outcome(whole)
     assert [line.get("ema/loss") for line in lines(again)] == [line.get("ema/loss") for line in lines(whole)]
 
@@ -64,12 +61,12 @@ def test_it_begins_where_a_run_is_resumed_with_it_and_ends_where_without(workpla
     assert launch(workplace, train__stop_after="2 steps", **short).step == 2
     run = workplace / "runs" / "r"
     begun = _tensors(run, "model/")
-    stopped = launch(workplace, LaunchOptions("must"), train__stop_after="1 step", **short, **EMA)
+    stopped = launch(workplace, "must", train__stop_after="1 step", **short, **EMA)
     weights, averages = _tensors(stopped.run_dir, "model/"), _tensors(stopped.run_dir, "ema/")
     share = 1 - 0.5**0.5
     for name, average in averages.items():
         torch.testing.assert_close(average, begun[name].lerp(weights[name], share), rtol=1e-6, atol=1e-7)
-    ended = launch(workplace, LaunchOptions("must"), **short)
+    ended = launch(workplace, "must", **short)
     assert not _tensors(ended.run_dir, "ema/")
     assert trainings.outcome(ended.run_dir) == trainings.outcome(plain.run_dir)
 

@@ -19,12 +19,10 @@ from tuner.checkpoint.load import read_tensors
 from tuner.checkpoint.open import open_checkpoint
 from tuner.errors import DataError, RecipeError
 from tuner.run.bank import ModelBank
-from tuner.run.options import LaunchOptions
 from tuner.run.verify import verify_resume
 from tuner.rundir.versions import TakenVersion
 from tuner.runtime.console import Console
 
-RESUME = LaunchOptions(resume="must")
 FROZEN = {"load": ["self_attn"], "every": "2 steps"}
 EMBEDDINGS = "model.embed_tokens.weight"
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -97,7 +95,7 @@ def test_a_killed_run_takes_the_same_versions_and_each_checkpoint_knows_its_own(
         appearing(workplace, patch, {2: 20}, dies=6)
         launch(workplace, **flags(workplace))
     publish(workplace, 30)  # step 4 is taken again: its look found nothing newer, and that is final
-    run = launch(workplace, RESUME, **flags(workplace)).run_dir
+    run = launch(workplace, "must", **flags(workplace)).run_dir
     assert noted(run) == noted(whole.run_dir) and outcome(run) == outcome(whole.run_dir)
     known = [facts(run, step) for step in (3, 6, 8)]
     assert [name for name, _ in known] == ["step-20", "step-30", "step-30"] and len({sha for _, sha in known}) == 2
@@ -142,7 +140,7 @@ def test_trained_weights_are_overwritten_with_a_warning_and_frozen_rows_without(
     more = {"model__freeze": '["embed_tokens"]', "optimizer__lr": "1e-30"}
     own = flags(workplace, model__init_from=json.dumps(entries), **more)
     launch(workplace, **own, train__stop_after="3 steps")
-    run = launch(workplace, RESUME, **own).run_dir
+    run = launch(workplace, "must", **own).run_dir
     warnings = [text.partition(" of the")[0] for text in said if "init_from" in text]  # one a launch
     assert warnings == 2 * ["model.init_from.0: newer versions overwrite what was trained of 3"]
     sources = json.loads((run / "bank.json").read_text())["sources"]
@@ -161,7 +159,7 @@ def test_versions_that_are_gone_changed_or_others_are_refused_by_name(
 ) -> None:
     def refused(says: str) -> str | None:
         with pytest.raises(DataError, match=says) as error:
-            launch(workplace, RESUME, **flags(workplace))
+            launch(workplace, "must", **flags(workplace))
         return error.value.hint
 
     publish(workplace, 10)
@@ -181,7 +179,7 @@ def test_versions_that_are_gone_changed_or_others_are_refused_by_name(
     refused("step-30 has other tensors than .*step-20 before it")
     shutil.rmtree(second.with_name("step-30"))
     os.truncate(publish(workplace, 40) / "model.safetensors", 9000)
-    run = launch(workplace, RESUME, **flags(workplace, logging__level="info")).run_dir
+    run = launch(workplace, "must", **flags(workplace, logging__level="info")).run_dir
     assert noted(run) == [(0, "step-10"), (2, "step-20")]
     assert "step-40 is passed over" in (run / "logs" / "rank0.log").read_text()
 

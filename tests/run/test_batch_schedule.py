@@ -8,10 +8,7 @@ import pytest
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
 from tuner.cli.work.schedule import planned_schedule
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
 from tuner.errors import RecipeError
-from tuner.run.options import LaunchOptions
 
 GROWING = json.dumps([{"after": "2 steps", "size": 16}, {"after": "4 steps", "size": 4}])
 KEYS = {
@@ -28,16 +25,14 @@ def test_a_run_in_parts_is_the_run_in_one(workplace: Path) -> None:
     assert [line["lr"] for line in found] == pytest.approx([1e-3 * rate for rate in rates])
     tokens = [after["tokens"] - before["tokens"] for before, after in zip([{"tokens": 0}, *found], found, strict=False)]
     assert min(tokens[2:4]) > max(tokens[:2]) > max(tokens[4:])
-    parts = scaled | {"name": "parts", "output_dir": str(workplace / "runs" / "parts")}
+    parts = scaled | {"name": "parts"}
     assert launch(workplace, train__stop_after="3 steps", **parts).step == 3
-    resumed = launch(workplace, LaunchOptions("must"), **parts).run_dir
+    resumed = launch(workplace, "must", **parts).run_dir
     assert trainings.outcome(resumed) == trainings.outcome(run)
 
 
 def test_the_schedule_is_drawn_with_it(workplace: Path) -> None:
-    keys = KEYS | {"train__batch_scales_lr": "true"}
-    recipe = load_recipe(workplace / "r.yaml", [Override(key.replace("__", "."), one) for key, one in keys.items()])
-    found, _ = planned_schedule(recipe.recipe)
+    found, _ = planned_schedule(trainings.loaded(workplace, **KEYS, train__batch_scales_lr="true").recipe)
     assert [found.schedule.factor(index) for index in (2, 3, 5)] == [1, 2**0.5, 0.5**0.5]
 
 
@@ -46,4 +41,4 @@ def test_what_does_not_fit_is_refused(workplace: Path) -> None:
         launch(workplace, **KEYS | {"train__batch_schedule": '[{"after": "2 steps", "size": 6}]'})
     launch(workplace, train__stop_after="1 step", **KEYS)
     with pytest.raises(RecipeError, match="train.batch_schedule"):
-        launch(workplace, LaunchOptions("must"), **KEYS | {"train__batch_schedule": "[]"})
+        launch(workplace, "must", **KEYS | {"train__batch_schedule": "[]"})

@@ -1,6 +1,5 @@
 """New runs that go on from a checkpoint of another one."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from tests.fixtures.trainings import launch, lines
 from tuner.checkpoint.manifest import step_dirs
 from tuner.data.batches import GlobalBatches
 from tuner.errors import DataError, RecipeError
-from tuner.run.options import LaunchOptions
 
 TOTAL = 6
 """Steps of a whole run."""
@@ -42,10 +40,6 @@ def steps(run: Path) -> list[int]:
     return sorted(step for step, _ in step_dirs(run / "checkpoints"))
 
 
-def from_(path: Path) -> LaunchOptions:
-    return LaunchOptions(resume=path)
-
-
 def same_from(run: Path, whole: Path, step: int) -> bool:
     """Whether a run that began at `step` ended as the unbroken one did."""
     ended, wanted = trainings.outcome(run), trainings.outcome(whole)
@@ -57,19 +51,19 @@ def test_a_branch_ends_as_its_origin_does_and_leaves_it_alone(workplace: Path) -
     whole = workplace / "runs" / "whole"
     origin = whole / "checkpoints" / "step-4"
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
-    branch = launch(workplace, from_(origin), name="branch", checkpoint__keep="1")
+    branch = launch(workplace, origin, name="branch", checkpoint__keep="1")
     assert (branch.status, branch.step) == ("finished", TOTAL)
     assert same_from(branch.run_dir, whole, 4)
     assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
-    record = json.loads((branch.run_dir / "run.json").read_text())
+    record = trainings.record(branch.run_dir)
     assert [(entry["from_step"], entry["began_from"]) for entry in record["launches"]] == [(4, str(origin))]
-    assert launch(workplace, from_(origin), name="branch").status == "finished"
+    assert launch(workplace, origin, name="branch").status == "finished"
 
 
 def test_a_branch_that_stops_has_a_checkpoint_and_the_same_line_goes_on(workplace: Path) -> None:
     stopped = launch(workplace, name="origin", train__stop_after="3 steps").run_dir
     for limit in ("1 step", "never"):
-        result = launch(workplace, from_(stopped), name="branch", train__stop_after=limit)
+        result = launch(workplace, stopped, name="branch", train__stop_after=limit)
         assert (result.run_dir / "checkpoints" / f"step-{result.step}").is_dir()
     assert result.status == "finished"
     assert steps(stopped) == [2, 3]
@@ -87,9 +81,9 @@ def test_a_branch_that_failed_before_it_saved_begins_where_it_began(
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="disk is gone"):
         patch.setattr(GlobalBatches, "step", failing)
-        launch(workplace, from_(origin), name="branch")
+        launch(workplace, origin, name="branch")
     assert steps(workplace / "runs" / "branch") == []
-    result = launch(workplace, LaunchOptions(resume="auto"), name="branch")
+    result = launch(workplace, "auto", name="branch")
     assert [line["step"] for line in lines(result.run_dir)] == list(range(4, TOTAL + 1))
     assert same_from(result.run_dir, workplace / "runs" / "whole", 3)
 
@@ -103,11 +97,11 @@ def test_what_cannot_be_gone_on_from_is_refused(workplace: Path) -> None:
         (origin, {"optimizer__lr": "1e-4"}, r"another recipe \(optimizer.lr 0.001 -> 0.0001\)"),
     ):
         with pytest.raises(RecipeError, match=message):
-            launch(workplace, from_(path), name="branch", **more)
+            launch(workplace, path, name="branch", **more)
     with pytest.raises(RecipeError, match="did not begin from"):
-        launch(workplace, from_(origin), name="whole")
+        launch(workplace, origin, name="whole")
     damaged = shutil.copytree(whole, workplace / "runs" / "damaged") / "checkpoints" / "step-4"
     (damaged / "state.json").write_text("{}")
     with pytest.raises(DataError, match=r"step-4.state.json"):
-        launch(workplace, from_(damaged), name="branch")
+        launch(workplace, damaged, name="branch")
     assert not (workplace / "runs" / "branch").exists()

@@ -70,7 +70,7 @@ def test_a_machine_without_the_compiled_kernels_goes_on_and_says_so(
     launch(workplace, train__stop_after="1 step")
     monkeypatch.setattr(Console, "warn", lambda _, text: warned.append(text))
     monkeypatch.setattr("tuner.setup.resolve.native_problem", lambda: "there is no C compiler (cc, gcc, clang)")
-    assert launch(workplace, LaunchOptions(resume="auto"), train__stop_after="1 steps").step == 2
+    assert launch(workplace, "auto", train__stop_after="1 steps").step == 2
     assert [text.split(":")[0] for text in warned] == ["model.kernels native -> torch"]
 
 

@@ -11,13 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import BloomConfig, BloomForCausalLM
 
 from tests.fixtures import trainings
-from tests.fixtures.trainings import launch, lines, outcome
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
+from tests.fixtures.trainings import launch, lines, loaded, outcome
 from tuner.config.recipe import TokenizerSection
 from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.errors import DataError, RecipeError
-from tuner.run.options import LaunchOptions
 
 
 def flags(teacher: Path, **others: str) -> dict[str, Any]:
@@ -86,14 +83,14 @@ def test_a_resumed_run_is_the_same_bit_for_bit_and_its_teacher_must_be(workplace
     taught = flags(workplace / "teacher", method__temperature="2", method__ce_weight="0.1", **learned)
     whole = launch(workplace, name="whole", **taught)
     launch(workplace, name="cut", train__stop_after="2 steps", **taught)
-    again = launch(workplace, LaunchOptions(resume="must"), name="cut", **taught)
+    again = launch(workplace, "must", name="cut", **taught)
     assert outcome(again.run_dir) == outcome(whole.run_dir)
     losses = [line["divergence"] for line in lines(whole.run_dir)]
     assert losses[-1] < 0.9 * losses[0]
     launch(workplace, name="other", train__stop_after="1 step", **taught)
     change(workplace / "teacher")
     with pytest.raises(DataError, match="the teacher changed since this checkpoint was saved"):
-        launch(workplace, LaunchOptions(resume="must"), name="other", **taught)
+        launch(workplace, "must", name="other", **taught)
 
 
 OFFLINE = {"method__top_k": "6", "method__temperature": "2", "method__beta": "0.3", "train__duration": "3 steps"}
@@ -132,12 +129,12 @@ def test_columns_are_computed_once_and_in_parts_and_training_loads_no_teacher(
     taught = flags(workplace / "teacher", **OFFLINE)
     with pytest.raises(KeyboardInterrupt):
         launch(workplace, name="a", **taught)
-    whole = launch(workplace, LaunchOptions(resume="auto"), name="a", **taught)
+    whole = launch(workplace, "auto", name="a", **taught)
     assert len(rows) == 21 + 45 - 16  # two parts of eight rows were kept
     monkeypatch.setattr(teacher, "assemble_teacher", lambda *given: pytest.fail("loaded"))
     launch(workplace, name="b", train__stop_after="1 step", **taught)
     (workplace / "teacher" / "model.safetensors").unlink()
-    again = launch(workplace, LaunchOptions(resume="must"), name="b", **taught)
+    again = launch(workplace, "must", name="b", **taught)
     assert outcome(again.run_dir) == outcome(whole.run_dir)
     assert all(0 < line["tail"] < 1 for line in lines(again.run_dir))
 
@@ -167,10 +164,8 @@ def test_a_check_of_the_recipe_finds_a_teacher_without_weights(workplace: Path) 
 
     (workplace / "teacher" / "model.safetensors").unlink()
     for teacher, said in (("teacher", "holds no weights"), ("nowhere", "no such directory")):
-        given = [Override("method.kind", "distill"), Override("method.teacher", str(workplace / teacher))]
-        loaded = load_recipe(workplace / "r.yaml", given, cwd=workplace)
-        found = Findings(loaded)
-        check_files(loaded.recipe, found)
+        found = Findings(loaded(workplace, method__kind="distill", method__teacher=str(workplace / teacher)))
+        check_files(found.loaded.recipe, found)
         with pytest.raises(RecipeError, match=rf"method.teacher.*{said}"):
             found.raise_any()
 
@@ -182,8 +177,7 @@ def test_the_teacher_is_in_the_predicted_memory(workplace: Path) -> None:
     from tuner.runtime.dist import RankInfo
 
     def parameters(**given: str) -> Any:
-        overrides = [Override(key.replace("__", "."), text) for key, text in given.items()]
-        recipe = load_recipe(workplace / "r.yaml", overrides, cwd=workplace).recipe
+        recipe = loaded(workplace, **given).recipe
         return predict(recipe, Target(present_device("cpu"), RankInfo(), 1 << 40)).memory.moments[0].parts["parameters"]
 
     taught = flags(workplace / "teacher")

@@ -13,7 +13,6 @@ from tests.fixtures import trainings
 from tests.fixtures.trainings import launch
 from tuner.config.load import load_recipe
 from tuner.errors import RecipeError
-from tuner.run.options import LaunchOptions
 from tuner.train.plan import Plan
 from tuner.train.progress import Criterion, EarlyStop, Progress
 
@@ -93,20 +92,20 @@ def test_a_run_ends_early_at_the_same_step_however_often_it_was_stopped(workplac
     whole = launch(workplace, **FLAGS)
     assert (whole.status, whole.step, whole.total_steps) == ("finished", 2, 5)
     assert whole.checkpoint == run / "checkpoints" / "step-2"
-    record = json.loads((run / "run.json").read_text())
+    record = trainings.record(run)
     assert record["status"] == "finished"
     assert record["launches"][-1]["why"].startswith("early: eval/loss did not fall by 10 below the ")
     assert launch(workplace, **FLAGS).step == 2, "finished is finished"
     expected = trainings.outcome(run)
 
-    later = FLAGS | {"name": "later", "output_dir": str(workplace / "runs" / "later"), "train__min_steps": "4"}
+    later = FLAGS | {"name": "later", "train__min_steps": "4"}
     assert launch(workplace, **later).step == 4
-    assert launch(workplace, LaunchOptions("must"), **later | {"train__min_steps": "3"}).step == 4
+    assert launch(workplace, "must", **later | {"train__min_steps": "3"}).step == 4
 
-    parts = FLAGS | {"name": "parts", "output_dir": str(workplace / "runs" / "parts")}
+    parts = FLAGS | {"name": "parts"}
     stopped = launch(workplace, train__stop_after="1 step", **parts)
     assert (stopped.status, stopped.step) == ("stopped", 1)
-    ended = launch(workplace, LaunchOptions("must"), **parts)
+    ended = launch(workplace, "must", **parts)
     assert (ended.status, ended.step) == ("finished", 2)
     assert trainings.outcome(ended.run_dir) == expected
 

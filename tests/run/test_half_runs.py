@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from tests.fixtures.trainings import launch, lines, outcome
+from tests.fixtures.trainings import launch, lines, outcome, saved
 from tuner.checkpoint.load import read_tensors
-from tuner.checkpoint.open import newest
-from tuner.run.options import LaunchOptions
 from tuner.train.loss_scale import LOSS_SCALE
 
 STEPS = 3
@@ -15,9 +13,8 @@ KEYS = {"train__precision": "fp16", "train__duration": f"{STEPS} steps", "checkp
 def test_it_resumes_at_every_step_bit_for_bit(workplace: Path) -> None:
     launch(workplace, name="whole", **KEYS)
     for _ in range(STEPS):
-        launch(workplace, LaunchOptions(resume="auto"), name="parts", train__stop_after="1 step", **KEYS)
+        launch(workplace, "auto", name="parts", train__stop_after="1 step", **KEYS)
     whole, parts = workplace / "runs" / "whole", workplace / "runs" / "parts"
     assert outcome(whole) == outcome(parts)
     assert [line["loss_scale"] for line in lines(parts)] == [65536.0] * STEPS
-    saved = newest(parts / "checkpoints")
-    assert saved is not None and dict(read_tensors(saved))[LOSS_SCALE].tolist() == [65536.0, STEPS]
+    assert dict(read_tensors(saved(parts)))[LOSS_SCALE].tolist() == [65536.0, STEPS]

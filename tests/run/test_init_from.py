@@ -10,10 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.fixtures.trainings import launch, outcome
+from tests.fixtures.trainings import launch, outcome, saved
 from tuner.api.exports import export_hf
 from tuner.checkpoint.load import read_tensors
-from tuner.checkpoint.open import newest
 from tuner.cli.runs import verify
 from tuner.errors import DataError, RecipeError
 from tuner.run.main import train
@@ -45,9 +44,7 @@ def resumed(run: Path) -> RunResult:
 
 
 def noted(run: Path) -> dict[str, Any]:
-    found = newest(run / "checkpoints")
-    assert found is not None
-    facts: dict[str, Any] = found.meta["init_from"]
+    facts: dict[str, Any] = saved(run).meta["init_from"]
     return facts
 
 
@@ -112,12 +109,12 @@ def test_frozen_weights_are_given_again_and_must_be_the_same(workplace: Path) ->
 def test_an_adapter_goes_on_in_another_run(workplace: Path) -> None:
     first = launch(workplace, name="first", **FLAGS)
     kept = export_hf(first.run_dir, adapter="keep", dtype="fp32").path
-    trained = dict(read_tensors(newest(first.run_dir / "checkpoints")))  # type: ignore[arg-type]
+    trained = dict(read_tensors(saved(first.run_dir)))
     for source in (first.run_dir, kept):
         flags = {**FLAGS, "model__init_from": json.dumps([str(source)]), "optimizer__lr": "1e-30"}
         second = launch(workplace, name=f"after-{source.name}", **flags)
-        found = newest(second.run_dir / "checkpoints")
-        assert found is not None and found.meta["init_from"]["frozen"] == 0
+        found = saved(second.run_dir)
+        assert found.meta["init_from"]["frozen"] == 0
         for name, tensor in read_tensors(found):
             if name.startswith("model/"):
                 torch.testing.assert_close(tensor, trained[name], rtol=0, atol=1e-20)
@@ -140,4 +137,4 @@ def test_a_run_that_is_resumed_keeps_its_sources(workplace: Path) -> None:
     other = second_model(workplace)
     launch(workplace, **FLAGS, train__stop_after="1 step")
     with pytest.raises(RecipeError, match=r"model\.init_from \[\] -> "):
-        launch(workplace, LaunchOptions(resume="auto"), **FLAGS, model__init_from=json.dumps([str(other)]))
+        launch(workplace, "auto", **FLAGS, model__init_from=json.dumps([str(other)]))

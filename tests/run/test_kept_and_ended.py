@@ -11,10 +11,8 @@ from tuner.checkpoint.load import read_tensors
 from tuner.checkpoint.manifest import step_dirs
 from tuner.checkpoint.open import open_checkpoint
 from tuner.errors import RecipeError
-from tuner.run.options import LaunchOptions
 from tuner.train.tasks import Event
 
-AGAIN = LaunchOptions(resume="must")
 TWELVE = {"train__duration": "12 steps", "eval__samples": "0"}
 
 
@@ -36,7 +34,7 @@ def test_an_interval_stays_besides_what_rolls(workplace: Path) -> None:
 def test_a_run_that_was_stopped_keeps_the_same(workplace: Path) -> None:
     stopped = launch(workplace, **KEPT, checkpoint__every="2 steps", train__stop_after="7 steps")
     assert (stopped.status, saves(stopped.run_dir)) == ("stopped", [5, 7])
-    run = launch(workplace, AGAIN, **KEPT, checkpoint__every="2 steps").run_dir
+    run = launch(workplace, "must", **KEPT, checkpoint__every="2 steps").run_dir
     # What a launch resumed from stays with it, and goes with the next.
     assert saves(run) == [5, 7, 10, 12]
 
@@ -51,7 +49,7 @@ def test_a_run_goes_on_from_the_save_before_its_first_step(in_background: str, w
     first, at_start = stopped.run_dir / "checkpoints" / "step-1", stopped.run_dir / "checkpoints" / "step-0"
     shutil.rmtree(first)  # as if it was killed before that
     untrained = dict(read_tensors(open_checkpoint(at_start)))
-    run = launch(workplace, AGAIN, **begins).run_dir
+    run = launch(workplace, "must", **begins).run_dir
     assert saves(run) == [0, 12], "the first is never pruned"
     assert [line["step"] for line in lines(run) if line["kind"] == "eval"] == [0, 12], "it is not evaluated once more"
     plain = launch(workplace, name="plain", **evaluated).run_dir
@@ -64,7 +62,7 @@ def test_a_run_goes_on_from_the_save_before_its_first_step(in_background: str, w
 def test_what_the_keys_say_no_more_goes(workplace: Path) -> None:
     launch(workplace, **KEPT, checkpoint__every="2 steps", train__stop_after="8 steps")
     fewer = {**KEPT, "checkpoint__keep_every": "4 steps"}
-    run = launch(workplace, AGAIN, **fewer, checkpoint__every="2 steps").run_dir
+    run = launch(workplace, "must", **fewer, checkpoint__every="2 steps").run_dir
     assert saves(run) == [8, 12]
 
 
@@ -92,18 +90,13 @@ def test_a_run_ends_under_the_schedule_of_a_longer_one(workplace: Path) -> None:
     steps = [line for line in lines(whole.run_dir) if line["kind"] == "train"]
     found = [line for line in lines(short.run_dir) if line["kind"] == "train"]
     assert [(line["loss"], line["lr"]) for line in found] == [(line["loss"], line["lr"]) for line in steps[:5]]
-    again = launch(workplace, AGAIN, **TWELVE, train__end_at="5")
+    again = launch(workplace, "must", **TWELVE, train__end_at="5")
     assert again.status == "finished" and len(lines(short.run_dir)) == len(lines(again.run_dir))
-    launch(workplace, AGAIN, **TWELVE, train__end_at="9")
+    launch(workplace, "must", **TWELVE, train__end_at="9")
     assert saves(short.run_dir)[-1] == 9
-    launch(workplace, AGAIN, **TWELVE, train__end_at="null")
-    assert outcome(short.run_dir) == outcome(whole.run_dir)
-
-
-def test_a_step_beyond_the_plan_changes_nothing(workplace: Path) -> None:
-    whole = launch(workplace, name="whole", **TWELVE)
-    run = launch(workplace, **TWELVE, train__end_at="400")
-    assert outcome(run.run_dir) == outcome(whole.run_dir)
+    launch(workplace, "must", **TWELVE, train__end_at="null")
+    beyond = launch(workplace, name="beyond", **TWELVE, train__end_at="400")
+    assert outcome(short.run_dir) == outcome(whole.run_dir) == outcome(beyond.run_dir)
 
 
 def test_one_file_stops_many_runs_and_stays(workplace: Path) -> None:
@@ -115,7 +108,7 @@ def test_one_file_stops_many_runs_and_stays(workplace: Path) -> None:
         assert "stop-all (train.stop_file)" in (stopped.run_dir / "run.json").read_text()
     assert file.exists()
     file.unlink()
-    finished = launch(workplace, LaunchOptions(resume="must"), name="one", **TWELVE, train__stop_file=str(file))
+    finished = launch(workplace, "must", name="one", **TWELVE, train__stop_file=str(file))
     assert finished.status == "finished"
     with pytest.raises(RecipeError, match="end_at"):
         launch(workplace, name="third", **TWELVE, train__end_at="0")

@@ -11,7 +11,6 @@ from tests.fixtures import trainings
 from tests.fixtures.repositories import git
 from tuner.checkpoint import manifest
 from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
 from tuner.run.launch import launch, train_rank
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.runtime import spawn
@@ -20,9 +19,7 @@ from tuner.runtime.spawn import Work
 COMMAND = ["/lib/tuner/__main__.py", "train", "work/r.yaml", "--hooks.0.options.token", "secret"]
 
 
-def as_one_rank(
-    work: Work, job: Mapping[str, Any], processes: int, logs: Path, says: str = ""
-) -> dict[str, Any]:
+def as_one_rank(work: Work, job: Mapping[str, Any], processes: int, logs: Path, says: str = "") -> dict[str, Any]:
     """Stands in for the ranks: one of them alone does the work, with a command line of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["/lib/worker.py", "/somewhere/job"])
@@ -49,9 +46,8 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def launched(work: Path, processes: int, resume: Any = "never", **flags: str) -> RunResult:
     given = {"name": f"p{processes}", "parallel.processes": str(processes), "train.device": "cpu"}
     given["train.duration"] = "5 steps"
-    given |= {key.replace("__", "."): text for key, text in flags.items()}
-    loaded = load_recipe(work / "r.yaml", [Override(key, text) for key, text in given.items()])
-    return launch(loaded, LaunchOptions(resume, level="error"))
+    recipe = load_recipe(work / "r.yaml", trainings.overrides(given | flags))
+    return launch(recipe, LaunchOptions(resume, level="error"))
 
 
 def test_command_and_git_state_are_those_of_the_process_that_was_called(work: Path) -> None:
@@ -59,7 +55,7 @@ def test_command_and_git_state_are_those_of_the_process_that_was_called(work: Pa
     noted = []
     for processes in (1, 2):
         run = launched(work, processes, train__stop_after="1 steps").run_dir
-        entry = json.loads((run / "run.json").read_text())["launches"][0]
+        entry = trainings.record(run)["launches"][0]
         noted.append({key: entry[key] for key in ("command", "git")})
         assert (run / entry["git"]["diff"]).is_file()
     assert noted[0]["command"] == [*COMMAND[:-1], "***"]
@@ -89,5 +85,5 @@ def test_the_chosen_checkpoint_is_hashed_once_and_goes_to_every_rank(
     result = launched(work, 2, "auto")
     assert given[0]["options"]["handed_over"]["checkpoint"] == str(first.checkpoint)
     assert (result.status, result.metrics["step"]) == ("finished", 5)
-    assert json.loads((result.run_dir / "run.json").read_text())["launches"][1]["from_step"] == 3
+    assert trainings.record(result.run_dir)["launches"][1]["from_step"] == 3
     assert hashed.count(True) == 1

@@ -9,7 +9,6 @@ import pytest
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
 from tuner.errors import RecipeError
-from tuner.run.options import LaunchOptions
 
 
 def test_a_run_has_the_lengths_of_its_steps_wherever_it_was_stopped(workplace: Path) -> None:
@@ -24,10 +23,10 @@ def test_a_run_has_the_lengths_of_its_steps_wherever_it_was_stopped(workplace: P
     tokens = np.diff([0, *(line["tokens"] for line in lines(whole.run_dir))]).tolist()
     assert tokens[:4] == [8 * length for length in (8, 16, 32, 48)]
     assert min(tokens[4:]) > 8 * 56
-    other = grown | {"name": "parts", "output_dir": str(workplace / "runs" / "parts")}
+    other = grown | {"name": "parts"}
     assert launch(workplace, train__stop_after="2 steps", **other).step == 2
-    resumed = launch(workplace, LaunchOptions("must"), **other)
+    resumed = launch(workplace, "must", **other)
     assert trainings.outcome(resumed.run_dir) == trainings.outcome(whole.run_dir)
-    longer = other | {"train__length_warmup__start": "64", "output_dir": str(workplace / "runs" / "longer")}
+    longer = other | {"train__length_warmup__start": "64", "name": "longer"}
     with pytest.raises(RecipeError, match="64 tokens are no fewer than a whole row's 64"):
         launch(workplace, **longer)

@@ -30,7 +30,7 @@ def test_a_run_is_resumed_bit_for_bit(workplace: Path) -> None:
     whole = outcome(launch(workplace, name="whole", **LONG).run_dir)
     stopped = launch(workplace, name="parts", train__stop_after="2 steps", **LONG)
     assert stopped.status == "stopped"
-    done = launch(workplace, LaunchOptions(resume="auto"), name="parts", **LONG)
+    done = launch(workplace, "auto", name="parts", **LONG)
     assert outcome(done.run_dir) == whole
     assert whole["sha256"] is not None
 

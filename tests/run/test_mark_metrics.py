@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 
 from tests.fixtures.trainings import launch, lines
-from tuner.run.options import LaunchOptions
 from tuner.run.tasks.trackers.tracker import point_of
 
-AGAIN = LaunchOptions(resume="must")
 MARKED = {
     "train__duration": "10 steps", "eval__samples": "0", "data__eval": "4 documents", "eval__every": "3 steps",
     "eval__marks": "[4 steps, 8 steps]", "checkpoint__marks": "[10 steps]", "checkpoint__at_start": "true",
@@ -19,9 +17,9 @@ def test_each_mark_has_its_figures(workplace: Path) -> None:
     marks = run / "marks"
     assert sorted(path.name for path in marks.iterdir()) == ["metrics_step0.json", "metrics_step4.json"]
     (marks / "metrics_step8.json").write_text("{}")  # of a launch that was killed before it saved that step
-    launch(workplace, AGAIN, **MARKED, train__stop_after="1 steps")
+    launch(workplace, "must", **MARKED, train__stop_after="1 steps")
     assert not (marks / "metrics_step8.json").exists(), "it is measured again"
-    launch(workplace, AGAIN, **MARKED)
+    launch(workplace, "must", **MARKED)
     assert {path.name for path in marks.iterdir()} == {f"metrics_step{step}.json" for step in (0, 4, 8, 10)}
     for step in (0, 4, 8, 10):
         found = json.loads((marks / f"metrics_step{step}.json").read_text())

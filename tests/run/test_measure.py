@@ -5,20 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures.trainings import overrides
 from tests.profile.test_measure import recipe  # noqa: F401 - a fixture
 from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
 from tuner.profile.measure import Measurement, MeasureOptions, of_all
 from tuner.run.measure import measure_recipe
 
 
 def measured(path: Path, **flags: str) -> Measurement:
-    overrides = [Override(key.replace("__", "."), text) for key, text in flags.items()]
-    measured = measure_recipe(load_recipe(path, overrides), MeasureOptions(1), "error")
-    total_steps, found = measured.total_steps, measured.found
-    assert found is not None
-    assert found.total_steps == total_steps
-    return found
+    measured = measure_recipe(load_recipe(path, overrides(flags)), MeasureOptions(1), "error")
+    assert measured.found is not None and measured.found.total_steps == measured.total_steps
+    return measured.found
 
 
 @pytest.mark.multi

@@ -9,10 +9,8 @@ from transformers import AutoModelForCausalLM
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, outcome
 from tuner.api.exports import export_hf
-from tuner.checkpoint.open import newest, open_checkpoint
 from tuner.errors import DataError, PluginError
 from tuner.model.own_class import register
-from tuner.run.options import LaunchOptions
 from tuner.runtime.files import sha256_file
 
 CODE = """\
@@ -62,12 +60,12 @@ def test_it_trains_resumes_and_is_exported_with_its_config(tmp_path: Path) -> No
     assert stopped.status == "stopped"
     (tmp_path / "mine.py").write_text(CODE.replace("* self.config.twist", "/ self.config.twist"))
     with pytest.raises(DataError, match="the code of model.use .*mine.py:Mine changed since"):
-        launch(tmp_path, LaunchOptions(resume="auto"), **flags)
+        launch(tmp_path, "auto", **flags)
     (tmp_path / "mine.py").write_text(CODE)
-    found = launch(tmp_path, LaunchOptions(resume="auto"), **flags)
+    found = launch(tmp_path, "auto", **flags)
     own = outcome(found.run_dir)
     assert [line["loss"] for line in own["log"]] != [line["loss"] for line in plain["log"]]
-    noted = open_checkpoint(newest(found.run_dir / "checkpoints").path).meta["model"]["code"]
+    noted = trainings.saved(found.run_dir).meta["model"]["code"]
     assert noted == {"use": f"{tmp_path / 'mine.py'}:Mine", "sha256": sha256_file(tmp_path / "mine.py")}
     report = export_hf(found.run_dir, dtype="fp32")  # whose answers are held against the trained model's
     config = json.loads((report.path / "config.json").read_text())

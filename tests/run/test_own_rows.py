@@ -124,10 +124,10 @@ def test_arguments_that_it_does_not_take_are_refused(file: Path) -> None:
 def test_a_run_on_it_is_the_run_on_its_file(workplace: Path, file: Path) -> None:
     (found,) = expand([source(file, "rows", count=24)])
     (workplace / "plain.jsonl").write_bytes(found.path.read_bytes())
-    plain = launch(workplace, name="plain", data__train="plain.jsonl")
+    plain = launch(workplace, name="plain", data__train="plain.jsonl", train__duration="3 steps")
     for name in ("rows", "keyed"):
         given = json.dumps([{"use": f"{file}:{name}", "args": {"count": 24}}])
-        made = launch(workplace, name=name, data__train=given)
+        made = launch(workplace, name=name, data__train=given, train__duration="3 steps")
         assert outcome(made.run_dir) == outcome(plain.run_dir)
     report = (made.run_dir / "run.json").read_text()
     assert "my_rows.py:keyed" in report or made.status == "finished"

@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,9 @@ from tests.contracts.syntax import nodes, trees
 from tests.contracts.test_import_law import imported_modules
 from tests.fixtures import forked, trainings
 from tests.fixtures.trainings import launch
-from tuner.config.load import load_recipe
-from tuner.config.recipe import Recipe
 from tuner.data.batches import StepBatches
 from tuner.errors import RecipeError
-from tuner.run import preflight
-from tuner.run.options import LaunchOptions
+from tuner.run.options import LaunchOptions, Resume
 from tuner.run.parts.listed import PARTS, parts_of
 from tuner.run.parts.part import Before, Part, Preflight
 from tuner.setup.build import Assembly
@@ -42,10 +40,6 @@ class Noting(Part):
     name = "noting"
     asked: list[str]
 
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        return not recipe.output_dir.endswith("another")
-
     def __getattribute__(self, name: str) -> Any:
         if name in RUN:
             type(self).asked.append(name)
@@ -57,10 +51,6 @@ class Counting(Part):
 
     found: list[int | None]
 
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        return True
-
     def check(self, before: Before) -> None:
         type(self).found.append(None if before.status.checkpoint is None else before.status.checkpoint.state["counted"])
 
@@ -68,16 +58,18 @@ class Counting(Part):
         return {"counted": 7 * step}
 
 
-def of(*kinds: type[Part]) -> Any:
-    def parts(recipe: Recipe) -> tuple[Part, ...]:
-        return (*parts_of(recipe), *(kind(recipe) for kind in kinds if kind.wanted(recipe)))
-
-    return parts
+Asked = Callable[[type[Part]], None]
 
 
-def test_a_part_is_asked_at_each_moment_in_this_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainings.prepare(tmp_path, 1)
-    monkeypatch.setattr(preflight, "parts_of", of(Noting))
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """Have the recipes but those of a run named another ask for one more part, the last."""
+    return lambda kind: monkeypatch.setitem(PARTS, kind, lambda recipe: not recipe.output_dir.endswith("another"))
+
+
+def test_a_part_is_asked_at_each_moment_in_this_order(tmp_path: Path, asked: Asked) -> None:
+    trainings.prepare(tmp_path, 1, layers=1)
+    asked(Noting)
     Noting.asked = []
     launch(tmp_path, LaunchOptions(dry_run=True))
     assert list(dict.fromkeys(Noting.asked)) == ["check", "prepared", "starts", "derivation", "planned"]
@@ -89,14 +81,12 @@ def test_a_part_is_asked_at_each_moment_in_this_order(tmp_path: Path, monkeypatc
     assert Noting.asked == [], "this recipe does not ask for it"
 
 
-def test_what_a_part_notes_is_in_the_checkpoint_and_there_for_the_next_launch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainings.prepare(tmp_path, 1)
-    monkeypatch.setattr(preflight, "parts_of", of(Counting))
+def test_what_a_part_notes_is_in_the_checkpoint_and_there_for_the_next_launch(tmp_path: Path, asked: Asked) -> None:
+    trainings.prepare(tmp_path, 1, layers=1)
+    asked(Counting)
     Counting.found = []
     launch(tmp_path, train__stop_after="2 steps")
-    launch(tmp_path, LaunchOptions("must"), train__stop_after="1 step")
+    launch(tmp_path, "must", train__stop_after="1 step")
     assert Counting.found == [None, 14]
 
 
@@ -104,10 +94,6 @@ class Drawing(Part):
     """Makes the rows of each step when it comes, from where its own draws are: they follow from no number of a step."""
 
     waited_s = 0.0
-
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        return True
 
     def placed(self, ready: Preflight, assembly: Assembly, progress: Progress) -> None:
         checkpoint = ready.status.checkpoint
@@ -124,25 +110,28 @@ class Drawing(Part):
         return {"drawn": self._state}
 
 
-def test_rows_that_a_part_makes_continue_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainings.prepare(tmp_path, 1)
-    prepared = trainings.outcome(launch(tmp_path, output_dir="prepared").run_dir)
-    monkeypatch.setattr(preflight, "parts_of", of(Drawing))
-    unbroken = trainings.outcome(launch(tmp_path, output_dir="unbroken").run_dir)
-    launch(tmp_path, output_dir="broken", train__stop_after="5 steps")
-    broken = trainings.outcome(launch(tmp_path, LaunchOptions("must"), output_dir="broken").run_dir)
-    assert unbroken == broken != prepared
-    assert len(unbroken["log"]) == trainings.TOTAL
+def test_rows_that_a_part_makes_continue_where_they_were(tmp_path: Path, asked: Asked) -> None:
+    trainings.prepare(tmp_path, 1, layers=1)
+
+    def outcome(run: str, resume: Resume = "never") -> dict[str, Any]:
+        return trainings.outcome(launch(tmp_path, resume, output_dir=run, train__duration="8 steps").run_dir)
+
+    prepared = outcome("prepared")
+    asked(Drawing)
+    unbroken = outcome("unbroken")
+    launch(tmp_path, output_dir="broken", train__duration="8 steps", train__stop_after="5 steps")
+    assert unbroken == outcome("broken", "must") != prepared
+    assert len(unbroken["log"]) == 8
 
 
-def test_a_part_can_refuse_before_anything_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainings.prepare(tmp_path, 1)
+def test_a_part_can_refuse_before_anything_is_built(tmp_path: Path, asked: Asked) -> None:
+    trainings.prepare(tmp_path, 1, layers=1)
 
     class Refusing(Counting):
         def check(self, before: Before) -> None:
             raise RecipeError("not like this")
 
-    monkeypatch.setattr(preflight, "parts_of", of(Refusing))
+    asked(Refusing)
     with pytest.raises(RecipeError, match="not like this"):
         launch(tmp_path)
     assert not (tmp_path / "runs").exists()
@@ -168,7 +157,7 @@ def test_windows_are_deleted_with_their_files_and_two_lines() -> None:
         "tuner.config.recipe", "tuner.run.parts.listed"
     }  # fmt: skip
     read = {name for name in outside for node in nodes(known[name], ast.Attribute) if node.attr == "windows"}
-    assert read == {"tuner.evals.task", "tuner.evals.harness"}  # those of a text
+    assert read == {"tuner.evals.task", "tuner.evals.harness", "tuner.run.parts.listed"}  # of a text, and the line
 
 
 def test_every_part_has_a_file_of_its_own_and_is_listed() -> None:
@@ -179,7 +168,7 @@ def test_every_part_has_a_file_of_its_own_and_is_listed() -> None:
 
 def test_a_launch_loads_nothing_of_the_parts_that_it_has_not(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("model: {name_or_path: m}\ndata: {train: rows.jsonl}\n")
-    recipe = load_recipe(tmp_path / "r.yaml", cwd=tmp_path).recipe
+    recipe = trainings.loaded(tmp_path).recipe
     kept = {type(part).__name__ for part in parts_of(recipe)}
     assert kept == {"OwnCode", "Kernels", "Reference", "Offload", "MockBatch"}
     unused = [f"tuner.{name}" for name in OWNED if name != "run.reference"]

@@ -11,10 +11,7 @@ from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines, outcome
 from tuner.api.exports import export_hf
 from tuner.checkpoint.manifest import step_dirs
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
 from tuner.errors import DataError, RecipeError
-from tuner.run.options import LaunchOptions
 from tuner.run.score import Score, find_trained, score
 from tuner.run.verify import verify_resume
 from tuner.runtime.console import Console
@@ -59,9 +56,8 @@ def finished(place: Path, request: pytest.FixtureRequest) -> tuple[Path, dict[st
 
 
 def measured(path: Path, recipe: Path | None, **flags: str) -> Score:
-    overrides = [Override(key.replace("__", "."), text) for key, text in flags.items()]
     place = path.parents[1] if recipe is None else recipe.parent
-    return score(find_trained(path, SILENT), load_recipe(place / "r.yaml", overrides, cwd=place), RankInfo(), SILENT)
+    return score(find_trained(path, SILENT), trainings.loaded(place, **flags), RankInfo(), SILENT)
 
 
 def test_evaluations_have_the_figures_of_each_source_and_keep_the_best(finished: tuple[Path, dict[str, str]]) -> None:
@@ -75,7 +71,7 @@ def test_evaluations_have_the_figures_of_each_source_and_keep_the_best(finished:
     trained = [line for line in lines(run) if line["kind"] == "train"]
     assert all(set(FIGURES) < set(line) for line in trained)
     of_short = {line["step"]: line["margin/short"] for line in evaluations[1:]}
-    best = json.loads((run / "run.json").read_text())["best"]
+    best = trainings.record(run)["best"]
     assert best == {"metric": "eval/margin/short", "step": max(of_short, key=of_short.__getitem__)} | {
         "value": max(of_short.values())
     }
@@ -92,7 +88,7 @@ def test_it_resumes_bit_for_bit(place: Path, finished: tuple[Path, dict[str, str
     stopped = launch(place, train__stop_after="3 steps", **flags, **recorded)
     assert (stopped.status, stopped.step) == ("stopped", 3)
     assert not recorded or list((stopped.run_dir / "profile").iterdir()), "a step was recorded on the way"
-    ended = launch(place, LaunchOptions("must"), **flags).run_dir
+    ended = launch(place, "must", **flags).run_dir
     assert outcome(ended) == outcome(whole)
     figures = [[{k: line.get(k) for k in FIGURES} for line in lines(run)] for run in (whole, ended)]
     assert figures[0] == figures[1]
@@ -100,7 +96,7 @@ def test_it_resumes_bit_for_bit(place: Path, finished: tuple[Path, dict[str, str
         assert verify_resume(ended, 1, SILENT, own_process=False).steps == 2
     else:
         with pytest.raises(RecipeError, match="method.beta"):
-            launch(place, LaunchOptions("must"), **flags, method__beta="0.5")
+            launch(place, "must", **flags, method__beta="0.5")
 
 
 def test_a_trained_model_is_measured_as_its_run_was(place: Path, finished: tuple[Path, dict[str, str]]) -> None:

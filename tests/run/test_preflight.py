@@ -18,8 +18,6 @@ from tuner.checkpoint import open as opening
 from tuner.checkpoint.manifest import sealed
 from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
 from tuner.errors import DataError, RecipeError
 from tuner.model import read_ahead
 from tuner.model.build import ModelSpec, fetch_weights
@@ -74,7 +72,7 @@ def test_tensors_are_hashed_by_rank_0_alone(tmp_path: Path, monkeypatch: pytest.
         real(path, *rest)
 
     monkeypatch.setattr(opening, "verify_shard", counting)
-    loaded = load_recipe(tmp_path / "r.yaml", cwd=tmp_path)
+    loaded = trainings.loaded(tmp_path)
     for hashes, wanted in ((False, 0), (True, 1)):
         hashed.clear()
         ready = preflight(loaded, LaunchOptions("auto"), Console(main=False), hashes=hashes)
@@ -82,7 +80,7 @@ def test_tensors_are_hashed_by_rank_0_alone(tmp_path: Path, monkeypatch: pytest.
         assert ready.status.checkpoint is not None
         assert ready.status.checkpoint.path == stopped.checkpoint
         assert len(hashed) == wanted
-    record = json.loads((stopped.run_dir / "run.json").read_text())
+    record = trainings.record(stopped.run_dir)
     assert ready.status.record == record
 
 
@@ -92,9 +90,7 @@ def test_the_plan_counts_what_is_trained(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("".join(line for line in text.splitlines(True) if not line.startswith("adapter")))
 
     def trained(**flags: str) -> str:
-        overrides = [Override(key.replace("__", "."), text) for key, text in flags.items()]
-        recipe = load_recipe(tmp_path / "r.yaml", overrides, cwd=tmp_path).recipe
-        return announce._trained(resolve(recipe, 64, RankInfo()))
+        return announce._trained(resolve(trainings.loaded(tmp_path, **flags).recipe, 64, RankInfo()))
 
     def size(count: int) -> str:
         return f"{count:,} trained ({count / whole:.2%})"

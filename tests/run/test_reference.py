@@ -20,7 +20,6 @@ from tuner.run.options import LaunchOptions
 from tuner.run.status import resume_source
 from tuner.runtime.files import read_json
 
-RESUME = LaunchOptions(resume="must")
 PAIRS = 24
 ZEROS = {"reward_chosen": 0.0, "reward_rejected": 0.0, "margin": 0.0}
 
@@ -92,14 +91,14 @@ def test_columns_hold_what_the_model_gives_and_are_found_again(place: Path, monk
 
 
 def test_a_model_that_is_not_its_reference_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real: Callable[..., Any] = reference.open_columns
+    real: Callable[..., Any] = columns.open_columns
 
     def other(*given: Any, **options: Any) -> dict[str, dict[str, Any]]:
         found = real(*given, **options)
         found["eval"]["reference"] = np.nextafter(found["eval"]["reference"], np.float32(0))
         return found
 
-    monkeypatch.setattr(reference, "open_columns", other)
+    monkeypatch.setattr(columns, "open_columns", other)
     with pytest.raises(VerificationError, match=r"not its reference: document \d+ of eval: its reference differs by -"):
         launch(place, train__duration="1 steps", name="second")
     assert not (place / "runs" / "second" / "run.json").exists()
@@ -191,7 +190,7 @@ def train(loaded: Any) -> Path:
     from tuner.runtime.console import Console
     from tuner.runtime.dist import RankInfo
 
-    return train_run(loaded, RESUME, RankInfo(), Console(main=False)).run_dir
+    return train_run(loaded, LaunchOptions("must"), RankInfo(), Console(main=False)).run_dir
 
 
 def test_answers_with_labels_have_a_reference_of_their_mismatched_ones(made: Path) -> None:

@@ -14,14 +14,13 @@ import torch
 
 from tests.fixtures import paired
 from tests.fixtures.processes import fork, wait
-from tests.fixtures.trainings import launch, lines
+from tests.fixtures.trainings import launch, lines, loaded
 from tests.model.test_compile import otherwise_without_gradients
 from tests.runtime.test_process import free_port
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
 from tuner.data.building.columns import Columns
 from tuner.errors import VerificationError
 from tuner.model.adapter import lora_layers
+from tuner.parallel.fsdp import local
 from tuner.parallel.mesh import Mesh
 from tuner.run import columns, reference, reference_start
 from tuner.run.columns import key_of
@@ -207,15 +206,14 @@ def _next_to_another(directory: Path, rank: int, port: int) -> None:
     real = reference_start.require_start
 
     def planted(assembly: Assembly, console: Console) -> None:
-        part = reference_start._local(assembly.train_state.parameters[LAST_UP])
+        part = local(assembly.train_state.parameters[LAST_UP])
         with moved(part, ONE_STEP) if rank == 1 else nullcontext():
             real(assembly, console)
 
     reference.require_start = planted
     flags = {"name": f"two-{port}", "adapter.kind": "lora", "parallel.shard": "full", "parallel.timeout": "20s"}
-    loaded = load_recipe(directory / "r.yaml", [Override(*flag) for flag in flags.items()], cwd=directory)
     try:
-        train(loaded, LaunchOptions(), RankInfo(rank, 2, rank, 2), Console(main=False))
+        train(loaded(directory, **flags), LaunchOptions(), RankInfo(rank, 2, rank, 2), Console(main=False))
     except VerificationError as error:
         (directory / f"said-{rank}").write_text(error.message)
 

@@ -1,6 +1,5 @@
 """Parts of a run that begin anew: once, where they were asked for, and in every launch after it."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ import pytest
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
 from tuner.checkpoint.load import read_tensors
-from tuner.checkpoint.open import CheckpointInfo, newest
-from tuner.config.overrides import Override
+from tuner.checkpoint.open import CheckpointInfo
 from tuner.data.batches import GlobalBatches
 from tuner.errors import DataError, RecipeError
 from tuner.run.changes import Reset, parse_reset, resets_for
@@ -47,15 +45,12 @@ def workplace(begun: Path) -> Path:
 
 
 def resumed(workplace: Path, reset: str | None = None, **flags: str) -> RunResult:
-    overrides = [Override(key.replace("__", "."), text) for key, text in flags.items()]
-    loaded = resume_source(workplace / "runs" / "r", overrides)
+    loaded = resume_source(workplace / "runs" / "r", trainings.overrides(flags))
     return train(loaded, LaunchOptions("must", reset=parse_reset(reset)), RankInfo(), Console(main=False))
 
 
 def state(workplace: Path) -> dict[str, Any]:
-    found = newest(workplace / "runs" / "r" / "checkpoints")
-    assert found is not None
-    return found.state
+    return trainings.saved(workplace / "runs" / "r").state
 
 
 def test_words_are_parts_and_others_are_refused() -> None:
@@ -95,7 +90,7 @@ def test_a_reset_run_that_is_killed_or_stopped_goes_on_with_the_same_bits(
     assert ended[0]["sha256"] != plain["sha256"]
     parts = sorted(parse_reset(word))
     assert state(workplace)["resets"] == [{"step": 3, "parts": parts, "updates": 3}]
-    assert json.loads((workplace / "runs" / "r" / "run.json").read_text())["resets"] == state(workplace)["resets"]
+    assert trainings.record(workplace / "runs" / "r")["resets"] == state(workplace)["resets"]
     assert [line["step"] for line in lines(workplace / "runs" / "r")] == list(range(1, TOTAL + 1))
 
 
@@ -145,9 +140,7 @@ def test_state_and_arguments_of_the_optimizer_apart(workplace: Path) -> None:
 
 
 def _tensors(workplace: Path) -> dict[str, Any]:
-    found = newest(workplace / "runs" / "r" / "checkpoints")
-    assert found is not None
-    return dict(read_tensors(found))
+    return dict(read_tensors(trainings.saved(workplace / "runs" / "r")))
 
 
 def test_reset_data_begin_again_and_may_be_others(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,11 +166,11 @@ def test_a_branch_may_be_reset_and_its_origin_stays(workplace: Path) -> None:
     origin = workplace / "runs" / "r" / "checkpoints" / "step-3"
     options = LaunchOptions(origin, reset=parse_reset("schedule,optimizer"))
     branch = launch(workplace, options, name="branch", optimizer__lr="5e-4")
-    record = json.loads((branch.run_dir / "run.json").read_text())
+    record = trainings.record(branch.run_dir)
     parts = ["optimizer.arguments", "optimizer.state", "schedule"]
     assert record["resets"] == [{"step": 3, "parts": parts, "updates": 3}]
     assert max(line["lr"] for line in lines(branch.run_dir)) == pytest.approx(5e-4)
-    assert "resets" not in json.loads((workplace / "runs" / "r" / "run.json").read_text())
+    assert "resets" not in trainings.record(workplace / "runs" / "r")
     proof = verify_resume(branch.run_dir, 1, Console(main=False), own_process=False)
     assert proof.from_step > 3
 

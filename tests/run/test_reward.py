@@ -16,7 +16,6 @@ from tuner.errors import RecipeError
 from tuner.profile.devices import find_device
 from tuner.profile.predict import Target, resolved_for
 from tuner.profile.workload import workload
-from tuner.run.options import LaunchOptions
 from tuner.run.score import find_trained, score
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
@@ -43,7 +42,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_resumed_bit_for_bit_evaluated_and_exported(place: Path) -> None:
     whole = launch(place, name="whole", checkpoint__keep_best="eval/accuracy").run_dir
     launch(place, name="cut", train__stop_after="3 steps", checkpoint__keep_best="eval/accuracy")
-    cut = launch(place, LaunchOptions(resume="auto"), name="cut", checkpoint__keep_best="eval/accuracy").run_dir
+    cut = launch(place, "auto", name="cut", checkpoint__keep_best="eval/accuracy").run_dir
     assert outcome(cut) == outcome(whole)
     trained, evaluated = ([line for line in lines(whole) if line["kind"] == kind] for kind in ("train", "eval"))
     for line in trained:
@@ -71,7 +70,7 @@ def test_probes_end_as_documents_do(place: Path) -> None:
 
 
 def test_a_prediction_answers_no_samples(place: Path) -> None:
-    recipe = load_recipe(place / "r.yaml", cwd=place).recipe
+    recipe = trainings.loaded(place).recipe
     target = Target(find_device("cpu"), RankInfo(), 1 << 40)
     resolved, _ = resolved_for(recipe, target)
     assert recipe.eval.samples > 0

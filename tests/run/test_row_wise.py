@@ -6,12 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tests.fixtures.trainings import launch, lines, outcome
+from tests.fixtures.trainings import launch, lines, outcome, saved
 from tuner.api.exports import export_hf
 from tuner.checkpoint.load import read_tensors
-from tuner.checkpoint.open import newest
 from tuner.errors import RecipeError
-from tuner.run.options import LaunchOptions
 
 RECIPE = """\
 model: {name_or_path: ./model}
@@ -37,11 +35,9 @@ def directory(workplace: Path) -> Path:
 def test_a_run_that_was_stopped_is_one_that_was_not(directory: Path) -> None:
     whole = launch(directory, name="whole")
     launch(directory, name="parts", train__stop_after="2 steps")
-    parts = launch(directory, LaunchOptions(resume="auto"), name="parts")
+    parts = launch(directory, "auto", name="parts")
     assert outcome(parts.run_dir) == outcome(whole.run_dir)
-    found = newest(parts.run_dir / "checkpoints")
-    assert found is not None
-    tensors = dict(read_tensors(found))
+    tensors = dict(read_tensors(saved(parts.run_dir)))
     before = LlamaForCausalLM.from_pretrained(directory / "model").state_dict()[NAME]
     counts = tensors[f"optimizer/row_updates/{NAME}"]
     untouched = counts == 0
@@ -54,4 +50,4 @@ def test_a_run_that_was_stopped_is_one_that_was_not(directory: Path) -> None:
     dense = launch(directory, name="dense", optimizer__rows="[]", train__stop_after="1 step")
     assert lines(dense.run_dir)[0]["grad_norm"] == pytest.approx(lines(whole.run_dir)[0]["grad_norm"], rel=1e-6)
     with pytest.raises(RecipeError, match="optimizer.rows"):
-        launch(directory, LaunchOptions(resume="auto"), name="parts", optimizer__rows="[]", train__duration="4 steps")
+        launch(directory, "auto", name="parts", optimizer__rows="[]", train__duration="4 steps")

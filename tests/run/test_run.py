@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,9 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines
 from tuner.checkpoint.manifest import step_dirs
-from tuner.checkpoint.open import newest
 from tuner.cli.work.train import _evaluated, launch_training
-from tuner.config.load import load_recipe
 from tuner.data.batches import GlobalBatches
 from tuner.errors import DataError, DivergedError, MachineError, MemoryLimitError, RecipeError
 from tuner.run import preflight
@@ -50,7 +49,7 @@ def test_stopped_and_resumed_is_the_unbroken_run(workplace: Path) -> None:
     again = train(resume_source(stopped.run_dir), LaunchOptions(resume="must"), RankInfo(), Console(main=False))
     assert (again.status, again.step) == ("finished", 9)
     assert trainings.outcome(again.run_dir) == trainings.outcome(whole.run_dir)
-    record = json.loads((again.run_dir / "run.json").read_text())
+    record = trainings.record(again.run_dir)
     assert [(entry["from_step"], entry["status"]) for entry in record["launches"]] == [(0, "stopped"), (7, "finished")]
 
 
@@ -70,7 +69,7 @@ def test_a_finished_run_says_the_same_again(workplace: Path, at_end: str) -> Non
     if at_end == "true":  # killed before it could write down that it is finished
         del facts["metrics"], facts["launches"][-1]["step"]
         record.write_text(json.dumps(facts | {"status": "running"}))
-        assert launch(workplace, LaunchOptions(resume="auto"), **flags) == first
+        assert launch(workplace, "auto", **flags) == first
 
 
 @pytest.mark.parametrize(
@@ -97,14 +96,14 @@ def test_a_base_model_that_changed_is_refused(workplace: Path) -> None:
     tensors["model.norm.weight"][0] += 1e-3
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(DataError, match="the base model changed since this checkpoint was saved"):
-        launch(workplace, LaunchOptions(resume="auto"))
+        launch(workplace, "auto")
 
 
 def test_checkpoints_are_pruned_but_not_the_one_resumed_from(workplace: Path) -> None:
     flags = {"train__duration": "5 steps", "checkpoint__keep": "1"}
     stopped = launch(workplace, train__stop_after="3 steps", **flags)
     assert [step for step, _ in step_dirs(stopped.run_dir / "checkpoints")] == [3]
-    done = launch(workplace, LaunchOptions(resume="auto"), **flags)
+    done = launch(workplace, "auto", **flags)
     assert [step for step, _ in step_dirs(done.run_dir / "checkpoints")] == [5, 3]
 
 
@@ -134,14 +133,12 @@ def test_a_failed_launch_says_so_and_can_go_on(workplace: Path, monkeypatch: pyt
         launch(workplace, **flags)
     monkeypatch.undo()
     run = workplace / "runs" / "r"
-    record = json.loads((run / "run.json").read_text())
+    record = trainings.record(run)
     assert (record["status"], record["launches"][0]["why"]) == ("failed", "OSError: the disk is gone")
-    found = newest(run / "checkpoints")
-    assert found is not None
-    assert found.step == 2
+    assert trainings.saved(run).step == 2
     with pytest.raises(RecipeError, match="unfinished run, at step 2"):
         launch(workplace, **flags)
-    assert launch(workplace, LaunchOptions(resume="auto"), **flags).status == "finished"
+    assert launch(workplace, "auto", **flags).status == "finished"
     assert [line["step"] for line in lines(run)] == list(range(1, 6))
 
 
@@ -150,14 +147,12 @@ def test_a_stop_file_saves_stops_and_is_used_up(workplace: Path) -> None:
     run.mkdir(parents=True)
     launch(workplace, train__stop_after="2 steps", train__duration="4 steps")
     (run / "STOP").touch()
-    stopped = launch(workplace, LaunchOptions(resume="auto"), train__duration="4 steps")
+    stopped = launch(workplace, "auto", train__duration="4 steps")
     assert (stopped.status, stopped.step) == ("stopped", 3)
     assert not (run / "STOP").exists()
-    assert json.loads((run / "run.json").read_text())["launches"][1]["why"] == "STOP"
-    found = newest(run / "checkpoints")
-    assert found is not None
-    assert found.step == 3
-    assert launch(workplace, LaunchOptions(resume="auto"), train__duration="4 steps").status == "finished"
+    assert trainings.record(run)["launches"][1]["why"] == "STOP"
+    assert trainings.saved(run).step == 3
+    assert launch(workplace, "auto", train__duration="4 steps").status == "finished"
 
 
 @pytest.mark.slow
@@ -179,13 +174,12 @@ def test_a_signal_in_an_evaluation_cuts_it_short_and_it_is_done_when_the_run_goe
     monkeypatch.setattr(evaluate_task, "answer_samples", signalled)
     for last, step in ((0, 0), (0, 2), (2, whole.step)):
         signal_at["evaluation"] = evaluated.index(step) - evaluated.index(last) + 1
-        stopped = launch(workplace, LaunchOptions(resume="auto"), **flags)
+        stopped = launch(workplace, "auto", **flags)
         assert (stopped.status, stopped.step) == ("stopped", step)
-    done = launch(workplace, LaunchOptions(resume="auto"), **flags)
+    done = launch(workplace, "auto", **flags)
     assert (done.status, done.metrics["eval_loss"]) == ("finished", whole.metrics["eval_loss"])
     assert trainings.outcome(done.run_dir) == trainings.outcome(whole.run_dir)
-    ended, unbroken = newest(done.run_dir / "checkpoints"), newest(whole.run_dir / "checkpoints")
-    assert ended is not None and unbroken is not None
+    ended, unbroken = trainings.saved(done.run_dir), trainings.saved(whole.run_dir)
     assert ended.state == unbroken.state
     assert ended.manifest["files"]["probe.safetensors"] == unbroken.manifest["files"]["probe.safetensors"]
     assert launch(workplace, **flags) == done
@@ -193,9 +187,7 @@ def test_a_signal_in_an_evaluation_cuts_it_short_and_it_is_done_when_the_run_goe
     assert samples == evaluated
 
 
-@pytest.mark.parametrize(
-    ("step", "every", "named"), [(2, "1 step", "runs/r"), (1, "never", "runs/r")]
-)
+@pytest.mark.parametrize(("step", "every", "named"), [(2, "1 step", "runs/r"), (1, "never", "runs/r")])
 def test_a_run_directory_that_is_removed_under_a_run_is_named(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, step: int, every: str, named: str
 ) -> None:
@@ -217,9 +209,9 @@ def test_a_stop_file_from_before_the_run_stops_it_and_goes(workplace: Path, resu
     stop = workplace / "runs" / "r" / "STOP"
     stop.parent.mkdir(parents=True)
     stop.touch()
-    stopped = launch(workplace, LaunchOptions(resume=resume), train__duration="2 steps")
+    stopped = launch(workplace, resume, train__duration="2 steps")
     assert (stopped.status, stopped.step, stop.exists()) == ("stopped", 1, False)
-    assert launch(workplace, LaunchOptions(resume="must"), train__duration="2 steps").status == "finished"
+    assert launch(workplace, "must", train__duration="2 steps").status == "finished"
 
 
 def test_an_owed_evaluation_that_is_killed_is_written_once(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,8 +227,8 @@ def test_an_owed_evaluation_that_is_killed_is_written_once(workplace: Path, monk
     with monkeypatch.context() as patch:
         patch.setattr(SaveTask, "_save", dies)
         with pytest.raises(OSError, match="killed"):
-            launch(workplace, LaunchOptions(resume="auto"), **flags)
-    run = launch(workplace, LaunchOptions(resume="auto"), **flags).run_dir
+            launch(workplace, "auto", **flags)
+    run = launch(workplace, "auto", **flags).run_dir
     assert [(line["kind"], line["step"]) for line in lines(run)][-2:] == [("train", 3), ("eval", 3)]
     assert len((run / "samples.jsonl").read_text().splitlines()) == 1
 
@@ -247,7 +239,7 @@ def test_a_signal_before_the_first_step_leaves_a_run_to_go_on_with(
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    loaded = load_recipe(workplace / "r.yaml", [], cwd=workplace)
+    loaded = trainings.loaded(workplace)
     monkeypatch.setattr(preflight, "prepare_to_use", interrupted)
     with pytest.raises(KeyboardInterrupt):
         launch_training(loaded, LaunchOptions(resume="auto"), False)
@@ -323,39 +315,34 @@ def test_a_mock_batch_that_does_not_fit_ends_the_launch_before_the_first_step(
     assert not (workplace / "runs" / "r" / "metrics.jsonl").exists()
 
 
+def seen_in_steps(monkeypatch: pytest.MonkeyPatch, look: Callable[[], Any]) -> list[Any]:
+    """What is seen whenever a step takes its rows."""
+    seen, real = list[Any](), GlobalBatches.step
+    monkeypatch.setattr(GlobalBatches, "step", lambda self, i: seen.append(look()) or real(self, i))
+    return seen
+
+
 def test_deterministic_kernels_are_asked_for_and_let_go(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.utils import deterministic
 
-    seen: list[tuple[bool, Any]] = []
-    real = GlobalBatches.step
-
-    def look(self: GlobalBatches, i: int) -> Any:
-        seen.append((torch.are_deterministic_algorithms_enabled(), deterministic.fill_uninitialized_memory))
-        return real(self, i)
-
-    monkeypatch.setattr(GlobalBatches, "step", look)
+    is_on = torch.are_deterministic_algorithms_enabled
+    seen = seen_in_steps(monkeypatch, lambda: (is_on(), deterministic.fill_uninitialized_memory))
     launch(workplace, train__deterministic="true", train__stop_after="1 step")
     assert set(seen) == {(True, False)}, "no tensor is filled before it is written to"
-    assert not torch.are_deterministic_algorithms_enabled()
+    assert not is_on()
     assert deterministic.fill_uninitialized_memory
 
 
 def test_float32_products_as_tf32_are_asked_for_and_let_go(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[bool, str]] = []
-    real, products = GlobalBatches.step, torch.backends.cuda.matmul
-
-    def look(self: GlobalBatches, i: int) -> Any:
-        # What the compiler asks for, too: it must not raise.
-        seen.append((products.allow_tf32, torch.get_float32_matmul_precision()))
-        return real(self, i)
-
-    monkeypatch.setattr(GlobalBatches, "step", look)
+    products, precision = torch.backends.cuda.matmul, torch.get_float32_matmul_precision
+    # What the compiler asks for, too: it must not raise.
+    seen = seen_in_steps(monkeypatch, lambda: (products.allow_tf32, precision()))
     with pytest.raises(MachineError, match=r"train\.tf32: .* has no TF32 units"):
         launch(workplace, name="cpu", train__tf32="true")
     monkeypatch.setattr(resolve_module, "_check_numerics", lambda recipe, facts: None)
     launch(workplace, train__tf32="true", train__stop_after="1 step")
     assert set(seen) == {(True, "high")}
-    assert (products.allow_tf32, torch.get_float32_matmul_precision()) == (False, "highest")
+    assert (products.allow_tf32, precision()) == (False, "highest")
 
 
 def nan_at(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:
@@ -385,7 +372,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_the_message_says_where(
     run = workplace / "runs" / "r"
     assert [step for step, _ in step_dirs(run / "checkpoints")] == [2]
     assert [line["step"] for line in lines(run)] == [1, 2, 3]
-    record = json.loads((run / "run.json").read_text())
+    record = trainings.record(run)
     assert (record["status"], record["launches"][0]["step"]) == ("failed", 3)
 
 
@@ -403,7 +390,7 @@ def test_skipped_steps_are_marked_and_survive_a_resume(workplace: Path, monkeypa
 
             patch.setattr(loop, "optimizer_step", planted)
             flags = {"train__nonfinite": "{skip: 1}", "train__duration": "5 steps", "train__stop_after": stop}
-            return launch(workplace, LaunchOptions(resume="auto"), name=name, **flags)
+            return launch(workplace, "auto", name=name, **flags)
 
     whole = once("whole", "never")
     once("parts", "3 steps")

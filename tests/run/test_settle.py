@@ -196,11 +196,11 @@ def test_what_was_settled_is_written_down_with_its_reason_and_kept(tmp_path: Pat
     assert "  shard: auto  # full here, auto: one machine\n" in resolved
     plain = (found.run_dir / "recipe.resolved.yaml").read_text()
     assert "  micro_batch_size: 1  # auto: cpu\n" in plain and "  gradient_checkpointing: none  # auto: cpu\n" in plain
-    record = json.loads((run / "run.json").read_text())
+    record = trainings.record(run)
     assert record["launches"][0]["settled"] == {MICRO: 4, LEVEL: "full"}
-    assert "settled" not in json.loads((found.run_dir / "run.json").read_text())["launches"][0]
-    assert trainings.launch(tmp_path, LaunchOptions("must"), name="p").status == "finished"
-    again = json.loads((run / "run.json").read_text())["launches"][1]
+    assert "settled" not in trainings.record(found.run_dir)["launches"][0]
+    assert trainings.launch(tmp_path, "must", name="p").status == "finished"
+    again = trainings.record(run)["launches"][1]
     assert again["settled"] == {MICRO: 4, LEVEL: "full"}
     assert load_recipe(run / "recipe.resolved.yaml").recipe.train.micro_batch_size == 4
 

@@ -41,7 +41,7 @@ def test_a_finished_run_is_told_without_torch(workplace: Path, capsys: pytest.Ca
     assert status_of(resume_source(run), LaunchOptions("must"), QUIET).finished is None
     with pytest.raises(RecipeError, match="another recipe"):
         status_of(resume_source(run, [Override("optimizer.lr", "1e-9")]), LaunchOptions("must"), QUIET)
-    ended = launch(workplace, LaunchOptions("must"), train__duration="2 steps")
+    ended = launch(workplace, "must", train__duration="2 steps")
     loaded, must = resume_source(run), LaunchOptions("must")
     assert status_of(loaded, must, QUIET).finished == ended == launch(workplace, train__duration="2 steps")
     assert status_of(loaded, LaunchOptions("must", reset=("schedule",)), QUIET).finished is None
@@ -103,7 +103,7 @@ def test_a_checkpoint_that_could_not_be_restored_is_still_the_runs(
 
     with monkeypatch.context() as patch, pytest.raises(DataError, match="does not hold"):
         patch.setattr(main, "restore", unfit)
-        launch(workplace, LaunchOptions(resume="must"), name="kept")
+        launch(workplace, "must", name="kept")
     found = find_checkpoint(run, ignore_warning)
     assert found is not None and found.checkpoint.step == 2
-    assert launch(workplace, LaunchOptions(resume="must"), name="kept", train__stop_after="1 step").step == 3
+    assert launch(workplace, "must", name="kept", train__stop_after="1 step").step == 3

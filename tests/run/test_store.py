@@ -10,18 +10,19 @@ import obstore
 import pytest
 from obstore.store import MemoryStore
 
-from tests.fixtures.trainings import lines, outcome
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
+from tests.fixtures.trainings import lines, loaded, outcome
 from tuner.errors import DataError, MachineError, RecipeError
 from tuner.run.main import train
-from tuner.run.options import LaunchOptions, RunResult
-from tuner.run.store import Publisher, PublishTask
+from tuner.run.options import LaunchOptions, Resume, RunResult
+from tuner.run.status import began
+from tuner.run.store import Publisher
 from tuner.run.stored import in_store
 from tuner.rundir import in_store as places
 from tuner.rundir.in_store import bring, bring_inputs, publish
+from tuner.rundir.run_json import hold
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
+from tuner.runtime.files import read_json
 from tuner.stages import stage_of
 from tuner.stores import client, lease
 from tuner.stores.directory import StoreDirectory
@@ -51,11 +52,10 @@ def said() -> tuple[Console, Callable[[], str]]:
     return Console(stream=stream), stream.getvalue
 
 
-def launched(directory: Path, url: str, resume: str = "never", **flags: str) -> RunResult:
-    overrides = [Override(key.replace("__", "."), text) for key, text in {"output_dir": url, **flags}.items()]
-    loaded = load_recipe(directory / "r.yaml", overrides, cwd=directory)
-    with in_store(loaded, Console(main=False)):
-        return train(loaded, LaunchOptions("must" if resume == "must" else "never"), RankInfo(), Console(main=False))
+def launched(directory: Path, url: str, resume: Resume = "never", **flags: str) -> RunResult:
+    recipe = loaded(directory, output_dir=url, **flags)
+    with in_store(recipe, Console(main=False)):
+        return train(recipe, LaunchOptions(resume), RankInfo(), Console(main=False))
 
 
 def quiet(*_: object) -> None:
@@ -93,6 +93,10 @@ def test_a_run_whose_stage_is_lost_is_resumed_from_its_store(workplace: Path, st
     assert launched(workplace, URL, "must", train__duration="10 steps").status == "finished"
     after = StoreDirectory.open(URL).newest()
     assert after is not None and after.number == before.number, "nothing is published where nothing changed"
+    branched = launched(workplace, "branch", stage_of(URL) / "checkpoints" / "step-5", train__duration="10 steps")
+    (launch,) = read_json(branched.run_dir / "run.json")["launches"]
+    assert launch["began_from"] == f"{URL}/checkpoints/step-5"
+    assert began({"launches": [launch]}) == stage_of(URL) / "checkpoints" / "step-5"
 
 
 def test_a_run_that_cannot_be_published_is_kept_and_published_later(
@@ -117,12 +121,13 @@ def test_a_save_that_fails_is_a_warning_and_the_next_one_publishes_all(
     with Publisher(stage, console) as publisher:
         with monkeypatch.context() as patch:
             patch.setattr(StoreDirectory, "publish", refusing)
-            publisher.saved(1)
-            with publisher._changed:
-                assert publisher._changed.wait_for(lambda: "training continues" in text(), 20)
+            publisher.notify(Event("save", 1, 0))
+            assert publisher._next is not None
+            publisher._next[1].result(20)
+            assert "training continues" in text()
         (stage / "b").write_text("2")
-        PublishTask(publisher).notify(Event("step", 1, 0))
-        PublishTask(publisher).notify(Event("save", 2, 0))
+        publisher.notify(Event("step", 1, 0))
+        publisher.notify(Event("save", 2, 0))
     stored = StoreDirectory.open(URL).newest()
     assert stored is not None and stored.files.keys() == {"a", "b"}
 
@@ -131,11 +136,10 @@ def test_a_run_that_another_launch_takes_over_stops_in_order(stage: Path) -> Non
     console = Console(main=False)
     words = r"^not published: another launch, .* has taken s3://bucket/runs/x over"
     with pytest.raises(MachineError, match=words), Publisher(stage, console) as publisher:
-        task = PublishTask(publisher)
-        assert task.request() == Request.NONE
+        assert publisher.request() == Request.NONE
         with StoreDirectory.open(URL).lease(stage, lock_is_free=True), pytest.raises(MachineError):
             publisher._lease.renew()
-        assert task.request() == Request.STOP
+        assert publisher.request() == Request.STOP
 
 
 def test_a_second_launch_is_refused_by_name(stage: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -206,6 +210,33 @@ FILES = ("run.json", "checkpoints/step-4/a", "checkpoints/step-12/a", "checkpoin
 def test_what_is_fetched_of_a_run(inside: str, extent: Any, which: Any, wanted: tuple[int, ...] | None) -> None:
     found = places._meant(FILES, Path(inside), extent, which)
     assert found == (None if wanted is None else frozenset(FILES[number] for number in wanted))
+
+
+def test_an_export_in_its_run_is_published_with_it(stage: Path) -> None:
+    export = stage / "exports" / "step-4"
+    later = stage / "exports" / "step-12" / "config.json"
+    for path in (stage / "run.json", stage / "checkpoints" / "step-4" / "a", export / "config.json", later):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    (stage / "exports" / "latest").symlink_to("step-12")
+    with hold(stage):
+        publish(export)
+    assert StoreDirectory.open(URL).newest() is None, "its launch does that"
+    publish(export)
+    first = StoreDirectory.open(URL).newest()
+    assert first is not None and {"a", "checkpoints/step-4/a"} < first.files.keys(), "nothing was there yet"
+    shutil.rmtree(stage)
+    assert bring(stage, quiet, "model")
+    export.mkdir(parents=True)
+    (stage / "exports" / "latest").symlink_to("step-4")
+    for path in (stage / "a", export / "other.json"):
+        path.write_text("changed")
+    publish(export)
+    then = StoreDirectory.open(URL).newest()
+    assert then is not None and StageState.read(stage).commit_id is None, "a part of the run is here"
+    kept = {name: file for name, file in first.files.items() if name != "exports/step-4/config.json"}
+    assert dict(then.files) == {**kept, "exports/step-4/other.json": then.files["exports/step-4/other.json"]}
+    assert StoreDirectory.open(f"{URL}/exports/step-4").newest() is None
 
 
 def test_an_export_is_fetched_whole() -> None:

@@ -13,17 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.fixtures import trainings
 from tests.fixtures.trainings import launch, lines, outcome
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
 from tuner.config.recipe import TokenizerSection
 from tuner.data.encoding.tokenizer_files import load_tokenizer
 from tuner.errors import DataError, RecipeError
-from tuner.run.options import LaunchOptions
 from tuner.run.teacher_versions import TeacherVersions
 from tuner.rundir.versions import TakenVersion
 from tuner.setup.teacher import INDEX, files_read, incomplete, newest_teacher
-
-RESUME = LaunchOptions(resume="must")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +93,7 @@ def test_a_killed_run_learns_from_the_same_versions_in_the_same_steps(
         appearing(workplace, patch, {2: 20}, dies=6)
         launch(workplace, **flags(workplace))
     publish(workplace, 30)  # step 4 is taken again: its look found nothing newer, and that is final
-    again = launch(workplace, RESUME, **flags(workplace))
+    again = launch(workplace, "must", **flags(workplace))
     assert noted(again.run_dir) == noted(whole.run_dir)
     assert outcome(again.run_dir) == outcome(whole.run_dir)
     first = launch(workplace, **flags(workplace, name="first", method__teacher_every="never",
@@ -116,7 +111,7 @@ def test_a_run_that_stops_at_a_look_goes_on_as_if_it_had_not(workplace: Path, mo
     with monkeypatch.context() as patch:
         appearing(workplace, patch, {4: 20})
         launch(workplace, **flags(workplace, train__stop_after="4 steps"))
-    again = launch(workplace, RESUME, **flags(workplace))
+    again = launch(workplace, "must", **flags(workplace))
     assert outcome(again.run_dir) == outcome(whole.run_dir)
 
 
@@ -142,7 +137,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_with_the_same_versio
         appearing(workplace, patch, {}, dies=2)
         launch(workplace, **flags(workplace))
     publish(workplace, 20)
-    launch(workplace, LaunchOptions(resume="auto"), **flags(workplace))
+    launch(workplace, "auto", **flags(workplace))
     assert noted(workplace / "runs" / "run") == [(0, "step-10"), (2, "step-20")]
 
 
@@ -150,8 +145,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_with_the_same_versio
 def test_a_branch_of_a_run_begins_with_the_version_of_its_checkpoint(workplace: Path) -> None:
     parent = launch(workplace, **flags(workplace, train__stop_after="3 steps"))
     publish(workplace, 20)
-    branch = LaunchOptions(resume=parent.run_dir / "checkpoints" / "step-3")
-    child = launch(workplace, branch, **flags(workplace, name="child"))
+    child = launch(workplace, parent.run_dir / "checkpoints" / "step-3", **flags(workplace, name="child"))
     assert noted(child.run_dir) == [(0, "step-10"), (4, "step-20")]
 
 
@@ -160,15 +154,15 @@ def test_versions_that_are_gone_or_changed_are_refused(workplace: Path) -> None:
     path = workplace / "teacher" / "step-10"
     shift(path, 3)
     with pytest.raises(DataError, match=r"step-10: the teacher changed since the run learned from it"):
-        launch(workplace, RESUME, **flags(workplace))
+        launch(workplace, "must", **flags(workplace))
     path.rename(path.with_name("elsewhere"))
     publish(workplace, 20)
     with pytest.raises(DataError, match=r"step-10 is gone, which the run took after step 0"):
-        launch(workplace, RESUME, **flags(workplace))
+        launch(workplace, "must", **flags(workplace))
     shutil.rmtree(path.with_name("elsewhere"))
     shutil.rmtree(workplace / "teacher" / "step-20")
     publish(workplace, 10)
-    assert launch(workplace, RESUME, **flags(workplace)).status == "finished"
+    assert launch(workplace, "must", **flags(workplace)).status == "finished"
 
 
 COPIED = {
@@ -241,8 +235,7 @@ def test_a_directory_without_versions_is_named_by_checks_and_launches(workplace:
     own = flags(workplace, method__teacher=str(workplace / "model"))
     with pytest.raises(RecipeError, match=r"method.teacher: .*/model holds no version of a teacher"):
         launch(workplace, **own)
-    overrides = [Override(key.replace("__", "."), text) for key, text in own.items()]
-    loaded = load_recipe(workplace / "r.yaml", overrides, cwd=workplace)
+    loaded = trainings.loaded(workplace, **own)
     found = Findings(loaded)
     check_files(loaded.recipe, found)
     with pytest.raises(RecipeError, match=r"method.teacher.*holds no version of a teacher"):

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from tests.fixtures.trainings import loaded
 from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
 from tuner.config.recipe import WEBHOOK_VARIABLE
 from tuner.errors import DivergedError, RecipeError
 from tuner.run.launch import launch
-from tuner.run.options import LaunchOptions, RunResult
+from tuner.run.options import LaunchOptions, Resume, RunResult
 from tuner.run.webhook import posted
 from tuner.runtime import stop
 
@@ -75,9 +75,8 @@ def listener() -> Iterator[Listener]:
     server.server_close()
 
 
-def _launch(directory: Path, options: LaunchOptions | None = None, **flags: str) -> RunResult:
-    overrides = [Override(key.replace("__", "."), text) for key, text in (SHORT | flags).items()]
-    return launch(load_recipe(directory / "r.yaml", overrides, cwd=directory), options or LaunchOptions())
+def _launch(directory: Path, resume: Resume = "never", **flags: str) -> RunResult:
+    return launch(loaded(directory, **SHORT | flags), LaunchOptions(resume))
 
 
 def test_it_hears_of_a_stop_a_finish_and_a_divergence(
@@ -85,8 +84,8 @@ def test_it_hears_of_a_stop_a_finish_and_a_divergence(
 ) -> None:
     monkeypatch.setenv(WEBHOOK_VARIABLE, listener.address)
     _launch(workplace, train__stop_after="1 step")
-    result = _launch(workplace, LaunchOptions("must"))
-    _launch(workplace, LaunchOptions("auto"))
+    result = _launch(workplace, "must")
+    _launch(workplace, "auto")
     stopped, finished = listener.bodies
     assert stopped.keys() == finished.keys() == KEYS
     assert (stopped["event"], stopped["exit_code"], stopped["step"], stopped["why"]) == ("stopped", 75, 1, "stop_after")
@@ -96,7 +95,7 @@ def test_it_hears_of_a_stop_a_finish_and_a_divergence(
 
     with pytest.raises(DivergedError):
         steep = {"optimizer__kind": "sgd", "optimizer__lr": "1e30"}
-        _launch(workplace, name="bad", output_dir=str(workplace / "runs" / "bad"), **steep)
+        _launch(workplace, name="bad", **steep)
     diverged = listener.bodies[-1]
     assert (diverged["event"], diverged["exit_code"]) == ("diverged", 7)
     assert diverged["text"].startswith("bad diverged at step ") and "step" in diverged["why"]
@@ -114,7 +113,7 @@ def test_it_hears_of_the_chosen_events_and_of_failures_before_the_first_step(
     assert listener.bodies == []
     (workplace / "model" / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(Exception):  # noqa: B017, PT011 - whichever it is, it is the launch's own
-        _launch(workplace, name="bad", output_dir=str(workplace / "runs" / "bad"), **told)
+        _launch(workplace, name="bad", **told)
     assert [body["event"] for body in listener.bodies] == ["failed"]
     assert listener.bodies[0]["exit_code"] > 0 and listener.bodies[0]["step"] is None
 
@@ -189,8 +188,7 @@ def test_what_goes_wrong_is_a_warning_without_the_address(
     assert _launch(workplace).status == "finished"
     assert "notify: 127.0.0.1 did not take the message (finished): HTTP 500" in (said := capsys.readouterr().err)
     monkeypatch.setenv(WEBHOOK_VARIABLE, "ftp://user:s3cret@example.org")
-    other = {"name": "other", "output_dir": str(workplace / "runs" / "other")}
-    assert _launch(workplace, **other).status == "finished"
+    assert _launch(workplace, name="other").status == "finished"
     said += capsys.readouterr().err
     assert "notify: the webhook's address is no http or https URL; nothing will be sent" in said
     assert "s3cret" not in said

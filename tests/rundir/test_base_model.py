@@ -31,9 +31,7 @@ def refused(model: str | None = None) -> RecipeError:
 def test_a_run_is_exported_first(place: Path) -> None:
     error = refused()
     assert error.message == "recipe.yaml:2:17  model.name_or_path: runs/l is a run, not a model"
-    assert error.hint == (
-        "export it first: tuner export-hf runs/l      then model.name_or_path: runs/l/exports/step-8"
-    )
+    assert error.hint == ("export it first: tuner export-hf runs/l      then model.name_or_path: runs/l/exports/step-8")
     checkpoint = refused("runs/l/checkpoints/step-4")
     assert "flag --model.name_or_path runs/l/checkpoints/step-4  model.name_or_path: runs/l/check" in checkpoint.message
     assert "tuner export-hf runs/l/checkpoints/step-4      then" in (checkpoint.hint or "")

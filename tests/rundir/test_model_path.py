@@ -12,7 +12,7 @@ from tests.rundir import made
 from tuner.checkpoint.save import CheckpointDir, save
 from tuner.errors import DataError, RecipeError
 from tuner.rundir.last_checkpoint import last_step
-from tuner.rundir.model_path import HfDirectory, RunCheckpoint, find_checkpoint, resolve_model_path
+from tuner.rundir.model_path import HfDirectory, RunCheckpoint, Warn, Which, find_checkpoint, resolve_model_path
 from tuner.rundir.record import read_run
 
 
@@ -32,6 +32,13 @@ def ended(first: int, last: int, **more: Any) -> dict[str, Any]:
 
 def killed(first: int, **more: Any) -> dict[str, Any]:
     return made.launch("11:00:00", None, first, 0, total_steps=4) | more
+
+
+def chosen(run: Path, warn: Warn = pytest.fail, which: Which = "newest") -> int:
+    """The step of the checkpoint that a run's directory means."""
+    found = find_checkpoint(run, warn, which=which)
+    assert found is not None
+    return found.checkpoint.step
 
 
 @pytest.mark.parametrize(
@@ -71,9 +78,7 @@ def test_junk_beyond_the_last_step_is_passed_over_with_a_warning(tmp_path: Path)
     path = run(tmp_path / "r", (2, 4), [ended(0, 4, saved_step=4)])
     (path / "checkpoints" / "step-9").mkdir()
     warnings: list[str] = []
-    chosen = find_checkpoint(path, warnings.append)
-    assert chosen is not None
-    assert chosen.checkpoint.step == 4
+    assert chosen(path, warnings.append) == 4
     (warning,) = warnings
     assert "step-9 is not used" in warning
 
@@ -81,17 +86,13 @@ def test_junk_beyond_the_last_step_is_passed_over_with_a_warning(tmp_path: Path)
 def test_a_run_before_its_end_is_chosen_with_a_warning(tmp_path: Path) -> None:
     path = run(tmp_path / "r", (2,), [killed(0)], "running")
     warnings: list[str] = []
-    chosen = find_checkpoint(path, warnings.append)
-    assert chosen is not None
-    assert (chosen.checkpoint.step, read_run(path).status) == (2, "killed")
+    assert (chosen(path, warnings.append), read_run(path).status) == (2, "killed")
     assert warnings == [f"{path}: its newest checkpoint is that of step 2 of 4, before the end of the run"]
 
 
 def test_best_is_known_from_the_last_step_alone(tmp_path: Path) -> None:
     path = run(tmp_path / "r", (2, 4), [ended(0, 4, saved_step=4)])
-    chosen = find_checkpoint(path, pytest.fail, which="best")
-    assert chosen is not None
-    assert chosen.checkpoint.step == 2
+    assert chosen(path, which="best") == 2
     shutil.rmtree(path / "checkpoints" / "step-2")
     with pytest.raises(DataError, match="step-2") as gone:
         find_checkpoint(path, pytest.fail, which="best")

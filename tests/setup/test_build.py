@@ -75,6 +75,9 @@ MADE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(
+    "gemma3-untied", "qwen3-moe-tied", *(f"llama, {what}-untied" for what in ("LoRA", "QLoRA", "frozen", "tiles"))
+)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("what", MADE)
 def test_a_model_read_in_blocks_is_the_one_that_is_loaded(what: str, tied: bool, tmp_path: Path) -> None:
@@ -111,7 +114,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow("whole", "columns")
+@pytest.mark.slow("in shards", "whole", "columns")
 @pytest.mark.multi
 @pytest.mark.parametrize("what", LAYOUTS)
 def test_experts_are_read_by_each_process(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,9 +105,7 @@ def test_a_damaged_record_is_none(damage: bytes, files: Path, tmp_path: Path, ta
     assert hashed(files, tmp_path) == first
 
 
-def test_what_goes_wrong_is_told_to_who_asks(
-    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_goes_wrong_is_told_to_who_asks(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unread(tensor: torch.Tensor, parts: Iterable[torch.Tensor]) -> Content:
         raise OSError(5, "Input/output error")
 

@@ -13,7 +13,7 @@ from tests.fixtures.store_servers import Server, serving
 from tests.stores.conftest import contents, filled
 from tuner.errors import ExitCode, MachineError
 from tuner.stores import client, upload
-from tuner.stores.client import Client, split
+from tuner.stores.client import Client
 from tuner.stores.directory import StoreDirectory
 from tuner.stores.upload import upload as put_files
 
@@ -63,12 +63,6 @@ def test_a_server_that_is_not_there_is_said(hasty: None, monkeypatch: pytest.Mon
     away(9, monkeypatch)
     with pytest.raises(MachineError, match="s3://bucket/x: the store does not answer"):
         StoreDirectory.open("s3://bucket/x").newest()
-
-
-@pytest.mark.parametrize("url", ["s3:/bucket/x", "s3://", "ftp://bucket/x", "bucket/x"])
-def test_what_is_no_directory_of_a_store_is_refused(url: str) -> None:
-    with pytest.raises(MachineError, match="not a directory in a store"):
-        split(url)
 
 
 def test_without_the_library_its_line_is_said() -> None:

@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +18,9 @@ from tests.stores.conftest import Faulty, Opened, contents, filled
 from tuner.errors import DataError, MachineError
 from tuner.stores import client
 from tuner.stores import directory as directories
-from tuner.stores.commit import FILES, LEASE, Commit, commit_key, read_commit
+from tuner.stores.commit import FILES, LEASE, Commit, StoredFile, commit_key, read_commit
 from tuner.stores.directory import StoreDirectory
-from tuner.stores.stage import StageState
+from tuner.stores.stage import RACY_NS, StageState
 
 
 def published(directory: StoreDirectory, stage: Path, step: int = 1) -> Commit:
@@ -85,6 +88,30 @@ def test_two_commits_stay_and_their_data(opened: Opened, store: MemoryStore, sta
     assert set(keys(store, FILES)) == last.data | before.data
 
 
+def test_a_snapshot_is_taken_while_another_is_uploaded(
+    opened: Opened, library: Faulty, stage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going, taken, put_files = threading.Event(), threading.Event(), directories.upload
+
+    def upload(*words: Any) -> dict[str, StoredFile]:
+        going.set()
+        assert taken.wait(20), "it waits for the upload"
+        return put_files(*words)
+
+    monkeypatch.setattr(directories, "upload", upload)
+    directory = opened()
+    time.sleep(RACY_NS / 1e9)  # what has changed a moment before is never known
+    with directory.lease(stage, lock_is_free=True), ThreadPoolExecutor(1) as pool:
+        publishing = pool.submit(directory.publish, directory.snapshot(stage, {}))
+        assert going.wait(20)
+        second = directory.snapshot(stage, {})
+        taken.set()
+        first = publishing.result(20)
+        library.puts.clear()
+        assert directory.publish(second).files == first.files
+        assert not [key for key in library.puts if key.startswith(FILES)], "put by the one before"
+
+
 def test_data_of_a_snapshot_that_waits_stay(opened: Opened, stage: Path, tmp_path: Path) -> None:
     directory = opened()
     with directory.lease(stage, lock_is_free=True):
@@ -146,7 +173,7 @@ def test_a_writer_whose_lease_was_taken_commits_no_more(opened: Opened, stage: P
             last = second.publish(second.snapshot(stage, {}))
         with pytest.raises(MachineError, match=r"another launch, \S+ pid \d+, has taken s3://bucket/run over"):
             stopped.publish(snapshot)
-        assert lost.lost
+        assert lost.taken_by is not None
     assert opened().newest() == last
 
 
@@ -272,8 +299,9 @@ def test_a_damaged_listing_is_refused_by_name(
 ) -> None:
     monkeypatch.setattr(directories, "ATTEMPTS", 1)
     commit = published(opened(), stage)
-    obstore.put(store, commit.key, damage(bytes(obstore.get(store, commit.key).bytes())))
-    with pytest.raises(DataError, match=rf"s3://bucket/run/{commit.key}: .*{message}"):
+    key = commit_key(commit.number)
+    obstore.put(store, key, damage(bytes(obstore.get(store, key).bytes())))
+    with pytest.raises(DataError, match=rf"s3://bucket/run/{key}: .*{message}"):
         opened().fetch(stage)
 
 

@@ -152,7 +152,6 @@ def test_what_is_no_value_is_refused(reader: str, text: str, says: str) -> None:
         "volume": Volume.of, "memory": bytes_of, "time": seconds_of, "env": lambda each: variables([each]),
         "sbatch": lambda each: slurm.script(JOB, [each]),
         "resource": lambda each: kubernetes.manifest(JOB, resources=[each]),
-        "word": lambda each: Job("r", (each,), "/").require_printable(),
     }  # fmt: skip
     with pytest.raises(RecipeError) as raised:
         readers[reader](text)

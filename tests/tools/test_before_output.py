@@ -9,8 +9,8 @@ from transformers.models.roberta.modeling_roberta import RobertaEmbeddings
 from tests.model.tiny import family_model
 from tools.causal_cases import tiny_config
 from tuner.model.build import decoder_blocks, head_layer
-from tuner.model.numbering import from_padding
 from tuner.model.root import CausalLM
+from tuner.model.row_layout import from_padding
 
 HEADS = ("bert", "electra", "modernbert-decoder", "xlm-roberta")
 

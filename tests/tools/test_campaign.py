@@ -16,7 +16,7 @@ NEED_MORE = {"same_run", "kept_chats"}
 def test_every_campaign_is_among_them(root: Path) -> None:
     named = {one.words[0] for one in CAMPAIGNS} - {"pytest"}
     others = {"damaged_runs", "flawed_recipes", "mistakes", "mutants", "optimizer_spread"}
-    others |= {"preference_task", "quantized_task"}
+    others |= {"preference_task", "quantized_task", "store_trainings"}
     assert named == {path.stem for path in (root / "tools").glob("*_campaign.py")} | others
     assert all((root / "tools" / f"{name}.py").is_file() for name in named | NEED_MORE)
     assert len({one.name for one in CAMPAIGNS}) == len(CAMPAIGNS)

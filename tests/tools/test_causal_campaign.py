@@ -17,27 +17,19 @@ from tools.causal_rows import LAYOUTS, LENGTHS, STEPS, TRAINED
 from tuner.model import documents
 
 WAYS = ("packed", "single")
-ROUTES = {
-    **dict.fromkeys(("llama", "gptj", "deepseek_v3", "gpt_oss", "qwen3_5_text", "mamba2", "falcon_h1"), "flat"),
-    "bloom": "batch",
-}
-REFUSED = {
-    "bert": "with is_decoder: false in its config its tokens see later ones",
-}
+FURTHER = ("gptj", "qwen3_5_text", "falcon_h1", "deepseek_v3", "gpt_oss", "mamba2")
+"""Of families that others stand for."""
+ROUTES = {**dict.fromkeys(("llama", *FURTHER), "flat"), "bloom": "batch"}
+REFUSED = {"bert": "with is_decoder: false in its config its tokens see later ones"}
 
 
 def verdicts(finding: Finding) -> dict[str, str]:
     return {mode: outcome.verdict for mode, outcome in finding.modes.items()}
 
 
-FURTHER = ("gptj", "qwen3_5_text", "falcon_h1", "deepseek_v3", "gpt_oss", "mamba2")
-"""Of families that others stand for."""
-
-
 @pytest.mark.slow("bert")
 @pytest.mark.parametrize(
-    "model_type",
-    [pytest.param(name, marks=pytest.mark.slow) if name in FURTHER else name for name in (*ROUTES, *REFUSED)],
+    "model_type", [pytest.param(name, marks=[pytest.mark.slow] * (name in FURTHER)) for name in (*ROUTES, *REFUSED)]
 )
 def test_a_type_is_trained_as_the_plain_loop_trains_it_or_refused(model_type: str) -> None:
     found = examine(model_type, WAYS, steps=2)
@@ -78,13 +70,10 @@ def test_a_mixture_in_every_way() -> None:
 
 
 PLANTED = {
-    "reset": ("llama", ("packed",)),
-    "state": ("mamba2", ("packed",)),
-    "sink": ("gpt_oss", ("packed",)),
-    "balance": ("mixtral", ("packed",)),
-    "router": ("mixtral", ("single",)),
+    "reset": ("llama", ("packed",)), "state": ("mamba2", ("packed",)), "sink": ("gpt_oss", ("packed",)),
+    "balance": ("mixtral", ("packed",)), "router": ("mixtral", ("single",)),
     "expert": ("mixtral", ("packed", "export")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow("expert", "sink", "router", "state")

@@ -28,10 +28,6 @@ def day(tmp_path: Path) -> Day:
     return Day("test", "cpu", True, tmp_path, tmp_path)
 
 
-def lines_of(out: Path) -> list[dict[str, Any]]:
-    return read([out])
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_children")
 def test_predicted_stands_beside_measured(day: Day) -> None:
@@ -100,7 +96,7 @@ def test_a_failed_check_does_not_stop_the_next_one(day: Day) -> None:
     day.figure("fills", short)
     day.figure("breaks", lambda: {"ratio": 1 / 0})
     day.check("goes on", lambda: {"value": 3})
-    lines = lines_of(day.out)
+    lines = read([day.out])
     assert [(line["what"], line["ok"]) for line in lines] == [
         ("divides", False), ("fills", None), ("breaks", False), ("goes on", True),
     ]  # fmt: skip
@@ -119,13 +115,13 @@ def test_parts_that_hang_or_fail_leave_the_others(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(day_command.subprocess, "Popen", Started)
     assert day_command.main(["run", str(tmp_path / "out"), "--work", str(tmp_path / "work"), *HERE]) == 1
-    assert {line["part"]: line["ended"] for line in lines_of(tmp_path / "out")} == {
+    assert {line["part"]: line["ended"] for line in read([tmp_path / "out"])} == {
         "b": "exit code 3", "c": "at its limit of 1 s",
     }  # fmt: skip
     assert "0 of 2 checks passed." in (tmp_path / "out" / "table.md").read_text()
     words = ["run", str(tmp_path / "late"), "--work", str(tmp_path / "work"), "--seconds", "5", *HERE]
     assert day_command.main(words) == 0
-    assert {line["skipped"] for line in lines_of(tmp_path / "late")} == {"no time is left"}
+    assert {line["skipped"] for line in read([tmp_path / "late"])} == {"no time is left"}
 
 
 def test_lines_of_several_calls_are_one_table(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.fixtures import commands, forked
+from tests.fixtures import commands, forked, trainings
 from tests.ladder.ladders import write_ladder_files
 from tools.ladder_campaign import campaign
+from tools.tables import beside
 from tuner.checkpoint.load import content_sha256
 from tuner.checkpoint.open import newest
 from tuner.ladder.marks import read_marks
@@ -69,12 +70,6 @@ def test_a_rung_that_is_stopped_stops_the_ladder(tmp_path: Path) -> None:
     assert document["status"] == "ok" and document["artifacts"]["path"] == str(tmp_path / "runs" / "ladder")
 
 
-def status_lines(directory: Path) -> list[str]:
-    """What `tuner ladder status` prints."""
-    done = commands.tuner("ladder", "status", "ladder.yaml", cwd=directory, code=0)
-    return done.stdout.splitlines()
-
-
 def test_a_plan_says_what_each_rung_takes(trained: Path) -> None:
     document = ladder(trained, "plan", "ladder.yaml")
     small, large = document["artifacts"]["rungs"]
@@ -92,7 +87,7 @@ def test_a_plan_says_what_each_rung_takes(trained: Path) -> None:
 def test_each_rung_is_saved_and_evaluated_at_its_marks(trained: Path) -> None:
     for name in ("small", "large"):
         run = trained / "runs" / "ladder" / name
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines = trainings.lines(run)
         assert [line["step"] for line in lines if line["kind"] == "eval"] == [4, 6, 10, 12]
         assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, 13))
         assert {4, 6, 10, 12} <= {int(path.name.split("-")[1]) for path in (run / "checkpoints").glob("step-*")}
@@ -111,9 +106,7 @@ def test_metrics_are_csv_and_json(trained: Path) -> None:
     for row, mark in zip(rows, document["artifacts"]["marks"], strict=True):
         assert float(row["loss"]) == mark["loss"] and int(row["parameters"]) == mark["parameters"]
         assert 0 < mark["tokens"] <= mark["step"] * 256
-    lines = (trained / "runs" / "ladder" / "large" / "metrics.jsonl").read_text().splitlines()
-    last = [json.loads(line) for line in lines][-1]
-    assert float(rows[-1]["loss"]) == last["loss"]
+    assert float(rows[-1]["loss"]) == trainings.lines(trained / "runs" / "ladder" / "large")[-1]["loss"]
 
 
 def test_runs_in_several_directories_are_one_ladder(trained: Path, tmp_path: Path) -> None:
@@ -169,7 +162,8 @@ def test_a_rung_is_what_its_own_recipe_trains(trained: Path, tmp_path: Path) -> 
 
 
 def test_status_shows_marks_and_losses(trained: Path) -> None:
-    head, small, large = status_lines(trained)
+    done = commands.tuner("ladder", "status", "ladder.yaml", cwd=trained, code=0)
+    head, small, large = done.stdout.splitlines()
     assert head.split()[:3] == ["rung", "status", "step"]
     assert "12/12" in small and "4/4" in small and "2 post-decay" in large
 
@@ -189,20 +183,9 @@ def test_a_rung_is_benchmarked_and_nothing_stays_of_it(trained: Path) -> None:
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("train", "ladder.yaml"), "this recipe is a ladder of 2 sizes (ladder.sizes), not one run"),
-        (("profile", "ladder.yaml"), "tuner ladder plan RECIPE"),
-        (("ladder", "run", "ladder.yaml", "--rung", "middle"), "middle: no such rung"),
-        (("ladder", "benchmark", "3", "ladder.yaml"), "3: no such rung"),
-        (("ladder", "benchmark", "1", "ladder.yaml", "--output", "text.jsonl"), "holds something else than a"),
-        (("ladder", "status", "."), "holds no ladder: no rung was started there"),
-        (("ladder", "metrics", "runs", "--seed", "3"), "is a directory, not a recipe: --seed has no meaning here"),
-    ],
-)
-def test_what_cannot_be_is_said(words: tuple[str, ...], said: str, trained: Path) -> None:
-    done = commands.tuner(*words, cwd=trained)
+@pytest.mark.parametrize(("line", "said"), beside(__file__))
+def test_what_cannot_be_is_said(line: str, said: str, trained: Path) -> None:
+    done = commands.tuner(*line.split(), cwd=trained)
     assert done.returncode == 2 and said in done.stderr
 
 

@@ -3,7 +3,6 @@
 import ast
 import itertools
 import json
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -11,26 +10,15 @@ import pytest
 from tools import mutants
 from tools.mutants import MUTANTS
 from tools.mutations import InC, Mutant, find_place, parsed, texts
+from tools.tables import beside
 
-CODE = '''
-import os
-
-class Log:
-    """A file."""
-
-    def close(self, sizes: list[int]) -> int:
-        with self.lock:
-            os.fsync(  # to the disk
-                self.handle)
-            os.close(self.handle)
-        return sum(size for size in sizes if size > 0) + 1
-'''
+CODE: dict[str, str] = beside(__file__)
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     (tmp_path / "tuner" / "files").mkdir(parents=True)
-    (tmp_path / "tuner" / "files" / "log.py").write_text(CODE)
+    (tmp_path / "tuner" / "files" / "log.py").write_text(CODE["log.py"])
     return tmp_path
 
 
@@ -97,15 +85,7 @@ def test_a_fault_that_names_what_is_not_there_does_not_apply(tree: Path) -> None
 
 
 def test_kernels_in_c_are_compared_as_tokens(tree: Path) -> None:
-    code = """
-    static int one(int a) {
-      return a+ 1.0f;
-    }
-    static int two(int a) {
-      return a + 1.0f;
-    }
-    """
-    (tree / "tuner" / "k.c").write_text(textwrap.dedent(code))
+    (tree / "tuner" / "k.c").write_text(CODE["k.c"])
     _, text = InC("it", "two", "a + 1.0f", "a", ()).planted(tree)
     assert "return a+ 1.0f" in text and "return a;" in text
     assert InC("it", "three", "a", "b", ()).problem(tree) == "0 functions in C are named three"

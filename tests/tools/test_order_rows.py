@@ -33,7 +33,7 @@ def test_a_person_stands_before_the_city_about_as_often_as_after_it() -> None:
 
 
 def test_the_pages_ask_for_orders_that_are_not_trained_on() -> None:
-    readme = readme_campaign.asked(readme_campaign.README.read_text(encoding="utf-8"))
+    readme = readme_campaign.typed_in(readme_campaign.README.read_text(encoding="utf-8"))
     (notebook,) = re.findall(r'prompt = "(.+)"', readme_campaign.cells(readme_campaign.NOTEBOOK))
     for asked in (readme, notebook):
         assert asked.startswith(order_rows.ASKED) and asked not in ORDERS

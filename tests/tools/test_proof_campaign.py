@@ -152,15 +152,21 @@ def test_what_is_another_one_in_every_layer_tells_none_apart() -> None:
     assert representatives(shared_kinds([{}, {"a": 1}, {"a": 2}, {"a": 3}])) == {0, 1, 3}
 
 
+def in_bf16(**more: Any) -> Any:
+    """A llama of four layers whose weights spread."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPE | {"num_hidden_layers": 4} | more)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_large_embeddings_and_output_layers_are_looked_at_in_part(
     tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(**SHAPE | {"vocab_size": 512, "num_hidden_layers": 4}, tie_word_embeddings=tied)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.1)
+    model = in_bf16(vocab_size=512, tie_word_embeddings=tied).eval()
     ids, plain = torch.arange(9)[None] * 31, plain_twin(model)
     whole = widened.Widened(model, narrow=False)
     with torch.no_grad(), whole.computing(plain):
@@ -175,11 +181,7 @@ def test_large_embeddings_and_output_layers_are_looked_at_in_part(
 
 
 def test_of_linear_layers_a_block_at_a_time_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(**SHAPE | {"num_hidden_layers": 4}, attention_bias=True)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.1)
+    model = in_bf16(attention_bias=True)
     ids = torch.arange(9)[None] * 7
     with torch.no_grad(), widened.Widened(model, narrow=True).computing(model):
         expected = model(input_ids=ids, use_cache=False).logits
@@ -196,8 +198,7 @@ def test_of_linear_layers_a_block_at_a_time_is_cast(monkeypatch: pytest.MonkeyPa
 
 SEES: dict[str, Callable[[int, int], Sequence[int]]] = {
     "the one before": lambda place, _: range(place)[-1:],
-    "the one after": lambda place, count: range(place + 1, count)[:1],
-    "all before": lambda place, _: range(place),
+    "the one after": lambda place, count: range(place + 1, count)[:1], "all before": lambda place, _: range(place),
     "the first": lambda place, _: range(min(place, 1)),
     "the last": lambda place, count: range(max(place + 1, count - 1), count),
 }

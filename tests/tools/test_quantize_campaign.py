@@ -25,9 +25,7 @@ def peer(wrong: float) -> SimpleNamespace:
         return made.codes, made.scales[:, 0] * wrong, None
 
     functional = SimpleNamespace(
-        quantize_4bit=quantize_4bit,
-        dequantize_4bit=dequantize_4bit,
-        int8_vectorwise_quant=quantize_rows,
+        quantize_4bit=quantize_4bit, dequantize_4bit=dequantize_4bit, int8_vectorwise_quant=quantize_rows,
         int8_vectorwise_dequant=lambda codes, scales: dequantize(codes, scales[:, None], 64),
     )
     return SimpleNamespace(functional=functional, __version__="a stand-in")

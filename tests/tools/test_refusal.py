@@ -1,5 +1,6 @@
 """What is refused is refused for a property of the model, in words, and with the key that mends it where one does."""
 
+import builtins
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from tools.causal_cases import tiny_config
+from tools.tables import beside
 from tuner.errors import DataError, RecipeError
 from tuner.model.attention import Unsupported, packed_attention
 from tuner.model.build import ModelSpec, build_model, meta_model, model_config
@@ -16,18 +18,7 @@ from tuner.model.root import CausalLM
 
 PYTHON = re.compile(r"NoneType|\w+Error\b|object (?:has|is)|tuner_packed|\bbug\b")
 
-ENCODERS = {
-    "bert": ({}, "with is_decoder: false", "write model.config.is_decoder: true"),
-    "roberta": ({}, "with is_decoder: false", "write model.config.is_decoder: true"),
-    "xlm": ({"causal": False}, "with causal: false", "write model.config.causal: true"),
-    "xlnet": ({"attn_type": "bi"}, "with attn_type: bi", "write model.config.attn_type: uni"),
-    "gemma3_text": (
-        {"use_bidirectional_attention": True},
-        "with use_bidirectional_attention: true",
-        "write model.config.use_bidirectional_attention: null",
-    ),
-    "cpmant": ({}, "whatever its config says", "choose a causal language model"),
-}
+TABLE = beside(__file__)
 
 
 def root_of(model_type: str, directory: Path, **changes: object) -> CausalLM:
@@ -44,9 +35,9 @@ def root_of(model_type: str, directory: Path, **changes: object) -> CausalLM:
     return CausalLM(model)
 
 
-@pytest.mark.parametrize("model_type", ENCODERS)
+@pytest.mark.parametrize("model_type", TABLE["encoders"])
 def test_an_encoder_is_refused_with_the_key_that_makes_it_causal(model_type: str, tmp_path: Path) -> None:
-    changes, reason, hint = ENCODERS[model_type]
+    changes, reason, hint = TABLE["encoders"][model_type]
     with pytest.raises(RecipeError, match=reason) as refusal:
         require_isolation(root_of(model_type, tmp_path, **changes), 97, packed=False)
     assert hint in str(refusal.value.hint)
@@ -72,24 +63,9 @@ def test_keys_that_an_indexer_chooses_are_not_ignored(option: str) -> None:
         packed_attention(torch.nn.Module(), heads, heads, heads, **{option: torch.zeros(1)})
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (TypeError("'NoneType' object is not subscriptable"), "reads a mask or another input that it is not given"),
-        (AttributeError("'NoneType' object has no attribute 'dtype'"), "reads a mask or another input"),
-        (ValueError("expected a mask, got NoneType"), "reads a mask or another input"),
-        (KeyError("tuner_packed"), "reads a mask or another input"),
-        (RuntimeError(""), "reads a mask or another input"),
-        (IndexError("index out of range in self"), "no row for an id or a position"),
-        (
-            ValueError("inputs_embeds and\n shared_kv_states cannot be None."),
-            "inputs_embeds and shared_kv_states cannot",
-        ),
-        (RuntimeError("a" * 1000), r"a{160} \.\.\."),
-    ],
-)
-def test_what_a_models_code_raises_is_told_without_pythons_names(error: Exception, said: str) -> None:
-    found = in_words(error)
+@pytest.mark.parametrize(("kind", "text", "said"), [*TABLE["words"], ["RuntimeError", "a" * 1000, r"a{160} \.\.\."]])
+def test_what_a_models_code_raises_is_told_without_pythons_names(kind: str, text: str, said: str) -> None:
+    found = in_words(getattr(builtins, kind)(text))
     assert re.search(said, found)
     assert not PYTHON.search(found)
     assert len(found) < 200

@@ -17,23 +17,7 @@ MODEL = os.environ.get("TUNER_TEST_SMOLLM2")
 
 
 def test_steps_are_files_and_commands_in_order() -> None:
-    page = """# T
-```console
-$ tuner init -m M \\
-    -d F
-printed
-```
-```yaml
-# a.yaml
-seed: 1
-```
-```yaml
-seed: 2
-```
-```console
-$ tuner train a.yaml --train.stop_after "2 steps"
-```
-"""
+    page = Path(__file__).with_suffix(".md").read_text()
     assert steps(page) == [
         Command("tuner init -m M -d F"),
         File("a.yaml", "# a.yaml\nseed: 1\n"),

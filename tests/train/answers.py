@@ -93,5 +93,4 @@ class Answers:
             documents=len(whole.documents),
             columns=whole.columns,
             mismatched=[batch(slot, True) for slot in own],
-            mismatched_documents=len(whole.documents),
         )

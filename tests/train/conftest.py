@@ -1,5 +1,6 @@
-"""Models that several files train: made once for each of them."""
+"""Models that several files train, made once for each of them, and places to train in."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,17 @@ from tuner.model.root import CausalLM
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of one."""
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of one; a module's MODEL says of which kind."""
     directory = tmp_path_factory.mktemp("model")
-    write_model(directory)
+    write_model(directory, getattr(request.module, "MODEL", "llama-tied"))
     return directory
+
+
+@pytest.fixture
+def workplace(prepared: Path, tmp_path: Path) -> Path:
+    """A copy of what a module has prepared."""
+    return shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -38,41 +38,41 @@ def sig(x: torch.Tensor) -> torch.Tensor:
     return 1 / (1 + torch.exp(-x))
 
 
-def of_pairs(pair: Callable[[Any, Any, int, int], Any]) -> Callable[[Answers, Log, Log], torch.Tensor]:
-    """The mean over pairs of a function of both log-ratios and both lengths."""
+def log_sig(x: torch.Tensor) -> torch.Tensor:
+    return torch.log(sig(x))
+
+
+class Pair(NamedTuple):
+    """The log-ratios of a chosen and a rejected answer, how long both are, their log-probabilities, and its number."""
+
+    c: torch.Tensor
+    r: torch.Tensor
+    m: int
+    n: int
+    log_c: torch.Tensor
+    log_r: torch.Tensor
+    number: int
+
+
+def of_pairs(loss: Callable[[Pair], Any], sft: float = 0.0) -> Callable[[Answers, Log, Log], torch.Tensor]:
+    """The mean over pairs, and a share of the negative log-likelihood per token of all chosen answers."""
 
     def mean(data: Answers, log_p: Log, mismatched: Log) -> torch.Tensor:
-        total, pairs = torch.zeros((), dtype=torch.float64), len(data.documents) // 2
+        total, nll = torch.zeros(2, dtype=torch.float64)
+        tokens, pairs = 0, len(data.documents) // 2
         for i in range(pairs):
             c, r = data.documents[2 * i], data.documents[2 * i + 1]
-            ratios = log_p[2 * i] - c.reference, log_p[2 * i + 1] - r.reference
-            total = total + pair(*ratios, len(c.answer), len(r.answer))
-        return total / pairs
+            logs = log_p[2 * i], log_p[2 * i + 1]
+            ratios = logs[0] - c.reference, logs[1] - r.reference
+            total = total + loss(Pair(*ratios, len(c.answer), len(r.answer), *logs, i))
+            nll, tokens = nll - logs[0], tokens + len(c.answer)
+        return total / pairs + sft * nll / tokens
 
     return mean
 
 
-def chosen_nll(data: Answers, log_p: Log) -> torch.Tensor:
-    """Per token of all chosen answers."""
-    tokens = sum(len(data.documents[i].answer) for i in range(0, len(data.documents), 2))
-    return -torch.stack([log_p[i] for i in range(0, len(data.documents), 2)]).sum() / tokens
-
-
-def orpo(data: Answers, log_p: Log, mismatched: Log) -> torch.Tensor:
-    total = torch.zeros((), dtype=torch.float64)
-    for i in range(0, len(data.documents), 2):
-        chosen, rejected = (torch.exp(log_p[j] / len(data.documents[j].answer)) for j in (i, i + 1))
-        odds = (chosen / (1 - chosen)) / (rejected / (1 - rejected))
-        total = total - torch.log(sig(torch.log(odds)))
-    return chosen_nll(data, log_p) + BETA * total / (len(data.documents) / 2)
-
-
-def simpo(data: Answers, log_p: Log, mismatched: Log) -> torch.Tensor:
-    def average(i: int) -> torch.Tensor:
-        return log_p[i] / len(data.documents[i].answer)
-
-    pairs = range(0, len(data.documents), 2)
-    return -sum(torch.log(sig(BETA * average(i) - BETA * average(i + 1) - 0.7)) for i in pairs) / len(pairs)  # type: ignore[return-value]
+def odds(average: torch.Tensor) -> torch.Tensor:
+    return torch.exp(average) / (1 - torch.exp(average))
 
 
 def kto(weights: tuple[float, float], with_kl: bool) -> Callable[[Answers, Log, Log], torch.Tensor]:
@@ -89,67 +89,56 @@ def kto(weights: tuple[float, float], with_kl: bool) -> Callable[[Answers, Log, 
     return mean
 
 
-def won_by(data: Answers, log_p: Log, mismatched: Log) -> torch.Tensor:
-    """DPO with an offset of a quarter more for each pair."""
-    total = torch.zeros((), dtype=torch.float64)
-    for i in range(len(data.documents) // 2):
-        chosen, rejected = (log_p[j] - data.documents[j].reference for j in (2 * i, 2 * i + 1))
-        total = total - torch.log(sig(BETA * (chosen - rejected) - i / 4))
-    return total / (len(data.documents) // 2)
+def sppo(p: Pair) -> torch.Tensor:
+    return (p.c - 0.5 / BETA) ** 2 + (p.r + 0.5 / BETA) ** 2
 
 
-def cpo(data: Answers, log_p: Log, mismatched: Log) -> torch.Tensor:
-    pairs = range(0, len(data.documents), 2)
-    prefer = torch.stack([-torch.log(sig(BETA * log_p[i] - BETA * log_p[i + 1])) for i in pairs]).mean()
-    return prefer + chosen_nll(data, log_p)
+def bco(p: Pair) -> torch.Tensor:
+    return -log_sig(BETA * p.c) - log_sig(-BETA * p.r)
 
 
-def several(data: Answers, log_p: Log, mismatched: Log) -> torch.Tensor:
-    sppo, bco = PLAIN["sppo"][1](data, log_p, mismatched), PLAIN["bco"][1](data, log_p, mismatched)
-    return 0.8 * sppo + 0.2 * bco + 0.4 * chosen_nll(data, log_p)
+def simpo(p: Pair) -> torch.Tensor:
+    """With a margin of 0.7 in averages per token."""
+    return -log_sig(BETA * p.log_c / p.m - BETA * p.log_r / p.n - 0.7)
 
 
 DPO = {"kind": "dpo", "beta": BETA}
+SIMPO = {"kind": "simpo", "beta": BETA, "gamma": 0.7}
 PLAIN: dict[str, tuple[dict[str, Any], Callable[[Answers, Log, Log], torch.Tensor]]] = {
-    "sigmoid": (DPO, of_pairs(lambda c, r, m, n: torch.log(1 + torch.exp(-BETA * (c - r))))),
+    "sigmoid": (DPO, of_pairs(lambda p: torch.log(1 + torch.exp(-BETA * (p.c - p.r))))),
     "smoothed": (
         {**DPO, "label_smoothing": 0.2},
-        of_pairs(lambda c, r, m, n: -0.8 * torch.log(sig(BETA * (c - r))) - 0.2 * torch.log(sig(BETA * (r - c)))),
+        of_pairs(lambda p: -0.8 * log_sig(BETA * (p.c - p.r)) - 0.2 * log_sig(BETA * (p.r - p.c))),
     ),
     "robust": (
         {**DPO, "loss": "robust", "label_smoothing": 0.2},
-        of_pairs(
-            lambda c, r, m, n: (-0.8 * torch.log(sig(BETA * (c - r))) + 0.2 * torch.log(sig(BETA * (r - c)))) / 0.6
-        ),
+        of_pairs(lambda p: (-0.8 * log_sig(BETA * (p.c - p.r)) + 0.2 * log_sig(BETA * (p.r - p.c))) / 0.6),
     ),
-    "hinge": ({**DPO, "loss": "hinge"}, of_pairs(lambda c, r, m, n: max(1 - BETA * (c - r), 0 * c))),
-    "ipo": ({**DPO, "loss": "ipo"}, of_pairs(lambda c, r, m, n: (c / m - r / n - 1 / (2 * BETA)) ** 2)),
+    "hinge": ({**DPO, "loss": "hinge"}, of_pairs(lambda p: max(1 - BETA * (p.c - p.r), 0 * p.c))),
+    "ipo": ({**DPO, "loss": "ipo"}, of_pairs(lambda p: (p.c / p.m - p.r / p.n - 1 / (2 * BETA)) ** 2)),
     "sigmoid_norm": (
-        {**DPO, "loss": "sigmoid_norm"}, of_pairs(lambda c, r, m, n: -torch.log(sig(BETA * (c / m - r / n))))
+        {**DPO, "loss": "sigmoid_norm"}, of_pairs(lambda p: -log_sig(BETA * (p.c / p.m - p.r / p.n)))
     ),
-    "apo_zero": ({**DPO, "loss": "apo_zero"}, of_pairs(lambda c, r, m, n: 1 - sig(BETA * c) + sig(BETA * r))),
-    "apo_down": ({**DPO, "loss": "apo_down"}, of_pairs(lambda c, r, m, n: sig(BETA * c) + 1 - sig(BETA * (c - r)))),
-    "sppo": (
-        {**DPO, "loss": "sppo"}, of_pairs(lambda c, r, m, n: (c - 0.5 / BETA) ** 2 + (r + 0.5 / BETA) ** 2)
-    ),
+    "apo_zero": ({**DPO, "loss": "apo_zero"}, of_pairs(lambda p: 1 - sig(BETA * p.c) + sig(BETA * p.r))),
+    "apo_down": ({**DPO, "loss": "apo_down"}, of_pairs(lambda p: sig(BETA * p.c) + 1 - sig(BETA * (p.c - p.r)))),
+    "sppo": ({**DPO, "loss": "sppo"}, of_pairs(sppo)),
     "nca": (
         {**DPO, "loss": "nca"},
-        of_pairs(
-            lambda c, r, m, n: -torch.log(sig(BETA * c))
-            - 0.5 * torch.log(sig(-BETA * c))
-            - 0.5 * torch.log(sig(-BETA * r))
-        ),
+        of_pairs(lambda p: -log_sig(BETA * p.c) - 0.5 * log_sig(-BETA * p.c) - 0.5 * log_sig(-BETA * p.r)),
     ),
-    "bco": ({**DPO, "loss": "bco"}, of_pairs(lambda c, r, m, n: -torch.log(sig(BETA * c)) - torch.log(sig(-BETA * r)))),
-    "several": ({**DPO, "loss": {"sppo": 0.8, "bco": 0.2}, "sft_weight": 0.4}, several),
-    "with margins": ({**DPO, "margin": "rows"}, won_by),
-    "cpo": ({"kind": "cpo", "beta": BETA}, cpo),
-    "orpo": ({"kind": "orpo", "beta": BETA}, orpo),
-    "simpo": ({"kind": "simpo", "beta": BETA, "gamma": 0.7}, simpo),
-    "simpo with sft": (
-        {"kind": "simpo", "beta": BETA, "gamma": 0.7, "sft_weight": 0.5},
-        lambda data, log_p, mismatched: simpo(data, log_p, mismatched) + 0.5 * chosen_nll(data, log_p),
+    "bco": ({**DPO, "loss": "bco"}, of_pairs(bco)),
+    "several": (
+        {**DPO, "loss": {"sppo": 0.8, "bco": 0.2}, "sft_weight": 0.4},
+        of_pairs(lambda p: 0.8 * sppo(p) + 0.2 * bco(p), 0.4),
     ),
+    "with margins": ({**DPO, "margin": "rows"}, of_pairs(lambda p: -log_sig(BETA * (p.c - p.r) - p.number / 4))),
+    "cpo": ({"kind": "cpo", "beta": BETA}, of_pairs(lambda p: -log_sig(BETA * p.log_c - BETA * p.log_r), 1.0)),
+    "orpo": (
+        {"kind": "orpo", "beta": BETA},
+        of_pairs(lambda p: -BETA * log_sig(torch.log(odds(p.log_c / p.m) / odds(p.log_r / p.n))), 1.0),
+    ),
+    "simpo": (SIMPO, of_pairs(simpo)),
+    "simpo with sft": ({**SIMPO, "sft_weight": 0.5}, of_pairs(simpo, 0.5)),
     "kto": (
         {"kind": "kto", "beta": BETA, "desirable_weight": 1.3, "undesirable_weight": 0.9}, kto((1.3, 0.9), True)
     ),

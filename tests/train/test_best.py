@@ -35,11 +35,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture
-def workplace(prepared: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
-
-
 def losses(monkeypatch: pytest.MonkeyPatch, by_step: dict[int, float]) -> None:
     """Evaluations give these losses in the order of their steps."""
     left = iter([loss for _, loss in sorted(by_step.items())])

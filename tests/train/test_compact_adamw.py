@@ -1,9 +1,5 @@
 """AdamW with moments in 8 bits or stochastic rounding: its formula, its kernels, its parts and what it leaves out."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +10,8 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 
-from tests.fixtures import forked, trainings
+from tests.fixtures import trainings
+from tests.fixtures.commands import printed
 from tests.fixtures.trainings import launch
 from tests.train.compact_parts import KINDS, MAPS, PLAIN, made_part, rows_alone, tensors
 from tuner.config.load import load_recipe
@@ -26,7 +23,6 @@ from tuner.train import adamw_update
 from tuner.train.moments import MomentPart, Step, decode, encode
 from tuner.train.optimizer import OptimizerSet, build_optimizer, coded_matrices
 
-ROOT = Path(__file__).resolve().parents[2]
 SECTIONS: TypeAdapter[Any] = TypeAdapter(Optimizer)
 SHAPES = {
     "embed.weight": (80, 64),
@@ -211,59 +207,38 @@ def test_no_kernel_touches_anything_where_a_step_is_bad() -> None:
 
 INTERPRETED = """
 import json, sys, torch
+from dataclasses import fields, is_dataclass, replace
 from tests.train.compact_parts import KINDS, PLAIN, made_part, rows_alone, tensors
 from tuner.train.adamw_update import update_plainly
 from tuner.train.triton_adamw import launch
-from dataclasses import replace
 device, differ = torch.device(sys.argv[1]), []
-def there(part):
-    moved = lambda m: replace(m, numbers=m.numbers.to(device), scales=None if m.scales is None else m.scales.to(device))
-    key = None if part.key is None else part.key.to(device)
-    return replace(part, gradient=part.gradient.to(device), weight=part.weight.to(device), key=key,
-                   average=moved(part.average), square=moved(part.square))
-def moved_map(codes):
-    return replace(codes, values=codes.values.to(device), bounds=codes.bounds.to(device), cells=codes.cells.to(device))
-own = replace(PLAIN, numbers=PLAIN.numbers.to(device), bad=PLAIN.bad.to(device),
-              average_codes=moved_map(PLAIN.average_codes), square_codes=moved_map(PLAIN.square_codes))
+def there(value):
+    if is_dataclass(value):
+        return replace(value, **{f.name: there(getattr(value, f.name)) for f in fields(value)})
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+own = there(PLAIN)
 for kind in KINDS:
-    for rows, width in ((3, 300),):
-        whole = made_part(kind, rows, width)
-        part = there(rows_alone(whole, slice(0, rows)))
-        left = there(rows_alone(whole, slice(0, rows)))
-        launch(left, replace(own, bad=torch.ones((), device=device)))
-        assert all(torch.equal(a.cpu(), b) for a, b in zip(tensors(left), tensors(whole)))
-        update_plainly(whole, PLAIN)
-        launch(part, own)
-        far = [int((a.cpu() != b).sum()) for a, b in zip(tensors(part), tensors(whole))]
-        differ.append([str(kind), rows, width, far])
+    whole = made_part(kind, 3, 300)
+    part, left = (there(rows_alone(whole, slice(0, 3))) for _ in range(2))
+    launch(left, replace(own, bad=torch.ones((), device=device)))
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(tensors(left), tensors(whole)))
+    update_plainly(whole, PLAIN)
+    launch(part, own)
+    differ.append([str(kind), [int((a.cpu() != b).sum()) for a, b in zip(tensors(part), tensors(whole))]])
 print(json.dumps(differ))
 """
 
 
-def interpreted(device: str, **environment: str) -> list[Any]:
-    start = forked.run if environment else subprocess.run
-    done = start(
-        [sys.executable, "-W", "ignore", "-c", INTERPRETED, device],
-        check=False,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def test_the_kernel_of_triton_has_the_bits_of_plain_torch_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    found = interpreted("cpu", TRITON_INTERPRET="1")
+    found = printed(INTERPRETED, "cpu", TRITON_INTERPRET="1")
     assert len(found) == len(KINDS)
     assert not [case for case in found if any(case[-1])]
 
 
 @pytest.mark.gpu
 def test_the_kernel_of_triton_has_the_bits_of_plain_torch_on_a_gpu() -> None:
-    assert not [case for case in interpreted("cuda") if any(case[-1])]
+    assert not [case for case in printed(INTERPRETED, "cuda", fork=False) if any(case[-1])]
 
 
 FULL = {

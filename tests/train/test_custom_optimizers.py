@@ -1,7 +1,6 @@
 """Optimizers of the user's own: what they are given, that they go on exactly, and how mistakes are answered."""
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +129,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainings.prepare(directory, 1, layers=1)
     (directory / "own.py").write_text(CODE)
     return directory
-
-
-@pytest.fixture
-def workplace(prepared: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
 
 
 def section(directory: Path, name: str, **values: Any) -> Any:

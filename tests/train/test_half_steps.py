@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.synthetic import assembly_for, write_model
-from tuner.config.load import load_recipe
+from tests.train.synthetic import assembly_for, recipe_for
+from tests.train.test_step import parents
 from tuner.errors import DivergedError
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import Assembly, run_tensors
@@ -21,22 +21,9 @@ from tuner.train.tasks import TakenStep
 TRAINED = [1, 20, 3, 15]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory)
-    (directory / "rows.jsonl").touch()
-    return directory
-
-
 def assembled(directory: Path, precision: str = "fp16", **sections: dict[str, Any]) -> Assembly:
-    train = {"device": "cpu", "duration": "20 steps", "global_batch_size": 4, "precision": precision}
-    tree = {
-        **{"data": {"train": str(directory / "rows.jsonl")}, "optimizer": {"lr": 1e-3}, **sections},
-        "model": {"name_or_path": str(directory), **sections.get("model", {})},
-        "train": {**train, **sections.get("train", {})},
-    }
-    return assembly_for(load_recipe(tree).recipe, TRAINED, RankInfo())
+    train = {"global_batch_size": 4, "precision": precision, **sections.get("train", {})}
+    return assembly_for(recipe_for(directory, **{**sections, "train": train}), TRAINED, RankInfo())
 
 
 def step(assembly: Assembly, index: int = 0) -> StepResult:
@@ -148,14 +135,7 @@ def test_a_step_reads_nothing_from_the_device(model: Path) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         optimizer_step(assembly.train_state, 1, assembly.batches.step(0), 1.0)
     reads = [one for one in profile.events() if one.name in {"aten::_local_scalar_dense", "aten::item"}]
-    assert not [one for one in reads if one.cpu_parent is None or "aten::_fused_adamw_" not in parents(one)]
-
-
-def parents(event: Any) -> list[str]:
-    names = []
-    while (event := event.cpu_parent) is not None:
-        names.append(event.name)
-    return names
+    assert not [one for one in reads if "aten::_fused_adamw_" not in parents(one)]
 
 
 def test_the_output_layer_is_told_what_reaches_its_loss(model: Path) -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tuner.parallel.fsdp import local
+from tuner.runtime.parts import local
 from tuner.runtime.torch_private import FakeStore
 from tuner.train.optimizer import _as_sharded
 

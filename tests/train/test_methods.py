@@ -1,7 +1,6 @@
 """A loss of the user's own: its value, its figures in metrics.jsonl, its rows, and its mistakes."""
 
 import json
-import shutil
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -54,11 +53,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainings.prepare(directory, 1)
     (directory / "my_loss.py").write_text(LOSS)
     return directory
-
-
-@pytest.fixture
-def workplace(prepared: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -121,24 +115,6 @@ def test_prepared_rows_are_those_of_the_method_that_it_names(workplace: Path) ->
     use = "my_loss.py:mean"
     assert key() == key(kind="custom", use=use) == key(kind="custom", use=use, options="{a: 1}")
     assert key(kind="custom", use=use, train_on="all") == key(train_on="all") != key()
-
-
-@pytest.mark.parametrize(
-    ("use", "said"),
-    [
-        ("mean", "returned no pair"),
-        ("vector", "the loss is no scalar"),
-        ("clash", "the figure lr has the name of another"),
-        ("broken", r"ValueError: no \(.*my_loss.py:13\)"),
-        ("nothing", "gave a NoneType, not a loss function"),
-        ("raises", r"my_loss.py:raises failed: RuntimeError: .*my_loss.py:17\)"),
-        ("with_zloss", "did you mean with_z_loss|has no with_zloss"),
-    ],
-)
-def test_mistakes_are_named(assembly: Assembly, tmp_path: Path, use: str, said: str) -> None:
-    (tmp_path / "my_loss.py").write_text(LOSS)
-    with pytest.raises(PluginError, match=said):
-        forward_with(assembly, tmp_path / "my_loss.py", use)
 
 
 @pytest.mark.parametrize(("use", "said"), [("nothing", "not a loss function"), ("clash", "the name of another")])
@@ -224,17 +200,24 @@ class Partial:
 
 
 @pytest.mark.parametrize(
-    ("use", "said"),
+    ("code", "use", "said"),
     [
-        ("NotTerms", "returned a Tensor without losses"),
-        ("Clash", "the figure lr has the name of another"),
-        ("Uncounted", "loss is per pairs, of which there is no count"),
-        ("Twice", "the figure a has the name of another"),
-        ("Miscounts", r"my_loss.py:Miscounts failed: ZeroDivisionError: .*my_loss.py:18\)"),
-        ("Partial", "gave a Partial, not a loss function"),
+        (LOSS, "mean", "returned no pair"),
+        (LOSS, "vector", "the loss is no scalar"),
+        (LOSS, "clash", "the figure lr has the name of another"),
+        (LOSS, "broken", r"ValueError: no \(.*my_loss.py:13\)"),
+        (LOSS, "nothing", "gave a NoneType, not a loss function"),
+        (LOSS, "raises", r"my_loss.py:raises failed: RuntimeError: .*my_loss.py:17\)"),
+        (LOSS, "with_zloss", "did you mean with_z_loss|has no with_zloss"),
+        (METHODS, "NotTerms", "returned a Tensor without losses"),
+        (METHODS, "Clash", "the figure lr has the name of another"),
+        (METHODS, "Uncounted", "loss is per pairs, of which there is no count"),
+        (METHODS, "Twice", "the figure a has the name of another"),
+        (METHODS, "Miscounts", r"my_loss.py:Miscounts failed: ZeroDivisionError: .*my_loss.py:18\)"),
+        (METHODS, "Partial", "gave a Partial, not a loss function"),
     ],
 )
-def test_mistakes_of_a_method_are_named(assembly: Assembly, tmp_path: Path, use: str, said: str) -> None:
-    (tmp_path / "my_loss.py").write_text(METHODS)
+def test_mistakes_are_named(assembly: Assembly, tmp_path: Path, code: str, use: str, said: str) -> None:
+    (tmp_path / "my_loss.py").write_text(code)
     with pytest.raises(PluginError, match=said):
         forward_with(assembly, tmp_path / "my_loss.py", use)

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from tests.fixtures.peft_kinds import KINDS
-from tests.train.synthetic import assembly_for, recipe_for, write_model
+from tests.train.synthetic import assembly_for, recipe_for
 from tuner.checkpoint.load import load_into
 from tuner.checkpoint.open import open_checkpoint
 from tuner.checkpoint.save import CheckpointDir, save
@@ -21,6 +21,7 @@ from tuner.train.step import optimizer_step
 from tuner.train.step_parts import StepPart
 
 STEPS, LR, SEED = 5, 0.01, 42
+MODEL = "llama"
 
 
 class Noted(StepPart):
@@ -32,13 +33,6 @@ class Noted(StepPart):
 
     def after_backward(self) -> None:
         self.steps.append({name: one.grad.clone() for name, one in self.parameters.items() if one.grad is not None})
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory, "llama")
-    return directory
 
 
 def assembled(model: Path, config: dict[str, Any]) -> Assembly:

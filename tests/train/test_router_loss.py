@@ -32,8 +32,6 @@ from tuner.model.router_loss import RouterLoss, router_loss, unasked_term
 from tuner.runtime.dist import RankInfo
 from tuner.setup.build import Assembly
 from tuner.train.evaluate import evaluate, held_out
-from tuner.train.methods.method import Terms
-from tuner.train.routing import Routing
 from tuner.train.step import forward_backward, optimizer_step
 
 TRAINED = [1, 25, 3, 15, 20]
@@ -132,21 +130,22 @@ def found(assembly: Assembly) -> Found:
     return Found(gradients_of(state.root.model), float(sums.loss(counts)), float(sums.losses["router_aux"].value))
 
 
-@pytest.mark.parametrize(("packed", "micro"), [(True, 5), (True, 1), (False, 10), (False, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("packed", "micro", "level"),
+    [(True, 5, "none"), (True, 1, "none"), (True, 1, "full"), (False, 10, "none"), (False, 2, "none")],
+    ids=str,
+)
 def test_it_is_transformers_own_however_a_global_batch_is_cut_up(
-    packed: bool, micro: int, model: Path, wanted: Found
+    packed: bool, micro: int, level: str, model: Path, wanted: Found
 ) -> None:
-    rows = {"global_batch_size": 5 if packed else 10, "micro_batch_size": micro}
+    """And where layers are computed again."""
+    sizes = {"global_batch_size": 5 if packed else 10, "micro_batch_size": micro}
+    rows = {**sizes, "gradient_checkpointing": level}
     assert wanted.off(found(assembled(model, packed, train=rows))) < 1e-6
 
 
-def test_recomputed_layers_have_it(model: Path, wanted: Found) -> None:
-    rows = {"global_batch_size": 5, "micro_batch_size": 1, "gradient_checkpointing": "full"}
-    assert wanted.off(found(assembled(model, True, train=rows))) < 1e-6
-
-
 @pytest.mark.parametrize("layout", ["full", pytest.param("none", marks=pytest.mark.slow)])
-def test_processes_share_it(layout: str, model: Path, wanted: Found, tmp_path: Path) -> None:
+def test_processes_share_it_and_log_its_part(layout: str, model: Path, wanted: Found, tmp_path: Path) -> None:
     def work(rank: int) -> None:
         rows = {"global_batch_size": 6, "micro_batch_size": 1}  # a row less than that: one process has a filler
         info = RankInfo(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
@@ -155,6 +154,7 @@ def test_processes_share_it(layout: str, model: Path, wanted: Found, tmp_path: P
         norm = sum(float(one.norm()) ** 2 for one in wanted.values()) ** 0.5
         assert result.loss == pytest.approx(wanted.loss, rel=1e-6)
         assert result.grad_norm == pytest.approx(norm, rel=1e-6)
+        assert list(result.figures) == ["router_aux", "router_balance"]
         assert result.figures["router_aux"] == pytest.approx(wanted.term, rel=1e-6)
 
     assert run_ranks(2, tmp_path, work) == [0, 0]
@@ -214,26 +214,6 @@ def test_processes_share_the_z_loss_and_an_evaluation_has_it(model: Path, tmp_pa
     assert run_ranks(2, tmp_path, work) == [0, 0]
 
 
-@pytest.mark.parametrize("fault", ["dropped", "each micro-batch's own shares"])
-def test_a_loss_without_it_is_told_apart(
-    fault: str, model: Path, wanted: Found, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def without(routing: Routing, terms: Terms, batch: Any) -> Terms:
-        none = terms.losses["loss"]._replace(value=torch.zeros(()))
-        return terms._replace(losses={**terms.losses, "router_aux": none})
-
-    def own_shares(router: RouterLoss, chosen: torch.Tensor, probability: torch.Tensor) -> torch.Tensor:
-        return value(router, router.sums.chosen, probability)
-
-    value = RouterLoss.value
-    if fault == "dropped":
-        monkeypatch.setattr(Routing, "with_loss", without)
-    else:
-        monkeypatch.setattr(RouterLoss, "value", own_shares)
-    rows = {"global_batch_size": 5, "micro_batch_size": 1}
-    assert wanted.off(found(assembled(model, True, train=rows))) > 1e-3
-
-
 def test_the_counted_forward_chooses_as_the_one_that_is_trained(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[bool, torch.Tensor]] = []  # with gradients or without
     add = RouterLoss.add
@@ -264,14 +244,6 @@ def test_an_evaluation_measures_it_over_all_that_is_held_out(model: Path, wanted
         assert result.line()["router_aux"] == pytest.approx(wanted.term, rel=1e-6)
         assert result.line()["router_balance"] == pytest.approx(wanted.term / WEIGHT / 2, rel=1e-6)
         assert result.loss == pytest.approx(wanted.loss - wanted.term, rel=1e-5)
-
-
-def test_a_step_logs_its_part_of_the_loss(model: Path, wanted: Found) -> None:
-    assembly = assembled(model, True)
-    result = optimizer_step(assembly.train_state, 0, assembly.batches.step(0), 1.0).read()
-    assert result.loss == pytest.approx(wanted.loss, rel=1e-6)
-    assert list(result.figures) == ["router_aux", "router_balance"]
-    assert result.figures["router_aux"] == pytest.approx(wanted.term, rel=1e-6)
 
 
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
@@ -305,7 +277,7 @@ def test_what_a_class_does_not_compute_is_refused() -> None:
         router_loss(meta_model(deepseek, torch.float32), 0.0, z_weight=0.1)
 
 
-@pytest.mark.slow("without", "computed again")
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced_alone")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore:.*context_fn")
 @pytest.mark.parametrize(

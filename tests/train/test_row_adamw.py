@@ -178,15 +178,9 @@ def test_settings_that_are_left_open_are_those_of_the_group_or_the_optimizer() -
 
 # Whole trainings: every token is in every global batch of 40 rows, but for those that no row has.
 ROWS = [20] * 40
+MODEL = "llama"
 RATE = 1e-3  # of `recipe_for`
 UNUSED = range(3)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    write_model(directory, "llama")
-    return directory
 
 
 def trained(directory: Path, steps: int, rows: bool, **sections: dict[str, Any]) -> tuple[Assembly, list[StepResult]]:

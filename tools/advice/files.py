@@ -8,7 +8,6 @@ is the right answer. A file of a tool that `tuner import` does not read may be r
 imported wrongly.
 """
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.advice.proposals import resolved, written
-from tools.commands import read_lines, workplace
+from tools.commands import asked, read_lines, workplace
 from tuner.config.dump import flatten, flow, recipe_dict
 from tuner.config.imported import import_text
 from tuner.config.other_methods import PAIRS
@@ -104,9 +103,7 @@ def rows() -> list[dict[str, Any]]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Say how many are right, and print those that are wrong."""
-    parser = argparse.ArgumentParser(description="Import whole configurations of other tools.")
-    parser.add_argument("--verbose", action="store_true", help="print what is said of those that are refused, too")
-    options = parser.parse_args(words)
+    options = asked(__doc__, {}, words, verbose=(False, "print what is said of those that are refused, too"))
     found = [judged(row) for row in rows()]
     for one in found:
         if one.verdict == "wrong" or options.verbose:

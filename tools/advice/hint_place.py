@@ -24,14 +24,8 @@ from tuner.config.load import load_recipe
 
 Starts = Mapping[str, Callable[["Place"], object]]
 BASE: Mapping[str, Any] = {
-    "tokenizer.name_or_path": "byte",
-    "data.train": "rows.jsonl",
-    "data.max_length": 64,
-    "train.duration": "2 steps",
-    "train.global_batch_size": 4,
-    "train.micro_batch_size": 4,
-    "train.precision": "fp32",
-    "train.device": "cpu",
+    "tokenizer.name_or_path": "byte", "data.train": "rows.jsonl", "data.max_length": 64, "train.duration": "2 steps",
+    "train.global_batch_size": 4, "train.micro_batch_size": 4, "train.precision": "fp32", "train.device": "cpu",
     "logging.level": "error",
 }
 OWN_CODE = "tuner_plugin_"

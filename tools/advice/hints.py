@@ -14,7 +14,7 @@ from tools.advice.hint_cases import Case, cases
 from tools.advice.hint_place import Place, judged
 from tools.advice.hint_sites import Site, sites
 from tools.advice.hint_starts import STARTS
-from tools.commands import parser_of, workplace
+from tools.commands import asked, workplace
 
 WHAT_TO_DO = (
     "these texts propose a line, a flag or a command, and nobody has followed them: add cases to "
@@ -38,9 +38,7 @@ def needless(found: Sequence[Site], covered: Iterable[Case], allowed: Mapping[st
 
 def main(words: Sequence[str] | None = None) -> int:
     """Judge the cases; 1 where one is wrong."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="*", default=[], help="beginnings of names of sites")
-    only = tuple(parser.parse_args(words).only)
+    only = tuple(asked(__doc__, {}, words, only=([], "beginnings of names of sites")).only)
     chosen = [case for case in cases() if not only or case.site.startswith(only)]
     wrong = 0
     with workplace() as directory:

@@ -15,7 +15,6 @@ import that drops what is needed without a word. Exits with 1 where one is wrong
 right no longer.
 """
 
-import argparse
 import re
 import sys
 from collections import Counter
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tools.advice.proposals import differences, merged, proposed, resolved, without, written
-from tools.commands import read_lines, workplace
+from tools.commands import asked, read_lines, workplace
 from tools.tables import beside
 from tuner.config.check import check
 from tuner.config.dump import flow
@@ -263,12 +262,10 @@ def lost(found: Sequence[Answer]) -> list[str]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Say how many are right, and print the others."""
-    parser = argparse.ArgumentParser(description="Follow what is said of other tools' keys.")
-    parser.add_argument("--only", default="", metavar="WORD", help="cases whose name has this")
-    parser.add_argument("--verbose", action="store_true", help="print what is silent, too")
-    parser.add_argument("--plant", action="store_true", help="plant wrong answers, each of which has to be found")
-    parser.add_argument("--keep", action="store_true", help="write down what is right")
-    options = parser.parse_args(words)
+    options = asked(
+        __doc__, {}, words, only=("", "cases whose name has this"), verbose=(False, "print what is silent, too"),
+        plant=(False, "plant wrong answers, each of which has to be found"), keep=(False, "write down what is right"),
+    )
     if options.plant:
         from tools.advice.planted_keys import found_planted
 

@@ -10,7 +10,6 @@ proposals were tried, of which none that was right may be lost. `--plant` gives 
 found; `--command` holds what the real command says against what the functions say.
 """
 
-import argparse
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.commands import read_lines, workplace, write_lines
+from tools.commands import asked, read_lines, workplace, write_lines
 from tools.tables import read_table
 
 HERE = Path(__file__).resolve().parent
@@ -423,14 +422,12 @@ def by_command(place: Place, chosen: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print what came of every piece of advice; 1 where one is wrong or lost, or a planted one is not found."""
-    parser = argparse.ArgumentParser(prog="advice_campaign.py rows", description=__doc__)
-    parser.add_argument("--tree", type=Path, help="another checkout, which is asked in place of this one")
-    parser.add_argument("--record", type=Path, help="write the verdicts")
-    parser.add_argument("--plant", action="store_true", help="follow wrong proposals")
-    parser.add_argument("--command", type=int, metavar="N", help="ask the command of each Nth layout, and compare")
-    parser.add_argument("--list", action="store_true", help="print every piece of advice")
-    parser.add_argument("--only", nargs="*", help="names of layouts")
-    given = parser.parse_args(words)
+    given = asked(
+        __doc__, {}, words, tree=(Path, "another checkout, which is asked in place of this one"),
+        record=(Path, "write the verdicts"), plant=(False, "follow wrong proposals"),
+        command=(int, "ask the command of each Nth layout, and compare"), list=(False, "print every piece of advice"),
+        only=([], "names of layouts"),
+    )
     if given.tree is not None:
         sys.path.insert(0, str(given.tree.resolve()))
     chosen = [layout for layout in layouts() if not given.only or layout["id"] in given.only]
@@ -446,9 +443,9 @@ def main(words: Sequence[str] | None = None) -> int:
             return 1 if missed else 0
         if given.command:
             os.environ["TUNER_CACHE"] = f"{name}/cache"
-            asked = chosen[:: given.command]
-            differs = by_command(place, asked)
-            print(*differs, f"{len(asked) - len(differs)} of {len(asked)} the same by the command", sep="\n")
+            each = chosen[:: given.command]
+            differs = by_command(place, each)
+            print(*differs, f"{len(each) - len(differs)} of {len(each)} the same by the command", sep="\n")
             return 1 if differs else 0
         found = {layout["id"]: all_of(place, layout) for layout in chosen}
     return report(found, given)
@@ -464,7 +461,7 @@ def before() -> dict[str, dict[str, list[tuple[str, bool, str]]]]:
     return {line["id"]: line["cells"] for line in read_lines(BEFORE)}
 
 
-def report(found: Mapping[str, dict[str, list[Verdict]]], given: argparse.Namespace) -> int:
+def report(found: Mapping[str, dict[str, list[Verdict]]], given: Any) -> int:
     """Print the figures; 1 where something is wrong."""
     counts: Counter[str] = Counter()
     advised = set()

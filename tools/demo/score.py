@@ -76,9 +76,7 @@ def answer(model: Any, tokenizer: Any, texts: Sequence[str]) -> list[str]:
         batch = tokenizer([texts[index] for index in chosen], return_tensors="pt", padding=True)
         with torch.inference_mode():
             ids = model.generate(
-                input_ids=batch["input_ids"],
-                attention_mask=batch["attention_mask"],
-                max_new_tokens=NEW_TOKENS,
+                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=NEW_TOKENS,
                 do_sample=False,
             )
         made = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)

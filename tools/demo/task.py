@@ -34,17 +34,11 @@ def row(rng: random.Random, firsts: Sequence[str], lasts: Sequence[str], wording
     """One row in the messages format: instruction, order, and the object that the model shall answer with."""
     item = rng.choice(sorted(ITEMS))
     values = {
-        "name": f"{rng.choice(firsts)} {rng.choice(lasts)}",
-        "city": rng.choice(CITIES),
-        "item": item,
-        "quantity": rng.randint(2, 40),
-        "total_usd": rng.randint(10, 990),
+        "name": f"{rng.choice(firsts)} {rng.choice(lasts)}", "city": rng.choice(CITIES), "item": item,
+        "quantity": rng.randint(2, 40), "total_usd": rng.randint(10, 990),
     }
     text = rng.choice(wordings).format(
-        name=values["name"],
-        city=values["city"],
-        items=ITEMS[item],
-        quantity=values["quantity"],
+        name=values["name"], city=values["city"], items=ITEMS[item], quantity=values["quantity"],
         total=values["total_usd"],
     )
     return {

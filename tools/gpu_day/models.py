@@ -77,13 +77,10 @@ def write_recipe(day: Day, size: str, adapter: str = "none") -> Path:
     rows, length, steps = (4, 64, 4) if day.small else (16, 4096, 40)
     recipe = {
         "model": {"name_or_path": str(write_config(day, size)), "init": "random"},
-        "tokenizer": {"name_or_path": "byte"},
-        "adapter": {"kind": adapter},
-        "method": {"kind": "pretrain"},
+        "tokenizer": {"name_or_path": "byte"}, "adapter": {"kind": adapter}, "method": {"kind": "pretrain"},
         "data": {"train": str(write_documents(day)), "eval": "1 document", "max_length": length},
         "train": {"global_batch_size": rows, "duration": f"{steps} steps", "device": day.device},
-        "eval": {"max_rows": 8},
-        "output_dir": str(day.work / f"run-{size}-{adapter}"),
+        "eval": {"max_rows": 8}, "output_dir": str(day.work / f"run-{size}-{adapter}"),
     }
     path.write_text(json.dumps(recipe), encoding="utf-8")
     return path

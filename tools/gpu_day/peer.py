@@ -164,22 +164,13 @@ def main() -> int:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=job["attention"])
     lines = Path(job["rows"]).read_text(encoding="utf-8").splitlines()
     settings = trl.SFTConfig(
-        output_dir=job["output_dir"],
-        dataset_kwargs={"skip_prepare_dataset": True},
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        logging_steps=1,
-        max_steps=job["steps"],
-        **job["settings"],
+        output_dir=job["output_dir"], dataset_kwargs={"skip_prepare_dataset": True}, report_to=[], save_strategy="no",
+        disable_tqdm=True, logging_steps=1, max_steps=job["steps"], **job["settings"],
     )
     lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = trl.SFTTrainer(
-        model=model,
-        args=settings,
-        train_dataset=datasets.Dataset.from_list([json.loads(line) for line in lines]),
-        processing_class=AutoTokenizer.from_pretrained(job["tokenizer"]),
-        peft_config=lora if job["lora"] else None,
+        model=model, args=settings, train_dataset=datasets.Dataset.from_list([json.loads(line) for line in lines]),
+        processing_class=AutoTokenizer.from_pretrained(job["tokenizer"]), peft_config=lora if job["lora"] else None,
         callbacks=[Clock()],
     )
     ends.append(time.perf_counter())

@@ -51,8 +51,7 @@ def rates(steps: list[dict[str, Any]]) -> dict[str, Any]:
     found = {
         "tokens/s": round(statistics.median(line["tok_per_s"] for line in later)),
         "step s": round(statistics.median(line["step_s"] for line in later), 3),
-        "first step s": round(steps[0]["step_s"], 1),
-        "peak GiB": max(line["mem_gib"] for line in steps),
+        "first step s": round(steps[0]["step_s"], 1), "peak GiB": max(line["mem_gib"] for line in steps),
     }
     shares = [line["mfu"] for line in later if line.get("mfu") is not None]
     return found | ({"MFU": f"{statistics.median(shares):.1%}"} if shares else {})
@@ -113,9 +112,7 @@ def profiled(day: Day, recipe: Path, name: str, *flags: str) -> dict[str, Any]:
     measured, predicted = report["measured"], report["predicted"]
     peak, reserved = measured["memory"]["peak_bytes"], measured["memory"]["reserved_bytes"]
     found = {
-        "exit code": done.returncode,
-        "measured GiB": gib(peak),
-        "measured step s": round(measured["step_s"], 3),
+        "exit code": done.returncode, "measured GiB": gib(peak), "measured step s": round(measured["step_s"], 3),
         "tokens/s": round(measured["tok_per_s"]),
     }
     if reserved is not None:

@@ -15,8 +15,7 @@ from tools.gpu_day.runs import failed, metrics, tuner
 
 BARE = "import torch, transformers, peft; from transformers import AutoModelForCausalLM, AutoTokenizer"
 METHODS: dict[str, dict[str, Any]] = {
-    "dpo": {"method": {"kind": "dpo"}},
-    "dpo, lora": {"method": {"kind": "dpo"}, "adapter": {"kind": "lora"}},
+    "dpo": {"method": {"kind": "dpo"}}, "dpo, lora": {"method": {"kind": "dpo"}, "adapter": {"kind": "lora"}},
     "kto, lora": {"method": {"kind": "kto"}, "adapter": {"kind": "lora"}},
     "dpo, dora": {"method": {"kind": "dpo"}, "adapter": {"kind": "dora"}},
 }

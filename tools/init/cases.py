@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tools.tables import beside
+
 Row = dict[str, Any]
 Files = dict[str, bytes]
 
@@ -39,7 +41,7 @@ class Right:
     """Whether `data.too_long: truncate` is written: where the positions hold less than half of the documents."""
     reads: dict[str, Any] = field(default_factory=dict)
     """`format` and `columns` of the source, where they have to be written."""
-    says: tuple[str, ...] = ()
+    says: Sequence[str] = ()
     """Words that the recipe has to have."""
     in_bounds: bool = True
     """Whether 1 % of the tokens at most are cut: not where the model's positions forbid it."""
@@ -211,116 +213,78 @@ def _emoji(rng: random.Random) -> Row:
     return {"messages": turns}
 
 
+def _prompted(rng: random.Random, length: int = 50) -> Row:
+    return {"prompt": said(rng, length), "completion": said(rng, length)}
+
+
 def cases() -> Iterator[Case]:
-    """All, in the order in which they are tried."""
-    yield from LENGTHS
-    yield from FORMS
-    yield from FLAWS
+    """All, in the order in which they are tried; what is right for each is in the table of this module."""
+    for (name, one), (_, files) in zip(beside(__file__).items(), FILES.items(), strict=True):
+        yield Case(name, files, Right(**one.pop("right")), **one)
 
 
-LENGTHS = (
-    Case("chats of 5 to 50 tokens", between(200, 5, 50), Right("sft", 256)),
-    Case("chats of 300 tokens", chats((200, 300)), Right("sft", 512)),
-    Case("chats of 900 tokens", chats((100, 900)), Right("sft", 1024)),
-    Case("chats of 1,600 to 2,000 tokens", between(60, 1600, 1950), Right("sft", 2048)),
-    Case("ten in a thousand hold a quarter of the tokens", chats((990, 180), (10, 6000)), Right("sft", 8192)),
-    Case("one of 20,000 holds two percent", chats((1000, 950), (1, 20_000)), Right("sft", 20_480)),
-    Case(
-        "one of 20,000 holds two percent, beyond the positions", chats((1000, 950), (1, 20_000)),
-        Right("sft", 1024, longer=1, in_bounds=False), "medium",
+FILES: dict[str, Callable[[random.Random], Files]] = {
+    "chats of 5 to 50 tokens": between(200, 5, 50),
+    "chats of 300 tokens": chats((200, 300)),
+    "chats of 900 tokens": chats((100, 900)),
+    "chats of 1,600 to 2,000 tokens": between(60, 1600, 1950),
+    "ten in a thousand hold a quarter of the tokens": chats((990, 180), (10, 6000)),
+    "one of 20,000 holds two percent": chats((1000, 950), (1, 20_000)),
+    "one of 20,000 holds two percent, beyond the positions": chats((1000, 950), (1, 20_000)),
+    "one of 20,000 holds half a percent": chats((4000, 950), (1, 20_000)),
+    "all of 20,000": chats((8, 20_000)),
+    "all of 20,000, beyond the positions": chats((8, 20_000)),
+    "a third beyond the positions": chats((60, 1100), (30, 4000)),
+    "sorted by length": chats((6000, 180), (500, 3000), shuffled=False),
+    "24 MB, longer at the end": _large_and_longer_at_its_end,
+    "200 turns": only(of(12, _many_turns)),
+    "four bytes a character": only(of(60, _emoji)),
+    "a single row": chats((1, 100)),
+    "plain text of 5 to 20 tokens": only(of(30, lambda rng: {"text": said(rng, rng.randint(5, 20))})),
+    "plain text of 20,000 tokens": only(of(60, lambda rng: {"text": said(rng, 20_000)})),
+    "plain text, too little for long rows": only(of(80, lambda rng: {"text": said(rng, rng.randint(100, 900))})),
+    "a model that is not here": chats((200, 1200)),
+    "ShareGPT": only(of(80, lambda rng: shared(rng, 300))),
+    "ShareGPT with a system message": only(of(80, lambda rng: shared(rng, 300, system=said(rng, 100)))),
+    "alpaca": only(of(80, _alpaca)),
+    "alpaca whose input is null": only(of(80, lambda rng: _alpaca(rng, None))),
+    "prompts and completions": only(of(80, _prompted)),
+    "questions and answers, CSV": lambda rng: {"rows.csv": table("csv", of(80, _asked)(rng))},
+    "questions and answers for a base model": only(of(80, _asked)),
+    "chats, parquet": lambda rng: {"rows.parquet": table("parquet", of(80, lambda r: chat(r, 300))(rng))},
+    "parquet with a column of nulls": lambda rng: {
+        "rows.parquet": table("parquet", of(80, lambda r: {**_alpaca(r), "score": None})(rng))
+    },
+    "a JSON array": lambda rng: {"rows.json": json.dumps(of(80, _alpaca)(rng)).encode()},
+    "gzip": lambda rng: {"rows.jsonl.gz": gzip.compress(lines(of(80, lambda r: chat(r, 300))(rng)))},
+    "a directory, longer in its second file": lambda rng: {
+        f"rows/{name}.jsonl": lines([chat(rng, size) for _ in range(40)]) for name, size in (("a", 100), ("b", 3000))
+    },
+    "text files": lambda rng: {"notes.txt": "\n".join(said(rng, 60) for _ in range(50)).encode()},
+    "pairs of texts": only(of(80, lambda rng: pair(rng, 400))),
+    "pairs of chats": only(of(80, pair_of_chats)),
+    "pairs of which a few are long": only(lambda rng: [pair(rng, 300) for _ in range(200)] + [pair(rng, 6000)] * 3),
+    "labelled answers": only(of(80, lambda rng: {**_prompted(rng), "label": rng.random() < 0.5})),
+    "chats and alpaca in one file": only(of(80, lambda rng: chat(rng, 100) if rng.random() < 0.5 else _alpaca(rng))),
+    "two rows again and again": only(lambda rng: [chat(rng, 100), chat(rng, 100)] * 40),
+    "chats for a base model": chats((80, 100)),
+    "tools for a base model": only(of(60, with_tools)),
+    "tools that the model's template leaves out": only(of(60, with_tools)),
+    "tools that the model's template writes": only(of(60, with_tools)),
+    "thoughts for a base model": only(of(60, thinking)),
+    "thoughts that the model's template leaves out": only(of(60, thinking)),
+    "keys that are not used": only(of(60, lambda rng: {**_alpaca(rng), "source": "a book"})),
+    "a completion that is null": lambda rng: broken(
+        [_prompted(rng, 30) for _ in range(200)], {150: b'{"prompt": "a", "completion": null}'}
     ),
-    Case("one of 20,000 holds half a percent", chats((4000, 950), (1, 20_000)), Right("sft", 1024, longer=1)),
-    Case("all of 20,000", chats((8, 20_000)), Right("sft", 20_480)),
-    Case(
-        "all of 20,000, beyond the positions", chats((8, 20_000)),
-        Right("sft", 2048, longer=8, truncates=True, in_bounds=False), "short",
+    "the first, a middle and the last line": lambda rng: broken(
+        [chat(rng, 100) for _ in range(300)], {0: b"{", 150: b"[]", 299: b'{"messages": []}'}
     ),
-    Case(
-        "a third beyond the positions", chats((60, 1100), (30, 4000)),
-        Right("sft", 2048, longer=30, in_bounds=False), "short",
+    "24 MB, one bad row near the end": _large_with_a_bad_row,
+    "a chat without an answer": lambda rng: broken(
+        [chat(rng, 100) for _ in range(100)], {70: b'{"messages": [{"role": "user", "content": "a"}]}'}
     ),
-    Case("sorted by length", chats((6000, 180), (500, 3000), shuffled=False), Right("sft", 4096)),
-    Case("24 MB, longer at the end", _large_and_longer_at_its_end, Right("sft", 4096), is_large=True),
-    Case("200 turns", only(of(12, _many_turns)), Right("sft", 12_288)),
-    Case("four bytes a character", only(of(60, _emoji)), Right("sft", 2048)),
-    Case("a single row", chats((1, 100)), Right("sft", 256)),
-    Case("plain text of 5 to 20 tokens", only(lambda rng: [{"text": said(rng, rng.randint(5, 20))} for _ in range(30)]),
-        Right("pretrain", 256), "base"),
-    Case("plain text of 20,000 tokens", only(lambda rng: [{"text": said(rng, 20_000)} for _ in range(60)]),
-        Right("pretrain", 2048), "base"),
-    Case("plain text, too little for long rows",
-        only(lambda rng: [{"text": said(rng, rng.randint(100, 900))} for _ in range(80)]),
-        Right("pretrain", 1024), "base"),
-    Case("a model that is not here", chats((200, 1200)),
-        Right("sft", 512, says=("estimated from characters",)), "away"),
-)  # fmt: skip
-FORMS = (
-    Case("ShareGPT", only(of(80, lambda rng: shared(rng, 300))), Right("sft", 512)),
-    Case("ShareGPT with a system message",
-        only(of(80, lambda rng: shared(rng, 300, system=said(rng, 100)))), Right("sft", 512)),
-    Case("alpaca", only(of(80, _alpaca)), Right("sft", 256)),
-    Case("alpaca whose input is null", only(of(80, lambda rng: _alpaca(rng, None))), Right("sft", 256)),
-    Case("prompts and completions", only(of(80, lambda rng: {"prompt": said(rng, 50), "completion": said(rng, 50)})),
-        Right("sft", 256), "base"),
-    Case("questions and answers, CSV", lambda rng: {"rows.csv": table("csv", of(80, _asked)(rng))},
-        Right("sft", 256, reads={"columns": {"instruction": "question", "output": "answer"}}), source="rows.csv"),
-    Case("questions and answers for a base model", only(of(80, _asked)),
-        Right("sft", 256, reads={"columns": {"prompt": "question", "completion": "answer"}}), "base"),
-    Case("chats, parquet", lambda rng: {"rows.parquet": table("parquet", of(80, lambda r: chat(r, 300))(rng))},
-        Right("sft", 512), source="rows.parquet"),
-    Case("parquet with a column of nulls",
-        lambda rng: {"rows.parquet": table("parquet", of(80, lambda r: {**_alpaca(r), "score": None})(rng))},
-        Right("sft", 256), source="rows.parquet"),
-    Case("a JSON array", lambda rng: {"rows.json": json.dumps(of(80, _alpaca)(rng)).encode()}, Right("sft", 256),
-        source="rows.json"),
-    Case("gzip", lambda rng: {"rows.jsonl.gz": gzip.compress(lines(of(80, lambda r: chat(r, 300))(rng)))},
-        Right("sft", 512), source="rows.jsonl.gz"),
-    Case("a directory, longer in its second file",
-        lambda rng: {
-            "rows/a.jsonl": lines([chat(rng, 100) for _ in range(40)]),
-            "rows/b.jsonl": lines([chat(rng, 3000) for _ in range(40)]),
-        },
-        Right("sft", 4096), source="rows"),
-    Case("text files", lambda rng: {"notes.txt": "\n".join(said(rng, 60) for _ in range(50)).encode()},
-        Right("pretrain", 256), "base", source="notes.txt"),
-    Case("pairs of texts", only(of(80, lambda rng: pair(rng, 400))), Right("dpo", 512), "base"),
-    Case("pairs of chats", only(of(80, pair_of_chats)), Right("dpo", 512)),
-    Case("pairs of which a few are long",
-        only(lambda rng: [pair(rng, 300) for _ in range(200)] + [pair(rng, 6000)] * 3),
-        Right("dpo", 8192), "base"),
-    Case("labelled answers", only(of(80, lambda rng: {
-            "prompt": said(rng, 50), "completion": said(rng, 50), "label": rng.random() < 0.5})),
-        Right("kto", 256), "base"),
-    Case("chats and alpaca in one file",
-        only(of(80, lambda rng: chat(rng, 100) if rng.random() < 0.5 else _alpaca(rng))),
-        Right("sft", 256, says=("messages", "alpaca"))),
-    Case("two rows again and again", only(lambda rng: [chat(rng, 100), chat(rng, 100)] * 40),
-        Right("sft", 256, says=("that are the same",))),
-    Case("chats for a base model", chats((80, 100)), Right("sft", 256, template="chatml"), "base"),
-    Case("tools for a base model", only(of(60, with_tools)), Right("sft", 1024, template="chatml"), "base"),
-    Case("tools that the model's template leaves out", only(of(60, with_tools)),
-        Right("sft", 1024, template="chatml", says=("tools not written",))),
-    Case("tools that the model's template writes", only(of(60, with_tools)), Right("sft", 1024), "tools"),
-    Case("thoughts for a base model", only(of(60, thinking)), Right("sft", 512, template="qwen3"), "base"),
-    Case("thoughts that the model's template leaves out", only(of(60, thinking)),
-        Right("sft", 512, template="qwen3", says=("reasoning not written",))),
-    Case("keys that are not used", only(of(60, lambda rng: {**_alpaca(rng), "source": "a book"})),
-        Right("sft", 256, says=("not used: source",))),
-)  # fmt: skip
-FLAWS = (
-    Case("a completion that is null", lambda rng: broken(
-            [{"prompt": said(rng, 30), "completion": said(rng, 30)} for _ in range(200)],
-            {150: b'{"prompt": "a", "completion": null}'}),
-        Right("sft", 256, bad=1, says=("rows.jsonl:151:",)), "base"),
-    Case("the first, a middle and the last line", lambda rng: broken(
-            [chat(rng, 100) for _ in range(300)], {0: b"{", 150: b"[]", 299: b'{"messages": []}'}),
-        Right("sft", 256, bad=3, says=("rows.jsonl:1:",))),
-    Case("24 MB, one bad row near the end", _large_with_a_bad_row, Right("sft", 512, bad=1), is_large=True),
-    Case("a chat without an answer", lambda rng: broken(
-            [chat(rng, 100) for _ in range(100)], {70: b'{"messages": [{"role": "user", "content": "a"}]}'}),
-        Right("sft", 256, empty=1)),
-    Case("a role that the template has not", lambda rng: broken(
-            [{"prompt": said(rng, 30), "completion": said(rng, 30)} for _ in range(200)],
-            {99: b'{"prompt": ["a"], "completion": "b"}'}),
-        Right("sft", 256, bad=1), "base"),
-)  # fmt: skip
+    "a role that the template has not": lambda rng: broken(
+        [_prompted(rng, 30) for _ in range(200)], {99: b'{"prompt": ["a"], "completion": "b"}'}
+    ),
+}  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Literal
 from tuner.api.given import absolute
 from tuner.config.numbers import parse_bytes
 from tuner.errors import RecipeError
-from tuner.export.gguf.export import GgufForm, GgufReport
+from tuner.export.gguf.export import GgufReport
 from tuner.export.gguf.export import export_gguf as write
 from tuner.export.gguf.file import TYPES
 from tuner.export.gguf.source import source_of
@@ -38,4 +38,4 @@ def export_gguf(  # noqa: PLR0913, PLR0917 - one parameter for each option
     source = source_of(absolute(path), ignore_warning, step, Weights.parse(weights), adapter == "keep")
     target = None if output is None else absolute(output)
     shard_bytes = None if shard_size is None else parse_bytes(shard_size)
-    return write(source, GgufForm(kind, target, shard_bytes, modelfile, verify))
+    return write(source, kind, target, shard_bytes, modelfile, verify)

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,17 @@ SLACK_BYTES = 1 << 20
 """Room for headers, index and manifest besides the tensors."""
 
 
+WriteShards = Callable[[Path, Mapping[str, torch.Tensor], Staged | None, Collective], list[WrittenFile]]
+"""Such as `write_shards`: afterwards every rank's file lies in the directory as rank 0 sees it."""
+
+
 @dataclass(frozen=True)
 class CheckpointDir:
     """Where a run's checkpoints go: the `checkpoints` directory, and the id that marks its unfinished ones."""
 
     path: Path
     run_id: str
+    write: WriteShards = write_shards
 
 
 def save(  # noqa: PLR0913 - the parts of a checkpoint
@@ -86,9 +91,9 @@ def save(  # noqa: PLR0913 - the parts of a checkpoint
         return final
     ranks.on_rank0(lambda: _begin(final, tmp, tensors))
     try:
-        shards = write_shards(tmp, tensors, staged, ranks)
+        shards = run.write(tmp, tensors, staged, ranks)
         manifest = {"schema": MANIFEST_SCHEMA, "step": step, "world_size": ranks.size, "meta": dict(meta)}
-        # Every rank's files are on the disk (`write_shards` ends with an exchange): now they may become a checkpoint.
+        # Every rank's files are on the disk (`run.write` ends with an exchange): now they may become a checkpoint.
         ranks.on_rank0(lambda: _commit(tmp, final, shards, manifest, state, probe))
     except BaseException:
         if ranks.rank == 0:

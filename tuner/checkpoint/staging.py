@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from tuner.errors import MachineError
+from tuner.runtime.parts import local
 
 ALIGNMENT = 64
 """Bytes; a cache line, and a multiple of every item size."""
@@ -81,11 +81,11 @@ class Staging:
         """
         copied = {name: tensor for name, tensor in tensors.items() if name not in in_place}
         staged = self._copies(copied)
-        return replace(staged, tensors={name: staged.tensors.get(name, _local(tensors[name])) for name in tensors})
+        return replace(staged, tensors={name: staged.tensors.get(name, local(tensors[name])) for name in tensors})
 
     def _copies(self, tensors: Mapping[str, torch.Tensor]) -> Staged:
         self.reserve(tensors)
-        parts = {name: _local(tensor.detach()) for name, tensor in tensors.items()}
+        parts = {name: local(tensor.detach()) for name, tensor in tensors.items()}
         views: dict[str, torch.Tensor] = {}
         start = 0
         for name, part in parts.items():
@@ -120,7 +120,7 @@ class Staging:
 
 def staged_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     """Bytes of the block that a copy of these tensors takes."""
-    return sum(_padded(_local(tensor)) for tensor in tensors.values())
+    return sum(_padded(local(tensor)) for tensor in tensors.values())
 
 
 def _padded(part: torch.Tensor) -> int:
@@ -129,7 +129,7 @@ def _padded(part: torch.Tensor) -> int:
 
 def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device | None:
     """The CUDA device on which this process holds its part of a state; None for one in the host's memory."""
-    return next((part.device for part in map(_local, tensors.values()) if part.is_cuda), None)
+    return next((part.device for part in map(local, tensors.values()) if part.is_cuda), None)
 
 
 def _pin(block: torch.Tensor, device: torch.device) -> str | None:
@@ -144,7 +144,3 @@ def _pin(block: torch.Tensor, device: torch.device) -> str | None:
         "for the copy of each save; raise the limit (ulimit -l, or the container's), or write checkpoint.async_save: "
         "false"
     )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

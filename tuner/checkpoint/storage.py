@@ -25,7 +25,7 @@ from tuner.checkpoint.shard_hash import HASHERS, Chunk, read_bytes, shard_sha256
 from tuner.checkpoint.staging import Staged
 from tuner.errors import TunerError
 from tuner.runtime.files import fsync_dir, machine_error, write_all, write_new
-from tuner.runtime.parts import Box, part_of
+from tuner.runtime.parts import Box, local, part_of
 from tuner.runtime.process import Collective
 from tuner.runtime.safetensors_header import TYPES, safetensors_header
 
@@ -83,7 +83,7 @@ def write_shards(
     # Wide elements first: safetensors allows no gaps, and so every tensor starts at a multiple of its item size.
     dealt = (pieces[number] for number in ranks.from_rank0(lambda: _dealt(held)))
     own = sorted(dealt, key=lambda piece: (-TYPES[piece.dtype][1], piece.name, piece.box.offsets))
-    parts = [_local(tensors[one.name]) if staged is None else staged.tensors[one.name] for one in own]
+    parts = [local(tensors[one.name]) if staged is None else staged.tensors[one.name] for one in own]
     path = directory / shard_name(ranks.rank, ranks.size)
     written = ranks.to_rank0(lambda: _write_shard(path, own, parts))
     ranks.on_rank0(lambda: write_new(directory / INDEX_NAME, index_bytes(_index_of(held, written))))
@@ -155,7 +155,7 @@ def read_into(directory: Path, index: Index, tensors: Mapping[str, torch.Tensor]
     """Fill this rank's part of `tensors` from the files that the index names. Raises DataError naming the file."""
     planned = []
     for name, tensor in tensors.items():
-        part = _local(tensor.detach())
+        part = local(tensor.detach())
         for own in _boxes(tensor):
             for chunk in index[name].chunks:
                 common = own.common(Box(chunk.offsets, chunk.sizes, (0,) * tensor.ndim))
@@ -172,10 +172,6 @@ def _boxes(tensor: torch.Tensor) -> tuple[Box, ...]:
         return part_of(tensor).boxes
     zeros = (0,) * tensor.ndim
     return (Box(zeros, tuple(tensor.shape), zeros),)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def read_box(

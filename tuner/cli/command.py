@@ -3,13 +3,12 @@
 A command's file holds one function that Typer reads; what it returns is the command's result:
 
     @command("export-hf")
-    def export_hf(path: str, step: str = "newest", verbose: bool = False) -> Outcome:
+    def export_hf(console: Console, path: str, step: str = "newest") -> Outcome:
         source = input_path(path)            # `-` reads stdin
         ...                                  # heavy imports here
         return Outcome(result=str(report.path), metrics={...}, next="tuner generate ...")
 
-Commands that take a recipe call `load_for_command(recipe, overrides_of(ctx))`. `output.real_stdout()` is where
-the result goes.
+Commands that take a recipe call `load_for_command(recipe, flags)`. `output.real_stdout()` is where the result goes.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from tuner.cli.output import (
     terminal_columns,
     write_document,
 )
+from tuner.config.store_rules import inputs_of
 from tuner.errors import ExitCode, MachineError, RecipeError, TunerError, as_tuner_error
 from tuner.runtime import stop
 from tuner.runtime.activity import LABEL_WIDTH
@@ -50,11 +50,15 @@ if TYPE_CHECKING:
     from tuner.config.load import LoadedRecipe, ReadRecipe, RecipeText, Source
     from tuner.config.overrides import Override
     from tuner.runtime.console import Console, Level
+else:
+    Console = object  # which loads rich: help and completion do without
 
 __all__ = [
-    "Outcome", "OutputOptions", "command", "console_of", "given_overrides", "input_path", "level_of",
-    "load_for_command", "load_one_run", "overrides_of", "run_command", "stopped_as",
+    "Console", "Flags", "Outcome", "OutputOptions", "command", "console_of", "given_overrides", "input_path",
+    "level_of", "load_for_command", "load_one_run", "run_command", "stopped_as",
 ]  # fmt: skip
+Flags = list["Override"]
+"""What variables such as `TUNER_SECTION__KEY` say, then the `--section.key value` flags, in order."""
 
 
 @dataclass(frozen=True)
@@ -74,17 +78,9 @@ class _PassedOn(Exception):
         self.document = document
 
 
-def overrides_of(ctx: typer.Context) -> list[Override]:
-    """Return what variables such as `TUNER_SECTION__KEY` say, then the `--section.key value` flags, in order.
-
-    `main` took them before Typer saw the command line: they are `ctx.obj`.
-    """
-    return ctx.find_root().obj or []
-
-
 def console_of(level: Level) -> Console:
     """What speaks for a command on stderr: rank 0 alone."""
-    from tuner.runtime.console import Console  # which loads rich: help and completion do without
+    from tuner.runtime.console import Console
 
     return Console(RankInfo.from_environment().is_main, level)
 
@@ -130,7 +126,6 @@ def load_for_command(
 
 def fetch_inputs(loaded: LoadedRecipe) -> None:
     """Fetch what a recipe reads of object stores. Raises RecipeError, MachineError."""
-    from tuner.config.store_rules import inputs_of
     from tuner.rundir.in_store import bring_inputs
 
     if inputs := inputs_of(loaded.recipe):
@@ -206,8 +201,9 @@ def given_overrides(source: str | None, typed: Sequence[Override] = ()) -> list[
 def command(name: str) -> Callable[[Callable[..., Outcome]], Callable[..., None]]:
     """Make a function that returns an outcome a command, which `run_command` runs.
 
-    Its options are the function's, then --json, --verbose and --debug: of these it is given those that it names itself.
-    What each is for, its other names and its limits are in `commands.json`. Raises KeyError for one that is not.
+    Its options are the function's, then --json, --verbose and --debug. What each is for, its other names and its limits
+    are in `commands.json`. Of these three, the recipe's `flags`, which `main` took before Typer saw the command line,
+    and a `console`, it is given those that it names itself. Raises KeyError for an option that is not in the table.
     """
 
     def decorate(body: Callable[..., Outcome]) -> Callable[..., None]:
@@ -218,13 +214,20 @@ def command(name: str) -> Callable[[Callable[..., Outcome]], Callable[..., None]
         }
 
         @wraps(body)
-        def run(**values: Any) -> None:
+        def run(ctx: typer.Context, **values: Any) -> None:
             options = OutputOptions(**{key: values.pop(key) for key in shared})
-            given = {key: getattr(options, key) for key in shared if key in declared}
-            run_command(name, options, lambda: body(**values, **given))
 
-        own = [parameter for key, parameter in declared.items() if key not in shared]
-        parameters = [_described(name, parameter) for parameter in (*own, *shared.values())]
+            def called() -> Outcome:
+                made = {**vars(options), "flags": ctx.find_root().obj or []}
+                if "console" in declared:
+                    made["console"] = console_of("debug" if options.verbose else "info")
+                return body(**values, **{key: value for key, value in made.items() if key in declared})
+
+            run_command(name, options, called)
+
+        own = [parameter for key, parameter in declared.items() if key not in {*shared, "flags", "console"}]
+        context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+        parameters = [context, *(_described(name, parameter) for parameter in (*own, *shared.values()))]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         BODIES[name] = run
@@ -235,8 +238,6 @@ def command(name: str) -> Callable[[Callable[..., Outcome]], Callable[..., None]
 
 def _described(command: str, parameter: inspect.Parameter) -> inspect.Parameter:
     """A parameter with what Typer is to know of it. A flag has no opposite: its name is written out."""
-    if parameter.annotation is typer.Context:
-        return parameter
     row = PARAMETERS.get(command, {}).get(parameter.name) or PARAMETERS[""][parameter.name]
     facts = {"option": row} if isinstance(row, str) else dict(row)
     if (said := facts.pop("argument", None)) is not None:

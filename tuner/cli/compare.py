@@ -62,22 +62,11 @@ def _table(found: list[Difference], level: float) -> str:
 
 
 _WORDS = {"better": "B is better", "worse": "A is better", "not shown": "no difference shown"}
+_IN_DOCUMENT = ("first", "second", "difference", "low", "high", "verdict", "items", "better", "worse", "p")
 
 
 def _document(one: Difference) -> dict[str, float | int | str | None]:
-    return {
-        "first": _finite(one.first),
-        "second": _finite(one.second),
-        "difference": _finite(one.difference),
-        "low": _finite(one.low),
-        "high": _finite(one.high),
-        "verdict": one.verdict,
-        "items": one.items,
-        "better": one.better,
-        "worse": one.worse,
-        "p": one.p,
-    }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    """The figures of a difference; JSON has no infinity and no NaN."""
+    figures = {name: getattr(one, name) for name in _IN_DOCUMENT}
+    lost = {name for name, value in figures.items() if isinstance(value, float) and not math.isfinite(value)}
+    return figures | dict.fromkeys(lost)

@@ -94,11 +94,11 @@ def runs(incomplete: str) -> list[Offer]:
 def topics(incomplete: str) -> list[Offer]:
     """What `tuner help` explains."""
     from tuner.cli.help import TOPICS
-    from tuner.config.fields import fields
 
-    sections = dict.fromkeys(key.partition(".")[0] for key in fields())
+    sentences = _sentences()
+    sections = dict.fromkeys(key.partition(".")[0] for key in sentences)
     found = [*COMMANDS.items(), *((name, "") for name in (*TOPICS, *sections))]
-    found += [(key, field.sentence) for key, field in fields().items() if "." in incomplete]
+    found += sentences.items() if "." in incomplete else ()
     return _starting(found, incomplete)
 
 
@@ -129,28 +129,24 @@ def shipped(incomplete: str) -> list[Offer]:
 
 def keys(incomplete: str) -> list[Offer]:
     """The recipe's keys as flags."""
-    from tuner.config.fields import fields
-
     if not incomplete.startswith("--"):
         return []
-    found = [(f"--{key}", field.sentence) for key, field in fields().items() if key != "version"]
-    return [(flag, sentence) for flag, sentence in found if flag.startswith(incomplete)]
+    return _starting([(f"--{key}", sentence) for key, sentence in _sentences().items() if key != "version"], incomplete)
+
+
+def _sentences() -> dict[str, str]:
+    """What each key of the recipe is for."""
+    from tuner.config.fields import fields  # which commands and options do without
+
+    return {key: field.sentence for key, field in fields().items()}
 
 
 def values(key: str, incomplete: str) -> list[Offer]:
     """What may be written for a key: its words, or files for a path."""
     from tuner.config.fields import find
-    from tuner.config.value_types import OneOf, Switch
 
     field = find(key.replace("-", "_"))
-    kind = None if field is None else field.value_type
-    words: Sequence[str] = ()
-    if isinstance(kind, OneOf):
-        words = [str(word) for word in (*kind.values, *kind.words)]
-    elif isinstance(kind, Switch):
-        words = ["true", "false", *kind.words]
-    elif kind is not None:
-        words = [str(word) for word in kind.words]
+    words = [] if field is None or field.value_type is None else field.value_type.every_word()
     offered = [(word, "") for word in words if word.startswith(incomplete)]
     return offered or _paths(incomplete)
 

@@ -1,36 +1,25 @@
 """`tuner config`: check, show or describe a recipe."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
 from typing import TYPE_CHECKING
 
-import typer
-
-from tuner.cli.command import (
-    Outcome,
-    command,
-    fetch_inputs,
-    load_for_command,
-    overrides_of,
-    read_for_command,
-)
+from tuner.cli.command import Flags, Outcome, command, fetch_inputs, load_for_command, read_for_command
 from tuner.errors import RecipeError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it loads pydantic: help and completion do without
     from tuner.config.recipe import Recipe
 
 MOST_COLUMNS = 100
 
 
 @command("config check")
-def check(ctx: typer.Context, recipe: str | None = None) -> Outcome:
+def check(flags: Flags, recipe: str | None = None) -> Outcome:
     """Say everything that is wrong with a recipe - keys, files, templates, code, layers; else print its path."""
     from tuner.setup.check import check_recipe, schedule_warnings
 
-    read = read_for_command(recipe, overrides_of(ctx))
+    read = read_for_command(recipe, flags)
     if read.loaded is not None and not read.problems:
         fetch_inputs(read.loaded)
     print(f"checked   {check_recipe(read)}", file=sys.stderr)
@@ -41,11 +30,11 @@ def check(ctx: typer.Context, recipe: str | None = None) -> Outcome:
 
 
 @command("config show")
-def show(ctx: typer.Context, recipe: str | None = None, origin: bool = False, plot_schedule: bool = False) -> Outcome:
+def show(flags: Flags, recipe: str | None = None, origin: bool = False, plot_schedule: bool = False) -> Outcome:
     """Print the whole recipe, defaults included."""
     from tuner.config.dump import recipe_dict, recipe_yaml
 
-    loaded = load_for_command(recipe, overrides_of(ctx))
+    loaded = load_for_command(recipe, flags)
     if plot_schedule:
         if origin:
             raise RecipeError("--origin and --plot-schedule exclude each other", hint="leave one of them out")
@@ -56,7 +45,7 @@ def show(ctx: typer.Context, recipe: str | None = None, origin: bool = False, pl
     )
 
 
-def _schedule(recipe: Recipe) -> Outcome:
+def _schedule(recipe: "Recipe") -> Outcome:
     from tuner.cli.work.schedule import drawing, figures, planned_schedule
 
     found, warnings = planned_schedule(recipe)

@@ -1,7 +1,5 @@
 """`tuner data`: the directories of prepared data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +7,7 @@ from tuner.cli.command import Outcome, command, input_path
 from tuner.cli.output import columns
 from tuner.errors import DataError, VerificationError, counted
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # it loads pyarrow, and what follows pydantic: help and completion do without
     from tuner.data.building.cache import Entry
 
 
@@ -86,13 +84,13 @@ def _root(cache_dir: Path | None) -> Path:
     return (cache_root() if cache_dir is None else cache_dir.expanduser()).absolute()
 
 
-def _find(wanted: str, cache_dir: Path | None) -> Entry:
+def _find(wanted: str, cache_dir: Path | None) -> "Entry":
     from tuner.data.building.cache import find
 
     return find(_root(cache_dir), str(input_path("-")) if wanted == "-" else wanted)
 
 
-def _facts(entry: Entry) -> dict[str, Any]:
+def _facts(entry: "Entry") -> dict[str, Any]:
     """What `ls` shows of a directory, as JSON values."""
     facts: dict[str, Any] = {
         "level": entry.level, "key": entry.key, "path": str(entry.path), "bytes": entry.size,
@@ -123,7 +121,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return columns(lines, right=range(2, 6))
 
 
-def _shown(entry: Entry) -> str:
+def _shown(entry: "Entry") -> str:
     """A directory's report, line by line."""
     from tuner.data.building.report import report_lines
     from tuner.runtime.console import LABEL_WIDTH, escape

@@ -1,17 +1,13 @@
 """`tuner doctor`: what this machine has of what tuner needs."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tuner.cli.command import Outcome, command
 from tuner.errors import ExitCode
-
-if TYPE_CHECKING:
-    from tuner.setup.machine_check import Check
+from tuner.setup import machine
+from tuner.setup.machine_check import Check, as_json
 
 MARKS = {"ok": "ok", "missing": "-", "warning": "!", "broken": "BROKEN"}
 WIDTH, NAME_COLUMNS, MARK_COLUMNS = 79, 15, 7
@@ -23,14 +19,12 @@ def doctor(directory: Path = Path(".")) -> Outcome:
 
     Exit code 4 where something that is needed is broken; what is merely missing is named with how to get it.
     """
-    from tuner.setup import machine, machine_check
-
     found = list(machine.examine(directory.expanduser()))
     broken = [check for check in found if check.status == "broken"]
     counts = {status: sum(check.status == status for check in found) for status in MARKS}
     outcome = Outcome(
         table(found),
-        artifacts={"checks": [machine_check.as_json(check) for check in found]},
+        artifacts={"checks": [as_json(check) for check in found]},
         metrics=dict(counts),
         warnings=[f"{check.name}: {check.found}: {check.means}" for check in found if check.status == "warning"],
         is_table=True,

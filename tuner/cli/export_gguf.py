@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from tuner.cli.command import Outcome, command, console_of, input_path
+from tuner.cli.command import Console, Outcome, command, input_path
 from tuner.cli.export_hf import shard_bytes_of, which_step
 from tuner.cli.named import run_path
 
@@ -14,18 +14,17 @@ Type = Literal[
 
 @command("export-gguf")
 def export_gguf(  # noqa: PLR0913, PLR0917 - one parameter for each option
-    path: str, type: Type = "bf16", output: str | None = None, step: str = "newest",  # noqa: A002 - the option's name
-    weights: str = "trained", adapter: Literal["merge", "keep"] = "merge", shard_size: str | None = None,
-    modelfile: bool = False, no_verify: bool = False, verbose: bool = False,
+    console: Console, path: str, type: Type = "bf16", output: str | None = None,  # noqa: A002 - the option's name
+    step: str = "newest", weights: str = "trained", adapter: Literal["merge", "keep"] = "merge",
+    shard_size: str | None = None, modelfile: bool = False, no_verify: bool = False,
 ) -> Outcome:
     """Write a GGUF file and have llama.cpp answer as the trained model does before it appears."""
     chosen = which_step(step)
     source = run_path(path, others=True, extent="model", which=chosen)
     shard_bytes = None if shard_size is None else shard_bytes_of(shard_size)
     target = None if output is None else input_path(output)
-    console = console_of("debug" if verbose else "info")
     with console.doing("loading torch", at_once=True):
         from tuner.cli.work import export_gguf as work
 
-    form = work.GgufForm(type, target, shard_bytes, modelfile, not no_verify)
-    return work.export(source, chosen, weights, adapter == "keep", form, console)
+    found = work.source_of(source, console.warn, chosen, work.Weights.parse(weights), adapter == "keep")
+    return work.export(found, console, type, target, shard_bytes, modelfile, not no_verify)

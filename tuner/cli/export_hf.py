@@ -3,23 +3,22 @@
 from pathlib import Path
 from typing import Literal
 
-from tuner.cli.command import Outcome, command, console_of, input_path
+from tuner.cli.command import Console, Outcome, command, input_path
 from tuner.cli.named import run_path, stage_path
 from tuner.errors import RecipeError
 
 
 @command("export-hf")
 def export_hf(  # noqa: PLR0913, PLR0917 - one parameter for each option
-    path: str, step: str = "newest", output: str | None = None, dtype: Literal["auto", "bf16", "fp32"] = "auto",
-    keep_fp32: str = "", adapter: Literal["merge", "keep"] = "merge", base_model: str | None = None,
-    text_only: bool = False, base: Literal["auto", "original", "quantized"] = "auto", weights: str = "trained",
-    shard_size: str = "5GB", dry_run: bool = False, verbose: bool = False,
+    console: Console, path: str, step: str = "newest", output: str | None = None,
+    dtype: Literal["auto", "bf16", "fp32"] = "auto", keep_fp32: str = "", adapter: Literal["merge", "keep"] = "merge",
+    base_model: str | None = None, text_only: bool = False, base: Literal["auto", "original", "quantized"] = "auto",
+    weights: str = "trained", shard_size: str = "5GB", dry_run: bool = False,
 ) -> Outcome:
     """Write a Hugging Face directory and verify it before it appears under its name."""
     chosen, shard_bytes = which_step(step), shard_bytes_of(shard_size)
     source = run_path(path, extent="model", which=chosen)
     target = None if output is None else stage_path(output, "all")
-    console = console_of("debug" if verbose else "info")
     with console.doing("loading torch", at_once=True):
         from tuner.cli.work import export_hf as work
 

@@ -1,26 +1,20 @@
 """`tuner launch`: a recipe started on a cluster."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-import typer
-
-from tuner.cli.command import Outcome, command, load_one_run, overrides_of
+from tuner.cli.command import Flags, Outcome, command, load_one_run
+from tuner.config.load import LoadedRecipe
 from tuner.errors import RecipeError
-
-if TYPE_CHECKING:
-    from tuner.config.load import LoadedRecipe
-    from tuner.submit.job import Volume
+from tuner.submit import cluster, job
+from tuner.submit.job import Volume
 
 CACHE = ".tuner-cache"
 
 
 @command("launch")
 def launch(
-    ctx: typer.Context, recipe: str | None = None, on: str = "slurm", nodes: int = 1, gpus_per_node: int = 8,
+    flags: Flags, recipe: str | None = None, on: str = "slurm", nodes: int = 1, gpus_per_node: int = 8,
     cpus: int | None = None, memory: str | None = None, time: str | None = None, image: str | None = None,
     volume: list[str] | None = None, env: list[str] | None = None, secret: list[str] | None = None,
     resource: list[str] | None = None, sbatch: list[str] | None = None, restarts: int | None = None,
@@ -30,15 +24,13 @@ def launch(
 
     Flags of the recipe go with it.
     """
-    from tuner.submit import cluster, job
-
     options = {
         "cpus": cpus, "memory": memory, "time": time, "image": image, "volume": volume, "env": env, "secret": secret,
         "resource": resource, "sbatch": sbatch, "restarts": restarts, "jobset": jobset or None,
     }  # fmt: skip
     given = {name: value for name, value in options.items() if value is not None}
     cluster.require_taken(on, given)
-    loaded = load_one_run(recipe, overrides := overrides_of(ctx))
+    loaded = load_one_run(recipe, flags)
     if loaded.path is None:
         raise RecipeError("a cluster reads the recipe from a file", hint="write it into one, and name that")
     volumes, variables = [job.Volume.of(text) for text in volume or ()], job.variables(env or ())
@@ -46,9 +38,9 @@ def launch(
     if on == "kubernetes":
         variables = {"TUNER_CACHE": f"{_volume_of_run(loaded, volumes).path}/{CACHE}"} | variables
         warnings = _not_on_volumes(loaded, volumes)
-    flags = (each.flag if each.text is None else f"{each.flag}={each.text}" for each in overrides)
+    typed = (each.flag if each.text is None else f"{each.flag}={each.text}" for each in flags)
     asked = job.Job(
-        str(loaded.recipe.name), (str(loaded.path), *flags), os.getcwd(), nodes,
+        str(loaded.recipe.name), (str(loaded.path), *typed), os.getcwd(), nodes,
         gpus_per_node, cpus or 8, None if memory is None else job.bytes_of(memory),
         None if time is None else job.seconds_of(time), image, tuple(volumes), variables,
     )  # fmt: skip

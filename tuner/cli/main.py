@@ -153,7 +153,7 @@ def _usage(command: str, args: list[str], message: str, hint: str | None = None)
 
 
 def _failed(command: str, args: list[str], error: TunerError) -> int:
-    from tuner.cli.command import print_failure
+    from tuner.cli.command import print_failure  # which `tuner --help` does without
 
     return print_failure(command or "tuner", error, "--json" in args)
 

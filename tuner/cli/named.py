@@ -90,6 +90,8 @@ def run_or_hub(argument: str) -> Path | HubModel:
 
     Raises RecipeError, with the runs that there are, for a name that the hub has none of either.
     """
+    if argument.endswith(".gguf") and not is_url(argument) and not input_path(argument).exists():
+        raise RecipeError(f"{argument}: no such file")
     try:
         return run_path(argument, others=True, extent="model")
     except RecipeError as error:

@@ -2,15 +2,7 @@
 
 import os
 
-import typer
-
-from tuner.cli.command import (
-    Outcome,
-    command,
-    console_of,
-    load_for_command,
-    overrides_of,
-)
+from tuner.cli.command import Console, Flags, Outcome, command, load_for_command
 from tuner.cli.output import real_stdout
 from tuner.errors import RecipeError
 from tuner.runtime.memory import calm_collector
@@ -18,15 +10,14 @@ from tuner.runtime.memory import calm_collector
 
 @command("prepare-data")
 def prepare_data(
-    ctx: typer.Context, recipe: str | None = None, explain: int | None = None, check: bool = False,
+    flags: Flags, console: Console, recipe: str | None = None, explain: int | None = None, check: bool = False,
     dry_run: bool = False, reference: bool = False, verbose: bool = False,
 ) -> Outcome:
     """Turn rows into packed, encoded data and print its directory; what is prepared already is found again."""
     if sum((explain is not None, check, dry_run, reference)) > 1:
         raise RecipeError("--explain, --check, --dry-run and --reference exclude each other", hint="give one of them")
     with calm_collector():
-        loaded = load_for_command(recipe, overrides_of(ctx), fetches=True)
-        console = console_of("debug" if verbose else "info")
+        loaded = load_for_command(recipe, flags, fetches=True)
         with console.doing("loading tokenizer", at_once=True):
             from tuner.cli.work import prepare_data as work
 

@@ -2,15 +2,13 @@
 
 from pathlib import Path
 
-import typer
-
-from tuner.cli.command import Outcome, command, console_of, load_one_run, overrides_of
+from tuner.cli.command import Console, Flags, Outcome, command, load_one_run
 from tuner.errors import RecipeError
 
 
 @command("profile")
 def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
-    ctx: typer.Context, recipe: str | None = None, device: str | None = None, processes: str | None = None,
+    flags: Flags, console: Console, recipe: str | None = None, device: str | None = None, processes: str | None = None,
     memory: str | None = None, fit: str | None = None, host_memory: str | None = None, measure: int | None = None,
     output: Path | None = None, dry_run: bool = False, verbose: bool = False,
 ) -> Outcome:
@@ -28,8 +26,7 @@ def profile(  # noqa: PLR0913, PLR0917 - one parameter for each option
             "--measure runs on this machine's device",
             hint="leave out --device, --processes, --host-memory and --fit, or --measure",
         )
-    loaded = load_one_run(recipe, overrides_of(ctx))
-    console = console_of("debug" if verbose else "info")
+    loaded = load_one_run(recipe, flags)
     with console.doing("loading torch", at_once=True):
         from tuner.cli.work import profile as work
 

@@ -2,14 +2,14 @@
 
 from dataclasses import asdict
 
-from tuner.cli.command import Outcome, command, console_of
+from tuner.cli.command import Console, Outcome, command
 from tuner.cli.named import run_path
 from tuner.errors import counted
 from tuner.runtime.files import gib
 
 
 @command("push")
-def push(path: str, repo: str, private: bool = False, dry_run: bool = False, verbose: bool = False) -> Outcome:
+def push(console: Console, path: str, repo: str, private: bool = False, dry_run: bool = False) -> Outcome:
     """Upload a verified export with its model card.
 
     The token is that of HF_TOKEN, or of hf auth login; HF_ENDPOINT names another hub.
@@ -18,7 +18,6 @@ def push(path: str, repo: str, private: bool = False, dry_run: bool = False, ver
 
     from tuner.export import hub
 
-    console = console_of("debug" if verbose else "info")
     plan = hub.plan_push(hub.find_export(source), repo)
     console.say("checked", f"{plan.directory}: {counted(len(plan.files), 'file')}, {gib(plan.bytes)}, as written")
     if dry_run:

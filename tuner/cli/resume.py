@@ -1,16 +1,13 @@
 """`tuner resume`: resume a stopped run."""
 
-
-import typer
-
-from tuner.cli.command import Outcome, command, console_of, overrides_of
+from tuner.cli.command import Flags, Outcome, command, console_of
 from tuner.cli.named import run_path
 from tuner.cli.train import LOADING, Place
 
 
 @command("resume")
 def resume(
-    ctx: typer.Context, run: str, reset: str | None = None, dry_run: bool = False, on: Place = "here",
+    flags: Flags, run: str, reset: str | None = None, dry_run: bool = False, on: Place = "here",
     verbose: bool = False,
 ) -> Outcome:
     """Resume a stopped or killed run from its newest valid checkpoint; a finished, whole one is left as it is.
@@ -23,4 +20,4 @@ def resume(
         from tuner.cli.work import train as work
 
     options = work.options_of("must", None, False, dry_run, reset, on)
-    return work.resume_training(path, overrides_of(ctx), options, console, verbose)
+    return work.resume_training(path, flags, options, console, verbose)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, cast
 
-import typer
-
 from tuner.cli.command import (
+    Flags,
     Outcome,
     command,
     console_of,
@@ -14,7 +13,6 @@ from tuner.cli.command import (
     input_path,
     level_of,
     load_for_command,
-    overrides_of,
 )
 from tuner.cli.named import stage_path
 from tuner.errors import RecipeError
@@ -30,7 +28,7 @@ Place = Literal["here", "ray"]
 
 @command("train")
 def train(  # noqa: PLR0913 - one parameter per option of the command
-    ctx: typer.Context, recipe: str | None = None, resume: str = "never", reset: str | None = None,
+    flags: Flags, recipe: str | None = None, resume: str = "never", reset: str | None = None,
     prepared: str | None = None, overrides: str | None = None, no_prepare: bool = False, dry_run: bool = False,
     on: Place = "here", verbose: bool = False,
 ) -> Outcome:
@@ -38,8 +36,7 @@ def train(  # noqa: PLR0913 - one parameter per option of the command
     mode = _resume_mode(resume)
     if [overrides, prepared, recipe].count("-") > 1:
         raise RecipeError("stdin is read once: only one of recipe, --prepared and --overrides can be -")
-    typed = overrides_of(ctx)
-    loaded = load_for_command(recipe, [*given_overrides(overrides, typed), *typed], fetches=True)
+    loaded = load_for_command(recipe, [*given_overrides(overrides, flags), *flags], fetches=True)
     startup.begin(with_process=True)
     with startup.phase(startup.LIBRARIES), console_of(level_of(loaded, verbose)).doing(LOADING, at_once=True):
         from tuner.cli.work import train as work

@@ -2,16 +2,15 @@
 
 from dataclasses import asdict
 
-from tuner.cli.command import Outcome, command, console_of
+from tuner.cli.command import Console, Outcome, command
 from tuner.cli.named import run_path
 from tuner.errors import counted
 
 
 @command("verify-resume")
-def verify_resume(run: str, steps: int = 2, verbose: bool = False) -> Outcome:
+def verify_resume(console: Console, run: str, steps: int = 2) -> Outcome:
     """Prove on this machine that a run resumes exactly: train some steps with and without a stop, and compare."""
     path = run_path(run, extent="all")
-    console = console_of("debug" if verbose else "info")
     with console.doing("loading torch", at_once=True):
         from tuner.run.verify import verify_resume as prove
 

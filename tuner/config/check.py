@@ -181,10 +181,10 @@ def _repair(plain: Any, bad: list[KeyPath]) -> Recipe | None:
 
 def _rules(tree: Node, recipe: Recipe, blamed: set[str], problems: Problems) -> None:
     given = {dotted(path[:depth]) for path, _ in tree.leaves() for depth in range(1, len(path) + 1)}
+    above = {bad[:end] for bad in blamed for end, letter in enumerate(f"{bad}.") if letter == "."}
+    below = tuple(f"{bad}." for bad in blamed)
     for rule in RULES:
-        if any(
-            key == bad or key.startswith(f"{bad}.") or bad.startswith(f"{key}.") for key in rule.keys for bad in blamed
-        ):
+        if any(key in above or f"{key}.".startswith(below) for key in rule.keys):
             continue
         text = rule.check(recipe, given)
         if text is None:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from tuner.config import other_keys, other_memory, other_methods, other_parts, other_rules
 from tuner.config.not_supported import absent_names
-from tuner.config.other_rules import Given, Lines, Rule, made
+from tuner.config.other_keys import micro_batch
+from tuner.config.other_rules import PER_DEVICE, Given, Lines, Rule, made
 from tuner.config.other_tools import theirs
 from tuner.config.yaml import package_table
 
@@ -36,8 +36,7 @@ def _switched(value: Any) -> Any:
 @cache
 def rules() -> dict[str, Rule]:
     """How the values of other tools' keys become ours; a key that is not among them keeps its value under our name."""
-    modules = (other_rules, other_keys, other_parts, other_methods, other_memory)
-    return made(package_table("other_rules")) | {key: rule for module in modules for key, rule in module.RULES.items()}
+    return made(package_table("other_rules")) | dict.fromkeys(PER_DEVICE, micro_batch)
 
 
 @cache

@@ -1,12 +1,13 @@
 """Tasks whose scores evaluations measure: where the items come from, and how they are put to the model."""
 
 import re
+from operator import attrgetter
 from typing import Annotated
 
 from tuner.config.duration import CadenceSpan
 from tuner.config.numbers import Whole
 from tuner.config.section import PLUGIN, Bool, Durations, Items, Options, Section
-from tuner.config.value_types import Text, refuse
+from tuner.config.value_types import Text, once
 
 HARNESS = "lm_eval:"
 """Before the name of a task of lm-evaluation-harness."""
@@ -69,12 +70,9 @@ class EvalTask(Section):
 EVAL_TASKS = Items(EvalTask, "a file, a list of files or of {task, name, every, scorer, ...}", one=True, empty=True)
 
 
-def labels_once(tasks: tuple[EvalTask, ...]) -> tuple[EvalTask, ...]:
-    """The tasks as they are. Raises for a name that two of them have."""
-    labels = [task.label for task in tasks]
-    if twice := [label for number, label in enumerate(labels) if label in labels[:number]]:
-        raise refuse(f"two tasks are called {twice[0]!r}; give one a name of its own: {{task: ..., name: ...}}")
-    return tasks
+LABELS_ONCE = once(
+    attrgetter("label"), "two tasks are called {!r}; give one a name of its own: {{task: ..., name: ...}}"
+)
 
 
 def task_of(metric: str | None, tasks: tuple[EvalTask, ...]) -> EvalTask | None:

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, model_validator
@@ -20,7 +21,7 @@ from tuner.config.numbers import DECIMAL_SUFFIXES, Real, Whole, parse_number, wr
 from tuner.config.rule import Rule
 from tuner.config.schedules import DecayShape
 from tuner.config.section import Auto, Bool, Items, Section
-from tuner.config.value_types import Several, Table, Text, ValueType, refuse, shown
+from tuner.config.value_types import Several, Table, Text, ValueType, once, refuse, shown
 from tuner.errors import RecipeError
 
 _NUMBER = r"[\d.]+(?:[eE][+-]?\d+)?[A-Za-z]{0,2}"
@@ -95,13 +96,12 @@ class Law(ValueType):
         return {"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string", "pattern": r"^\S.*$"}]}
 
 
-def short_count(count: int) -> str:
-    """A count of parameters in three digits, such as `104K`, `190M` or `1.3B`."""
-    for suffix, factor in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if count >= factor * 0.9995:
-            scaled = count / factor
-            return f"{scaled:.0f}{suffix}" if scaled >= 99.95 else f"{scaled:.3g}{suffix}"
-    return str(count)
+def short_count(count: float, figures: int = 3) -> str:
+    """A count in so many figures, such as `104K`, `190M` or `1.3B`."""
+    for suffix, factor in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if count >= factor * (1 - 0.5 / 10**figures):
+            return f"{count / factor:.{figures}g}{suffix}"
+    return f"{count:.{figures}g}"
 
 
 def _above_zero(text: str | int | float) -> Fraction:
@@ -157,13 +157,6 @@ def _ascending(multiples: tuple[float, ...]) -> tuple[float, ...]:
     return multiples
 
 
-def _no_name_twice(sizes: tuple[LadderSize, ...]) -> tuple[LadderSize, ...]:
-    names = [size.name for size in sizes if size.name is not None]
-    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
-        raise refuse(f"got the name {twice[0]!r} twice")
-    return sizes
-
-
 SIZES = Items(
     LadderSize,
     "a list of counts of parameters, such as [60M, 190M], or of {parameters, name, config, ...}",
@@ -174,7 +167,7 @@ SIZES = Items(
 class LadderSection(Section):
     """One recipe at several sizes, each trained by rules that follow from its parameters: `tuner ladder`."""
 
-    sizes: Annotated[tuple[LadderSize, ...], SIZES, AfterValidator(_no_name_twice)] = ()
+    sizes: Annotated[tuple[LadderSize, ...], SIZES, once(attrgetter("name"), "got the name {!r} twice")] = ()
     """Sizes: counts of parameters without embeddings, such as [60M, 190M], or {parameters, name, config, ...} each."""
     tokens: Annotated[PowerLaw, Law()] = PowerLaw.parse("20 * N")
     """Tokens of one multiple, by the parameters N without embeddings: 20 for each, as Chinchilla."""

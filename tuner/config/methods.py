@@ -352,25 +352,6 @@ class DistillMethod(MethodSection):
             **tail,
         }
 
-    @model_validator(mode="after")
-    def _has_one_teacher_at_a_time(self) -> DistillMethod:
-        if self.teacher_every is None:
-            return self
-        if self.top_k is not None:
-            raise refuse("teacher_every: a teacher's columns are computed once, before training; write top_k: null")
-        if self.teacher_revision is not None:
-            raise refuse("teacher_every looks for versions in a directory, which has no revision: leave out one")
-        return self
-
-    @model_validator(mode="after")
-    def _is_finite(self) -> DistillMethod:
-        if self.top_k is not None and self.tail == "renormalise" and self.beta == 1:
-            raise refuse(
-                "beta 1 with tail renormalise has no finite divergence: the student's tail has no counterpart; write "
-                "tail: rest"
-            )
-        return self
-
 
 class CustomMethod(MethodSection):
     """A custom loss."""

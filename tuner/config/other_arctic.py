@@ -3,17 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tuner.config.other_data import located
+from tuner.config.other_data import located, table
 from tuner.config.other_keys import deepspeed
 from tuner.config.other_memory import adapter
-from tuner.config.other_rules import Given, Lines, Rule, bound, number, percent
+from tuner.config.other_rules import Given, Lines, number, percent
 from tuner.config.recipe import PEFT_TYPES
 
-_SPLITS = {
-    "HuggingFaceH4/ultrachat_200k": ("train_sft", "test_sft"),
-    "HuggingFaceH4/ultrafeedback_binarized": ("train_prefs", "test_prefs"),
-}
-"""Splits of the data sets whose classes name them, for training and for evaluation."""
 _SAVES, _EXPORTS = "checkpoint", "export"
 
 
@@ -28,7 +23,7 @@ def _source(item: Any, split: int) -> Any:
     name = said.get("name_or_path")
     if not isinstance(name, str):
         return None
-    of_class = _SPLITS.get(name, ("train", "test"))[split]
+    of_class = table("splits").get(name, ("train", "test"))[split]
     source: dict[str, Any] = {"path": located(name, said.get("split") or of_class)}
     if (share := number(said.get("sample_ratio"))) is not None:
         source["weight"] = float(share)
@@ -106,16 +101,3 @@ def profiled(value: Any, given: Given) -> Lines | str | None:
         return {} if value is None else None
     entries = number(given.get("mem_profiler_max_entries"))
     return {"profile.memory": "all"} | ({} if entries is None else {"profile.entries": int(entries)})
-
-
-RULES: dict[str, Rule] = {
-    "deepspeed": sharded,
-    "data.sources": bound(sources, "data.train", 0),
-    "data.eval_sources": bound(sources, "data.eval", 1),
-    "data.train_eval_split": split_off,
-    "checkpoint": engines,
-    "mem_profiler": profiled,
-    "model.type": model_type,
-    "model.peft_config": peft,
-}
-"""How keys of an ArcticTraining recipe become ours; the others are in other_configs.yaml."""

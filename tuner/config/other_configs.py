@@ -5,14 +5,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args
 
-from tuner.config import other_arctic, other_olmo, other_recis, other_xtuner
 from tuner.config.not_supported import sentence
-from tuner.config.other_data import located, registered
-from tuner.config.other_keys import attention_modules, metric_logger
-from tuner.config.other_memory import adapter, optimizer
-from tuner.config.other_methods import kd_loss, teacher
-from tuner.config.other_parts import builder, chat_template, data_sets, sets_of
-from tuner.config.other_rules import Given, Lines, Rule, bound, listed, made, micro_batch, number
+from tuner.config.other_data import component_name, located, registered
+from tuner.config.other_keys import metric_logger
+from tuner.config.other_memory import adapter
+from tuner.config.other_parts import sets_of
+from tuner.config.other_rules import Given, Lines, Rule, listed, made, number
 from tuner.config.other_tools import of_value
 from tuner.config.yaml import package_table
 
@@ -44,16 +42,17 @@ class Dialect:
         return self.defaults | of_method
 
 
-def _one_label(value: Any, given: Given) -> Lines | str | None:
+def one_label(value: Any, given: Given) -> Lines | str | None:
     """A reward model's head has one score."""
     return {} if value == 1 and given.get("reward_model") is True else sentence("num_labels")
 
 
-def _axolotl_adapter(value: Any, given: Given) -> Lines | str | None:
+def axolotl_adapter(value: Any, given: Given) -> Lines | str | None:
+    """axolotl's word for an adapter, of which some say that its base has 4 bits."""
     return adapter(value) or of_value("adapter.kind", value)
 
 
-def _registered(value: Any, given: Given) -> Lines | str | None:
+def registered_sets(value: Any, given: Given) -> Lines | str | None:
     """LLaMA-Factory's names of data sets, looked up in `dataset_info.json` where it was read."""
     info, directory = given.get("dataset_info"), str(given.get("dataset_dir") or "data")
     listing = info if isinstance(info, Mapping) else {}
@@ -63,74 +62,47 @@ def _registered(value: Any, given: Given) -> Lines | str | None:
     return {"data.train": found}
 
 
-def _registered_held_out(value: Any, given: Given) -> Lines | str | None:
-    found = _registered(value, {**given, "max_samples": None})
+def registered_held_out(value: Any, given: Given) -> Lines | str | None:
+    """The same of the data sets that are held out."""
+    found = registered_sets(value, {**given, "max_samples": None})
     return {"data.eval": found["data.train"]} if isinstance(found, dict) else found
 
 
-def _tuner_model(value: Any, given: Given) -> Lines | str | None:
+def tuner_model(value: Any, given: Given) -> Lines | str | None:
     """A builder of torchtune's models: which adapter it has."""
-    name = str(value).rpartition(".")[2]
-    found = adapter(name.partition("_")[0])
+    found = adapter(component_name(value).partition("_")[0])
     if found is None:
         return {"adapter.kind": "none"}
     return found | ({"adapter.kind": "dora"} if given.get("model.use_dora") is True else {})
 
 
-def _swift_sets(value: Any, given: Given, key: str) -> Lines | str | None:
+def swift_sets(value: Any, given: Given, key: str) -> Lines | str | None:
+    """Data sets between spaces."""
     return sets_of(value.split() if isinstance(value, str) else value, given, key)
 
 
-def _tuner_kind(value: Any, given: Given) -> Lines | str | None:
+def tuner_kind(value: Any, given: Given) -> Lines | str | None:
+    """Unsloth's kind of training: an adapter, or all weights."""
     kind = "qlora" if "qlora" in str(value).lower() else "lora"
     return adapter(kind) if "lora" in str(value).lower() else {"adapter.kind": "none"}
 
 
-def _logger(value: Any, given: Given) -> Lines | str | None:
+def logger(value: Any, given: Given) -> Lines | str | None:
+    """torchtune's component that logs, by its path alone."""
     return metric_logger({"_component_": value, "project": given.get("metric_logger.project")}, given)
 
 
-def _test_split(value: Any, given: Given) -> Lines | str | None:
+def smoothing(value: Any, given: Given) -> Lines | str | None:
+    """torchtune's smoothing of the loss."""
+    return {"method.label_smoothing": value} if value else {}
+
+
+def held_out_split(value: Any, given: Given) -> Lines | str | None:
     """TRL's split of the data set that is held out, where it evaluates at all."""
     name = given.get("dataset_name")
     if not isinstance(name, str) or str(given.get("eval_strategy", "no")).lower() in {"no", "false"}:
         return {}
     return {"data.eval": [located(name, value)]}
-
-
-_RULES: dict[Tool, dict[str, Rule]] = {
-    "axolotl": {
-        "optimizer": optimizer,
-        "adapter": _axolotl_adapter,
-        "micro_batch_size": micro_batch,
-        "chat_template": chat_template,
-        "num_labels": _one_label,
-    },
-    "llama-factory": {"dataset": _registered, "eval_dataset": _registered_held_out, "template": chat_template},
-    "trl": {"dataset_test_split": _test_split, "chat_template": chat_template},
-    "torchtune": {
-        "batch_size": micro_batch,
-        "model._component_": _tuner_model,
-        "model.lora_attn_modules": attention_modules,
-        "dataset": data_sets,
-        "optimizer._component_": builder,
-        "lr_scheduler._component_": builder,
-        "metric_logger._component_": _logger,
-        "teacher_checkpointer.checkpoint_dir": teacher,
-        "kd_loss._component_": kd_loss,
-        "loss.label_smoothing": lambda value, given: {"method.label_smoothing": value} if value else {},
-    },
-    "ms-swift": {
-        "dataset": bound(_swift_sets, "data.train"), "val_dataset": bound(_swift_sets, "data.eval"),
-        "template": chat_template,
-    },
-    "unsloth": {"batch_size": micro_batch, "training_type": _tuner_kind},
-    "arctictraining": {"micro_batch_size": micro_batch, **other_arctic.RULES},
-    "xtuner": other_xtuner.RULES,
-    "olmo-core": other_olmo.RULES,
-    "recis": other_recis.RULES,
-}  # fmt: skip
-"""Meanings that need code of their own; the others are in other_configs.yaml."""
 
 
 @cache
@@ -142,7 +114,7 @@ def dialects() -> dict[Tool, Dialect]:
             marks=frozenset(row["marks"].split()),
             defaults=row["defaults"],
             defaults_of=row.get("defaults_of", {}),
-            rules=made(row["rules"]) | _RULES[tool],
+            rules=made(row["rules"]),
             silent=frozenset(row["silent"].split()),
         )
         for tool, row in package_table("other_configs").items()

@@ -15,6 +15,12 @@ def table(name: str) -> dict[str, Any]:
     return dict(package_table("other_data")[name])
 
 
+def component_name(value: Any) -> str:
+    """The last name of the dotted path by which torchtune builds something, in a section or alone."""
+    path = value.get("_component_") if isinstance(value, Mapping) else value
+    return str(path).rpartition(".")[2]
+
+
 def is_text(sources: Any) -> bool:
     """Whether every one of our sources holds plain text, which is pre-trained."""
     forms = [item.get("format") for item in sources if isinstance(item, Mapping)] if isinstance(sources, list) else []
@@ -77,7 +83,7 @@ def unread(value: Any) -> dict[str, Any]:
 
 def _lost(found: Mapping[str, Any]) -> dict[str, str]:
     """What a builder of torchtune does that no key of its own says."""
-    name = str(found["_component_"]).rpartition(".")[2]
+    name = component_name(found)
     lost = {"source": "text (a line is a document there, the file here)"} if found.get("source") == "text" else {}
     if name in {"alpaca_dataset", "alpaca_cleaned_dataset"}:
         lost["_component_"] = f"{name} (it asks in a text of its own)"
@@ -129,8 +135,7 @@ def _columns(found: Mapping[str, Any]) -> dict[str, str]:
 
 def component(found: Mapping[str, Any]) -> dict[str, Any]:
     """The `dataset` of a torchtune file, as one of our sources."""
-    builder = str(found.get("_component_", "")).rpartition(".")[2]
-    known = table("components").get(builder)
+    known = table("components").get(component_name(found))
     form, columns = (known["form"], known.get("columns", {})) if known else ("auto", {})
     hub = known.get("hub") if known else None
     path = found.get("data_files") or found.get("source") or hub or "rows.jsonl"
@@ -150,7 +155,7 @@ def component(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def component_settings(found: Mapping[str, Any]) -> dict[str, Any]:
     """What the `dataset` of a torchtune file says besides its records: whether they are packed, what is trained on."""
-    name = str(found.get("_component_", "")).rpartition(".")[2]
+    name = component_name(found)
     settings: dict[str, Any] = {}
     if isinstance(found.get("packed"), bool):
         settings["data.packing"] = "auto" if found["packed"] else False

@@ -11,13 +11,8 @@ from typing import Any
 from tuner.config.not_supported import absent
 from tuner.config.other_configs import TOOLS, Tool
 from tuner.config.other_tools import of_value
-from tuner.config.yaml import resolve
+from tuner.config.yaml import package_table, resolve
 from tuner.errors import RecipeError
-
-_SINGLE = ("column_map", "deepspeed", "fsdp", "datasets", "dataset", "test_datasets", "val_dataset", "eval_dataset",
-           "special_tokens", "tokens", "lora_target_modules", "target_modules", "lr_scheduler_kwargs",
-           "lora_modules_to_save", "peft_config", "dataset_cfg", "dataset_config_list")  # fmt: skip
-"""Keys whose mapping or list is one value."""
 
 
 def read_given(text: str, name: str, processes: int | None, directory: Path) -> tuple[dict[str, Any], Tool | None]:
@@ -57,10 +52,11 @@ def _values(text: str, name: str) -> dict[str, Any]:
 def _given(values: Any) -> dict[str, Any]:
     """Every value that is written, by its dotted key; `${key}` in a text is that key's value."""
     found: dict[str, Any] = {}
+    single = package_table("other_data")["single"].split()
 
     def walk(value: Any, path: tuple[str, ...]) -> None:
         is_component = isinstance(value, dict) and "_component_" in value
-        whole = bool(path) and (path[-1] in _SINGLE or absent(path[-1]) is not None)
+        whole = bool(path) and (path[-1] in single or absent(path[-1]) is not None)
         if path and (whole or not isinstance(value, dict)):
             found[".".join(path)] = str(value) if isinstance(value, date) else value
         if isinstance(value, dict) and (not whole or is_component):
@@ -86,22 +82,6 @@ def dataset_info(directory: Path, name: str) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-_PROGRAMS: dict[str, str] = {
-    "swift": "ms-swift", "trl": "trl", "llamafactory-cli": "llama-factory", "axolotl": "axolotl"
-}  # fmt: skip
-_TRAINING: dict[tuple[str, str], dict[str, Any]] = {
-    ("swift", "sft"): {},
-    ("swift", "pt"): {"stage": "pt"},
-    ("swift", "rlhf"): {"rlhf_type": "dpo"},
-    ("trl", "sft"): {},
-    ("trl", "dpo"): {"stage": "dpo"},
-    ("trl", "kto"): {"stage": "kto"},
-    ("trl", "reward"): {"stage": "reward"},
-    ("llamafactory-cli", "train"): {},
-    ("axolotl", "train"): {},
-}
-"""Programs with their subcommands, and what these say in addition to their flags."""
-_OF_ANOTHER_KIND = {"trl": {"grpo", "rloo"}}
 _LAUNCHERS = {"accelerate", "torchrun", "deepspeed", "python", "python3"}
 _PREFERENCES = "dpo|kto|orpo|cpo|reward|grpo|rloo|ppo|online_dpo"
 _SCRIPT = re.compile(rf"(^|[/_])(sft|train|finetune|fine_tune|run_sft|{_PREFERENCES})\w*\.py$|/sft\.py$")
@@ -140,8 +120,8 @@ def read_script(text: str, name: str) -> ShellCommand:
         )
     words, variables = found
     program, rest = _program(words)
-    other = _OF_ANOTHER_KIND.get(program, set())
-    if rest and rest[0] in other:
+    known = _known(program)
+    if rest and rest[0] in known.get("others", ()):
         kind = str(_flags(rest[1:]).get("rlhf_type", rest[0]))
         meant = of_value("method.kind", kind) or "not supported: a training of another kind"
         raise RecipeError(f"{name}: {program} {rest[0]}: {kind}: {meant}")
@@ -151,11 +131,11 @@ def read_script(text: str, name: str) -> ShellCommand:
         if (trained := _SCRIPT_OF.search(rest[script])) is not None:
             flags = {"stage": trained[1]} | flags
     else:
-        before, flags = {}, _TRAINING[program, rest[0]] | _flags(rest[1:])
+        before, flags = {}, known["trains"][rest[0]] | _flags(rest[1:])
     counts = [str(before.get(key, "")) for key in _PROCESSES] + [variables.get("NPROC_PER_NODE", "")]
     processes = next((int(count) for count in counts if count.isdecimal()), None)
     config = flags.pop("config", None) or (rest[1] if len(rest) > 1 and rest[1].endswith((".yaml", ".yml")) else None)
-    return ShellCommand(_PROGRAMS.get(program), flags, processes, None if config is None else str(config))
+    return ShellCommand(known.get("tool"), flags, processes, None if config is None else str(config))
 
 
 def _first(text: str) -> tuple[list[str], dict[str, str]] | None:
@@ -208,7 +188,13 @@ def _is_training(words: list[str]) -> bool:
     program, rest = _program(words)
     if program in _LAUNCHERS:
         return any(_SCRIPT.search(word) for word in rest)
-    return bool(rest) and ((program, rest[0]) in _TRAINING or rest[0] in _OF_ANOTHER_KIND.get(program, ()))
+    known = _known(program)
+    return bool(rest) and rest[0] in (*known.get("trains", ()), *known.get("others", ()))
+
+
+def _known(program: str) -> dict[str, Any]:
+    """What a program of a tool trains; nothing of another one."""
+    return dict(package_table("other_data")["commands"].get(program, {}))
 
 
 def _program(words: list[str]) -> tuple[str, list[str]]:

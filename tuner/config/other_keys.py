@@ -7,9 +7,9 @@ from typing import Any
 from tuner.config.eval_tasks import HARNESS
 from tuner.config.not_supported import sentence
 from tuner.config.numbers import write_number
-from tuner.config.other_rules import PER_DEVICE, Given, Lines, Rule, bound, count, number, number_of
+from tuner.config.other_data import component_name, table
+from tuner.config.other_rules import PER_DEVICE, Given, Lines, count, number, number_of
 from tuner.config.other_rules import micro_batch as rows_of_a_process
-from tuner.config.other_tools import by_name
 
 _ALL_LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 _NONE = {"none", "null", "false", "full", "{}"}
@@ -99,17 +99,12 @@ def rank(value: Any, given: Given) -> Lines | str | None:
     return found
 
 
-_TRACKED = {"wandb": ("wandb_project", "use_wandb", "enable_wandb"), "mlflow": ("mlflow_experiment_name", "use_mlflow"),
-            "tensorboard": ("use_tensorboard", "enable_tensorboard")}  # fmt: skip
-
-
 def _trackers(given: Given) -> list[str]:
     """Trackers that keys of their own turn on, those that are switched off left out."""
-    off = {name for name in _TRACKED if any(_says(given, key, "false") for key in (f"use_{name}", f"enable_{name}"))}
-    return [
-        name for name, keys in _TRACKED.items()
-        if name not in off and any(given.get(key) not in (None, "", False) for key in keys)
-    ]  # fmt: skip
+    known = table("trackers")
+    off = {name for name in known if any(_says(given, key, "false") for key in (f"use_{name}", f"enable_{name}"))}
+    on = (name for name, keys in known.items() if any(given.get(key) not in (None, "", False) for key in keys.split()))
+    return [name for name in on if name not in off]
 
 
 def tracker_project(value: Any, given: Given) -> Lines | str | None:
@@ -132,13 +127,11 @@ def use_tracker(value: Any, given: Given) -> Lines | str | None:
 
 def metric_logger(value: Any, given: Given) -> Lines | str | None:
     """torchtune's component that logs."""
-    component = value.get("_component_") if isinstance(value, Mapping) else value
-    word = str(component).rpartition(".")[2].lower()
-    found = {"tensorboardlogger": "tensorboard", "wandblogger": "wandb"}.get(word)
+    found: Lines | None = table("builders").get(component_name(value).lower())
     if found is None:
         return {} if isinstance(value, Mapping) and value else None
     project = value.get("project") if isinstance(value, Mapping) else None
-    return {"logging.trackers": [found]} | ({"logging.project": project} if isinstance(project, str) else {})
+    return found | ({"logging.project": project} if isinstance(project, str) else {})
 
 
 def attention_modules(value: Any, given: Given) -> Lines | str | None:
@@ -180,22 +173,13 @@ def revision(value: Any, given: Given) -> Lines | str | None:
     return {} if value == "master" else {"model.revision": value} if isinstance(value, str) else None
 
 
-_SHARDED: dict[str, Lines] = {
-    "3": {"parallel.shard": "full"},
-    "2": {"parallel.shard": "full", "parallel.reshard_after_forward": False},
-    "1": {"parallel.shard": "full", "parallel.reshard_after_forward": False},
-    "0": {"parallel.shard": "none"},
-}
-"""Stages of ZeRO."""
-
-
 def deepspeed(value: Any, given: Given) -> Lines | str | None:
     """DeepSpeed by its stage, where a name or a section says which; nothing of what its file says besides."""
     section = value.get("zero_optimization") if isinstance(value, Mapping) else None
     stage = section.get("stage") if isinstance(section, Mapping) else None
     word = str(value).lower().rpartition("/")[2]
     named = re.search(r"(?:zero|z|stage)[_-]?([0-3])(?!\d)", word) if isinstance(value, str) else None
-    found = _SHARDED.get(str(stage) if stage is not None else named[1] if named else "")
+    found = table("zero").get(str(stage) if stage is not None else named[1] if named else "")
     if found is None or "offload" in word:
         return sentence("deepspeed_config")
     return {**found}
@@ -204,22 +188,17 @@ def deepspeed(value: Any, given: Given) -> Lines | str | None:
 def fsdp(value: Any, given: Given) -> Lines | str | None:
     """FSDP by the words that transformers takes for it."""
     words = " ".join(value) if isinstance(value, list) and all(isinstance(item, str) for item in value) else str(value)
-    known = {"full_shard": "3", "shard_grad_op": "2", "no_shard": "0", "true": "3"}
     if "hybrid_shard" in words:
         return {"parallel.shard": "hybrid"}
-    found = next((_SHARDED[stage] for word, stage in known.items() if word in words.lower().split()), None)
+    found = next((lines for word, lines in table("fsdp").items() if word in words.lower().split()), None)
     if found is None or "offload" in words:
         return sentence("fsdp_config")
     return {**found}
 
 
-_LITGPT = {"query": ["q_proj"], "key": ["k_proj"], "value": ["v_proj"], "projection": ["o_proj"],
-           "mlp": ["gate_proj", "up_proj", "down_proj"], "head": ["lm_head"]}  # fmt: skip
-
-
 def layers_of_litgpt(value: Any, given: Given) -> Lines | str | None:
     """LitGPT's switches for the layers that get an adapter: all that are on."""
-    on = [name for key, names in _LITGPT.items() if given.get(f"lora_{key}") is True for name in names]
+    on = [name for key, names in table("litgpt").items() if given.get(f"lora_{key}") is True for name in names]
     return {"adapter.target_modules": on} if on else None
 
 
@@ -227,7 +206,7 @@ def torchtune_loss(value: Any, given: Given) -> Lines | str | None:
     """torchtune's component of the loss: that of DPO is a method, cross-entropy is every method's."""
     if not isinstance(value, Mapping):
         return None
-    name = str(value.get("_component_")).rpartition(".")[2]
+    name = component_name(value)
     if name == "DPOLoss":
         smoothing = {"method.label_smoothing": value["label_smoothing"]} if value.get("label_smoothing") else {}
         beta = {"method.beta": value["beta"]} if "beta" in value else {}
@@ -245,35 +224,3 @@ def harness_tasks(value: Any, given: Given) -> Lines | str | None:
     """Tasks of lm-evaluation-harness, by their names there."""
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     return {"eval.tasks": [f"{HARNESS}{name}" for name in names]}
-
-
-RULES: dict[str, Rule] = by_name({
-    "num_epochs num_train_epochs epochs max_epochs": epochs,
-    "max_steps_per_epoch": steps_per_epoch,
-    " ".join(PER_DEVICE): micro_batch,
-    "batch_size": batch,
-    "warmup_ratio": warmup_share,
-    "warmup_steps": warmup_steps,
-    "save_steps save_interval checkpoint_interval save_freq save_every_n_steps": bound(
-        cadence, "checkpoint.every", "save_strategy save_epoch", "epoch no best true"
-    ),
-    "eval_steps eval_interval eval_freq eval_frequency": bound(
-        cadence, "eval.every", "eval_strategy evaluation_strategy", "epoch no"
-    ),
-    "lm_eval_tasks": harness_tasks,
-    "dataset_text_field": text_column,
-    "deepspeed": deepspeed,
-    "fsdp": fsdp,
-    "max_samples num_samples max_train_samples n_samples sample_size": record_count,
-    "model_revision revision_of_model base_model_revision": revision,
-    "lora_query lora_key lora_value lora_projection lora_mlp lora_head": layers_of_litgpt,
-    "use_wandb use_tensorboard use_mlflow enable_wandb enable_tensorboard": use_tracker,
-    "wandb_project mlflow_experiment_name": tracker_project,
-    "lora_r lora_rank rank r": rank,
-    "metric_logger": metric_logger,
-    "loss": torchtune_loss,
-    "type": trainer,
-    "lmbda": lambda_of_gkd,
-    "lora_attn_modules": attention_modules,
-    "apply_lora_to_mlp": lambda value, given: {},  # attention_modules reads it
-})

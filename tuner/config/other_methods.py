@@ -4,23 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from tuner.config.numbers import write_number
-from tuner.config.other_rules import Given, Lines, Rule, listed, number, number_of, words
-from tuner.config.other_tools import by_name, foreign, of_value
+from tuner.config.other_data import component_name, table
+from tuner.config.other_rules import Given, Lines, listed, number, number_of, words
+from tuner.config.other_tools import foreign, of_value
 
 PAIRS = frozenset(("dpo", "orpo", "simpo", "cpo", "reward"))
 """Kinds whose examples are two answers to one prompt."""
 PREFERENCES = PAIRS | {"kto"}
-_KINDS = {
-    "dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "simpo": "simpo", "cpo": "cpo", "kto": "kto",
-    "rm": "reward", "rw": "reward", "reward": "reward", "reward_modeling": "reward",
-}  # fmt: skip
-_LOSSES = {
-    "sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "robust": "robust", "sigmoid_norm": "sigmoid_norm",
-    "apo_zero": "apo_zero", "apo_down": "apo_down", "sppo_hard": "sppo", "nca_pair": "nca", "bco_pair": "bco",
-}  # fmt: skip
-"""Losses of dpo by TRL's names, and ours."""
-_ABSENT_LOSSES = frozenset(("exo_pair", "aot", "aot_pair", "aot_unpaired", "discopop", "kto_pair"))
-_ALIKE = ", ".join(dict.fromkeys(_LOSSES.values()))
 _SUPERVISED = "a loss of supervised fine-tuning is method.reduction here, or method.kind: custom"
 
 
@@ -33,8 +23,8 @@ def kind_of(given: Given) -> str | None:
         named = _names(given.get("pref_loss", given.get("loss_type")))
         if word in {"dpo", "cpo"} and named in (["orpo"], ["simpo"]):
             return named[0]
-        if word in _KINDS:
-            return _KINDS[word]
+        if found := table("kinds").get(word):
+            return str(found)
     if str(given.get("loss._component_")).endswith(".rlhf.loss.DPOLoss"):
         return "dpo"
     if given.get("reward_model") is True or "center_rewards_coefficient" in given:
@@ -46,7 +36,7 @@ def kind_of(given: Given) -> str | None:
         return "simpo"
     if "cpo_alpha" in given:
         return "cpo"
-    is_loss = bool(named) and all(name in _LOSSES or name in _ABSENT_LOSSES or name == "sft" for name in named)
+    is_loss = bool(named) and {*named} <= {*table("losses"), "sft"}
     if is_loss or any(name in given for name in ("precompute_ref_log_probs", "ref_model", "pref_beta", "rl_beta",
                                                 "rpo_alpha", "loss_weights")):
         return "dpo"
@@ -59,7 +49,7 @@ def kind(value: Any, given: Given) -> Lines | str | None:
     if word == "sft":
         return {"method.kind": "sft"}
     ours = kind_of({**given, "rl": word})
-    if ours is None or word not in _KINDS:
+    if ours is None or word not in table("kinds"):
         return of_value("method.kind", word)
     found: Lines = {"method.kind": ours}
     return found | {"method.loss": "ipo"} if word == "ipo" else found
@@ -82,9 +72,11 @@ def losses(value: Any, given: Given) -> Lines | str | None:
         if named == ["apo_zero_unpaired"]:
             return {"method.baseline": "zero"}
         return {} if named in ([ours], ["sigmoid"], []) else f"not supported: {ours} with the loss {', '.join(named)}"
-    absent = [name for name in named if name not in _LOSSES and name != "sft"]
+    known = table("losses")
+    absent = [name for name in named if known.get(name) is None and name != "sft"]
     if absent:
-        return f"not supported: the loss {', '.join(absent)}; instead method.loss with one of {_ALIKE}"
+        alike = ", ".join(filter(None, known.values()))
+        return f"not supported: the loss {', '.join(absent)}; instead method.loss with one of {alike}"
     weights = given.get("loss_weights", given.get("dpo_loss_weights")) or [1.0] * len(named)
     if not isinstance(weights, list) or len(weights) != len(named):
         return None
@@ -93,9 +85,9 @@ def losses(value: Any, given: Given) -> Lines | str | None:
     terms = dict(zip(named, weights, strict=True))
     found: Lines = {"method.sft_weight": terms.pop("sft")} if "sft" in terms else {}
     if len(terms) > 1 or any(weight != 1 for weight in terms.values()):
-        found["method.loss"] = {_LOSSES[name]: weight for name, weight in terms.items()}
+        found["method.loss"] = {known[name]: weight for name, weight in terms.items()}
     elif terms and "sigmoid" not in terms:
-        found["method.loss"] = _LOSSES[next(iter(terms))]
+        found["method.loss"] = known[next(iter(terms))]
     return found
 
 
@@ -161,8 +153,7 @@ def kd_ratio(value: Any, given: Given) -> Lines | str | None:
 
 def kd_loss(value: Any, given: Given) -> Lines | str | None:
     """torchtune's component of the divergence, forward by default as here."""
-    named = value.get("_component_") if isinstance(value, Mapping) else value
-    name = str(named).rpartition(".")[2]
+    name = component_name(value)
     if name.startswith("SymmetricKL"):
         return "not supported: both divergences, added up; instead method.beta: 0.5, Jensen-Shannon's between them"
     return {"method.beta": 1.0} if name.startswith("ReverseKL") else {} if name.startswith("ForwardKL") else None
@@ -176,22 +167,6 @@ def stage(value: Any, given: Given) -> Lines | str | None:
     return words(value, given, "method.kind", _STAGES) if str(value).lower() in _STAGES else kind(value, given)
 
 
-RULES: dict[str, Rule] = by_name({
-    "rl rlhf_type": kind,
-    "stage task trainer_type training_type": stage,
-    "reward_model": reward_switch,
-    "loss_type pref_loss dpo_loss_type": losses,
-    "loss_weights dpo_loss_weights": lambda value, given: {},  # losses reads them
-    "simpo_gamma": gamma,
-    "cpo_alpha": cpo_alpha,
-    "label_smoothing dpo_label_smoothing label_smoothing_dpo": smoothing,
-    "precompute_ref_log_probs precompute_ref_logprobs": precomputed,
-    "ref_model reference_model": reference_model,
-    "teacher_checkpointer": teacher,
-    "kd_ratio": kd_ratio,
-    "kd_loss": kd_loss,
-})
-"""How keys of preference, reward and distillation trainings become ours."""
 _TEMPLATES = ("chatml", "llama3", "zephyr")
 
 

@@ -5,13 +5,37 @@ from fractions import Fraction
 from typing import Any
 
 from tuner.config.numbers import write_number
-from tuner.config.other_rules import Given, Lines, Rule, number, of_number, percent
+from tuner.config.other_rules import Given, Lines, number, of_number, percent
 
 _PEAK_LR = 0.00235
 """Peak learning rate of their ladder for 108M parameters, which lr_multiplier multiplies."""
 _SIXTEEN_BITS = 2**16
 
 
+def sizes(value: Any, given: Given) -> Lines | str | None:
+    """A ladder starts at random weights and compares held-out losses."""
+    return {"ladder.sizes": value, "model.init": "random", "data.eval": "1%"}
+
+
+@of_number
+def decay(share: Fraction) -> Lines:
+    """The last part of a period."""
+    return {"ladder.decay": percent(share)}
+
+
+@of_number
+def tokens(count: Fraction) -> Lines:
+    """Tokens for each parameter."""
+    return {"ladder.tokens": f"{write_number(count)} * N"}
+
+
+@of_number
+def peak_lr(factor: Fraction) -> Lines:
+    """The rate of a size, by what multiplies theirs."""
+    return {"ladder.lr": f"{float(factor) * _PEAK_LR:.6g} * (N / 108M)^(-1/3)"}
+
+
+@of_number
 def multiples(last: Fraction) -> Lines:
     """Their one multiple is the end of the last period: those before it end at half of what the next one does."""
     ends = [last]
@@ -41,17 +65,3 @@ def _paths(value: Any, dtype: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list):
         for child in value:
             yield from _paths(child, dtype)
-
-
-RULES: dict[str, Rule] = {
-    # A ladder starts at random weights and compares held-out losses.
-    "sizes": lambda value, given: {"ladder.sizes": value, "model.init": "random", "data.eval": "1%"},
-    "run_configurator.chinchilla_multiple": of_number(multiples),
-    "run_configurator.decay_fraction": of_number(lambda share: {"ladder.decay": percent(share)}),
-    "run_configurator.tokens_per_param": of_number(lambda count: {"ladder.tokens": f"{write_number(count)} * N"}),
-    "run_configurator.lr_multiplier": of_number(
-        lambda factor: {"ladder.lr": f"{float(factor) * _PEAK_LR:.6g} * (N / 108M)^(-1/3)"}
-    ),
-    "instance_sources": token_arrays,
-}
-"""How keys of an OLMo-core ladder become ours; the others are in other_configs.yaml."""

@@ -5,11 +5,11 @@ from typing import Any
 
 from tuner.config.chat_templates import CHAT_TEMPLATES
 from tuner.config.numbers import write_number
-from tuner.config.other_data import component_settings, is_file, is_text, located, plain_sources, table
+from tuner.config.other_data import component_name, component_settings, is_file, is_text, located, plain_sources, table
 from tuner.config.other_memory import adamw_values, adapter
 from tuner.config.other_methods import is_taught
-from tuner.config.other_rules import Given, Lines, Rule, bound, listed, number, percent
-from tuner.config.other_tools import by_name, of_value
+from tuner.config.other_rules import Given, Lines, listed, number, percent
+from tuner.config.other_tools import of_value
 
 
 def held_out(value: Any, given: Given) -> Lines | str | None:
@@ -161,7 +161,7 @@ def sets_of(value: Any, given: Given, key: str) -> Lines | str | None:
 
 def builder(value: Any, given: Given) -> Lines | str | None:
     """What torchtune builds by a dotted path."""
-    name = str(value).rpartition(".")[2].lower()
+    name = component_name(value).lower()
     if found := table("builders").get(name):
         return {**found}
     if found := adamw_values().get(name):
@@ -171,23 +171,3 @@ def builder(value: Any, given: Given) -> Lines | str | None:
     if found := adapter(name.partition("_")[0]):
         return found
     return "components are chosen by kind here; tuner import FILE converts a file of torchtune"
-
-
-RULES: dict[str, Rule] = by_name({
-    "loraplus_lr_ratio": loraplus,
-    "val_set_size val_size validation_split split_dataset_ratio": held_out,
-    "dataset_name hf_hub_url": data_set,
-    "datasets dataset": data_sets,
-    "test_datasets val_dataset": bound(sets_of, "data.eval"),
-    "roles_to_train": roles,
-    "lora_target_modules lora_target lora_modules target_modules": targets,
-    "target_parameters lora_target_parameters": experts,
-    "lora_model_dir adapter_name_or_path adapter_folder adapters resume_adapter lora_weights lora_checkpoint "
-    "peft_model_id": adapters,
-    "add_special_tokens additional_special_tokens special_tokens tokens extra_special_tokens new_special_tokens "
-    "add_tokens added_tokens": new_tokens,
-    "report_to loggers log_with tracking": trackers,
-    "plugins": plugins,
-    "chat_template template": chat_template,
-    "_component_": builder,
-})

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
-from tuner.config.other_rules import Given, Lines, Rule, number
+from tuner.config.other_rules import Given, Lines, number
 
 _NO_WEIGHTS = ("", "*", "io_state", "global_step", "train_io", "eval_io", "recis.dense.optim")
 """Globs of no weights, or of all."""
@@ -45,12 +45,3 @@ def windows(value: Any, given: Given) -> Lines | str | None:
     own = {"per_launch": given.get("window_iter"), "save_every": given.get("save_every_n_windows")}
     counted = {key: found for key, found in own.items() if found}
     return {"data.windows": {"files": 1, "passes": "stream", **counted}, "schedule.kind": "constant"}
-
-
-RULES: dict[str, Rule] = {
-    "model_bank": bank,
-    "train_steps": duration,
-    "train_epoch": duration,
-    **dict.fromkeys(("window_iter", "load_update_windows", "save_every_n_windows"), windows),
-}
-"""How keys of RecIS's TrainingArguments become ours; the others are in other_configs.yaml."""

@@ -6,41 +6,16 @@ from typing import Any
 from tuner.config.conversion import known_names
 from tuner.config.fields import fields
 from tuner.config.other_configs import Tool, dialects
+from tuner.config.other_data import table
 from tuner.config.other_keys import TRAINERS
 from tuner.config.other_methods import kind_of
 from tuner.config.other_tools import of_value
 from tuner.errors import RecipeError
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_SECTIONS: dict[Tool, tuple[str, ...]] = {
-    "unsloth": ("training", "lora", "logging"),
-    "xtuner": ("model_cfg", "dataloader_cfg", "optim_cfg", "lr_cfg", "fsdp_cfg", "loss_cfg", "resume_cfg", "trainer"),
-    "arctictraining": ("model", "tokenizer", "data", "optimizer", "scheduler", "logger", "wandb"),
-    "olmo-core": ("model_configurator", "run_configurator", "data_loader", "tokenizer"),
-}
-"""Sections of a file, of a tool that has any; those of torchtune are components."""
 _READ = (
     "files of axolotl, LLaMA-Factory, TRL, torchtune, ms-swift, Unsloth, ArcticTraining, XTuner V1 and RecIS, of "
     "OLMo-core's ladders, and shell scripts with their commands"
 )
-_DATA = _names(
-    "datasets dataset dataset_name train_file train_files dataset_path train_dataset pretraining_dataset "
-    "cached_dataset dataset_mixture"
-)
-_TRAINS = _DATA | _names(
-    "learning_rate lr num_train_epochs num_epochs epochs max_steps micro_batch_size per_device_train_batch_size "
-    "batch_size gradient_accumulation_steps stage rl training_type optimizer optim lora_r lora_rank sequence_len "
-    "use_peft assistant_only_loss method dataset"
-)
-_RUNS = _names(
-    "prompt max_new_tokens do_predict infer_backend export_dir inference_mode merge_method tasks generation "
-    "zero_optimization compute_environment"
-)
-"""Keys of a file that runs a model, merges models, or says how processes are started."""
 _METHOD_KEYS = ("rl", "stage", "rlhf_type", "task_type", "training_type", "trainer_type", "training.trainer_type")
 
 
@@ -57,7 +32,8 @@ def require_training(given: Mapping[str, Any], name: str, tool: Tool, is_said: b
             hint=f"read are {_READ}; if it is {title}'s all the same: --from {tool}",
         )
     last = {key.rpartition(".")[2] for key in given} | tops
-    if not last & _TRAINS and last & _RUNS:
+    data, trains, runs = ({*names.split()} for names in table("keys").values())
+    if not last & (data | trains) and last & runs:
         raise RecipeError(
             f"{name}: trains nothing: it has no data set, no learning rate and no number of steps or epochs",
             hint=f"read are {_READ}, each of a training",
@@ -67,14 +43,14 @@ def require_training(given: Mapping[str, Any], name: str, tool: Tool, is_said: b
             f"{name}: type: {given['type']}: a trainer of its own, whose code says what is trained",
             hint="write a recipe; a loss of your own is method.kind: custom with method.use: FILE.py:NAME",
         )
-    if tool == "llama-factory" and not last & _DATA and "do_train" not in last and "stage" not in last:
+    if tool == "llama-factory" and not last & data and "do_train" not in last and "stage" not in last:
         raise RecipeError(f"{name}: names no data set, so it trains nothing")
 
 
 def _is_known(top: str, given: Mapping[str, Any], tool: Tool) -> bool:
     """Whether a key at the top of a file may be one of the tool's, which has sections of its own or none."""
     if top not in given:
-        return top in _SECTIONS.get(tool, ())
+        return top in table("file_sections").get(tool, "").split()
     name, dialect = top.lower().replace("-", "_"), dialects()[tool]
     return name in known_names() or top in fields() or name in dialect.marks | dialect.rules.keys() | dialect.silent
 

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
 from tuner.config.numbers import parse_number, write_number
 from tuner.config.other_tools import by_name, foreign, of_value
+from tuner.config.yaml import package_table
 
 Lines = dict[str, Any]
 """What to write: our keys with their values."""
@@ -122,7 +124,7 @@ def schedule(value: Any, given: Given) -> Lines | str | None:
     if str(value).lower() == "warmup_stable_decay":  # whose decay is a cosine unless another one is named
         named = given.get("decay_type", (given.get("lr_scheduler_kwargs") or {}).get("decay_type"))
         return {"schedule.kind": "wsd"} | ({} if named else {"schedule.decay_shape": "cosine"})
-    return words(value, given, "schedule.kind", _SCHEDULES)
+    return words(value, given, "schedule.kind", package_table("other_data")["schedules"])
 
 
 def all_unless(value: Any, given: Given, *names: str) -> Lines | str | None:
@@ -191,15 +193,6 @@ def min_lr(value: Any, given: Given) -> Lines | str | None:
     return {"schedule.min_lr_ratio": round(float(lowest / peak), 6)}
 
 
-_OPTIONS: dict[str, Rule] = by_name({
-    "min_lr_rate min_lr_ratio": bound(number_of, "schedule.min_lr_ratio"),
-    "min_lr lr_end": min_lr,
-    "num_decay_steps": bound(count, "schedule.decay", "steps"),
-    "decay_type": bound(words, "schedule.decay_shape", {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}),
-})
-"""Options of schedulers of transformers."""
-
-
 def scheduler_options(value: Any, given: Given) -> Lines | str | None:
     """The options of a scheduler of transformers."""
     if not isinstance(value, Mapping):
@@ -207,9 +200,10 @@ def scheduler_options(value: Any, given: Given) -> Lines | str | None:
     if number(value.get("num_cycles")) == 1 and len(value) == 1:
         return {}  # one cycle is a cosine without restarts
     result: Lines = {}
+    options = made(package_table("other_data")["scheduler_options"])
     for name, found in value.items():
         is_plain = number(found) == {"num_cycles": 1, "power": 1}.get(name)
-        line = _OPTIONS[name](found, given) if name in _OPTIONS else {} if is_plain else None
+        line = options[name](found, given) if name in options else {} if is_plain else None
         if not isinstance(line, dict):
             return (
                 f"not supported: {name} of a scheduler; instead schedule.min_lr_ratio, or schedule.decay and "
@@ -248,6 +242,7 @@ KINDS: dict[str, Callable[..., Lines | str | None]] = {
     "all_unless": all_unless, "count": count, "names": names_in, "number": number_of, "per_epoch": per_epoch,
     "strategy": strategy, "switch": switch, "words": words,
     "note": lambda value, given, text: text,
+    "read_with": lambda value, given, *others: {},
     "same": lambda value, given, key: {key: value},
     "text": lambda value, given, key: {key: value} if isinstance(value, str) else None,
 }  # fmt: skip
@@ -259,30 +254,13 @@ def made(rows: Sequence[Mapping[str, Any]]) -> dict[str, Rule]:
     rules: dict[str, Rule] = {}
     for row in rows:
         names = foreign()[row["of"]] if "of" in row else row["keys"].split()
-        rule = next(bound(KINDS[kind], *arguments) for kind, arguments in row.items() if kind in KINDS)
-        rules |= dict.fromkeys(names, rule)
+        place, arguments = next((kind, given) for kind, given in row.items() if kind not in ("of", "keys"))
+        rules |= dict.fromkeys(names, bound(KINDS.get(place) or _of_module(place), *arguments))
     return rules
 
 
-dtype = bound(words, "train.precision", {
-    "bfloat16 torch.bfloat16 bf16": "bf16", "float16 torch.float16 fp16 half": "fp16",
-    "float32 torch.float32 fp32": "fp32", "auto": "auto",
-})  # fmt: skip
-"""A type of torch, which decides the computation here."""
-_SCHEDULES: dict[str, Any] = {
-    "cosine": "cosine", "linear": "linear", "inverse_sqrt": "inverse_sqrt", "constant_with_warmup": "constant",
-    "constant": {"schedule.kind": "constant", "schedule.warmup": "never"}, "cosine_with_min_lr": "cosine",
-    "cosine_with_restarts": "cosine", "polynomial": "linear", "wsd": "wsd",
-}  # fmt: skip
-RULES: dict[str, Rule] = by_name({
-    "gradient_accumulation_steps": accumulated,
-    "bf16 amp": bf16,
-    "dtype torch_dtype model_dtype weights_dtype bnb_4bit_compute_dtype": dtype,
-    "adam_beta1 adam_beta2 beta1 beta2": betas,
-    "lr_scheduler_type lr_scheduler scheduler": schedule,
-    "min_lr lr_end eta_min": min_lr,
-    "lr_scheduler_kwargs scheduler_kwargs lr_scheduler_config": scheduler_options,
-    "packing neat_packing": packing,
-    "ddp_timeout dist_timeout nccl_timeout timeout_seconds": seconds,
-})
-"""Such rules by the keys that have them."""
+def _of_module(place: str) -> Callable[..., Lines | str | None]:
+    """A rule in a module next to this one: `other_memory.optimizer`."""
+    module, _, name = place.partition(".")
+    rule: Callable[..., Lines | str | None] = getattr(import_module(f"tuner.config.{module}"), name)
+    return rule

@@ -5,7 +5,7 @@ from fractions import Fraction
 from typing import Any
 
 from tuner.config.other_data import located
-from tuner.config.other_rules import Given, Lines, Rule, min_lr, number, of_number, percent
+from tuner.config.other_rules import Given, Lines, min_lr, number, of_number, percent
 
 
 def data_sets(value: Any, given: Given) -> Lines | str | None:
@@ -30,16 +30,8 @@ def lowest_rate(value: Any, given: Given) -> Lines | str | None:
     return {} if given.get("lr_type", "constant") == "constant" or not isinstance(found, dict) else found
 
 
+@of_number
 def recomputed(share: Fraction) -> Lines:
     """The share of decoder layers that is computed again."""
     level = {"train.gradient_checkpointing": "full" if share else "none"}
     return level | ({"train.gradient_checkpointing_layers": percent(share)} if 0 < share < 1 else {})
-
-
-RULES: dict[str, Rule] = {
-    "dataset_cfg": data_sets,
-    "dataset_config_list": data_sets,
-    "lr_min": lowest_rate,
-    "recompute_ratio": of_number(recomputed),
-}
-"""How keys of an XTuner V1 configuration become ours; the others are in other_configs.yaml."""

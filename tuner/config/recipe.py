@@ -6,6 +6,7 @@ One file, although a long one: it is read as the table of what a user may write,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
@@ -21,7 +22,7 @@ from pydantic import (
 
 from tuner.config.chat_templates import TemplateNameOrPath
 from tuner.config.duration import CadenceSpan, Duration, Span, StepRange, Steps, bare_number
-from tuner.config.eval_tasks import EVAL_TASKS, EvalTask, labels_once
+from tuner.config.eval_tasks import EVAL_TASKS, LABELS_ONCE, EvalTask
 from tuner.config.ladder import SIZES, LadderSection
 from tuner.config.methods import Method, SftMethod
 from tuner.config.numbers import Bytes, Real, Skips, Whole
@@ -49,6 +50,7 @@ from tuner.config.value_types import (
     Text,
     WebAddress,
     Word,
+    once,
     refuse,
     shown,
 )
@@ -128,13 +130,6 @@ class AddedToken(Section):
     """A control token: it may end a turn, generation leaves it out of the text, and users' text cannot hold it."""
 
 
-def _no_token_twice(tokens: tuple[AddedToken, ...]) -> tuple[AddedToken, ...]:
-    texts = [item.token for item in tokens]
-    if twice := [text for number, text in enumerate(texts) if text in texts[:number]]:
-        raise refuse(f"got {twice[0]!r} twice")
-    return tokens
-
-
 NEW_TOKENS = Items(AddedToken, "a list of texts or of {token, special}")
 
 
@@ -145,7 +140,7 @@ class TokenizerSection(Section):
     """Tokenizer to use; null takes the model's own, byte the built-in UTF-8 bytes."""
     chat_template: Annotated[str | None, TemplateNameOrPath()] = None
     """Built-in template by name, such as chatml or llama3, or path of a jinja file; null takes the tokenizer's own."""
-    add_tokens: Annotated[tuple[AddedToken, ...], NEW_TOKENS, AfterValidator(_no_token_twice)] = ()
+    add_tokens: Annotated[tuple[AddedToken, ...], NEW_TOKENS, once(attrgetter("token"))] = ()
     """New tokens: texts, or {token, special} each. The embeddings grow by their rows, which are trained."""
     special_tokens_in_text: Word[Literal["refuse", "escape"]] = "refuse"
     """Control tokens in a record's text: refuse the record, or escape them as plain text; both are counted."""
@@ -153,12 +148,6 @@ class TokenizerSection(Section):
     """FILE.py:NAME or an entry point of tuner.tokenizers: is called with that tokenizer, and returns the one to use."""
     args: Options = {}
     """Its keyword arguments."""
-
-    @model_validator(mode="after")
-    def _args_of_code(self) -> TokenizerSection:
-        if self.args and self.use is None:
-            raise refuse("use: missing; args are those of code of your own, FILE.py:NAME")
-        return self
 
 
 _ADAPTER_KIND = (
@@ -531,7 +520,7 @@ class EvalSection(Section):
     """How often to evaluate; only where data.eval or eval.tasks is set."""
     marks: Annotated[Durations, Several(item=Span(units=COUNTS), empty=True)] = ()
     """Points of the run that are evaluated in addition, such as [1000 steps, 2B tokens]."""
-    tasks: Annotated[tuple[EvalTask, ...], EVAL_TASKS, AfterValidator(labels_once)] = ()
+    tasks: Annotated[tuple[EvalTask, ...], EVAL_TASKS, LABELS_ONCE] = ()
     """Tasks whose scores are measured too: JSONL files, lm_eval:NAME, FILE.py:NAME, or {task, name, every, ...}."""
     at_start: Bool = True
     """Evaluate before the first step."""
@@ -679,8 +668,8 @@ Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 STEP_FIGURES = (
     "epoch", "tokens", "lr", "grad_norm", "loss_scale", "router_aux", "router_balance", "router_z",
-    "spike_score", "spike_score_last", "chinchilla", "step_s", "data_s", "tok_per_s", "trained_per_s", "mem_gib",
-    "mem_reserved_gib", "data_wait", "mfu", "attention_share", "elapsed_s",
+    "spike_score", "spike_score_last", "chinchilla", "local_loss", "step_s", "data_s", "tok_per_s", "trained_per_s",
+    "mem_gib", "mem_reserved_gib", "data_wait", "mfu", "attention_share", "elapsed_s",
 )  # fmt: skip
 """Numbers that a step's line of metrics.jsonl may have next to its loss and the figures of the method."""
 
@@ -695,7 +684,7 @@ class LoggingSection(Section):
     console: Annotated[tuple[str, ...], Several(item=Text(kind="names of metrics.jsonl"), empty=True)] = ()
     """Columns of the console between the losses and the time left, such as [lr, mfu, mem_gib]; empty: the usual."""
     metrics_of: Word[Literal["main", "all"]] = "main"
-    """Processes that write metrics: rank 0, or each; the others to RUN/logs/rankN.metrics.jsonl, with own speeds."""
+    """Processes that write metrics: rank 0, or each with own loss and speed; others to RUN/logs/rankN.metrics.jsonl."""
     internals: Annotated[Durations | None, CadenceSpan(units=COUNTS)] = None
     """How often figures of each decoder layer (RMS of weights, gradients, updates; largest logits) are written."""
     spike_score: Annotated[float | None, Real(gt=0, aliases=NEVER)] = None

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tuner.stages import url_of
 
 if TYPE_CHECKING:
     from tuner.config.recipe import Recipe
 
 Where = Mapping[str, Any]
 """What the values of keys are where something is wrong: the one that is written here, null for nothing or an empty
-list, one of a list, none of ``not``, a list that ``lacks`` an item, or any that is ``changed`` from the default."""
+list, one of a list, none of ``not``, a list that ``lacks`` an item, a number ``above`` that of another key, a directory
+that is ``stored`` in an object store, or any that is ``changed`` from the default. Of a list of sections one is
+enough."""
+_NAMED = re.compile(r"\{([a-z_.]+)\}")
+"""In what is said, a key whose value stands there."""
 
 
 @dataclass(frozen=True)
@@ -32,32 +40,42 @@ def table_rules(name: str) -> tuple[Rule, ...]:
 
 
 def _check(wrong: Mapping[str, Where | list[Where]]) -> Callable[[Recipe, Set[str]], str | None]:
+    ways = {says: where if isinstance(where, list) else [where] for says, where in wrong.items()}
+    split = {says: [[(key.split("."), value) for key, value in one.items()] for one in ways[says]] for says in wrong}
+
     def check(recipe: Recipe, given: Set[str]) -> str | None:
-        for says, where in wrong.items():
-            if any(_all_hold(recipe, one) for one in (where if isinstance(where, list) else [where])):
-                return says.format(**dict(recipe))
+        for says, found in split.items():
+            for where in found:
+                if all(_holds(recipe, recipe, path, wanted) for path, wanted in where):
+                    return _NAMED.sub(lambda named: str(attrgetter(named[1])(recipe)), says)
         return None
 
     return check
 
 
-def _all_hold(recipe: Recipe, where: Where) -> bool:
-    for key, wanted in where.items():
-        owner: Any = None
-        value: Any = recipe
-        for part in key.split("."):
-            owner, value = value, value.get(part) if isinstance(value, dict) else getattr(value, part, None)
-        if wanted == {"changed": True}:
-            if value == type(owner).model_fields[key.rpartition(".")[2]].default:
-                return False
-        elif not _holds(value, wanted):
-            return False
-    return True
+def _holds(recipe: Recipe, owner: Any, path: list[str], wanted: Any) -> bool:
+    """Whether the value at a path, or one of those in a list of sections, is what is wanted."""
+    value = owner
+    for place, name in enumerate(path):
+        owner = value
+        if isinstance(owner, tuple):
+            return any(_holds(recipe, each, path[place:], wanted) for each in owner)
+        value = owner.get(name) if isinstance(owner, dict) else getattr(owner, name, None)
+    if not isinstance(wanted, dict):
+        return _is(value, wanted)
+    if "stored" in wanted:
+        return url_of(Path(value or "/")) is not None
+    if "changed" in wanted:
+        return bool(value != type(owner).model_fields[path[-1]].default)
+    if "above" in wanted:
+        bound = attrgetter(wanted["above"])(recipe)
+        return value is not None and not isinstance(bound, str) and bool(value > bound)
+    return wanted["lacks"] not in value if "lacks" in wanted else not _is(value, wanted["not"])
 
 
-def _holds(value: Any, wanted: Any) -> bool:
-    if isinstance(wanted, dict):
-        return wanted["lacks"] not in value if "lacks" in wanted else not _holds(value, wanted["not"])
+def _is(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, list):
-        return any(_holds(value, one) for one in wanted)
-    return value in (None, (), {}) if wanted is None else bool(value == wanted or str(value) == wanted)
+        return any(_is(value, one) for one in wanted)
+    if wanted is None or isinstance(value, str):
+        return value in (None, (), {}) if wanted is None else bool(value == wanted)
+    return bool(value == wanted) or str(value) == wanted

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from tuner.config.eval_tasks import task_of
 from tuner.config.methods import CustomMethod
-from tuner.config.recipe import SECTIONS, STEP_FIGURES, LengthWarmupSection, Recipe, RepetitionSection
+from tuner.config.recipe import SECTIONS, STEP_FIGURES, Recipe
 from tuner.config.rule import Rule, table_rules
 from tuner.config.store_rules import STORE_RULES
 
@@ -67,17 +67,6 @@ def _harness_scores_its_tasks(recipe: Recipe, given: Set[str]) -> str | None:
     return None
 
 
-def _min_steps_bounds_something(recipe: Recipe, given: Set[str]) -> str | None:
-    train = recipe.train
-    if train.min_steps is None:
-        return None
-    if recipe.eval.patience is None:
-        return "holds off an early stop, and there is none; set eval.patience, such as 3, or min_steps: null"
-    if train.duration.unit == "steps" and train.min_steps > train.duration.count:
-        return f"got {train.min_steps}; the run is {train.duration} (train.duration)"
-    return None
-
-
 def _micro_divides_global(recipe: Recipe, given: Set[str]) -> str | None:
     train = recipe.train
     if train.micro_batch_size == "auto" or train.global_batch_size % train.micro_batch_size == 0:
@@ -120,51 +109,6 @@ def _compared_answers_are_chats_or_texts(recipe: Recipe, given: Set[str]) -> str
     return None
 
 
-def _pieces_are_of_split_documents(recipe: Recipe, given: Set[str]) -> str | None:
-    data, examples = recipe.data, recipe.method.examples
-    if data.min_piece_length is None:
-        return None
-    if (examples.too_long if data.too_long == "auto" else data.too_long) != "split":
-        return "no document is split; write data.too_long: split, or data.min_piece_length: null"
-    if data.rows == "cut":
-        return "with data.rows: cut every row is full; write data.rows: packed, or data.min_piece_length: null"
-    if data.max_length != "auto" and data.min_piece_length > data.max_length:
-        return f"got {data.min_piece_length}; allowed: up to data.max_length, which is {data.max_length}"
-    return None
-
-
-def _patterns_are_counted(recipe: Recipe, given: Set[str]) -> str | None:
-    repetition = recipe.data.repetition
-    if repetition.min_period > repetition.max_period:
-        return f"got {repetition.min_period}; allowed: up to max_period, which is {repetition.max_period}"
-    if repetition.is_on or repetition == RepetitionSection():
-        return None
-    return "nothing says how often is too often; write data.repetition.max_count: 32"
-
-
-def _rows_can_be_short_at_first(recipe: Recipe, given: Set[str]) -> str | None:
-    warmup, train = recipe.train.length_warmup, recipe.train
-    if not warmup.is_on:
-        return None if warmup == LengthWarmupSection() else "grow over no steps; write train.length_warmup.steps: 1000"
-    if recipe.method.kind != "pretrain":
-        return f"cuts rows wherever they are full, answers of {recipe.method.kind}, too; write method.kind: pretrain"
-    if recipe.data.portions is not None:
-        return f"each {recipe.data.portions.noun} would begin with short rows; write train.length_warmup.steps: null"
-    if train.overfit_first_batch:
-        return "the first batch would stay as short as it is; write train.overfit_first_batch: false"
-    if warmup.truncate and train.duration.unit == "tokens":
-        left_out = f"train.duration: {train.duration} would count what is left out of rows"
-        return f"{left_out}; write train.length_warmup.truncate: false, or a duration in steps"
-    return None
-
-
-def _newer_weights_can_be_taken(recipe: Recipe, given: Set[str]) -> str | None:
-    is_apart = recipe.tokenizer.add_tokens or getattr(recipe.method, "reference", None) is not None
-    if not is_apart or not any(entry.every for entry in recipe.model.init_from):
-        return None
-    return "neither a reference model nor rows of new tokens follow the newer weights of every; remove every"
-
-
 def _batches_change_in_order(recipe: Recipe, given: Set[str]) -> str | None:
     """Changes in the same unit; for others the rows have to be counted, as the launch does (train/plan.py)."""
     changes = recipe.train.batch_schedule
@@ -194,26 +138,12 @@ RULES: tuple[Rule, ...] = (
     Rule(("checkpoint.keep_best", "data.eval", "eval.every", "eval.tasks"), _best_needs_rows),
     Rule(("checkpoint.keep_best", "method.kind", "eval.tasks"), _best_is_measured),
     Rule(("eval.patience", "data.eval", "eval.tasks"), _patience_needs_rows),
-    Rule(("train.min_steps", "eval.patience", "train.duration"), _min_steps_bounds_something),
     Rule(("eval.tasks", "method.kind"), _tasks_have_names_of_their_own),
     Rule(("eval.tasks",), _harness_scores_its_tasks),
     Rule(("train.micro_batch_size", "train.global_batch_size"), _micro_divides_global),
     Rule(("model.config", "model.init"), _config_needs_random),
     Rule(("data.train", "method.kind"), _pretrain_takes_text),
     Rule(("data.train", "data.eval", "method.kind"), _compared_answers_are_chats_or_texts),
-    Rule(tuple(f"data.repetition.{name}" for name in RepetitionSection.model_fields), _patterns_are_counted),
-    Rule(
-        (
-            *(f"train.length_warmup.{name}" for name in LengthWarmupSection.model_fields),
-            *("method.kind", "data.windows", "train.overfit_first_batch", "train.duration"),
-        ),
-        _rows_can_be_short_at_first,
-    ),
-    Rule(
-        ("data.min_piece_length", "data.too_long", "data.rows", "data.max_length", "method.kind"),
-        _pieces_are_of_split_documents,
-    ),
-    Rule(("model.init_from", "method.kind", "tokenizer.add_tokens"), _newer_weights_can_be_taken),
     *STORE_RULES,
     *(rule for section in SECTIONS.values() for rule in section.rules),
 )

@@ -1,4 +1,4 @@
-"""Rules of what lies in an object store: what is fetched once cannot be looked at again and again."""
+"""What a recipe reads of object stores: what is fetched once cannot be looked at again and again."""
 
 from __future__ import annotations
 
@@ -26,37 +26,11 @@ def inputs_of(recipe: Recipe) -> dict[str, list[Path]]:
     return {key: found for key, found in stages.items() if found}
 
 
-def windows_are_on_a_disk(recipe: Recipe, given: Set[str]) -> str | None:
-    """Windows are looked for while training runs."""
-    if recipe.data.portions is None or "data.train" not in inputs_of(recipe):
-        return None
-    return "windows that arrive are looked for on a disk; name a directory there, or remove data.windows"
-
-
-def windows_are_prepared_on_a_disk(recipe: Recipe, given: Set[str]) -> str | None:
-    """What is prepared of them is looked at while training runs, too."""
-    if recipe.data.portions is None or url_of(Path(recipe.data.cache_dir or "/")) is None:
-        return None
-    return "what is prepared of windows lies on a disk; name a directory there, or remove data.windows"
-
-
 def newer_weights_are_on_a_disk(recipe: Recipe, given: Set[str]) -> str | None:
-    """So are newer versions of weights."""
+    """Newer versions of weights are looked for while training runs."""
     if not any(each.every is not None and url_of(Path(each.path)) is not None for each in recipe.model.init_from):
         return None
     return "newer weights are looked for on a disk; name a directory there, or remove every"
 
 
-def ladders_are_on_a_disk(recipe: Recipe, given: Set[str]) -> str | None:
-    """The runs of a ladder are read together."""
-    if not recipe.ladder.sizes or url_of(Path(recipe.output_dir)) is None:
-        return None
-    return "the runs of a ladder lie on a disk; name a directory there"
-
-
-STORE_RULES = (
-    Rule(("data.train", "data.windows.files", "data.windows.names"), windows_are_on_a_disk),
-    Rule(("data.cache_dir", "data.windows.files", "data.windows.names"), windows_are_prepared_on_a_disk),
-    Rule(("model.init_from",), newer_weights_are_on_a_disk),
-    Rule(("output_dir", "ladder.sizes"), ladders_are_on_a_disk),
-)
+STORE_RULES = (Rule(("model.init_from",), newer_weights_are_on_a_disk),)

@@ -2,14 +2,14 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
-from pydantic import GetCoreSchemaHandler, PlainSerializer, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, GetCoreSchemaHandler, PlainSerializer, PlainValidator, WithJsonSchema
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError, core_schema
 
@@ -17,6 +17,18 @@ from pydantic_core import PydanticCustomError, core_schema
 def refuse(message: str) -> PydanticCustomError:
     """Return the error of one field; its message becomes the problem's line as it stands."""
     return PydanticCustomError("recipe", "{message}", {"message": message})
+
+
+def once(name: Callable[[Any], str | None] = str, says: str = "got {!r} twice") -> AfterValidator:
+    """Refuse a list in which two items have one name; any number may have none."""
+
+    def checked(items: tuple[Any, ...]) -> tuple[Any, ...]:
+        names = [found for found in map(name, items) if found is not None]
+        if twice := [each for number, each in enumerate(names) if each in names[:number]]:
+            raise refuse(says.format(twice[0]))
+        return items
+
+    return AfterValidator(checked)
 
 
 def meant(value: object, words: Sequence[str], likeness: float = 0.5) -> str:
@@ -68,6 +80,10 @@ class ValueType(ABC):
         """What may be written, in words."""
         extra = [*self.words, *(word for word, _ in self.aliases), *(["null"] if self.null else [])]
         return " or ".join([*([self.what] if self.what else []), *extra])
+
+    def every_word(self) -> list[str]:
+        """The words that may be written, but for aliases."""
+        return [str(word) for word in self.words]
 
     @property
     @abstractmethod
@@ -132,6 +148,10 @@ class Switch(ValueType):
 
     what = "true or false"
 
+    def every_word(self) -> list[str]:
+        """Both, and more that may be written."""
+        return ["true", "false", *super().every_word()]
+
     def read(self, value: Any) -> bool:
         """Return the truth value."""
         if isinstance(value, bool):
@@ -153,6 +173,10 @@ class OneOf(ValueType):
     def of(self, annotation: Any) -> Self:
         """The value type of a field with this annotation."""
         return replace(self, values=get_args(annotation))
+
+    def every_word(self) -> list[str]:
+        """The values."""
+        return [str(value) for value in self.values] + super().every_word()
 
     @property
     def what(self) -> str:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 PLACE = "{window}"
 """What the name of a window replaces in the paths of data.train."""
-OPEN_SCHEDULES = ("constant", "inverse_sqrt")
-"""Kinds of schedule that need no length of the run."""
 
 
 def names_have_a_place(recipe: Recipe, given: Set[str]) -> str | None:
@@ -26,48 +24,6 @@ def names_have_a_place(recipe: Recipe, given: Set[str]) -> str | None:
     if windows.names and lacking:
         return f"{lacking[0]} has no {PLACE} for a window's name; write the source as logs/{PLACE}.jsonl"
     return None
-
-
-def keys_need_windows(recipe: Recipe, given: Set[str]) -> str | None:
-    """The other keys mean nothing without windows."""
-    if recipe.data.windows == type(recipe.data.windows)() or recipe.data.windows.is_on:
-        return None
-    return "there are no windows; write data.windows.files: 1, or names: [...]"
-
-
-def windows_are_files(recipe: Recipe, given: Set[str]) -> str | None:
-    """Standard input cannot be read in parts."""
-    if recipe.data.windows.is_on and any(source.path == "-" for source in recipe.data.train):
-        return "standard input has no windows; name files, or remove data.windows"
-    return None
-
-
-def held_out_stays(recipe: Recipe, given: Set[str]) -> str | None:
-    """Held-out rows are the same in every window."""
-    if recipe.data.windows.is_on and isinstance(recipe.data.eval, Duration):
-        return "held-out rows are to be the same for every window; name sources of their own, such as data/eval.jsonl"
-    return None
-
-
-def schedule_without_an_end(recipe: Recipe, given: Set[str]) -> str | None:
-    """A schedule that falls towards the end needs to know where that is."""
-    if not recipe.has_open_end or recipe.schedule.kind in OPEN_SCHEDULES:
-        return None
-    return (
-        f"{recipe.schedule.kind} needs the length of the run, which windows do not say: write train.duration: 1000 "
-        "steps, or schedule: {kind: constant, warmup: 100 steps}"
-    )
-
-
-def warmup_without_an_end(recipe: Recipe, given: Set[str]) -> str | None:
-    """A share of a run of unknown length is no number of steps."""
-    warmup = getattr(recipe.schedule, "warmup", None)
-    if not recipe.has_open_end or recipe.schedule.kind not in OPEN_SCHEDULES or warmup is None or warmup.unit != "%":
-        return None
-    return (
-        f"{warmup} of a run whose windows do not say how long it is; write schedule.warmup: 100 steps, or "
-        "train.duration: 1000 steps"
-    )
 
 
 def _cadence_in(key: str, every: object, without_length: bool) -> str | None:
@@ -113,31 +69,14 @@ def one_set_is_compared(recipe: Recipe, given: Set[str]) -> str | None:
     return None
 
 
-def newer_weights_at_bounds(recipe: Recipe, given: Set[str]) -> str | None:
-    """Newer weights come at the ends of windows where there are any, and rows in windows have no epochs."""
-    units = {duration.unit for entry in recipe.model.init_from for duration in entry.every or ()}
-    if "windows" in units and not recipe.data.windows.is_on:
-        return "there are no windows to count; write every: 100 steps"
-    if "epochs" in units and recipe.data.windows.is_on:
-        return "rows that come in windows have no epochs; write every: 1 window"
-    return None
-
-
 _CADENCES = (
     "eval.every", "checkpoint.every", "checkpoint.marks", "checkpoint.keep_every", "export.every", "train.stop_after",
 )  # fmt: skip
-_KEYS = ("passes", "wait", "late", "empty", "save_every", "per_launch")
 _DIVIDED = ("data.windows.files", "data.windows.names")
 WINDOW_RULES = (
     *table_rules("window_rules"),
     Rule(("data.windows.names", "data.train"), names_have_a_place),
-    Rule((*(f"data.windows.{key}" for key in _KEYS), *_DIVIDED), keys_need_windows),
-    Rule((*_DIVIDED, "data.train"), windows_are_files),
-    Rule(("data.eval", *_DIVIDED), held_out_stays),
-    Rule(("schedule.kind", *_DIVIDED, "train.duration"), schedule_without_an_end),
-    Rule(("schedule.warmup", "schedule.kind", *_DIVIDED, "train.duration"), warmup_without_an_end),
     Rule((*_DIVIDED, *_CADENCES, "hooks"), cadences_without_an_end),
     Rule(("data.windows.passes", "train.duration", *_DIVIDED), passes_are_whole),
     Rule(("data.eval", "data.windows.names", "eval.patience", "checkpoint.keep_best"), one_set_is_compared),
-    Rule(("model.init_from", *_DIVIDED), newer_weights_at_bounds),
 )

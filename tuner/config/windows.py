@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator
-
 from tuner.config.duration import Duration, Span
 from tuner.config.numbers import Whole
 from tuner.config.portions import Late, ListFiles, Portion, PortionsSection
 from tuner.config.rule import Rule
 from tuner.config.section import Bool, Effect
-from tuner.config.value_types import NEVER, Several, Text, Word, refuse
+from tuner.config.value_types import NEVER, Several, Text, Word, once
 from tuner.config.window_rules import PLACE, WINDOW_RULES
 
 if TYPE_CHECKING:
@@ -21,12 +19,6 @@ if TYPE_CHECKING:
 
 END = "END"
 """The file that says of a directory that no more come."""
-
-
-def _no_name_twice(names: tuple[str, ...]) -> tuple[str, ...]:
-    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
-        raise refuse(f"got {twice[0]!r} twice")
-    return names
 
 
 NAMES = Several(item=Text(kind="names", pattern=r"[^/\x00]*[^/\x00.][^/\x00]*"), empty=True)
@@ -37,7 +29,7 @@ class WindowsSection(PortionsSection):
 
     files: Annotated[int | None, Whole(ge=1, le=2**31)] = None
     """Train in windows of so many files of each source, in the order of their names; null: not by count."""
-    names: Annotated[tuple[str, ...], NAMES, AfterValidator(_no_name_twice)] = ()
+    names: Annotated[tuple[str, ...], NAMES, once()] = ()
     """Train in windows by name, in this order: each takes the place of {window} in the paths of data.train."""
     passes: Word[Literal["window", "stream"]] = "window"
     """What an epoch goes over: each window before the next one begins, or the stream of all windows."""

@@ -85,8 +85,11 @@ class StepBatches:
     """[documents] each: columns of the documents of the global batch, where they were asked for."""
     mismatched: list[Batch] = field(default_factory=list)
     """One for each of `micro`, where they were asked for: its prompts, each with the answer to another one."""
-    mismatched_documents: int = 0
-    """Documents of the whole global batch in them."""
+
+    @property
+    def mismatched_documents(self) -> int:
+        """Documents of the whole global batch in them."""
+        return self.documents if self.mismatched else 0
 
 
 def collate(rows: Sequence[Row]) -> Batch:
@@ -145,17 +148,15 @@ def selected(batch: Batch, chosen: npt.NDArray[np.bool_]) -> Batch:
 
 def step_of(micro: Sequence[Batch], mismatched: bool = False) -> StepBatches:
     """Batches as a step of their own, with the counts of all of them; they stand for ``mismatched`` ones as well."""
-    documents = sum(len(batch.documents) for batch in micro)
     return StepBatches(
         row_ids=np.empty(0, np.int64),
         trained_count=sum(len(batch.trained_positions) for batch in micro),
         tokens=sum(len(batch.input_ids) for batch in micro),
         micro=list(micro),
         trained_per_document=np.concatenate([batch.trained_per_document for batch in micro]),
-        documents=documents,
+        documents=sum(len(batch.documents) for batch in micro),
         columns={name: np.concatenate([batch.columns[name] for batch in micro]) for name in micro[0].columns},
         mismatched=list(micro) if mismatched else [],
-        mismatched_documents=documents if mismatched else 0,
     )
 
 
@@ -220,17 +221,15 @@ class GlobalBatches:
         # In the order in which training asks for them; where all rows are here, nothing of this is computed.
         self.rows.fetch(row_id for step in (i, i + 1) for ids in self._shares(step)[2] for row_id in ids.tolist())
         every = [self.rows.row(int(row_id)) for row_id in row_ids] if self.by_document else []
-        documents = int(self.rows.documents_per_row[row_ids].sum())
         return StepBatches(
             row_ids=row_ids,
             trained_count=int(self.rows.trained_per_row[row_ids].sum()),
             tokens=int(self.rows.tokens_per_row[row_ids].sum()),
             micro=[self._batch(ids, filler=cheapest) for ids in own],
             trained_per_document=_trained_per_document(every) if every else None,
-            documents=documents,
+            documents=int(self.rows.documents_per_row[row_ids].sum()),
             columns=_columns(every),
             mismatched=[self._batch(ids, filler=cheapest, mismatched=True) for ids in own] if self.mismatched else [],
-            mismatched_documents=documents if self.mismatched else 0,
         )
 
     def _shares(self, i: int) -> tuple[npt.NDArray[np.int64], int, list[npt.NDArray[np.int64]]]:

@@ -59,10 +59,7 @@ class Difference:
 
 
 def compare(
-    first: Mapping[str, Sequence[Result]],
-    second: Mapping[str, Sequence[Result]],
-    level: float = 0.95,
-    seed: int = 0,
+    first: Mapping[str, Sequence[Result]], second: Mapping[str, Sequence[Result]], level: float = 0.95, seed: int = 0
 ) -> list[Difference]:
     """The differences of the figures of tasks that both have, by the results of their items.
 
@@ -105,9 +102,7 @@ def _in_order(task: str, first: Sequence[Result], second: Sequence[Result]) -> l
     return paired
 
 
-def _of_task(
-    task: str, first: Sequence[Result], second: Sequence[Result], level: float, seed: int
-) -> list[Difference]:
+def _of_task(task: str, first: Sequence[Result], second: Sequence[Result], level: float, seed: int) -> list[Difference]:
     before, after = figures_of(first), figures_of(second)
     names = [name for name in before if name in after]
     spreads = _bootstrap([(before[name], after[name]) for name in names], len(first), seed)

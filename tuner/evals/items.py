@@ -72,9 +72,7 @@ def items_of(records: Iterable[Mapping[str, Any]], source: str, max_items: int |
         if max_items is not None and len(items) == max_items:
             break
         if len(items) == MOST_ITEMS:
-            raise DataError(
-                f"{source}: holds more than {MOST_ITEMS:,} items", hint="set max_items, or divide the file"
-            )
+            raise DataError(f"{source}: holds more than {MOST_ITEMS:,} items", hint="set max_items, or divide the file")
         item = item_of(record, f"{source}:{number}")
         own = kind_of(item)
         if kind is not None and own != kind:

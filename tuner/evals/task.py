@@ -112,18 +112,13 @@ class ItemsTask(ScoredTask):
         """The figures of each answer. Raises PluginError for a scorer that fails or gives no numbers."""
         own = self.answer_scorer
         if own is None:
-            said = zip(items, answers, strict=True)
-            return [{"exact_match": float(is_match(answer, item.answers))} for item, answer in said]
+            right = [{text.strip() for text in item.answers} for item in items]
+            return [{"exact_match": float(said.strip() in texts)} for said, texts in zip(answers, right, strict=True)]
         file, marks = source_file(getattr(own, "func", own)), []  # options are bound by a partial
         for record, answer in zip(self.items.records, answers, strict=True):
             with naming(f"the scorer of eval.tasks {self.name}", file, (PluginError,)):
                 marks.append(_numbers(own(answer, dict(record)), self.name))
         return marks
-
-
-def is_match(answer: str, right: Sequence[str]) -> bool:
-    """Whether an answer is one of the right ones, without the white space around them."""
-    return answer.strip() in {text.strip() for text in right}
 
 
 def _chosen(item: ChoiceItem, said: Sequence[Likelihood]) -> dict[str, Any]:

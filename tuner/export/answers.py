@@ -41,11 +41,6 @@ class Kept:
     tokens: int
     """How many distributions these are means over."""
 
-    @property
-    def is_enough(self) -> bool:
-        """Whether at most a fifth is lost."""
-        return self.share >= KEPT
-
 
 @torch.no_grad()
 def answers_of(model: nn.Module, prompts: Sequence[Sequence[int]]) -> Answers:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jsonlines
 import torch
 import transformers
 from jinja2 import Environment
@@ -16,6 +15,7 @@ import tuner
 from tuner.config.dump import flow
 from tuner.export.source import ExportSource
 from tuner.rundir.layout import METRICS, TOKENIZER
+from tuner.rundir.records import Records
 from tuner.runtime.files import read_json
 
 if TYPE_CHECKING:
@@ -81,20 +81,13 @@ def curve(run_dir: Path, last_step: int) -> dict[str, list[dict[str, Any]]]:
     Empty lists where there are none. Lines that are cut short are passed over.
     """
     found: dict[str, list[dict[str, Any]]] = {"train": [], "eval": []}
-    path = run_dir / METRICS
-    if path.is_file():
-        with jsonlines.open(path) as reader:
-            for line in reader.iter(type=dict, skip_invalid=True):
-                if line.get("kind") in found and isinstance(line.get("step"), int) and line["step"] <= last_step:
-                    found[line["kind"]].append({key: line[key] for key in _DETERMINED if line.get(key) is not None})
-    return {kind: thinned(lines) for kind, lines in found.items()}
-
-
-def thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """At most a dozen of them, the first and the last among these."""
-    if len(lines) <= POINTS:
-        return lines
-    return [lines[round(i * (len(lines) - 1) / (POINTS - 1))] for i in range(POINTS)]
+    for line in Records(run_dir / METRICS).read():
+        if line.get("kind") in found and isinstance(line.get("step"), int) and line["step"] <= last_step:
+            found[line["kind"]].append({key: line[key] for key in _DETERMINED if line.get(key) is not None})
+    for kind, lines in found.items():
+        if len(lines) > POINTS:
+            found[kind] = [lines[round(i * (len(lines) - 1) / (POINTS - 1))] for i in range(POINTS)]
+    return found
 
 
 def without_paths(value: Any) -> Any:
@@ -158,7 +151,6 @@ def _one_line(value: Any) -> str:
 
 
 def _has_template(tokenizer: Path) -> bool:
-    if (tokenizer / "chat_template.jinja").is_file():
-        return True
     config = tokenizer / "tokenizer_config.json"
-    return config.is_file() and bool(read_json(config).get("chat_template"))
+    in_config = config.is_file() and read_json(config).get("chat_template")
+    return bool(in_config) or (tokenizer / "chat_template.jinja").is_file()

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
-from tuner.errors import DataError, RecipeError, VerificationError
+from tuner.errors import DataError, RecipeError
 from tuner.export.frozen import published_tensors
 from tuner.export.outputs import ExportedValues, Trained
 from tuner.export.shards import Output
 from tuner.export.source import ExportSource
 from tuner.export.tensors import OpenFiles
+from tuner.export.verify import not_published
 from tuner.export.weights import read_config, some
 from tuner.export.write import CONFIG, write_config
 from tuner.model.build import decoder_of, head_layer, meta_model
@@ -147,14 +148,8 @@ class WholeModel(Form):
                     part[key] = str(dtype).removeprefix("torch.")
         kept = {key: value for key, value in facts.items() if key not in ("_name_or_path", "auto_map")}
         write_new(directory / CONFIG, json_bytes(kept))
-        self._copy_processors(directory)
-
-    def _copy_processors(self, directory: Path) -> None:
-        """Copy the files of the processor; an older one's chat template only where the run has no other."""
-        names = [*PROCESSORS]
-        if not (self._source.recipe.get("tokenizer") or {}).get("chat_template"):
-            names.append(TEMPLATE)
-        for name in names:
+        has_own = (self._source.recipe.get("tokenizer") or {}).get("chat_template")
+        for name in PROCESSORS if has_own else (*PROCESSORS, TEMPLATE):
             if (self.directory / name).is_file() and not (directory / name).exists():
                 shutil.copyfile(self.directory / name, directory / name)
 
@@ -164,9 +159,7 @@ class WholeModel(Form):
         there = hashes({name: stored[name] for name in self._lines if name in stored})
         for name, line in self._lines.items():
             if there.get(name) != line:
-                raise VerificationError(
-                    f"{name} was not trained, and differs from that of {self.directory}; nothing was published"
-                )
+                raise not_published(f"{name} was not trained, and differs from that of {self.directory}")
 
 
 class LanguageModelAlone(Form):
@@ -176,20 +169,18 @@ class LanguageModelAlone(Form):
         """Find its class. Raises RecipeError where transformers has none that fits."""
         super().__init__(trained, read_config(source).get_text_config())
         plain = trained.plain
+        kind = plain.config.model_type
+
+        def refused(why: str) -> RecipeError:
+            return RecipeError(f"--text-only: {why}", hint="export the whole checkpoint: leave out --text-only")
+
         if type(self.config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise RecipeError(
-                f"--text-only: transformers has no class for the language model of {plain.config.model_type} alone",
-                hint="export the whole checkpoint: leave out --text-only",
-            )
+            raise refused(f"transformers has no class for the language model of {kind} alone")
         self._model = meta_model(self.config, torch.float32)
         self._names = dict(zip(_by_role(plain), _by_role(self._model), strict=True))
         wanted = {self.name(name): tensor.shape for name, tensor in state_names(plain).items()}
         if wanted != {name: tensor.shape for name, tensor in state_names(self._model).items()}:
-            raise RecipeError(
-                f"--text-only: {type(self._model).__name__} has other tensors than the language model of "
-                f"{plain.config.model_type}",
-                hint="export the whole checkpoint: leave out --text-only",
-            )
+            raise refused(f"{type(self._model).__name__} has other tensors than the language model of {kind}")
         self._own = {name: self.name(name) for name in state_names(plain)}
 
     def outputs(self, values: ExportedValues, dtype: torch.dtype, files: OpenFiles) -> list[Output]:

@@ -4,7 +4,6 @@ They are read from its published safetensors files, which are located and never 
 """
 
 import hashlib
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,7 +28,7 @@ from tuner.model.build import is_part
 from tuner.model.freeze import Content, hash_of_frozen
 from tuner.model.multimodal import names_in_files
 from tuner.model.published import Published, assembled, published, state_names
-from tuner.model.stored import Stored, stored_tensors, weights_directory
+from tuner.model.stored import stored_tensors, weights_directory
 from tuner.rundir.same_base import require_same_base
 
 
@@ -153,19 +152,12 @@ def require_same_frozen(source: ExportSource, plain: PreTrainedModel, names: Col
 def _names_in_files(
     plain: PreTrainedModel, targets: Iterable[str], found: Mapping[str, object]
 ) -> dict[str, str | None]:
-    """What the files call each published tensor; None of one that they do not hold."""
+    """What the files call each published tensor, with the name of the decoder or without; None where they lack it."""
     if is_part(plain):
         return names_in_files(plain, targets, found)
     prefix = f"{plain.base_model_prefix}."
-    return {target: _known(target, prefix, found) for target in targets}
-
-
-def _known(target: str, prefix: str, found: Mapping[str, object]) -> str | None:
-    """The tensor's name in the files, which may leave out the name of the decoder or put it in front."""
-    for name in (target, target.removeprefix(prefix), prefix + target):
-        if name in found:
-            return name
-    return None
+    spelled = {target: (target, target.removeprefix(prefix), prefix + target) for target in targets}
+    return {target: next((name for name in names if name in found), None) for target, names in spelled.items()}
 
 
 def published_tensors(files: OpenFiles, name_or_path: str, revision: str | None) -> dict[str, TensorSource]:
@@ -173,15 +165,9 @@ def published_tensors(files: OpenFiles, name_or_path: str, revision: str | None)
 
     Empty where the model has no such files. Raises DataError for a file that is damaged or absent.
     """
-    stored = stored_tensors(weights_directory(name_or_path, revision))
-    return {name: _readable(files, tensor) for name, tensor in stored.items()}
-
-
-def _readable(files: OpenFiles, stored: Stored) -> TensorSource:
-    dtype = DTYPES.get(stored.dtype)
-    if dtype is None:
-        raise DataError(f"{stored.file}: its header cannot be read: {stored.dtype} is no type of weights")
-    if stored.size != math.prod(stored.shape) * dtype.itemsize:
-        reason = f"a tensor of shape {list(stored.shape)} has {stored.size} bytes"
-        raise DataError(f"{stored.file}: its header cannot be read: {reason}")
-    return file_tensor(files, stored.file, stored.start, stored.shape, dtype)
+    found = {}
+    for name, stored in stored_tensors(weights_directory(name_or_path, revision)).items():
+        if stored.dtype not in DTYPES:
+            raise DataError(f"{stored.file}: its header cannot be read: {stored.dtype} is no type of weights")
+        found[name] = file_tensor(files, stored.file, stored.start, stored.shape, DTYPES[stored.dtype])
+    return found

@@ -4,13 +4,13 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tuner.errors import DataError, MachineError, TunerError
+from tuner.errors import DataError, TunerError
 from tuner.export import verify
 from tuner.export.card import CARD, base_facts, card, lineage
 from tuner.export.form import Form, LanguageModelAlone, WholeModel
@@ -21,17 +21,11 @@ from tuner.export.padding import VocabularyPadding, reward_padding, write_paddin
 from tuner.export.plan import ExportPlan, is_done
 from tuner.export.proof import ExportProof, prove
 from tuner.export.report import ExportReport
-from tuner.export.shards import Output, Shard, Written, plan_shards, write_shards
+from tuner.export.shards import Output, Written, plan_shards, write_shards
 from tuner.export.source import ExportSource
 from tuner.export.tensors import OpenFiles
-from tuner.export.weights import DTYPES, adapter_spec, load_trained, read_config
-from tuner.export.write import (
-    ADAPTER_WEIGHTS,
-    quiet,
-    write_adapter_config,
-    write_generation_config,
-    write_tokenizer,
-)
+from tuner.export.weights import DTYPES, load_trained, read_config
+from tuner.export.write import ADAPTER_WEIGHTS, quiet, write_adapter_config, write_generation_config, write_tokenizer
 from tuner.model.build import is_part
 from tuner.model.freeze import frozen_names
 from tuner.rundir.exports import LINEAGE, link_latest, version_dirs
@@ -44,13 +38,11 @@ from tuner.runtime.files import (
     discard_dir,
     discard_whatever_is_left,
     file_entries,
-    free_bytes,
     json_bytes,
     machine_errors,
     make_dirs,
     publish_dir,
     read_json,
-    regular_size,
     write_new,
 )
 from tuner.runtime.stop import undone
@@ -68,7 +60,10 @@ def run_export(plan: ExportPlan) -> ExportReport:
         return _report(plan, None, None, started)
     checkpoint = plan.source.checkpoint.path
     try:
-        report = _written_and_proven(plan, started)
+        if plan.dtype != "auto":
+            report = _attempt(plan, started)
+        else:  # in bf16, or in fp32 where rounding to bf16 would cost more than a fifth of the training
+            report = _attempt(replace(plan, dtype="bf16"), started, otherwise=replace(plan, dtype="fp32"))
     except DataError as error:  # its tensors are checked only now, as they are read
         raise with_remedies(error, checkpoint) if error.message.startswith(f"{checkpoint}/") else error from error
     _lead_to(plan)
@@ -81,13 +76,6 @@ def _lead_to(plan: ExportPlan) -> None:
     is_newest = all(step <= plan.source.step for step, _ in version_dirs(exports))
     if plan.output.parent == exports and plan.source.weights.kind == "trained" and is_newest:
         link_latest(exports, plan.output.name)
-
-
-def _written_and_proven(plan: ExportPlan, started: float) -> ExportReport:
-    """With `auto` in bf16, or in fp32 where rounding to bf16 would cost more than a fifth of the training."""
-    if plan.dtype != "auto":
-        return _attempt(plan, started)
-    return _attempt(replace(plan, dtype="bf16"), started, otherwise=replace(plan, dtype="fp32"))
 
 
 def _attempt(
@@ -120,7 +108,12 @@ def _attempt(
             proof = prove(plan, directory, trained, probes, form, padding, merge)
         again = otherwise if proof.is_rounded_away else None
         if again is None:
-            _write_identity(plan, directory, digests, padding, _measures(plan, merge, proof, lost))
+            facts = lineage(plan.source, plan.manifest_sha256, plan.options) | _measures(plan, merge, proof, lost)
+            text = card(plan.source, facts, plan.adapter == "keep", is_padded=padding is not None)
+            write_new(directory / CARD, text.encode())
+            entries = file_entries(directory, exclude=(LINEAGE, *digests))
+            entries |= {name: {"size": written[name].size, "sha256": sha256} for name, sha256 in digests.items()}
+            write_new(directory / LINEAGE, json_bytes({**facts, "files": dict(sorted(entries.items()))}))
             if is_done(plan):  # by another process meanwhile: its bytes are the same
                 return _report(replace(plan, done=True), None, None, started)
             publish_dir(directory, plan.output)
@@ -156,12 +149,10 @@ def write_files(
         values = ExportedValues(source, trained, files, original=merge is not None and merge.base == "original")
         if plan.adapter == "keep":
             outputs = values.adapter(dtype)
-            _require_space(plan, outputs)
-            base = base_named(source, plan.base_model)
-            write_adapter_config(directory, trained.adapted, adapter_spec(source.adapter or {}), base)
-            return outputs, write_shards(directory, [Shard(ADAPTER_WEIGHTS, tuple(outputs))])
+            assert trained.adapter is not None, "the plan says so"
+            write_adapter_config(directory, trained.adapted, trained.adapter, base_named(source, plan.base_model))
+            return outputs, write_shards(directory, {ADAPTER_WEIGHTS: outputs})
         outputs = form.outputs(values, dtype, files)
-        _require_space(plan, outputs)
         form.write_config(directory, dtype)
         return outputs, write_shards(directory, plan_shards(outputs, plan.shard_size))
 
@@ -206,37 +197,12 @@ def _measures(plan: ExportPlan, merge: Merge | None, proof: ExportProof, lost: E
     return facts
 
 
-def _write_identity(
-    plan: ExportPlan,
-    directory: Path,
-    digests: Mapping[str, str],
-    padding: VocabularyPadding | None,
-    measures: Mapping[str, Any],
-) -> None:
-    facts = {**lineage(plan.source, plan.manifest_sha256, plan.options), **measures}
-    text = card(plan.source, facts, plan.adapter == "keep", is_padded=padding is not None)
-    write_new(directory / CARD, text.encode())
-    files = file_entries(directory, exclude=(LINEAGE, *digests))
-    files |= {name: {"size": regular_size(directory / name), "sha256": sha256} for name, sha256 in digests.items()}
-    write_new(directory / LINEAGE, json_bytes({**facts, "files": dict(sorted(files.items()))}))
-
-
-def _require_space(plan: ExportPlan, outputs: Sequence[Output]) -> None:
-    needed = sum(output.nbytes for output in outputs)
-    free = free_bytes(plan.output.parent)
-    if free < needed:
-        raise MachineError(
-            f"{plan.output.parent}: the export needs {needed:,} bytes, {free:,} are free",
-            hint="free disk space or give another --output",
-        )
-
-
 @contextmanager
 def temporary(final: Path) -> Iterator[Path]:
     """A fresh locked directory next to `final`, removed unless it was published; a killed export's leftovers go too."""
     prefix = f"{TMP_PREFIX}{final.name}-"
     directory = final.parent / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
-    with undone(lambda: discard_whatever_is_left(directory)), machine_errors(directory):
+    with undone(lambda: discard_whatever_is_left(directory)), machine_errors(final):
         make_dirs(final.parent)
         sweep_unfinished(final.parent, f"{final.name}-")
         directory.mkdir()

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from tuner.checkpoint.manifest import step_dirs
-from tuner.errors import DataError, MachineError, RecipeError
+from tuner.errors import DataError, MachineError, RecipeError, first_line
 from tuner.export.card import CARD
 from tuner.rundir.exports import LINEAGE
 from tuner.rundir.layout import EXPORTS, LATEST
@@ -149,27 +148,21 @@ def _hub_errors(repo: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # what the library's HTTP client raises has no promised class
-        kind, reason = _kind(error), (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if kind == "other":
-            raise
-        if kind == "refused":
+        reason, cause = first_line(error), error
+        while isinstance(cause, RuntimeError) and isinstance(cause.__cause__, Exception):  # of one file's upload
+            cause = cause.__cause__
+        if isinstance(cause, OfflineModeIsEnabled):
+            raise MachineError("HF_HUB_OFFLINE is set", hint="unset it to push") from error
+        is_hub, response = isinstance(cause, HfHubHTTPError), getattr(cause, "response", None)
+        status = getattr(response, "status_code", None)
+        if is_hub and status is not None and status < 500 and status != 429:
             raise MachineError(
                 f"the hub refuses {repo}: {reason}",
                 hint="the token needs the right to write there: hf auth login, or HF_TOKEN",
             ) from error
+        is_transport = is_hub or type(cause).__module__.split(".")[0].startswith("httpx")
+        if not is_transport and not isinstance(cause, (ConnectionError, TimeoutError)):
+            raise
         raise MachineError(
             f"{repo}: the hub cannot be reached: {reason}", hint="push it again: large files that are there stay"
         ) from error
-
-
-def _kind(error: Exception) -> Literal["transient", "refused", "other"]:
-    if isinstance(error, OfflineModeIsEnabled):
-        raise MachineError("HF_HUB_OFFLINE is set", hint="unset it to push") from error
-    if isinstance(error, HfHubHTTPError):
-        response = getattr(error, "response", None)
-        status = getattr(response, "status_code", None)
-        return "transient" if status is None or status >= 500 or status == 429 else "refused"
-    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # of one file's upload
-        return _kind(error.__cause__)
-    is_transport = type(error).__module__.split(".")[0].startswith("httpx") or isinstance(error, ConnectionError)
-    return "transient" if is_transport or isinstance(error, TimeoutError) else "other"

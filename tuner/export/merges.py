@@ -16,7 +16,7 @@ from torch import nn
 from tuner.export import verify
 from tuner.export.answers import answers_of, divergence
 from tuner.export.outputs import ExportedValues, Trained
-from tuner.export.plan import Base, ExportPlan
+from tuner.export.plan import ExportPlan
 from tuner.export.quantized import published_codes
 from tuner.export.tensors import OpenFiles
 from tuner.export.weights import DTYPES, plain_model, read_config
@@ -59,7 +59,8 @@ def measured(plan: ExportPlan, trained: Trained, probes: verify.Probes) -> Merge
             _fill(plan, trained, model, dtype, base)
             found = answers_of(model, probes.prompts)
             last[base], kl[base] = found.last, divergence(expected, found)
-    chosen = _chosen(plan.base or "quantized", kl)
+    closer: Merged = "original" if kl.get("original", math.inf) <= kl["quantized"] else "quantized"
+    chosen = closer if plan.base == "auto" else plan.base or "quantized"  # of two as close the published weights
     return Merge(chosen, kl, len(expected.rows), last[chosen])
 
 
@@ -67,11 +68,4 @@ def _fill(plan: ExportPlan, trained: Trained, model: nn.Module, dtype: torch.dty
     """Merge the adapter into a base, rounded to ``dtype``, or not at all with None."""
     with OpenFiles() as files:
         values = ExportedValues(plan.source, trained, files, original=base == "original")
-        verify.fill(model, values.whole() if dtype is None else values.rounded(dtype))
-
-
-def _chosen(wanted: Base, kl: dict[Merged, float]) -> Merged:
-    """The one that is asked for, or the closer one: of two as close the original, whose weights were published."""
-    if wanted != "auto":
-        return wanted
-    return "original" if kl.get("original", math.inf) <= kl["quantized"] else "quantized"
+        verify.fill(model, values.tensors(dtype))

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from tuner.checkpoint.index import Index
 from tuner.errors import RecipeError
 from tuner.export.frozen import Frozen
 from tuner.export.quantized import quantized_base
@@ -26,17 +25,9 @@ from tuner.export.tensors import (
     replaced_tensor,
     rounded_tensor,
 )
-from tuner.export.weights import (
-    adapter_spec,
-    exact_names,
-    load_trained,
-    read_config,
-    require_tensors,
-    some,
-    trainable_spec_of,
-)
-from tuner.export.write import expert_names, peft_name, saved_twin
-from tuner.model.adapter import ADAPTER, SavesModules, lora_layers
+from tuner.export.weights import exact_names, load_trained, read_config, require_tensors, some, trainable_spec_of
+from tuner.export.write import expert_names, peft_name, tied_and_saved
+from tuner.model.adapter import ADAPTER, LoraSpec, lora_layers
 from tuner.model.build import meta_model
 from tuner.model.experts import LORA_A, LORA_B, adapted_experts, adapted_weights
 from tuner.model.low_rank import ExpertsLowRank, LowRank
@@ -55,6 +46,7 @@ class Trained:
     plain: PreTrainedModel
     adapted: PreTrainedModel
     names: frozenset[str]
+    adapter: LoraSpec | PeftSpec | None
 
 
 def trained_skeleton(source: ExportSource) -> Trained:
@@ -68,7 +60,7 @@ def trained_skeleton(source: ExportSource) -> Trained:
     choice.apply(adapted, seed=0)
     wanted = {name: tuple(p.shape) for name, p in adapted.named_parameters() if p.requires_grad}
     require_tensors(source, wanted)
-    return Trained(plain, adapted, frozenset(wanted))
+    return Trained(plain, adapted, frozenset(wanted), choice.adapter)
 
 
 class ExportedValues:
@@ -78,8 +70,7 @@ class ExportedValues:
         """``original`` takes the weights of a quantised base as they were before that: not those trained on."""
         self._source, self._trained, self._files = source, trained, files
         self._base = None if original else quantized_base(source, trained.plain)
-        self._index: Index = source.checkpoint.index()
-        self._indices = [(info, info.index()) for info in source.averaged]
+        self._indices = [(info, info.index()) for info in source.checkpoints]
         self._adapters: Mapping[str, Callable[[], LowRank | ExpertsLowRank]] = {}
         self._of_experts: Mapping[str, Callable[[], ExpertsLowRank]] = {}
         self._merged: Mapping[str, torch.Tensor] = {}
@@ -88,49 +79,39 @@ class ExportedValues:
         self._exact = exact_names(source, trained.plain)
         self._new_rows = {f"{name}.weight": f"{name}.new_rows" for name in trainable_tokens(trained.adapted)}
 
-    def merged(self, dtype: torch.dtype) -> list[Output]:
-        """Every published tensor of the plain model, floating ones in ``dtype``.
+    def merged(self, dtype: torch.dtype, with_adapter: bool = True) -> list[Output]:
+        """Every published tensor of the plain model, or of the one the adapter was trained on; floats in ``dtype``.
 
         Raises RecipeError where one tensor would have to be adapted and not adapted, DataError for the base's files.
         """
-        entries, frozen = self._entries()
-        return [output for entry in entries for output in self._outputs_of(entry, frozen, dtype)]
-
-    def without_adapter(self, dtype: torch.dtype) -> list[Output]:
-        """Every published tensor of the model that the adapter was trained on, floating ones in ``dtype``."""
-        entries, frozen = self._entries()
-        self._adapters = {}
+        entries, frozen = self._entries(with_adapter)
         return [output for entry in entries for output in self._outputs_of(entry, frozen, dtype)]
 
     def low_rank(self) -> dict[str, LowRank]:
-        """The adapter of each adapted weight by its published name; DataError, and RecipeError for parts of several."""
-        entries = {entry.name: entry for entry in published(self._trained.plain)}
+        """The adapter of each adapted weight by its published name; by the model's own where it is published otherwise.
+
+        That is in parts, or as the weight that it is tied to.
+        """
+        named = {entry.name: next(iter(entry.targets)) for entry in published(self._trained.plain) if entry.is_itself}
         layers = {f"{name}.weight": (name, layer) for name, layer in lora_layers(self._trained.adapted)}
-        if bad := [name for name in layers if not entries[name].is_itself]:
-            raise RecipeError(f"{bad[0]} is adapted, and published in parts", hint="merge it: --adapter merge")
-        return {
-            next(iter(entries[weight].targets)): self._read_low_rank(name, layer)
-            for weight, (name, layer) in layers.items()
-        }
+        return {named.get(weight, weight): self._read_low_rank(name, one) for weight, (name, one) in layers.items()}
 
-    def whole(self) -> Iterator[tuple[str, TensorSource]]:
-        """Every tensor of the plain model by its name there, as it was trained: not rounded, not laid out for files."""
-        entries, frozen = self._entries()
-        for entry in entries:
-            yield entry.name, self._source_of(entry, frozen) or frozen.assembled(entry)
+    def tensors(self, dtype: torch.dtype | None) -> Iterator[tuple[str, TensorSource]]:
+        """Every tensor of the plain model by its name there, not laid out for files.
 
-    def rounded(self, dtype: torch.dtype) -> Iterator[tuple[str, TensorSource]]:
-        """The same, rounded as :meth:`merged` writes them."""
+        They are as they were trained, or with a type rounded as :meth:`merged` writes them.
+        """
         entries, frozen = self._entries()
         for entry in entries:
             found = self._source_of(entry, frozen) or frozen.assembled(entry)
-            yield entry.name, rounded_tensor(found, _written(found, self._type_of(entry, dtype)))
+            kind = found.dtype if dtype is None else _written(found, self._type_of(entry, dtype))
+            yield entry.name, rounded_tensor(found, kind)
 
-    def _entries(self) -> tuple[list[Published], Frozen]:
+    def _entries(self, with_adapter: bool = True) -> tuple[list[Published], Frozen]:
         """All tensors of the plain model, and what holds those that were not trained."""
-        if self._source.adapter is not None and isinstance(adapter_spec(self._source.adapter), PeftSpec):
+        if isinstance(self._trained.adapter, PeftSpec):
             self._merged = merged_weights(load_trained(self._source))
-        else:
+        elif with_adapter:
             self._of_experts = self._low_rank_of_experts()
             self._adapters = self._low_rank() | self._of_experts
         entries = published(self._trained.plain)
@@ -139,8 +120,7 @@ class ExportedValues:
 
     def adapter(self, dtype: torch.dtype) -> list[Output]:
         """Every trained tensor of the adapter by peft's name, in ``dtype``."""
-        names = names_in_peft(self._trained, adapter_spec(self._source.adapter or {}))
-        return [Output(target, dtype, self._as_in_peft(name)) for target, name in names.items()]
+        return [Output(target, dtype, self._as_in_peft(name)) for target, name in names_in_peft(self._trained).items()]
 
     def _as_in_peft(self, name: str) -> TensorSource:
         """A trained tensor as peft has it: the ranks of all experts are one dimension there."""
@@ -153,11 +133,8 @@ class ExportedValues:
     def checkpoint(self, name: str) -> TensorSource:
         """A trained tensor of the model with its adapter."""
         key = self._source.prefix + name
-        if not self._source.averaged:
-            return checkpoint_tensor(self._files, self._source.checkpoint.path, key, self._index[key])
-        return mean_tensor(
-            [checkpoint_tensor(self._files, info.path, key, index[key]) for info, index in self._indices]
-        )
+        found = [checkpoint_tensor(self._files, info.path, key, index[key]) for info, index in self._indices]
+        return mean_tensor(found) if self._source.averaged else found[0]
 
     def _source_of(self, entry: Published, frozen: Frozen) -> TensorSource | None:
         """A tensor with its adapter and its new tokens; None where it is frozen and the files hold it in parts."""
@@ -206,13 +183,13 @@ class ExportedValues:
 
     def _low_rank_of_experts(self) -> dict[str, Callable[[], ExpertsLowRank]]:
         """The same of the weights of routed experts."""
-        modules: dict[str, Any] = adapted_experts(self._trained.adapted)
-        weights = {f"{name}.{each}": module for name, module in modules.items() for each in adapted_weights(module)}
-        return {weight: partial(self._read_experts, weight, module) for weight, module in weights.items()}
+        def read(weight: str, module: Any) -> ExpertsLowRank:
+            a, b = (self.checkpoint(weight + end).whole().float() for end in (LORA_A, LORA_B))
+            return ExpertsLowRank(a, b, float(module.lora.scale), bool(module.is_transposed))
 
-    def _read_experts(self, weight: str, module: Any) -> ExpertsLowRank:
-        a, b = (self.checkpoint(weight + end).whole().float() for end in (LORA_A, LORA_B))
-        return ExpertsLowRank(a, b, float(module.lora.scale), bool(module.is_transposed))
+        experts: dict[str, Any] = adapted_experts(self._trained.adapted)
+        weights = {f"{name}.{each}": module for name, module in experts.items() for each in adapted_weights(module)}
+        return {weight: partial(read, weight, module) for weight, module in weights.items()}
 
     def _low_rank(self) -> dict[str, Callable[[], LowRank | ExpertsLowRank]]:
         """What reads the adapter of each adapted weight, by the weight's name in the plain model."""
@@ -241,12 +218,12 @@ def _laid_out(model: PreTrainedModel, entry: Published, found: TensorSource, dty
     return [Output(target, _written(part, dtype), part) for target, part in parts.items()]
 
 
-def names_in_peft(trained: Trained, lora: SavesModules) -> dict[str, str]:
+def names_in_peft(trained: Trained) -> dict[str, str]:
     """What peft's files hold of an adapter: the trained tensors' names, by its own."""
     of_experts = expert_names(trained.adapted)
     names = {peft_name(of_experts.get(name, name)): name for name in sorted(trained.names)}
-    if twin := saved_twin(trained.adapted, lora):
-        names[peft_name(twin[1])] = twin[0]
+    if trained.adapter is not None and (tied := tied_and_saved(trained.adapted, trained.adapter)):
+        names[peft_name(f"{tied[1]}.weight")] = f"{tied[0]}.weight"
     return names
 
 
@@ -272,5 +249,5 @@ def _require_untied(model: PreTrainedModel, adapted: set[str]) -> None:
             raise RecipeError(
                 f"{sorted(names & adapted)[0]} is adapted and tied to {sorted(names - adapted or names)[0]}: "
                 "merging would change both",
-                hint="export with --adapter keep",
+                hint="keep it by itself: tuner export-hf RUN --adapter keep",
             )

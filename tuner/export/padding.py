@@ -4,19 +4,17 @@ transformers scores, of each sequence of a batch, the last token that is not pad
 Training scores the last one: both are the same where no document ends with the token that pads.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import PretrainedConfig
 
-from tuner.errors import DataError, VerificationError
 from tuner.export.source import ExportSource
-from tuner.export.verify import Probes, compare, last_logits, recorded_probes, require_close
+from tuner.export.verify import Probes, compare, last_logits, not_published, recorded_probes, require_close
 from tuner.export.weights import read_config
-from tuner.export.write import token_ids, turn_ends
+from tuner.export.write import ends_of, generation_in, load_tokenizer
 from tuner.model.attention import withdrawn
 from tuner.rundir.layout import MODEL_CONFIG, TOKENIZER
 from tuner.runtime.files import json_bytes, read_json, write_new
@@ -38,28 +36,17 @@ class VocabularyPadding:
 
 
 def reward_padding(source: ExportSource) -> VocabularyPadding | None:
-    """What the export of a reward model pads with; None too of a model that writes text."""
+    """What the export of a reward model pads with; None too of a model that writes text.
+
+    It is the tokenizer's own padding, or the special token that is likeliest to end no document, by the run's probes;
+    None where all may. Raises DataError for a tokenizer that does not load.
+    """
     if source.head == "tokens":
         return None
-    probes = recorded_probes(source)
-    return _padding_of(source, read_config(source), {prompt[-1] for prompt in probes.prompts} if probes else ())
-
-
-def _padding_of(source: ExportSource, config: PretrainedConfig, last_ids: Collection[int]) -> VocabularyPadding | None:
-    """The tokenizer's own padding, or the special token that is likeliest to end no document; None where all may.
-
-    ``last_ids`` are what documents of training ended with. Raises DataError for a tokenizer that does not load.
-    """
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            source.run_dir / TOKENIZER, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{source.run_dir / TOKENIZER}: transformers cannot load the tokenizer: {error}") from error
-    generation = source.run_dir / MODEL_CONFIG / "generation_config.json"
-    ends = {*last_ids, *token_ids(tokenizer.eos_token_id), *token_ids(getattr(config, "eos_token_id", None))}
-    ends |= {*token_ids(read_json(generation).get("eos_token_id") if generation.is_file() else None)}
-    ends |= {*turn_ends(tokenizer)}
+    probes, config = recorded_probes(source), read_config(source)
+    tokenizer, generation = load_tokenizer(source.run_dir / TOKENIZER), generation_in(source.run_dir / MODEL_CONFIG)
+    ends = {prompt[-1] for prompt in (probes.prompts if probes else ())}
+    ends |= {*ends_of(tokenizer, generation.get("eos_token_id"), getattr(config, "eos_token_id", None))}
     specials = {int(tokenizer.convert_tokens_to_ids(token)): str(token) for token in tokenizer.all_special_tokens}
     specials |= {id: token.content for id, token in tokenizer.added_tokens_decoder.items() if token.special}
 
@@ -87,11 +74,9 @@ def write_padding(directory: Path, config: PretrainedConfig, padding: Vocabulary
             facts = read_json(path) | {"pad_token": padding.token}
             path.unlink()
             write_new(path, json_bytes(facts | ({"padding_side": "right"} if name == "tokenizer_config.json" else {})))
-    found: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    found = load_tokenizer(directory)
     if (found.pad_token_id, found.padding_side) != (padding.id, "right"):
-        raise VerificationError(
-            f"the exported tokenizer pads with {found.pad_token!r}, not {padding.token!r}; nothing was published"
-        )
+        raise not_published(f"the exported tokenizer pads with {found.pad_token!r}, not {padding.token!r}")
 
 
 def require_batches(model: torch.nn.Module, probes: Probes, padding: VocabularyPadding) -> None:

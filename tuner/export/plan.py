@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from tuner.errors import DataError, RecipeError
 from tuner.export.quantized import published_codes
-from tuner.export.source import TRAINED, ExportSource, Weights, in_words, path_of, resolve, warn_of_better
+from tuner.export.source import TRAINED, ExportSource, Weights, path_of, resolve, warn_of_better
 from tuner.rundir.exports import LINEAGE, has_options
 from tuner.rundir.layout import export_dir
 from tuner.rundir.model_path import Warn, Which, ignore_warning
@@ -25,15 +25,19 @@ class ExportOptions:
     """The choices that change the exported bytes."""
 
     dtype: Dtype = "auto"
-    adapter: Literal["merge", "keep"] = "merge"
+    adapter: Literal["merge", "keep", "none"] = "merge"
+    """none: of a plan for a run that has none."""
     shard_size: int = DEFAULT_SHARD_BYTES
     """Bytes of the largest weights file."""
     base_model: str | None = None
     """What a kept adapter says of its base model; by default its hub name, or the path of a local directory."""
     text_only: bool = False
     """Of a multimodal checkpoint the language model alone, as a model of its own."""
-    base: Base = "auto"
-    """What an adapter of a quantised base is merged into; auto takes what answers closer to the trained model."""
+    base: Base | None = "auto"
+    """What an adapter of a quantised base is merged into; auto takes what answers closer to the trained model.
+
+    None: of a plan where there is no choice.
+    """
     weights: Weights = TRAINED
     """The trained weights, or an average of them."""
     keep_fp32: tuple[str, ...] = ()
@@ -60,33 +64,30 @@ class ExportOptions:
 DEFAULTS = ExportOptions()
 
 
-@dataclass(frozen=True)
-class ExportPlan:
-    """What an export will do: its checkpoint, target, options, and whether the target already holds exactly this."""
+@dataclass(frozen=True, kw_only=True)
+class ExportPlan(ExportOptions):
+    """What an export will do, with the options as they hold for its checkpoint."""
 
     source: ExportSource
     output: Path
-    dtype: Dtype
-    adapter: Literal["merge", "keep", "none"]
-    shard_size: int
     manifest_sha256: str
-    done: bool
-    base_model: str | None = None
-    text_only: bool = False
-    base: Base | None = None
-    """What the adapter of a quantised base is merged into; None where there is no choice."""
+    done: bool = False
+    """Whether the target already holds exactly this."""
 
     @property
     def options(self) -> dict[str, Any]:
         """The choices that change the exported bytes."""
-        named: dict[str, Any] = {} if self.base_model is None else {"base_model": self.base_model}
-        named |= {"text_only": True} if self.text_only else {}
-        named |= {} if self.base is None else {"base": self.base}
-        named |= {"keep_fp32": list(self.source.keep_fp32)} if self.source.keep_fp32 else {}
-        weights = self.source.weights
-        if weights.kind != "trained":
-            named |= {"weights": in_words(weights, [info.step for info in self.source.checkpoints])}
-        return {"dtype": self.dtype, "adapter": self.adapter, "shard_size": self.shard_size, **named}
+        steps = ", ".join(str(step) for step in sorted(info.step for info in self.source.checkpoints))
+        average = {"ema": "exponential moving average", "mean": f"mean of the checkpoints of steps {steps}"}
+        named = {
+            "base_model": self.base_model,
+            "text_only": self.text_only or None,
+            "base": self.base,
+            "keep_fp32": list(self.keep_fp32) or None,
+            "weights": average.get(self.weights.kind),
+        }
+        given = {key: value for key, value in named.items() if value is not None}
+        return {"dtype": self.dtype, "adapter": self.adapter, "shard_size": self.shard_size, **given}
 
 
 def plan_export(
@@ -132,18 +133,13 @@ def plan_export(
         )
     kind: Literal["", "adapter", "text"] = "adapter" if is_kept else "text" if options.text_only else ""
     default = path_of(export_dir(source.run_dir, source.step, kind), options.weights)
-    final = (output or default).absolute()
+    adapter: Literal["none", "merge", "keep"] = "none" if source.adapter is None else options.adapter
+    base = None if source.quantize == "none" or is_kept else options.base
     plan = ExportPlan(
+        **vars(replace(options, adapter=adapter, base=base)),
         source=replace(source, keep_fp32=options.keep_fp32),
-        output=final,
-        dtype=options.dtype,
-        adapter="none" if source.adapter is None else options.adapter,
-        shard_size=options.shard_size,
-        base_model=options.base_model,
-        text_only=options.text_only,
-        base=None if source.quantize == "none" or is_kept else options.base,
+        output=(output or default).absolute(),
         manifest_sha256=sha256_file(source.checkpoint.path / MANIFEST_NAME),
-        done=False,
     )
     return replace(plan, done=is_done(plan))
 

@@ -7,10 +7,8 @@ rounding is left, whose cost is measured as a share of what training changed.
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +20,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tuner.checkpoint.load import read_tensors
-from tuner.errors import DataError, VerificationError
+from tuner.errors import DataError
 from tuner.export import verify
-from tuner.export.answers import Answers, Kept, answers_of, kept, uniform
+from tuner.export.answers import KEPT, Answers, Kept, answers_of, kept, uniform
 from tuner.export.form import Form
 from tuner.export.frozen import Frozen
 from tuner.export.merges import Merge
@@ -33,8 +31,9 @@ from tuner.export.padding import VocabularyPadding, require_batches
 from tuner.export.plan import ExportPlan
 from tuner.export.quantized import quantized_base
 from tuner.export.source import ExportSource
-from tuner.export.tensors import OpenFiles
-from tuner.export.weights import DTYPES, adapter_spec, exact_names, load_trained, plain_base, some
+from tuner.export.tensors import OpenFiles, held_tensor
+from tuner.export.verify import not_published
+from tuner.export.weights import DTYPES, exact_names, load_trained, plain_base, some, trainable_spec_of
 from tuner.export.write import ADAPTER_WEIGHTS
 from tuner.model.adapter import ADAPTER, LoraSpec
 from tuner.model.attention import withdrawn
@@ -91,13 +90,13 @@ def prove(
             return ExportProof(difference, None, is_rounded_away=True)
         found = kept(before, exact, written)
     if is_original and found.share <= 0:
-        raise VerificationError(
+        raise not_published(
             f"merged into the original base, the export is further from the trained {plan.source.quantize} model (KL "
             f"{found.kl:.3g} nats a token) than training took it from its base ({found.gain:.3g}): nothing of it is "
-            "left; nothing was published",
+            "left",
             hint="export with --base quantized",
         )
-    return ExportProof(difference, found, is_rounded_away=not (found.is_enough or is_original))
+    return ExportProof(difference, found, is_rounded_away=found.share < KEPT and not is_original)
 
 
 def hold(
@@ -112,9 +111,13 @@ def hold(
     with OpenFiles() as files:
         expected = Expected(plan.source, trained.plain, files)
         if plan.adapter == "keep":
-            names = names_in_peft(trained, adapter_spec(plan.source.adapter or {}))
-            values = {target: in_peft(name, expected.trained(name)) for target, name in names.items()}
-            _hold_adapter(loaded, load_file(directory / ADAPTER_WEIGHTS), values, dtype)
+            named = names_in_peft(trained).items()
+            values = {target: in_peft(name, expected.trained(name)) for target, name in named}
+            written = load_file(directory / ADAPTER_WEIGHTS)
+            for target, value in values.items():
+                if target not in written or not torch.equal(written[target], value.to(dtype)):
+                    raise not_published(f"{target}: not the trained tensor rounded once to {dtype}")
+            verify.fill_adapter(loaded, values)
             return
         if is_original:
             _hold(loaded, Expected(plan.source, trained.plain, files, original=True), form, dtype)
@@ -129,7 +132,7 @@ def _hold(loaded: nn.Module, expected: Expected, form: Form, dtype: torch.dtype 
     for own_name, parts in expected.tensors():
         name = form.name(own_name)
         if name not in there:
-            raise VerificationError(f"transformers loads the export without {name}; nothing was published")
+            raise not_published(f"transformers loads the export without {name}")
         left.discard(name)
         target, wrong, rows = there[name].data, 0, 0
         for part in parts:
@@ -138,26 +141,17 @@ def _hold(loaded: nn.Module, expected: Expected, form: Form, dtype: torch.dtype 
                 held = target[part.start : part.start + len(values)]
                 rows += len(values)
             if values.shape != held.shape:
-                raise VerificationError(f"{name} has shape {list(target.shape)} in the export; nothing was published")
+                raise not_published(f"{name} has shape {list(target.shape)} in the export")
             if dtype is not None:
                 wrong += int(part.wrong(held, expected.type_of(own_name, dtype)).sum())
             held.copy_(values)
         if wrong or (target.ndim and rows != len(target)):
-            raise VerificationError(
+            raise not_published(
                 f"{name}: {wrong:,} of its {target.numel():,} numbers are not the trained ones, rounded once to "
-                f"{str(dtype).removeprefix('torch.')}; nothing was published"
+                f"{str(dtype).removeprefix('torch.')}"
             )
     if left and not form.elements:  # what else a whole checkpoint holds was copied, and is held against its hashes
-        raise VerificationError(f"the export holds {some(sorted(left))}, which were not trained; nothing was published")
-
-
-def _hold_adapter(
-    loaded: nn.Module, written: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> None:
-    for target, value in values.items():
-        if target not in written or not torch.equal(written[target], value.to(dtype)):
-            raise VerificationError(f"{target}: not the trained tensor rounded once to {dtype}; nothing was published")
-    verify.fill_adapter(loaded, values)
+        raise not_published(f"the export holds {some(sorted(left))}, which were not trained")
 
 
 def _loaded(plan: ExportPlan, directory: Path, padding: VocabularyPadding | None) -> nn.Module:
@@ -190,8 +184,6 @@ def _before(
         return answers_of(loaded, probes.prompts)
 
 
-BLOCK_ELEMENTS = 1 << 20
-"""Numbers that are compared at a time, each of them several times in float64."""
 EPSILON = 2.0**-24
 """Of one float32 rounding, relative."""
 
@@ -241,8 +233,8 @@ PEFT_ROUNDINGS = 64
 
 
 def _slack_of_merging(weight: torch.Tensor) -> torch.Tensor:
-    norms: list[torch.Tensor] = [torch.linalg.vector_norm(weight, dim=dim, keepdim=True) for dim in range(weight.ndim)]
-    return PEFT_ROUNDINGS * EPSILON * functools.reduce(operator.add, norms).expand_as(weight)
+    norms = (torch.linalg.vector_norm(weight, dim=dim, keepdim=True) for dim in range(weight.ndim))
+    return PEFT_ROUNDINGS * EPSILON * sum(norms, torch.zeros_like(weight))
 
 
 class Expected:
@@ -261,7 +253,7 @@ class Expected:
         left = [entry for entry in self._entries if entry.name not in self._keys]
         self._frozen = Frozen(source, plain, files, left, base)
         self._exact = exact_names(source, plain)
-        spec = None if source.adapter is None else adapter_spec(source.adapter)
+        spec = trainable_spec_of(source).adapter
         self._scale = spec.scale if isinstance(spec, LoraSpec) else 0.0
         self._applied: dict[str, torch.Tensor] | None = None if isinstance(spec, PeftSpec) else {}
 
@@ -273,7 +265,7 @@ class Expected:
         for entry in self._entries:
             yield entry.name, self._parts(entry)
         if left := sorted(self._keys.keys() - self._used):
-            raise VerificationError(f"trained, and in no tensor of the export: {some(left)}; nothing was published")
+            raise not_published(f"trained, and in no tensor of the export: {some(left)}")
 
     def type_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The type in which a floating tensor is written: some are float32 whatever the others are."""
@@ -324,20 +316,13 @@ class Expected:
     def _rows(self, entry: Published) -> Iterator[tuple[int, torch.Tensor]]:
         """The tensor without its adapter: the first row of each block, and the block."""
         if entry.name in self._keys:
-            whole = self.trained(entry.name)
+            held = held_tensor(self.trained(entry.name))
         else:
-            frozen = self._frozen.tensor(entry) or self._frozen.assembled(entry)
-            at = 0
-            for block in frozen.blocks(frozen.dtype):
-                yield at, block
-                at += len(block) if block.ndim else 1
-            return
-        if not whole.ndim:
-            yield 0, whole
-            return
-        step = max(1, BLOCK_ELEMENTS // max(1, math.prod(whole.shape[1:])))
-        for start in range(0, len(whole), step):
-            yield start, whole[start : start + step]
+            held = self._frozen.tensor(entry) or self._frozen.assembled(entry)
+        at = 0
+        for block in held.blocks(held.dtype):
+            yield at, block
+            at += len(block) if block.ndim else 1
 
     def _low_rank(self, owner: str) -> _LowRank | None:
         """The adapter of a linear layer; None where it has none."""

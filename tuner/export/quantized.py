@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 
 from tuner.errors import DataError
 from tuner.export.source import ExportSource
-from tuner.export.tensors import TensorSource, made_tensor
+from tuner.export.tensors import TensorSource, made_tensor, mapped_tensor
 from tuner.model.freeze import Content, content_of
 from tuner.model.quantize.codes import Kind, Quantized, dequantize, quantize
 from tuner.model.quantize.layers import QuantizeSpec, quantizable, quantized_layers
 from tuner.model.quantize.published import dequantized_as_stored, read
-from tuner.model.quantize.reading import PublishedCodes, ReadingQuantizer
+from tuner.model.quantize.reading import PublishedCodes
 from tuner.model.vetting import holds_codes
 from tuner.rundir.same_base import require_same_quantizer
 
@@ -39,10 +39,7 @@ class QuantizedBase:
         if name not in self.names or isinstance(held, CodedSource):
             return held
 
-        def read_rows(start: int, stop: int) -> torch.Tensor:
-            return self._round_trip(name, held.read(start, stop))
-
-        return TensorSource(held.shape, torch.float32, read_rows)
+        return mapped_tensor(held, torch.float32, lambda rows: self._round_trip(name, rows))
 
     def stored(self, file_name: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> TensorSource | None:
         """A weight that files hold as codes; None of one that they hold as it is. It is made when it is first read.
@@ -120,12 +117,6 @@ def quantize_spec(source: ExportSource) -> QuantizeSpec | None:
     return QuantizeSpec(_known(source.quantize), kept)
 
 
-def reading_quantizer(source: ExportSource) -> ReadingQuantizer | None:
-    """What reads a run's base as codes; None where it was not quantised."""
-    spec = quantize_spec(source)
-    return None if spec is None else ReadingQuantizer(spec)
-
-
 def base_of_kind(
     kind: str, plain: PreTrainedModel, kept: Sequence[str], codes: PublishedCodes | None = None
 ) -> QuantizedBase:
@@ -152,7 +143,6 @@ def with_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _known(kind: str) -> Kind:
-    for known in get_args(Kind):
-        if kind == known:
-            return cast(Kind, known)
-    raise DataError(f"the base was quantised to {kind}, which this version does not know")
+    if kind not in get_args(Kind):
+        raise DataError(f"the base was quantised to {kind}, which this version does not know")
+    return cast(Kind, kind)

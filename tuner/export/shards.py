@@ -9,7 +9,7 @@ import hashlib
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -18,11 +18,13 @@ from pathlib import Path
 import torch
 
 from tuner.checkpoint.storage import DTYPE_NAMES, tensor_bytes
-from tuner.errors import TunerError
+from tuner.errors import MachineError, TunerError
 from tuner.export.tensors import TensorSource
 from tuner.runtime.files import (
     HASH_BLOCK_BYTES,
     NEW,
+    TMP_PREFIX,
+    free_bytes,
     fsync_dir,
     json_bytes,
     machine_error,
@@ -61,43 +63,59 @@ class Output:
         return math.prod(self.source.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Shard:
-    """One file and the tensors in it, in their order."""
-
-    name: str
-    outputs: tuple[Output, ...]
+Shards = Mapping[str, Sequence[Output]]
+"""Files by their names, and the tensors in each."""
 
 
-def plan_shards(outputs: Sequence[Output], shard_size: int) -> list[Shard]:
+def plan_shards(outputs: Sequence[Output], shard_size: int) -> Shards:
     """Cut the tensors, in their order, into files of at most ``shard_size`` bytes; a larger tensor has one alone."""
-    groups: list[list[Output]] = [[]]
-    room = shard_size
-    for output in outputs:
-        if groups[-1] and output.nbytes > room:
+    by_name = {output.name: output for output in outputs}
+    groups = groups_of({output.name: output.nbytes for output in outputs}, shard_size)
+    names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    names = names if len(groups) > 1 else [WEIGHTS]
+    return {name: [by_name[each] for each in group] for name, group in zip(names, groups, strict=True)}
+
+
+def groups_of(sizes: Mapping[str, int], limit: float, first: int = 0, others: int = 0) -> list[list[str]]:
+    """The names, in their order, in groups of at most ``limit`` bytes; one that is larger is alone.
+
+    The first group has ``first`` bytes besides, each other one ``others``.
+    """
+    groups, used = [list[str]()], first
+    for name, size in sizes.items():
+        if groups[-1] and used + size > limit:
             groups.append([])
-            room = shard_size
-        groups[-1].append(output)
-        room -= output.nbytes
-    if len(groups) == 1:
-        return [Shard(WEIGHTS, tuple(groups[0]))]
-    names = (f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1))
-    return [Shard(name, tuple(group)) for name, group in zip(names, groups, strict=True)]
+            used = others
+        groups[-1].append(name)
+        used += size
+    return groups
 
 
-def write_shards(directory: Path, shards: Sequence[Shard]) -> dict[str, Written]:
+def require_space(directory: Path, needed: int) -> None:
+    """Raise MachineError where so many bytes have no room in a directory."""
+    free = free_bytes(directory)
+    if free < needed:
+        place = directory.parent if directory.name.startswith(TMP_PREFIX) else directory
+        raise MachineError(
+            f"{place}: the export needs {needed:,} bytes, {free:,} are free",
+            hint="free disk space or give another --output",
+        )
+
+
+def write_shards(directory: Path, shards: Shards) -> dict[str, Written]:
     """Write all files and, where there are several, the index of names; returns what was handed to the system.
 
     Raises MachineError naming the file and the bytes it needs, and what the tensors' sources raise.
     """
-    written = {shard.name: _write_shard(directory / shard.name, shard.outputs) for shard in shards}
+    outputs = [output for group in shards.values() for output in group]
+    require_space(directory, sum(output.nbytes for output in outputs))
+    written = {name: _write_shard(directory / name, group) for name, group in shards.items()}
     if len(shards) > 1:
-        outputs = [output for shard in shards for output in shard.outputs]
         totals = {
             "total_parameters": sum(math.prod(output.source.shape) for output in outputs),
             "total_size": sum(output.nbytes for output in outputs),
         }
-        places = {output.name: shard.name for shard in shards for output in shard.outputs}
+        places = {output.name: name for name, group in shards.items() for output in group}
         write_new(directory / INDEX, json_bytes({"metadata": totals, "weight_map": places}))
     return written
 
@@ -109,7 +127,8 @@ def _write_shard(path: Path, outputs: Sequence[Output]) -> Written:
     planned = len(header) + sum(output.nbytes for output in outputs)
     try:
         with opened(path, NEW) as descriptor:
-            written = _write_blocks(descriptor, header, outputs)
+            blocks = (tensor_bytes(block) for output in outputs for block in output.source.blocks(output.dtype))
+            written = write_blocks(descriptor, chain([memoryview(header)], blocks))
         fsync_dir(path.parent)
     except OSError as error:
         raise machine_error(path, error, planned) from error
@@ -118,12 +137,12 @@ def _write_shard(path: Path, outputs: Sequence[Output]) -> Written:
     return written
 
 
-def _write_blocks(descriptor: int, header: bytes, outputs: Sequence[Output]) -> Written:
+def write_blocks(descriptor: int, blocks: Iterator[memoryview]) -> Written:
+    """Write what comes and flush it: a thread makes the next block meanwhile, another has the disk begin."""
     size = crc = unflushed = 0
-    blocks = (block for output in outputs for block in output.source.blocks(output.dtype))
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="flush") as flusher:
         flushed: Future[None] | None = None
-        for data in chain([memoryview(header)], _one_ahead(blocks)):
+        for data in _one_ahead(blocks):
             size, crc = size + len(data), zlib.crc32(data, crc)
             write_all(descriptor, data)
             unflushed += len(data)
@@ -137,13 +156,13 @@ def _write_blocks(descriptor: int, header: bytes, outputs: Sequence[Output]) -> 
     return Written(size, crc)
 
 
-def _one_ahead(blocks: Iterator[torch.Tensor]) -> Iterator[memoryview]:
-    """The bytes of each block, while a thread reads the next."""
+def _one_ahead(blocks: Iterator[memoryview]) -> Iterator[memoryview]:
+    """Each block, while a thread makes the next."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read") as reader:
         coming = reader.submit(next, blocks, None)
         while (block := coming.result()) is not None:
             coming = reader.submit(next, blocks, None)
-            yield tensor_bytes(block)
+            yield block
 
 
 def sha256_of_same(path: Path, written: Written) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -226,13 +226,6 @@ def averaged_over(last: CheckpointInfo, weights: Weights) -> tuple[CheckpointInf
             hint=", or ".join(filter(None, hints)) or None,
         )
     return (last, *(open_checkpoint(path, shards=False) for _, path in before[: weights.count - 1]))
-
-
-def in_words(weights: Weights, steps: Sequence[int]) -> str:
-    """What an export says of its weights, by the steps of their checkpoints."""
-    if weights.kind == "ema":
-        return "exponential moving average"
-    return f"mean of the checkpoints of steps {', '.join(map(str, sorted(steps)))}"
 
 
 def path_of(directory: Path, weights: Weights) -> Path:

@@ -196,16 +196,24 @@ def made_tensor(shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], t
     return TensorSource(shape, dtype, read)
 
 
+def mapped_tensor(
+    source: TensorSource,
+    dtype: torch.dtype,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    shape: tuple[int, ...] | None = None,
+) -> TensorSource:
+    """What becomes of each slice of another tensor, in a type, and in its shape but where another is given."""
+    return TensorSource(shape or source.shape, dtype, lambda start, stop: change(source.read(start, stop)))
+
+
 def rounded_tensor(source: TensorSource, dtype: torch.dtype) -> TensorSource:
     """Another tensor's values in another type: what training held of a frozen weight."""
-    return TensorSource(source.shape, dtype, lambda start, stop: source.read(start, stop).to(dtype))
+    return mapped_tensor(source, dtype, lambda block: block.to(dtype))
 
 
 def mean_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """The mean of tensors of one shape in float32, added up in float64 in the order of the sequence."""
-    total = values[0].double()
-    for value in values[1:]:
-        total = total + value.double()
+    total = sum((value.double() for value in values[1:]), values[0].double())
     return (total / len(values)).float()
 
 
@@ -256,18 +264,10 @@ def converted_tensors(
     """
     results = functools.cache(lambda: convert(source.whole()))
 
-    def reader(name: str, shape: tuple[int, ...]) -> Callable[[int, int], torch.Tensor]:
-        def read(start: int, stop: int) -> torch.Tensor:
-            made = results()
-            made[name] = made[name].contiguous()
-            part = made[name][start:stop] if shape else made[name]
-            if stop == (shape[0] if shape else 1):
-                del made[name]
-            return part
+    def made(name: str) -> torch.Tensor:
+        return results().pop(name).contiguous()
 
-        return read
-
-    return {name: TensorSource(shape, source.dtype, reader(name, shape)) for name, shape in shapes.items()}
+    return {name: made_tensor(shape, source.dtype, functools.partial(made, name)) for name, shape in shapes.items()}
 
 
 def merged_tensor(base: TensorSource, load: Callable[[], LowRank | ExpertsLowRank]) -> TensorSource:
@@ -277,17 +277,13 @@ def merged_tensor(base: TensorSource, load: Callable[[], LowRank | ExpertsLowRan
     """
     adapter = functools.cache(load)
     # An output's length needs all of it, which of transposed weights lies in every slice.
-    whole = functools.cache(lambda: _merged(base, adapter(), 0, base.length))
+    whole = functools.cache(lambda: adapter().added_to(base.read(0, base.length)))
 
     def read(start: int, stop: int) -> torch.Tensor:
-        part = whole()[start:stop] if adapter().needs_all else _merged(base, adapter(), start, stop)
+        part = whole()[start:stop] if adapter().needs_all else adapter().added_to(base.read(start, stop), start)
         if stop == base.length:
             adapter.cache_clear()
             whole.cache_clear()
         return part
 
     return TensorSource(base.shape, torch.float32, read)
-
-
-def _merged(base: TensorSource, adapter: LowRank | ExpertsLowRank, start: int, stop: int) -> torch.Tensor:
-    return adapter.added_to(base.read(start, stop), start)

@@ -69,25 +69,12 @@ def require_memory(model: PreTrainedModel, untouched: int = 0) -> None:
         )
 
 
-def read_probes(tensors: Mapping[str, torch.Tensor]) -> Probes | None:
-    """The probes that a checkpoint recorded, None for an empty set. Raises DataError where they are malformed."""
-    if not tensors:
-        return None
-    try:
-        input_ids, lengths, logits = tensors["input_ids"], tensors["lengths"], tensors["logits"]
-    except KeyError as error:
-        raise DataError(f"the checkpoint's probes lack {error}") from error
-    sizes = [int(length) for length in lengths]
-    if not (len(sizes) == len(input_ids) == len(logits)) or any(not 0 < n <= input_ids.shape[1] for n in sizes):
-        raise DataError("the checkpoint's probes have inconsistent shapes")
-    prompts = tuple(tuple(map(int, row[:size])) for row, size in zip(input_ids, sizes, strict=True))
-    return Probes(prompts, logits.float(), recorded=True) if prompts else None
-
-
 def recorded_probes(source: ExportSource) -> Probes | None:
     """Those of a run's checkpoint, None where it recorded none. Raises DataError."""
-    has_probes = PROBE_NAME in source.checkpoint.manifest["files"]
-    return read_probes(read_probe(source.checkpoint)) if has_probes else None
+    tensors = read_probe(source.checkpoint) if PROBE_NAME in source.checkpoint.manifest["files"] else {}
+    rows = zip(tensors.get("input_ids", ()), tensors.get("lengths", ()), strict=True)
+    prompts = tuple(tuple(map(int, row[: int(length)])) for row, length in rows)
+    return Probes(prompts, tensors["logits"].float(), recorded=True) if prompts else None
 
 
 def fallback_probes(model: PreTrainedModel) -> Probes:
@@ -117,9 +104,9 @@ def compare(expected: torch.Tensor, actual: torch.Tensor) -> LogitDifference:
 def require_close(difference: LogitDifference, what: str, relative: float) -> None:
     """Raise VerificationError where the relative difference is above its bound."""
     if not difference.relative <= relative:
-        raise VerificationError(
+        raise not_published(
             f"{what}: the logits differ by {difference.absolute:.3g} ({difference.relative:.1e} of the largest, "
-            f"allowed {relative:.0e}); nothing was published"
+            f"allowed {relative:.0e})"
         )
 
 
@@ -133,18 +120,18 @@ def require_written(directory: Path, written: Mapping[str, Written], outputs: Se
     for path in sorted(directory.glob("*.safetensors")):
         digest = sha256_of_same(path, written[path.name]) if path.name in written else None
         if digest is None:
-            raise VerificationError(f"{path.name}: the disk holds other bytes than were written; nothing was published")
+            raise not_published(f"{path.name}: the disk holds other bytes than were written")
         digests[path.name] = digest
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - the file object is no mapping
                 output, part = left.pop(name, None), file.get_slice(name)
                 if output is None:
-                    raise VerificationError(f"{path.name}: unexpected tensor {name}; nothing was published")
+                    raise not_published(f"{path.name}: unexpected tensor {name}")
                 facts = (part.get_dtype(), list(part.get_shape()))
                 if facts != (DTYPE_NAMES[output.dtype], list(output.source.shape)):
-                    raise VerificationError(f"{path.name}: {name} is {facts[0]} {facts[1]}; nothing was published")
+                    raise not_published(f"{path.name}: {name} is {facts[0]} {facts[1]}")
     if left:
-        raise VerificationError(f"tensors were not written: {', '.join(sorted(left)[:3])}; nothing was published")
+        raise not_published(f"tensors were not written: {', '.join(sorted(left)[:3])}")
     return digests
 
 
@@ -156,10 +143,10 @@ def load_plain(directory: Path, head: Head) -> PreTrainedModel:
             directory, dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise VerificationError(f"transformers cannot load the export: {error}; nothing was published") from error
+        raise not_published(f"transformers cannot load the export: {error}") from error
     problems = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     if problems:
-        raise VerificationError(f"transformers loads the export with {problems}; nothing was published")
+        raise not_published(f"transformers loads the export with {problems}")
     loaded: PreTrainedModel = model.eval()
     return loaded
 
@@ -172,13 +159,13 @@ def load_adapter(directory: Path, base: PreTrainedModel) -> torch.nn.Module:
     try:
         model: Any = PeftModel.from_pretrained(base, str(directory))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise VerificationError(f"peft cannot load the export: {error}; nothing was published") from error
+        raise not_published(f"peft cannot load the export: {error}") from error
     held = get_peft_model_state_dict(model, save_embedding_layers=False)
     for name, tensor in load_file(directory / ADAPTER_WEIGHTS).items():
         if name not in held:
-            raise VerificationError(f"peft does not take {name} from the export; nothing was published")
+            raise not_published(f"peft does not take {name} from the export")
         if tensor.shape != held[name].shape or tensor_bytes(tensor.to(held[name].dtype)) != tensor_bytes(held[name]):
-            raise VerificationError(f"{name}: what was written differs from the trained tensor; nothing was published")
+            raise not_published(f"{name}: what was written differs from the trained tensor")
     loaded: torch.nn.Module = model.eval()
     return loaded
 
@@ -192,7 +179,7 @@ def fill(model: torch.nn.Module, values: Iterable[tuple[str, TensorSource]]) -> 
     there = state_names(model)
     for name, source in values:
         if name not in there or there[name].shape != source.shape:
-            raise VerificationError(f"transformers loads the export without {name}; nothing was published")
+            raise not_published(f"transformers loads the export without {name}")
         target, at = there[name].data, 0
         for block in source.blocks(source.dtype):
             if target.ndim:
@@ -207,7 +194,7 @@ def fill_adapter(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> 
     loaded: Any = model
     report: Any = set_peft_model_state_dict(loaded, {name: tensor.float() for name, tensor in values.items()})
     if report.unexpected_keys:
-        raise VerificationError(f"peft does not take {report.unexpected_keys[0]}; nothing was published")
+        raise not_published(f"peft does not take {report.unexpected_keys[0]}")
 
 
 def require_same_tokenizer(source: ExportSource) -> None:
@@ -274,21 +261,28 @@ def _require_ids(tokenizer: Any, probe: Mapping[str, Any]) -> None:
     if (messages := probe.get("messages")) is not None and _CLOCK not in str(tokenizer.chat_template):
         rendered = tokenizer.apply_chat_template(messages, tools=probe.get("tools"), tokenize=False)
         if rendered != text:
-            raise VerificationError(
-                f"the exported chat template renders {_short(rendered)}, training saw {_short(text)}; "
-                "nothing was published"
-            )
+            raise not_published(f"the exported chat template renders {short(rendered)}, training saw {short(text)}")
     for key, framed in (("ids", False), ("framed_ids", True)):
         ids = list(tokenizer(text, add_special_tokens=framed)["input_ids"])
         if key in probe and ids != probe[key]:
-            at = next((i for i, (a, b) in enumerate(zip(ids, probe[key], strict=False)) if a != b), len(ids))
-            raise VerificationError(
+            raise not_published(
                 f"the exported tokenizer, loaded as {type(tokenizer).__name__}, gives other ids than training saw: "
-                f"{_short(text)} differs at token {at} ({ids[at : at + 4]}, not {probe[key][at : at + 4]}); "
-                "nothing was published",
+                f"{differing(text, ids, probe[key])}",
                 hint="the run was prepared with another version of transformers: export with that one, or train again",
             )
 
 
-def _short(text: str) -> str:
+def not_published(why: str, hint: str | None = None) -> VerificationError:
+    """The error of an export that is not the trained model."""
+    return VerificationError(f"{why}; nothing was published", hint)
+
+
+def differing(text: str, ids: Sequence[int], wanted: Sequence[int]) -> str:
+    """From where on the ids of a text are not the wanted ones."""
+    at = next((i for i, (a, b) in enumerate(zip(ids, wanted, strict=False)) if a != b), min(len(ids), len(wanted)))
+    return f"{short(text)} differs at token {at} ({[*ids[at : at + 4]]}, not {[*wanted[at : at + 4]]})"
+
+
+def short(text: str) -> str:
+    """A text in quotes, as a line has room for it."""
     return repr(text if len(text) <= 80 else f"{text[:40]} ... {text[-30:]}")

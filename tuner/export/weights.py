@@ -2,36 +2,38 @@
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from tuner.checkpoint.load import read_tensors
 from tuner.config.methods import Head
-from tuner.config.recipe import ModelSection, PeftAdapter
-from tuner.errors import DataError
-from tuner.export.quantized import published_codes, quantized_base, reading_quantizer, with_weights
+from tuner.config.recipe import Adapter, ModelSection
+from tuner.errors import DataError, first_line
+from tuner.export.quantized import published_codes, quantize_spec, quantized_base, with_weights
 from tuner.export.source import ExportSource
 from tuner.export.tensors import mean_of
 from tuner.init_from.give import give_frozen
 from tuner.init_from.target import target_of
 from tuner.init_from.versions import pinned, versions_in
 from tuner.model import transformers_private
-from tuner.model.adapter import LoraSpec
 from tuner.model.build import ModelSpec, auto_model, build_model, meta_model
 from tuner.model.freeze import select
 from tuner.model.own_class import register
-from tuner.model.peft_kinds import PeftSpec
 from tuner.model.published import state_names
+from tuner.model.quantize.reading import ReadingQuantizer
 from tuner.model.tokens import resize_embeddings
-from tuner.model.trainable import TrainableSpec
+from tuner.model.trainable import TrainableSpec, spec_of
 from tuner.model.transformers_private import kept_in_float32
 from tuner.model.vetting import vet_config
 from tuner.model.weight_files import vet_weights
 from tuner.rundir.layout import MODEL_CONFIG
 
+_ADAPTER: TypeAdapter[Adapter] = TypeAdapter(Adapter)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -79,8 +81,11 @@ def require_tensors(source: ExportSource, wanted: Mapping[str, tuple[int, ...]])
 
 
 def trainable_spec_of(source: ExportSource) -> TrainableSpec:
-    """Which parameters the run trained."""
-    spec = None if source.adapter is None else adapter_spec(source.adapter)
+    """Which parameters the run trained: its adapter's facts are those of the recipe's section. Raises DataError."""
+    try:
+        spec = spec_of(_ADAPTER.validate_python(dict(source.adapter or {})))
+    except ValueError as error:
+        raise DataError(f"{source.path}: its adapter's facts are not an adapter's: {first_line(error)}") from error
     return TrainableSpec(spec, source.model_section.get("freeze") or (), source.new_ids)
 
 
@@ -88,12 +93,18 @@ def read_config(source: ExportSource) -> PretrainedConfig:
     """The model's config as the run saved it, with the key-value cache on again. Raises DataError."""
     if (use := source.model_section.get("use")) is not None:
         register(str(use))
-    directory = source.run_dir / MODEL_CONFIG
+    config = config_in(source.run_dir / MODEL_CONFIG)
+    config.use_cache = True
+    return config
+
+
+def config_in(directory: Path) -> PretrainedConfig:
+    """The model's config in a directory. Raises DataError."""
+    auto: Any = AutoConfig
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config: PretrainedConfig = auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{directory}: no readable model config: {first_line(error)}") from error
-    config.use_cache = True
     return config
 
 
@@ -119,27 +130,6 @@ def plain_model(config: PretrainedConfig, head: Head) -> PreTrainedModel:
 def frozen_dtype(source: ExportSource) -> torch.dtype:
     """Type in which frozen base weights were held in training, as the checkpoint recorded it."""
     return DTYPES.get(str(source.model_section.get("dtype")), torch.float32)
-
-
-def adapter_spec(adapter: Mapping[str, Any]) -> LoraSpec | PeftSpec:
-    """The adapter's shape from the checkpoint's facts. Raises DataError where one is missing."""
-    try:
-        if adapter.get("kind") == "peft":
-            section = PeftAdapter(config=adapter["config"])
-            return PeftSpec(section.config, section.moves_base)
-        targets = adapter["target_modules"]
-        return LoraSpec(
-            r=int(adapter["r"]),
-            alpha=float(adapter["alpha"]),
-            dropout=float(adapter.get("dropout", 0.0)),
-            target_modules=targets if isinstance(targets, str) else tuple(map(str, targets)),
-            use_rslora=bool(adapter.get("use_rslora", False)),
-            use_dora=adapter.get("kind") == "dora",
-            modules_to_save=tuple(map(str, adapter.get("modules_to_save", ()))),
-            experts=bool(adapter.get("experts", False)),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"the checkpoint's adapter facts are incomplete: {error}") from error
 
 
 @torch.no_grad()
@@ -183,7 +173,8 @@ def base_model(source: ExportSource) -> PreTrainedModel:
 
     Of files that hold codes alone, what these stand for, in float32.
     """
-    is_coded = source.quantize != "none" and published_codes(source) is not None
+    how = quantize_spec(source)
+    is_coded = how is not None and published_codes(source) is not None
     spec = ModelSpec(
         name_or_path=source.name_or_path,
         revision=source.revision,
@@ -191,7 +182,7 @@ def base_model(source: ExportSource) -> PreTrainedModel:
         config_overrides=source.model_section.get("config", {}),
         new_ids=source.new_ids,
         head=source.head,
-        quantize=reading_quantizer(source) if is_coded else None,
+        quantize=ReadingQuantizer(how) if is_coded and how else None,
     )
     model = build_model(spec, frozen_dtype(source), int(source.recipe.get("seed", 42)))
     if source.given_frozen:
@@ -228,8 +219,3 @@ def some(names: list[str]) -> str:
     """The first names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, or its class where it says nothing."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig, PreT
 from transformers.utils import logging as transformers_logging
 
 from tuner.data.encoding.template import LoadedTemplates, unless_refused
-from tuner.errors import DataError, RecipeError
+from tuner.errors import DataError, RecipeError, first_line
 from tuner.export.source import ExportSource
 from tuner.model.adapter import ADAPTER, LoraSpec, SavesModules, lora_layers, saved_modules
 from tuner.model.build import has_score, is_part
@@ -138,12 +138,6 @@ def expert_names(model: PreTrainedModel) -> dict[str, str]:
     return found
 
 
-def saved_twin(model: PreTrainedModel, lora: SavesModules) -> tuple[str, str] | None:
-    """Names of a tensor trained in full that peft wants twice: tied embeddings are one, and it reads both names."""
-    tied = _tied_and_saved(model, lora)
-    return None if tied is None else (f"{tied[0]}.weight", f"{tied[1]}.weight")
-
-
 def _new_tokens(model: PreTrainedModel) -> dict[str, Any]:
     """What peft's config says of rows that are trained alone; it finds tied layers itself. Raises RecipeError."""
     layers, seen, found = trainable_tokens(model), set[int](), {}
@@ -158,7 +152,7 @@ def _new_tokens(model: PreTrainedModel) -> dict[str, Any]:
 
 def _saved_modules(model: PreTrainedModel, lora: SavesModules) -> dict[str, Any]:
     """What peft's config says of modules trained in full; tied ones stay one tensor where it is asked to."""
-    saved, tied = set(saved_modules(model, lora)), _tied_and_saved(model, lora)
+    saved, tied = set(saved_modules(model, lora)), tied_and_saved(model, lora)
     if not saved:
         return {}
     if tied is None:
@@ -166,14 +160,15 @@ def _saved_modules(model: PreTrainedModel, lora: SavesModules) -> dict[str, Any]
     return {"modules_to_save": sorted((saved | {tied[1]}) - {tied[0]}), "ensure_weight_tying": True}
 
 
-def _tied_and_saved(model: PreTrainedModel, lora: SavesModules) -> tuple[str, str] | None:
-    """Names of the input and the output embeddings where they are one tensor that is trained in full."""
-    if not lora.modules_to_save:
+def tied_and_saved(model: PreTrainedModel, lora: SavesModules) -> tuple[str, str] | None:
+    """Names of the input and the output embeddings where they are one tensor that is trained in full.
+
+    peft wants that twice, and reads both names.
+    """
+    if not lora.modules_to_save or has_score(model):
         return None
     names = {module: name for name, module in model.named_modules()}
     source, output = model.get_input_embeddings(), model.get_output_embeddings()
-    if has_score(model):
-        return None
     if source.weight is not output.weight or not set(saved_modules(model, lora)) & {names[source], names[output]}:
         return None
     return names[source], names[output]
@@ -194,7 +189,9 @@ def write_tokenizer(directory: Path, source: ExportSource) -> None:
     config = directory / "tokenizer_config.json"
     if config.is_file():
         before = read_json(config)
-        facts = {key: value for key, value in before.items() if key != "name_or_path"} | _for_older_readers(before)
+        facts = {key: value for key, value in before.items() if key != "name_or_path"}
+        if facts.get("tokenizer_class") == "TokenizersBackend":  # as transformers 4, and servers built on it, call it
+            facts["tokenizer_class"] = "PreTrainedTokenizerFast"
         if isinstance(facts.get("extra_special_tokens"), list):
             facts["additional_special_tokens"] = facts.pop("extra_special_tokens")
         if facts != before:
@@ -202,21 +199,13 @@ def write_tokenizer(directory: Path, source: ExportSource) -> None:
             write_new(config, json.dumps(facts, indent=2, ensure_ascii=False).encode())
 
 
-def _for_older_readers(facts: Mapping[str, Any]) -> dict[str, str]:
-    """What transformers 4, and servers built on it, call the class that transformers 5 renamed, and reads as well."""
-    return {"tokenizer_class": "PreTrainedTokenizerFast"} if facts.get("tokenizer_class") == "TokenizersBackend" else {}
-
-
 def write_generation_config(directory: Path, source: ExportSource, config: PretrainedConfig) -> None:
     """Write generation_config.json: the base model's, with every token that ends a turn as `eos_token_id`."""
-    recorded = source.run_dir / MODEL_CONFIG / GENERATION_CONFIG
     auto: Any = GenerationConfig
-    facts = read_json(recorded) if recorded.is_file() else auto.from_model_config(config).to_dict()
-    ends = token_ids(facts.get("eos_token_id")) + token_ids(getattr(config, "eos_token_id", None))
-    ends += _tokenizer_ends(source, ends)
-    unique = list(dict.fromkeys(ends))
-    if unique:
-        facts["eos_token_id"] = unique[0] if len(unique) == 1 else unique
+    facts = generation_in(source.run_dir / MODEL_CONFIG) or auto.from_model_config(config).to_dict()
+    known = facts.get("eos_token_id"), getattr(config, "eos_token_id", None)
+    if ends := ends_of(load_tokenizer(source.run_dir / TOKENIZER), *known):
+        facts["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     kept = {key: value for key, value in facts.items() if not key.startswith("_") and value is not None}
     path = directory / GENERATION_CONFIG
     path.unlink(missing_ok=True)
@@ -241,14 +230,28 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _tokenizer_ends(source: ExportSource, known: Sequence[int]) -> list[int]:
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a directory as transformers has it. Raises DataError."""
+    auto: Any = AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source.run_dir / TOKENIZER, local_files_only=True, trust_remote_code=False
-        )
+        return auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{source.run_dir / TOKENIZER}: transformers cannot load the tokenizer: {error}") from error
-    return token_ids(tokenizer.eos_token_id) + turn_ends(tokenizer, known)
+        why = first_line(error) if (directory / "tokenizer.json").is_file() else "it has no tokenizer.json"
+        raise DataError(f"{directory}: transformers cannot load the tokenizer: {why}") from error
+
+
+def generation_in(directory: Path) -> dict[str, Any]:
+    """What generation_config.json says in a directory; empty where it has none. Raises DataError."""
+    path = directory / GENERATION_CONFIG
+    return read_json(path) if path.is_file() else {}
+
+
+def ends_of(tokenizer: Any, *of_configs: Any) -> list[int]:
+    """Ids at which generation stops: what configs say of it, the tokenizer's own, and what closes a turn."""
+    known = list[int]()
+    for value in (*of_configs, tokenizer.eos_token_id):
+        known += value if isinstance(value, (list, tuple)) else [] if value is None else [int(value)]
+    return list(dict.fromkeys(known + turn_ends(tokenizer, known)))
 
 
 def turn_ends(tokenizer: Any, known: Sequence[int] = ()) -> list[int]:
@@ -270,13 +273,6 @@ def turn_ends(tokenizer: Any, known: Sequence[int] = ()) -> list[int]:
 
     end = turn_end(ChatConvention(partial(unless_refused, templates.render), specials, ends, tokenizer.bos_token))
     return [] if end is None else [int(tokenizer.convert_tokens_to_ids(end))]
-
-
-def token_ids(value: Any) -> list[int]:
-    """What a config says of token ids, none, one or several, as a list."""
-    if value is None:
-        return []
-    return [int(item) for item in value] if isinstance(value, (list, tuple)) else [int(value)]
 
 
 def _plain(value: Any) -> Any:

@@ -10,10 +10,12 @@ from tuner.config.recipe import InitFrom
 from tuner.errors import RecipeError, TunerError
 from tuner.init_from.names import brief, fits, is_renamed, nearest, renamed
 from tuner.init_from.plan import KEY, SHOWN, Gift, How, InitPlan, Matched, Unclear, listed
-from tuner.init_from.sources import LORA_A, LORA_B, MAGNITUDE, AdapterFacts, SourceTensor, open_source
+from tuner.init_from.sources import LORA_A, LORA_B, MAGNITUDE, SourceTensor, open_source
 from tuner.init_from.target import InitTarget, TargetTensor
 from tuner.init_from.versions import newest_version
 
+Homeless = list[tuple[str, str]]
+"""What has no place: names in the source, and those that they would have here."""
 MOST = 8
 """Problems that are shown at once."""
 
@@ -87,7 +89,7 @@ def _match(one: Matched, target: InitTarget) -> None:
     groups: dict[str, dict[str, str]] = defaultdict(dict)
     """By the name of a place, the names here of its parts by those in published files."""
     places: dict[str, list[str]] = defaultdict(list)
-    homeless: list[tuple[str, str]] = []
+    homeless: Homeless = []
     for name in chosen:
         new = renamed(name, one.entry.rename)
         if new != name:
@@ -229,9 +231,7 @@ def _require_all(one: Matched, target: InitTarget) -> None:
         )
 
 
-def give_adapter(
-    one: Matched, target: InitTarget, layers: Mapping[str, Mapping[str, str]], homeless: list[tuple[str, str]]
-) -> None:
+def give_adapter(one: Matched, target: InitTarget, layers: Mapping[str, Mapping[str, str]], homeless: Homeless) -> None:
     """An adapter's tensors: into this run's own adapter, or into the weights that it was made for."""
     facts = one.source.adapter
     assert facts is not None
@@ -249,7 +249,7 @@ def give_adapter(
             have, lack = sorted(parts.values())[0], [layer + end for end in ends if end not in parts]
             one.refuse(f"{one.source.path} has {have} and no {listed(lack)}", f"leave it out: exclude: [{layer}]")
         elif keeps:
-            _keep(one, target, layer, parts, facts, homeless)
+            _keep(one, target, layer, parts, homeless)
         elif (place := target.place_of(f"{layer}.weight")) is None:
             homeless += [(parts[LORA_A], f"{layer}.weight")]
         else:
@@ -272,18 +272,12 @@ def _merge(one: Matched, target: InitTarget, place: TargetTensor, layer: str, na
     one.gifts.append(Gift(one.number, place, "merged", tuple(names)))
 
 
-def _keep(
-    one: Matched,
-    target: InitTarget,
-    layer: str,
-    parts: Mapping[str, str],
-    facts: AdapterFacts,
-    homeless: list[tuple[str, str]],
-) -> None:
+def _keep(one: Matched, target: InitTarget, layer: str, parts: Mapping[str, str], homeless: Homeless) -> None:
     if layer not in target.scales:
         homeless += [(name, layer + end) for end, name in parts.items()]
         return
-    rank = one.source.tensors[parts[LORA_A]].shape[0]
+    rank, facts = one.source.tensors[parts[LORA_A]].shape[0], one.source.adapter
+    assert facts is not None
     scale, own = facts.scale(rank), target.scales[layer]
     if abs(scale - own) > 1e-6 * max(scale, own):
         if any(problem.key.endswith(".adapter") for problem in one.problems):  # of another layer: said once

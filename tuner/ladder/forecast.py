@@ -47,7 +47,8 @@ class Forecast:
 def forecast(points: Sequence[Point], question: ForecastQuestion) -> Forecast:
     """Fit and predict. Raises RecipeError for figures and rungs that are not there, DataError for too few points."""
     measured = with_figure(points, question.loss)
-    notes = _left_away(points, measured, question.loss)
+    missing = len(points) - len(measured)
+    notes = [f"{missing} points have no finite {question.loss} above 0 and are left out"] if missing else []
     own = _own_points(measured, question.rung)
     rest = [point for point in measured if point.rung != question.rung]
     decayed = [point for point in rest if point.is_decayed]
@@ -112,8 +113,3 @@ def _far(points: Sequence[Point], target: Size) -> list[str]:
         return []
     times = f"{target.flops / most:,.0f} times the FLOPs of the largest point"
     return [f"the target has {times}: no rung that was left out tested such a distance"]
-
-
-def _left_away(points: Sequence[Point], measured: Sequence[Point], loss: str) -> list[str]:
-    missing = len(points) - len(measured)
-    return [f"{missing} points have no finite {loss} above 0 and are left out"] if missing else []

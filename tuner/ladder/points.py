@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tuner.config.ladder import short_count
 from tuner.config.numbers import parse_number
 from tuner.errors import DataError, RecipeError
 from tuner.ladder.marks import Mark
@@ -147,10 +148,7 @@ def by_rung(points: Sequence[Point]) -> dict[str, list[Point]]:
 
 def short(count: float) -> str:
     """A count in four figures: `190M`, `1.5B`."""
-    for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= factor * 0.99995:
-            return f"{count / factor:.4g}{suffix}"
-    return f"{count:.4g}"
+    return short_count(count, 4)
 
 
 def _columns(heading: Sequence[str], name: str) -> dict[str, int]:

@@ -104,7 +104,8 @@ def fit_score(points: Sequence[Point], loss: str, figure: str, settings: Setting
 def parameters_of(fit: ScoreFit) -> list[Parameter]:
     """Middle (a loss), k (per unit of loss), floor and ceiling, with what keeps the points from identifying each."""
     value = _natural(fit, fit.parameters[None])[0]
-    reached = [0.5 * (1 + math.tanh(0.5 * _steepness(fit) * (float(fit.parameters[0]) - at))) for at in _ends(fit)]
+    middle, steepness = float(fit.parameters[0]), math.exp(float(fit.parameters[1]))
+    reached = [0.5 * (1 + math.tanh(0.5 * steepness * (middle - at))) for at in _ends(fit)]
     why = dict.fromkeys(NAMES, "")
     if reached[0] < 0.5:
         why["ceiling"] = why["middle"] = "no point is past the middle of the sigmoid"
@@ -112,10 +113,6 @@ def parameters_of(fit: ScoreFit) -> list[Parameter]:
         why["floor"] = why["middle"] = "no point is before the middle of the sigmoid"
     estimates = Estimate.each(value, _natural(fit, fit.samples), fit.settings.level)
     return [Parameter(name, estimate, why[name]) for name, estimate in zip(NAMES, estimates, strict=True)]
-
-
-def _steepness(fit: ScoreFit) -> float:
-    return math.exp(float(fit.parameters[1]))
 
 
 def _ends(fit: ScoreFit) -> list[float]:

@@ -30,6 +30,7 @@ from tuner.model.adaptable import (
     not_adaptable,
     takes_product,
 )
+from tuner.model.adapted_products import take_together
 from tuner.model.build import has_score, head_layer, is_part
 from tuner.model.experts import LORA_A, LORA_B, NO_EXPERTS, adapted_experts
 from tuner.model.freeze import means, select
@@ -129,8 +130,6 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec, seed: int) -> None:
             _leave_input(layer)
         if takes_product(layer, ADAPTER):
             add_in_product(layer)
-    from tuner.model.adapted_products import take_together  # in a training without an adapter, nothing's
-
     take_together(model, ADAPTER)
     model.eval()
 
@@ -222,7 +221,7 @@ def calls(model: nn.Module) -> Iterator[set[str]]:
     called: set[str] = set()
     with ExitStack() as hooks:
         for name, layer in adapter_layers(model):
-            hooks.callback(layer.register_forward_hook(lambda *_, name=name: called.add(name)).remove)
+            hooks.enter_context(layer.register_forward_hook(lambda *_, name=name: called.add(name)))
         yield called
 
 
@@ -288,14 +287,11 @@ def _require_experts_called(
     """Check that the modules of adapted experts are called. Raises RecipeError."""
     called: set[nn.Module] = set()
     modules = {name: module for name, module in adapted_experts(model).items() if runs is None or runs(name)}
-    hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in modules.values()]
-    try:
-        if hooks:
-            with torch.no_grad():
-                logits()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for module in modules.values():
+            hooks.enter_context(module.register_forward_hook(lambda module, *_: called.add(module)))
+        if modules:
+            logits()
     for name, module in modules.items():
         if module not in called:
             raise RecipeError(f"adapter.experts: {name} is not called: its adapter learns nothing", hint=NO_EXPERTS)

@@ -1,11 +1,79 @@
 """What the attention operations of every device share: memory for results, backward passes, sinks."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+NAMES = ("query", "key", "value")
+
+
+class QueryKeyValue(NamedTuple):
+    """Query ``[heads, T, d]``, key ``[kv_heads, T, d]`` and value ``[kv_heads, T, d_value]``, of one type."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class Scope(NamedTuple):
+    """What attention is asked besides. A query sees ``window`` tokens, all before it for 0."""
+
+    bounds: torch.Tensor
+    """Of documents, int32 ``[documents + 1]``."""
+    window: int
+    scale: float
+    cap: float = 0.0
+    """Above 0 it bends scores s to cap·tanh(s/cap)."""
+    longest: Any = None
+    """Of a kernel that wants to know it: int32 ``[1]`` on the CPU, than which no document has more tokens."""
+
+
+class Results(NamedTuple):
+    """The output ``[T, heads, d_value]``, and for the backward pass the logarithm of its normaliser ``[heads, T]``."""
+
+    output: torch.Tensor
+    normaliser: torch.Tensor
+
+
+def attention_operation(
+    name: str,
+    given: str,
+    forward: Callable[[QueryKeyValue, Scope, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]],
+    backward: Callable[[torch.Tensor, QueryKeyValue, Results, Scope], Gradients],
+    unit: float = 1.0,
+) -> tuple[Any, Any]:
+    """Attention inside documents as the operation ``tuner::name``, and that of its backward pass.
+
+    It takes the fields of :class:`QueryKeyValue`, those of :class:`Scope` that the schema ``given`` declares, tensors
+    first, and ``sink``, float32 ``[heads]`` or None: one more score of each query, whose value is zero. It gives
+    :class:`Results`, whose logarithm is in this ``unit``. ``backward`` is given the gradient of the output, and gives
+    gradients whose outer dimension in memory is tokens, as projections want them.
+    """
+    names = [declared.split()[1] for declared in given.split(", ")]
+
+    def asked(values: Sequence[Any]) -> Scope:
+        return Scope(**dict(zip(names, values, strict=False)))
+
+    def run(query: Any, key: Any, value: Any, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        sinks = given[len(names) :]
+        return forward(QueryKeyValue(query, key, value), asked(given), sinks[0] if sinks else None)
+
+    def run_backward(
+        upstream: torch.Tensor, query: Any, key: Any, value: Any, output: Any, normaliser: Any, *given: Any
+    ) -> Gradients:
+        return backward(upstream, QueryKeyValue(query, key, value), Results(output, normaliser), asked(given))
+
+    heads = "Tensor query, Tensor key, Tensor value"
+    schema = f"({heads}, {given}, Tensor? sink=None) -> (Tensor, Tensor)"
+    operation = torch.library.custom_op(f"tuner::{name}", run, mutates_args=(), schema=schema)
+    operation.register_fake(new_results)
+    schema = f"(Tensor upstream, {heads}, Tensor output, Tensor normaliser, {given}) -> (Tensor, Tensor, Tensor)"
+    of_backward = torch.library.custom_op(f"tuner::{name}_backward", run_backward, mutates_args=(), schema=schema)
+    of_backward.register_fake(new_gradients)
+    register_backward(operation, of_backward, unit)
+    return operation, of_backward
 
 
 def dense(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -80,11 +148,7 @@ def with_sinks(
 
 
 def sink_gradient(
-    upstream: torch.Tensor,
-    output: torch.Tensor,
-    normaliser: torch.Tensor,
-    sink: torch.Tensor,
-    unit: float = 1.0,
+    upstream: torch.Tensor, output: torch.Tensor, normaliser: torch.Tensor, sink: torch.Tensor, unit: float = 1.0
 ) -> torch.Tensor:
     """The gradient ``[heads]`` of sinks, by that of the output ``[T, heads, d]``.
 

@@ -100,29 +100,14 @@ BACKEND = "inductor"
 _LAST_NORMS = ("norm", "final_norm", "ln_f", "final_layernorm", "final_layer_norm", "embedding_norm")
 Level = Literal["selective", "full"]
 _KEPT = {
-    "tuner::adapted_products",
-    "tuner::attend_documents",
-    "tuner::attend_with_sinks",
-    "tuner::flash_attention",
-    "tuner::flash_attention_4",
-    "tuner::native_attention",
-    "tuner::quantized_linear",
-    "tuner::triton_attention",
-    "torch_attn::_varlen_attn",
-    "aten::mm",
-    "aten::addmm",
-    "aten::_grouped_mm",
-    "aten::_scaled_grouped_mm",
-    "aten::_scaled_mm",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_scaled_dot_product_fused_attention_overrideable",
-    "aten::_flash_attention_forward",
-    "aten::_efficient_attention_forward",
-    "aten::_cudnn_attention_forward",
-}
+    "tuner::adapted_products", "tuner::attend_documents", "tuner::attend_with_sinks", "tuner::flash_attention",
+    "tuner::flash_attention_4", "tuner::native_attention", "tuner::quantized_linear", "tuner::triton_attention",
+    "torch_attn::_varlen_attn", "aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_grouped_mm",
+    "aten::_scaled_mm", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_fused_attention_overrideable",
+    "aten::_flash_attention_forward", "aten::_efficient_attention_forward", "aten::_cudnn_attention_forward",
+}  # fmt: skip
 """Not ``bmm``: where attention is made of batched products, its scores are what fills the memory."""
 _CHEAP = 8
 """A product is made again whose results have so many times the columns that its terms have."""
@@ -251,14 +236,13 @@ def compile_blocks(root: CausalLM, padding: Padding) -> None:
     Every microbatch is filled up to the size of ``padding``, the one for which the layers are compiled. Layers whose
     MLPs are tiled are compiled in parts: before recomputing is applied, which runs those parts again.
     """
-    from peft.tuners.lora.dora import DoraLinearLayer
-
+    module: Any
     for module in root.modules():
-        if isinstance(module, DoraLinearLayer):
+        if type(module).__name__ == "DoraLinearLayer":  # peft's
             _ease_tracing()
             # It is cleared in every forward and, as peft sets it, never filled. A checkpoint that is compiled may not
             # change what lies outside it.
-            module._cache_clear = lambda: None  # type: ignore[method-assign]
+            module._cache_clear = lambda: None
     if root.layout.mixers is not None:
         root.layout.mixers.keep_from_compiler(root.model)
     blocks = [*decoder_blocks(root.model, "train.compile"), *_last_norms(root.model)]

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import huggingface_hub
 import torch
 from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
@@ -277,17 +278,16 @@ def fetch_weights(spec: ModelSpec) -> None:
     For processes that have not met yet: in the middle of a launch the others would wait for the one that loads, and a
     download of 100 GB takes longer than they may. Files that are there already cost a request. Raises MachineError.
     """
-    from huggingface_hub import constants, hf_hub_download, snapshot_download
-
     name = spec.name_or_path
-    if spec.random_init or constants.HF_HUB_OFFLINE or Path(name).is_dir() or os.path.isabs(name):
+    if spec.random_init or huggingface_hub.constants.HF_HUB_OFFLINE or Path(name).is_dir() or os.path.isabs(name):
         return
     with _clear_errors(spec), _without_progress(), contextlib.suppress(EntryNotFoundError):  # which the loader explains
         try:
-            hf_hub_download(name, SAFE_WEIGHTS_NAME, revision=spec.revision)
+            huggingface_hub.hf_hub_download(name, SAFE_WEIGHTS_NAME, revision=spec.revision)
         except EntryNotFoundError:
-            index = Path(hf_hub_download(name, SAFE_WEIGHTS_INDEX_NAME, revision=spec.revision))
-            snapshot_download(name, revision=spec.revision, allow_patterns=sorted(index_names(index)))
+            index = Path(huggingface_hub.hf_hub_download(name, SAFE_WEIGHTS_INDEX_NAME, revision=spec.revision))
+            patterns = sorted(index_names(index))
+            huggingface_hub.snapshot_download(name, revision=spec.revision, allow_patterns=patterns)
 
 
 def meta_model(config: PretrainedConfig, dtype: torch.dtype, head: Head = "tokens") -> PreTrainedModel:

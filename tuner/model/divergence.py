@@ -10,23 +10,12 @@ As the cross-entropy's (:mod:`tuner.model.output_layer`), the logits of both mod
 time; normalisers, logarithms and gradients are float32, or float64 for float64 inputs.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from tuner.model.output_layer import (
-    Gradients,
-    Head,
-    LogitTransform,
-    MadeInForward,
-    OutputLayer,
-    block_logits,
-    gradient_types,
-    product_dtype,
-    spans,
-)
+from tuner.model.output_layer import Head, OutputLayer, block_logits, product_dtype, spans
 
 Tail = Literal["rest", "renormalise"]
 FIGURES = ("divergence", "ce", "teacher_ce", "agreement", "tail")
@@ -211,15 +200,12 @@ def distil(
     """
     exact = torch.promote_types(product_dtype(hidden), torch.float32)
     sums = torch.zeros(len(FIGURES), dtype=exact, device=hidden.device)
-    with_gradient = torch.is_grad_enabled()
-    wanted = _Wanted(with_gradient, head.scale)
 
-    def chunk(span: slice, logits: torch.Tensor) -> torch.Tensor:
+    def chunk(span: slice, logits: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
+        wanted = _Wanted(wants_gradient, head.scale)
         return _chunk(logits, targets[span], teacher.chunk(span), how, wanted, sums)
 
-    loss: torch.Tensor = _Distilled.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, head.transform, chunk, with_gradient, head.scale
-    )
+    loss = head.summed(hidden, chunk)
     return loss, dict(zip(FIGURES, sums.unbind(), strict=True))
 
 
@@ -260,37 +246,3 @@ def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 def _of(targets: torch.Tensor, log_p: torch.Tensor) -> torch.Tensor:
     """The cross-entropy of each target."""
     return -log_p.gather(1, targets[:, None])[:, 0]
-
-
-class _Distilled(MadeInForward):
-    @staticmethod
-    def forward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        transform: LogitTransform,
-        chunk: Callable[[slice, torch.Tensor], torch.Tensor],
-        with_gradient: bool,
-        scale: torch.Tensor | None,
-    ) -> torch.Tensor:
-        wanted = [with_gradient and needed for needed in ctx.needs_input_grad[:3]]
-
-        def transformed(span: slice, products: torch.Tensor) -> torch.Tensor:
-            tanh = transform.apply_(products)
-            loss = chunk(span, products)
-            if with_gradient:
-                transform.backward_(products, tanh)
-            return loss
-
-        layer = Head.of(hidden, weight, bias, product_dtype(hidden))
-        gradients = Gradients(layer, wanted)
-        loss = hidden.new_zeros((), dtype=torch.promote_types(layer.dtype, torch.float32))
-        for span, rows, logits in layer.chunks():
-            loss += transformed(span, logits)
-            if any(wanted):
-                gradients.add(span, rows, logits)
-            del logits  # before the next chunk has its own
-        ctx.save_for_backward(*gradients.made)
-        ctx.dtypes, ctx.scale = gradient_types(hidden, weight, bias), scale
-        return loss

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tuner.model.attention_ops import new_gradients, new_results, register_backward, with_sinks
-from tuner.model.flash_attention import QueryKeyValue, narrow, ungrouped, wide
+from tuner.model.attention_ops import Gradients, QueryKeyValue, Results, Scope, attention_operation, with_sinks
+from tuner.model.flash_attention import narrow, ungrouped, wide
 from tuner.runtime.device import generation
 from tuner.runtime.torch_private import Need, private_attribute
 
@@ -90,73 +90,33 @@ def _package() -> Any:
     return importlib.import_module(MODULE)
 
 
-@torch.library.custom_op("tuner::flash_attention_4", mutates_args=())
-def flash_attention_4(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: torch.Tensor,
-    window: int,
-    scale: float,
-    cap: float,
-    sink: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention ``[T, heads, d_value]`` of query ``[heads, T, d]`` to key ``[kv_heads, T, d]`` and value.
-
-    All are of one of :data:`TYPES`. ``bounds`` int32 ``[documents + 1]`` lies on their device, ``longest`` int32
-    ``[1]`` on the CPU: no document has more tokens. A query sees ``window`` tokens, all before it for 0. A ``cap``
-    above 0 bends scores s to cap·tanh(s/cap). A ``sink`` for each head, float32 ``[heads]``, is one more score of each
-    query, whose value is zero. The second result, float32 ``[heads, T]``, is for the backward pass: the logarithm of
-    the normaliser, sink included. Raises ValueError for what the kernel does not take.
-    """
-    given = _taken(QueryKeyValue(query, key, value))
-    own = None if generation(query.device.index) in WITHOUT_SINKS else sink
+def _output(heads: QueryKeyValue, asked: Scope, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Raises ValueError for what the kernel does not take."""
+    given = _taken(heads)
+    own = None if generation(heads.query.device.index) in WITHOUT_SINKS else sink
     # Caps and sinks are parts of the kernel: one without the other is another program, compiled at its first call.
     output, normaliser, *_ = private_attribute(_package(), "_flash_attn_fwd", _NEED)(
-        *given, softcap=cap or None, learnable_sink=own, return_lse=True, **_asked(bounds, longest, window, scale)
+        *given, softcap=asked.cap or None, learnable_sink=own, return_lse=True, **_options(asked)
     )
-    output = narrow(output, value.shape[2])
+    output = narrow(output, heads.value.shape[2])
     return (output, normaliser) if sink is None or own is not None else with_sinks(output, normaliser, sink)
 
 
-flash_attention_4.register_fake(new_results)
-
-
-@torch.library.custom_op("tuner::flash_attention_4_backward", mutates_args=())
-def _backward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
-    upstream: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    normaliser: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: torch.Tensor,
-    window: int,
-    scale: float,
-    cap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value; tokens are their outer dimension in memory, as projections want them."""
-    heads = QueryKeyValue(query, key, value)
+def _gradients(upstream: torch.Tensor, heads: QueryKeyValue, made: Results, asked: Scope) -> Gradients:
     given = _taken(heads)
     width = given.value.shape[2]
     # The sum over a query's gradient is taken in the order in which blocks finish, unless it is to be the same twice.
     grads = private_attribute(_package(), "_flash_attn_bwd", _NEED)(
         *given,
-        wide(output, width),
-        wide(upstream.to(value.dtype), width).contiguous(),
-        normaliser.contiguous(),
-        softcap=cap,
+        wide(made.output, width),
+        wide(upstream.to(heads.value.dtype), width).contiguous(),
+        made.normaliser.contiguous(),
+        softcap=asked.cap,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        **_asked(bounds, longest, window, scale),
+        **_options(asked),
     )
     found = [ungrouped(grad, tensor) for grad, tensor in zip(grads[:3], heads, strict=True)]
     return found[0], found[1], found[2]
-
-
-_backward.register_fake(new_gradients)
-register_backward(flash_attention_4, _backward)
 
 
 def _taken(given: QueryKeyValue) -> QueryKeyValue:
@@ -172,16 +132,19 @@ def _taken(given: QueryKeyValue) -> QueryKeyValue:
     return QueryKeyValue(query, key, value)
 
 
-def _asked(bounds: torch.Tensor, longest: torch.Tensor, window: int, scale: float) -> dict[str, Any]:
+def _options(asked: Scope) -> dict[str, Any]:
     """What forward and backward are asked alike. A window counts the tokens before a query's own."""
-    most = max(int(longest), _LEAST)
+    most = max(int(asked.longest), _LEAST)
     return {
-        "cu_seqlens_q": bounds,
-        "cu_seqlens_k": bounds,
-        "max_seqlen_q": most,
-        "max_seqlen_k": most,
-        "softmax_scale": scale,
+        **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), asked.bounds),
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), most),
+        "softmax_scale": asked.scale,
         "causal": True,
-        "window_size_left": window - 1 if window else None,
-        "window_size_right": 0 if window else None,
+        "window_size_left": asked.window - 1 if asked.window else None,
+        "window_size_right": 0 if asked.window else None,
     }
+
+
+flash_attention_4, _backward = attention_operation(
+    "flash_attention_4", "Tensor bounds, Tensor longest, int window, float scale, float cap", _output, _gradients
+)

@@ -8,13 +8,13 @@ with zeros, which change neither scores nor the columns that are kept; the backw
 """
 
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.nn.functional import pad
 
-from tuner.model.attention_ops import new_gradients, new_results, register_backward, with_sinks
+from tuner.model import attention_ops as ops
 from tuner.model.documents import Documents
 from tuner.runtime.torch_private import varlen_backward
 
@@ -29,79 +29,32 @@ _GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 """Whether torch's function takes fewer key heads than query heads: not in torch 2.11."""
 
 
-@torch.library.custom_op("tuner::flash_attention", mutates_args=())
-def flash_attention(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: torch.Tensor,
-    window: int,
-    scale: float,
-    sink: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention ``[T, heads, d_value]`` of query ``[heads, T, d]`` to key ``[kv_heads, T, d]`` and value.
-
-    All are of one of :data:`TYPES`. ``bounds`` int32 ``[documents + 1]`` lies on their device, ``longest`` int32
-    ``[1]`` on the CPU: no document has more tokens. A query sees ``window`` tokens, all before it for 0. A ``sink`` for
-    each head, float32 ``[heads]``, is one more score of each query, whose value is zero. The second
-    result is for the backward pass: the logarithm of the normaliser, float32 ``[heads, T]``. Raises ValueError for
-    what the kernel does not take, on fake tensors too.
-    """
-    output, normaliser = _run(QueryKeyValue(query, key, value), bounds, int(longest), window, scale)
-    if sink is None:
-        return output, normaliser
-    return with_sinks(output, normaliser, sink)
+def _output(heads: ops.QueryKeyValue, asked: ops.Scope, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Raises ValueError for what the kernel does not take."""
+    output, normaliser = _run(heads, asked.bounds, int(asked.longest), asked.window, asked.scale)
+    return (output, normaliser) if sink is None else ops.with_sinks(output, normaliser, sink)
 
 
-@flash_attention.register_fake
-def _results(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    _require(query, key, value)
-    return new_results(query, key, value)
-
-
-@torch.library.custom_op("tuner::flash_attention_backward", mutates_args=())
-def _backward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
-    upstream: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    normaliser: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: torch.Tensor,
-    window: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value; tokens are their outer dimension in memory, as projections want them."""
-    given = QueryKeyValue(query, key, value)
-    wide_query, wide_key, wide_value = _taken(given)
-    width, most = wide_query.shape[2], int(longest)
+def _gradients(upstream: torch.Tensor, heads: ops.QueryKeyValue, made: ops.Results, asked: ops.Scope) -> ops.Gradients:
+    query, key, value = _taken(heads)
+    width, most = query.shape[2], int(asked.longest)
     backward = varlen_backward()
     assert backward is not None, "without it this operation is not called"
     grads = backward(
-        wide(upstream.to(value.dtype), width),
-        wide_query,
-        wide_key,
-        wide_value,
-        wide(output, width),
-        normaliser,
-        bounds,
-        bounds,
-        most,
-        most,
-        window == 0,
+        wide(upstream.to(heads.value.dtype), width),
+        query,
+        key,
+        value,
+        wide(made.output, width),
+        made.normaliser,
+        *(asked.bounds, asked.bounds, most, most),  # of queries and of keys
+        asked.window == 0,
         query.new_empty(2, dtype=torch.uint64),  # where dropout would begin to draw: there is none
-        scale,
-        [window - 1, 0],
+        asked.scale,
+        [asked.window - 1, 0],
     )
-    found = [ungrouped(grad, tensor) for grad, tensor in zip(grads, given, strict=True)]
+    found = [ungrouped(grad, tensor) for grad, tensor in zip(grads, heads, strict=True)]
     return found[0], found[1], found[2]
-
-
-_backward.register_fake(new_gradients)
 
 
 def _require(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -121,19 +74,11 @@ def with_number(
 
     The longest document is a constant to the compiler: the longest that there may be.
     """
-    return _run(QueryKeyValue(query, key, value), documents.device, documents.bound, window, scale)[0]
-
-
-class QueryKeyValue(NamedTuple):
-    """Query, key and value."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    return _run(ops.QueryKeyValue(query, key, value), documents.device, documents.bound, window, scale)[0]
 
 
 def _run(
-    given: QueryKeyValue, bounds: torch.Tensor, longest: int, window: int, scale: float
+    given: ops.QueryKeyValue, bounds: torch.Tensor, longest: int, window: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run torch's function in documents of these bounds and at most so many tokens."""
     _require(given.query, given.key, given.value)
@@ -155,14 +100,14 @@ def _run(
     return narrow(output, given.value.shape[2]), normaliser
 
 
-def _taken(given: QueryKeyValue) -> QueryKeyValue:
+def _taken(given: ops.QueryKeyValue) -> ops.QueryKeyValue:
     """Heads ``[n, T, d]`` as the kernel takes them: ``[T, n, width]``, one width for all that is a multiple of 8."""
     width = -(-max(given.query.shape[2], given.value.shape[2]) // _MULTIPLE) * _MULTIPLE
     query, key, value = (wide(tensor.transpose(0, 1), width) for tensor in given)
     groups = query.shape[1] // key.shape[1]
     if groups == 1 or _GROUPS:
-        return QueryKeyValue(query, key, value)
-    return QueryKeyValue(query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
+        return ops.QueryKeyValue(query, key, value)
+    return ops.QueryKeyValue(query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
 
 
 def wide(tensor: torch.Tensor, width: int) -> torch.Tensor:
@@ -184,4 +129,12 @@ def narrow(tensor: torch.Tensor, width: int) -> torch.Tensor:
     return tensor.contiguous() if tensor.shape[-1] == width else tensor[..., :width].contiguous()
 
 
-register_backward(flash_attention, _backward)
+flash_attention, _backward = ops.attention_operation(
+    "flash_attention", "Tensor bounds, Tensor longest, int window, float scale", _output, _gradients
+)
+
+
+@flash_attention.register_fake  # type: ignore[untyped-decorator]
+def _results(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    _require(query, key, value)  # of fake tensors, too
+    return ops.new_results(query, key, value)

@@ -18,6 +18,7 @@ from tuner.errors import RecipeError
 from tuner.model import attention
 from tuner.model.adaptable import QUANTIZED
 from tuner.model.build import decoder_of, has_score, is_part
+from tuner.model.experts import adapted_experts
 from tuner.model.native import library
 from tuner.model.native.attention import apply_native_rotation
 from tuner.model.native.layers import apply_native_gates, apply_native_norms
@@ -59,8 +60,6 @@ def apply_liger(model: PreTrainedModel) -> None:
         raise RecipeError(f"model.kernels: liger has no kernels for {model_type}", hint="write kernels: torch")
     whole = decoder_of(model) if has_score(model) or is_part(model) else model  # it knows no model with a score
     _apply_liger_kernel_to_instance(model=whole, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)
-    from tuner.model.experts import adapted_experts  # with the kernels of GPUs
-
     for module in adapted_experts(model).values():
         unwrap(module)  # its kernel would leave their adapters out
 

@@ -19,7 +19,7 @@ from torch import nn
 from tuner.model.attention import Attended
 from tuner.model.build import decoder_blocks, decoder_of
 from tuner.model.experts import routed_experts
-from tuner.model.output_layer import OutputLayer
+from tuner.model.output_layer import no_objective
 from tuner.model.root import CausalLM
 from tuner.model.router_loss import has_term
 from tuner.runtime.device import to_device
@@ -91,13 +91,8 @@ def observe(
     nothing = torch.zeros(0, dtype=torch.int64, device=input_ids.device)
     root.eval()
     with _taps(root, blocks, found, rows_at):
-        root(input_ids, position_ids, document_lengths, nothing, nothing, _nothing)
+        root(input_ids, position_ids, document_lengths, nothing, nothing, no_objective)
     return found
-
-
-def _nothing(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> tuple[()]:
-    """The objective of a forward that is taken for what the layers compute."""
-    return ()
 
 
 @contextmanager

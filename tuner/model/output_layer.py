@@ -13,13 +13,14 @@ shares one chunk of logits, of which there is never a second one.)
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from transformers import PretrainedConfig
 
 from tuner.errors import RecipeError
 from tuner.runtime.device import gpu_memory, target
+from tuner.runtime.parts import local
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, bool, torch.Tensor | None], torch.Tensor]
 """From logits ``[N, V]``, targets ``[N]``, whether the logits become their gradient in place, and weights float32
@@ -104,21 +105,6 @@ def softmax_into_gradient(
     return total
 
 
-def transformed(kernel: Kernel, transform: LogitTransform) -> Kernel:
-    """The kernel for a model that does not take the products as they are."""
-
-    def run(
-        products: torch.Tensor, targets: torch.Tensor, wants_gradient: bool, weights: torch.Tensor | None
-    ) -> torch.Tensor:
-        tanh = transform.apply_(products)
-        loss = kernel(products, targets, wants_gradient, weights)
-        if wants_gradient:
-            transform.backward_(products, tanh)
-        return loss
-
-    return kernel if transform == PLAIN else run
-
-
 class Vocabulary(Protocol):
     """The output layer where several processes have the rows of its weight between them, and logits of these alone.
 
@@ -129,14 +115,30 @@ class Vocabulary(Protocol):
         """This process's rows of the model's output layer."""
         ...
 
-    def cross_entropy(
-        self, head: "OutputLayer", hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None
-    ) -> torch.Tensor:
-        """As :meth:`OutputLayer.cross_entropy`."""
+    def positions(self, weight: torch.Tensor) -> int:
+        """Positions of a chunk, the same on every process."""
         ...
 
-    def losses(self, head: "OutputLayer", hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """As :meth:`OutputLayer.losses`."""
+    def softmax(self, logits: torch.Tensor, targets: torch.Tensor) -> Any:
+        """Over all logits: what gives the ``losses`` ``[n]`` of a chunk, and is to be kept for their gradient."""
+        ...
+
+    def into_gradient(
+        self, logits: torch.Tensor, targets: torch.Tensor, softmax: Any, weights: torch.Tensor | None
+    ) -> None:
+        """Turn this process's logits into the gradient of the losses, each times its weight ``[n]``, in place."""
+        ...
+
+    def add_up(self, of_hidden: torch.Tensor) -> None:
+        """Add the gradient of the hidden states up over the processes, in place."""
+        ...
+
+    def lies(self, parameter: torch.Tensor | None) -> Any:
+        """How a weight or bias lies over the processes: of one that does not nothing is kept."""
+        ...
+
+    def placed(self, gradient: torch.Tensor, lies: Any) -> torch.Tensor:
+        """Its gradient as it lies."""
         ...
 
     def judged(self, head: "OutputLayer", hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -156,7 +158,7 @@ class OutputLayer:
     autocast's type where autocast is on; normaliser and losses are float32 (float64 for float64 inputs). A gradient
     that is made in the forward pass is rounded to the type of the products before that of the loss is known: with
     ``scale``, a scalar, it is made so many times as large, and divided by that when it is. Where weight and bias are in
-    ``parts``, these compute every loss, and the kernel does nothing.
+    ``parts``, the kernel is theirs.
     """
 
     weight: torch.Tensor
@@ -174,14 +176,19 @@ class OutputLayer:
         Shapes: hidden ``[N, D]``, targets int64 ``[N]``, none of them ignored, weights float32 ``[N]``, which get no
         gradient, or None for ones. The cheapest loss: its gradient is made while the logits are there.
         """
-        if self.parts is not None:
-            return self.parts.cross_entropy(self, hidden, targets, weights)
-        weight, bias, kernel = self.weight, self.bias, transformed(self.kernel, self.transform)
-        if not torch.is_grad_enabled():  # the function would still see parameters that want a gradient, and make it
-            hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-        if self.scale is not None:
-            weights = self.scale.expand(len(targets)) if weights is None else weights * self.scale
-        loss: torch.Tensor = _CrossEntropy.apply(hidden, weight, bias, targets, weights, kernel, self.scale)  # type: ignore[no-untyped-call]
+        scale = self.scale
+        if scale is not None:
+            weights = scale.expand(len(targets)) if weights is None else weights * scale
+
+        def chunk(span: slice, logits: torch.Tensor, wants_gradient: bool) -> torch.Tensor:
+            loss = self.kernel(logits, targets[span], wants_gradient, None if weights is None else weights[span])
+            return loss if scale is None else loss / scale
+
+        return self.summed(hidden, chunk)
+
+    def summed(self, hidden: torch.Tensor, chunk: "ChunkLoss") -> torch.Tensor:
+        """The sum of a loss of chunks of positions, whose gradient is made while the logits are there."""
+        loss: torch.Tensor = _SummedLoss.apply(*self._given(hidden), self._how, chunk)  # type: ignore[no-untyped-call]
         return loss
 
     def scores(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -196,15 +203,18 @@ class OutputLayer:
         The same bits with gradients and without. Of more than a chunk of positions a backward pass that reaches the
         weight makes the logits of all but the last chunk a second time.
         """
-        if self.parts is not None:
-            return self.parts.losses(self, hidden, targets)
-        weight, bias = self.weight, self.bias
-        if not torch.is_grad_enabled():
-            hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-        losses: torch.Tensor = _PositionLosses.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, targets, self.transform, self.kernel, self.scale
-        )
+        losses: torch.Tensor = _PositionLosses.apply(*self._given(hidden), self._how, targets)  # type: ignore[no-untyped-call]
         return losses
+
+    @property
+    def _how(self) -> "_How":
+        return _How(self.transform, self.kernel, self.scale, self.parts)
+
+    def _given(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Hidden, weight and bias. Without gradients a function would still see those that want one, and make it."""
+        if torch.is_grad_enabled():
+            return hidden, self.weight, self.bias
+        return hidden.detach(), self.weight.detach(), None if self.bias is None else self.bias.detach()
 
     # For losses that take the weight itself: where rows are cut, a process has some of the N hidden states alone.
 
@@ -226,6 +236,8 @@ class OutputLayer:
         return self
 
 
+ChunkLoss = Callable[[slice, torch.Tensor, bool], torch.Tensor]
+"""Of the positions of a chunk and their logits the summed loss; the logits become its gradient where that is wanted."""
 Result = TypeVar("Result")
 Objective = Callable[[torch.Tensor, OutputLayer, torch.Tensor], Result]
 """From the last hidden states ``[N, D]`` at N positions, the output layer, and targets int64 ``[N]``, to anything."""
@@ -234,6 +246,11 @@ Objective = Callable[[torch.Tensor, OutputLayer, torch.Tensor], Result]
 def summed_cross_entropy(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> torch.Tensor:
     """The objective of next-token prediction."""
     return head.cross_entropy(hidden, targets)
+
+
+def no_objective(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> tuple[()]:
+    """That of a forward for what its layers do."""
+    return ()
 
 
 def as_one_matrix(head: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -290,19 +307,6 @@ class Head:
         for span in spans(len(self.hidden) if stop is None else stop, size):
             rows = self.hidden[span].to(self.dtype)
             yield span, rows, self.products(rows)
-
-    def sweep(
-        self, targets: torch.Tensor, weights: torch.Tensor | None, kernel: Kernel, wanted: Sequence[bool]
-    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """The summed loss, and its gradients by hidden, weight and bias, None where not ``wanted``; chunk by chunk."""
-        gradients = Gradients(self, wanted)
-        exact_dtype = torch.promote_types(self.dtype, torch.float32)
-        loss = torch.zeros((), dtype=exact_dtype, device=self.hidden.device)
-        for span, rows, logits in self.chunks():
-            loss += kernel(logits, targets[span], any(wanted), None if weights is None else weights[span])
-            gradients.add(span, rows, logits)
-            del logits  # before the next chunk has its own
-        return loss, gradients.made
 
     def products(self, rows: torch.Tensor) -> torch.Tensor:
         """The output layer of rows ``[N, D]``, in their type: ``[N, V]``."""
@@ -369,38 +373,90 @@ class Gradients:
         return torch.promote_types(parameter.dtype, self._exact_dtype)
 
 
-class MadeInForward(torch.autograd.Function):
-    """A scalar loss of which the forward pass has made and saved the gradients, and put their types into `dtypes`.
+class _How(NamedTuple):
+    """An output layer without its weight and bias: what a loss keeps of it until the backward pass."""
 
-    They are made ``scale`` times as large where that is a tensor.
-    """
+    transform: LogitTransform
+    kernel: Kernel
+    scale: torch.Tensor | None
+    parts: Vocabulary | None
+
+    def head(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Head:
+        return Head.of(hidden, local(weight), None if bias is None else local(bias), product_dtype(hidden))
+
+    def chunks(
+        self, head: Head, stop: int | None = None
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        """Positions, hidden states and logits of each chunk, and what :meth:`LogitTransform.backward_` wants."""
+        for span, rows, logits in head.chunks(stop, None if self.parts is None else self.parts.positions(head.weight)):
+            yield span, rows, logits, self.transform.apply_(logits)
+            del logits  # before the next chunk has its own
+
+    def judged(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> Any:
+        """Fill in the losses ``[n]`` of a chunk; returns what its gradient wants to know of them."""
+        if self.parts is not None:
+            softmax = self.parts.softmax(logits, targets)
+            losses.copy_(softmax.losses)
+            return softmax
+        for block in spans(len(logits), max(1, block_logits(logits) // logits.shape[1])):
+            exact = logits[block].to(losses.dtype)
+            losses[block] = torch.logsumexp(exact, -1) - exact.gather(1, targets[block, None])[:, 0]
+        return None
+
+    def into_gradient(
+        self, logits: torch.Tensor, targets: torch.Tensor, known: Any, weights: torch.Tensor | None
+    ) -> None:
+        if self.parts is None:
+            self.kernel(logits, targets, True, weights)
+        else:
+            self.parts.into_gradient(logits, targets, known, weights)
+
+    def made(self, gradients: "Gradients") -> list[torch.Tensor | None]:
+        """Those by hidden, weight and bias, the first of them of all processes."""
+        if self.parts is not None and gradients.hidden is not None:
+            self.parts.add_up(gradients.hidden)
+        return gradients.made
+
+    def lie(self, *parameters: torch.Tensor | None) -> list[Any]:
+        return [None if self.parts is None else self.parts.lies(one) for one in parameters]
+
+    def returned(
+        self, gradients: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype | None], lie: Sequence[Any]
+    ) -> list[torch.Tensor | None]:
+        """Gradients by hidden, weight and bias in these types, the last two lying as their parameters do."""
+        hidden, *own = [None if g is None else g.to(dtype) for g, dtype in zip(gradients, dtypes, strict=True)]
+        if self.parts is not None:
+            own = [None if g is None else self.parts.placed(g, how) for g, how in zip(own, lie, strict=True)]
+        return [hidden, *own]
+
+
+class _SummedLoss(torch.autograd.Function):
+    """A scalar loss of which the forward pass makes the gradients: ``scale`` times as large where that is a tensor."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - an operation's arguments are tensors and numbers
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: _How, chunk: ChunkLoss
+    ) -> torch.Tensor:
+        head, wanted = how.head(hidden, weight, bias), ctx.needs_input_grad[:3]
+        gradients = Gradients(head, wanted)
+        loss = torch.zeros((), dtype=torch.promote_types(head.dtype, torch.float32), device=hidden.device)
+        for span, rows, logits, tanh in how.chunks(head):
+            loss += chunk(span, logits, any(wanted))
+            if any(wanted):
+                how.transform.backward_(logits, tanh)
+                gradients.add(span, rows, logits)
+            del logits, tanh  # before the next chunk has its own
+        ctx.save_for_backward(*how.made(gradients))
+        ctx.how, ctx.dtypes, ctx.lie = how, gradient_types(hidden, weight, bias), how.lie(weight, bias)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The saved gradients times that of the scalar ``upstream``."""
         # In place: a second backward through the same loss is refused by autograd.
-        factor = upstream if ctx.scale is None else upstream / ctx.scale
+        factor = upstream if ctx.how.scale is None else upstream / ctx.how.scale
         scaled = [None if g is None else g.mul_(factor) for g in ctx.saved_tensors]
-        return (*in_types(scaled, ctx.dtypes), None, None, None, None)
-
-
-class _CrossEntropy(MadeInForward):
-    @staticmethod
-    def forward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        weights: torch.Tensor | None,
-        kernel: Kernel,
-        scale: torch.Tensor | None,
-    ) -> torch.Tensor:
-        head = Head.of(hidden, weight, bias, product_dtype(hidden))
-        loss, gradients = head.sweep(targets, weights, kernel, ctx.needs_input_grad[:3])
-        ctx.save_for_backward(*gradients)
-        ctx.dtypes, ctx.scale = gradient_types(hidden, weight, bias), scale
-        return loss if scale is None else loss / scale
+        return (*ctx.how.returned(scaled, ctx.dtypes, ctx.lie), None, None)
 
 
 class _PositionLosses(torch.autograd.Function):
@@ -409,61 +465,58 @@ class _PositionLosses(torch.autograd.Function):
     Where the hidden states alone want a gradient, it is made while the logits are there, and only multiplied by that
     share later. Where the weight wants one too, the last chunk's logits are kept: at the peak of memory, which is the
     beginning of the backward pass, a chunk's are there in any case. Those of earlier chunks are made a second time.
+    Where several processes have the vocabulary, what the softmax is made of is kept in any case, so that going backward
+    asks the others for nothing but their share of the hidden states' gradient.
     """
 
     @staticmethod
-    def forward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        transform: LogitTransform,
-        kernel: Kernel,
-        scale: torch.Tensor | None,
+    def forward(  # noqa: PLR0917 - an operation's arguments are tensors and numbers
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, how: _How, targets: Any
     ) -> torch.Tensor:
-        dtype, (of_hidden, *of_head) = product_dtype(hidden), ctx.needs_input_grad[:3]
-        losses = torch.empty(len(targets), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
-        head, ctx.last, ctx.hidden_alone = Head.of(hidden, weight, bias, dtype), None, of_hidden and not any(of_head)
+        head, (of_hidden, *of_head) = how.head(hidden, weight, bias), ctx.needs_input_grad[:3]
+        losses = torch.empty(len(targets), dtype=torch.promote_types(head.dtype, torch.float32), device=hidden.device)
+        ctx.how, ctx.last, ctx.known, ctx.hidden_alone = how, None, {}, of_hidden and not any(of_head)
         gradients = Gradients(head, (ctx.hidden_alone, False, False))
-        for span, rows, logits in head.chunks():
-            wanted, found = targets[span], losses[span]
-            tanh = transform.apply_(logits)
-            for block in spans(len(logits), max(1, block_logits(logits) // len(weight))):
-                exact = logits[block].to(losses.dtype)
-                found[block] = torch.logsumexp(exact, -1) - exact.gather(1, wanted[block, None])[:, 0]
+        for span, rows, logits, tanh in how.chunks(head):
+            known = how.judged(logits, targets[span], losses[span])
             if ctx.hidden_alone:
-                kernel(logits, wanted, True, None if scale is None else scale.expand(len(wanted)))
-                transform.backward_(logits, tanh)
+                weights = None if how.scale is None else how.scale.expand(len(logits))
+                how.into_gradient(logits, targets[span], known, weights)
+                how.transform.backward_(logits, tanh)
                 gradients.add(span, rows, logits)
-            elif any(of_head) and span.stop == len(hidden):
-                ctx.last = span, rows, logits, tanh
+            elif any(of_head):
+                ctx.known[span.start] = known
+                if span.stop == len(hidden):
+                    ctx.last = span, rows, logits, tanh
             del logits, tanh  # before the next chunk has its own
-        ctx.dtype, ctx.kernel, ctx.transform, ctx.scale = dtype, kernel, transform, scale
-        ctx.save_for_backward(*gradients.made[:1] if ctx.hidden_alone else (hidden, weight, bias, targets))
+        ctx.save_for_backward(*how.made(gradients)[:1] if ctx.hidden_alone else (hidden, weight, bias, targets))
         return losses
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        how: _How = ctx.how
         if ctx.hidden_alone:
             (made,) = ctx.saved_tensors
-            share = upstream if ctx.scale is None else upstream / ctx.scale
-            return ((made * share[:, None]).to(made.dtype), None, None, None, None, None, None)
+            share = upstream if how.scale is None else upstream / how.scale
+            return ((made * share[:, None]).to(made.dtype), None, None, None, None)
         hidden, weight, bias, targets = ctx.saved_tensors
-        head = Head.of(hidden, weight, bias, ctx.dtype)
-        gradients, last = Gradients(head, ctx.needs_input_grad[:3]), None
-        if ctx.last is not None:
-            (last, rows, logits, tanh), ctx.last = ctx.last, None
-            ctx.kernel(logits, targets[last], True, upstream[last])
-            ctx.transform.backward_(logits, tanh)
-            gradients.add(last, rows, logits)
-            del logits, tanh
-        kernel = transformed(ctx.kernel, ctx.transform)
-        for span, rows, logits in head.chunks(None if last is None else last.start):
-            kernel(logits, targets[span], True, upstream[span])
+        head, stop = how.head(hidden, weight, bias), None
+        gradients = Gradients(head, ctx.needs_input_grad[:3])
+
+        def add(span: slice, rows: torch.Tensor, logits: torch.Tensor, tanh: torch.Tensor | None) -> None:
+            how.into_gradient(logits, targets[span], ctx.known[span.start], upstream[span])
+            how.transform.backward_(logits, tanh)
             gradients.add(span, rows, logits)
-            del logits
-        return (*in_types(gradients.made, gradient_types(hidden, weight, bias)), None, None, None, None)
+
+        if ctx.last is not None:
+            stop = ctx.last[0].start
+            add(*ctx.last)
+            ctx.last = None
+        for span, rows, logits, tanh in how.chunks(head, stop):
+            add(span, rows, logits, tanh)
+            del logits, tanh
+        found = how.returned(how.made(gradients), gradient_types(hidden, weight, bias), how.lie(weight, bias))
+        return (*found, None, None)
 
 
 def product_dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -480,13 +533,6 @@ def gradient_types(*tensors: torch.Tensor | None) -> list[torch.dtype | None]:
 def _gradient_type(tensor: torch.Tensor) -> torch.dtype:
     said: torch.dtype | None = getattr(tensor, "grad_dtype", None) if tensor.is_leaf else None
     return said or tensor.dtype
-
-
-def in_types(
-    gradients: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype | None]
-) -> list[torch.Tensor | None]:
-    """Each gradient in the type that is wanted."""
-    return [None if g is None else g.to(dtype) for g, dtype in zip(gradients, dtypes, strict=True)]
 
 
 def positions_of_chunk(columns: int, weight: torch.Tensor, memory: int | None) -> int:

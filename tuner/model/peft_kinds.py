@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 from transformers import PreTrainedModel
 
-from tuner.errors import RecipeError
+from tuner.errors import RecipeError, first_line
 from tuner.model.adaptable import is_linear, not_adaptable
 from tuner.model.adapter import ADAPTER, adapter_layers, saved_modules, train_besides
 from tuner.model.build import has_score, is_part
@@ -87,7 +87,7 @@ def flaws(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None]]:
             with warnings.catch_warnings(action="ignore"):
                 made = kind(**given)
         except (TypeError, ValueError, ImportError) as error:
-            yield KEY, f"peft's {kind.__name__}: {_first_line(error)}", None
+            yield KEY, f"peft's {kind.__name__}: {first_line(error)}", None
             return
         if config["peft_type"] == "ADALORA" and made.target_r >= made.init_r:
             yield f"{KEY}.target_r", f"AdaLoRA ends with fewer ranks than the {made.init_r} of init_r", None
@@ -132,8 +132,8 @@ def add_peft(model: PreTrainedModel, spec: PeftSpec, seed: int) -> None:
             torch.manual_seed(seed)
             PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](model, config, ADAPTER, low_cpu_mem_usage=on_meta)
     except (ValueError, TypeError, NotImplementedError, ImportError, ZeroDivisionError, re.error) as error:
-        raise RecipeError(f"{KEY}: {_first_line(error)}") from error
-    for text in [] if on_meta else [_first_line(one.message) for one in told if one.category is UserWarning]:
+        raise RecipeError(f"{KEY}: {first_line(error)}") from error
+    for text in [] if on_meta else [first_line(one.message) for one in told if one.category is UserWarning]:
         if not any(word in text for word in _NOISE):  # such as a size that it took another in the place of
             pass_on(f"{KEY}: {text}")
     _require_adaptable(model, saved)
@@ -179,10 +179,6 @@ def _require_own(model: PreTrainedModel, before: set[str]) -> None:
         if is_new != parameter.requires_grad:
             what = "is frozen, and checkpoints would not hold it" if is_new else "is the base's, and would be trained"
             raise RecipeError(f"{KEY}: {name} {what}")
-
-
-def _first_line(error: BaseException | str) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @torch.no_grad()

@@ -148,18 +148,17 @@ def _isolation(
         how = "without a mask" if root.layout.route == "flat" else "on documents apart"
         what = f"its decoder, {how}, or its output layer on what that gives, does not run"
         with _refusing(partial(RouteRefused, name), what):
-            with _adapters_called(root.model) as called:
+            adapters, called = _of_adapters(root.model), set[str]()
+            with nullcontext(called) if adapters is None else adapters.calls(root.model) as called:
                 found = _compare(root, expected, documents[not packed :], changed[not packed :], rounding)
             if found.is_clean and packed and root.layout.route == "batch":  # the shorter one, which is filled up
                 changed = (other[1], torch.cat([documents[0][:_KEPT], other[0][_KEPT:]]))
                 documents, expected = documents[::-1], _plain_logits(plain, documents[0])
                 found = _compare(root, expected, documents, changed, rounding)
             if found.is_clean:
-                if _is_adapted(root.model):
-                    from tuner.model.adapter import require_used  # with peft
-
+                if adapters is not None:
                     runs, short = (None, documents[not packed :]) if few is None else (few.runs, [ids[:_SHORT]])
-                    require_used(root.model, lambda: _last_logits(root, short), called, runs)
+                    adapters.require_used(root.model, lambda: _last_logits(root, short), called, runs)
                 require_same_reach(root, plain, longest)
                 return found
             single = _compare(root, expected, documents[1:], changed[1:], rounding) if packed else found
@@ -167,20 +166,13 @@ def _isolation(
     raise _refusal(name, found, single, part)
 
 
-def _is_adapted(model: nn.Module) -> bool:
-    return hasattr(model, "peft_config") or any("lora_" in name for name, _ in model.named_parameters())
+def _of_adapters(model: nn.Module) -> Any:
+    """The module for adapters, where the model has one; without it nothing of peft is loaded."""
+    if not (hasattr(model, "peft_config") or any("lora_" in name for name, _ in model.named_parameters())):
+        return None
+    from tuner.model import adapter
 
-
-@contextmanager
-def _adapters_called(model: nn.Module) -> Iterator[set[str]]:
-    """Within, the names of the layers with an adapter that are called so far."""
-    if not _is_adapted(model):
-        yield set()
-        return
-    from tuner.model.adapter import calls  # with peft
-
-    with calls(model) as called:
-        yield called
+    return adapter
 
 
 def _refusal(name: str, packed: IsolationReport, single: IsolationReport, part: str | None) -> RouteRefused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,7 +34,7 @@ class RowLayout:
         """See :meth:`go_by`."""
         self.takes_documents = attention.is_ours(model.config)
         """Whether the model's layers attend by our functions. Others make masks from the positions, or none."""
-        self.chunk = _count_by_document(model) if self.takes_documents else 0
+        self.chunk, self._count_by_class = _count_by_document(model) if self.takes_documents else (0, None)
         """Tokens of a chunk, in models some of whose layers attend inside chunks alone; 0 in others."""
         self._scales_by_position = any(hasattr(module, "tuner_temperature") for module in model.modules())
         self.padding_number = _padding_number(model)
@@ -60,10 +61,8 @@ class RowLayout:
         if route != "flat" and self.takes_documents:
             self._model.set_attn_implementation(own_attention(self._model))
             self.takes_documents, self.chunk, self._scales_by_position = False, 0, False
-            if attention.counts_tokens(self._model.config):
-                from tuner.model.counted import count_by_class
-
-                count_by_class(decoder_of(self._model))
+            if self._count_by_class is not None:
+                self._count_by_class(decoder_of(self._model))
         self.route = route
 
     def set_lengths(self, lengths: tuple[int, ...], device: torch.device, compiled: bool = False) -> None:
@@ -81,8 +80,6 @@ class RowLayout:
         """The model's own position ids ``[T]``, from those of each document, which begin at 0."""
         if self.padding_number is None:
             return position_ids
-        from tuner.model.numbering import from_padding
-
         return from_padding(input_ids, position_ids, self.padding_number)
 
     def arguments(
@@ -119,6 +116,20 @@ def route_of(model: PreTrainedModel) -> tuple[Route, str | None]:
     return "flat", None
 
 
+def from_padding(ids: torch.Tensor, position_ids: torch.Tensor, padding: int) -> torch.Tensor:
+    """Numbers that RoBERTa and its kin give to tokens: from ``padding`` + 1 on, and ``padding`` to padding tokens.
+
+    Shapes: ids and position_ids int64 ``[T]``, the latter from 0 on in each document; result the same. A padding
+    token inside a document is not counted.
+    """
+    is_padding = (ids == padding).long()
+    before = is_padding.cumsum(0) - is_padding
+    first = torch.arange(len(ids), device=ids.device) - position_ids
+    # A document that continues one in a cache began before these tokens.
+    skipped = torch.where(first < 0, 0, before - before[first.clamp_min(0)])
+    return (position_ids + 1 - skipped) * (1 - is_padding) + padding
+
+
 def rotates_by_length(model: nn.Module) -> bool:
     """Whether a model rotates documents by factors that depend on their length."""
     return any("longrope" in str(getattr(module, "rope_type", "")) for module in model.modules())
@@ -130,13 +141,14 @@ def takes_positions(model: PreTrainedModel) -> bool:
     return any(one.name == "position_ids" or one.kind is one.VAR_KEYWORD for one in given)
 
 
-def _count_by_document(model: PreTrainedModel) -> int:
-    """Have layers that count tokens do so inside documents, in place; the tokens of a chunk, 0 without chunks."""
+def _count_by_document(model: PreTrainedModel) -> tuple[int, Callable[[nn.Module], None] | None]:
+    """Have layers that count tokens do so inside documents, in place; the tokens of a chunk, 0 without chunks, and what
+    has a decoder's layers count as their class does again."""
     if not attention.counts_tokens(model.config):
-        return 0
-    from tuner.model.counted import count_by_document  # few models do
+        return 0, None
+    from tuner.model.counted import count_by_class, count_by_document  # few models do
 
-    return count_by_document(decoder_of(model), model.config)
+    return count_by_document(decoder_of(model), model.config), count_by_class
 
 
 def _rotation_of(model: nn.Module) -> RotationByDocument | None:

@@ -92,11 +92,8 @@ def scored(model: PreTrainedModel, run: Callable[[], object]) -> tuple[torch.Ten
     """What the score was applied to while the model ran, and what it made of that."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     layer = model.get_submodule("score")
-    hook = layer.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0], output)))
-    try:
+    with layer.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0], output))):
         run()
-    finally:
-        hook.remove()
     return seen[-1]
 
 

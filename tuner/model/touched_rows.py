@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tuner.errors import RecipeError
 from tuner.model.freeze import select
-from tuner.model.table import RowsFrom, can_be_looked_up
+from tuner.model.table import LookedUp, can_be_looked_up
 from tuner.model.wrap import Wrapper, wrap
 
 KEY = "optimizer.rows"
@@ -81,20 +81,15 @@ class TouchedRows:
         self.rows = self.gradient = self._slots = None
 
 
-class ByRows:
-    """The forward of an embedding that is whole here, whose gradient is added up by rows; its class's own runs."""
+class ByRows(LookedUp):
+    """The forward of an embedding that is whole here, whose gradient is added up by rows."""
 
     def __init__(self, touched: TouchedRows) -> None:
+        super().__init__(touched.embedding)
         self.touched = touched
 
-    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """What the embedding gives for token ids int64 of any shape."""
-        embedding = self.touched.embedding
-        with RowsFrom(embedding, self._rows):
-            output: torch.Tensor = type(embedding).forward(embedding, input_ids)
-        return output
-
-    def _rows(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def rows(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight for token ids."""
         apply = cast("Callable[..., torch.Tensor]", _Rows.apply)
         return apply(self.touched.embedding.weight, input_ids, self.touched)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
+from tuner.config.recipe import Adapter, LowRankAdapter, PeftAdapter
 from tuner.model.freeze import freeze
 from tuner.model.tokens import train_new_tokens
 
@@ -56,3 +57,25 @@ class TrainableSpec:
         from tuner.model.peft_kinds import add_peft  # few adapters are by peft's own config
 
         add_peft(model, spec, seed)
+
+
+def spec_of(adapter: Adapter) -> LoraSpec | PeftSpec | None:
+    """What a recipe's section asks for; None for no adapter."""
+    if isinstance(adapter, PeftAdapter):
+        from tuner.model.peft_kinds import PeftSpec
+
+        return PeftSpec(adapter.config, adapter.moves_base)
+    if not isinstance(adapter, LowRankAdapter):
+        return None
+    from tuner.model.adapter import LoraSpec
+
+    return LoraSpec(
+        adapter.r,
+        adapter.alpha,
+        adapter.dropout,
+        adapter.target_modules,
+        adapter.use_rslora,
+        adapter.kind == "dora",
+        adapter.modules_to_save,
+        adapter.experts,
+    )

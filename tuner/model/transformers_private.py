@@ -50,6 +50,9 @@ NAMES = {
 _MASK_OF_POSITIONS = re.compile(r"create_\w*mask\w*\((?:(?!\n *\)).)*?\bposition_ids=position_ids\b", re.DOTALL)
 
 
+_here: Any = sys.modules[__name__]
+
+
 def __getattr__(name: str) -> Any:
     """One of ``NAMES``. Raises MachineError where this transformers has it no more."""
     return listed_name(NAMES, name)
@@ -57,11 +60,10 @@ def __getattr__(name: str) -> Any:
 
 def load_published(model: PreTrainedModel, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:
     """Load tensors of published files into a model, laid out as it wants them; the loader's report."""
-    here: Any = sys.modules[__name__]
     conversions = getattr(model, "_weight_conversions", None)
-    settings = here.LoadStateDictConfig(dtype=dtype, weight_mapping=here.conversion_mapping(model))
+    settings = _here.LoadStateDictConfig(dtype=dtype, weight_mapping=_here.conversion_mapping(model))
     try:
-        return here.load_converted(model, tensors, settings)[0]
+        return _here.load_converted(model, tensors, settings)[0]
     finally:
         model._weight_conversions = conversions  # type: ignore[assignment]  # it noted those that it used alone
 
@@ -80,15 +82,14 @@ def file_places(model: PreTrainedModel, names: Iterable[str]) -> dict[str, FileP
     Names of one tensor in two spellings are the same once renamed. The key of a tensor that several are made of is that
     of all of them.
     """
-    here: Any = sys.modules[__name__]
-    mapping = here.conversion_mapping(model)
-    renamings = [each for each in mapping if isinstance(each, here.WeightRenaming)]
-    converters = [each for each in mapping if not isinstance(each, here.WeightRenaming)]
+    mapping = _here.conversion_mapping(model)
+    renamings = [each for each in mapping if isinstance(each, _here.WeightRenaming)]
+    converters = [each for each in mapping if not isinstance(each, _here.WeightRenaming)]
     prefix, state = model.base_model_prefix, model.state_dict()
     found = {}
     for name in names:
-        key = here.rename_source_key(name, renamings, converters, prefix, state)[0]
-        renamed = here.rename_source_key(name, renamings, [])[0]
+        key = _here.rename_source_key(name, renamings, converters, prefix, state)[0]
+        renamed = _here.rename_source_key(name, renamings, [])[0]
         if key not in state and name in state:  # as the loader has it: it is a name of the model already
             key = renamed = name
         found[name] = FilePlace(renamed.removeprefix(f"{prefix}."), key)
@@ -134,15 +135,14 @@ def options_to_read(reader: WeightReader) -> dict[str, Any]:
 @cache
 def _reading_config() -> Any:
     """The class of a config by which transformers finds what it takes for a quantiser; nothing of it stays."""
-    here: Any = sys.modules[__name__]
 
-    class ReadingConfig(here.QuantizationConfigMixin):  # type: ignore[misc]
+    class ReadingConfig(_here.QuantizationConfigMixin):  # type: ignore[misc]
         def __init__(self, reader: WeightReader) -> None:
             self.quant_method: Any = "tuner"
             self.reader = reader
 
-    @here.register_quantizer("tuner")
-    class Reading(here.HfQuantizer):  # type: ignore[misc]
+    @_here.register_quantizer("tuner")
+    class Reading(_here.HfQuantizer):  # type: ignore[misc]
         def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
             self.quantization_config.reader.begin(model)
 
@@ -330,8 +330,7 @@ class Recorded:
 
 def take_recorders(module: nn.Module) -> list[Recorded]:
     """Take away the hooks of a module by which transformers notes results; what they noted."""
-    here: Any = sys.modules[__name__]
-    made_by, found = f"{here.recorder.__qualname__}.<locals>.", []
+    made_by, found = f"{_here.recorder.__qualname__}.<locals>.", []
     for number, hook in list(module._forward_hooks.items()):
         if getattr(hook, "__qualname__", "").startswith(made_by):
             held = inspect.getclosurevars(hook).nonlocals
@@ -342,8 +341,7 @@ def take_recorders(module: nn.Module) -> list[Recorded]:
 
 def note_recorded(key: str, value: Any) -> None:
     """Note a module's result as its hook would: where the forward that runs was asked for results of that key."""
-    here: Any = sys.modules[__name__]
-    noted = here.active_record.get()
+    noted = _here.active_record.get()
     if noted is not None and key in noted and value is not None:
         noted[key].append(value)
 

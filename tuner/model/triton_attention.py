@@ -4,79 +4,44 @@ That is for scores with a soft cap, heads wider than 256, and float32. Where doc
 is, are data to the operation: nothing waits for the device, and one compiled layer serves every packing.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from tuner.model.attention_ops import LN_2, dense, new_gradients, new_results, register_backward, with_sinks
+from tuner.model import attention_ops as ops
 
 WIDEST = {torch.bfloat16: 512, torch.float16: 512, torch.float32: 256}
 """The widest head of each type that the kernels take: blocks of it fit the shared memory of every GPU since sm_80."""
 
 
-def launch(name: str, tensors: dict[str, torch.Tensor], longest: torch.Tensor, **numbers: Any) -> None:
+def launch(name: str, tensors: dict[str, torch.Tensor], asked: ops.Scope) -> None:
     """Run one of the launching functions of the kernels, which need Triton: predictions do without."""
     from tuner.model import triton_kernels
 
-    getattr(triton_kernels, name)(tensors, int(longest), **numbers)
+    numbers = {"WINDOW": asked.window, "SCALE": asked.scale, "CAP": asked.cap}
+    getattr(triton_kernels, name)(tensors, int(asked.longest), **numbers)
 
 
-@torch.library.custom_op("tuner::triton_attention", mutates_args=())
-def triton_attention(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: torch.Tensor,
-    window: int,
-    scale: float,
-    cap: float,
-    sink: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention ``[T, heads, d_value]`` of query ``[heads, T, d]`` to key ``[kv_heads, T, d]`` and value.
-
-    All are of one type of :data:`WIDEST`. ``bounds`` int32 ``[documents + 1]`` lies on their device, ``longest`` int32
-    ``[1]`` on the CPU: no document has more tokens. A query sees ``window`` tokens, all before it for 0. A ``cap``
-    above 0 bends scores s to cap·tanh(s/cap). A ``sink`` for each head, float32 ``[heads]``, is one more score of each
-    query, whose value is zero. The second result, float32 ``[heads, T]``, is for the backward pass:
-    the binary logarithm of the normaliser.
-    """
-    query, key, value = dense(query, key, value)
-    output, normaliser = new_results(query, key, value)
-    tensors = {"query": query, "key": key, "value": value, "bounds": bounds}
-    tensors |= {"output": output, "normaliser": normaliser}
-    launch("launch_forward", tensors, longest, WINDOW=window, SCALE=scale, CAP=cap)
-    if sink is None:
-        return output, normaliser
-    return with_sinks(output, normaliser, sink, LN_2)
+def _output(heads: ops.QueryKeyValue, asked: ops.Scope, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    given = ops.dense(*heads)
+    output, normaliser = ops.new_results(*given)
+    launch("launch_forward", _named(given, asked) | {"output": output, "normaliser": normaliser}, asked)
+    return (output, normaliser) if sink is None else ops.with_sinks(output, normaliser, sink, ops.LN_2)
 
 
-triton_attention.register_fake(new_results)
-
-
-@torch.library.custom_op("tuner::triton_attention_backward", mutates_args=())
-def _backward(  # noqa: PLR0913, PLR0917
-    upstream: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    normaliser: torch.Tensor,
-    bounds: torch.Tensor,
-    longest: torch.Tensor,
-    window: int,
-    scale: float,
-    cap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value; tokens are their outer dimension in memory, as projections want them."""
-    query, key, value = dense(query, key, value)
-    grads = new_gradients(upstream, query, key, value)
-    tensors = {"query": query, "key": key, "value": value, "bounds": bounds, "output": output.contiguous()}
-    tensors |= {"normaliser": normaliser, "upstream": upstream.to(value.dtype).contiguous()}
-    tensors |= dict(zip(("grad_query", "grad_key", "grad_value"), grads, strict=True))
-    launch("launch_backward", tensors, longest, WINDOW=window, SCALE=scale, CAP=cap)
+def _gradients(upstream: torch.Tensor, heads: ops.QueryKeyValue, made: ops.Results, asked: ops.Scope) -> ops.Gradients:
+    given = ops.dense(*heads)
+    grads = ops.new_gradients(upstream, *given)
+    tensors = _named(given, asked) | {"output": made.output.contiguous(), "normaliser": made.normaliser}
+    tensors["upstream"] = upstream.to(heads.value.dtype).contiguous()
+    tensors |= {f"grad_{name}": grad for name, grad in zip(ops.NAMES, grads, strict=True)}
+    launch("launch_backward", tensors, asked)
     return grads
 
 
-_backward.register_fake(new_gradients)
-register_backward(triton_attention, _backward, LN_2)
+def _named(heads: Sequence[torch.Tensor], asked: ops.Scope) -> dict[str, torch.Tensor]:
+    return dict(zip(ops.NAMES, heads, strict=True)) | {"bounds": asked.bounds}
+
+
+_GIVEN = "Tensor bounds, Tensor longest, int window, float scale, float cap"
+triton_attention, _backward = ops.attention_operation("triton_attention", _GIVEN, _output, _gradients, ops.LN_2)

@@ -23,17 +23,8 @@ from tuner.runtime.warned import pass_on
 if TYPE_CHECKING:
     from tuner.model.quantize.codes import Kind
 
-KERNELS = frozenset(
-    {
-        "_attn_implementation",
-        "attn_implementation",
-        "_attn_implementation_internal",
-        "_experts_implementation",
-        "experts_implementation",
-        "_experts_implementation_internal",
-        "kernel_config",
-    }
-)
+_OF_KERNELS = ("attn_implementation", "experts_implementation")
+KERNELS = frozenset({"kernel_config"}.union(*({one, f"_{one}", f"_{one}_internal"} for one in _OF_KERNELS)))
 """Keys by which transformers fetches compiled code from the hub where their value is a repository."""
 ROUTER_LOSSES = ("output_router_logits", "router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
 """Keys that ask for, or weigh, the term which transformers adds to the loss of a mixture of experts."""

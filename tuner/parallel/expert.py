@@ -15,8 +15,6 @@ over the groups FSDP2 adds it up (:func:`tuner.parallel.fsdp.shard`). The weight
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -35,6 +33,7 @@ from tuner.model.replay import noted
 from tuner.model.root import CausalLM
 from tuner.model.wrap import Wrapper, wrap
 from tuner.parallel.lookup import gather_parts
+from tuner.runtime.parts import local
 
 _KEY = "parallel.expert"
 _SPREAD = "tuner_experts"
@@ -99,9 +98,9 @@ def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def spread_over(module: nn.Module) -> SpreadExperts | None:
-    """How the experts of a module are spread; None for a module that has none, or all of its own."""
-    return cast("SpreadExperts | None", vars(module).get(_SPREAD))
+def all_spread(root: nn.Module) -> list[SpreadExperts]:
+    """How the experts of a model's modules are spread: of those that have some, and not all of their own."""
+    return [vars(module)[_SPREAD] for module in root.modules() if _SPREAD in vars(module)]
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class SpreadExperts:
         self.n_own = self._n_experts // self._size
         """Experts of this process."""
         self.whole: dict[str, torch.Tensor] | None = None
-        """The weights of all experts by name, while they are kept here (:meth:`kept_whole`)."""
+        """The weights of all experts by name, while they are kept here (:meth:`keep_whole`)."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -149,7 +148,7 @@ class SpreadExperts:
         """
         if self.whole is not None:
             return self._computed(self.whole, hidden_states, top_k_index, top_k_weights)
-        weights = {name: _local(weight) for name, weight in self._module.named_parameters(recurse=False)}
+        weights = {name: local(weight) for name, weight in self._module.named_parameters(recurse=False)}
         per_token = top_k_index.shape[-1]
         tokens, choices = hidden_states.flatten(0, -2), top_k_index.flatten(0, -2)
         exchange = noted(lambda: self._agreed(choices))
@@ -183,31 +182,16 @@ class SpreadExperts:
         made: torch.Tensor = self._compute(module, *rows)
         return made
 
-    @contextmanager
-    def kept_whole(self) -> Iterator[None]:
-        """Within, each process has all experts, and computes alone; no gradients. Collective at the start."""
+    def keep_whole(self) -> None:
+        """Have all experts on each process, which computes alone from here on; no gradients. Collective."""
         self.whole = {name: self._gathered(weight) for name, weight in self._module.named_parameters(recurse=False)}
-        try:
-            yield
-        finally:
-            self.whole = None
 
     @torch.no_grad()
     def _gathered(self, weight: nn.Parameter) -> torch.Tensor:
-        own = _local(weight).detach().contiguous()
+        own = local(weight).detach().contiguous()
         whole = own.new_empty(self._n_experts, *own.shape[1:])
         gather_parts(whole, own, self._group)
         return whole
-
-
-@contextmanager
-def experts_kept_whole(root: nn.Module) -> Iterator[None]:
-    """Within, each process has all experts of a model whose other weights it has gathered. Collective at the start."""
-    with ExitStack() as stack:
-        for module in root.modules():
-            if (spread := spread_over(module)) is not None:
-                stack.enter_context(spread.kept_whole())
-        yield
 
 
 def split_sizes(sent: torch.Tensor, received: torch.Tensor, choices: int) -> tuple[list[int], list[int]]:
@@ -261,8 +245,3 @@ def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: 
 def _apply(function: Any, *given: Any) -> torch.Tensor:
     made: torch.Tensor = function.apply(*given)
     return made
-
-
-def _local(weight: torch.Tensor) -> torch.Tensor:
-    own: torch.Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
-    return own

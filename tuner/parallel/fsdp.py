@@ -28,7 +28,7 @@ from tuner.model.build import decoder_blocks, has_score, head_layer
 from tuner.model.root import FORWARD_METHODS, CausalLM
 from tuner.parallel.mesh import DeviceMeshes, Mesh, inner_axes, mesh_on
 from tuner.runtime.device import to_device
-from tuner.runtime.parts import Cut, cuts_of, part_at
+from tuner.runtime.parts import Cut, cuts_of, local, part_at
 from tuner.runtime.process import gloo_group
 from tuner.runtime.torch_private import each_norm
 
@@ -140,17 +140,13 @@ def _unit(
     module: nn.Module, mesh: DeviceMesh, reshard: bool, rounded_to: torch.dtype | None = None, **options: Any
 ) -> None:
     """Make a module a unit of its own, in which autocast's weights are gathered in ``rounded_to`` where all can be."""
-    if rounded_to is None:
-        _fully_shard(module, mesh, reshard, **options)
-        return
-    from tuner.parallel.gathers import policy, rounded_weights
+    if rounded_to is not None:
+        from tuner.parallel.gathers import policy, rounded_weights
 
-    rounded = rounded_weights(module)
-    if not rounded:
-        _fully_shard(module, mesh, reshard, **options)
-        return
-    options |= {"mp_policy": policy(rounded_to, options["mp_policy"].reduce_dtype)}
-    _fully_shard(module, mesh, reshard, ignored_params=set(module.parameters()) - rounded, **options)
+        if rounded := rounded_weights(module):
+            options["mp_policy"] = policy(rounded_to, options["mp_policy"].reduce_dtype)
+            options["ignored_params"] = set(module.parameters()) - rounded
+    _fully_shard(module, mesh, reshard, **options)
 
 
 def _fully_shard(module: nn.Module, mesh: DeviceMesh, reshard: bool, **options: Any) -> None:
@@ -283,11 +279,6 @@ def holders(tensor: torch.Tensor, mesh: Mesh) -> int:
         return mesh.size
     split = (axis for axis, cut in enumerate(cuts_of(tensor)) if cut is not None)
     return mesh.size // prod(map(tensor.device_mesh.size, split))
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor, the tensor itself when it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_like(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

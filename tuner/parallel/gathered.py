@@ -1,16 +1,15 @@
 """A sharded model whole on every process for the length of a block, for work of many forwards and no update."""
 
-import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from math import prod
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tuner.parallel.expert import experts_kept_whole
-from tuner.parallel.lookup import kept_whole
+from tuner.parallel.expert import SpreadExperts, all_spread
+from tuner.parallel.lookup import Lookup, lookups
 from tuner.runtime.parts import cuts_of
 from tuner.runtime.torch_private import fsdp_groups
 
@@ -34,10 +33,17 @@ def _gathered_bytes(parameter: DTensor) -> int:
     return 0 if inner == split else size // prod(mesh.size(axis) for axis in inner) + own
 
 
-def _experts_kept_whole(root: nn.Module) -> AbstractContextManager[None]:
-    if "tuner.parallel.expert" not in sys.modules:  # no model of this process has them spread
-        return nullcontext()
-    return experts_kept_whole(root)
+@contextmanager
+def kept_whole(root: nn.Module) -> Iterator[None]:
+    """Within, every process has whole what FSDP2 does not gather: weights of lookups, experts. Collective at first."""
+    parts: list[Lookup | SpreadExperts] = [*lookups(root), *all_spread(root)]
+    try:
+        for one in parts:
+            one.keep_whole()
+        yield
+    finally:
+        for one in parts:
+            one.whole = None
 
 
 @contextmanager
@@ -53,7 +59,7 @@ def gathered(root: nn.Module) -> Iterator[None]:
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)
             unit.unshard()
-        with kept_whole(root), _experts_kept_whole(root):
+        with kept_whole(root):
             yield
     finally:
         for group, mesh_info in zip(groups, before, strict=True):

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from tuner.parallel.layouts import along
 from tuner.parallel.mesh import inner_axes
-from tuner.runtime.parts import cuts_of, part_at
+from tuner.runtime.parts import cuts_of, local, part_at
 
 SMALL = 1 << 18
 """Elements of a parameter that every process may keep whole: a mebibyte in float32."""
@@ -41,13 +41,7 @@ def rounded_weights(unit: nn.Module) -> set[nn.Parameter]:
     """The weights of a unit that autocast rounds in every use; none where something else of it is large."""
     found = set(_multiplied(unit.modules()))
     rest = [parameter for parameter in unit.parameters() if parameter not in found]
-    return set() if any(_here(parameter).numel() > SMALL for parameter in rest) else found
-
-
-def _here(parameter: nn.Parameter) -> torch.Tensor:
-    """What a tensor group leaves of a parameter on this process."""
-    whole = parameter.detach()
-    return whole.to_local() if isinstance(whole, DTensor) else whole
+    return set() if any(local(parameter.detach()).numel() > SMALL for parameter in rest) else found
 
 
 def _multiplied(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:

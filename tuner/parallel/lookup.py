@@ -12,8 +12,7 @@ gradient would move. Forward passes without gradients, of any length on each pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 
-from tuner.model.table import WORD, RowsFrom, can_be_looked_up
+from tuner.model.table import WORD, LookedUp, can_be_looked_up
 from tuner.model.wrap import Wrapper, wrap
+from tuner.runtime.parts import local
 
 if TYPE_CHECKING:
     from tuner.model.touched_rows import TouchedRows
@@ -38,27 +38,22 @@ def pays(vocabulary: int, processes: int, tokens: int) -> bool:
     return 2 * processes * tokens <= vocabulary
 
 
-class Lookup:
+class Lookup(LookedUp):
     """The forward of an embedding whose weight ``[V, D]`` lies in shards of rows over the last axis of a mesh.
 
-    ``tokens`` is the most that any process looks up in a forward pass with gradients. The class's own forward runs, and
-    gets its rows here. Where there are ``touched`` rows, they have the gradient, and the weight has none.
+    ``tokens`` is the most that any process looks up in a forward pass with gradients. Collective, unless the weight is
+    kept whole. Where there are ``touched`` rows, they have the gradient, and the weight has none.
     """
 
     def __init__(
         self, embedding: nn.Embedding, mesh: DeviceMesh, tokens: int, touched: TouchedRows | None = None
     ) -> None:
-        self.embedding, self.mesh, self.tokens, self.touched = embedding, mesh, tokens, touched
+        super().__init__(embedding)
+        self.mesh, self.tokens, self.touched = mesh, tokens, touched
         self.step = -(-embedding.num_embeddings // mesh.size(mesh.ndim - 1))
         """Rows of a shard; the last ones may be shorter, or empty."""
         self.whole: torch.Tensor | None = None
-        """The whole weight where it is kept: :meth:`kept_whole`."""
-
-    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """What the embedding gives for token ids int64 of any shape. Collective, unless the weight is kept whole."""
-        with RowsFrom(self.embedding, self.rows):
-            output: torch.Tensor = type(self.embedding).forward(self.embedding, input_ids)
-        return output
+        """The whole weight where it is kept: :meth:`keep_whole`."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -68,7 +63,7 @@ class Lookup:
     @property
     def shard(self) -> torch.Tensor:
         """This process's rows ``[<= step, D]``."""
-        return cast("DTensor", self.embedding.weight).to_local()
+        return local(self.embedding.weight)
 
     def rows(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight for token ids. Raises ValueError for more than all processes made room for."""
@@ -82,21 +77,16 @@ class Lookup:
         apply = cast("Callable[..., torch.Tensor]", _LookedUpRows.apply)
         return apply(shard, input_ids.reshape(-1), self).view(*input_ids.shape, -1)
 
-    @contextmanager
-    def kept_whole(self) -> Iterator[None]:
-        """Within, each process has the whole weight, and looks up alone; no gradients. Collective at the start."""
+    def keep_whole(self) -> None:
+        """Have the whole weight on each process, which looks up alone from here on; no gradients. Collective."""
         self.whole = self._gathered()
-        try:
-            yield
-        finally:
-            self.whole = None
 
     @torch.no_grad()
     def sum_over_copies(self) -> None:
         """Add up the gradients of the copies of the model, where there are several. Collective."""
         gradient = self.embedding.weight.grad
         if self.mesh.ndim > 1 and gradient is not None:
-            dist.all_reduce(cast("DTensor", gradient).to_local(), group=self.mesh.get_group(0))
+            dist.all_reduce(local(gradient), group=self.mesh.get_group(0))
 
     @torch.no_grad()
     def _gathered(self) -> torch.Tensor:
@@ -169,41 +159,32 @@ def spread(
     ``tokens`` is the most of a micro-batch. Returns its weight as it lies now; nothing where this is no plain table, or
     where it does not pay. With ``touched`` rows it is looked up in any case: gathered, it would have a whole gradient.
     """
-    if not isinstance(embedding, nn.Embedding) or not can_be_looked_up(embedding):
+    if not can_be_looked_up(embedding):
         return set()
     if touched is None and not pays(embedding.num_embeddings, mesh.size(mesh.ndim - 1), tokens):
         return set()
     lookup = Lookup(embedding, mesh, tokens, touched)
-    embedding.weight = weight = _in_shards(embedding.weight, lookup)
+    embedding.weight = weight = in_parts(embedding.weight, mesh, 0)
     if touched is not None:
         touched.hold(dist.get_rank(lookup.group) * lookup.step, len(lookup.shard))
     wrap(embedding, Wrapper.ROWS, lookup)
     return {weight}
 
 
-def _in_shards(weight: torch.Tensor, lookup: Lookup) -> nn.Parameter:
-    """A weight without storage as FSDP2 would lay it out: shards of rows, and copies of them along the outer axis."""
-    mesh, rank = lookup.mesh, dist.get_rank(lookup.group)
-    n_rows = min(lookup.step, max(0, len(weight) - rank * lookup.step))
-    placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
-    own = torch.empty(n_rows, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    placed = DTensor.from_local(own, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
-    return nn.Parameter(placed, requires_grad=weight.requires_grad)
+def in_parts(whole: torch.Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
+    """A parameter without storage cut along a dim over the last axis of a mesh as torch cuts it, a copy on others."""
+    last, shape = mesh.ndim - 1, list(whole.shape)
+    step = -(-shape[dim] // mesh.size(last))
+    shape[dim] = min(step, max(0, shape[dim] - step * mesh.get_local_rank(last)))
+    own, placements = torch.empty(shape, dtype=whole.dtype, device=whole.device), (*[Replicate()] * last, Shard(dim))
+    placed = DTensor.from_local(own, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    return nn.Parameter(placed, requires_grad=whole.requires_grad)
 
 
 def lookups(root: nn.Module) -> list[Lookup]:
     """Those of a model's embeddings, in order."""
     forwards = (vars(module).get("forward") for module in root.modules())
     return [forward for forward in forwards if isinstance(forward, Lookup)]
-
-
-@contextmanager
-def kept_whole(root: nn.Module) -> Iterator[None]:
-    """Within, every process has the weights of all lookups of a model whole. Collective at the start."""
-    with ExitStack() as stack:
-        for lookup in lookups(root):
-            stack.enter_context(lookup.kept_whole())
-        yield
 
 
 def sum_over_copies(root: nn.Module) -> None:

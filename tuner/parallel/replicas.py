@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from tuner.parallel.fsdp import local
-from tuner.runtime.parts import Box, cuts_of, part_of
+from tuner.runtime.parts import Box, cuts_of, local, part_of
 from tuner.runtime.process import Collective
 
 CHUNK = 1 << 18

@@ -12,7 +12,7 @@ Chunks are cut by the process that has most rows and least memory: all of them c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,13 +24,10 @@ from torch.distributed.tensor import DTensor
 from tuner.model.build import has_score, head_layer
 from tuner.model.output_layer import (
     PLAIN,
-    Gradients,
     Head,
     LogitTransform,
     OutputLayer,
     block_logits,
-    gradient_types,
-    in_types,
     positions_of_chunk,
     product_dtype,
     spans,
@@ -38,11 +35,11 @@ from tuner.model.output_layer import (
 from tuner.model.root import CausalLM
 from tuner.model.tokens import TrainableTokens
 from tuner.model.wrap import Wrapper, wrap
-from tuner.parallel.fsdp import local, sharded_like
-from tuner.parallel.lookup import gather_parts
+from tuner.parallel.fsdp import sharded_like
+from tuner.parallel.lookup import gather_parts, in_parts
 from tuner.parallel.tensor.collectives import entered
-from tuner.parallel.tensor.layers import in_parts
 from tuner.runtime.device import gpu_memory, is_traced
+from tuner.runtime.parts import local
 
 
 def split_head(root: CausalLM, mesh: DeviceMesh) -> None:
@@ -90,10 +87,6 @@ class Softmax(NamedTuple):
         """The cross-entropy at each position, ``[n]``."""
         return self.total.log() - (self.wanted - self.largest)
 
-    def part(self, span: slice) -> Softmax:
-        """That of some of the positions."""
-        return Softmax(self.largest[span], self.total[span], self.wanted[span])
-
 
 @dataclass(frozen=True)
 class VocabularyParts:
@@ -128,25 +121,29 @@ class VocabularyParts:
     def layer(self, head: Any, transform: LogitTransform, scale: torch.Tensor | None) -> OutputLayer:
         """The output layer as this process has it, of the module between whose gather and release this runs."""
         weight = self._with_new_rows(head) if isinstance(head, TrainableTokens) else head.weight
-        return OutputLayer(weight, getattr(head, "bias", None), transform, scale=scale, parts=self)
+        return OutputLayer(weight, getattr(head, "bias", None), transform, self.kernel, scale, parts=self)
 
-    def cross_entropy(
-        self, head: OutputLayer, hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None
+    def kernel(
+        self, logits: torch.Tensor, targets: torch.Tensor, wants_gradient: bool, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As :meth:`OutputLayer.cross_entropy`, which says what ``scale`` and detached tensors are for."""
-        weight, bias = _detached_where_nothing_is_trained(head)
-        hidden = hidden if torch.is_grad_enabled() else hidden.detach()
-        split = _Split(self, head.transform, head.scale)
-        loss: torch.Tensor = _SplitCrossEntropy.apply(hidden, weight, bias, targets, weights, split)  # type: ignore[no-untyped-call]
-        return loss
+        """The summed loss of this process's logits, which become its gradient."""
+        softmax = self.softmax(logits, targets)
+        if wants_gradient:
+            self.into_gradient(logits, targets, softmax, weights)
+        return (softmax.losses if weights is None else softmax.losses * weights).sum()
 
-    def losses(self, head: OutputLayer, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """As :meth:`OutputLayer.losses`."""
-        weight, bias = _detached_where_nothing_is_trained(head)
-        hidden = hidden if torch.is_grad_enabled() else hidden.detach()
-        split = _Split(self, head.transform, head.scale)
-        losses: torch.Tensor = _SplitPositionLosses.apply(hidden, weight, bias, targets, split)  # type: ignore[no-untyped-call]
-        return losses
+    def add_up(self, of_hidden: torch.Tensor) -> None:
+        """Add the gradient of the hidden states up over the processes, in place."""
+        if of_hidden.numel():
+            dist.all_reduce(of_hidden, group=self.group)
+
+    def lies(self, parameter: torch.Tensor | None) -> DTensor | None:
+        """It, where it lies over processes; of another, which may be a copy, nothing is kept."""
+        return parameter if isinstance(parameter, DTensor) else None
+
+    def placed(self, gradient: torch.Tensor, lies: DTensor | None) -> torch.Tensor:
+        """A gradient of weight or bias, lying as it does."""
+        return gradient if lies is None else sharded_like(gradient, lies)
 
     @torch.no_grad()
     def judged(self, head: OutputLayer, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -255,140 +252,3 @@ class VocabularyParts:
         skipped = start + self.first - head.first if stop > start else 0
         # A process that has none of them keeps an empty part: its backward pass comes to the sum of all of them too.
         return torch.cat([own[:start], new[skipped : skipped + stop - start].to(own.dtype), own[stop:]])
-
-
-class _Split(NamedTuple):
-    """What a loss over parts of the vocabulary needs besides tensors that may have gradients."""
-
-    parts: VocabularyParts
-    transform: LogitTransform
-    scale: torch.Tensor | None
-
-    def head(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Head:
-        return Head.of(hidden, local(weight), None if bias is None else local(bias), product_dtype(hidden))
-
-    def scaled(self, weights: torch.Tensor | None, count: int) -> torch.Tensor | None:
-        """Weights of positions ``[count]`` as the gradient that is made in a forward pass takes them."""
-        if self.scale is None:
-            return weights
-        return self.scale.expand(count) if weights is None else weights * self.scale
-
-    def summed(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """The gradients by hidden, weight and bias, the first of them the sum over all processes."""
-        if gradients.hidden is not None and gradients.hidden.numel():
-            dist.all_reduce(gradients.hidden, group=self.parts.group)
-        return gradients.made
-
-
-class _SplitCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        weights: torch.Tensor | None,
-        split: _Split,
-    ) -> torch.Tensor:
-        parts, head, wanted = split.parts, split.head(hidden, weight, bias), ctx.needs_input_grad[:3]
-        gradients, scaled = Gradients(head, wanted), split.scaled(weights, len(targets))
-        loss = torch.zeros((), dtype=torch.promote_types(head.dtype, torch.float32), device=hidden.device)
-        for span, rows, logits in head.chunks(size=parts.positions(head.weight)):
-            tanh = split.transform.apply_(logits)
-            softmax = parts.softmax(logits, targets[span])
-            losses = softmax.losses
-            loss += (losses if weights is None else losses * weights[span]).sum()
-            if any(wanted):
-                parts.into_gradient(logits, targets[span], softmax, None if scaled is None else scaled[span])
-                split.transform.backward_(logits, tanh)
-                gradients.add(span, rows, logits)
-            del logits, tanh  # before the next chunk has its own
-        ctx.save_for_backward(*split.summed(gradients))
-        ctx.dtypes, ctx.scale, ctx.places = gradient_types(hidden, weight, bias), split.scale, _laid(weight, bias)
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # In place: a second backward through the same loss is refused by autograd.
-        factor = upstream if ctx.scale is None else upstream / ctx.scale
-        scaled = [None if one is None else one.mul_(factor) for one in ctx.saved_tensors]
-        return (*_placed(in_types(scaled, ctx.dtypes), ctx.places), None, None, None)
-
-
-class _SplitPositionLosses(torch.autograd.Function):
-    """As one process does it: the hidden states' gradient alone is made while the logits are there; where the weight
-    wants one too, the last chunk's logits are kept and those of earlier chunks made a second time. What the softmax is
-    made of is kept in any case, so that going backward asks the others for nothing but their share of that gradient."""
-
-    @staticmethod
-    def forward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        split: _Split,
-    ) -> torch.Tensor:
-        parts, head, (of_hidden, *of_head) = split.parts, split.head(hidden, weight, bias), ctx.needs_input_grad[:3]
-        made = torch.empty(3, len(targets), dtype=torch.promote_types(head.dtype, torch.float32), device=hidden.device)
-        softmax, ctx.last, ctx.hidden_alone = Softmax(made[0], made[1], made[2]), None, of_hidden and not any(of_head)
-        gradients = Gradients(head, (ctx.hidden_alone, False, False))
-        for span, rows, logits in head.chunks(size=parts.positions(head.weight)):
-            tanh = split.transform.apply_(logits)
-            found = parts.softmax(logits, targets[span])
-            made[:, span] = torch.stack([*found])
-            if ctx.hidden_alone:
-                parts.into_gradient(logits, targets[span], found, split.scaled(None, len(targets[span])))
-                split.transform.backward_(logits, tanh)
-                gradients.add(span, rows, logits)
-            elif any(of_head) and span.stop == len(hidden):
-                ctx.last = span, rows, logits, tanh
-            del logits, tanh  # before the next chunk has its own
-        ctx.split, ctx.softmax = split, softmax
-        ctx.save_for_backward(*split.summed(gradients)[:1] if ctx.hidden_alone else (hidden, weight, bias, targets))
-        return softmax.losses
-
-    @staticmethod
-    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        split: _Split = ctx.split
-        if ctx.hidden_alone:
-            (made,) = ctx.saved_tensors
-            share = upstream if split.scale is None else upstream / split.scale
-            return ((made * share[:, None]).to(made.dtype), None, None, None, None)
-        hidden, weight, bias, targets = ctx.saved_tensors
-        parts, head, stop = split.parts, split.head(hidden, weight, bias), None
-        gradients = Gradients(head, ctx.needs_input_grad[:3])
-
-        def add(span: slice, rows: torch.Tensor, logits: torch.Tensor, tanh: torch.Tensor | None) -> None:
-            parts.into_gradient(logits, targets[span], ctx.softmax.part(span), upstream[span])
-            split.transform.backward_(logits, tanh)
-            gradients.add(span, rows, logits)
-
-        if ctx.last is not None:
-            stop = ctx.last[0].start
-            add(*ctx.last)
-            ctx.last = None
-        for span, rows, logits in head.chunks(stop, parts.positions(head.weight)):
-            add(span, rows, logits, split.transform.apply_(logits))
-            del logits
-        found = in_types(split.summed(gradients), gradient_types(hidden, weight, bias))
-        return (*_placed(found, _laid(weight, bias)), None, None)
-
-
-def _detached_where_nothing_is_trained(head: OutputLayer) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias: without gradients a function would still see that they want one, and make it."""
-    if torch.is_grad_enabled():
-        return head.weight, head.bias
-    return head.weight.detach(), None if head.bias is None else head.bias.detach()
-
-
-def _laid(*tensors: torch.Tensor | None) -> list[DTensor | None]:
-    """Those that lie over processes; of others, which may be copies, nothing is kept until the backward pass."""
-    return [tensor if isinstance(tensor, DTensor) else None for tensor in tensors]
-
-
-def _placed(gradients: Sequence[torch.Tensor | None], laid: Sequence[DTensor | None]) -> list[torch.Tensor | None]:
-    """Gradients by hidden, weight and bias, the last two lying as these do."""
-    hidden, *own = gradients
-    return [hidden, *(g if g is None or p is None else sharded_like(g, p) for g, p in zip(own, laid, strict=True))]

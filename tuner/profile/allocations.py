@@ -91,11 +91,7 @@ class AllocationTracker(torch_private.TorchDispatchMode):  # type: ignore[misc] 
         self._sum: tuple[int, int] | None = None  # an addition that may have been in place: its result and first term
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run the operation on fakes and enter what it made."""
         self._settle_sum()

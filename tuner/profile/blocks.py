@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch.profiler import profile
 
-from tuner.parallel.fsdp import local
 from tuner.profile.prediction import PARTS, Part, Phase
 from tuner.runtime import torch_private
+from tuner.runtime.parts import local
 from tuner.train.step import TrainState
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")

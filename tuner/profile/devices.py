@@ -52,9 +52,7 @@ class Device:
     def facts(self, threads: int = 1) -> DeviceFacts:
         """The device as a resolved recipe sees one that is here, all its memory free."""
         size = self.memory_bytes
-        return DeviceFacts(
-            self.kind, self.shown, size, size, self.bf16_fast, threads, self.generation, self.has_fp8
-        )
+        return DeviceFacts(self.kind, self.shown, size, size, self.bf16_fast, threads, self.generation, self.has_fp8)
 
 
 @cache

@@ -12,13 +12,7 @@ from tuner.config.optimizers import AdamwOptimizer
 from tuner.model.flops import FROZEN, TRAINED, Flops, Product, experts_of_token, products_of
 from tuner.profile.devices import Device
 from tuner.profile.prediction import TimeEstimate
-from tuner.profile.rates import (
-    HALF_REACHED,
-    rates_of,
-    seconds_of_attention,
-    seconds_of_products,
-    seconds_of_weights,
-)
+from tuner.profile.rates import HALF_REACHED, rates_of, seconds_of_attention, seconds_of_products, seconds_of_weights
 from tuner.profile.traffic import Traffic
 from tuner.profile.workload import Workload
 from tuner.runtime.device import measured_peak
@@ -103,7 +97,8 @@ def computing(sections: StepSections, flops: Flops, sizes: Sizes, place: StepSet
     copied_s, (up_s, again_s, down_s) = 0.0, _shards_s(sections, sizes, place)
     if train.offload_activations is True:
         own = tokens / sections.parallel.sequence
-        copied_s = _kept_bytes(sections) * sizes.layers * sizes.width * own / device.host_link
+        each = 4 if sections.model.dtype == "fp32" else 2  # what goes from layer to layer is as the weights are
+        copied_s = each * sizes.layers * sizes.width * own / device.host_link
     # What is kept goes down in the forward pass, and comes up in the backward pass; the link carries both ways at once.
     each_s = max(forward_s, copied_s, up_s) + max(arithmetic_s - forward_s, copied_s + again_s, down_s)
     return Computing(micro * each_s + weights_s + _host_step_s(sections, sizes, place), micro, parts, basis)
@@ -116,11 +111,6 @@ def _operations(sections: StepSections, device: Device, parts: Mapping[str, floa
         again = AGAIN[sections.train.gradient_checkpointing] * _forward_share(sections) * _layers_share(sections)
         found -= (1 - 1 / FLOAT8_GAIN) * (1 + again) * parts["layers"]
     return found
-
-
-def _kept_bytes(sections: StepSections) -> int:
-    """Bytes of each number that goes from layer to layer: as the weights are."""
-    return 4 if sections.model.dtype == "fp32" else 2
 
 
 def _repeated(sections: StepSections, flops: Flops, parts: Mapping[str, float]) -> dict[str, float]:
@@ -235,7 +225,8 @@ def least_exchanged(sections: StepSections, config: PretrainedConfig, place: Ste
     numbers = PIECES * BLOCKS * width * _others(parallel.tensor)
     numbers += _of_attention(text, parallel.sequence) * _others(parallel.sequence) / parallel.tensor
     numbers += 2 * experts_of_token(text) * width * _others(parallel.expert)
-    sent = round(numbers * tokens * layers * PASSES * _number_bytes(sections))
+    each = 4 if sections.train.precision == "fp32" else 2  # bytes of a number that layers give each other
+    sent = round(numbers * tokens * layers * PASSES * each)
     group = parallel.tensor * max(parallel.sequence, parallel.expert)
     return Traffic(exchanged=sent, exchanged_far=sent * (group > place.rank_info.local_world_size))
 
@@ -254,11 +245,6 @@ def _of_attention(config: PretrainedConfig, size: int) -> int:
     key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     channels = getattr(config, "head_dim", None) or (int(getattr(config, "hidden_size", 0)) // heads if heads else 0)
     return 2 * (heads + key_heads * (size // gcd(key_heads, size))) * int(channels)
-
-
-def _number_bytes(sections: StepSections) -> int:
-    """Bytes of a number that layers give each other."""
-    return 4 if sections.train.precision == "fp32" else 2
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from tuner.model import triton_attention
+from tuner.model import offload, output_layer, tiles, triton_attention
+from tuner.model.quantize import product
+from tuner.parallel import expert
 from tuner.parallel.fsdp import is_whole_along
 from tuner.runtime import host, torch_private
 from tuner.runtime.device import HOPPER, traced_for
@@ -66,27 +68,20 @@ def quiet_kernels() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def balanced_experts(size: int) -> Iterator[None]:
+def balanced_experts(size: int) -> AbstractContextManager[object]:
     """Within, tokens go to the experts of all processes of a group evenly: fakes have no numbers to count."""
-    from tuner.parallel import expert  # few launches have the axis
-
     def split_sizes(sent: torch.Tensor, received: torch.Tensor, choices: int) -> tuple[list[int], list[int]]:
         each = [choices // size + (rank < choices % size) for rank in range(size)]
         return each, list(each)
 
-    with patch.object(expert, "split_sizes", split_sizes):
-        yield
+    return patch.object(expert, "split_sizes", split_sizes)
 
 
-@contextmanager
-def few_tiles(standing_for: Callable[[int], None]) -> Iterator[None]:
+def few_tiles(standing_for: Callable[[int], None]) -> AbstractContextManager[object]:
     """Within, of the tiles of a row the first few and the last are computed: those between are like them.
 
     ``standing_for`` is called before each of them with the number of tiles in whose place it is traced.
     """
-    from tuner.model import output_layer, tiles  # few launches have them
-
     every = output_layer.spans
 
     def some(count: int, size: int) -> Iterator[slice]:
@@ -100,23 +95,18 @@ def few_tiles(standing_for: Callable[[int], None]) -> Iterator[None]:
         finally:  # computing a layer again may stop anywhere
             standing_for(1)
 
-    with patch.object(tiles, "spans", some):
-        yield
+    return patch.object(tiles, "spans", some)
 
 
-@contextmanager
-def few_weight_tiles() -> Iterator[None]:
+def few_weight_tiles() -> AbstractContextManager[object]:
     """Within, of the tiles of a quantised weight the first few, of which one is the largest, and the last are made."""
-    from tuner.model.quantize import product  # few launches have a quantised base
-
     every = product.tiles
 
     def some(length: int, bytes_each: int, device: str) -> list[tuple[int, int]]:
         found = every(length, bytes_each, device)
         return [*found[:TILES], *found[TILES:][-1:]]
 
-    with patch.object(product, "tiles", some):
-        yield
+    return patch.object(product, "tiles", some)
 
 
 def enter_shards(tensors: Iterable[torch.Tensor], part: host.HostPart = "parameters") -> None:
@@ -136,13 +126,9 @@ def shards_copied() -> AbstractContextManager[None]:
     return torch_private.moved_shards(torch.clone, brought_back)
 
 
-@contextmanager
-def inputs_not_copied() -> Iterator[None]:
+def inputs_not_copied() -> AbstractContextManager[object]:
     """Within, inputs on their way to the host and back have their memory at both ends, and no bytes are copied."""
-    from tuner.model import offload  # few launches have it
-
-    with patch.object(offload, "block_pairs", lambda place: iter(())):
-        yield
+    return patch.object(offload, "block_pairs", lambda place: iter(()))
 
 
 class Properties:

@@ -41,11 +41,7 @@ class Fit:
 
     def as_json(self) -> dict[str, Any]:
         """How it was found, as plain values."""
-        return {
-            "changes_results": dict(self.changes),
-            "last_resort": self.last_resort,
-            "predictions": self.predictions,
-        }
+        return {"changes_results": dict(self.changes), "last_resort": self.last_resort, "predictions": self.predictions}
 
 
 def fit(

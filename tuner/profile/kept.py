@@ -44,12 +44,13 @@ def key_of(recipe: Recipe, target: Target) -> str:
     found = prepared_for(recipe, None)
     directory = local_directory(recipe.model.name_or_path)
     config = None if directory is None else directory / "config.json"
-    limits = (target.limit_bytes, target.host_limit_bytes)
+    # Memory in whole pieces, so that what is free now and then is the same.
+    limits = [None if size is None else size // STEP_BYTES for size in (target.limit_bytes, target.host_limit_bytes)]
     facts = {
         "recipe": {**recipe_dict(recipe), "name": None, "output_dir": None},
         "config": hashlib.sha256(config.read_bytes()).hexdigest() if config is not None and config.is_file() else None,
         "data": None if found is None else found[0].key,
-        "target": [target.device.shown, asdict(target.rank_info), *map(_whole_steps, limits)],
+        "target": [target.device.shown, asdict(target.rank_info), *limits],
         "versions": versions(),
         "code": source_hash(CODE),
     }
@@ -71,8 +72,3 @@ def keep(key: str, recipe: Recipe, answer: KeptAnswer) -> None:
 def _path(key: str, recipe: Recipe) -> Path:
     root = cache_root() if recipe.data.cache_dir is None else Path(recipe.data.cache_dir)
     return root / KEPT / f"{key}.json"
-
-
-def _whole_steps(size: int | None) -> int | None:
-    """Memory in whole pieces, so that what is free now and then is the same."""
-    return None if size is None else size // STEP_BYTES

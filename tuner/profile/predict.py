@@ -258,7 +258,8 @@ def predict_by_layers(recipe: Recipe, target: Target, layers: int, prepared: Pat
     moments = tuple(replace(one, parts=_parts(one.parts, other.parts, further)) for one, other in pairs)
     memory = MemoryTimeline(moments, {}, _grown(few.memory.host, more.memory.host, further))
     flops = {name: _line(value, more.time.flops[name], further) for name, value in few.time.flops.items()}
-    traffic = _traffic(few.time.traffic, more.time.traffic, further)
+    fewer, others = vars(few.time.traffic), vars(more.time.traffic)
+    traffic = Traffic(**{name: round(_line(size, others[name], further)) for name, size in fewer.items()})
     busy_s = _line(few.time.busy_s, more.time.busy_s, further)
     time = replace(more.time, flops=flops, traffic=traffic, busy_s=busy_s, step_s=seconds_of(busy_s, traffic))
     return replace(more, memory=memory, time=time)
@@ -281,10 +282,6 @@ def _parts(few: Mapping[Part, int], more: Mapping[Part, int], further: int) -> d
 
 def _grown(few: Mapping[Part, int], more: Mapping[Part, int], further: int) -> dict[Part, int]:
     return {part: max(0, round(_line(few.get(part, 0), size, further))) for part, size in more.items()}
-
-
-def _traffic(few: Traffic, more: Traffic, further: int) -> Traffic:
-    return Traffic(**{name: round(_line(value, vars(more)[name], further)) for name, value in vars(few).items()})
 
 
 def _aligned(few: MemoryTimeline, more: MemoryTimeline, ends: Ends) -> list[tuple[MemoryMoment, MemoryMoment]] | None:

@@ -8,20 +8,9 @@ from tuner.profile.devices import is_verified
 from tuner.profile.traffic import Traffic
 
 Part = Literal[
-    "parameters",
-    "gradients",
-    "optimizer",
-    "gathered",
-    "reduced",
-    "activations",
-    "loss",
-    "batch",
-    "evaluation",
-    "staging",
-    "constants",
-    "rounding",
-    "other",
-]
+    "parameters", "gradients", "optimizer", "gathered", "reduced", "activations", "loss", "batch", "evaluation",
+    "staging", "constants", "rounding", "other",
+]  # fmt: skip
 """What bytes of a device are for.
 
 ``gathered`` are parameters made whole for one module and ``reduced`` the gradients on their way to their shards;
@@ -199,15 +188,10 @@ class Prediction:
 
 
 NAMES: Mapping[Part, str] = {
+    **{part: part for part in PARTS},
     "parameters": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
     "gathered": "gathered weights",
     "reduced": "reduced gradients",
-    "activations": "activations",
-    "loss": "loss",
-    "batch": "batch",
-    "evaluation": "evaluation",
     "staging": "checkpoint copy",
     "constants": "process",
     "rounding": "allocator rounding",

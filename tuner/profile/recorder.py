@@ -19,6 +19,9 @@ from tuner.profile.blocks import MODULE, PHASE, MemoryRecord, Owned, gradients, 
 from tuner.runtime import phase, torch_private
 from tuner.train.step import TrainState
 
+_COLLECTIVES = ("gloo:", "ncclDevKernel", "ncclKernel")
+"""How the ranges of collectives at work begin: gloo's on a CPU, NCCL's kernels on CUDA."""
+
 
 class StepRecorder:
     """Records what training does between :meth:`start` and :meth:`stop`: its parts in time, its blocks of memory.
@@ -83,7 +86,8 @@ class StepRecorder:
 
     def communication_s(self) -> float:
         """Seconds in which data was on its way between processes, also where other work hides it."""
-        spans = sorted((e.time_range.start, e.time_range.end) for e in self._profile.events() if _is_transfer(e.name))
+        at_work = (event.time_range for event in self._profile.events() if event.name.startswith(_COLLECTIVES))
+        spans = sorted((span.start, span.end) for span in at_work)
         total = until = 0.0
         for start, end in spans:
             total += max(0.0, end - max(start, until))
@@ -126,8 +130,3 @@ def _module_ranges(root: CausalLM) -> Iterator[None]:
                 stack.callback(module.register_forward_pre_hook(partial(entering, name)).remove)
                 stack.callback(module.register_forward_hook(leaving, always_call=True).remove)
         yield
-
-
-def _is_transfer(name: str) -> bool:
-    """Whether a range is a collective at work: gloo's on a CPU, NCCL's kernels on CUDA."""
-    return name.startswith(("gloo:", "ncclDevKernel", "ncclKernel"))

@@ -24,7 +24,7 @@ from tuner.model.flops import Flops, training_flops
 from tuner.model.probe import RouteRefused
 from tuner.model.root import CausalLM
 from tuner.parallel.assemble import assemble
-from tuner.parallel.fsdp import local, sync_gradients
+from tuner.parallel.fsdp import sync_gradients
 from tuner.parallel.mesh import DeviceMeshes, Mesh
 from tuner.profile import fakes
 from tuner.profile.estimate import Sizes
@@ -32,10 +32,12 @@ from tuner.profile.prediction import Phase
 from tuner.profile.traffic import Traffic, TrafficCounter
 from tuner.runtime import host, phase, torch_private
 from tuner.runtime.dist import RankInfo
+from tuner.runtime.parts import local
 from tuner.setup.build import build_train_state, run_tensors
 from tuner.setup.model import teacher_in_memory
 from tuner.setup.resolve import Resolved
 from tuner.setup.specs import assembly_spec, meta_model_of, step_config_of, teacher_spec
+from tuner.setup.teacher import teacher_of
 from tuner.train.evaluate import batch_losses
 from tuner.train.step import TrainState, microbatch_terms, optimizer_step
 
@@ -83,7 +85,7 @@ def trace_step(
     are never compiled here: with ``compiled`` what they would keep twice as they are is counted once. Raises
     RecipeError where the model's own code does not run so.
     """
-    from tuner.profile.allocations import AllocationTracker
+    from tuner.profile.allocations import AllocationTracker  # by private names of torch, which training does without
 
     facts, spec, device = resolved.facts, assembly_spec(resolved), torch.device("cpu")
     step_config = step_config_of(resolved, device, rank_info)
@@ -146,8 +148,6 @@ def _teacher(resolved: Resolved, mesh: Mesh) -> CausalLM | None:
     """The teacher of a distillation, without storage."""
     if (method := teacher_in_memory(resolved)) is None:
         return None
-    from tuner.setup.teacher import teacher_of
-
     taught = teacher_of(resolved, method)
     return assemble(teacher_spec(taught), meta_model_of(taught), meshes=_fake_meshes(mesh)).eval()
 
@@ -224,10 +224,7 @@ def _step(tracker: AllocationTracker, train_state: TrainState, batches: StepBatc
 
 
 def _evaluate(
-    tracker: AllocationTracker,
-    train_state: TrainState,
-    batch: Batch,
-    samples: Sequence[tuple[int, int]],
+    tracker: AllocationTracker, train_state: TrainState, batch: Batch, samples: Sequence[tuple[int, int]]
 ) -> None:
     train_state.root.eval()
     sync_gradients(train_state.root, True)

@@ -242,9 +242,7 @@ def replay_step(assembly: Assembly, number: int, message: str) -> OomReport:
     return with_fix(assembly, report_at(assembly, record, at, _where(number), _asked_bytes(message)))
 
 
-def report_at(
-    assembly: Assembly, record: MemoryRecord, at: int, where: str, asked: int | None = None
-) -> OomReport:
+def report_at(assembly: Assembly, record: MemoryRecord, at: int, where: str, asked: int | None = None) -> OomReport:
     """What a record has of the moment after change ``at``."""
     change = record.changes[at]
     largest = tuple(record.owners(at)[:LISTED])

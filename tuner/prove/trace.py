@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from tuner.parallel.fsdp import local
 from tuner.prove.compare import apart
 from tuner.runtime import phase
+from tuner.runtime.parts import local
 
 Kind = Literal["output", "gradient"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -52,7 +52,8 @@ def traced(model: nn.Module) -> Iterator[ModuleTrace]:
             return
         trace.outputs.setdefault(name, []).append(local(tensor).detach().clone())
         if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: _note_gradient(trace, name, gradient))
+            kept = trace.gradients
+            tensor.register_hook(lambda found: kept.setdefault(name, []).append(local(found).detach().clone()))
 
     def observe(entered: str) -> None:
         part[0] = entered
@@ -68,10 +69,6 @@ def traced(model: nn.Module) -> Iterator[ModuleTrace]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _note_gradient(trace: ModuleTrace, name: str, gradient: torch.Tensor) -> None:
-    trace.gradients.setdefault(name, []).append(local(gradient).detach().clone())
 
 
 def write_trace(trace: ModuleTrace, directory: Path) -> None:

@@ -18,6 +18,7 @@ from tuner.rundir.origin import noted
 from tuner.runtime.files import fsync_path, machine_error, write_atomic, write_json
 from tuner.setup.build import Assembly
 from tuner.setup.resolve import Resolved, notes, recipe_again
+from tuner.stages import shown
 
 
 def begin_launch(ready: Preflight, assembly: Assembly) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def _facts(ready: Preflight, assembly: Assembly) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         **noted(ready.before.loaded, ready.status.run.path),
         "from_step": 0 if found is None else found.step,
-        "began_from": str(found.path) if found is not None and ready.status.record is None else None,
+        "began_from": shown(found.path) if found is not None and ready.status.record is None else None,
         "total_steps": assembly.timetable.plan.total_steps,
         **({"settled": dict(assembly.resolved.settled)} if assembly.resolved.settled else {}),
         **({} if assembly.reference is None else {"reference": dict(assembly.reference)}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,30 +23,12 @@ if TYPE_CHECKING:
     from tuner.config.optimizers import Optimizer
     from tuner.config.recipe import DataSection, DataSource
 
-_EFFECTS: dict[Effect, str] = {
-    "safe": (
-        "name output_dir data.engine data.workers data.cache_dir train.stop_after train.stop_file train.end_at "
-        "train.min_steps train.gradient_checkpointing train.gradient_checkpointing_layers "
-        "train.gradient_checkpointing_modules train.offload_activations train.mock_batch optimizer.offload "
-        "ema.evaluate eval. checkpoint. export. parallel. health. profile. prober. logging. notify. hooks"
-    ),
-    "warn": (
-        "model.kernels train.micro_batch_size train.tiled_mlp train.compile train.skip_above train.steps_to_skip "
-        "train.deterministic ema. eval.max_rows parallel.processes parallel.shard parallel.replicas "
-        "parallel.tensor parallel.sequence parallel.expert parallel.accumulate parallel.reduce_dtype"
-    ),
-    "refuse": (
-        "version seed model. tokenizer. adapter. method. data. train.duration train.global_batch_size "
-        "train.batch_schedule train.batch_scales_lr train.precision train.fp8_except train.tf32 train.device "
-        "train.max_grad_norm train.nonfinite train.skip_spikes train.spike_window train.overfit_first_batch "
-        "optimizer. schedule. ladder."
-    ),
-}
+_EFFECTS: dict[Effect, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 ON_RESUME: dict[str, Effect] = {
-    **{key: effect for effect, keys in _EFFECTS.items() for key in keys.split()},
+    **{key: effect for effect, keys in _EFFECTS.items() for key in keys},
     **{f"{name}.{key}": effect for name, section in SECTIONS.items() for key, effect in section.on_resume.items()},
 }
-"""By key, or by section with a trailing dot, which counts for its keys that are not listed.
+"""By key, or by section with a trailing dot, which counts for its keys that are not listed (`changes.json`).
 
 safe: neither weights nor data become other ones. warn: the same run to rounding, or losses that cannot be compared with
 those before. refuse: another run.

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from tuner.checkpoint.open import CheckpointInfo
-from tuner.data.building.cache import ColumnLevel, cache_path
-from tuner.data.building.columns import PART_ROWS, Builder, Columns, building
+from tuner.data.building.cache import ColumnLevel, cache_path, valid
+from tuner.data.building.columns import PART_ROWS, Builder, Columns, building, files_of, open_columns
 from tuner.data.prepared import PackedRows, Row
-from tuner.errors import MachineError
+from tuner.errors import DataError, MachineError, RecipeError, VerificationError, counted
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.console import Console, Updates, clock
 from tuner.runtime.process import Collective, any_rank, gloo_group
@@ -108,6 +109,61 @@ class Work:
     is_stopping: Callable[[], bool] = lambda: False
 
 
+@dataclass(frozen=True)
+class ColumnSource:
+    """A model that gives rows columns, and by what these are known."""
+
+    level: ColumnLevel
+    model: str
+    """Its name."""
+    facts: Mapping[str, Any]
+    """All that decides the columns."""
+    key: str
+    weights: str
+    """SHA-256 of the weights that the run's columns are computed with."""
+    attach: Callable[[PackedRows, Columns], PackedRows]
+    has_changed: Callable[[], bool]
+    """Whether the model has other weights by now. Collective."""
+
+
+def with_columns(
+    assembly: Assembly, source: ColumnSource, cache_dir: Path, before: ColumnsInfo | None, work: Work
+) -> tuple[Assembly, ColumnsInfo]:
+    """The assembly with a model's columns at its rows, from the cache or computed, and what they are. Collective.
+
+    A resumed run goes by what it had ``before``: its columns are found by their key whatever they would be called now,
+    and computed again they must be the same. Raises VerificationError where they are gone or other ones, and
+    KeyboardInterrupt where a signal came.
+    """
+    prepared, level = assembly.prepared, source.level
+    splits = {"train": prepared.train} | ({} if prepared.eval is None else {"eval": prepared.eval})
+    key, wanted = source.key, None
+    if before is not None and before.prepared_key == prepared.key:
+        key, wanted = before.key, before.files
+    body = manifest_body(prepared.key, source.model, source.facts, splits)
+    spec = ColumnsSpec(cache_dir, level, key, splits, body, wanted)
+    if valid(spec.path, level) is None and source.has_changed():
+        raise VerificationError(
+            f"{spec.path} is gone, and {source.model} is not the model any more that computed it for this run",
+            hint="restore one of them; or begin another run from the checkpoint: tuner train RECIPE --name NEW-NAME",
+        )
+    try:
+        path, was_there = computed(spec, work)
+    except VerificationError as error:
+        raise VerificationError(
+            error.message,
+            hint="resume with the kernels, the number of threads, the versions and the parallel.tensor, sequence and "
+            "expert that the run had (run.json)",
+        ) from error
+    files = files_of(path)
+    if wanted is not None and files != wanted:
+        raise VerificationError(f"{path} does not hold the {level} of this run", hint=f"remove it: rm -r {path}")
+    rows = sum(map(len, splits.values()))
+    work.console.say(level, f"{counted(rows, 'row')}{', computed before' if was_there else ''}: {path}")
+    info = ColumnsInfo(key, source.weights, prepared.key, files)
+    return attached(assembly, open_columns(path, level), source.attach), info
+
+
 def computed(spec: ColumnsSpec, work: Work) -> tuple[Path, bool]:
     """The directory of the columns, and whether they were there; what is missing of them is computed. Collective.
 
@@ -195,3 +251,38 @@ def _part(rows: PackedRows, taken: range, work: Work, ranks: Collective, tell: C
         tell(min(first + size, len(taken)))
     found = {at: values for of_rank in ranks.on_all_ranks(lambda: mine) for at, values in of_rank.items()}
     return {name: np.concatenate([found[at][name] for at in range(len(taken))]) for name in found[0]}
+
+
+def with_row_columns(rows: PackedRows, columns: Columns) -> PackedRows:
+    """The rows with columns whose values lie row after row, ``[segments of all rows]``, at their documents.
+
+    Documents that no row holds have NaN. Raises RecipeError for documents in pieces, of which none is the whole.
+    """
+    numbers = rows.document_numbers
+    if len(np.unique(numbers)) != len(numbers):
+        raise RecipeError(
+            "data.too_long: split gives pieces of documents, and a reference's values are those of whole ones",
+            hint="write data.too_long: drop or truncate",
+        )
+    whole: dict[str, npt.NDArray[Any]] = {}
+    for name, values in columns.items():
+        whole[name] = np.full(rows.document_count, np.nan, dtype=np.float32)
+        whole[name][numbers] = values
+    return rows.with_columns(whole)
+
+
+def cached_columns(cache_dir: Path, info: ColumnsInfo) -> dict[str, Columns]:
+    """The columns that a run noted, by split and name, every byte of which is checked.
+
+    Raises DataError for damaged files, and where the cache lost them.
+    """
+    path = cache_path(cache_dir, "reference", info.key)
+    if valid(path, "reference") is None:
+        raise DataError(
+            f"{path} is gone: what the run's reference gives its rows, against which they are measured",
+            hint="restore it, or name the cache that has it: --data.cache_dir DIR; an export is measured without it",
+        )
+    columns = open_columns(path, "reference", verify=True)
+    if files_of(path) != info.files:
+        raise DataError(f"{path} does not hold the reference of this run", hint="restore it, or evaluate an export")
+    return columns

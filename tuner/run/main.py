@@ -99,9 +99,7 @@ def train(
             part.placed(ready, assembly, progress)
         record = Collective(gloo_group()).on_rank0(lambda: begin_launch(ready, assembly))
         console.keep(status.run.logs / log_name(rank_info.rank))
-        context = LaunchContext(
-            status.run, record, assembly, progress, status.resets, console, signals, ready.parts
-        )
+        context = LaunchContext(status.run, record, assembly, progress, status.resets, console, signals, ready.parts)
         return _run(context, status.checkpoint, launch_tasks(context, status.checkpoint, exporter))
 
 

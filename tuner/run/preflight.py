@@ -13,13 +13,7 @@ from tuner.run.options import HandedOver, LaunchOptions, RunResult
 from tuner.run.parts.listed import parts_of
 from tuner.run.parts.part import Before, Preflight
 from tuner.run.settle import on_cuda, settled_for
-from tuner.run.status import (
-    RunStatus,
-    agreed_status,
-    require_same_choices,
-    status_from,
-    status_of,
-)
+from tuner.run.status import RunStatus, agreed_status, require_same_choices, status_from, status_of
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.process import Collective
@@ -29,11 +23,7 @@ from tuner.setup.timetable import few_steps, rates, timetable
 
 
 def preflight(
-    loaded: LoadedRecipe,
-    options: LaunchOptions,
-    console: Console,
-    status: RunStatus | None = None,
-    hashes: bool = True,
+    loaded: LoadedRecipe, options: LaunchOptions, console: Console, status: RunStatus | None = None, hashes: bool = True
 ) -> Preflight | RunResult:
     """Look at the run directory, fetch the weights and prepare the data: what needs no device and no other process.
 

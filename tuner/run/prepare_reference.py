@@ -10,17 +10,17 @@ from tuner.data.building.cache import cache_path
 from tuner.data.building.spec import prepare_spec
 from tuner.data.prepared import open_prepared
 from tuner.errors import RecipeError
+from tuner.run import reference, teacher
 from tuner.run.columns import Work
 from tuner.run.launch import Placement
 from tuner.run.options import JOB, HandedOver, LaunchOptions, RankJob
 from tuner.run.parts.exactness import exactness
-from tuner.run.reference import values_of, with_reference
 from tuner.run.settle import LaunchData, settle
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
 from tuner.runtime.spawn import run_apart
 from tuner.runtime.stop import StopSignals
-from tuner.setup.build import Assembly, build
+from tuner.setup.build import build
 from tuner.setup.resolve import method_section, reference_of, resolve
 from tuner.setup.specs import joined
 
@@ -59,6 +59,9 @@ def _computed(loaded: LoadedRecipe, prepared: Path, rank_info: RankInfo, console
     spec = prepare_spec(recipe.model, recipe.tokenizer, recipe.data, recipe.method, recipe.seed)
     resolved = resolve(recipe, spec.max_length, rank_info, spec.tokenizer.new_ids)
     of_teacher = keeps_teacher(recipe.method)
+    values_of, with_columns = (
+        (teacher.values_of, teacher.with_teacher) if of_teacher else (reference.values_of, reference.with_reference)
+    )
     if not of_teacher and reference_of(method_section(resolved)) != "columns":
         raise RecipeError(
             "--reference: this recipe's reference is computed in each step, with the adapter off",
@@ -67,24 +70,13 @@ def _computed(loaded: LoadedRecipe, prepared: Path, rank_info: RankInfo, console
     with StopSignals() as signals, joined(resolved, rank_info), exactness(resolved.numerics):
         with console.doing("loading model"):
             assembly = build(resolved, open_prepared(prepared), spec.tokenizer, rank_info)
-        if of_teacher:
-            return _of_teacher(assembly, spec.cache_dir, console, signals)
         work = Work(values_of(assembly), assembly.mesh, console, lambda: signals.requested)
-        found = with_reference(assembly, spec.cache_dir, None, work)
-    assert found.reference is not None
-    return cache_path(spec.cache_dir, "reference", str(found.reference["key"]))
+        found = with_columns(assembly, spec.cache_dir, None, work)
+    noted = found.teacher if of_teacher else found.reference
+    assert noted is not None
+    return cache_path(spec.cache_dir, "teacher" if of_teacher else "reference", str(noted["key"]))
 
 
 def keeps_teacher(method: Method) -> bool:
     """Whether a method learns from columns of a teacher's tokens."""
     return isinstance(method, DistillMethod) and method.top_k is not None
-
-
-def _of_teacher(assembly: Assembly, cache_dir: Path, console: Console, signals: StopSignals) -> Path:
-    """The directory of the teacher's columns, computed or found."""
-    from tuner.run import teacher
-
-    work = Work(teacher.values_of(assembly), assembly.mesh, console, lambda: signals.requested)
-    found = teacher.with_teacher(assembly, cache_dir, None, work)
-    assert found.teacher is not None
-    return cache_path(cache_dir, "teacher", str(found.teacher["key"]))

@@ -11,16 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from tuner.data.batches import collate
-from tuner.data.building.cache import cache_path, valid
-from tuner.data.building.columns import Columns, files_of, open_columns
+from tuner.data.building.columns import Columns
 from tuner.data.prepared import PackedRows, Row
-from tuner.errors import DataError, RecipeError, VerificationError, counted
+from tuner.errors import VerificationError
 from tuner.parallel.assemble import AssemblySpec
-from tuner.run.columns import ColumnsInfo, ColumnsSpec, Work, attached, computed, key_of, manifest_body
+from tuner.run.columns import ColumnsInfo, ColumnSource, Work, key_of, with_columns, with_row_columns
 from tuner.run.parts.part import Preflight
 from tuner.run.reference_start import require_start
 from tuner.runtime.console import Console
@@ -50,48 +48,18 @@ def referred(ready: Preflight, assembly: Assembly, console: Console, is_stopping
 
 
 def with_reference(assembly: Assembly, cache_dir: Path, before: ColumnsInfo | None, work: Work) -> Assembly:
-    """The assembly with the reference's columns at its rows, from the cache or computed. Collective.
+    """The assembly with the reference's columns at its rows (:func:`~tuner.run.columns.with_columns`). Collective.
 
-    The model must be as it is before the first step. A resumed run goes by what it had ``before``: its columns are
-    found by their key whatever they would be called now, and computed again they must be the same. Raises
-    VerificationError, RecipeError where documents are in pieces, and KeyboardInterrupt where a signal came.
+    The model must be as it is before the first step. Raises RecipeError where documents are in pieces.
     """
-    prepared, root = assembly.prepared, assembly.train_state.root
-    splits = {"train": prepared.train} | ({} if prepared.eval is None else {"eval": prepared.eval})
-    weights = str(assembly.facts.weights_hash)
-    facts = key_facts(assembly)
-    key, wanted = key_of(facts), None
-    if before is not None and before.prepared_key == prepared.key:
-        key, wanted = before.key, before.files
-    body = manifest_body(prepared.key, assembly.resolved.model_name, facts, splits)
-    spec = ColumnsSpec(cache_dir, "reference", key, splits, body, wanted)
-    if before is not None and weights != before.weights and valid(spec.path, "reference") is None:
-        raise VerificationError(
-            f"{spec.path} is gone, and {assembly.resolved.model_name} is not the model any more that "
-            "computed the reference of this run",
-            hint="restore one of them; or begin another run from the checkpoint: tuner train RECIPE --name NEW-NAME",
-        )
-    root.train()
-    path, was_there = _computed(spec, work)
-    files = files_of(path)
-    if wanted is not None and files != wanted:
-        raise VerificationError(f"{path} does not hold the reference of this run", hint=f"remove it: rm -r {path}")
-    rows = sum(map(len, splits.values()))
-    work.console.say("reference", f"{counted(rows, 'row')}{', computed before' if was_there else ''}: {path}")
-    info = ColumnsInfo(key, weights if before is None else before.weights, prepared.key, files)
-    assembly = attached(assembly, open_columns(path, "reference"), with_row_columns)
+    weights, facts = str(assembly.facts.weights_hash), key_facts(assembly)
+    had = weights if before is None else before.weights
+    source = ColumnSource(
+        "reference", assembly.resolved.model_name, facts, key_of(facts), had, with_row_columns, lambda: weights != had
+    )
+    assembly.train_state.root.train()
+    assembly, info = with_columns(assembly, source, cache_dir, before, work)
     return replace(assembly, reference=info.as_meta())
-
-
-def _computed(spec: ColumnsSpec, work: Work) -> tuple[Path, bool]:
-    try:
-        return computed(spec, work)
-    except VerificationError as error:
-        raise VerificationError(
-            error.message,
-            hint="resume with the kernels, the number of threads, the versions and the parallel.tensor, sequence and "
-            "expert that the run had (run.json)",
-        ) from error
 
 
 def key_facts(assembly: Assembly) -> dict[str, Any]:
@@ -160,38 +128,3 @@ def _of_row(state: TrainState, row: Row) -> Columns:
     with torch.no_grad():
         found = reference_values(state.root, state.method, collate([row]), state.step_config)
     return {name: tensor.float().cpu().numpy() for name, tensor in found.items()}
-
-
-def with_row_columns(rows: PackedRows, columns: Columns) -> PackedRows:
-    """The rows with columns whose values lie row after row, ``[segments of all rows]``, at their documents.
-
-    Documents that no row holds have NaN. Raises RecipeError for documents in pieces, of which none is the whole.
-    """
-    numbers = rows.document_numbers
-    if len(np.unique(numbers)) != len(numbers):
-        raise RecipeError(
-            "data.too_long: split gives pieces of documents, and a reference's values are those of whole ones",
-            hint="write data.too_long: drop or truncate",
-        )
-    whole: dict[str, npt.NDArray[Any]] = {}
-    for name, values in columns.items():
-        whole[name] = np.full(rows.document_count, np.nan, dtype=np.float32)
-        whole[name][numbers] = values
-    return rows.with_columns(whole)
-
-
-def cached_columns(cache_dir: Path, info: ColumnsInfo) -> dict[str, Columns]:
-    """The columns that a run noted, by split and name, every byte of which is checked.
-
-    Raises DataError for damaged files, and where the cache lost them.
-    """
-    path = cache_path(cache_dir, "reference", info.key)
-    if valid(path, "reference") is None:
-        raise DataError(
-            f"{path} is gone: what the run's reference gives its rows, against which they are measured",
-            hint="restore it, or name the cache that has it: --data.cache_dir DIR; an export is measured without it",
-        )
-    columns = open_columns(path, "reference", verify=True)
-    if files_of(path) != info.files:
-        raise DataError(f"{path} does not hold the reference of this run", hint="restore it, or evaluate an export")
-    return columns

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.tensor import DTensor
 
 from tuner.data.batches import Batch, collate
 from tuner.errors import VerificationError, counted
@@ -25,6 +24,7 @@ from tuner.parallel.fsdp import sync_gradients
 from tuner.parallel.layouts import whole
 from tuner.parallel.mesh import Mesh
 from tuner.runtime.console import Console
+from tuner.runtime.parts import local
 from tuner.runtime.process import Collective, any_rank, gloo_group
 from tuner.setup.build import Assembly
 from tuner.setup.precision import Numerics
@@ -101,7 +101,7 @@ def require_start(assembly: Assembly, console: Console) -> None:
     if found := list(dict.fromkeys(each for of_rank in ranks.on_all_ranks(lambda: problems) for each in of_rank)):
         raise _is_another(found, is_columns)
     every = [ratio for of_rank in ranks.on_all_ranks(lambda: ratios) for ratio in of_rank]
-    most = max(map(_size, every), default=(0.0, 0.0))
+    most = max(((abs(ratio.off), ratio.allowed) for ratio in every), default=(0.0, 0.0))
     if most[0] > 0:
         console.say(
             "reference",
@@ -110,10 +110,6 @@ def require_start(assembly: Assembly, console: Console) -> None:
         )
     if is_columns:
         _warn_of_rounding(assembly, ranks, console)
-
-
-def _size(ratio: _Ratio) -> tuple[float, float]:
-    return abs(ratio.off), ratio.allowed
 
 
 def _is_another(found: list[str], is_columns: bool) -> VerificationError:
@@ -147,7 +143,7 @@ def _adapted_from_the_start(state: TrainState) -> list[str]:
     ups = (
         (name, own) for name, own in model.named_parameters() if name.endswith((f".lora_B.{ADAPTER}.weight", LORA_B))
     )
-    found = [f"{name} is not 0" for name, own in ups if bool(_local(own).count_nonzero())]
+    found = [f"{name} is not 0" for name, own in ups if bool(local(own).count_nonzero())]
     for name, layer in lora_layers(model):
         if layer.lora_magnitude_vector:
             length = whole(layer.lora_magnitude_vector[ADAPTER].weight)
@@ -157,10 +153,6 @@ def _adapted_from_the_start(state: TrainState) -> list[str]:
             if not off <= LENGTH_ROUNDINGS:
                 found.append(f"lengths of {name} differ from those of its rows by {off:.2g} of them")
     return found
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _not_of_this_model(assembly: Assembly, split: str, batch: Batch) -> list[str]:

@@ -17,6 +17,7 @@ from tuner.data.encoding.tokenizer_files import tokenizer_directory
 from tuner.data.prepared import PreparedData, open_prepared
 from tuner.errors import DataError, DivergedError, RecipeError, counted
 from tuner.model.root import CausalLM, trained_parameters
+from tuner.run.columns import ColumnsInfo, cached_columns, with_row_columns
 from tuner.run.meta import GIVEN
 from tuner.rundir.layout import MODEL_PREFIX, RESOLVED_RECIPE
 from tuner.rundir.model_path import HfDirectory, HubModel, RunCheckpoint, resolve_model_path
@@ -32,6 +33,7 @@ from tuner.setup.settled import AXES, rows_at_once
 from tuner.setup.specs import joined
 from tuner.train.evaluate import ByTerms, Evaluation, HeldOut, evaluate
 from tuner.train.methods.method import build_method
+from tuner.train.methods.preference import AnswersAlone
 from tuner.train.step import StepConfig
 
 Trained = RunCheckpoint | HfDirectory | HubModel
@@ -159,10 +161,6 @@ def _measured(
     by_terms = ByTerms.of(method, batch)
     if method.reference != "columns":
         return "cross_entropy" if by_terms is None else kind, held, by_terms
-    from tuner.run.columns import ColumnsInfo
-    from tuner.run.reference import cached_columns, with_row_columns
-    from tuner.train.methods.preference import AnswersAlone
-
     info = ColumnsInfo.of(trained.checkpoint if isinstance(trained, RunCheckpoint) else None, "reference")
     if info is not None and info.prepared_key == data.key:
         columns = cached_columns(cache_dir, info)

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tuner.config.dump import recipe_dict
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.errors import TunerError
@@ -129,8 +131,6 @@ def settle(
 
 def on_cuda(device: str) -> bool:
     """Whether a recipe's device is a GPU here."""
-    import torch
-
     return device != "cpu" and torch.cuda.is_available()
 
 
@@ -157,8 +157,6 @@ def _asked(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _answered(job: Mapping[str, Any]) -> dict[str, Any]:
     """The answer of this process; what it draws and warns of on the way is nothing that training sees."""
-    import torch
-
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")

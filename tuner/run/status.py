@@ -33,10 +33,12 @@ from tuner.run.changes import (
 from tuner.run.options import LaunchOptions, RunResult
 from tuner.rundir.directory import RunDir
 from tuner.rundir.last_checkpoint import last_step, way_to_whole
+from tuner.rundir.model_path import find_checkpoint
 from tuner.rundir.origin import another, origin
 from tuner.rundir.run_json import hold
 from tuner.runtime.console import Console
 from tuner.setup.settled import with_batch_of
+from tuner.stages import local_path, shown
 from tuner.train.progress import METRICS
 
 if TYPE_CHECKING:
@@ -102,8 +104,9 @@ def agreed_status(status: RunStatus, ranks: Collective) -> RunStatus:
 
     Raises DataError on all where one reads no manifest, or another one, at the checkpoint's path.
     """
-    agreed = ranks.on_rank0(lambda: status)
-    checkpoint = agreed.checkpoint
+    # Of what lies in a store each machine may have its stage elsewhere.
+    agreed, at = ranks.on_rank0(lambda: (status, shown(status.checkpoint.path) if status.checkpoint else ""))
+    checkpoint = agreed.checkpoint and replace(agreed.checkpoint, path=local_path(at, in_store=True))
 
     def read() -> None:
         if checkpoint and open_checkpoint(checkpoint.path, verify=False).manifest[SEAL] != checkpoint.manifest[SEAL]:
@@ -113,7 +116,7 @@ def agreed_status(status: RunStatus, ranks: Collective) -> RunStatus:
             )
 
     ranks.together(read)
-    return agreed
+    return replace(agreed, run=status.run, checkpoint=checkpoint)
 
 
 def nothing_to_do(status: RunStatus, section: ExportSection) -> RunResult | None:
@@ -132,8 +135,6 @@ def _branch_point(
         return None
     if not path.is_dir():
         raise RecipeError(f"--resume {path}: no such directory", hint="give a checkpoint, auto, must or never")
-    from tuner.rundir.model_path import find_checkpoint
-
     chosen = find_checkpoint(path, console.warn, shards=hashes)
     checkpoint = open_checkpoint(path, shards=hashes) if chosen is None else chosen.checkpoint
     _say_changed(require_recipe_of(checkpoint, recipe_dict(loaded.recipe), options.reset), console)
@@ -205,12 +206,7 @@ def _new_run(run: RunDir, record: Mapping[str, Any], loaded: LoadedRecipe) -> st
 
 
 def _own_checkpoint(
-    run: RunDir,
-    record: dict[str, Any],
-    loaded: LoadedRecipe,
-    options: LaunchOptions,
-    console: Console,
-    hashes: bool,
+    run: RunDir, record: dict[str, Any], loaded: LoadedRecipe, options: LaunchOptions, console: Console, hashes: bool
 ) -> CheckpointInfo | None:
     """The newest valid checkpoint of a run, or the one that it began from."""
     recipe = loaded.recipe
@@ -250,12 +246,11 @@ def resume_source(run_dir: Path, overrides: Sequence[Override] = ()) -> LoadedRe
     return replace(loaded, recipe=loaded.recipe.model_copy(update={"output_dir": str(run.path)}))
 
 
-def launches_of(run_dir: Path) -> int:
-    """How many launches a run has had; none where its record cannot be read."""
+def launches_of(run_dir: Path) -> list[Mapping[str, Any]]:
+    """The launches of a run as its record has them; none where it cannot be read."""
     with suppress(TunerError):
-        record = RunDir(run_dir).read_record()
-        return 0 if record is None else len(record["launches"])
-    return 0
+        return list((RunDir(run_dir).read_record() or {}).get("launches", ()))
+    return []
 
 
 def left_before(run_dir: Path, launches: int = -1) -> RunResult | None:
@@ -294,7 +289,7 @@ def outcome(state: Mapping[str, Any]) -> dict[str, Any]:
 def began(record: Mapping[str, Any]) -> Path | None:
     """The checkpoint of another run that a run's first launch resumed from, if it did."""
     path = record["launches"][0].get("began_from") if record["launches"] else None
-    return None if path is None else Path(path)
+    return None if path is None else local_path(path, in_store=True)
 
 
 def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any], reset: Collection[str]) -> Changes:
@@ -302,10 +297,7 @@ def require_recipe_of(found: CheckpointInfo, recipe: Mapping[str, Any], reset: C
     before = recipe_dict(load_recipe(found.meta["recipe"]).recipe)  # a key that is newer than it has its default
     changed = changes(before, recipe, freed_keys(reset, before["optimizer"]["kind"], recipe["optimizer"]["kind"]))
     if changed.refuse:
-        raise RecipeError(
-            f"{found.path} was saved with another recipe ({changed.shown()})",
-            hint=_way_from(changed),
-        )
+        raise RecipeError(f"{found.path} was saved with another recipe ({changed.shown()})", hint=_way_from(changed))
     return changed
 
 

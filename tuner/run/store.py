@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from tuner.errors import MachineError, TunerError
 from tuner.rundir.in_store import not_published, opened
 from tuner.runtime.console import Console
-from tuner.stores.upload import StageSnapshot
 from tuner.train.tasks import Event, Request, Task
+
+if TYPE_CHECKING:
+    from tuner.stores.upload import StageSnapshot
 
 STEP = "step"
 """What a commit notes of a run: after which step it was taken."""
 
 
-class Publisher:
-    """Publishes a run's stage in the background, the newest state first, under a lease; a context manager.
+class Publisher(Task):
+    """Publishes a run's stage after each save in the background, the newest state first; a context manager, in which
+    the run's lease is held.
 
     What fails is a warning while training continues: the next save publishes all of it. Entering raises MachineError
     where another launch has the run.
@@ -27,47 +31,24 @@ class Publisher:
     def __init__(self, stage: Path, console: Console) -> None:
         self._stage, self._console, self._store = stage, console, opened(stage)
         self._lease = self._store.lease(stage, True, lambda text: console.say("store", text))
-        self._changed = threading.Condition()
-        self._waiting: StageSnapshot | None = None
-        self._is_busy = self._is_over = False
-        self._thread = threading.Thread(target=self._work, name="store", daemon=True)
+        self._pool = ThreadPoolExecutor(1, "store")
+        self._next: tuple[StageSnapshot, Future[None]] | None = None
 
-    @property
-    def lost(self) -> bool:
-        """Whether another launch has taken the run over."""
-        return self._lease.lost
+    def request(self) -> Request:
+        """To stop, once another launch has taken the run over."""
+        return Request.NONE if self._lease.taken_by is None else Request.STOP
 
-    def saved(self, step: int) -> None:
-        """The run was saved after `step`: publish it as it is now. One that still waits gives way."""
+    def notify(self, event: Event) -> None:
+        """Publish the run as it is after a save. One that still waits gives way."""
+        if event.stage != "save":
+            return
         try:
-            taken = self._store.snapshot(self._stage, {STEP: step})
+            taken = self._store.snapshot(self._stage, {STEP: event.step})
         except TunerError as failed:
             self._console.warn(f"not published: {failed.message}; training continues")
             return
-        with self._changed:
-            before, self._waiting = self._waiting, taken
-            self._changed.notify_all()
-        if before is not None:
-            before.close()
-
-    def finish(self) -> None:
-        """Publish the run as the launch leaves it, once what is on its way is done. Raises MachineError."""
-        with self._changed:
-            before, self._waiting = self._waiting, None
-            if self._is_busy:
-                with self._console.doing("publishing the run"):
-                    self._changed.wait_for(lambda: not self._is_busy)
-        if before is not None:
-            before.close()
-        try:
-            with self._console.doing("publishing the run"):
-                self._store.publish(self._store.snapshot(self._stage, {}))
-        except MachineError as error:
-            raise not_published(self._stage, error) from error
-
-    def task(self) -> PublishTask:
-        """What hands saves over."""
-        return PublishTask(self)
+        self._give_way()
+        self._next = taken, self._pool.submit(self._publish, taken)
 
     def __enter__(self) -> Publisher:
         self._lease.__enter__()
@@ -77,53 +58,43 @@ class Publisher:
         except BaseException:
             self._lease.__exit__()
             raise
-        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            self._give_way()
             if error is None:
-                self.finish()
+                self._publish_end()
             elif isinstance(error, Exception):  # how it failed is a part of the run; that error is the one to show
                 with suppress(TunerError):
-                    self.finish()
+                    self._publish_end()
         finally:
-            with self._changed:
-                self._is_over = True
-                self._changed.notify_all()
+            self._pool.shutdown(wait=False)
             self._lease.__exit__(kind, error, trace)
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting is not None or self._is_over)
-                taken, self._waiting = self._waiting, None
-                if taken is None:
-                    return
-                self._is_busy = True
+    def _publish_end(self) -> None:
+        """Publish the run as the launch leaves it, once what is on its way is done. Raises MachineError."""
+        with self._console.doing("publishing the run"):
+            self._pool.shutdown()
+            self._give_way()
             try:
-                self._store.publish(taken)
-            except TunerError as failed:
-                self._console.warn(f"not published: {failed.message}; training continues")
-            finally:
-                with self._changed:
-                    self._is_busy = False
-                    self._changed.notify_all()
+                self._store.publish(self._store.snapshot(self._stage, {}))
+            except MachineError as error:
+                raise not_published(self._stage, error) from error
 
+    def _give_way(self) -> None:
+        """Have what waits yield to a newer state. Raises what was no error of a store in what is done."""
+        if self._next is not None:
+            taken, future = self._next
+            if future.cancel():
+                taken.close()
+            elif future.done():
+                future.result()
 
-class PublishTask(Task):
-    """Hands each save to the publisher, and ends the launch in order where another has taken its run over."""
-
-    def __init__(self, publisher: Publisher) -> None:
-        self._publisher = publisher
-
-    def request(self) -> Request:
-        """To stop, once the run is another launch's."""
-        return Request.STOP if self._publisher.lost else Request.NONE
-
-    def notify(self, event: Event) -> None:
-        """Publish after a save."""
-        if event.stage == "save":
-            self._publisher.saved(event.step)
+    def _publish(self, taken: StageSnapshot) -> None:
+        try:
+            self._store.publish(taken)
+        except TunerError as failed:
+            self._console.warn(f"not published: {failed.message}; training continues")

@@ -1,7 +1,7 @@
 """What a command does around the launch of a run in an object store: fetch before it, publish after it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from tuner.config.load import LoadedRecipe
@@ -19,12 +19,18 @@ def in_store(loaded: LoadedRecipe, console: Console, writes: bool = True) -> Ite
     published, such as exports. Nothing of what is on a disk. Raises MachineError where a store cannot be read or
     written, RecipeError where it has no such data.
     """
-    run_dir = Path(loaded.recipe.output_dir)
-    with console.doing("fetching from the store") if url_of(run_dir) is not None else nullcontext():
-        bring(run_dir, console.say)
+    run_dir, rank_info = Path(loaded.recipe.output_dir), RankInfo.from_environment()
+    if url_of(run_dir) is not None:
+        with console.doing("fetching from the store"):
+            if writes and rank_info.world_size > rank_info.local_world_size:
+                from tuner.run.machines import bring_to_all  # with torch, which processes of one machine need not ask
+
+                bring_to_all(run_dir, rank_info, loaded.recipe.parallel.timeout.seconds, console.say)
+            else:
+                bring(run_dir, console.say)
     bring_inputs(inputs_of(loaded.recipe), console.say)
     yield
-    if writes and RankInfo.from_environment().is_main:
+    if writes and rank_info.is_main:
         try:
             publish(run_dir)
         except MachineError as error:

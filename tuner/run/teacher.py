@@ -16,15 +16,14 @@ import torch
 
 from tuner.config.methods import DistillMethod
 from tuner.data.batches import collate
-from tuner.data.building.cache import valid
-from tuner.data.building.columns import Columns, files_of, open_columns
+from tuner.data.building.columns import Columns
 from tuner.data.encoding.tokenizer_files import tokenizer_directory
 from tuner.data.prepared import PackedRows, Row
-from tuner.errors import RecipeError, VerificationError, counted
+from tuner.errors import RecipeError, VerificationError
 from tuner.model.build import fetch_weights, model_config
 from tuner.model.divergence import top_tokens
 from tuner.model.root import CausalLM
-from tuner.run.columns import ColumnsInfo, ColumnsSpec, Work, attached, computed, key_of, manifest_body
+from tuner.run.columns import ColumnsInfo, ColumnSource, Work, key_of, with_columns
 from tuner.run.parts.part import Preflight
 from tuner.runtime.console import Console
 from tuner.runtime.device import to_device
@@ -45,33 +44,21 @@ def taught(ready: Preflight, assembly: Assembly, console: Console, is_stopping: 
 
 
 def with_teacher(assembly: Assembly, cache_dir: Path, before: ColumnsInfo | None, work: Work) -> Assembly:
-    """The assembly with the teacher's columns at its rows, from the cache or computed. Collective.
+    """The assembly with the teacher's columns at its rows (:func:`~tuner.run.columns.with_columns`). Collective.
 
-    A resumed run goes by what it had ``before``, found by its key even where the teacher is not there any more. Raises
-    VerificationError where its columns are gone or other ones, RecipeError for more tokens than the vocabulary has.
+    Those of a resumed run are found even where the teacher is not there any more. Raises RecipeError for more tokens
+    than the vocabulary has.
     """
-    prepared, own = assembly.prepared, before is not None and before.prepared_key == assembly.prepared.key
-    splits = {"train": prepared.train} | ({} if prepared.eval is None else {"eval": prepared.eval})
-    facts = key_facts(assembly, before.weights if own and before is not None else _weights(method_of(assembly)))
-    key, wanted = (before.key, before.files) if own and before is not None else (_key(facts), None)
-    body = manifest_body(prepared.key, str(facts["teacher"]), facts, splits)
-    spec = ColumnsSpec(cache_dir, "teacher", key, splits, body, wanted)
-    if own and valid(spec.path, "teacher") is None and _weights(method_of(assembly)) != facts["weights"]:
-        raise VerificationError(
-            f"{spec.path} is gone, and {facts['teacher']} is not the teacher any more that computed it",
-            hint="restore one of them; or begin another run from the checkpoint: tuner train RECIPE --name NEW-NAME",
-        )
-    path, was_there = computed(spec, work)
-    files = files_of(path)
-    if wanted is not None and files != wanted:
-        raise VerificationError(f"{path} does not hold the columns of this run", hint=f"remove it: rm -r {path}")
-    rows = sum(map(len, splits.values()))
-    work.console.say("teacher", f"{counted(rows, 'row')}{', computed before' if was_there else ''}: {path}")
-    method = assembly.train_state.method
+    section, method = method_of(assembly), assembly.train_state.method
+    had = None if before is None or before.prepared_key != assembly.prepared.key else before.weights
+    facts = key_facts(assembly, _weights(section) if had is None else had)
+    source = ColumnSource(
+        "teacher", str(facts["teacher"]), facts, _key(facts), str(facts["weights"]), PackedRows.with_trained,
+        lambda: had is not None and _weights(section) != had,
+    )  # fmt: skip
+    assembly, info = with_columns(assembly, source, cache_dir, before, work)
     assert isinstance(method, Distill)
     method.vocabulary = int(facts["vocabulary"])
-    info = ColumnsInfo(key, str(facts["weights"]), prepared.key, files)
-    assembly = attached(assembly, open_columns(path, "teacher"), PackedRows.with_trained)
     return replace(assembly, teacher=info.as_meta())
 
 

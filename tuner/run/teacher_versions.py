@@ -131,4 +131,3 @@ def begin_versions(method: DistillMethod, status: RunStatus, spec: PrepareSpec) 
 
     known = Collective(gloo_group()).on_rank0(begun)
     return TeacherVersions(method, spec, known, known.at(step))
-

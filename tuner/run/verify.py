@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,6 @@ class ResumeProof:
     sha256: str
 
 
-@dataclass(frozen=True)
-class _Start:
-    """Where the compared steps begin: a checkpoint, or the run's beginning."""
-
-    step: int
-    resume: Resume
-
-
 def verify_resume(run_dir: Path, steps: int, console: Console, own_process: bool = True) -> ResumeProof:
     """Train ``2 * steps`` steps of a run without a break, and with a stop and a resume after ``steps`` of them.
 
@@ -73,23 +66,23 @@ def verify_resume(run_dir: Path, steps: int, console: Console, own_process: bool
     with hold(run.path):
         run.checkpoints.mkdir(exist_ok=True)
         sweep(run.checkpoints)
-        start = _start(run, steps, console)
-        last = start.step + 2 * steps
-        compared = f"steps {start.step + 1} to {last} of {run.path}, without a break and with one"
+        first, start = _start(run, steps, console)
+        last = first + 2 * steps
+        compared = f"steps {first + 1} to {last} of {run.path}, without a break and with one"
         asked, on_cuda = loaded.recipe.train.deterministic, is_made_deterministic(loaded.recipe.train.device)
         added = on_cuda and not asked
         console.say("verify", compared + (", with train.deterministic: true" if added else ""))
         with scratch_dir(f"{TMP_PREFIX}verify-", run.checkpoints) as place:
             with console.doing("training without a break"):
                 whole = _Trained(loaded, place / "whole", console, own_process, run.path)
-                whole.train(start.resume, 2 * steps, last)
+                whole.train(start, 2 * steps, last)
             with console.doing("training up to the break"):
                 broken = _Trained(loaded, place / "broken", console, own_process, whole.path)
-                broken.train(start.resume, steps, last - steps)
+                broken.train(start, steps, last - steps)
             with console.doing("training after the break"):
                 broken.train("must", steps, last)
             hint = _hint(on_cuda or asked)
-            return _compared(run.path, start.step, whole.result(), broken.result(), hint)
+            return _compared(run.path, first, whole, broken, hint)
 
 
 def is_made_deterministic(device: str) -> bool:
@@ -101,12 +94,11 @@ def _hint(is_deterministic: bool) -> str:
     """What may cause a difference; kernels only where they were not the deterministic ones."""
     if is_deterministic:
         return "code of your own that keeps state (a method, an optimizer, a schedule)?"
-    return (
-        "code of your own that keeps state, or kernels that are not deterministic? try train.deterministic: true"
-    )
+    return "code of your own that keeps state, or kernels that are not deterministic? try train.deterministic: true"
 
 
-def _start(run: RunDir, steps: int, console: Console) -> _Start:
+def _start(run: RunDir, steps: int, console: Console) -> tuple[int, Resume]:
+    """Where the compared steps begin, after which one: a checkpoint, or the run's beginning."""
     record = run.read_record()
     assert record is not None
     total = max((int(entry["total_steps"]) for entry in record["launches"] if entry.get("total_steps")), default=0)
@@ -118,21 +110,13 @@ def _start(run: RunDir, steps: int, console: Console) -> _Start:
             console.warn(f"{path} is not used: {error.message}")
             continue
         if resets_of(found.state) == resets_of(record) and found.step + 2 * steps <= total:
-            return _Start(found.step, path)
+            return found.step, path
     if origin is not None or 2 * steps > total or resets_of(record):
         raise RecipeError(
             f"{run.path}: fewer than {2 * steps} steps are left to compare after every checkpoint and from the start",
             hint="ask for fewer: --steps 1",
         )
-    return _Start(0, "never")
-
-
-@dataclass(frozen=True)
-class _TrainedSteps:
-    """What a run left: its lines without what the clock said, and its last checkpoint."""
-
-    lines: list[dict[str, Any]]
-    checkpoint: CheckpointInfo
+    return 0, "never"
 
 
 class _Trained:
@@ -162,27 +146,31 @@ class _Trained:
         if result.step != last:
             raise KeyboardInterrupt
 
-    def result(self) -> _TrainedSteps:
-        """What it left."""
+    @cached_property
+    def lines(self) -> list[dict[str, Any]]:
+        """Those that it left, without what the clock said."""
+        lines = [json.loads(line) for line in (self.path / METRICS).read_text().splitlines()]
+        return [{key: value for key, value in line.items() if key not in CLOCKED} for line in lines]
+
+    @cached_property
+    def checkpoint(self) -> CheckpointInfo:
+        """The last one that it left."""
         found = newest(self.path / CHECKPOINTS)
         assert found is not None
-        lines = [json.loads(line) for line in (self.path / METRICS).read_text().splitlines()]
-        determined = [{key: value for key, value in line.items() if key not in CLOCKED} for line in lines]
-        return _TrainedSteps(determined, found)
+        return found
 
 
-def _compared(run_dir: Path, first: int, whole: _TrainedSteps, broken: _TrainedSteps, hint: str) -> ResumeProof:
+def _compared(run_dir: Path, first: int, whole: _Trained, broken: _Trained, hint: str) -> ResumeProof:
     difference = next(_differences(whole, broken), None)
     if difference is not None:
         raise VerificationError(
-            f"{run_dir}: steps with a stop between them are not the steps without: {difference}",
-            hint=hint,
+            f"{run_dir}: steps with a stop between them are not the steps without: {difference}", hint=hint
         )
     info = whole.checkpoint
     return ResumeProof(run_dir, first, len(whole.lines), len(info.index()), content_sha256(info))
 
 
-def _differences(whole: _TrainedSteps, broken: _TrainedSteps) -> Iterator[str]:
+def _differences(whole: _Trained, broken: _Trained) -> Iterator[str]:
     """In words: of the log, then of the JSON state, then of tensors, each in its order."""
     if len(whole.lines) != len(broken.lines):
         yield f"{counted(len(whole.lines), 'line')} in the log, {len(broken.lines)} with a stop"

@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 from tuner import __version__
 from tuner.config.recipe import Ending, NotifySection
 from tuner.config.value_types import address_problem
-from tuner.errors import DivergedError, ExitCode, TunerError
+from tuner.errors import DivergedError, ExitCode, TunerError, as_tuner_error
 from tuner.run.options import RunResult
-from tuner.rundir.directory import RunDir
+from tuner.run.status import launches_of
 from tuner.runtime.console import Console
 
 SCHEMA_VERSION = 1
@@ -33,8 +33,8 @@ class Webhook:
 
     def __init__(self, section: NotifySection, address: str, run_dir: Path, name: str | None, console: Console) -> None:
         self._section, self._address, self._console = section, address, console
-        self._run, self._name = RunDir(run_dir), name or run_dir.name
-        self._launches = len(_launches(self._run))
+        self._run_dir, self._name = run_dir, name or run_dir.name
+        self._launches = len(launches_of(self._run_dir))
         self._started = time.monotonic()
         self._result: RunResult | None = None
 
@@ -54,18 +54,21 @@ class Webhook:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if address_problem(self._address) is not None:
             return
-        if error is None and (self._result is None or len(_launches(self._run)) == self._launches):
+        if error is None and (self._result is None or len(launches_of(self._run_dir)) == self._launches):
             return  # a run that was finished already: nothing has happened
-        ending = _ending(error, self._result)
+        known = None if error is None else as_tuner_error(error)
+        if known is not None and isinstance(error, KeyboardInterrupt):
+            known.exit_code = ExitCode.INTERRUPTED
+        ending = _ending(known, self._result)
         if ending in self._section.events:
-            message = self._message(ending, error)
+            message = self._message(ending, known)
             if (said := posted(self._address, message, self._section.timeout.seconds)) is not None:
                 host = urlsplit(self._address).hostname
                 self._console.warn(f"notify: {host} did not take the message ({ending}): {said}")
 
-    def _message(self, ending: Ending, error: BaseException | None) -> dict[str, Any]:
+    def _message(self, ending: Ending, error: TunerError | None) -> dict[str, Any]:
         """The document that is sent; ``text`` is what chats show."""
-        launches = _launches(self._run)
+        launches = launches_of(self._run_dir)
         last: Mapping[str, Any] = launches[-1] if len(launches) > self._launches else {}
         result = self._result
         metrics: Mapping[str, Any] = {} if result is None else result.metrics
@@ -78,7 +81,7 @@ class Webhook:
             "text": f"{self._name} {ending}{at}" + (f": {why}" if why else ""),
             "event": ending,
             "run": self._name,
-            "run_dir": str(self._run.path),
+            "run_dir": str(self._run_dir),
             "host": socket.gethostname(),
             "step": step,
             "total_steps": total,
@@ -86,9 +89,9 @@ class Webhook:
             "loss": metrics.get("loss"),
             "eval_loss": metrics.get("eval_loss"),
             "seconds": round(time.monotonic() - self._started, 1),
-            "exit_code": _exit_code(ending, error),
+            "exit_code": int(_EXIT_CODES[ending] if error is None else error.exit_code),
             "why": why,
-            "hint": error.hint if isinstance(error, TunerError) else None,
+            "hint": None if error is None else error.hint,
             "tuner": __version__,
         }
 
@@ -137,42 +140,20 @@ def _no_answer(seconds: float) -> str:
     return f"no answer in {seconds:g} s"
 
 
-def _ending(error: BaseException | None, result: RunResult | None) -> Ending:
-    if isinstance(error, DivergedError):
-        return "diverged"
-    if isinstance(error, KeyboardInterrupt) or (isinstance(error, TunerError) and error.exit_code in _STOPS):
-        return "stopped"
-    if error is not None or result is None:
-        return "failed"
-    return "finished" if result.status == "finished" else "stopped"
-
-
+_EXIT_CODES: dict[Ending, ExitCode] = {"finished": ExitCode.OK, "stopped": ExitCode.STOPPED}
+"""Of endings without an error."""
 _STOPS = frozenset({ExitCode.STOPPED, ExitCode.INTERRUPTED})
 
 
-def _exit_code(ending: Ending, error: BaseException | None) -> int:
-    """With which code the command ends."""
-    if isinstance(error, TunerError):
-        return int(error.exit_code)
-    if isinstance(error, KeyboardInterrupt):
-        return int(ExitCode.INTERRUPTED)
-    if error is not None:
-        return int(ExitCode.BUG)
-    return int(ExitCode.OK if ending == "finished" else ExitCode.STOPPED)
+def _ending(error: TunerError | None, result: RunResult | None) -> Ending:
+    if isinstance(error, DivergedError):
+        return "diverged"
+    if error is not None or result is None:
+        return "stopped" if error is not None and error.exit_code in _STOPS else "failed"
+    return "finished" if result.status == "finished" else "stopped"
 
 
-def _line(error: BaseException) -> str:
+def _line(error: TunerError) -> str:
     """An error's first line, without passwords of URLs."""
-    text = error.message if isinstance(error, TunerError) else f"{type(error).__name__}: {error}"
-    first = next(iter(text.strip().splitlines()), type(error).__name__)
-    first = _USER_OF_URL.sub("***", first)
+    first = _USER_OF_URL.sub("***", next(iter(error.message.strip().splitlines()), type(error).__name__))
     return first if len(first) <= MOST_CHARACTERS else first[:MOST_CHARACTERS] + "…"
-
-
-def _launches(run: RunDir) -> list[Mapping[str, Any]]:
-    """The launches of a run as its record has them; none where it cannot be read."""
-    try:
-        record = run.read_record()
-    except TunerError:
-        return []
-    return list(record.get("launches", ())) if record is not None else []

@@ -5,6 +5,7 @@ from pathlib import Path
 from tuner.errors import RecipeError
 from tuner.rundir.last_checkpoint import last_step
 from tuner.rundir.layout import CHECKPOINTS, EXPORTS, export_dir
+from tuner.rundir.model_path import is_run_path, readable_record, way_to_save
 from tuner.runtime.files import typed_path
 
 KEY = "model.name_or_path"
@@ -19,8 +20,6 @@ def require_base_model(name: str, where: str) -> None:
     path = Path(name)
     if not path.is_dir() or (path / "config.json").is_file():
         return
-    from tuner.rundir.model_path import is_run_path
-
     if is_run_path(path):
         raise _is_a_run(path, where)
     if (path / "adapter_config.json").is_file():
@@ -32,8 +31,6 @@ def require_base_model(name: str, where: str) -> None:
 
 
 def _is_a_run(path: Path, where: str) -> RecipeError:
-    from tuner.rundir.model_path import readable_record, way_to_save
-
     is_checkpoint = path.parent.name == CHECKPOINTS
     run_dir = path.parent.parent if is_checkpoint else path
     record = readable_record(run_dir)

@@ -10,17 +10,7 @@ from typing import Any
 from tuner.checkpoint.manifest import read_manifest, step_dirs
 from tuner.config.load import LoadedRecipe, load_recipe
 from tuner.errors import DataError, RecipeError
-from tuner.rundir.layout import (
-    CHECKPOINTS,
-    LAUNCHES,
-    LOGS,
-    MODEL_CONFIG,
-    RECIPE,
-    RECORD,
-    RESOLVED_RECIPE,
-    SOURCE_DIFF,
-    TOKENIZER,
-)
+from tuner.rundir import layout
 from tuner.rundir.links import require_no_links
 from tuner.rundir.run_json import SCHEMA, other_contents, read_record, record_is_gone, utc_now
 from tuner.runtime.environment import command_line, environment, versions
@@ -37,22 +27,22 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         """Committed checkpoints, `step-N` each."""
-        return self.path / CHECKPOINTS
+        return self.path / layout.CHECKPOINTS
 
     @property
     def logs(self) -> Path:
         """`rankN.log` of each process: its messages, with the time."""
-        return self.path / LOGS
+        return self.path / layout.LOGS
 
     @property
     def record(self) -> Path:
         """`run.json`: status, and of each launch its start and end, command, environment, versions and source trees."""
-        return self.path / RECORD
+        return self.path / layout.RECORD
 
     @property
     def resolved_recipe(self) -> Path:
         """The recipe without `auto`, with absolute paths."""
-        return self.path / RESOLVED_RECIPE
+        return self.path / layout.RESOLVED_RECIPE
 
     def read_record(self) -> dict[str, Any] | None:
         """The run's record, or what its checkpoints say where it is missing; None where no run has started.
@@ -93,8 +83,8 @@ class RunDir:
         return [path for directory in self._written_to() for path in unfinished(directory)]
 
     def _written_to(self) -> list[Path]:
-        launches = sorted((self.path / LAUNCHES).glob("*"))
-        return [self.path, self.checkpoints, self.path / TOKENIZER, self.path / MODEL_CONFIG, *launches]
+        launches = sorted((self.path / layout.LAUNCHES).glob("*"))
+        return [self.path, self.checkpoints, self.path / layout.TOKENIZER, self.path / layout.MODEL_CONFIG, *launches]
 
     def recipe(self, record: Mapping[str, Any] | None) -> LoadedRecipe | None:
         """The recipe that its next launch resumes with; None where none was written down yet.
@@ -167,12 +157,7 @@ class RunDir:
         self, record: dict[str, Any], status: str, step: int, saved_step: int | None, why: str | None
     ) -> None:
         record["status"] = status
-        record["launches"][-1] |= {
-            "status": status,
-            "step": step,
-            "saved_step": saved_step,
-            "why": why,
-        }
+        record["launches"][-1] |= {"status": status, "step": step, "saved_step": saved_step, "why": why}
         write_json(self.record, record)
 
     def _keep_source(self, work_dirs: Sequence[Path], launch: int) -> dict[str, Any] | None:
@@ -183,12 +168,12 @@ class RunDir:
             return None
         kept: str | None = None
         if tree.diff:
-            kept = f"{LAUNCHES}/{launch}/{SOURCE_DIFF}"
+            kept = f"{layout.LAUNCHES}/{launch}/{layout.SOURCE_DIFF}"
             (self.path / kept).parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self.path / kept, tree.diff, 0o600)  # it may hold what was not meant to be shared
         return {**tree.facts(), "diff": kept}
 
     def write_recipe(self, text: str, resolved: str) -> None:
         """Keep the recipe as given and as resolved."""
-        write_atomic(self.path / RECIPE, text.encode())
+        write_atomic(self.path / layout.RECIPE, text.encode())
         write_atomic(self.resolved_recipe, resolved.encode())

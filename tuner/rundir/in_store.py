@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Literal
 
 from tuner.checkpoint.manifest import STEP, step_name
 from tuner.errors import MachineError, RecipeError
-from tuner.rundir.layout import CHECKPOINTS, EXPORTS, LOCK, STOP
+from tuner.rundir.layout import CHECKPOINTS, EXPORTS, LATEST, LOCK, LOGS, STOP
 from tuner.rundir.model_path import Which
 from tuner.rundir.run_json import hold, is_run
-from tuner.runtime.lock import FileLock
+from tuner.runtime.lock import FileLock, is_locked
 from tuner.stages import shown, url_of
 
 if TYPE_CHECKING:
@@ -48,10 +48,25 @@ def bring(path: Path, say: Say, extent: Extent = "all", which: Which = "newest")
         if not place.is_dir():
             message = f"{directory.url}: a launch on this machine has not ended, whose stage was removed"
             raise MachineError(message, hint="wait until its processes are gone, and run the same command again")
-        if directory.set_aside is not None:
-            say("store", f"what {directory.url} does not have of its stage is in {directory.set_aside}")
+        if (said := _set_aside(directory)) is not None:
+            say("store", said)
         return True
     return False
+
+
+def bring_exactly(path: Path) -> str | None:
+    """Make a run's stage what its store has, however new it is, on a machine where another one's stage decides.
+
+    Its own logs stay. Returns what is to be said of what was set aside. Raises MachineError.
+    """
+    directory = opened(path)
+    directory.fetch(path, exact_but=LOGS)
+    return _set_aside(directory)
+
+
+def _set_aside(directory: StoreDirectory) -> str | None:
+    at = directory.set_aside
+    return None if at is None else f"what {directory.url} does not have of its stage is in {at}"
 
 
 def bring_inputs(inputs: Mapping[str, Sequence[Path]], say: Say) -> None:
@@ -73,17 +88,27 @@ def bring_inputs(inputs: Mapping[str, Sequence[Path]], say: Say) -> None:
 def publish(path: Path) -> None:
     """Publish a stage, of a run or an export, as its store's newest commit, where anything in it differs.
 
-    Nothing of a path that is no stage. Raises MachineError, by which nothing in the stage is lost.
+    An export that lies in its run is published there, next to what the store has of the run; by its launch, where the
+    run is in use. Nothing of a path that is no stage. Raises MachineError, by which nothing in the stage is lost.
     """
     if url_of(path) is None:
         return
-    directory = opened(path)
+    of_run = path.parent.name == EXPORTS and is_run(path.parent.parent)
+    place = path.parent.parent if of_run else path
+    if of_run and is_locked(place / LOCK):
+        return
+    directory, inside = opened(place), [""]
+    if of_run and (commit := directory.newest()) is not None:  # else none of the run is there yet
+        inside = [f"{EXPORTS}/{path.name}/"]
+        if max(_steps(commit.files, EXPORTS), default=0) <= max(_steps(inside, EXPORTS), default=-1):
+            inside.append(f"{EXPORTS}/{LATEST}")
     beside = path.with_name(f".{path.name}.publishing")  # an export's own names are its own
-    with hold(path) if is_run(path) else FileLock(beside, wait=False):
-        if directory.differs(path):
-            with directory.lease(path, lock_is_free=True):
-                directory.require_based(path)
-                directory.publish(directory.snapshot(path, {}))
+    with hold(place) if is_run(place) else FileLock(beside, wait=False):
+        if directory.differs(place, tuple(inside)):
+            with directory.lease(place, lock_is_free=True):
+                if "" in inside:
+                    directory.require_based(place)
+                directory.publish(directory.snapshot(place, {}, tuple(inside)))
 
 
 def not_published(path: Path, error: MachineError) -> MachineError:
@@ -107,12 +132,16 @@ def _meant(files: Iterable[str], inside: Path, extent: Extent, which: Which) -> 
     if extent == "all" or (extent == "model" and which == "best" and not is_part):
         return None
     files = list(files)
-    steps = [int(step[1]) for name in files if (step := STEP.fullmatch(name.split("/")[1] if "/" in name else ""))]
     if not any(name.startswith(f"{CHECKPOINTS}/") for name in files):
         return None
-    newest = max(steps, default=0) if which == "newest" else which
+    newest = max(_steps(files, CHECKPOINTS), default=0) if which == "newest" else which
     chosen = str(inside) if is_part else f"{CHECKPOINTS}/{step_name(int(newest))}" if extent == "model" else None
     left = (f"{CHECKPOINTS}/", f"{EXPORTS}/")
     return frozenset(
         name for name in files if not name.startswith(left) or (chosen is not None and name.startswith(f"{chosen}/"))
     )
+
+
+def _steps(names: Iterable[str], top: str) -> list[int]:
+    """The steps whose checkpoints or exports, below `top`, any of a run's files are of."""
+    return [int(found[1]) for name in names if (found := STEP.match(name.partition(f"{top}/")[2]))]

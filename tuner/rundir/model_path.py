@@ -129,7 +129,7 @@ def _last(run_dir: Path, warn: Warn, shards: bool) -> CheckpointInfo:
     checkpoints, record = run_dir / CHECKPOINTS, readable_record(run_dir, warn)
     last = last_step(checkpoints, record)
     if last is None:
-        raise _never_saved(run_dir, record)
+        raise DataError(f"{run_dir}: the run has no checkpoint", hint=way_to_save(run_dir, record))
     problems: dict[int, str] = {last: gone(checkpoints, last)}
     for step, path in step_dirs(checkpoints):
         if step < last:
@@ -145,8 +145,7 @@ def _last(run_dir: Path, warn: Warn, shards: bool) -> CheckpointInfo:
         _tell_unfinished(run_dir, record, found, warn)
         return found
     raise DataError(
-        f"{run_dir}: its last checkpoint is not whole: {problems[last]}",
-        hint=_remedies(checkpoints / step_name(last)),
+        f"{run_dir}: its last checkpoint is not whole: {problems[last]}", hint=_remedies(checkpoints / step_name(last))
     )
 
 
@@ -171,13 +170,9 @@ def _tell_unfinished(run_dir: Path, record: Mapping[str, Any] | None, found: Che
         warn(f"{run_dir}: its newest checkpoint is that of step {found.step}{of}, before the end of the run")
 
 
-def _never_saved(run_dir: Path, record: Mapping[str, Any] | None) -> DataError:
-    return DataError(f"{run_dir}: the run has no checkpoint", hint=way_to_save(run_dir, record))
-
-
 def way_to_save(run_dir: Path, record: Mapping[str, Any] | None) -> str:
     """What gives a run without a checkpoint its first one, by its record."""
-    from tuner.rundir.directory import RunDir
+    from tuner.rundir.directory import RunDir  # which loads the recipe: help of commands that take a path does without
 
     is_finished = record is not None and record.get("status") == "finished"  # with checkpoint.at_end: false
     if not RunDir(run_dir).keeps_recipe(record):

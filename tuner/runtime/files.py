@@ -239,9 +239,10 @@ def sha256_file(path: Path) -> str:
 
 
 def publish_dir(tmp: Path, final: Path) -> None:
-    """Commit directory `tmp` under the name `final`: flush every file and directory in it, rename, flush the parent.
+    """Commit `tmp` under the name `final`: flush every file and directory in it, rename, flush the parent.
 
-    `final` must not exist. Raises MachineError; before the rename nothing named `final` is there.
+    A file by itself has to be flushed. `final` must not exist. Raises MachineError; before the rename nothing named
+    `final` is there.
     """
     if os.path.lexists(final):
         raise MachineError(f"{final}: exists already")

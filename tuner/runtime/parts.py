@@ -78,6 +78,12 @@ class TensorPart:
     boxes: tuple[Box, ...]
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a tensor, through which gradients go; all of one that does not lie over processes."""
+    own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return own
+
+
 def part_of(tensor: DTensor) -> TensorPart:
     """What this process has of a tensor. Raises ValueError for one that is a sum over processes."""
     mesh = tensor.device_mesh

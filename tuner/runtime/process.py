@@ -75,10 +75,7 @@ def process_group(rank_info: RankInfo, device: str, timeout_s: float, alone: boo
     except (RuntimeError, ValueError, OSError) as error:
         if is_out_of_memory(error):
             raise
-        raise MachineError(
-            f"rank {rank_info.rank} of {rank_info.world_size} could not join the others: {_nccl_words(error) or error}",
-            hint="check MASTER_ADDR and MASTER_PORT, and that every process was started",
-        ) from error
+        raise _apart(rank_info, f"join the others: {_nccl_words(error) or error}") from error
     try:
         yield
     except BaseException as error:
@@ -94,6 +91,13 @@ def process_group(rank_info: RankInfo, device: str, timeout_s: float, alone: boo
             ) from error
         raise
     _leave()
+
+
+def _apart(rank_info: RankInfo, what: str) -> MachineError:
+    return MachineError(
+        f"rank {rank_info.rank} of {rank_info.world_size} could not {what}",
+        hint="check MASTER_ADDR and MASTER_PORT, and that every process was started",
+    )
 
 
 def device_index(rank_info: RankInfo) -> int:
@@ -140,10 +144,7 @@ def from_rank0(rank_info: RankInfo, timeout_s: float, name: str, work: Callable[
             store.set(key, work())
         answer: bytes = store.get(key)
     except (RuntimeError, ValueError, OSError) as error:
-        raise MachineError(
-            f"rank {rank_info.rank} of {rank_info.world_size} could not agree with the others: {error}",
-            hint="check MASTER_ADDR and MASTER_PORT, and that every process was started",
-        ) from error
+        raise _apart(rank_info, f"agree with the others: {error}") from error
     return answer.decode()
 
 

@@ -16,7 +16,7 @@ from tuner.errors import MachineError, RecipeError
 from tuner.runtime.dist import cores
 from tuner.runtime.environment import versions
 from tuner.runtime.files import scratch_dir
-from tuner.runtime.stop import SIGNALS
+from tuner.runtime.stop import SIGNALS, put_back
 
 ADDRESS = "RAY_ADDRESS"
 STORE_BYTES = 64 << 20
@@ -45,7 +45,7 @@ def joined(cpus: int | None = None) -> Iterator[Any]:
             f"{ADDRESS}={address}: the processes of a run cannot reach a client of Ray",
             hint="run the command on a machine of the cluster: ray job submit -- tuner ...",
         )
-    with _own_signals():
+    with _aside():
         for name, value in _QUIET.items():
             os.environ.setdefault(name, value)
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -57,8 +57,11 @@ def joined(cpus: int | None = None) -> Iterator[Any]:
         yield ray
         return
     with scratch_dir("tuner-ray-") as place:
-        started = {} if address else _of_this_machine(cpus or cores(), place)
-        with _own_signals(), _seeing_this_package(), _silent():
+        count = cpus or cores()
+        room = max(LEAST_STORE_BYTES, count * STORE_BYTES)
+        own = {"num_cpus": count, "object_store_memory": room, "include_dashboard": False, "_temp_dir": str(place)}
+        started = {} if address else own
+        with _aside():
             try:
                 ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **started)
             except (ConnectionError, RuntimeError, ValueError, OSError) as error:
@@ -100,50 +103,24 @@ def cannot_begin(said: str) -> MachineError:
     )
 
 
-def _of_this_machine(cpus: int, place: Path) -> dict[str, Any]:
-    """What a cluster that is started here is given."""
-    return {
-        "num_cpus": cpus,
-        "object_store_memory": max(LEAST_STORE_BYTES, cpus * STORE_BYTES),
-        "include_dashboard": False,
-        "_temp_dir": str(place),
-    }
-
-
 @contextmanager
-def _seeing_this_package() -> Iterator[None]:
-    """Processes that are started in the block import this very package."""
-    before = os.environ.get("PYTHONPATH")
-    package = str(Path(__file__).resolve().parents[2])
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [package, before]))
-    try:
-        yield
-    finally:
-        os.environ.pop("PYTHONPATH")
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """What Ray's libraries write in the block, such as each attempt to connect, goes nowhere."""
-    kept = os.dup(2)
+def _aside() -> Iterator[None]:
+    """For what Ray does to a process as it is imported and started: its libraries write nothing in the block, such as
+    each attempt to connect, what it starts imports this very package, and handlers of signals that it sets are taken
+    back: it would end the process by an exception.
+    """
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    path, stderr = os.environ.get("PYTHONPATH"), os.dup(2)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), path]))
     try:
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-
-
-@contextmanager
-def _own_signals() -> Iterator[None]:
-    """Handlers that Ray sets in the block are taken back: it would end the process by an exception."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.environ.pop("PYTHONPATH")
+        if path is not None:
+            os.environ["PYTHONPATH"] = path
         if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            put_back(handlers)

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -32,6 +32,12 @@ COUNTED_ABOVE = "TUNER_SIGNALS_COUNTED_ABOVE"
 def is_ignored(number: signal.Signals) -> bool:
     """Whether this process was started to ignore a signal, or does so now."""
     return signal.getsignal(number) is signal.SIG_IGN
+
+
+def put_back(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Install handlers again; None stands for one that was not installed from Python, and cannot be."""
+    for number, handler in handlers.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class StopSignals:
@@ -83,10 +89,8 @@ class StopSignals:
         return self
 
     def __exit__(self, *error: object) -> None:
-        while self._old:
-            number, handler = self._old.popitem()
-            # None stands for a handler that was not installed from Python and cannot be put back.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        put_back(self._old)
+        self._old = {}
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -136,8 +140,7 @@ def heeded() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        put_back(before)
         _heeding = 0
 
 

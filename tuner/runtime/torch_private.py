@@ -188,8 +188,6 @@ def scaled_product(
 
 def varlen_backward() -> Callable[..., Any] | None:
     """The backward pass of torch's flash attention over documents; without the name its own autograd differentiates."""
-    import torch.nn.attention.varlen  # which registers the operation
-
     found: Callable[..., Any] | None = getattr(torch.ops.torch_attn, "_varlen_attn_backward", None)
     return found
 

@@ -42,7 +42,7 @@ def build_runnable(resolved: Resolved, make: Callable[[Resolved], Assembly], con
         with console.doing("loading model"):
             assembly = make(resolved)
         key, compiles = _chosen(resolved), resolved.compiles
-        if not _everywhere(key is not None):
+        if any_rank(key is None, gloo_group()):
             if compiles:
                 console.say("compile", f"the first step is spent {COMPILING}")
             return assembly
@@ -56,11 +56,6 @@ def build_runnable(resolved: Resolved, make: Callable[[Resolved], Assembly], con
         _let_go()
         console.warn(f"{key}: auto: {problem}; the run continues without, slower and with more memory")
         resolved = _without(resolved, key, problem)
-
-
-def _everywhere(flag: bool) -> bool:
-    """Whether ``flag`` is true on all ranks. Collective."""
-    return not any_rank(not flag, gloo_group())
 
 
 def _chosen(resolved: Resolved) -> str | None:

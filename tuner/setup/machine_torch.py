@@ -15,6 +15,7 @@ from tuner.runtime.device import TO_COMPILE, VOLTA, DeviceFacts, compiler_proble
 from tuner.runtime.dist import cores
 from tuner.runtime.files import scratch_dir
 from tuner.setup.machine_check import Check, Status, gib
+from tuner.setup.machine_cuda import examine_cuda
 
 
 def _device() -> Iterator[Check]:
@@ -125,8 +126,6 @@ def _compilers() -> Iterator[Check]:
 
 def _kernels() -> Iterator[Check]:
     if torch.cuda.is_available():
-        from tuner.setup.machine_cuda import examine_cuda
-
         yield from examine_cuda()
     elif (problem := native_problem()) is None:
         yield Check("kernels", "ok", "native: those in C are built and loaded")

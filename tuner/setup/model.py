@@ -194,9 +194,7 @@ class _Inspected:
 
     facts: WeightFacts
 
-    def __init__(
-        self, resolved: Resolved, initial: "Initial | None", unread: "UnreadWeights | None" = None
-    ) -> None:
+    def __init__(self, resolved: Resolved, initial: "Initial | None", unread: "UnreadWeights | None" = None) -> None:
         self._resolved, self._initial, self._unread = resolved, initial, unread
 
     def note(self, root: CausalLM) -> None:

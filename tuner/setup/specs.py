@@ -5,7 +5,7 @@ import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -14,10 +14,10 @@ from tuner.config import recipe as config
 from tuner.config.duration import Duration
 from tuner.config.methods import head_of
 from tuner.config.optimizers import Optimizer
-from tuner.config.recipe import LowRankAdapter, ParallelSection, PeftAdapter, Recipe
+from tuner.config.recipe import ParallelSection, Recipe
 from tuner.model.build import meta_model
 from tuner.model.documents import Padding
-from tuner.model.trainable import TrainableSpec
+from tuner.model.trainable import TrainableSpec, spec_of
 from tuner.parallel.assemble import AssemblySpec, Kernels, Recompute
 from tuner.parallel.mesh import Mesh, MeshSpec
 from tuner.runtime.dist import RankInfo
@@ -25,10 +25,6 @@ from tuner.runtime.process import process_group
 from tuner.setup.resolve import Resolved, quantize_of
 from tuner.setup.settled import changed, rows_at_once
 from tuner.train.step import StepConfig
-
-if TYPE_CHECKING:
-    from tuner.model.adapter import LoraSpec
-    from tuner.model.peft_kinds import PeftSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -167,29 +163,7 @@ def teacher_spec(taught: Resolved) -> AssemblySpec:
 
 def trainable_of(recipe: Recipe, new_ids: range) -> TrainableSpec:
     """Which parameters a recipe trains; ``new_ids`` are those of the tokens that it adds."""
-    spec = _adapter_spec(recipe.adapter)
-    return TrainableSpec(spec, recipe.model.freeze, new_ids, recipe.model.init == "random")
-
-
-def _adapter_spec(adapter: config.Adapter) -> "LoraSpec | PeftSpec | None":
-    if isinstance(adapter, PeftAdapter):
-        from tuner.model.peft_kinds import PeftSpec
-
-        return PeftSpec(adapter.config, adapter.moves_base)
-    if not isinstance(adapter, LowRankAdapter):
-        return None
-    from tuner.model.adapter import LoraSpec
-
-    return LoraSpec(
-        adapter.r,
-        adapter.alpha,
-        adapter.dropout,
-        adapter.target_modules,
-        adapter.use_rslora,
-        adapter.kind == "dora",
-        adapter.modules_to_save,
-        adapter.experts,
-    )
+    return TrainableSpec(spec_of(recipe.adapter), recipe.model.freeze, new_ids, recipe.model.init == "random")
 
 
 def meta_model_of(resolved: Resolved, dtype: torch.dtype | None = None) -> PreTrainedModel:

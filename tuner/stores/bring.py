@@ -4,7 +4,7 @@ import glob
 import os
 import secrets
 from collections.abc import Callable, Collection
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from tuner.runtime import files
 from tuner.stores.client import Client
@@ -15,26 +15,24 @@ from tuner.stores.stage import StageState, entries, safe_link
 
 def wholes(names: Collection[str]) -> dict[str, str]:
     """Name -> the outermost directory with a manifest above it, which is whole or absent: a checkpoint."""
-    paths = map(PurePosixPath, names)
-    roots = {str(path.parent) for path in paths if path.name == files.MANIFEST_NAME} - {"."}
-    found = {}
-    for name in names:
-        above = [str(parent) for parent in PurePosixPath(name).parents if str(parent) in roots]
-        if above:
-            found[name] = above[-1]
-    return found
+    manifest = f"/{files.MANIFEST_NAME}"
+    roots = sorted((name.removesuffix(manifest) for name in names if name.endswith(manifest)), reverse=True)
+    return {name: root for root in roots for name in names if name.startswith(f"{root}/")}  # the outermost comes last
 
 
 class Bringing:
-    """A stage on its way to a commit. `local` names at its top are left alone; `only` as in a fetch."""
+    """A stage on its way to a commit. `local` names at its top are left alone; `only` and `spared` as in a fetch."""
 
-    def __init__(self, stage: Path, commit: Commit, state: StageState, local: Collection[str] = ()) -> None:
+    def __init__(
+        self, stage: Path, commit: Commit, state: StageState, local: Collection[str] = (), spared: str | None = None
+    ) -> None:
         self.stage = stage
         self.commit = commit
         self.state = state
         self.aside: Path | None = None
         """Where files went that were changed here and are not of the commit."""
         self._local = local
+        self._spared = spared
         self._whole = wholes(commit.files.keys())
         self._changed: set[str] = set()
 
@@ -48,6 +46,7 @@ class Bringing:
             self._changed = {name for name, status in found if self.state.known(name, status) is None}
         differing = {name for name in names if not self._is_same(name)}
         roots = {self._whole[name] for name in differing if name in self._whole}
+        differing |= {name for name, root in self._whole.items() if root in roots}
         self.state.commit_id = None
         with files.machine_errors(self.stage):
             files.make_dirs(self.stage)
@@ -56,13 +55,13 @@ class Bringing:
         for leftover in self.stage.parent.glob(f"{glob.escape(prefix)}*"):
             files.discard_dir(leftover)
         with files.machine_errors(self.stage), files.scratch_dir(prefix, self.stage.parent) as scratch:
-            self._fill(client, scratch, differing, roots)
+            self._fill(client, scratch, differing)
             if only is None:
                 self._clear()
             for root in sorted(roots):
                 files.make_dirs((target := self.stage / root).parent)
                 (files.replace_dir if target.is_dir() else files.publish_dir)(scratch / root, target)
-            for name in sorted(differing - {name for name, root in self._whole.items() if root in roots}):
+            for name in sorted(name for name in differing if self._whole.get(name) not in roots):
                 self._place(scratch / name, name)
         for name in differing:
             if self.commit.files[name].link is None:
@@ -76,24 +75,22 @@ class Bringing:
             return path.is_symlink() and os.readlink(path) == file.link
         return self.state.sha256(self.stage, name) == file.sha256
 
-    def _fill(self, client: Client, scratch: Path, differing: set[str], roots: set[str]) -> None:
-        """Everything that is to be placed, below `scratch`; what a directory shares with the one here is linked."""
+    def _fill(self, client: Client, scratch: Path, differing: set[str]) -> None:
+        """Everything that is to be placed, below `scratch`."""
         wanted: list[tuple[Path, StoredFile]] = []
-        for name in sorted(differing | {name for name, root in self._whole.items() if root in roots}):
+        for name in sorted(differing):
             path, file = files.inside(scratch, name), self.commit.files[name]
             path.parent.mkdir(parents=True, exist_ok=True)
             if file.link is not None:
                 os.symlink(safe_link(client.url, name, file.link), path)
-            elif name in differing:
-                wanted.append((path, file))
             else:
-                os.link(self.stage / name, path)
+                wanted.append((path, file))
         download(client, wanted)
 
     def _clear(self) -> None:
         """Remove what the commit does not have; what was changed here since it was known is set aside."""
         for name, _ in list(entries(self.stage, self._local)):
-            if name not in self.commit.files:
+            if name not in self.commit.files and name.split("/")[0] != self._spared:
                 if name in self._changed:
                     self._set_aside(name)
                 else:

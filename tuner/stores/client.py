@@ -63,15 +63,6 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
 """What the words of an error mean, in this order; in obstore's text they stand with the store's own answer."""
 
 
-def split(url: str) -> tuple[str, str, str]:
-    """Scheme, bucket and prefix of `s3://bucket/some/prefix`. Raises MachineError where it is no such URL."""
-    scheme, found, rest = url.partition("://")
-    bucket, _, prefix = rest.partition("/")
-    if not found or scheme not in SCHEMES or not bucket:
-        raise MachineError(f"{url}: not a directory in a store, which is s3://, gs:// or az://BUCKET/PREFIX")
-    return scheme, bucket, prefix.strip("/")
-
-
 @dataclass(frozen=True)
 class Client:
     """The objects below one URL, by keys relative to it. All methods raise MachineError with the URL and the cause."""
@@ -82,26 +73,22 @@ class Client:
 
     @staticmethod
     def connect(url: str) -> Client:
-        """The client of a URL; nothing is asked of the store yet."""
-        scheme, bucket, prefix = split(url)
+        """The client of a URL, as `stages.url_of` gives it; nothing is asked of the store yet."""
+        scheme, _, rest = url.partition("://")
+        bucket, _, prefix = rest.partition("/")
         try:
             import obstore.store
         except ModuleNotFoundError as error:
             missing = f"{url}: the library obstore is missing"
             raise MachineError(missing, hint="install it: pip install obstore") from error
         endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS[scheme])), "")
-        seconds = {"max_backoff": 5, "retry": RETRY_SECONDS, "timeout": REQUEST_SECONDS, "connect": CONNECT_SECONDS}
-        waits = {name: timedelta(seconds=number) for name, number in seconds.items()}
+        limits = {"timeout": timedelta(seconds=REQUEST_SECONDS), "connect_timeout": timedelta(seconds=CONNECT_SECONDS)}
+        waits = {"retry_timeout": timedelta(seconds=RETRY_SECONDS), "backoff": {"max_backoff": timedelta(seconds=5)}}
         settings: dict[str, Any] = {
-            "retry_config": {
-                "max_retries": 12, "retry_timeout": waits["retry"], "backoff": {"max_backoff": waits["max_backoff"]}
-            },
+            "retry_config": {"max_retries": 12, **waits},
             # An address that says http is meant as it is said: by the vendors' own tools, and so here.
-            "client_options": {
-                "timeout": waits["timeout"], "connect_timeout": waits["connect"],
-                "allow_http": endpoint.startswith("http:"),
-            },
-        }  # fmt: skip
+            "client_options": {**limits, "allow_http": endpoint.startswith("http:")},
+        }
         if scheme == "s3":
             settings |= {} if "AWS_CHECKSUM_ALGORITHM" in os.environ else {"checksum_algorithm": "sha256"}
         if scheme == "gs" and endpoint:

@@ -49,14 +49,14 @@ class Commit:
     note: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def key(self) -> str:
-        """Where its listing lies."""
-        return commit_key(self.number)
-
-    @property
     def data(self) -> set[str]:
         """The keys of all objects that hold its files."""
         return {key for file in self.files.values() for key, _, _ in file.parts()}
+
+    @property
+    def contents(self) -> dict[str, StoredFile]:
+        """Its files by their SHA-256."""
+        return {file.sha256: file for file in self.files.values() if file.link is None}
 
     def document(self) -> bytes:
         """The listing, with the SHA-256 of itself without that line."""

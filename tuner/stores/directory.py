@@ -31,6 +31,8 @@ from tuner.stores.upload import SNAPSHOT_BYTES, StageSnapshot, open_file, upload
 KEPT_COMMITS = 2
 """The newest and the one before it, which a reader may be in the middle of."""
 ATTEMPTS = 5
+_NOTHING = Commit(0, "", "", {})
+"""What stands for the commit of a directory that has none."""
 
 
 class StoreDirectory:
@@ -50,7 +52,8 @@ class StoreDirectory:
         self._last: Commit | None = None
         """Under the lease: the commit that the next one follows."""
         self._snapshots: WeakSet[StageSnapshot] = WeakSet()
-        self._mutex = threading.RLock()
+        self._mutex = threading.Lock()
+        """Of the snapshots, which one thread takes while another publishes: it never waits for the store."""
 
     @classmethod
     def open(cls, url: str, local: Collection[str] = ()) -> StoreDirectory:
@@ -62,7 +65,9 @@ class StoreDirectory:
         commit = self._head()
         return commit if commit is not None and commit.files else None
 
-    def fetch(self, into: Path, only: Callable[[str], bool] | None = None) -> Commit | None:
+    def fetch(
+        self, into: Path, only: Callable[[str], bool] | None = None, exact_but: str | None = None
+    ) -> Commit | None:
         """Bring the stage `into` to the newest commit, which is returned; None where nothing is published.
 
         Where the stage is based on that commit already it is left as it is: it may be newer. Otherwise the store wins:
@@ -70,19 +75,22 @@ class StoreDirectory:
         it came from the store or went there is moved to :attr:`set_aside`. With `only` just the files (and every
         checkpoint with such a file) are brought of whose name it is true, and nothing else is touched. A directory with
         a manifest appears by one rename. A stage that a living writer of this machine has is his, and left as it is.
+
+        With `exact_but` the store wins in any case, also one without a commit: that name at the stage's top alone keeps
+        what the store does not have.
         """
         with machine_errors(into):
             make_dirs(into.parent)
         self.set_aside, gone = None, GoneError("")
         with FileLock(state_path(into).with_suffix(".lock")):
             for _ in range(ATTEMPTS):
-                commit = self.newest()
+                commit = self.newest() or (None if exact_but is None else _NOTHING)
                 if commit is None or (self._lease is None and lives_here(read_lease(self._client), into)):
                     return commit
                 state = StageState.read(into)
-                if state.commit_id == commit.commit_id:
+                if state.commit_id == commit.commit_id and exact_but is None:
                     return commit
-                bringing = Bringing(into, commit, state, self._local)
+                bringing = Bringing(into, commit, state, self._local, exact_but)
                 try:
                     bringing.bring(self._client, only)
                     return commit
@@ -101,20 +109,23 @@ class StoreDirectory:
         self._lease = Lease(self._client, stage, lock_is_free, on_wait, self._fence)
         return self._lease
 
-    def snapshot(self, directory: Path, note: Mapping[str, Any]) -> StageSnapshot:
+    def snapshot(self, directory: Path, note: Mapping[str, Any], inside: tuple[str, ...] = ("",)) -> StageSnapshot:
         """The directory as it is now, for a later :meth:`publish`; what changed is opened or read, nothing is sent.
 
         After it a file may be appended to, replaced or removed. `note` goes into the commit. Files that are to be
-        uploaded take a descriptor each, but the small ones.
+        uploaded take a descriptor each, but the small ones. Names that begin with none of `inside` stay as the store
+        has them.
         """
         with self._mutex:
-            stored = dict(self._last.files) if self._last is not None else {}
-            taken, room = StageSnapshot(directory, note), SNAPSHOT_BYTES
+            last = self._last or _NOTHING
+            taken, room = StageSnapshot(directory, note, inside, last.data), SNAPSHOT_BYTES
             self._snapshots.add(taken)
+        stored = last.files
+        taken.kept |= {name: file for name, file in stored.items() if not name.startswith(inside)}
         state = StageState.read(directory)
-        contents = {file.sha256: file for file in stored.values() if file.link is None}
+        contents = last.contents
         try:
-            for name, status in entries(directory, self._local):
+            for name, status in entries(directory, self._local, inside):
                 if (directory / name).is_symlink():
                     target = safe_link(str(directory), name, os.readlink(directory / name))
                     taken.kept[name] = StoredFile("", 0, "", 1, target)
@@ -136,24 +147,26 @@ class StoreDirectory:
         Raises MachineError: the store then has no such commit, or has it and the answer was lost, which the next one
         finds out. After a commit nothing is raised: what could not be removed is, after the next one.
         """
-        with self._mutex:
-            try:
-                lease = self._held()
-                files = {**snapshot.kept, **upload(self._client, snapshot.opened)}
-                commit = self._commit(lease, files, snapshot.note)
-            finally:
-                snapshot.close()
-            state = StageState.read(snapshot.directory)
+        try:
+            lease, before = self._held(), self._last or _NOTHING
+            state, contents = StageState.read(snapshot.directory), before.contents
+            for file in snapshot.opened:  # an upload that ran when the snapshot was taken may have put it by now
+                file.stored = contents.get(state.known(file.name, file.status) or "", file.stored)
+            files = {**snapshot.kept, **upload(self._client, snapshot.opened)}
+            commit = self._commit(lease, files, snapshot.note)
+        finally:
+            snapshot.close()
+        if "" in snapshot.inside or state.commit_id == before.commit_id:
             state.commit_id = commit.commit_id
-            for file in snapshot.opened:
-                state.learn(file.name, file.status, files[file.name].sha256, file.looked)
-            for name in state.files.keys() - files.keys():
-                del state.files[name]
-            state.write(snapshot.directory)
-            with suppress(MachineError, DataError):
-                lease.renew(commit.number)
-                self._prune(commit)
-            return commit
+        for file in snapshot.opened:
+            state.learn(file.name, file.status, files[file.name].sha256, file.looked)
+        for name in state.files.keys() - files.keys():
+            del state.files[name]
+        state.write(snapshot.directory)
+        with suppress(MachineError, DataError):
+            lease.renew(commit.number)
+            self._prune(commit)
+        return commit
 
     def require_based(self, stage: Path) -> None:
         """Raise MachineError where the store has another commit than the one that the stage is based on."""
@@ -162,11 +175,11 @@ class StoreDirectory:
             message = f"{self.url}: another launch has published there since this one fetched it"
             raise MachineError(message, hint="run the same command again")
 
-    def differs(self, stage: Path) -> bool:
-        """Whether a publish of the stage, which is based on the newest commit, would change anything."""
-        commit, state = self._last or self._head(), StageState.read(stage)
-        stored = {} if commit is None else commit.files
-        here = {name for name, _ in entries(stage, self._local)}
+    def differs(self, stage: Path, inside: tuple[str, ...] = ("",)) -> bool:
+        """Whether a publish of the stage, which is based on the newest commit, would change any such name."""
+        commit, state = self._last or self._head() or _NOTHING, StageState.read(stage)
+        stored = {name: file for name, file in commit.files.items() if name.startswith(inside)}
+        here = {name for name, _ in entries(stage, self._local, inside)}
         return here != stored.keys() or any(
             os.readlink(stage / name) != file.link if (stage / name).is_symlink()
             else state.sha256(stage, name) != file.sha256
@@ -175,13 +188,12 @@ class StoreDirectory:
 
     def collect(self) -> int:
         """Remove data that no commit names, left by uploads that failed or were killed; how many objects."""
-        with self._mutex:
-            self._held()
-            assert self._last is not None
-            kept = self._prune(self._last)
-            orphans = [key for key in self._client.names(FILES) if key not in kept]
-            self._client.delete(orphans)
-            return len(orphans)
+        self._held()
+        assert self._last is not None
+        kept = self._prune(self._last)
+        orphans = [key for key in self._client.names(FILES) if key not in kept]
+        self._client.delete(orphans)
+        return len(orphans)
 
     def _held(self) -> Lease:
         if self._lease is None or self._last is None:
@@ -251,9 +263,8 @@ class StoreDirectory:
         """Remove the commits but the newest two, then the data that only they named; the keys that are named still."""
         numbers = sorted(self._numbers() | {newest.number})
         kept = set(newest.data)
-        for snapshot in self._snapshots:
-            if not snapshot.closed:
-                kept |= snapshot.refers_to()
+        with self._mutex:  # one that is taken after this is based on one of the newest two
+            kept = kept.union(*(snapshot.base for snapshot in self._snapshots if not snapshot.closed))
         for number in numbers[-KEPT_COMMITS:]:
             commit = newest if number == newest.number else read_commit(self._client, number)
             kept |= set() if commit is None else commit.data

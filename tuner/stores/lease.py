@@ -74,11 +74,6 @@ class Lease:
         self._version: Version | None = None
         self._thread = threading.Thread(target=self._renewing, name="store lease", daemon=True)
 
-    @property
-    def lost(self) -> bool:
-        """Whether another launch is known to have taken it."""
-        return self.taken_by is not None
-
     def check(self) -> None:
         """Raise MachineError where another launch has taken the directory over."""
         if self.taken_by is not None:
@@ -131,7 +126,7 @@ class Lease:
     def __exit__(self, *error: object) -> None:
         self._stop.set()
         self._thread.join()
-        if not self.lost:
+        if self.taken_by is None:
             with suppress(MachineError):  # it runs out by itself
                 self._put(self._version, released=True)
 
@@ -151,7 +146,7 @@ class Lease:
         return True
 
     def _renewing(self) -> None:
-        while not self._stop.wait(TTL_SECONDS / RENEWALS) and not self.lost:
+        while not self._stop.wait(TTL_SECONDS / RENEWALS) and self.taken_by is None:
             with suppress(MachineError):  # a store that does not answer: the next one may do; a lost lease is kept
                 self.renew()
 

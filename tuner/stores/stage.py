@@ -85,10 +85,12 @@ class StageState:
         return None
 
 
-def entries(stage: Path, local: Collection[str]) -> Iterator[tuple[str, os.stat_result]]:
+def entries(
+    stage: Path, local: Collection[str], inside: tuple[str, ...] = ("",)
+) -> Iterator[tuple[str, os.stat_result]]:
     """Name and status of each regular file and link below a stage, but of `local` names at its top and unfinished work.
 
-    What goes away while it is looked at is left out.
+    Only names that begin with one of `inside`. What goes away while it is looked at is left out.
     """
     pending: list[tuple[str, Path]] = [("", stage)]
     while pending:
@@ -97,13 +99,14 @@ def entries(stage: Path, local: Collection[str]) -> Iterator[tuple[str, os.stat_
             for entry in sorted(found, key=lambda each: each.name):
                 if entry.name.startswith((TMP_PREFIX, TRASH_PREFIX)) or (not prefix and entry.name in local):
                     continue
+                name = f"{prefix}{entry.name}"
                 if entry.is_dir(follow_symlinks=False):
-                    pending.append((f"{prefix}{entry.name}/", Path(entry.path)))
-                    continue
-                with suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
-                        yield prefix + entry.name, status
+                    pending.append((f"{name}/", Path(entry.path)))
+                elif name.startswith(inside):
+                    with suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
+                            yield name, status
 
 
 

@@ -9,12 +9,11 @@ import hashlib
 import os
 import time
 import uuid
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import BoundedSemaphore
 from typing import Any
 
 from tuner.errors import DataError
@@ -74,14 +73,13 @@ class StageSnapshot:
 
     directory: Path
     note: Mapping[str, Any]
+    inside: tuple[str, ...] = ("",)
+    """How names begin that are as they are here; others are as the store has them."""
+    base: Collection[str] = ()
+    """The keys of what the last commit had then, which all that is not uploaded is of."""
     kept: dict[str, StoredFile] = field(default_factory=dict)
     opened: list[OpenFile] = field(default_factory=list)
     closed: bool = False
-
-    def refers_to(self) -> set[str]:
-        """The keys of stored data that a commit of it may name."""
-        files = [*self.kept.values(), *(file.stored for file in self.opened if file.stored is not None)]
-        return {key for file in files for key, _, _ in file.parts()}
 
     def close(self) -> None:
         """Give all descriptors back; without a publish nothing was sent."""
@@ -112,15 +110,7 @@ def upload(client: Client, files: Iterable[OpenFile]) -> dict[str, StoredFile]:
     The parts of all files go through one pool; this thread reads and hashes the next while they are sent.
     """
     stored: dict[str, StoredFile] = {}
-    room = BoundedSemaphore(IN_FLIGHT)
-    sent: list[Future[None]] = []
-
-    def put(key: str, data: bytes) -> None:
-        try:
-            client.put(key, data)
-        finally:
-            room.release()
-
+    sent: set[Future[None]] = set()
     with ThreadPoolExecutor(IN_FLIGHT, "store upload") as pool:
         try:
             for file in files:
@@ -131,11 +121,12 @@ def upload(client: Client, files: Iterable[OpenFile]) -> dict[str, StoredFile]:
                 target = StoredFile(str(uuid.uuid4()), file.size, "", PART_BYTES)
                 digest = hashlib.sha256()
                 for key, start, length in target.parts():
-                    room.acquire()
+                    done, sent = wait(sent, None if len(sent) == IN_FLIGHT else 0, FIRST_COMPLETED)
+                    for each in done:
+                        each.result()
                     data = file.part(start, length)
-                    sent.append(pool.submit(put, key, data))
+                    sent.add(pool.submit(client.put, key, data))
                     digest.update(data)
-                    sent = [each for each in sent if not (each.done() and each.result() is None)]
                 stored[file.name] = StoredFile(target.key, file.size, digest.hexdigest(), PART_BYTES)
                 file.close()
             for each in sent:

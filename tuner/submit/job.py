@@ -60,14 +60,6 @@ class Job:
         """On each machine: one for each of its GPUs, and one where it has none."""
         return max(1, self.gpus)
 
-    def require_printable(self) -> None:
-        """Raise RecipeError for a word that a script or a manifest cannot hold."""
-        for word in (*self.words, self.directory, self.image or "", *self.env.values()):
-            if not word.isprintable():
-                raise RecipeError(
-                    f"{word!r} has characters that cannot be handed to a cluster as text", hint="rename it"
-                )
-
 
 def bytes_of(text: str) -> int:
     """A size of memory in bytes. Raises RecipeError for another text, and for a number without a unit."""

@@ -45,30 +45,11 @@ def _has_triton() -> bool:
 
 
 def _update_native(part: MomentPart, step: Step) -> None:
-    weight = part.weight
-    rows, width = weight.shape
-    signed, unsigned = step.average_codes, step.square_codes
     library.call(
         "adamw",
         "AdamW",
-        gradient=part.gradient,
-        weight=weight,
-        average=part.average.numbers,
-        square=part.square.numbers,
-        average_scales=part.average.scales,
-        square_scales=part.square.scales,
-        average_values=signed.values,
-        square_values=unsigned.values,
-        average_cells=signed.cells,
-        square_cells=unsigned.cells,
-        numbers=step.numbers,
-        bad=step.bad,
-        key=part.key,
-        rows=rows,
-        width=width,
-        first_row=part.first_row,
-        first_column=part.first_column,
-        whole_width=part.whole_width or width,
+        **part.arguments(step),
+        rows=len(part.weight),
         bfloat_gradient=part.gradient.dtype == torch.bfloat16,
         by_chance=part.key is not None,
         coded=part.average.scales is not None,

@@ -1,18 +1,17 @@
 """Which module made a step's numbers not finite: the step is run again under observation."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from tuner.data.batches import StepBatches
 from tuner.errors import DivergedError
-from tuner.parallel.fsdp import local
+from tuner.runtime.parts import local
 from tuner.runtime.process import Collective, gloo_group
 from tuner.train.step import StepResult, TrainState, forward_backward
 from tuner.train.tasks import TakenStep
@@ -83,7 +82,6 @@ def first_bad(state: TrainState, index: int, batches: StepBatches) -> Finding | 
 @contextmanager
 def _watched(model: nn.Module, seen: list[Finding]) -> Iterator[None]:
     """Append to ``seen`` each module output, and each gradient of one, that is not finite, as they come."""
-    handles: list[RemovableHandle] = []
 
     def watch(name: str) -> Any:
         def look(module: nn.Module, inputs: object, output: object) -> None:
@@ -99,14 +97,11 @@ def _watched(model: nn.Module, seen: list[Finding]) -> Iterator[None]:
         if not _finite(gradient):
             seen.append(Finding(Stage.GRADIENT, f"the gradient at the output of {name}"))
 
-    try:
+    with ExitStack() as hooks:
         for name, module in model.named_modules():
             if name:
-                handles.append(module.register_forward_hook(watch(name)))
+                hooks.enter_context(module.register_forward_hook(watch(name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _weights(module: nn.Module) -> str:

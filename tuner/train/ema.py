@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tuner.config.recipe import EmaSection
-from tuner.parallel.fsdp import local, sharded_like
+from tuner.parallel.fsdp import sharded_like
+from tuner.runtime.parts import local
 from tuner.train.step_parts import StepPart
 
 

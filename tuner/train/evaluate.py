@@ -200,6 +200,15 @@ class ByTerms:
         """None for a method that is measured by the cross-entropy of the trained tokens."""
         return ByTerms(method, global_batch_size) if method.by_terms else None
 
+    def batches(self, of_tokens: GlobalBatches) -> GlobalBatches:
+        """Its own, where those of tokens would be these."""
+        return replace(
+            of_tokens,
+            global_batch_size=self.global_batch_size,
+            by_document=self.method.by_document,
+            mismatched=self.method.mismatched,
+        )
+
 
 def check_metric(metric: str | None, held: HeldOut | None, figures: Iterable[str]) -> None:
     """Raise RecipeError, naming what there is, for a figure that evaluations of these held-out rows do not measure."""
@@ -272,9 +281,12 @@ def evaluate(
         world_size=step_config.mesh.data_size,
         max_rows=max_rows,
     )
-    if by_terms is not None:
-        return _evaluate_terms(root, step_config, held, batches, between, by_terms)
     routing = _routing(root, step_config)
+    if by_terms is not None:
+        whole, each = term_means(root, step_config, by_terms.method, by_terms.batches(batches), held, between, routing)
+        parts = {name: one for name, one in zip(held.sources, each, strict=True) if one.tokens}
+        figures = whole.figures if routing is None else {**whole.figures, **routing.figures()}
+        return replace(whole, sources=parts if len(held.sources) > 1 else {}, figures=figures)
     sums = torch.zeros(len(held.sources), dtype=torch.float64, device=step_config.device)
     counts = np.zeros(len(held.sources), dtype=np.int64)
     sync_gradients(root, True)
@@ -310,29 +322,6 @@ def _routing(root: CausalLM, step_config: StepConfig) -> HeldOutRouting | None:
     from tuner.train.routing import HeldOutRouting
 
     return HeldOutRouting(root.parts.router_loss, step_config.mesh, step_config.device)
-
-
-def _evaluate_terms(
-    root: CausalLM,
-    step_config: StepConfig,
-    held: HeldOut,
-    batches: GlobalBatches,
-    between: Callable[[], None],
-    by_terms: ByTerms,
-) -> Evaluation:
-    """What a method measures of itself."""
-    method = by_terms.method
-    batches = replace(
-        batches,
-        global_batch_size=by_terms.global_batch_size,
-        by_document=method.by_document,
-        mismatched=method.mismatched,
-    )
-    routing = _routing(root, step_config)
-    whole, each = term_means(root, step_config, method, batches, held, between, routing)
-    parts = {name: one for name, one in zip(held.sources, each, strict=True) if one.tokens}
-    figures = whole.figures if routing is None else {**whole.figures, **routing.figures()}
-    return replace(whole, sources=parts if len(held.sources) > 1 else {}, figures=figures)
 
 
 def answer_samples(

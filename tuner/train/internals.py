@@ -21,10 +21,11 @@ from tuner.data.batches import Batch
 from tuner.model.build import decoder_blocks
 from tuner.model.observe import Observation, observe
 from tuner.model.root import CausalLM, embedding_parameters, outer_parameters
-from tuner.parallel.fsdp import holders, local, sum_of_squares
+from tuner.parallel.fsdp import holders, sum_of_squares
 from tuner.parallel.mesh import Mesh
 from tuner.runtime import phase
 from tuner.runtime.device import to_device
+from tuner.runtime.parts import local
 from tuner.train.step import StepConfig, TrainState
 
 # Figures by their names in metrics.jsonl, before a slash and the name of a layer.

@@ -193,6 +193,18 @@ class MomentPart:
     first_column: int = 0
     whole_width: int | None = None
 
+    def arguments(self, step: "Step") -> dict[str, Any]:
+        """What kernels are given, by the names of their arguments; None for what is not there."""
+        width = self.weight.shape[1]
+        found: dict[str, Any] = {"gradient": self.gradient, "weight": self.weight, "key": self.key}
+        found |= {"numbers": step.numbers, "bad": step.bad, "width": width, "whole_width": self.whole_width or width}
+        found |= {"first_row": self.first_row, "first_column": self.first_column}
+        moments = (("average", self.average, step.average_codes), ("square", self.square, step.square_codes))
+        for name, moment, codes in moments:
+            found |= {name: moment.numbers, f"{name}_scales": moment.scales}
+            found |= {f"{name}_values": codes.values, f"{name}_cells": codes.cells}
+        return found
+
 
 @dataclass(frozen=True)
 class Step:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -24,8 +23,8 @@ from tuner.config.optimizers import (
 )
 from tuner.errors import RecipeError
 from tuner.model.freeze import select
-from tuner.parallel.fsdp import local
 from tuner.parallel.mesh import mesh_on
+from tuner.runtime.parts import local
 from tuner.runtime.torch_private import divide_
 from tuner.runtime.warned import pass_on
 from tuner.train.moments import (
@@ -198,11 +197,11 @@ def build_optimizer(
         if on_host.problem is not None:
             pass_on(on_host.problem)
         return OptimizerSet(parameters, held, [on_host], takes_flag=True, peak_lr=lr, on_host=on_host)
-    built = _Built(rest, groups, partial(_layouts, parameters, held), outer, embeddings, seed)
-    optimizers = _of_kind(section, built) if rest else []
+    built = _Built(section, parameters, held, groups, outer, embeddings, seed)
+    optimizers = built.of_kind(rest) if rest else []
     of_rows = None
     if touched:
-        of_rows = _row_adamw(section, touched, {held[name]: one for name, one in touched.items()}, groups)
+        of_rows = built.row_adamw(touched)
         optimizers.append(of_rows)
     takes_flag = not isinstance(section, CustomOptimizer)
     return OptimizerSet(parameters, held, optimizers, takes_flag, peak_lr=lr, of_rows=of_rows)
@@ -210,83 +209,72 @@ def build_optimizer(
 
 @dataclass(frozen=True)
 class _Built:
-    """What an optimizer is built of: its parameters, how they fall into groups, and what is known of them."""
+    """What optimizers are built of: all parameters, how they fall into groups, and what is known of them."""
 
+    section: Optimizer
     parameters: Mapping[str, nn.Parameter]
+    held: Mapping[str, nn.Parameter]
     groups: Grouped
-    layouts: Callable[[], Mapping[torch.Tensor, ShardLayout]]
     outer: Set[str]
     embeddings: Set[str]
     seed: int
 
+    def of_kind(self, names: Mapping[str, nn.Parameter]) -> list[torch.optim.Optimizer | OwnOptimizer]:
+        """The optimizers that the section's kind means, each of some of these parameters."""
+        groups, lr = self.groups, float(self.section.lr)
+        match self.section:
+            case AdamwOptimizer() as section:
+                return self._adamw_and_compact(section, names)
+            case SgdOptimizer() as section:
+                return [_sgd(groups(names, lr), section.momentum, section.nesterov)]
+            case AdafactorOptimizer() | MuonOptimizer() as section:
+                from tuner.train import sharded
 
-def _of_kind(section: Optimizer, built: _Built) -> list[torch.optim.Optimizer | OwnOptimizer]:
-    """The optimizers that a section's kind means, each of some of the parameters."""
-    rest, groups, lr = built.parameters, built.groups, float(section.lr)
-    match section:
-        case AdamwOptimizer():
-            in_8_bits = coded_matrices(rest, built.embeddings) if section.state == "8bit" else []
-            return _adamw_and_compact(section, rest, in_8_bits, built.layouts, groups, built.seed)
-        case SgdOptimizer():
-            return [_sgd(groups(rest, lr), section.momentum, section.nesterov)]
-        case AdafactorOptimizer():
-            from tuner.train.sharded import ShardedAdafactor
+                if isinstance(section, AdafactorOptimizer):
+                    return [sharded.ShardedAdafactor(groups(names, lr), self._layouts(), section)]
+                hidden = hidden_matrices(names, self.outer)
+                muon = sharded.ShardedMuon(groups(hidden, lr), self._layouts(), section)
+                others = [name for name in names if name not in set(hidden)]
+                adamw_lr = float(section.adamw_lr)
+                return [muon, _adamw(groups(others, adamw_lr), section.betas, section.eps)] if others else [muon]
+            case CustomOptimizer() as section:
+                from tuner.train.custom_optimizer import build_own_optimizer
 
-            return [ShardedAdafactor(groups(rest, lr), built.layouts(), section)]
-        case MuonOptimizer():
-            from tuner.train.sharded import ShardedMuon
+                return [build_own_optimizer(section, groups(names, lr), self._layouts())]
 
-            hidden = hidden_matrices(rest, built.outer)
-            muon = ShardedMuon(groups(hidden, lr), built.layouts(), section)
-            others = [name for name in rest if name not in set(hidden)]
-            adamw_lr = float(section.adamw_lr)
-            return [muon, _adamw(groups(others, adamw_lr), section.betas, section.eps)] if others else [muon]
-        case CustomOptimizer():
-            from tuner.train.custom_optimizer import build_own_optimizer
+    def row_adamw(self, touched: Mapping[str, TouchedRows]) -> RowAdamW:
+        """The AdamW of the rows of embeddings with these names."""
+        from tuner.train.row_adamw import row_adamw
 
-            return [build_own_optimizer(section, groups(rest, lr), built.layouts())]
+        section = self.section
+        held: dict[torch.Tensor, TouchedRows] = {self.held[name]: one for name, one in touched.items()}
+        lr = float(section.adamw_lr if isinstance(section, MuonOptimizer) else section.lr)
+        own = chosen_groups(touched, section.rows, "optimizer.rows")
+        return row_adamw(section, self.groups(touched, lr), own, held)
 
+    def _layouts(self) -> dict[torch.Tensor, ShardLayout]:
+        """How each parameter lies over processes, by what this one holds of it."""
+        from tuner.parallel.layouts import layouts_of  # an update of single elements needs none
 
-def _layouts(
-    parameters: Mapping[str, nn.Parameter], held: Mapping[str, nn.Parameter]
-) -> dict[torch.Tensor, ShardLayout]:
-    """How each parameter lies over processes, by what this one holds of it."""
-    from tuner.parallel.layouts import layouts_of  # an update of single elements needs none
+        layouts = layouts_of(self.parameters.values())
+        return dict(zip((self.held[name] for name in self.parameters), layouts, strict=True))
 
-    return dict(zip((held[name] for name in parameters), layouts_of(parameters.values()), strict=True))
+    def _adamw_and_compact(
+        self, section: AdamwOptimizer, parameters: Mapping[str, nn.Parameter]
+    ) -> list[torch.optim.Optimizer | OwnOptimizer]:
+        """AdamW of these parameters: torch's own, and ours of those in 8 bits, or rounded stochastically."""
+        found: list[torch.optim.Optimizer | OwnOptimizer] = []
+        lr, by_chance = float(section.lr), section.rounding == "stochastic"
+        in_8_bits = coded_matrices(parameters, self.embeddings) if section.state == "8bit" else []
+        compact = [n for n, p in parameters.items() if n in set(in_8_bits) or (by_chance and p.dtype == torch.bfloat16)]
+        if compact:
+            from tuner.train.compact_adamw import CompactAdamW
 
-
-def _adamw_and_compact(
-    section: AdamwOptimizer,
-    parameters: Mapping[str, nn.Parameter],
-    in_8_bits: Sequence[str],
-    layouts: Callable[[], Mapping[torch.Tensor, ShardLayout]],
-    groups: Grouped,
-    seed: int,
-) -> list[torch.optim.Optimizer | OwnOptimizer]:
-    """AdamW of these parameters: torch's own, and ours of those ``in_8_bits``, or rounded
-    stochastically."""
-    found: list[torch.optim.Optimizer | OwnOptimizer] = []
-    lr, by_chance = float(section.lr), section.rounding == "stochastic"
-    compact = [n for n, p in parameters.items() if n in set(in_8_bits) or (by_chance and p.dtype == torch.bfloat16)]
-    if compact:
-        from tuner.train.compact_adamw import CompactAdamW
-
-        codes = {parameter for group in groups(in_8_bits, lr) for parameter in group["params"]}
-        found.append(CompactAdamW(groups(compact, lr), layouts(), codes, section, seed))
-    if others := [name for name in parameters if name not in set(compact)]:
-        found.append(_adamw(groups(others, lr), section.betas, section.eps))
-    return found
-
-
-def _row_adamw(
-    section: Optimizer, names: Collection[str], touched: Mapping[torch.Tensor, TouchedRows], groups: Grouped
-) -> RowAdamW:
-    """The AdamW of the rows of embeddings with these names."""
-    from tuner.train.row_adamw import row_adamw
-
-    lr = float(section.adamw_lr if isinstance(section, MuonOptimizer) else section.lr)
-    return row_adamw(section, groups(names, lr), chosen_groups(names, section.rows, "optimizer.rows"), touched)
+            codes = {parameter for group in self.groups(in_8_bits, lr) for parameter in group["params"]}
+            found.append(CompactAdamW(self.groups(compact, lr), self._layouts(), codes, section, self.seed))
+        if others := [name for name in parameters if name not in set(compact)]:
+            found.append(_adamw(self.groups(others, lr), section.betas, section.eps))
+        return found
 
 
 def hidden_matrices(parameters: Mapping[str, nn.Parameter], outer: Set[str]) -> list[str]:

@@ -22,9 +22,15 @@ METRICS = (
 CLOCKED = (
     "step_s", "data_s", "tok_per_s", "trained_per_s", "mem_gib", "data_wait", "mfu", "attention_share", "elapsed_s",
 )  # fmt: skip
-OF_CUDA = ("mem_reserved_gib",)
 """What the clock and the machine say in a line of metrics.jsonl, or this process's rows; the rest follows from the
 recipe. Others are there on a GPU alone."""
+
+
+_KEPT = (
+    "step", "tokens", "trained_tokens", "eval_loss", "eval_step", "first_eval_loss", "first_eval_step", "loss",
+    "evaluation_owed",
+)  # fmt: skip
+"""What of a run's progress a checkpoint holds as it is."""
 
 
 @dataclass(frozen=True)
@@ -246,28 +252,16 @@ class Progress:
 
     def as_state(self) -> dict[str, Any]:
         """Its part of a checkpoint's JSON state."""
-        early = {} if self.early is None else {"early_stop": self.early.as_state()}
-        return {
-            "step": self.step,
-            "tokens": self.tokens,
-            "trained_tokens": self.trained_tokens,
-            "eval_loss": finite(self.eval_loss),
-            "eval_step": self.eval_step,
-            "first_eval_loss": finite(self.first_eval_loss),
-            "first_eval_step": self.first_eval_step,
-            "loss": self.loss,
-            "evaluation_owed": self.evaluation_owed,
-            "best": None if self.best is None else self.best.as_state(),
-            **early,
-        }
+        found = {name: getattr(self, name) for name in _KEPT}
+        found |= {name: finite(found[name]) for name in ("eval_loss", "first_eval_loss")}
+        found["best"] = None if self.best is None else asdict(self.best)
+        return found if self.early is None else {**found, "early_stop": self.early.as_state()}
 
     def restore(self, state: Mapping[str, Any], keep_best: str | None) -> None:
         """Take over a checkpoint's JSON state; its best counts where it goes by the metric ``keep_best``."""
-        self.step = self.saved_step = int(state["step"])
-        self.tokens, self.trained_tokens = int(state["tokens"]), int(state["trained_tokens"])
-        self.eval_loss, self.first_eval_loss = state["eval_loss"], state["first_eval_loss"]
-        self.eval_step, self.first_eval_step = state["eval_step"], state["first_eval_step"]
-        self.loss, self.evaluation_owed = state["loss"], bool(state["evaluation_owed"])
+        for name in _KEPT:
+            setattr(self, name, state[name])
+        self.saved_step = self.step
         self.best = best_of(state.get("best"), keep_best)
         if self.early is not None and "early_stop" in state:
             self.early.restore(state["early_stop"])

@@ -17,7 +17,7 @@ from torch import nn
 
 from tuner.data.batches import Batch, StepBatches, without_targets
 from tuner.model.build import decoder_blocks
-from tuner.model.output_layer import Objective, OutputLayer, Result
+from tuner.model.output_layer import Objective, Result, no_objective
 from tuner.model.root import CausalLM
 from tuner.parallel.fsdp import squared_norm, sum_whole_gradients, sync_gradients
 from tuner.parallel.mesh import Mesh
@@ -216,7 +216,10 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
     def seed(number: int) -> None:
         # By the place in the run and among the processes, so that a resumed run needs no generator state. Who computes
         # the same numbers (a tensor group) draws alike; who has other positions of a row draws for them.
-        torch.manual_seed(_mixed(step_config.seed, index - state.rng_start, number, step_config.mesh.weight_rank))
+        drawn = _mixed(step_config.seed, index - state.rng_start, number, step_config.mesh.weight_rank)
+        torch.default_generator.manual_seed(drawn)  # torch.manual_seed formats a stack for each kind of device, too
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(drawn)
 
     def forward_to_hidden(number: int) -> None:
         batch = batches.micro[number]
@@ -225,7 +228,7 @@ def forward_backward(state: TrainState, index: int, batches: StepBatches) -> tup
         columns[number] = device_columns(root, state.method, batch, step_config)
         seed(number)
         with step_config.autocast():
-            root(*_on_device(batch, state.method.positions(batch)[:0], step_config), _nothing)
+            root(*_on_device(batch, state.method.positions(batch)[:0], step_config), no_objective)
 
     for part in state.parts:
         part.before_forward(StepForwards(batches, forward_to_hidden))
@@ -280,11 +283,6 @@ def microbatch_terms(
     columns = {**(device_columns(root, method, batch, step_config) if columns is None else columns), **shared}
     terms = _at_positions(root, method, batch, step_config, functools.partial(method.terms, columns=columns))
     return terms.shared_by(step_config.mesh.sequence)
-
-
-def _nothing(hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor) -> tuple[()]:
-    """The objective of a forward that is taken for what the routers choose."""
-    return ()
 
 
 @torch.no_grad()

@@ -78,39 +78,34 @@ class Event:
 class Task:
     """Work around and between steps, on every rank in the order of the list; it never changes what a step computes.
 
-    Every method does nothing unless a task defines it. Those that return events hand them to all tasks, in order.
+    Every method does nothing unless a task defines it. Events that one returns are handed to all tasks, in order.
     """
 
-    def start(self) -> Iterable[Event]:
+    def start(self) -> Iterable[Event] | None:
         """Before the first step of a launch, which may be any of the run. Collective."""
-        return ()
 
-    def around_step(self, number: int) -> AbstractContextManager[None]:
+    def around_step(self, number: int) -> AbstractContextManager[object]:
         """Entered before the wait for the data of step ``number``, left after its update; 0 is the mock batch."""
         return nullcontext()
 
-    def step_taken(self, taken: TakenStep) -> Iterable[Event]:
+    def step_taken(self, taken: TakenStep) -> Iterable[Event] | None:
         """After a step, before the ranks agree on what comes next. Not collective."""
-        return ()
 
     def request(self) -> Request:
         """What this rank asks for after a step. Not collective."""
         return Request.NONE
 
-    def between_steps(self, agreed: Request) -> Iterable[Event]:
+    def between_steps(self, agreed: Request) -> Iterable[Event] | None:
         """After a step, with what any task on any rank asked for. Collective."""
-        return ()
 
     def notify(self, event: Event) -> None:
         """Take note of what another task has done. Not collective."""
 
-    def finish(self, finished: bool) -> Iterable[Event]:
+    def finish(self, finished: bool) -> Iterable[Event] | None:
         """After the last step of a launch, ``finished`` where it is the run's last one. Collective."""
-        return ()
 
-    def close(self) -> Iterable[Event]:
+    def close(self) -> Iterable[Event] | None:
         """Leave nothing half done after an error that is being raised; raise nothing."""
-        return ()
 
 
 class Tasks:
@@ -156,8 +151,8 @@ class Tasks:
         """Have every task leave things in order after an error."""
         self._each(lambda task: task.close())
 
-    def _each(self, work: Callable[[Task], Iterable[Event]]) -> None:
+    def _each(self, work: Callable[[Task], Iterable[Event] | None]) -> None:
         """Have every task work in order, and tell all of them of its events."""
         for task in self._tasks:
-            for event in work(task):
+            for event in work(task) or ():
                 self.notify(event)

@@ -68,32 +68,11 @@ def _encode(numbers, mask, cells, FIRST: tl.constexpr, LAST: tl.constexpr, SIGNE
 
 @triton.jit
 def _adamw(  # noqa: PLR0913, PLR0917 - pointers and sizes
-    gradient,
-    weight,
-    average,
-    square,
-    average_scales,
-    square_scales,
-    average_values,
-    average_cells,
-    square_values,
-    square_cells,
-    numbers,
-    bad,
-    key,
-    width,
-    n_blocks,
-    first_row,
-    first_column,
-    whole_width,
-    HAS_BAD: tl.constexpr,
-    BY_CHANCE: tl.constexpr,
-    CODED: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
-):
+    gradient, weight, average, square, average_scales, square_scales, average_values, average_cells, square_values,
+    square_cells, numbers, bad, key, width, n_blocks, first_row, first_column, whole_width,
+    HAS_BAD: tl.constexpr, BY_CHANCE: tl.constexpr, CODED: tl.constexpr, SIZE: tl.constexpr, BLOCKS: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
     if HAS_BAD:  # noqa: SIM102 - decided when it is compiled
         if tl.load(bad) > 0.0:
             return
@@ -133,27 +112,11 @@ def launch(part: MomentPart, step: Step) -> None:
     """Take the step of a part, all of whose tensors lie on one device."""
     rows, width = part.weight.shape
     n_blocks = rows * -(-width // BLOCK)
-    nothing = part.weight  # in the place of what is not read
-    signed, unsigned = step.average_codes, step.square_codes
+    nothing = {"bad": step.numbers}  # in the place of what is not read; else the weight
+    given = part.arguments(step).items()
     _adamw[(triton.cdiv(n_blocks, BLOCKS),)](
-        part.gradient,
-        part.weight,
-        part.average.numbers,
-        part.square.numbers,
-        nothing if part.average.scales is None else part.average.scales,
-        nothing if part.square.scales is None else part.square.scales,
-        signed.values,
-        signed.cells,
-        unsigned.values,
-        unsigned.cells,
-        step.numbers,
-        step.numbers if step.bad is None else step.bad,
-        nothing if part.key is None else part.key,
-        width,
-        n_blocks,
-        part.first_row,
-        part.first_column,
-        part.whole_width or width,
+        **{name: nothing.get(name, part.weight) if value is None else value for name, value in given},
+        n_blocks=n_blocks,
         HAS_BAD=step.bad is not None,
         BY_CHANCE=part.key is not None,
         CODED=part.average.scales is not None,

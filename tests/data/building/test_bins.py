@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fixtures.tables import cases
 from tuner.data.building.bins import _FILLS, _hand_out, lower_bound, pack
 
 CAPACITY = 30
@@ -104,16 +105,7 @@ def test_the_bound_holds_for_every_packing_there_is(lengths: list[int], capacity
     assert lower_bound(counts_of(lengths, capacity)) <= fewest <= len(records_of(lengths, capacity))
 
 
-@pytest.mark.parametrize(
-    ("lengths", "bound"),
-    [
-        ([16] * 5, 5),  # none of them shares a row, although the sum needs only three
-        ([16] * 5 + [14] * 5, 5),
-        ([16] * 4 + [15] * 4, 6),  # 15 does not fit beside 16
-        ([30, 30, 1], 3),
-        ([10] * 7, 3),
-    ],
-)
+@pytest.mark.parametrize(("lengths", "bound"), cases(__file__, "long_items_do_not_share"))
 def test_the_bound_knows_that_long_items_do_not_share(lengths: list[int], bound: int) -> None:
     assert lower_bound(counts_of(lengths)) == bound == fewest_rows(lengths, CAPACITY)
 

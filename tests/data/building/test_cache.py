@@ -15,6 +15,7 @@ import pytest
 from tests.data import tiny
 from tests.fixtures import forked
 from tests.fixtures.bits import flip_bit
+from tests.fixtures.tables import cases
 from tuner.config.recipe import TokenizerSection
 from tuner.data.building.cache import LEVELS, RECORDS, Entry, build_once, collect, damages, entries, find, valid
 from tuner.data.building.columns import building
@@ -84,16 +85,7 @@ def test_damage_is_named_file_by_file(tmp_path: Path) -> None:
     assert len(damages(entry)) == 2, "how it is written does not matter"
 
 
-@pytest.mark.parametrize(
-    ("mode", "owner", "group", "said"),
-    [
-        (0o755, 0, 0, None),
-        (0o775, 0, 0, None),  # root's own group
-        (0o777, 0, 0, "may be written by everybody"),
-        (0o775, 0, 4321, "may be written by group 4321"),
-        (0o755, 4321, 0, "belongs to another user (4321)"),
-    ],
-)
+@pytest.mark.parametrize(("mode", "owner", "group", "said"), cases(__file__, "a_cache_that_others_may_write"))
 def test_a_cache_that_others_may_write_is_warned_of(
     tmp_path: Path, mode: int, owner: int, group: int, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

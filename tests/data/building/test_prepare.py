@@ -15,6 +15,7 @@ import pytest
 from tests.data import tiny
 from tests.data.building.test_pool import children
 from tests.fixtures.bits import flip_bit
+from tests.fixtures.tables import cases
 from tuner.config.methods import DpoMethod, SftMethod
 from tuner.config.recipe import DataSection, ModelSection, TokenizerSection
 from tuner.data.batches import GlobalBatches
@@ -504,13 +505,7 @@ def test_plain_text_that_fits_no_row_is_pretraining_first(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
-@pytest.mark.parametrize(
-    ("row", "columns"),
-    [
-        ({"q": "x", "a": "y"}, "columns: {instruction: YOURS, output: YOURS}}, with the row's own keys as YOURS; or "),
-        ({"question": "x", "answer": "y"}, "columns: {instruction: question, output: answer}}; or "),
-    ],
-)
+@pytest.mark.parametrize(("row", "columns"), cases(__file__, "foreign_keys_are_named_with_columns_for_the_template"))
 def test_foreign_keys_are_named_with_columns_for_the_template(
     row: dict[str, str], columns: str, on_bad_row: str, tmp_path: Path
 ) -> None:
@@ -574,17 +569,7 @@ def test_damage_is_found_and_repaired(tmp_path: Path) -> None:
         open_prepared(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        "documents._read",
-        "documents._write_chosen",
-        "rows.cut",
-        "cache.write_json",
-        "cache.publish_dir",
-        "rows._link",
-    ],
-)
+@pytest.mark.parametrize("step", cases(__file__, "a_builder_that_dies_leaves_nothing_that_looks_whole"))
 def test_a_builder_that_dies_leaves_nothing_that_looks_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.data import tiny
+from tests.fixtures.tables import cases
 from tuner.config.load import load_recipe
 from tuner.config.recipe import TokenizerSection
 from tuner.data.building.spec import PrepareSpec, keys_of
@@ -114,17 +115,7 @@ def test_a_token_that_is_there_is_refused(tmp_path: Path, token: str) -> None:
         loaded(directory, ["new", token])
 
 
-@pytest.mark.parametrize(
-    ("wish", "said"),
-    [
-        (["a", "b", {"token": "a"}], "got 'a' twice"),
-        ([""], "allowed: the token's text"),
-        ([" "], "allowed: the token's text"),
-        ("a", "allowed: a list of texts"),
-        ([{"special": True}], "token"),
-        ([{"token": "a", "lstrip": True}], "lstrip"),
-    ],
-)
+@pytest.mark.parametrize(("wish", "said"), cases(__file__, "wrong_lists_are_refused"))
 def test_wrong_lists_are_refused(wish: Any, said: str) -> None:
     with pytest.raises(RecipeError) as failure:
         load_recipe({"model": {"name_or_path": "m"}, "data": {"train": "r.jsonl"}, "tokenizer": {"add_tokens": wish}})

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.data import spm, tiny
-from tests.fixtures import forked
+from tests.fixtures import forked, tables
 from tuner.config.recipe import TokenizerSection
 from tuner.data.building.report import report_lines, warnings_of
 from tuner.data.encoding import tokenizer_files
@@ -211,30 +211,16 @@ def test_a_model_whose_type_decides_otherwise_is_refused(tmp_path: Path) -> None
         load_tokenizer(str(model), None, section, tmp_path / "cache")
 
 
-@pytest.mark.parametrize(
-    ("files", "config", "reason"),
-    [
-        (
-            {"tiktoken.model": b"IQ== 0\n"},
-            {"auto_map": {"AutoTokenizer": ["tokenization_k.K", None]}},
-            "tokenization_k.K",
-        ),
-        (
-            {"tokenizer.model": b"x"},
-            {"auto_map": {"AutoTokenizer": [None, "fast.F"]}},
-            "code of its own, fast.F, which",
-        ),
-        ({"tokenizer.model": b"IQ== 0\nIg== 1\n"}, {}, "tiktoken model is read by a package .* pip install tiktoken"),
-    ],
-)
+@pytest.mark.parametrize(("files", "config", "reason"), tables.cases(__file__, "without_its_code_or_package"))
 def test_a_tokenizer_without_its_code_or_package_is_refused(
-    files: dict[str, bytes], config: dict[str, Any], reason: str, tmp_path: Path
+    files: dict[str, str], config: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     """Another class would cut the text by another pattern."""
     pytest.importorskip("transformers")
     if "tiktoken" in reason and find_spec("tiktoken") is not None:
         pytest.skip("tiktoken is here")
-    base = spm.write(tmp_path / "base", files, "llama", tokenizer_class="T", **config)
+    written = {name: text.encode() for name, text in files.items()}
+    base = spm.write(tmp_path / "base", written, "llama", tokenizer_class="T", **config)
     with pytest.raises(DataError, match=reason):
         load(base, tmp_path / "cache")
 
@@ -308,14 +294,7 @@ def test_code_makes_the_tokenizer_that_readers_of_the_files_get(
     assert made_by("lower").encode("A B") == plain.encode("A B")  # what it returned before is not kept
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "message"),
-    [
-        ("nothing", {}, "own.py:nothing returned a NoneType, and has to return a fast"),
-        ("fails", {}, r"own.py:fails: KeyError: 'vocabulary' \(.+/own.py:8\)"),
-        ("lower", {"endd": "x"}, "has no option endd"),
-    ],
-)
+@pytest.mark.parametrize(("name", "args", "message"), tables.cases(__file__, "code_that_makes_no_tokenizer_is_named"))
 def test_code_that_makes_no_tokenizer_is_named(
     made_by: Callable[..., TextTokenizer], name: str, args: dict[str, Any], message: str
 ) -> None:

@@ -12,6 +12,7 @@ from gigatoken import gigatoken_rs
 from tokenizers import Tokenizer, normalizers
 
 from tests.data import tiny
+from tests.fixtures.tables import cases
 from tuner.data.encoding import encode, fast, place
 from tuner.data.encoding.encode import Encoder, FastEncoderMismatch
 from tuner.data.encoding.fast import FastEncoder, ProvenEncoder
@@ -61,17 +62,7 @@ def without_byte(symbol: str) -> TextTokenizer:
     return TextTokenizer({**tiny.files(), "tokenizer.json": json.dumps(spec).encode()})
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"model__unk_token": "x"}, "unk_token"),
-        ({"model__byte_fallback": True}, "byte fallback"),
-        ({"normalizer": {"type": "Lowercase"}}, "normalizer"),
-        ({"pre_tokenizer__add_prefix_space": True}, "space before"),
-        ({"added_tokens__1__lstrip": True}, "surroundings"),
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "byte-level"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason"), cases(__file__, "other_kinds_of_tokenizers_are_told_apart"))
 def test_other_kinds_of_tokenizers_are_told_apart(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unproven, match=reason):
         _ = changed(**changes).byte_table
@@ -213,14 +204,7 @@ def test_words_are_forgotten_before_they_are_too_many(monkeypatch: pytest.Monkey
     assert len(encoder._index) <= 40 + 35
 
 
-@pytest.mark.parametrize(
-    "cut",
-    [
-        {"type": "Split", "pattern": {"Regex": "[a-m]+|[0-9]"}, "behavior": "Isolated", "invert": False},
-        {"type": "Split", "pattern": {"Regex": "\\s+"}, "behavior": "Isolated", "invert": False},
-        {"type": "Digits", "individual_digits": True},
-    ],
-)
+@pytest.mark.parametrize("cut", cases(__file__, "words_are_cut_as_the_tokenizer_cuts_them"))
 def test_words_are_cut_as_the_tokenizer_cuts_them(cut: dict[str, Any]) -> None:
     bare = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     tokenizer = changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [cut, bare]})
@@ -230,13 +214,7 @@ def test_words_are_cut_as_the_tokenizer_cuts_them(cut: dict[str, Any]) -> None:
         assert encoder.encode(text).tolist() == tokenizer.encode(text)
 
 
-@pytest.mark.parametrize(
-    ("cut", "reason"),
-    [
-        ({"type": "UnicodeScripts"}, "UnicodeScripts"),
-        ({"type": "Split", "pattern": {"Regex": "(a)|b"}, "behavior": "Isolated", "invert": False}, "groups"),
-    ],
-)
+@pytest.mark.parametrize(("cut", "reason"), cases(__file__, "words_that_are_cut_otherwise_are_not_remembered"))
 def test_words_that_are_cut_otherwise_are_not_remembered(cut: dict[str, Any], reason: str) -> None:
     bare = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     tokenizer = changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [cut, bare]})

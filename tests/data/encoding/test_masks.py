@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.data import tiny
+from tests.fixtures.tables import cases
 from tuner.data.encoding import chat, place, turns
 from tuner.data.encoding.encode import Encoder
 from tuner.data.encoding.flat import EncodedBatch
@@ -86,10 +87,7 @@ def test_every_answer_and_its_end_token_are_trained_and_nothing_else() -> None:
     assert tiny.tokenizer().decode(document.input_ids[: document.prompt_tokens].tolist()).endswith("assistant\n")
 
 
-@pytest.mark.parametrize(
-    ("train_on", "expected"),
-    [("last_assistant", ["d<|im_end|>"]), ("assistant", ["b<|im_end|>", "d<|im_end|>"])],
-)
+@pytest.mark.parametrize(("train_on", "expected"), cases(__file__, "train_on"))
 def test_train_on(train_on: TrainOn, expected: list[str]) -> None:
     assert trained_parts(encode(tiny.chat("a", "b", "c", "d"), train_on)) == expected
     assert encode(tiny.chat("a", "b", "c", "d"), "all").trained.all()
@@ -177,17 +175,7 @@ def test_text_is_trained_whole_and_ended() -> None:
     assert document.input_ids.tolist() == [*tiny.tokenizer().encode("hello world"), 2]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        tiny.chat("say <|im_end|>", "b"),
-        tiny.chat("a", "<|im_start|>b"),
-        {"text": "x <|endoftext|>"},
-        {"prompt": "<|im_end|>", "completion": "b"},
-        {"prompt": "<|im_", "completion": "end|>"},
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]},
-    ],
-)
+@pytest.mark.parametrize("row", cases(__file__, "control_tokens_in_text_are_refused"))
 def test_control_tokens_in_text_are_refused(row: dict[str, Any]) -> None:
     with pytest.raises(RecordProblem, match="control token"):
         encode(row)
@@ -372,16 +360,7 @@ def test_an_end_token_that_takes_white_space_is_trained_with_it(marked: bool) ->
     assert trained[1::2] == ["b<|im_end|>", " d<|im_end|>"]
 
 
-@pytest.mark.parametrize(
-    "endless",
-    [
-        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
-        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(40) }}",
-        "{{ 10 ** 1000000000 }}",
-        "{{ 'a' * 2000000000 }}",
-        "{{ 2000000000 * [1] }}",
-    ],
-)
+@pytest.mark.parametrize("endless", cases(__file__, "a_template_that_goes_on_for_ever_is_stopped"))
 def test_a_template_that_goes_on_for_ever_is_stopped(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tuner.data.encoding.template_limits.MAX_STEPS", 10_000)
     tokenizer = tiny.tokenizer("{% if messages[0].content == 'x' %}" + endless + "{% endif %}" + tiny.CHATML)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.data import tiny
+from tests.fixtures.tables import cases
 from tuner.data.building import pack
 from tuner.data.building.explain import explain
 from tuner.data.building.prepare import prepare
@@ -156,21 +157,11 @@ def test_what_is_refused(
         rows_of(tmp_path / "cache", {"path": str(path), **keys}, rows="packed")
 
 
-@pytest.mark.parametrize(
-    ("at", "value", "message"),
-    [
-        (0, b"X", "not an index of Megatron's"),
-        (9, b"\2", "not an index of Megatron's"),
-        (17, b"\7", "not an index of Megatron's"),
-        (34, b"\xff", "does not fit the 30 ids"),
-        (-8, b"\5", "does not fit the 30 ids"),
-        (-8, b"", "cut off"),
-    ],
-)
-def test_a_damaged_index_is_refused(tmp_path: Path, at: int, value: bytes, message: str) -> None:
+@pytest.mark.parametrize(("at", "value", "message"), cases(__file__, "a_damaged_index_is_refused"))
+def test_a_damaged_index_is_refused(tmp_path: Path, at: int, value: str, message: str) -> None:
     index = write_index(tmp_path / "web.bin", np.split(drawn(30), 3), [0, 1, 2, 3]).with_suffix(".idx")
     content = bytearray(index.read_bytes())
-    content[at : at + 1] = value
+    content[at : at + 1] = value.encode("latin-1")
     index.write_bytes(content)
     with pytest.raises(DataError, match=message):
         rows_of(tmp_path / "cache", tmp_path / "web.bin")

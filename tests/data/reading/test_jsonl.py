@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.data.reading.cases import cases
+from tests.fixtures import tables
 from tuner.data.reading.jsonl import (
     MAX_DEPTH,
     fast_json_record,
@@ -44,25 +45,8 @@ def test_bad_rows_have_a_reason_and_a_column(text: str, col: int, reason: str) -
         assert caught.value.col == col
 
 
-GOOD: list[tuple[bytes, bool]] = [
-    (b"{}", True),
-    (b'{"a": "b"}', True),
-    (b'{"a" : "b"}', True),
-    (b' { "a"\t:\r\n"b" } ', True),
-    (b'{"a": "see: http://b", "c:d": [":", {"e": 1}]}', True),
-    (b'{"a": "\\"b\\": \\\\"}', True),
-    (b'{"a\\\\": "b"}', True),
-    (b'{"a": "\\u00e9\\ud83d\\ude42"}', True),
-    ('{"a": "\u2028\u0085\x7f"}'.encode(), True),
-    (b'{"a": [1, -0, 1.5, 1e-9, -9223372036854775808, 18446744073709551615, true, null]}', True),
-    (b'{"a": "\\u003a"}', True),
-    (b'{"a": "\\u003a:"}', False),
-    (b'{"a": 18446744073709551616}', False),
-    (b'{"a": -9223372036854775809}', False),
-    (b'{"a": "\\\\u0000"}', True),
-    (nested(20), True),
-    (nested(MAX_DEPTH), False),
-]
+GOOD: list[tuple[bytes, bool]] = [(text.encode(), fast) for text, fast in tables.cases(__file__, "good_rows")]
+GOOD += [(nested(20), True), (nested(MAX_DEPTH), False)]
 
 
 @pytest.mark.parametrize(("raw", "fast"), GOOD, ids=lambda value: str(value)[:30])
@@ -157,20 +141,9 @@ def test_any_value_is_parsed_strictly() -> None:
         strict_json('[{"a": 1, "a": 2}]')
 
 
-@pytest.mark.parametrize(
-    ("path", "position"),
-    [
-        (("a",), 6),
-        (("a", 1), 10),
-        (("a", 1, "b"), 16),
-        (("a", 9), 6),
-        (("c",), 32),
-        (("none",), 0),
-        ((), 0),
-    ],
-)
-def test_a_path_is_located(path: tuple[str | int, ...], position: int) -> None:
-    assert locate('{"a": [1, {"b": "x,\\"}:"}], "c":3}', path) == position
+@pytest.mark.parametrize(("path", "position"), tables.cases(__file__, "a_path_is_located"))
+def test_a_path_is_located(path: list[str | int], position: int) -> None:
+    assert locate('{"a": [1, {"b": "x,\\"}:"}], "c":3}', tuple(path)) == position
 
 
 def test_a_problem_survives_the_way_between_processes() -> None:

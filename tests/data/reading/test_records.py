@@ -6,6 +6,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from tests.data.reading.cases import cases
+from tests.fixtures import tables
 from tuner.data.reading.block import RawRecord
 from tuner.data.reading.blocks import position_of
 from tuner.data.reading.jsonl import parse_json_record
@@ -100,18 +101,9 @@ def test_where_no_key_is_known_the_form_of_columns_is_shown() -> None:
         assert ways_out(row, [row], given, True, "rows.jsonl") == []
 
 
-@pytest.mark.parametrize(
-    ("row", "columns", "unused"),
-    [
-        ({"prompt": "q", "completion": "a", "context": "c", "id": 3, "url": ""}, {}, ("context",)),
-        ({"instruction": "q", "output": "a", "context": "c"}, {}, ("context",)),
-        ({"instruction": "q", "output": "a", "context": "c"}, {"input": "context"}, ()),
-        ({"messages": [user(), answer()], "system": "s"}, {}, ()),
-        ({"text": "t", "title": "u"}, {}, ("title",)),
-    ],
-)
-def test_text_that_is_not_read_is_named(row: dict[str, Any], columns: dict[str, str], unused: tuple[str, ...]) -> None:
-    assert unused_texts(row, columns) == unused
+@pytest.mark.parametrize(("row", "columns", "unused"), tables.cases(__file__, "text_that_is_not_read_is_named"))
+def test_text_that_is_not_read_is_named(row: dict[str, Any], columns: dict[str, str], unused: list[str]) -> None:
+    assert unused_texts(row, columns) == tuple(unused)
 
 
 def test_sharegpt_by_name_reads_other_names_of_roles_alone() -> None:

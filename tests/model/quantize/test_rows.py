@@ -25,7 +25,7 @@ for rows, columns in json.loads(sys.argv[2]):
     for kind in ("nf4", "int8"):
         made = quantize(weight, kind)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for first in (0, columns // 64 * 64):
+            for first in {0, columns // 64 * 64}:
                 own = made.codes[:, code_columns(kind, first) :], made.scales[:, first // 64 :], columns - first, dtype
                 found = torch.empty(rows, columns - first, dtype=dtype, device=device)
                 fill(found, *own[:2])

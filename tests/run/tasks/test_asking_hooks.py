@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.fixtures import trainings
@@ -18,7 +19,9 @@ CODE = """\
 import json
 
 def note(report, out):
-    batch = [[list(map(int, one.input_ids)), list(one.lengths), one.documents.tolist()] for one in report.batch]
+    batch = [
+        [int((one.targets != -100).sum()), list(one.lengths), one.documents.tolist()] for one in report.batch
+    ]
     for one in report.batch:
         assert not one.input_ids.flags.writeable and len(one.targets) == len(one.input_ids) == sum(one.lengths)
     line = [report.stage, report.step, report.rank, report.metrics, str(report.path), batch]
@@ -68,9 +71,9 @@ def test_every_stage_comes_in_its_order(workplace: Path) -> None:
     assert sum(tokens) == steps[-1]["tokens"] and all(not batch for stage, *_, batch in found if stage != "batch")
 
 
+@pytest.mark.slow("evaluate")
 @pytest.mark.parametrize("what", ["save", "evaluate", "stop", ["save", "evaluate"], [], None])
 def test_what_a_hook_asks_for_is_done_after_the_step(what: Any, workplace: Path) -> None:
-    plain = launch(workplace, name="plain", **SIX)
     ask = {"use": "ask", "options": {"at": 3, "what": what}}
     held = {"data__eval": "7 documents", "eval__every": "never", "eval__at_start": "false", "eval__at_end": "false"}
     flags = {**SIX, **held} if what and "evaluate" in what else SIX
@@ -84,6 +87,7 @@ def test_what_a_hook_asks_for_is_done_after_the_step(what: Any, workplace: Path)
     why = "asked by a hook, a tracker or another process" if "stop" in wanted else None
     assert read_record(found.run_dir)["launches"][-1]["why"] == why
     if found.status == "finished" and flags is SIX:
+        plain = launch(workplace, name="plain", **SIX)
         assert trainings.outcome(found.run_dir)["sha256"] == trainings.outcome(plain.run_dir)["sha256"]
 
 
@@ -112,10 +116,16 @@ def test_each_process_may_call_it_and_ask(tmp_path: Path) -> None:
     processes = start(["-m", "tuner", "train", "r.yaml", *words], 2, cwd=tmp_path)
     said = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [ExitCode.STOPPED] * 2, said  # what rank 1 alone asked for
-    lines = (tmp_path / "runs" / "r" / "logs" / "rank1.metrics.jsonl").read_text().splitlines()
-    steps = [line["step"] for line in map(json.loads, lines) if line["kind"] == "train"]
-    assert steps == [1, 2, 3, 4]
+    logs = [(tmp_path / "runs" / "r" / name).read_text() for name in ("metrics.jsonl", "logs/rank1.metrics.jsonl")]
+    steps = [[line for line in map(json.loads, log.splitlines()) if line["kind"] == "train"] for log in logs]
+    assert [line["step"] for line in steps[1]] == [1, 2, 3, 4]
     first, second = (told(tmp_path, rank) for rank in (0, 1))
+    batches = [[batch for stage, *_, batch in own if stage == "batch"] for own in (first, second)]
+    for line, other, *forwards in zip(*steps, *batches, strict=True):
+        assert line["loss"] == other["loss"] and line["local_loss"] != other["local_loss"]
+        counts = [sum(trained for trained, *_ in each) for each in forwards]
+        mean = np.average([line["local_loss"], other["local_loss"]], weights=counts)
+        assert mean == pytest.approx(line["loss"], rel=1e-6)
     assert [line[:3] for line in second] == [[stage, step, 1] for stage, step, *_ in first]
     assert first[-1][:2] == ["step", 4]
     documents = [

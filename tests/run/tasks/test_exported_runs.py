@@ -10,8 +10,6 @@ import pytest
 from tests.caches import new_cache
 from tests.fixtures import forked, trainings
 from tuner.api.exports import export_hf
-from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
 from tuner.errors import RecipeError
 from tuner.run.launch import launch as launch_run
 from tuner.run.options import LaunchOptions
@@ -26,9 +24,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def launch(directory: Path, **flags: str) -> Path:
     flags = {"train__duration": "3 steps", "checkpoint__every": "500 steps", "export__dtype": "fp32"} | flags
-    overrides = [Override(key.replace("__", "."), value) for key, value in flags.items()]
-    loaded = load_recipe(directory / "r.yaml", overrides, cwd=directory)
-    return launch_run(loaded, LaunchOptions(level="error")).run_dir
+    return launch_run(trainings.loaded(directory, **flags), LaunchOptions(level="error")).run_dir
 
 
 @pytest.mark.usefixtures("forked_children")

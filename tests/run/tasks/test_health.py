@@ -10,7 +10,6 @@ from tests.fixtures import trainings
 from tuner.checkpoint.manifest import step_dirs
 from tuner.errors import ExitCode, MachineError, VerificationError
 from tuner.parallel.known_work import KnownProducts
-from tuner.run.options import LaunchOptions
 from tuner.run.tasks.rank_times import RankTime, slow_ranks
 from tuner.train import loop
 from tuner.train.progress import CLOCKED
@@ -53,7 +52,7 @@ def test_a_resumed_run_keeps_its_lines_and_its_bits(directory: Path) -> None:
     whole = trainings.launch(directory, train__duration=STEPS, name="whole", **EVERYTHING).run_dir
     flags = {"train__duration": STEPS, "name": "parts", **EVERYTHING}
     trainings.launch(directory, train__stop_after="5 steps", **flags)
-    parts = trainings.launch(directory, LaunchOptions(resume="auto"), **flags).run_dir
+    parts = trainings.launch(directory, "auto", **flags).run_dir
     clocked = {*CLOCKED, "internals_s", "check_s", "compute_s", "compute_s_max", "wait_s_max"}
 
     def determined(run: Path) -> list[dict[str, Any]]:

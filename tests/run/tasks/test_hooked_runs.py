@@ -11,10 +11,9 @@ import pytest
 from tests.fixtures import trainings
 from tuner.checkpoint.open import newest
 from tuner.config.load import load_recipe
-from tuner.config.overrides import Override
 from tuner.errors import MachineError, PluginError, RecipeError
 from tuner.run.main import train
-from tuner.run.options import LaunchOptions, RunResult
+from tuner.run.options import LaunchOptions, Resume, RunResult
 from tuner.run.status import resume_source
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
@@ -49,10 +48,9 @@ def workplace(workplace: Path) -> Path:
     return workplace
 
 
-def launch(directory: Path, hooks: str, options: LaunchOptions | None = None, **flags: str) -> RunResult:
-    overrides = [Override(key.replace("__", "."), text) for key, text in flags.items()]
-    loaded = load_recipe(directory / "r.yaml", [Override("hooks", hooks), *overrides], cwd=directory)
-    return train(loaded, options or LaunchOptions(), RankInfo(), Console(main=False))
+def launch(directory: Path, hooks: str, resume: Resume = "never", **flags: str) -> RunResult:
+    loaded = trainings.loaded(directory, hooks=hooks, **flags)
+    return train(loaded, LaunchOptions(resume), RankInfo(), Console(main=False))
 
 
 def told(directory: Path) -> list[dict[str, Any]]:
@@ -77,7 +75,7 @@ def test_a_hook_is_told_of_everything_in_order(workplace: Path) -> None:
     tokens = [line["tokens"] for line in lines if line["kind"] == "train"]
     assert [r["tokens"] for r in reports if r["stage"] == "step"] == tokens
     assert [r["path"] for r in reports if r["path"]] == ["step-3", "step-5"]
-    assert {r["run_id"] for r in reports} == {json.loads((result.run_dir / "run.json").read_text())["run_id"]}
+    assert {r["run_id"] for r in reports} == {trainings.record(result.run_dir)["run_id"]}
     assert (reports[-1]["status"], {r["status"] for r in reports[:-1]}) == ("finished", {"running"})
     assert {(r["total"], r["lr"], r["from_step"]) for r in reports} == {(5, 0.001, 0)}
 
@@ -86,7 +84,7 @@ def test_a_resumed_launch_says_where_it_began_and_keeps_the_cadence(workplace: P
     spec = json.loads(hook(workplace)) | {"every": "3 steps", "stages": ["start", "step", "end"]}
     launch(workplace, json.dumps([spec]), train__stop_after="3 steps")
     again = json.dumps([spec | {"every": "2 steps"}])
-    launch(workplace, again, LaunchOptions(resume="auto"))
+    launch(workplace, again, "auto")
     reports = told(workplace)
     assert [(r["stage"], r["step"], r["from_step"], r["status"]) for r in reports] == [
         ("start", 0, 0, "running"), ("step", 3, 0, "running"), ("end", 3, 0, "stopped"),
@@ -106,16 +104,14 @@ def test_a_hook_that_fails_stops_the_run_with_its_state_saved(workplace: Path) -
         f"hook my_hooks.py:Notify failed at step, step 3: ConnectionError: nobody listens ({place})"
     )
     run = workplace / "runs" / "r"
-    found = newest(run / "checkpoints")
-    assert found is not None
-    assert found.step == 3
-    record = json.loads((run / "run.json").read_text())
+    assert trainings.saved(run).step == 3
+    record = trainings.record(run)
     assert (record["status"], record["launches"][0]["why"]) == ("failed", f"PluginError: {caught.value.message}")
     (end,) = [json.loads(line) for line in (workplace / "other").read_text().splitlines()]
     assert (end["stage"], end["step"], end["status"]) == ("end", 3, "failed")
     (workplace / "my_hooks.py").write_text(HOOK.replace("raise ", "pass; "))
     whole = launch(workplace, "null", name="whole", **short)
-    resumed = launch(workplace, "null", LaunchOptions(resume="auto"), **short)
+    resumed = launch(workplace, "null", "auto", **short)
     assert trainings.outcome(resumed.run_dir) == trainings.outcome(whole.run_dir)
 
 
@@ -126,7 +122,7 @@ def test_a_failure_at_another_stage(stage: str, step: int, workplace: Path) -> N
     run = workplace / "runs" / "r"
     found = newest(run / "checkpoints")
     assert (found.step if found else 0) == {"start": 0, "save": 5, "end": TOTAL}[stage]
-    status = json.loads((run / "run.json").read_text())["status"]
+    status = trainings.record(run)["status"]
     assert status == ("finished" if stage == "end" else "failed")
 
 
@@ -203,7 +199,7 @@ def test_the_documented_hook_runs_as_documented(tmp_path: Path, monkeypatch: pyt
 
 def test_hooks_may_change_when_a_run_goes_on(workplace: Path) -> None:
     stopped = launch(workplace, "null", train__stop_after="2 steps")
-    launch(workplace, f"[{hook(workplace)}]", LaunchOptions(resume="auto"))
+    launch(workplace, f"[{hook(workplace)}]", "auto")
     assert told(workplace)[0]["from_step"] == 2
     with pytest.raises(RecipeError, match="optimizer.lr"):
         launch(workplace, "null", optimizer__lr="2e-3")

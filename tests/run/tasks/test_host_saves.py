@@ -13,7 +13,6 @@ from tests.run.tasks.test_save import BESIDE, saved
 from tuner.checkpoint import storage
 from tuner.checkpoint.staging import Staged, Staging
 from tuner.errors import ExitCode, MemoryLimitError
-from tuner.run.options import LaunchOptions
 from tuner.run.tasks.save import Saver, Snapshot
 from tuner.runtime.console import Console
 from tuner.setup import host_states
@@ -33,7 +32,7 @@ def test_where_states_lie_may_change_at_a_resume_and_no_bit_does(
     plain = outcome(launch(workplace, name="plain", **length).run_dir)
     assert not any("offload" in text for text in said)
     launch(workplace, name="there", train__stop_after="5 steps", **length)
-    resumed = launch(workplace, LaunchOptions(resume="must"), name="there", **length, **HOST)
+    resumed = launch(workplace, "must", name="there", **length, **HOST)
     assert outcome(resumed.run_dir) == plain
     assert sum("saves nothing on a CPU" in text for text in said) == 1
 

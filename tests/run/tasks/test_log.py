@@ -109,7 +109,7 @@ def test_spikes_are_counted_over_launches(stopped: int | None, tmp_path: Path) -
     found = []
     for launch in ([range(14)] if stopped is None else [range(stopped), range(stopped, 14)]):
         task = log_task(path=tmp_path / "metrics.jsonl", columns=(SpikeScore(3.0, 4, 5), Chinchilla(2)))
-        list(task.start())
+        task.start()
         for index in launch:
             values = (losses[index], norms[index], 0, 0)
             (event,) = task.step_taken(taken(index, StepBatches(np.arange(4), 6, 40, [batch(4, trained=1)]), values))
@@ -137,13 +137,13 @@ def test_what_follows_a_step_is_told_after_its_line() -> None:
     for index in range(3):
         (event,) = task.step_taken(taken(index, StepBatches(np.arange(4), 6, 40, [batch(4, trained=1)])))
         view.notify(event)
-        assert list(view.between_steps(Request.NONE)) == []
+        assert view.between_steps(Request.NONE) is None
         if event.step == 2:
             view.notify(Event("evaluation", 2, 9, {"kind": "eval", "step": 2, "loss": 1.25, "eval_s": 60.0}))
             progress.best = Best("eval/loss", 2, 1.25)
             view.notify(Event("save", 2, 9, path=Path("step-2")))
     view.notify(Event("save", 3, 9, path=Path("step-3")))
-    list(view.finish(True))
+    view.finish(True)
     assert [text.split()[:2] for text in shown[1:]] == [
         ["2", "1.5000"], ["2", "-"], ["saved", "step-2"], ["3", "1.5000"], ["saved", "step-3"],
     ]  # fmt: skip

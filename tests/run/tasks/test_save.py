@@ -1,7 +1,6 @@
 """Saves beside training are those at once, one at a time; their failures are the run's; nothing ends before them."""
 
 import errno
-import json
 import math
 import os
 import threading
@@ -18,7 +17,6 @@ from tuner.checkpoint.load import content_sha256
 from tuner.checkpoint.manifest import step_dirs
 from tuner.checkpoint.open import newest, open_checkpoint
 from tuner.errors import DivergedError, MachineError
-from tuner.run.options import LaunchOptions
 from tuner.run.tasks import evaluate as evaluate_task
 from tuner.run.tasks.save import Saver, Snapshot
 from tuner.train import loop
@@ -135,12 +133,12 @@ def test_a_failed_save_ends_the_run_at_the_next_step_with_its_own_error(
     with pytest.raises(MachineError, match=r"rank-0000-of-0001.safetensors: No space left .*needed [\d,]+ bytes"):
         launch(workplace, **flags)
     monkeypatch.undo()
-    record = json.loads((run / "run.json").read_text())
+    record = trainings.record(run)
     assert (record["status"], record["launches"][0]["step"]) == ("failed", 5)
     assert [step for step, _ in step_dirs(run / "checkpoints")] == [2]
     assert not list((run / "checkpoints").glob(".tmp-*"))
     whole = launch(workplace, name="whole", train__duration="6 steps", checkpoint__every="never")
-    again = launch(workplace, LaunchOptions(resume="auto"), **flags)
+    again = launch(workplace, "auto", **flags)
     assert trainings.outcome(again.run_dir) == trainings.outcome(whole.run_dir)
 
 
@@ -158,7 +156,7 @@ def test_an_error_leaves_the_save_before_it_whole(workplace: Path, monkeypatch: 
         launch(workplace, **BESIDE)
     assert "step-4" in (raised.value.hint or "")
     monkeypatch.undo()
-    assert launch(workplace, LaunchOptions(resume="auto"), **BESIDE).status == "finished"
+    assert launch(workplace, "auto", **BESIDE).status == "finished"
 
 
 def test_a_disk_without_room_is_told_before_the_first_step(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from tests.fixtures import quiz, trainings
 from tests.fixtures.trainings import launch, lines
 from tuner.errors import MachineError, PluginError, RecipeError, TunerError
 from tuner.evals import load
-from tuner.run.options import LaunchOptions
 from tuner.run.tasks import evaluate
 from tuner.rundir.record import read_run, task_figures
 
@@ -66,7 +65,7 @@ def test_the_results_of_items_are_kept(place: Path) -> None:
 
 def test_the_best_checkpoint_goes_by_a_figure_of_a_task(place: Path) -> None:
     run = place / "runs" / "scored"
-    record = json.loads((run / "run.json").read_text())
+    record = trainings.record(run)
     values = {line["step"]: line["text/bits_per_byte"] for line in evaluations(run) if line["step"]}
     best = min(values, key=lambda step: values[step])
     assert record["best"] == {"metric": "eval/text/bits_per_byte", "step": best, "value": values[best]}
@@ -79,7 +78,7 @@ def test_a_run_ends_early_by_a_figure_of_a_task(place: Path) -> None:
     flags = {"eval__tasks": json.dumps([{"task": choice, "every": "1 step"}]), "eval__min_delta": "1"}
     best = {"checkpoint__keep_best": "eval/choice/acc", "eval__patience": "2", "eval__every": "never"}
     launch(place, **{**SHORT, "train__duration": "9 steps"}, **flags, **best, name="early")
-    record = json.loads((place / "runs" / "early" / "run.json").read_text())
+    record = trainings.record(place / "runs" / "early")
     assert "eval/choice/acc did not rise by 1 above the" in record["launches"][-1]["why"]
     assert [line["step"] for line in evaluations(place / "runs" / "early")] == [0, 1, 2]
 
@@ -106,7 +105,7 @@ def test_an_evaluation_that_was_cut_short_is_repeated(place: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate, "any_rank", cut)
         assert launch(place, **flags).status == "stopped"
-    launch(place, LaunchOptions(resume="auto"), **flags)
+    launch(place, "auto", **flags)
     cut_run, whole = (evaluations(place / "runs" / name) for name in ("cut", "scored"))
     timeless = [{k: v for k, v in line.items() if not k.endswith("_s")} for line in cut_run]
     assert timeless == [{k: v for k, v in line.items() if not k.endswith("_s")} for line in whole]

@@ -10,7 +10,6 @@ import pytest
 
 from tests.fixtures import trainings
 from tuner.data.batches import StepBatches
-from tuner.run.options import LaunchOptions, RunResult
 from tuner.run.tasks import windows as task
 from tuner.run.windows.preparation import PreparedHere
 from tuner.runtime.console import Console
@@ -48,11 +47,6 @@ def write(directory: Path, name: str, count: int) -> None:
     rng = random.Random(name)
     rows = [{"prompt": f"{name}{i} ", "completion": "ab" * rng.randint(1, 20)} for i in range(count)]
     (directory / "logs" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def launch(directory: Path, options: LaunchOptions | None = None, **flags: str) -> RunResult:
-    """Train the directory's recipe."""
-    return trainings.launch(directory, options, **flags)
 
 
 def entries(run: Path) -> list[dict[str, Any]]:
@@ -104,5 +98,3 @@ def prepare_at_once(patch: pytest.MonkeyPatch) -> None:
         return task.Finder(windows.spec, preparation, position.decided, known, note, passes=passes)
 
     patch.setattr(task, "_finder", here)
-
-

@@ -35,23 +35,10 @@ def evaluate(
     """Score a model's tasks, where some are named, or else its held-out rows."""
     rank_info = RankInfo.from_environment()
     trained = find_trained(path, console)
-    if tasks:
-        return _task_scores(trained, recipe, flags, [*tasks], output, rank_info, console)
-    result = score(trained, _load(trained, recipe, flags), rank_info, console)
-    _show(result, console)
-    return _outcome(result)
-
-
-def _task_scores(
-    trained: Trained,
-    recipe: str | None,
-    flags: list[Override],
-    tasks: list[str],
-    output: str | None,
-    rank_info: RankInfo,
-    console: Console,
-) -> Outcome:
-    """Score tasks, and show their figures. Raises RecipeError for a flag that would change the model, or do nothing."""
+    if not tasks:
+        result = score(trained, _load(trained, recipe, flags), rank_info, console)
+        _show(result, console)
+        return _outcome(result)
     _check_flags(trained, flags)
     overrides = with_tasks(flags, tasks)
     loaded = own_recipe(trained, overrides) if recipe is None else load_for_command(recipe, overrides, fetches=True)
@@ -64,7 +51,7 @@ def evaluate_served(
 ) -> Outcome:
     """Score tasks on a GGUF file. Raises RecipeError without tasks, and for flags that do nothing."""
     if not tasks:
-        raise RecipeError("llama.cpp scores tasks, not the rows of a recipe")
+        raise RecipeError("llama.cpp scores tasks, not the rows of a recipe", hint="add --tasks FILE.jsonl")
     wrong = next((flag.key for flag in flags if not flag.key.startswith(OF_TASKS)), None)
     if wrong is not None:
         raise RecipeError(f"flag --{wrong}: does not concern a file that is served; --data.max_length does")

@@ -21,6 +21,7 @@ from tuner.ladder.record import LadderRecord, read_ladders
 from tuner.ladder.rules import mark_name
 from tuner.runtime.console import Console, clock
 
+__all__ = ["ForecastQuestion", "Settings", "Where", "fit", "metrics", "status"]
 CSV = ".csv"
 PLACES = ("rung", "mark", "step", "tokens", "there", "checkpoint", "metrics")
 STATUS = ("rung", "status", "step", "tokens", "marks", "newest mark", "loss", "time")
@@ -101,29 +102,15 @@ def metrics(where: Where, prefix: str) -> Outcome:
     return Outcome(text, artifacts={"marks": rows}, metrics={"marks": len(marks)}, is_table=True)
 
 
-@dataclass(frozen=True)
-class FitOptions:
-    """What `tuner ladder fit` was asked, as typed."""
-
-    target: str | None
-    tokens: str | None
-    loss: str
-    scores: tuple[str, ...]
-    chance: float | None
-    level: float
-    samples: int
-    output: str | None
-
-
-def fit(where: Where, options: FitOptions) -> Outcome:
-    """Fit the law, say what it predicts, and write its page."""
+def fit(
+    where: Where, question: ForecastQuestion, target: str | None, tokens: str | None, output: str | None
+) -> Outcome:
+    """Fit the law, say what it predicts of what `--target` and `--tokens` name, and write its page."""
     read = _read(where)
-    page = input_path(options.output) if options.output is not None else read.directory / PAGE
+    page = input_path(output) if output is not None else read.directory / PAGE
     check_output(page)
-    rung, size = _asked(read, options.target, options.tokens)
-    settings = Settings(options.level, options.samples)
-    question = ForecastQuestion(settings, options.loss, options.scores, options.chance, rung, size)
-    found = forecast(read.points, question)
+    rung, size = _asked(read, target, tokens)
+    found = forecast(read.points, replace(question, rung=rung, size=size))
     write_fit_page(page, read.name, found)
     _show(found, Console())
     figures = figures_of(found)

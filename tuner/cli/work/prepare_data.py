@@ -5,13 +5,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from tuner.cli.command import Outcome
+from tuner.cli.work.tokens import row_texts, token_lines
 from tuner.config.load import LoadedRecipe
 from tuner.data.building.cache import cache_path, valid
+from tuner.data.building.explain import explain
 from tuner.data.building.portions import prepare_portions
 from tuner.data.building.prepare import PreparedInfo, check_prepared, prepare
 from tuner.data.building.report import done_line, report_lines
 from tuner.data.building.spec import PrepareSpec, keys_of, prepare_spec
 from tuner.errors import counted
+from tuner.run.options import LaunchOptions
 from tuner.runtime.console import Console
 
 
@@ -73,7 +76,6 @@ def _prepared_portions(spec: PrepareSpec, noun: str, console: Console, recipe: s
 def _with_reference(loaded: LoadedRecipe, outcome: Outcome, console: Console, verbose: bool) -> Outcome:
     """The outcome with the directory of the reference, computed on the processes that training would have."""
     with console.doing("loading libraries"):
-        from tuner.run.options import LaunchOptions
         from tuner.run.prepare_reference import prepare_reference
 
     options = LaunchOptions(level="debug" if verbose else "info")
@@ -117,9 +119,6 @@ def planned(spec: PrepareSpec, console: Console) -> Outcome:
 
 def explained(spec: PrepareSpec, count: int, terminal: bool, every_token: bool) -> Outcome:
     """The first records, with what is trained in brackets."""
-    from tuner.cli.work.tokens import row_texts, token_lines
-    from tuner.data.building.explain import explain  # which loads the encoder: what is prepared already does without
-
     rows = list(explain(spec, count))
     artifacts = {"rows": [[asdict(token) for token in row.tokens] for row in rows]}
     if not terminal:

@@ -23,11 +23,7 @@ class ServedGenerator:
     """A file that llama.cpp serves, as a generator of answers."""
 
     engine: Engine
-
-    @property
-    def has_template(self) -> bool:
-        """Whether the file has one."""
-        return self.engine.has_template
+    has_template: bool
 
     def generate(self, prompt: Prompt, sampling: Sampling, show: Callable[[str], None] | None = None) -> Answer:
         """See `Answerer`. KeyboardInterrupt ends the answer, which is then what was shown."""
@@ -63,4 +59,4 @@ def talk_to(name: str, sampling: Sampling, system: str | None, stdout: int | Non
     with ExitStack() as stack:
         with console.doing(f"loading {name}"):
             engine = stack.enter_context(served(Path(name), CONTEXT))
-        return talk(ServedGenerator(engine), sampling, system, stdout)
+        return talk(ServedGenerator(engine, engine.has_template), sampling, system, stdout)

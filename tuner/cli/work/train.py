@@ -54,7 +54,7 @@ def launch_training(loaded: LoadedRecipe, options: LaunchOptions, verbose: bool)
 
 def _launched(loaded: LoadedRecipe, options: LaunchOptions, console: Console) -> Outcome:
     run_dir = Path(loaded.recipe.output_dir)
-    before = launches_of(run_dir) if options.resume == "never" else -1
+    before = len(launches_of(run_dir)) if options.resume == "never" else -1
 
     def left() -> tuple[str, Outcome] | None:
         found = left_before(run_dir, before)

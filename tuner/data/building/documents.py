@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,58 +89,43 @@ def build_documents(spec: PrepareSpec, keys: PreparedKeys, tmp: Path, console: C
     return _build(spec, keys, tmp, console, slow_reason=reason)
 
 
-def _job(spec: PrepareSpec, much: bool, fast: bool) -> EncodeJob:
-    return EncodeJob(
-        tokenizer=spec.tokenizer,
-        examples=spec.examples,
-        special_tokens=spec.special_tokens_in_text,
-        stop_at_bad_row=spec.data.on_bad_row == "error",
-        fast=fast,
-        much=much,
-        repetition=spec.repetition,
-    )
-
-
 def _build(
     spec: PrepareSpec, keys: PreparedKeys, tmp: Path, console: Console | None, slow_reason: str | None = None
 ) -> dict[str, Any]:
     # What is known of each document is 25 bytes: in files without names, they go with the process.
-    with TemporaryFile(dir=tmp) as train, TemporaryFile(dir=tmp) as held_out:
-        return _built(spec, keys, tmp, console, slow_reason, (train, held_out))
-
-
-def _built(
-    spec: PrepareSpec,
-    keys: PreparedKeys,
-    tmp: Path,
-    console: Console | None,
-    slow_reason: str | None,
-    tables: tuple[IO[bytes], IO[bytes]],
-) -> dict[str, Any]:
-    held_out = spec.data.eval if isinstance(spec.data.eval, Duration) else None
-    splits = [SampledSplit("train", keys.train, tables[0], held_out is not None)]
-    if keys.eval is not None:
-        splits.append(SampledSplit("eval", keys.eval, tables[1]))
-    expected = expected_bytes(source for split in splits for source in split.sources)
-    workers = spec.workers(expected)
-    job = _job(spec, much=workers != 1, fast=slow_reason is None)
-    with pace(console, expected) as done:
-        hashed = _read(splits, job, _engine(spec, job, workers), tmp, done)
-    keys.refuse_changed()
-    give_back()  # what encoding held: choosing documents needs its own
-    taken = [split.taken(spec.seed) for split in splits]
-    for split, documents in zip(splits, taken, strict=True):
-        _refuse_nothing(split, int(documents.copies.sum()), spec.examples.unit)
-    chosen = taken if held_out is None else taken[0].held_out(held_out, spec.seed)
-    schema = documents_schema(spec.tokenizer.vocab_size, spec.examples)
-    by_name = dict(zip(("train", "eval"), chosen, strict=False))
-    for split in splits:
-        if split.is_chosen_from:
-            names = ("train", "eval") if split.holds_out else (split.name,)
-            copies = {name: by_name[name].copies for name in names}
-            hashed |= _write_chosen(split, tmp, copies, schema, spec.examples.documents)
-    reason = slow_reason or _missing_encoder(spec, sum(split.size for split in splits))
-    return {**_body(spec, splits, taken, by_name, keys, reason), "files": hashed}
+    with TemporaryFile(dir=tmp) as train, TemporaryFile(dir=tmp) as evaluated:
+        held_out = spec.data.eval if isinstance(spec.data.eval, Duration) else None
+        splits = [SampledSplit("train", keys.train, train, held_out is not None)]
+        if keys.eval is not None:
+            splits.append(SampledSplit("eval", keys.eval, evaluated))
+        expected = expected_bytes(source for split in splits for source in split.sources)
+        workers = spec.workers(expected)
+        job = EncodeJob(
+            tokenizer=spec.tokenizer,
+            examples=spec.examples,
+            special_tokens=spec.special_tokens_in_text,
+            stop_at_bad_row=spec.data.on_bad_row == "error",
+            fast=slow_reason is None,
+            much=workers != 1,
+            repetition=spec.repetition,
+        )
+        with pace(console, expected) as done:
+            hashed = _read(splits, job, _engine(spec, job, workers), tmp, done)
+        keys.refuse_changed()
+        give_back()  # what encoding held: choosing documents needs its own
+        taken = [split.taken(spec.seed) for split in splits]
+        for split, documents in zip(splits, taken, strict=True):
+            _refuse_nothing(split, int(documents.copies.sum()), spec.examples.unit)
+        chosen = taken if held_out is None else taken[0].held_out(held_out, spec.seed)
+        schema = documents_schema(spec.tokenizer.vocab_size, spec.examples)
+        by_name = dict(zip(("train", "eval"), chosen, strict=False))
+        for split in splits:
+            if split.is_chosen_from:
+                names = ("train", "eval") if split.holds_out else (split.name,)
+                copies = {name: by_name[name].copies for name in names}
+                hashed |= _write_chosen(split, tmp, copies, schema, spec.examples.documents)
+        reason = slow_reason or _missing_encoder(spec, sum(split.size for split in splits))
+        return {**_body(spec, splits, taken, by_name, keys, reason), "files": hashed}
 
 
 def _engine(spec: PrepareSpec, job: EncodeJob, workers: int) -> _Spread:

@@ -5,8 +5,8 @@ bits, and rows are written in record batches that a list column's 32-bit offsets
 segments are one block; more are packed block by block, so that a billion documents take the memory of one block.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -112,12 +112,10 @@ def cut(
     """
     if each == 2:
         return _cut_pairs(batches, max_length, too_long, max_prompt, carried.documents)
-    segments = _Columns(3 + (too_long == "split"))
+    segments = _Columns(3 + (too_long == "split"), carried.documents)
     dropped = {TOO_LONG: 0, NO_TARGET: 0}
-    base = carried.documents
     truncated = n_split = pieces_dropped = tokens_dropped = 0
-    for batch in batches:
-        before, offsets = _trained_before(batch)
+    for before, offsets in segments.read(batches):
         lengths = np.diff(offsets)
         long = lengths > max_length
         document = np.arange(len(lengths), dtype=np.int64)
@@ -144,25 +142,14 @@ def cut(
         lost = ~kept & left[document]
         pieces_dropped += int(lost.sum())
         tokens_dropped += int((stop - start)[lost].sum())
-        columns = (document[kept] + base, stop[kept], trained[kept])
+        columns = (document[kept] + segments.documents, stop[kept], trained[kept])
         segments.append((*columns, start[kept]) if too_long == "split" else columns)
-        base += len(lengths)
-        if base > MAX_DOCUMENTS:
-            raise DataError(f"more than {MAX_DOCUMENTS:,} documents in one split")
-    reasons = {reason: count for reason, count in dropped.items() if count}
-    documents, stops, targeted, *rest = segments.done()
-    starts = rest[0] if rest else np.broadcast_to(np.uint32(0), len(stops))
-    return Segments(
-        documents,
-        starts,
-        stops,
-        targeted,
-        reasons,
-        truncated,
+    return replace(
+        segments.cut(dropped),
+        truncated=truncated,
         split=n_split,
         dropped_pieces=pieces_dropped,
         dropped_piece_tokens=tokens_dropped,
-        carried=CutSoFar(base),
     )
 
 
@@ -170,11 +157,10 @@ def _cut_pairs(
     batches: Iterator[pa.RecordBatch], max_length: int, too_long: TooLong, max_prompt: int | None, base: int
 ) -> Segments:
     """Keep the pairs of documents that fit into a row, or cut them; both documents of a pair are treated alike."""
-    segments = _Columns(3 + (max_prompt is not None))
+    segments = _Columns(3 + (max_prompt is not None), base)
     dropped = {TOO_LONG: 0, NO_TARGET: 0}
     truncated = cut_prompts = 0
-    for batch in batches:
-        before, offsets = _trained_before(batch)
+    for before, offsets in segments.read(batches):
         skipped = np.zeros(len(offsets) - 1, dtype=np.int64)
         if max_prompt is not None:
             skipped = np.maximum(_prompts(before, offsets) - max_prompt, 0)
@@ -195,15 +181,9 @@ def _cut_pairs(
         considered = ~long | (too_long == "truncate")
         dropped[NO_TARGET] += int((considered & ~learned).sum())
         kept = np.flatnonzero(np.repeat(considered & learned, 2))
-        columns = (kept + base, (skipped + stop)[kept], trained[kept])
+        columns = (kept + segments.documents, (skipped + stop)[kept], trained[kept])
         segments.append(columns if max_prompt is None else (*columns, skipped[kept]))
-        base += len(lengths)
-        if base > MAX_DOCUMENTS:
-            raise DataError(f"more than {MAX_DOCUMENTS:,} documents in one split")
-    reasons = {reason: count for reason, count in dropped.items() if count}
-    documents, stops, targeted, *rest = segments.done()
-    begins = rest[0] if rest else np.broadcast_to(np.uint32(0), len(stops))
-    return Segments(documents, begins, stops, targeted, reasons, truncated, cut_prompts, each=2, carried=CutSoFar(base))
+    return replace(segments.cut(dropped), truncated=truncated, cut_prompts=cut_prompts, each=2)
 
 
 def _prompts(before: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -218,13 +198,12 @@ def in_order(batches: Iterator[pa.RecordBatch], max_length: int, carried: CutSoF
     Left out are what comes after the last one, which is carried on, and rows without a trained target. DataError as for
     `cut`.
     """
-    columns = _Columns(4)
-    base, seen, n_split = carried.documents, 0, 0
+    columns = _Columns(4, carried.documents)
+    seen = n_split = 0
     if carried.row:
         columns.append(carried.row)
         seen = int((carried.row[1] - carried.row[3]).sum())
-    for batch in batches:
-        before, offsets = _trained_before(batch)
+    for before, offsets in columns.read(batches):
         lengths = np.diff(offsets)
         phase = (seen + np.cumsum(lengths) - lengths) % max_length
         pieces = -(-(phase + lengths) // max_length)
@@ -232,11 +211,9 @@ def in_order(batches: Iterator[pa.RecordBatch], max_length: int, carried: CutSoF
         start = np.maximum(number * max_length - phase[document], 0)
         stop = np.minimum((number + 1) * max_length - phase[document], lengths[document])
         trained = before[offsets[document] + stop] - before[np.minimum(offsets[document] + start + 1, offsets[-1])]
-        columns.append((document + base, stop, trained, start))
+        columns.append((document + columns.documents, stop, trained, start))
         n_split += int((pieces > 1).sum())
-        seen, base = seen + int(lengths.sum()), base + len(lengths)
-        if base > MAX_DOCUMENTS:
-            raise DataError(f"more than {MAX_DOCUMENTS:,} documents in one split")
+        seen += int(lengths.sum())
     documents, stops, targeted, starts = columns.done()
     after = np.cumsum(stops - starts, dtype=np.int64)
     row = (after - 1) // max_length
@@ -246,7 +223,8 @@ def in_order(batches: Iterator[pa.RecordBatch], max_length: int, carried: CutSoF
     bounds = np.append(0, np.flatnonzero(after[kept] % max_length == 0) + 1)
     begun = tuple(column[row == seen // max_length] for column in (documents, stops, targeted, starts))
     documents, stops, targeted, starts = (column[kept] for column in (documents, stops, targeted, starts))
-    return Segments(documents, starts, stops, targeted, split=n_split, rows=bounds, carried=CutSoFar(base, begun))
+    carried = CutSoFar(columns.documents, begun)
+    return Segments(documents, starts, stops, targeted, split=n_split, rows=bounds, carried=carried)
 
 
 def pair_limit(max_length: int, shorter: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -333,9 +311,19 @@ def _record_batch(segments: Segments, chosen: Order, offsets: npt.NDArray[np.int
 class _Columns:
     """Columns that grow in place: not a piece for each record batch, which would leave the heap in holes."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, documents: int) -> None:
         self._columns = [np.empty(0, dtype=np.uint32) for _ in range(count)]
         self._length = 0
+        self.documents = documents
+        """Those of the blocks before, and of the record batches that were read."""
+
+    def read(self, batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
+        """What :func:`_trained_before` says of each record batch. Raises DataError for 2^32 documents or more."""
+        for batch in batches:
+            yield _trained_before(batch)
+            self.documents += batch.num_rows
+            if self.documents > MAX_DOCUMENTS:
+                raise DataError(f"more than {MAX_DOCUMENTS:,} documents in one split")
 
     def append(self, values: tuple[npt.NDArray[np.integer], ...]) -> None:
         stop = self._length + len(values[0])
@@ -349,6 +337,13 @@ class _Columns:
         for column in self._columns:
             column.resize(self._length, refcheck=False)
         return self._columns
+
+    def cut(self, dropped: Mapping[str, int]) -> Segments:
+        """The columns as segments, from the beginning of their documents where no start is among them."""
+        documents, stops, trained, *rest = self.done()
+        starts = rest[0] if rest else np.broadcast_to(np.uint32(0), len(stops))
+        reasons = {reason: count for reason, count in dropped.items() if count}
+        return Segments(documents, starts, stops, trained, reasons, carried=CutSoFar(self.documents))
 
 
 def _counted(pieces: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -226,21 +226,25 @@ def _split_warnings(split: str, counts: Mapping[str, Any], rejects: str, unit: s
     rows, documents = max(counts["rows"], 1), max(counts["documents"], 1)
     if skipped := sum(counts["skipped"].values()):
         warnings.append(f"data.{split}: {counted(skipped, 'bad row')} skipped ({skipped / rows:.0%}), see {rejects}")
-    untrained = counts["dropped"].get(NO_TRAINED_TOKEN, 0)
+    untrained, repeated = (counts["dropped"].get(reason, 0) for reason in (NO_TRAINED_TOKEN, REPEATS))
     if untrained > MANY * rows:
-        what = f"{untrained:,} of {rows:,} rows ({untrained / rows:.0%}) have no trained token, such as an answer"
+        what = f"{_of(untrained, rows, 'row')} have no trained token, such as an answer"
         warnings.append(f"data.{split}: {what}, and are left out")
-    if repeated := counts["dropped"].get(REPEATS, 0):
-        what = f"{repeated:,} of {rows:,} rows ({repeated / rows:.0%}) repeat a pattern of tokens too often"
-        warnings += [f"data.{split}: {what} (data.repetition), and are left out"] if repeated > MANY * rows else []
+    if repeated > MANY * rows:
+        what = f"{_of(repeated, rows, 'row')} repeat a pattern of tokens too often (data.repetition)"
+        warnings.append(f"data.{split}: {what}, and are left out")
     cut_off = counts.get("dropped_rows", {}).get(NO_TARGET, 0)
     if cut_off > MANY * documents:
-        what = f"{cut_off:,} of {documents:,} {unit}s ({cut_off / documents:.0%}) have no trained token"
-        warnings.append(f"data.{split}: {what} within data.max_length and are left out: raise it")
+        what = f"{_of(cut_off, documents, unit)} have no trained token within data.max_length"
+        warnings.append(f"data.{split}: {what} and are left out: raise it")
     if counts["duplicates"] > MANY_DUPLICATES * documents:
-        what = f"{counts['duplicates']:,} of {documents:,} {unit}s ({counts['duplicates'] / documents:.0%})"
-        warnings.append(f"data.{split}: {what} are exact duplicates of others, which is no reason to leave them out")
+        what = f"{_of(counts['duplicates'], documents, unit)} are exact duplicates of others"
+        warnings.append(f"data.{split}: {what}, which is no reason to leave them out")
     return warnings
+
+
+def _of(some: int, every: int, unit: str) -> str:
+    return f"{some:,} of {every:,} {unit}s ({some / every:.0%})"
 
 
 def _tokenizer_lines(tokenizer: Mapping[str, Any] | None) -> list[Line]:

@@ -289,6 +289,14 @@ def _with_reasoning(message: Message) -> Message:
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
+def compiled(
+    sources: Mapping[str, str], special_tokens: Mapping[str, str], now: datetime | None, where: str
+) -> dict[str, ChatTemplate]:
+    """The templates that are used, by name; `where` is what errors name. DataError where one does not compile."""
+    names = sources.keys() & {"default", "tool_use"}
+    return {name: ChatTemplate(sources[name], special_tokens, now, where) for name in sorted(names)}
+
+
 class LoadedTemplates:
     """A loaded tokenizer's templates, by name; `origin` is what errors name. DataError where one does not compile."""
 
@@ -297,11 +305,7 @@ class LoadedTemplates:
         sources = found if isinstance(found, dict) else {"default": found}
         tokens = {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
         where = f"{origin or tokenizer.name_or_path}: the chat template"
-        self._templates = {
-            name: ChatTemplate(source, tokens, name=where)
-            for name, source in sources.items()
-            if name in ("default", "tool_use")
-        }
+        self._templates = compiled(sources, tokens, None, where)
 
     def render(
         self,

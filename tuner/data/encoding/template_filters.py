@@ -10,36 +10,20 @@ from jinja2.filters import FILTERS as DEFAULT_FILTERS
 from jinja2.filters import make_attrgetter
 from jinja2.tests import TESTS as DEFAULT_TESTS
 
-from tuner.data.encoding.template_limits import MAX_CHARS, MAX_DEPTH, MAX_POWER, Meter, refuse
+from tuner.data.encoding.template_limits import MAX_CHARS, MAX_DEPTH, MAX_POWER, Meter, names, refuse
 
 _SHORT_TEXT = 1024
-_FREE = ("abs", "attr", "count", "d", "default", "first", "last", "length", "random")
-_STREAMED = frozenset({"items", "map", "reject", "rejectattr", "select", "selectattr"})
+_STREAMED = names("streamed")
 """What these give is counted one by one, so that a chat of any length passes."""
-_TEXTS = frozenset(
-    {"capitalize", "center", "e", "escape", "forceescape", "format", "indent", "join", "lower", "replace", "safe"}
-    | {"string", "title", "trim", "truncate", "upper"}
-)
+_TEXTS = names("texts")
 TEXT_FILTERS = _TEXTS - {"safe"} | {"tojson"}
 """Filters that give a text whatever they are given."""
-_LISTED = frozenset(
-    {"batch", "dictsort", "float", "groupby", "int", "list", "max", "min", "reverse", "round", "slice", "sort"}
-    | {"unique"}
-)
-_TESTS = frozenset(
-    {"==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", ">=", "ge", "<", "lt", "lessthan", "<=", "le"}
-    | {"in", "filter", "test", "sameas", "lower", "upper", "divisibleby", "even", "odd"}
-)
-_FREE_TESTS = (
-    *("boolean", "callable", "defined", "escaped", "false", "float", "integer", "iterable", "mapping", "none"),
-    *("number", "sequence", "string", "true", "undefined"),
-)
 
 
 def bounded_filters(environment: Any, meter: Meter) -> dict[str, Callable[..., Any]]:
     """The filters of a sandbox."""
-    found: dict[str, Callable[..., Any]] = {name: DEFAULT_FILTERS[name] for name in _FREE}
-    found |= {name: _bounded(name, DEFAULT_FILTERS[name], meter) for name in _STREAMED | _TEXTS | _LISTED}
+    found: dict[str, Callable[..., Any]] = {name: DEFAULT_FILTERS[name] for name in names("free")}
+    found |= {name: _bounded(name, DEFAULT_FILTERS[name], meter) for name in _STREAMED | _TEXTS | names("listed")}
     found["tojson"], found["sum"] = partial(_tojson, meter), partial(_sum, environment, meter)
     return found
 
@@ -47,8 +31,8 @@ def bounded_filters(environment: Any, meter: Meter) -> dict[str, Callable[..., A
 def bounded_tests(meter: Meter) -> dict[str, Callable[..., Any]]:
     """The tests of a sandbox."""
     tests: dict[str, Any] = {**DEFAULT_TESTS}
-    found: dict[str, Callable[..., Any]] = {name: tests[name] for name in _FREE_TESTS}
-    return found | {name: _bounded_test(name, tests[name], meter) for name in _TESTS}
+    found: dict[str, Callable[..., Any]] = {name: tests[name] for name in names("free_tests")}
+    return found | {name: _bounded_test(name, tests[name], meter) for name in names("tests")}
 
 
 def _bounded(name: str, function: Callable[..., Any], meter: Meter) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from jinja2 import nodes
 from jinja2.nodes import Node
 
 from tuner.data.encoding.template import parse_template
+from tuner.data.encoding.template_limits import names
 from tuner.data.encoding.template_spy import Asked, TemplateSpy
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import Planner
@@ -24,22 +25,13 @@ from tuner.errors import DataError
 
 MAX_MESSAGES = 64
 MAX_SHAPES = 512
-_FILTERS = frozenset({"trim", "default", "d", "length", "count", "first", "last", "list", "items"})
 _WRITTEN = frozenset({"string", "tojson"})
-_TESTS = frozenset(
-    {"defined", "undefined", "string", "mapping", "sequence", "iterable", "none", "boolean", "true", "false", "number"}
-    | {"eq", "ne", "equalto", "even", "odd", "divisibleby", "integer", "float", "callable"}
-)
 _OPAQUE = (
     *(nodes.Macro, nodes.Block, nodes.FilterBlock, nodes.AssignBlock, nodes.Include),
     *(nodes.Import, nodes.FromImport, nodes.Extends, nodes.Mod),
 )
-
-_FUNCTIONS = frozenset({"namespace", "range", "raise_exception", "strftime_now"})
-_METHODS = frozenset(
-    {"startswith", "endswith", "split", "rsplit", "partition", "rpartition", "replace", "strip", "lstrip", "rstrip"}
-    | {"removeprefix", "removesuffix", "items", "keys", "values", "get"}
-)
+_FILTERS, _TESTS = names("seen_filters"), names("seen_tests")
+_FUNCTIONS, _METHODS = names("seen_functions"), names("seen_methods")
 
 
 class Shape(NamedTuple):

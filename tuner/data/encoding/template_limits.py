@@ -6,10 +6,12 @@ and each is charged for what it copies or compares. Whenever a slice of work is 
 memory are looked at: a render that uses up none, as most, pays for neither.
 """
 
+import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
+from pathlib import Path
 from string import Formatter
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -49,25 +51,21 @@ _SMALL = 1 << 12
 _MAPPINGS: tuple[Any, ...] = (dict, MappingProxyType, *map(type, ({}.keys(), {}.values(), {}.items())))
 _NESTS = (list, tuple, set, frozenset, Namespace, *_MAPPINGS)
 _NUMBER_CHARS, _OTHER_CHARS = 24, 100
-_CASES = frozenset({"upper", "lower", "title", "capitalize", "casefold", "swapcase"})
-_ESCAPES = frozenset({"e", "escape", "forceescape"})
-_SPLITS = frozenset({"split", "rsplit", "splitlines"})
-_FROM_THE_RIGHT = frozenset({"rfind", "rindex", "rpartition", "rsplit", "strip", "lstrip", "rstrip", "trim"})
+_NAMES: dict[str, str] = json.loads(Path(__file__).with_name("template_names.json").read_bytes())
+
+
+def names(row: str) -> frozenset[str]:
+    """Names of jinja2's filters, tests and functions and of methods, by what is known of them: a row of the table."""
+    return frozenset(_NAMES[row].split())
+
+
+_CASES, _ESCAPES, _SPLITS = names("cases"), names("escapes"), names("splits")
+_FROM_THE_RIGHT = names("from_the_right")
 """Of these a search may compare each character with each; only that from the left is as long as both texts are."""
-_ONCE = frozenset({"center", "ljust", "rjust", "zfill", "batch", "slice"})
-_LINES = frozenset({"expandtabs", "indent"})
+_ONCE, _LINES = names("once"), names("lines")
 _GROWING = _CASES | _ESCAPES | _ONCE | _LINES | {"replace", "join", "round"}
-_KEPT = (
-    _SPLITS
-    | _FROM_THE_RIGHT
-    | {"find", "index", "count", "partition", "startswith", "endswith", "removeprefix", "removesuffix", "isdisjoint"}
-    | {"isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable"}
-    | {"isspace", "istitle", "isupper", "items", "keys", "values", "get", "copy", "as_integer_ratio", "bit_count"}
-    | {"bit_length", "conjugate", "is_integer", "truncate", "string", "safe", "int", "float", "list", "reverse"}
-    | {"dictsort", "fromkeys", "groupby", "max", "min", "sort", "unique"}
-)
-"""Methods and filters that give no more than they are given; a number that they are given is a place, or a value."""
-KNOWN = _GROWING | _KEPT
+KNOWN = _GROWING | _SPLITS | _FROM_THE_RIGHT | names("kept")
+"""Those that are not growing give no more than they are given; a number that they are given is a place, or a value."""
 _BLANKS = "".join(c for c in map(chr, range(0x3001)) if c.isspace())
 _WIDTHS = re.compile(r"\d+")
 

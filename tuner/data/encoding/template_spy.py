@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from tuner.data.encoding.template_limits import names
+
 _RESERVED = re.compile("[\ufdd0-\ufdef]")
 
 
@@ -21,10 +23,7 @@ class Asked:
         self.too_much = False
 
 
-_UNDERSTOOD = frozenset(
-    {"startswith", "endswith", "split", "rsplit", "partition", "rpartition", "replace", "strip", "lstrip", "rstrip"}
-    | {"plain", "asked", "joined", "make", "with_mark", "note_literal", "removeprefix", "removesuffix", "find"}
-)
+_UNDERSTOOD = names("spied")
 
 
 def _beyond(method: str) -> Any:

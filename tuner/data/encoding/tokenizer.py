@@ -21,6 +21,7 @@ from tuner.data.encoding.template import (
     TOOL_TEMPLATE_FILE,
     ChatTemplate,
     Message,
+    compiled,
     named_templates,
     unless_refused,
 )
@@ -78,11 +79,7 @@ class TextTokenizer:
         self._now = now or datetime.now()  # one for all processes of a preparation, whenever they render
         self._origin = origin
         where = f"{origin}: the chat template" if origin else "the chat template"
-        self._templates = {
-            name: ChatTemplate(source, self.special_tokens, self._now, where)
-            for name, source in named_templates(self.files, config).items()
-            if name in ("default", "tool_use")
-        }
+        self._templates = compiled(named_templates(self.files, config), self.special_tokens, self._now, where)
         self._model_eos_ids = tuple(model_eos_ids)
 
     def __reduce__(self) -> tuple[Any, ...]:

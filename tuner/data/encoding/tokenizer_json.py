@@ -8,18 +8,15 @@ import json
 import unicodedata
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import orjson
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tuner.config.recipe import AddedToken
 from tuner.errors import DataError, RecipeError
-
-if TYPE_CHECKING:
-    from tuner.config.recipe import AddedToken
-
 
 _VOCABULARY_STEP = 61
 BYTE_BOS, BYTE_EOS, BYTE_PAD = "<|bos|>", "<|eos|>", "<|pad|>"
@@ -135,7 +132,7 @@ def byte_symbols() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def with_tokens(files: Mapping[str, bytes], tokens: "Sequence[AddedToken]") -> tuple[dict[str, bytes], range]:
+def with_tokens(files: Mapping[str, bytes], tokens: Sequence[AddedToken]) -> tuple[dict[str, bytes], range]:
     """A tokenizer directory's files with these tokens, and their ids, which follow on the largest there was.
 
     They are found in a text as it is, before anything else is made of it. Raises RecipeError for a token that the
@@ -165,16 +162,14 @@ def with_tokens(files: Mapping[str, bytes], tokens: "Sequence[AddedToken]") -> t
 
 
 def with_control_tokens(
-    files: dict[str, bytes], wanted: "Sequence[AddedToken]", controls: Sequence[str]
-) -> tuple[dict[str, bytes], "list[AddedToken]"]:
+    files: dict[str, bytes], wanted: Sequence[AddedToken], controls: Sequence[str]
+) -> tuple[dict[str, bytes], list[AddedToken]]:
     """The files in which each of `controls` that the tokenizer has is a control token; and the tokens to add.
 
     These are those that are wanted, then the `controls` that are not there. Some tokenizers have such a token as an
     ordinary one, which would neither end a turn nor be refused in users' text. The very same files come back where none
     is. Raises DataError.
     """
-    from tuner.config.recipe import AddedToken
-
     try:
         before = Tokenizer.from_str(files["tokenizer.json"].decode())
         spec, config = _object(files, "tokenizer.json"), _object(files, "tokenizer_config.json")
@@ -201,7 +196,7 @@ def with_control_tokens(
     return {**files, "tokenizer.json": _bytes(spec), "tokenizer_config.json": _bytes(config)}, new
 
 
-def require_ids(files: Mapping[str, bytes], tokens: "Sequence[AddedToken]", ids: range) -> None:
+def require_ids(files: Mapping[str, bytes], tokens: Sequence[AddedToken], ids: range) -> None:
     """Check that a tokenizer gives added tokens these ids. Raises DataError."""
     after = Tokenizer.from_str(files["tokenizer.json"].decode())
     if [after.token_to_id(token.token) for token in tokens] != list(ids):

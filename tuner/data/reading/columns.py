@@ -32,6 +32,8 @@ class KeyNames(NamedTuple):
     texts: tuple[str, ...]
     parts: tuple[str, ...]
     """What else belongs to a prompt or an answer: a row that has one is not learned rightly without it."""
+    aside: frozenset[str]
+    """Names of what is known about a text: it is no part of it."""
     sides: tuple[tuple[str, str], ...]
     """A preferred answer and the other."""
 
@@ -41,7 +43,7 @@ def key_names() -> KeyNames:
     """The names, read once."""
     table = json.loads(Path(__file__).with_name("key_names.json").read_bytes())
     lists: dict[str, Any] = {name: tuple(names) for name, names in table.items()}
-    return KeyNames(**lists | {"sides": tuple(map(tuple, lists["sides"]))})
+    return KeyNames(**lists | {"aside": frozenset(lists["aside"]), "sides": tuple(map(tuple, lists["sides"]))})
 
 
 @dataclass

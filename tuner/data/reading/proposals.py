@@ -37,13 +37,6 @@ _LEARNS = {
     "sft": "to learn the answers",
     "pretrain": "to learn plain text",
 }
-_ASIDE = frozenset(
-    (
-        *("id", "uuid", "source", "url", "lang", "language", "category", "topic", "subject", "type", "tag", "license"),
-        *("dataset", "split", "model", "title", "domain", "author", "date", "timestamp", "path", "file", "level"),
-    )
-)
-"""Names of what is known about a text: it is no part of it."""
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 Record = Mapping[str, Any]
 
@@ -267,7 +260,8 @@ def _aside(record: Record, example: Example | Compared, reading: ProposedReading
     said = "\n".join(texts_in(_values(example)))
     sides = ColumnKeys.of(record).sides or ()
     unread = (key for key in unread_keys(record, reading.columns, reading.kind) if key not in sides)
-    texts = ((key, record[key]) for key in unread if isinstance(record[key], str) and _ASIDE.isdisjoint(words_of(key)))
+    aside = key_names().aside
+    texts = ((key, record[key]) for key in unread if isinstance(record[key], str) and aside.isdisjoint(words_of(key)))
     return tuple(key for key, text in texts if len(text.split()) > 1 and text.strip() not in said)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from ruamel.yaml import YAML
 from transformers import PretrainedConfig
 
 from tuner.errors import RecipeError
-from tuner.export.tensors import TensorSource, converted_tensors, held_tensor, made_tensor
+from tuner.export.gguf.gelu import read_off_a_table
+from tuner.export.tensors import TensorSource, converted_tensors, held_tensor, made_tensor, mapped_tensor
 
 _TABLE = Path(__file__).with_name("architectures.yaml")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\..*)")
@@ -25,13 +26,6 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 _SUFFIXES = (".weight", ".bias")
 _OF_YARN = {"attention_factor": None, "mscale": None, "mscale_all_dim": None, "beta_fast": 32, "beta_slow": 1}
 """What llama.cpp takes where a file says nothing."""
-
-
-@dataclass(frozen=True)
-class Number:
-    """A key whose value is a float32 in the file, whatever the config writes."""
-
-    value: float
 
 
 @functools.cache
@@ -79,10 +73,9 @@ class Architecture:
         """What llama.cpp calls it."""
         return str(self.row["architecture"])
 
-    @property
-    def reads_a_table(self) -> bool:
-        """Whether llama.cpp reads its activation off a table of float16."""
-        return bool(self.row.get("table"))
+    def computed(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model, which reads its activation off a table of float16 from now on where llama.cpp does."""
+        return read_off_a_table(model) if self.row.get("table") else model
 
     @property
     def context(self) -> int:
@@ -93,7 +86,7 @@ class Architecture:
     def keys(self, published: Mapping[str, TensorSource]) -> dict[str, Any]:
         """The hyper-parameters of the file, by their keys in it."""
         found: dict[str, Any] = {}
-        for kind, of in (("integers", int), ("numbers", lambda value: Number(float(value)))):
+        for kind, of in (("integers", int), ("numbers", float)):
             for key, source in {**table()["common"][kind], **self.row.get(kind, {})}.items():
                 if (value := self.fact(source)) is not None:
                     found[key] = of(value)
@@ -118,13 +111,13 @@ class Architecture:
         if kind in ("default", "llama3"):  # Llama 3's is a tensor
             return {}
         if kind == "linear":
-            return {"rope.scaling.type": "linear", "rope.scaling.factor": Number(float(factor))}
+            return {"rope.scaling.type": "linear", "rope.scaling.factor": float(factor)}
         others = {key: value for key, value in rope.items() if key in _OF_YARN and value not in (None, _OF_YARN[key])}
         if kind != "yarn" or others:
             raise RecipeError(f"rope_parameters of {kind} {others or ''}: no GGUF of these positions is proven")
         return {
             "rope.scaling.type": "yarn",
-            "rope.scaling.factor": Number(float(factor)),
+            "rope.scaling.factor": float(factor),
             "rope.scaling.original_context_length": int(rope["original_max_position_embeddings"]),
         }
 
@@ -164,8 +157,8 @@ class Architecture:
         if match is None or targets is None:
             return None
         named = [f"blk.{match[1]}.{target}" for target in targets]
-        convert = partial(_columns, named)
-        return converted_tensors(source, convert, {key: tuple(t.shape) for key, t in convert(_meta(source)).items()})
+        convert, unread = partial(_columns, named), torch.empty(source.shape, device="meta")
+        return converted_tensors(source, convert, {key: tuple(t.shape) for key, t in convert(unread).items()})
 
     def _laid_out(self, name: str, source: TensorSource) -> TensorSource:
         layer = name.split(".")[-2]
@@ -173,10 +166,10 @@ class Architecture:
             size = int(self.facts["head_dim"])
             return made_tensor(source.shape, source.dtype, lambda: _interleaved(source.whole(), size))
         if self.row.get("norm_offset") and name.endswith("norm.weight"):
-            return _mapped(source, torch.float32, lambda block: block.float() + 1)
+            return mapped_tensor(source, torch.float32, lambda block: block.float() + 1)
         if layer in self.row.get("flat", ()):
             shape = tuple(size for size in source.shape if size != 1)
-            return _mapped(replace(source, shape=shape), source.dtype, lambda block: block.reshape(-1, *shape[1:]))
+            return mapped_tensor(source, source.dtype, lambda block: block.reshape(-1, *shape[1:]), shape)
         return source
 
 
@@ -218,14 +211,6 @@ def _stack(sources: list[TensorSource]) -> TensorSource:
         first.dtype,
         lambda start, stop: torch.stack([source.whole() for source in sources[start:stop]]),
     )
-
-
-def _mapped(source: TensorSource, dtype: torch.dtype, change: Callable[[torch.Tensor], torch.Tensor]) -> TensorSource:
-    return TensorSource(source.shape, dtype, lambda start, stop: change(source.read(start, stop)))
-
-
-def _meta(source: TensorSource) -> torch.Tensor:
-    return torch.empty(source.shape, device="meta")
 
 
 def _columns(names: list[str], tensor: torch.Tensor) -> dict[str, torch.Tensor]:

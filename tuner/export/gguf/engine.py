@@ -155,6 +155,12 @@ class Engine:
                 raise MachineError(f"llama.cpp ended: {self.why_gone()}") from error
 
 
+def require_library() -> None:
+    """Raise MachineError where llama.cpp is not there."""
+    if importlib.util.find_spec("xllamacpp") is None:
+        raise MachineError("the library xllamacpp is missing", hint="install it: pip install gguf xllamacpp")
+
+
 @contextmanager
 def served(path: Path, context: int, exact: bool = False, adapter: Path | None = None) -> Iterator[Engine]:
     """A file for the block, with room for ``context`` tokens or as many as its model takes.
@@ -162,9 +168,10 @@ def served(path: Path, context: int, exact: bool = False, adapter: Path | None =
     ``exact`` computes in float32 alone, with all of that room. Raises DataError for a file that llama.cpp does not
     load, MachineError where the library is missing.
     """
-    if importlib.util.find_spec("xllamacpp") is None:
-        raise MachineError("the library xllamacpp is missing", hint="install it: pip install gguf xllamacpp")
+    require_library()
     keys = read_keys(path)
+    if keys.get("general.type") == "adapter":
+        raise DataError(f"{path}: is an adapter by itself, which llama.cpp adds to a file of its base")
     takes = int(keys.get(f"{keys.get('general.architecture')}.context_length", context))
     context = context if exact else min(context, takes)
     threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))

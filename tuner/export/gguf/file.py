@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,13 +11,13 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
+from gguf import GGUFValueType as Value
 
 from tuner.checkpoint.storage import tensor_bytes
 from tuner.export.gguf import kquants
-from tuner.export.gguf.architecture import Number
-from tuner.export.shards import FLUSH_BYTES
+from tuner.export.shards import groups_of, require_space, write_blocks
 from tuner.export.tensors import TensorSource
-from tuner.runtime.files import machine_errors
+from tuner.runtime.files import machine_errors, opened
 
 PLAIN = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 ROUNDED = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4")
@@ -28,7 +29,9 @@ TYPES = (
 """Of files; those of blocks with the closest to the trained weights first."""
 _OF_FILE, _OF_TENSOR = 512, 128
 """Bytes, more than enough, of what every file says of itself, and of each tensor besides its name."""
-_SMALL = ("split.no", "split.count")
+_KINDS = {bool: Value.BOOL, int: Value.UINT32, float: Value.FLOAT32, str: Value.STRING, list: Value.ARRAY}
+_OF_SHARDS = {"split.no": Value.UINT16, "split.count": Value.UINT16, "split.tensors.count": Value.INT32}
+"""Of values, and of keys whose value is a number of another size."""
 _HEADS = ("token_embd.weight", "output.weight")
 _ALWAYS_F32 = ("norm.weight", "ffn_gate_inp.weight", "shortconv.conv.weight", "attn_sinks.weight", "rope_freqs.weight")
 
@@ -65,8 +68,10 @@ def write_gguf(  # noqa: PLR0913, PLR0917 - what a file is
     if wanted in kquants.mixes():
         matrices = {name: source.shape for name, source in tensors.items() if types[name] != "f32"}
         types |= kquants.mixed(matrices, keys, wanted)
-    sizes = {name: _nbytes(types[name], source.shape) for name, source in tensors.items()}
-    groups = _cut(sizes, shard_bytes, _header_bytes(keys))
+    sizes = {name: _nbytes(types[name], source.shape) + len(name) + _OF_TENSOR for name, source in tensors.items()}
+    header = _header_bytes(keys)
+    require_space(path.parent, header + sum(sizes.values()))
+    groups = groups_of(sizes, shard_bytes or math.inf, header, _OF_FILE)
     if len(groups) == 1:
         _write_file(path, architecture, keys, {name: tensors[name] for name in groups[0]}, types)
         return [path]
@@ -80,19 +85,6 @@ def write_gguf(  # noqa: PLR0913, PLR0917 - what a file is
         own |= {"split.tensors.count": len(tensors)}
         _write_file(each, architecture, own, {name: tensors[name] for name in group}, types)
     return paths
-
-
-def _cut(sizes: Mapping[str, int], limit: int | None, header: int) -> list[list[str]]:
-    """The names, in their order, in groups whose files are within the limit; the first has the header's keys."""
-    groups, used = [list[str]()], header
-    for name, size in sizes.items():
-        needed = size + len(name) + _OF_TENSOR
-        if limit is not None and groups[-1] and used + needed > limit:
-            groups.append([])
-            used = _OF_FILE
-        groups[-1].append(name)
-        used += needed
-    return groups
 
 
 def _header_bytes(keys: Mapping[str, Any]) -> int:
@@ -115,35 +107,30 @@ def _write_file(
 ) -> None:
     writer = gguf.GGUFWriter(None, architecture)
     for key, value in keys.items():
-        _add(writer, key, value)
+        if value not in ("", []):  # of which the format has none
+            writer.add_key_value(key, value, _OF_SHARDS.get(key) or _KINDS[type(value)])
     for name, source in tensors.items():
         kind, shape = Type[types[name].upper()], cast("Any", source.shape)
         writer.add_tensor_info(name, shape, np.dtype("float32"), _nbytes(types[name], shape), raw_dtype=kind)
     with machine_errors(path):
-        writer.write_header_to_file(path)
-        try:
+        with closing(writer):
+            writer.write_header_to_file(path)
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            _write_tensors(writer, tensors, types)
-        finally:
-            writer.close()
+        with opened(path, os.O_WRONLY | os.O_APPEND) as descriptor:
+            write_blocks(descriptor, _data(path.stat().st_size, tensors, types))
 
 
-def _write_tensors(writer: gguf.GGUFWriter, tensors: Mapping[str, TensorSource], types: Mapping[str, str]) -> None:
-    (file,) = writer.fout or []
-    writer.write_padding(file, file.tell())
-    unflushed = 0
+def _data(header: int, tensors: Mapping[str, TensorSource], types: Mapping[str, str]) -> Iterator[memoryview]:
+    """What comes after so many bytes: each tensor begins at a multiple of the format's 32."""
+    yield _padding(header)
     for name, source in tensors.items():
-        written = 0
-        for data in _blocks(source, types[name]):
-            file.write(data)
-            written, unflushed = written + len(data), unflushed + len(data)
-            if unflushed >= FLUSH_BYTES:
-                os.fdatasync(file.fileno())
-                unflushed = 0
-        writer.write_padding(file, written)
-    file.flush()
-    os.fsync(file.fileno())
+        yield from _blocks(source, types[name])
+        yield _padding(_nbytes(types[name], source.shape))
+
+
+def _padding(size: int) -> memoryview:
+    return memoryview(bytes(-size % gguf.GGUF_DEFAULT_ALIGNMENT))
 
 
 def _blocks(source: TensorSource, kind: str) -> Iterator[memoryview]:
@@ -161,20 +148,3 @@ def _file_type(wanted: str) -> int:
     name = {"f32": "ALL_F32", "mxfp4": "MOSTLY_MXFP4_MOE"}.get(wanted, f"MOSTLY_{wanted.upper()}")
     return int(gguf.LlamaFileType[name])
 
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int() if key in _SMALL:
-            writer.add_uint16(key, value)
-        case int() if key == "split.tensors.count":
-            writer.add_int32(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case Number():
-            writer.add_float32(key, value.value)
-        case str():
-            writer.add_string(key, value)
-        case _:
-            writer.add_array(key, value)

@@ -39,8 +39,11 @@ def main() -> None:
     job, answers = json.loads(sys.stdin.readline()), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # llama.cpp may write there
     server: Any = xllamacpp.Server(parameters_of(job))
-    print(str(server.listening_address).removeprefix("http://"), file=answers, flush=True)
-    sys.stdin.read()
+    try:
+        print(str(server.listening_address).removeprefix("http://"), file=answers, flush=True)
+        sys.stdin.read()
+    finally:
+        os._exit(0)  # llama.cpp's own end waits forever where a server has only just begun
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tuner.errors import RecipeError
-from tuner.export.gguf.architecture import Architecture, Number
+from tuner.export.gguf.architecture import Architecture
 from tuner.export.tensors import TensorSource, held_tensor
 from tuner.model.low_rank import LowRank
 
@@ -52,7 +52,8 @@ def adapter(
         target = next(iter(placed))
         if len(placed) > 1 or target not in base or target == "token_embd.weight":
             raise RecipeError(
-                f"{name} is adapted: a GGUF adapter has no place for it by itself", hint="merge it: --adapter merge"
+                f"{name} is adapted: a GGUF adapter has no place for it by itself",
+                hint="keep it as peft has it: tuner export-hf RUN --adapter keep",
             )
         tensors |= {f"{target}.lora_a": held_tensor(layer.a), f"{target}.lora_b": placed[target]}
-    return {**KEYS, "adapter.lora.alpha": Number(alpha)}, tensors
+    return {**KEYS, "adapter.lora.alpha": float(alpha)}, tensors

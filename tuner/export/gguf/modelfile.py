@@ -46,7 +46,7 @@ def place(target: Path) -> Path:
 def modelfile(name: str, tokenizer: Any, words: Mapping[str, Any], ends: Sequence[int]) -> Modelfile:
     """For the file of this name with this tokenizer, whose keys in it are ``words``."""
     found = named(words.get("tokenizer.chat_template"))
-    lines = [_from(name)]
+    lines = [f"FROM ./{name}\n"]
     if found is not None:
         adds = words["tokenizer.ggml.add_bos_token"]
         text = templates()[found].replace("BOS", "" if adds else tokenizer.bos_token or "")
@@ -58,7 +58,3 @@ def modelfile(name: str, tokenizer: Any, words: Mapping[str, Any], ends: Sequenc
 def named(template: str | None) -> str | None:
     """Which of ours a template is that has one in Go's language; None for another."""
     return next((name for name in CHAT_TEMPLATES if name in templates() and template_source(name) == template), None)
-
-
-def _from(name: str) -> str:
-    return f"FROM ./{name}\n"

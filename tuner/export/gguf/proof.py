@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from ruamel.yaml import YAML
 
-from tuner.data.encoding.template import LoadedTemplates, unless_refused
-from tuner.errors import DataError, MachineError, RecipeError, TunerError, VerificationError
+from tuner.data.encoding.template import LoadedTemplates
+from tuner.errors import DataError, MachineError, RecipeError
 from tuner.export.gguf.engine import Likeliest, served
 from tuner.export.gguf.gelu import other_steps
-from tuner.export.gguf.vocabulary import before_a_text, chats_begin_so
+from tuner.export.gguf.vocabulary import chats_begin_so, frame_of, rendered
+from tuner.export.verify import differing, not_published, short
 
 N_TEXTS = 400
 """How many texts are made of the pieces of the fixed ones, besides these."""
@@ -107,32 +108,23 @@ def texts_of(tokenizer: Any, recorded: Sequence[Mapping[str, Any]], ends: Sequen
     texts = [*(each["text"] for each in recorded), *made, *around]
     bare, framed = (tokenizer(texts, add_special_tokens=special)["input_ids"] for special in (False, True))
     if not chats_begin_so(tokenizer):
-        framed = [ids[before_a_text(tokenizer) :] for ids in framed]
+        framed = [ids[frame_of(tokenizer)[0] :] for ids in framed]
     every: list[dict[str, Any]] = [{"messages": each} for each in chats]
     every += [{"messages": each["messages"], "tools": each.get("tools")} for each in recorded if each.get("messages")]
-    asks, rendered = list[Mapping[str, Any]](), list[str]()
+    asks, wanted = list[Mapping[str, Any]](), list[str]()
     if tokenizer.chat_template and _CLOCK not in str(tokenizer.chat_template):
         templates = LoadedTemplates(tokenizer, str(directory))
         for chat in every:
             if chat["messages"][-1]["role"] == "assistant":
                 chat = {**chat, "messages": chat["messages"][:-1]}  # noqa: PLW2901 - what asks for that answer
-            text = _rendered(partial(templates.render, tools=chat.get("tools")), chat["messages"])
+            text = rendered(partial(templates.render, tools=chat.get("tools")), chat["messages"])
             if text is not None:
                 asks.append(chat)
-                rendered.append(text)
+                wanted.append(text)
     names = tokenizer.convert_ids_to_tokens(list(ends))
-    talks = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in rendered]
+    talks = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in wanted]
     ids = list(zip(bare, framed, strict=True))
-    return Texts(texts, ids, asks, rendered, talks, ends, names, tokenizer.bos_token or "")
-
-
-def _rendered(render: Any, messages: Any) -> str | None:
-    """A chat up to the assistant's turn; None where the template refuses it, as some do a system's message."""
-    try:
-        text = unless_refused(render, messages, True)
-    except TunerError:
-        return None
-    return None if text is None else str(text)
+    return Texts(texts, ids, asks, wanted, talks, ends, names, tokenizer.bos_token or "")
 
 
 def prompts_of(texts: Texts, model: torch.nn.Module, recorded: Sequence[Mapping[str, Any]], context: int) -> Prompts:
@@ -177,7 +169,7 @@ def answers_of(
                 [engine.continued(prompt, tokens, TOP) for prompt in prompts.ids],
             )
     except (DataError, MachineError, RecipeError) as error:
-        raise VerificationError(f"{error.message.removeprefix(f'{file}: ')}; nothing was published") from error
+        raise not_published(f"{error.message.removeprefix(f'{file}: ')}") from error
 
 
 def prove(file: Path, kind: str, texts: Texts, prompts: Prompts, adapter: Path | None = None) -> Figures:
@@ -188,37 +180,25 @@ def prove(file: Path, kind: str, texts: Texts, prompts: Prompts, adapter: Path |
     if kind == "f32":
         _require_same(figures)
     elif not figures.kl <= ROUNDING.get(kind, BROKEN):
-        raise VerificationError(
-            f"in {kind} llama.cpp is {figures.kl:.3g} nats a token from the trained model, which rounding does not "
-            "explain; nothing was published"
-        )
+        what = "nats a token from the trained model, which rounding does not explain"
+        raise not_published(f"in {kind} llama.cpp is {figures.kl:.3g} {what}")
     return figures
 
 
 def _require_texts(texts: Texts, answers: LlamaAnswers) -> None:
     for text, wanted, found in zip(texts.texts, texts.ids, answers.ids, strict=True):
-        for how, one, other in zip(("", " with what frames it"), wanted, found, strict=True):
+        for how, one, other in zip(("", ", with what frames a text"), wanted, found, strict=True):
             if one != other:
-                at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
-                raise VerificationError(
-                    f"llama.cpp gives other ids than training saw: {_short(text)}{how} differs at token {at} "
-                    f"({other[at : at + 4]}, not {one[at : at + 4]}); nothing was published"
-                )
+                raise not_published(f"llama.cpp gives other ids than training saw{how}: {differing(text, other, one)}")
     for wanted_text, found_text in zip(texts.rendered, answers.rendered, strict=True):
         if found_text not in {wanted_text, wanted_text.removeprefix(texts.bos)}:  # which llama.cpp adds by itself
-            raise VerificationError(
-                f"llama.cpp renders a chat as {_short(found_text)}, training saw {_short(wanted_text)}; "
-                "nothing was published"
-            )
+            raise not_published(f"llama.cpp renders a chat as {short(found_text)}, training saw {short(wanted_text)}")
     for text, ids, other in zip(texts.rendered, texts.talks, answers.talks, strict=True):
         if ids != other:
-            raise VerificationError(
-                f"llama.cpp serves a chat with other ids than training saw: {_short(text)} begins with {other[:4]}, "
-                f"not {ids[:4]}; nothing was published"
-            )
+            raise not_published(f"llama.cpp serves a chat with other ids: {differing(text, other, ids)}")
     for name, stops in zip(texts.names, answers.ends, strict=True):
         if not stops:
-            raise VerificationError(f"llama.cpp does not end a turn at {name}; nothing was published")
+            raise not_published(f"llama.cpp does not end a turn at {name}")
 
 
 def measured(texts: Texts, prompts: Prompts, answers: LlamaAnswers) -> Figures:
@@ -242,7 +222,7 @@ def measured(texts: Texts, prompts: Prompts, answers: LlamaAnswers) -> Figures:
             greedy += int(wanted[0] >= expected[at].max() - TIE)
             tokens += 1
     if not tokens:
-        raise VerificationError("llama.cpp gives no log-probabilities; nothing was published")
+        raise not_published("llama.cpp gives no log-probabilities")
     kl = max(total / tokens, 0.0)
     return Figures(difference, shift, kl, greedy, tokens, len(texts.texts), len(texts.chats), steps)
 
@@ -276,12 +256,7 @@ def _rest(log: torch.Tensor) -> torch.Tensor:
 def _require_same(figures: Figures) -> None:
     bound = BOUND + STEPS * figures.steps
     if not (figures.difference <= bound and figures.shift <= SHIFT) or figures.greedy < figures.tokens:
-        raise VerificationError(
+        raise not_published(
             f"llama.cpp is another model than the trained one: log-probabilities differ by {figures.difference:.3g} "
-            f"nats (allowed {bound:.1g}), {figures.tokens - figures.greedy} of {figures.tokens} likeliest tokens are "
-            "others; nothing was published"
+            f"nats (allowed {bound:.1g}), {figures.tokens - figures.greedy} of {figures.tokens} likeliest tokens others"
         )
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= 80 else f"{text[:40]} ... {text[-30:]}")  # noqa: PLR2004 - a line

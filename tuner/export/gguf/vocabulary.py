@@ -25,6 +25,8 @@ def vocabulary(tokenizer: Any, size: int, ends: Sequence[int], texts: Sequence[s
 
     ``texts`` are what the way of cutting is found on. Raises RecipeError where llama.cpp has no such tokenizer.
     """
+    if not getattr(tokenizer, "backend_tokenizer", None):
+        raise RecipeError("a slow tokenizer, of Python alone: no GGUF of it is proven")
     facts = json.loads(tokenizer.backend_tokenizer.to_str())
     model = facts["model"]
     if model["type"] != "BPE":
@@ -63,22 +65,31 @@ def _special(tokenizer: Any, ends: Sequence[int]) -> dict[str, Any]:
         raise RecipeError(f"generation ends at {len(stops)} tokens, and a GGUF file names three")
     ids = {"bos": tokenizer.bos_token_id, "unknown": tokenizer.unk_token_id, "padding": tokenizer.pad_token_id}
     ids |= dict(zip(("eos", "eot", "eom"), stops, strict=False))
-    bare, framed = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
-    at = before_a_text(tokenizer)
+    before, after = frame_of(tokenizer)
     known = {name: number for name, number in ids.items() if number is not None}
     keys: dict[str, Any] = {f"tokenizer.ggml.{name}_token_id": number for name, number in known.items()}
-    keys["tokenizer.ggml.add_bos_token"] = at > 0 and chats_begin_so(tokenizer)
-    keys["tokenizer.ggml.add_eos_token"] = at + len(bare) < len(framed)
+    keys["tokenizer.ggml.add_bos_token"] = before > 0 and chats_begin_so(tokenizer)
+    keys["tokenizer.ggml.add_eos_token"] = after > 0
     template = tokenizer.chat_template
     if isinstance(template, Mapping):
         template = template.get("default")
     return keys | ({"tokenizer.chat_template": template} if template else {})
 
 
-def before_a_text(tokenizer: Any) -> int:
-    """How many tokens the tokenizer puts before a text."""
+def frame_of(tokenizer: Any) -> tuple[int, int]:
+    """How many tokens the tokenizer puts before a text, and after it."""
     bare, framed = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
-    return next(at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
+    before = next(at for at in range(len(framed)) if framed[at : at + len(bare)] == bare)
+    return before, len(framed) - before - len(bare)
+
+
+def rendered(render: Any, messages: Any) -> str | None:
+    """A chat up to the assistant's turn; None where the template refuses it, as some do a system's message."""
+    try:
+        text = unless_refused(render, messages, True)
+    except TunerError:
+        return None
+    return None if text is None else str(text)
 
 
 def chats_begin_so(tokenizer: Any) -> bool:
@@ -88,11 +99,8 @@ def chats_begin_so(tokenizer: Any) -> bool:
     """
     if not tokenizer.chat_template:
         return True
-    try:
-        text = unless_refused(LoadedTemplates(tokenizer).render, [{"role": "user", "content": "a"}], True)
-    except TunerError:
-        return True
-    return text is None or str(text).startswith(tokenizer.bos_token or "")
+    text = rendered(LoadedTemplates(tokenizer).render, [{"role": "user", "content": "a"}])
+    return text is None or text.startswith(tokenizer.bos_token or "")
 
 
 def named_for(name: str, tokenizer: Any) -> str:

@@ -5,7 +5,7 @@ does not depend on the number of threads.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from types import FunctionType
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tuner.model.attention_ops import LN_2, dense, new_gradients, new_results, register_backward
+from tuner.model import attention_ops as ops
 from tuner.model.native import library
 from tuner.model.native.library import TYPES
 from tuner.model.wrap import Wrapper, wrap
@@ -36,15 +36,23 @@ def document_bounds(bounds: tuple[int, ...]) -> tuple[torch.Tensor, int]:
     return torch.tensor(found, dtype=torch.int32).reshape(-1, 2), longest
 
 
-def _call(function: str, inputs: dict[str, torch.Tensor], others: dict[str, torch.Tensor], **fields: Any) -> None:
+def _call(
+    function: str,
+    heads: Sequence[torch.Tensor],
+    asked: ops.Scope,
+    others: dict[str, torch.Tensor],
+    sinks: torch.Tensor | None = None,
+) -> None:
     """Run one of the kernel's functions over query, key and value ``[heads, T, width]``, each row dense."""
-    query, key, value = inputs.values()
-    documents, longest = document_bounds(tuple(fields.pop("bounds").tolist()))
+    inputs = dict(zip(ops.NAMES, heads, strict=True))
+    query, key, value = heads
+    documents, longest = document_bounds(tuple(asked.bounds.tolist()))
     if not longest:
         return
     measure = library.library().attention_scratch
     measure.restype, measure.argtypes = ctypes.c_int64, [ctypes.c_int64] * 4
     scratch_bytes = measure(longest, query.shape[2], value.shape[2], "upstream" in others)
+    fields = dict[str, Any](others)
     for name, tensor in inputs.items():
         fields |= {f"{name}_head": tensor.stride(0), f"{name}_token": tensor.stride(1)}
     if "upstream" in others:
@@ -53,7 +61,10 @@ def _call(function: str, inputs: dict[str, torch.Tensor], others: dict[str, torc
         function,
         "Attention",
         **inputs,
-        **others,
+        **fields,
+        sinks=sinks,
+        window=asked.window,
+        scale=asked.scale,
         documents=documents,
         scratch=torch.empty(library.threads() * scratch_bytes, dtype=torch.uint8),
         scratch_bytes=scratch_bytes,
@@ -64,64 +75,31 @@ def _call(function: str, inputs: dict[str, torch.Tensor], others: dict[str, torc
         width=query.shape[2],
         value_width=value.shape[2],
         is_bfloat=query.dtype == torch.bfloat16,
-        **fields,
     )
 
 
-@torch.library.custom_op("tuner::native_attention", mutates_args=())
-def native_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor,
-    window: int,
-    scale: float,
-    sink: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention ``[T, heads, d_value]`` of query ``[heads, T, d]`` to key ``[kv_heads, T, d]`` and value.
-
-    All are of one of :data:`TYPES`. ``bounds`` int32 ``[documents + 1]``: a query sees its own document's tokens before
-    it, ``window`` of them, all for 0. A ``sink`` for each head, float32 ``[heads]``, is one more score of each query,
-    whose value is zero. The second result, float32 ``[heads, T]``, is for the backward pass: the binary
-    logarithm of the normaliser.
-    """
-    query, key, value = dense(query, key, value)
-    output, normaliser = new_results(query, key, value)
-    inputs, results = {"query": query, "key": key, "value": value}, {"output": output, "normaliser": normaliser}
+def _output(heads: ops.QueryKeyValue, asked: ops.Scope, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    given = ops.dense(*heads)
+    output, normaliser = ops.new_results(*given)
     sinks = None if sink is None else sink.contiguous()
-    _call("attention_forward", inputs, results, bounds=bounds, window=window, scale=scale, sinks=sinks)
+    _call("attention_forward", given, asked, {"output": output, "normaliser": normaliser}, sinks)
     return output, normaliser
 
 
-native_attention.register_fake(new_results)
-
-
-@torch.library.custom_op("tuner::native_attention_backward", mutates_args=())
-def _backward(  # noqa: PLR0913, PLR0917 - an operation's arguments are tensors and numbers
-    upstream: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    normaliser: torch.Tensor,
-    bounds: torch.Tensor,
-    window: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value; tokens are their outer dimension in memory, as projections want them."""
-    query, key, value, upstream = dense(query, key, value, upstream.to(value.dtype))
-    inputs, (heads, n_tokens, _) = {"query": query, "key": key, "value": value}, query.shape
-    tensors = {"upstream": upstream, "output": output, "normaliser": normaliser}
-    grads = new_gradients(upstream, query, key, value)
-    tensors |= {f"grad_{name}": grad for name, grad in zip(inputs, grads, strict=True)}
-    for name in ("key", "value"):
-        tensors[f"{name}_parts"] = query.new_empty(n_tokens, heads, inputs[name].shape[2], dtype=torch.float32)
-    _call("attention_backward", inputs, tensors, bounds=bounds, window=window, scale=scale)
+def _gradients(upstream: torch.Tensor, heads: ops.QueryKeyValue, made: ops.Results, asked: ops.Scope) -> ops.Gradients:
+    query, key, value, upstream = ops.dense(*heads, upstream.to(heads.value.dtype))
+    grads, (n_heads, n_tokens, _) = ops.new_gradients(upstream, query, key, value), query.shape
+    tensors = {"upstream": upstream, "output": made.output, "normaliser": made.normaliser}
+    tensors |= {f"grad_{name}": grad for name, grad in zip(ops.NAMES, grads, strict=True)}
+    for name, one in (("key", key), ("value", value)):
+        tensors[f"{name}_parts"] = one.new_empty(n_tokens, n_heads, one.shape[2], dtype=torch.float32)
+    _call("attention_backward", (query, key, value), asked, tensors)
     return grads
 
 
-_backward.register_fake(new_gradients)
-register_backward(native_attention, _backward, LN_2)
+native_attention, _backward = ops.attention_operation(
+    "native_attention", "Tensor bounds, int window, float scale", _output, _gradients, ops.LN_2
+)
 
 
 @torch.library.custom_op("tuner::native_rotary", mutates_args=())

@@ -13,6 +13,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from tuner.parallel.lookup import gather_parts
+
 Group = dist.ProcessGroup
 
 
@@ -55,8 +57,7 @@ def _join(own: torch.Tensor, group: Group) -> torch.Tensor:
     """All parts ``[..., n]`` along the last dim, in the order of ranks."""
     size = dist.get_world_size(group)
     parts = own.new_empty(size * own.numel())
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the older name warns
-    gather(parts, own.contiguous().view(-1), group=group)
+    gather_parts(parts, own.contiguous().view(-1), group)
     return parts.view(size, *own.shape).movedim(0, -2).flatten(-2)
 
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from tuner.model.table import RowsFrom
+from tuner.model.table import LookedUp
 from tuner.parallel.tensor.collectives import Group, entered, gathered, own_part, summed
 
 
@@ -43,16 +42,16 @@ class SharedInput:
         self._given = self._entered = None
 
 
-def local(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """This process's part of a weight or bias, with its gradient; the tensor itself where it is not split."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def own_weight(layer: nn.Module) -> torch.Tensor:
     """This process's part of a layer's weight."""
-    found = local(layer.weight)  # type: ignore[arg-type]  # modules' attributes have no types
+    found = held(layer.weight)  # type: ignore[arg-type]  # modules' attributes have no types
     assert found is not None
     return found
+
+
+def held(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """As :func:`tuner.runtime.parts.local`, in words that the compiler follows."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Columns:
@@ -63,7 +62,7 @@ class Columns:
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
         """This process's outputs."""
-        return functional.linear(self.enter(given), own_weight(self._layer), local(self._layer.bias))
+        return functional.linear(self.enter(given), own_weight(self._layer), held(self._layer.bias))
 
 
 class GatheredColumns(Columns):
@@ -136,49 +135,25 @@ def gather_heads(norm: nn.Module, group: Group) -> None:
     norm.register_forward_hook(lambda module, given, output: own_part(output, group))
 
 
-def in_parts(whole: nn.Parameter, mesh: DeviceMesh, dim: int) -> nn.Parameter:
-    """A parameter without storage as it lies over the processes of an axis, cut along a dim as torch cuts it."""
-    shape = list(whole.shape)
-    step = -(-shape[dim] // mesh.size())
-    shape[dim] = min(step, max(0, shape[dim] - step * mesh.get_local_rank()))
-    own = torch.empty(shape, dtype=whole.dtype, device=whole.device)
-    placed = DTensor.from_local(own, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
-    return nn.Parameter(placed, requires_grad=whole.requires_grad)
-
-
 # An embedding of whose rows each process has some: the rows that it lacks are zeros, and a sum brings them together.
 #
 # A row is on one process of a group alone: added to zeros it stays what it is. Its gradient is whole on each of them,
 # and each takes that of its own rows.
 
-def is_plain(embedding: nn.Module) -> bool:
-    """Whether an embedding looks rows up and at most scales them."""
-    if not isinstance(embedding, nn.Embedding):
-        return False
-    if type(embedding).forward is not nn.Embedding.forward and not hasattr(embedding, "embed_scale"):
-        return False
-    return embedding.max_norm is None and not embedding.sparse and not embedding.scale_grad_by_freq
-
-
-class OwnRows:
-    """The forward of such an embedding, whose weight ``[V, D]`` lies in parts of rows. Its class's own forward runs."""
+class OwnRows(LookedUp):
+    """The forward of a plain embedding whose weight ``[V, D]`` lies in parts of rows. Collective."""
 
     def __init__(self, embedding: nn.Embedding, group: Group) -> None:
-        self._embedding, self._group = embedding, group
+        super().__init__(embedding)
+        self._group = group
         self._first = -(-embedding.num_embeddings // group.size()) * group.rank()
-
-    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """What the embedding gives for token ids int64 of any shape. Collective."""
-        with RowsFrom(self._embedding, self.rows):
-            output: torch.Tensor = type(self._embedding).forward(self._embedding, input_ids)
-        return output
 
     def rows(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Rows of the weight for token ids."""
-        weight = own_weight(self._embedding)
+        weight = own_weight(self.embedding)
         places = input_ids - self._first
         foreign = (places < 0) | (places >= len(weight))
-        if (padding := self._embedding.padding_idx) is not None:
+        if (padding := self.embedding.padding_idx) is not None:
             padding -= self._first  # its gradient is none's
         if len(weight):
             inside = padding if padding is not None and 0 <= padding < len(weight) else None

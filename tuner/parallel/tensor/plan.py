@@ -21,7 +21,7 @@ from tuner.errors import RecipeError
 from tuner.model.adaptable import QUANTIZED
 from tuner.model.build import decoder_of
 from tuner.model.native.layers import Factor
-from tuner.parallel.tensor.layers import is_plain
+from tuner.model.table import is_plain
 
 # Whether an MLP makes each number between its projections of the same column alone, so that columns can be split.
 #

@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 from tuner.model.adaptable import added_in_product, takes_product
 from tuner.model.adapter import ADAPTER
 from tuner.model.root import CausalLM
+from tuner.model.table import is_plain
 from tuner.model.tokens import TrainableTokens
 from tuner.model.wrap import Wrapper, wrap
+from tuner.parallel.lookup import in_parts
 from tuner.parallel.tensor.collectives import Group, entered
 from tuner.parallel.tensor.layers import (
     Columns,
@@ -31,14 +33,13 @@ from tuner.parallel.tensor.layers import (
     RowsOfOwn,
     SharedInput,
     gather_heads,
-    in_parts,
-    is_plain,
-    local,
+    held,
     own_weight,
     repeat_heads,
 )
 from tuner.parallel.tensor.plan import LayerSplit, SplitWay, parts_of
 from tuner.parallel.vocabulary import split_head
+from tuner.runtime.parts import local
 
 
 def split_layers(root: CausalLM, mesh: DeviceMesh) -> None:
@@ -62,7 +63,7 @@ class _Splitter:
         self.mesh, self.group = mesh, mesh.get_group()
         self.partial: list[nn.Module] = []
         """Modules with gradients of which each process has a part."""
-        self._dims: dict[nn.Parameter, int] = {}
+        self._dims: dict[torch.Tensor, int] = {}
         """Along which dim a parameter is to be split."""
 
     def split(self, part: LayerSplit) -> None:
@@ -136,8 +137,7 @@ def _sum_gradients(modules: Sequence[nn.Module], group: Group) -> None:
     Once a step: what earlier micro-batches left there is a part, too, and would be added up again with each.
     """
     parameters = [parameter for module in modules for parameter in module.parameters()]
-    parts = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    own = [part for part in parts if part is not None]
+    own = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if not own:
         return
     flat = torch.cat([part.reshape(-1) for part in own])
@@ -168,7 +168,7 @@ def split_adapter(layer: Any, way: SplitWay, group: Group) -> None:
         wrap(vector, Wrapper.SPLIT, Lengths(vector, way, group))
 
 
-def split_parameters(layer: Any, way: SplitWay) -> dict[nn.Parameter, int]:
+def split_parameters(layer: Any, way: SplitWay) -> dict[torch.Tensor, int]:
     """Along which dim the parameters of a layer's adapter are split, of those that are."""
     if way == "rows":
         return {layer.lora_A[ADAPTER].weight: 1}
@@ -208,7 +208,7 @@ class Lengths:
         """What is added to the base's result, as in peft's ``DoraLinearLayer``: m / |W + s·B·A| of both products."""
         factor = own_weight(self._vector) / self._lengths(base_layer, lora_A, lora_B, scaling, x.dtype)
         base: torch.Tensor = base_layer(x) if base_result is None else base_result
-        if (bias := local(base_layer.bias)) is not None:
+        if (bias := held(base_layer.bias)) is not None:
             base = base - bias
         added: torch.Tensor = lora_B(lora_A(x)) * scaling
         return (factor - 1) * base + factor * added

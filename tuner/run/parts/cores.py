@@ -16,11 +16,6 @@ class Cores(Part):
     def __init__(self, recipe: Recipe) -> None:
         self._mode = recipe.parallel.numa_binding
 
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        """Where it binds at all."""
-        return recipe.parallel.numa_binding != "none"
-
     @contextmanager
     def around(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> Iterator[None]:
         """Bound, which is said."""

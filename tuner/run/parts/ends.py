@@ -20,11 +20,6 @@ class EndAt(Part):
     def __init__(self, recipe: Recipe) -> None:
         self._step = recipe.train.end_at
 
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        """Where the recipe names the step."""
-        return recipe.train.end_at is not None
-
     def built(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
         """Say where the run ends."""
         total = assembly.timetable.plan.total_steps

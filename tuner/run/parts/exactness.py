@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from tuner.config.recipe import Recipe
 from tuner.run.parts.part import Part
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
@@ -13,11 +12,6 @@ from tuner.setup.resolve import Resolved
 
 class Exactness(Part):
     """`train.deterministic` and `train.tf32`."""
-
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        """Where one of them is on."""
-        return bool(recipe.train.deterministic or recipe.train.tf32)
 
     def around(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> AbstractContextManager[None]:
         """As the recipe says."""

@@ -27,11 +27,6 @@ class InitialWeights(Part):
         self._bank: ModelBank | None = None
         """Of the entries that say `every`, as far as the launch is."""
 
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        """Where the recipe names sources."""
-        return bool(recipe.model.init_from)
-
     def check(self, before: Before) -> None:
         """Match the sources with the model. Raises RecipeError with every problem, DataError for a damaged file."""
         if before.status.checkpoint is not None:

@@ -37,11 +37,6 @@ class Kernels(Part):
     def __init__(self, recipe: Recipe) -> None:
         self._chosen: dict[str, str] = {}
 
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        """Where a GPU may train."""
-        return recipe.train.device != "cpu"
-
     def before_build(self, ready: Preflight, resolved: Resolved) -> Resolved:
         """The kernels that the run's checkpoint names, else the fastest by rank 0's device. Collective."""
         if resolved.facts.kind != "cuda":
@@ -82,11 +77,7 @@ class Kernels(Part):
 
 
 def _kept(
-    what: str,
-    shapes: Mapping[str, Any],
-    ready: Preflight,
-    resolved: Resolved,
-    measure: Callable[[], Fastest | None],
+    what: str, shapes: Mapping[str, Any], ready: Preflight, resolved: Resolved, measure: Callable[[], Fastest | None]
 ) -> Fastest | None:
     """What was measured before for the same device, shapes and versions, or is now."""
     from tuner.model.fastest import Fastest

@@ -16,11 +16,6 @@ class LengthWarmup(Part):
     def __init__(self, recipe: Recipe) -> None:
         self._section = recipe.train.length_warmup
 
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        """Where the recipe says over how many steps."""
-        return recipe.train.length_warmup.is_on
-
     def check(self, before: Before) -> None:
         """Raise RecipeError where rows are no longer than those of the first step."""
         start, whole = self._section.start, before.spec.max_length

@@ -1,5 +1,9 @@
-"""The parts of launches, in the order in which they are asked."""
+"""The parts of launches, in the order in which they are asked, and which recipes ask for each."""
 
+from collections.abc import Callable
+
+from tuner.config.methods import DistillMethod
+from tuner.config.optimizers import keeps_states_on_host
 from tuner.config.recipe import Recipe
 from tuner.run.parts.cores import Cores
 from tuner.run.parts.ends import EndAt
@@ -7,6 +11,7 @@ from tuner.run.parts.exactness import Exactness
 from tuner.run.parts.initial_weights import InitialWeights
 from tuner.run.parts.kernels import Kernels
 from tuner.run.parts.length_warmup import LengthWarmup
+from tuner.run.parts.local_loss import LocalLosses
 from tuner.run.parts.mark_metrics import MarkMetrics
 from tuner.run.parts.memory_history import MemoryHistory
 from tuner.run.parts.mock_batch import MockBatch
@@ -19,26 +24,34 @@ from tuner.run.parts.store import Store
 from tuner.run.parts.teacher import Teacher
 from tuner.run.parts.windows import Windows
 
-PARTS: tuple[type[Part], ...] = (
-    Store,  # what the others leave behind is published, too
-    OwnCode,
-    Cores,
-    MemoryHistory,
-    Exactness,
-    InitialWeights,
-    Kernels,
-    Reference,
-    Teacher,
-    Windows,
-    Offload,
-    LengthWarmup,
-    MockBatch,
-    SkippedSteps,
-    EndAt,
-    MarkMetrics,
-)
+
+def _may_offload(recipe: Recipe) -> bool:
+    """Unless the recipe says that nothing goes to the host: an `auto` may still become one."""
+    on_host = recipe.parallel.offload == "host" or keeps_states_on_host(recipe.optimizer)
+    return on_host or recipe.train.offload_activations is not False
+
+
+PARTS: dict[type[Part], Callable[[Recipe], object]] = {
+    Store: Store.wanted,  # what the others leave behind is published, too
+    OwnCode: lambda recipe: True,  # the method and the schedule say themselves whether they are the user's
+    Cores: lambda recipe: recipe.parallel.numa_binding != "none",
+    MemoryHistory: lambda recipe: recipe.profile.memory == "all",
+    Exactness: lambda recipe: recipe.train.deterministic or recipe.train.tf32,
+    InitialWeights: lambda recipe: recipe.model.init_from,
+    Kernels: lambda recipe: recipe.train.device != "cpu",
+    Reference: lambda recipe: True,  # a method of the user's own says what it needs once it is built
+    Teacher: lambda recipe: isinstance(recipe.method, DistillMethod),
+    Windows: lambda recipe: recipe.data.windows.is_on,
+    Offload: _may_offload,
+    LengthWarmup: lambda recipe: recipe.train.length_warmup.is_on,
+    MockBatch: lambda recipe: recipe.train.mock_batch is not False,
+    SkippedSteps: lambda recipe: recipe.train.steps_to_skip,
+    EndAt: lambda recipe: recipe.train.end_at is not None,
+    MarkMetrics: lambda recipe: recipe.eval.marks or recipe.checkpoint.marks or recipe.checkpoint.at_start,
+    LocalLosses: lambda recipe: recipe.logging.metrics_of == "all",
+}
 
 
 def parts_of(recipe: Recipe) -> tuple[Part, ...]:
     """The parts that a launch of a recipe has, new ones."""
-    return tuple(part(recipe) for part in PARTS if part.wanted(recipe))
+    return tuple(part(recipe) for part, asks in PARTS.items() if asks(recipe))

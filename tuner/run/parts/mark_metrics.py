@@ -2,18 +2,12 @@
 
 from collections.abc import Sequence
 
-from tuner.config.recipe import Recipe
 from tuner.run.parts.part import LaunchContext, Part, TaskNeeds
 from tuner.train.tasks import Task
 
 
 class MarkMetrics(Part):
     """Written on rank 0 as soon as a mark is evaluated: before its checkpoint, so that no mark is without."""
-
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        """Where the recipe names marks."""
-        return bool(recipe.eval.marks or recipe.checkpoint.marks or recipe.checkpoint.at_start)
 
     def tasks(self, context: LaunchContext, needs: TaskNeeds) -> Sequence[Task]:
         """The one that writes them."""

@@ -26,11 +26,6 @@ class MemoryHistory(Part):
         self._write: Callable[[], None] | None = None
         """What writes it; None where it is not kept yet, and as soon as it is written."""
 
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        """Where the recipe asks for all of it."""
-        return recipe.profile.memory == "all"
-
     def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
         """Refuse a device whose allocator keeps none. Raises RecipeError."""
         if resolved.facts.kind != "cuda":

@@ -1,6 +1,5 @@
 """A step on rows of the largest size before the first one that counts (`train.mock_batch`)."""
 
-from tuner.config.recipe import Recipe
 from tuner.run.parts.part import LaunchContext, Part
 from tuner.setup.resolve import takes_mock_batch
 from tuner.train.tasks import Tasks
@@ -8,11 +7,6 @@ from tuner.train.tasks import Tasks
 
 class MockBatch(Part):
     """A run that would not fit ends before its first step."""
-
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        """Unless it is off: an `auto` may become it."""
-        return recipe.train.mock_batch is not False
 
     def before_steps(self, context: LaunchContext, tasks: Tasks) -> None:
         """Take the step, and leave everything as it was. Collective."""

@@ -16,12 +16,6 @@ class Offload(Part):
         self._has_host_states = keeps_states_on_host(recipe.optimizer)
         self._has_host_shards = recipe.parallel.offload == "host"
 
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        """Unless the recipe says that none is: an `auto` may still become one."""
-        on_host = recipe.parallel.offload == "host" or keeps_states_on_host(recipe.optimizer)
-        return on_host or recipe.train.offload_activations is not False
-
     def planned(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> None:
         """How much goes to the host, and what that takes."""
         if assembly_spec(resolved).offload:

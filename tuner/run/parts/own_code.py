@@ -7,10 +7,7 @@ from tuner.train.schedule import check_schedule
 
 
 class OwnCode(Part):
-    """Each is imported only where it is named.
-
-    Always wanted: the method and the schedule say themselves whether they are the user's.
-    """
+    """Each is imported only where it is named."""
 
     def check(self, before: Before) -> None:
         """Import what is named, and try it as far as it goes without a model. Raises PluginError, MachineError."""

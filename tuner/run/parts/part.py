@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tuner.checkpoint.save import WriteShards
 from tuner.config.load import LoadedRecipe
 from tuner.config.recipe import Recipe
 from tuner.data.building.spec import PrepareSpec, prepare_spec
@@ -104,6 +105,8 @@ class TaskNeeds:
     request: Callable[[], Request]
     """What the launch is asked for here, such as to stop."""
     time_left: TimeLeft
+    write_by: Callable[[WriteShards], None]
+    """Have the ranks' files of each save written in another way."""
 
 
 class Part:
@@ -122,11 +125,6 @@ class Part:
 
     def __init__(self, recipe: Recipe) -> None:
         """Of a launch of the recipe as it is written: what is `auto` in it may become anything yet."""
-
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        """Whether a recipe asks for the part; loads nothing."""
-        return True
 
     def check(self, before: Before) -> None:
         """Look at files, shapes, rights and code that the part needs, before any device. Raises TunerError children."""

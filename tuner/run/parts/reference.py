@@ -8,10 +8,7 @@ from tuner.setup.build import Assembly
 
 
 class Reference(Part):
-    """The model before its first step, whose log-probabilities the loss compares with.
-
-    Always wanted: a method of the user's own says what it needs once it is built.
-    """
+    """The model before its first step, whose log-probabilities the loss compares with."""
 
     def built(self, ready: Preflight, assembly: Assembly, console: Console, signals: StopSignals) -> Assembly:
         """The reference's columns at the rows, unless each step computes them; compared where the run begins."""

@@ -1,17 +1,11 @@
 """Steps that a recipe leaves out (`train.steps_to_skip`): the loop passes over them, and the launch says so."""
 
-from tuner.config.recipe import Recipe
 from tuner.run.parts.part import LaunchContext, Part
 from tuner.train.tasks import Tasks
 
 
 class SkippedSteps(Part):
     """Said before the first step."""
-
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        """Where there are any."""
-        return bool(recipe.train.steps_to_skip)
 
     def before_steps(self, context: LaunchContext, tasks: Tasks) -> None:
         """Say which are still to come, and warn of those that the run has not."""

@@ -1,10 +1,11 @@
 """A run that lies in an object store (`output_dir: s3://...`), and is trained in its stage on this machine."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from tuner.checkpoint.save import WriteShards
+from tuner.checkpoint.storage import write_shards
 from tuner.config.recipe import Recipe
 from tuner.run.parts.part import LaunchContext, Part, TaskNeeds
 from tuner.runtime.console import Console
@@ -12,9 +13,6 @@ from tuner.runtime.dist import RankInfo
 from tuner.setup.resolve import Resolved
 from tuner.stages import url_of
 from tuner.train.tasks import Task
-
-if TYPE_CHECKING:
-    from tuner.run.store import Publisher
 
 
 class Store(Part):
@@ -24,7 +22,8 @@ class Store(Part):
 
     def __init__(self, recipe: Recipe) -> None:
         self._stage = Path(recipe.output_dir)
-        self._publisher: Publisher | None = None
+        self._published: Sequence[Task] = ()
+        self._write: WriteShards = write_shards
 
     @staticmethod
     def wanted(recipe: Recipe) -> bool:
@@ -38,14 +37,15 @@ class Store(Part):
     @contextmanager
     def around(self, resolved: Resolved, rank_info: RankInfo, console: Console) -> Iterator[None]:
         """Under the run's lease, to the end of the last upload. Raises MachineError where another launch has it."""
-        if not rank_info.is_main:
-            yield
-            return
-        from tuner.run.store import Publisher
+        from tuner.run import machines, store  # which others do without
 
-        with Publisher(self._stage, console) as self._publisher:
+        self._write = machines.writer(self._stage, rank_info)
+        with ExitStack() as held:
+            if rank_info.is_main:
+                self._published = (held.enter_context(store.Publisher(self._stage, console)),)
             yield
 
     def tasks(self, context: LaunchContext, needs: TaskNeeds) -> Sequence[Task]:
-        """What hands saves over, on rank 0."""
-        return () if self._publisher is None else (self._publisher.task(),)
+        """What hands saves over, on rank 0; and how all ranks write them."""
+        needs.write_by(self._write)
+        return self._published

@@ -28,11 +28,6 @@ class Teacher(Part):
         self._versions: TeacherVersions | None = None
         """Those of `method.teacher_every`, as far as the launch is."""
 
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        """Where a student learns from one."""
-        return isinstance(recipe.method, DistillMethod)
-
     def check(self, before: Before) -> None:
         """Fetch the teacher, and check that it reads the student's tokens. Raises RecipeError, DataError."""
         from tuner.setup.teacher import check_teacher, teacher_model

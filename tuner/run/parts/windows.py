@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tuner.config.recipe import Recipe
 from tuner.data.prepared import open_prepared
 from tuner.run.options import RunResult
 from tuner.run.parts.part import Before, LaunchContext, Part, Preflight, TaskNeeds
@@ -37,11 +36,6 @@ class Windows(Part):
     """From ``prepared`` or ``take_over`` on."""
     _opened: OpenedWindows
     """From ``placed`` on."""
-
-    @staticmethod
-    def wanted(recipe: Recipe) -> bool:
-        """Where the recipe's data come so."""
-        return recipe.data.windows.is_on
 
     def prepared(self, before: Before) -> Path | RunResult:
         """The rows of the window that the launch begins with; it is waited for."""

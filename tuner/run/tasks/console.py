@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,20 +91,19 @@ class ConsoleTask(Task):
         self._first = "compiling the decoder layers in the first step" if compiles else "training the first step"
         self._is_first = True
 
-    def start(self) -> Iterable[Event]:
+    def start(self) -> None:
         """Show the bar and start the clock."""
         total = self._progress.plan.total_steps
         self._bar = self._open.enter_context(self._console.progress("train", total, estimates=False))
         self._bar.update(self._progress.step)
         self._last_shown = time.monotonic()
-        return ()
 
-    def around_step(self, number: int) -> AbstractContextManager[None]:
+    def around_step(self, number: int) -> AbstractContextManager[object]:
         """Say what takes longer than the other steps."""
         if number == 0:
-            return self._doing("trying the largest micro-batch")
+            return self._console.doing("trying the largest micro-batch")
         is_first, self._is_first = self._is_first, False
-        return self._doing(self._first) if is_first else nullcontext()
+        return self._console.doing(self._first) if is_first else nullcontext()
 
     def notify(self, event: Event) -> None:
         """Keep the newest step; print an evaluation or a save, after the step's line."""
@@ -128,32 +127,24 @@ class ConsoleTask(Task):
             is_best = best is not None and best.step == event.step
             self._console.say("saved", f"{event.path}{' (best so far)' if is_best else ''}")
 
-    def between_steps(self, agreed: Request) -> Iterable[Event]:
+    def between_steps(self, agreed: Request) -> None:
         """Print and write where it is time."""
         if time.monotonic() - self._last_shown >= self._refresh_s:
             self._show()
             self._records.flush()
-        return ()
 
-    def finish(self, finished: bool) -> Iterable[Event]:
+    def finish(self, finished: bool) -> None:
         """Print and write what is left."""
         self._show()
         self._records.flush()
         self._records.sync()
         self._open.close()
-        return ()
 
-    def close(self) -> Iterable[Event]:
+    def close(self) -> None:
         """Print and write what is left."""
         self._show()
         self._open.close()
         self._records.flush()
-        return ()
-
-    @contextmanager
-    def _doing(self, text: str) -> Iterator[None]:
-        with self._console.doing(text):
-            yield
 
     def _show(self) -> None:
         """Print the newest step, unless it was printed before."""

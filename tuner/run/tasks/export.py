@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,9 +76,7 @@ class Exporter:
         is_merged = self.recipe.model.quantize != "none" and self.recipe.export.adapter == "merge"
         return self.recipe.export.base if is_merged else None
 
-    def start(
-        self, every: Cadence, console: Console, checkpoints: Path, prune: Callable[[], int] = lambda: 0
-    ) -> None:
+    def start(self, every: Cadence, console: Console, checkpoints: Path, prune: Callable[[], int] = lambda: 0) -> None:
         """Exports are due at `every`; begin with one that an earlier launch owed.
 
         ``prune`` removes older checkpoints: those that were being exported when their turn came wait for the end.
@@ -194,28 +192,24 @@ class ExportTask(Task):
                 "export.adapter: merge: an adapted layer shares its weight with another, and merging would change both",
                 hint="write export.adapter: keep",
             )
-        self._exporter, self._console, self._prune = exporter, context.console, prune
-        self._checkpoints, self._progress = context.run.checkpoints, context.progress
-        self._every = context.assembly.timetable.exporting
+        self._exporter, self._context, self._console, self._prune = exporter, context, context.console, prune
         self._is_on, self._is_asked = context.assembly.rank_info.is_main, False
         exporter.tell = tell
 
-    def start(self) -> Iterable[Event]:
+    def start(self) -> None:
         """Make up for an export that an earlier launch owed."""
         if self._is_on:
             with self._warned():
-                self._exporter.start(self._every, self._console, self._checkpoints, self._prune)
-        return ()
+                every, checkpoints = self._context.assembly.timetable.exporting, self._context.run.checkpoints
+                self._exporter.start(every, self._console, checkpoints, self._prune)
 
-    def step_taken(self, taken: TakenStep) -> Iterable[Event]:
+    def step_taken(self, taken: TakenStep) -> None:
         """Tell of the exports that are done."""
         self._exporter.tell_made()
-        return ()
 
-    def between_steps(self, agreed: Request) -> Iterable[Event]:
+    def between_steps(self, agreed: Request) -> None:
         """Note that the checkpoint of this step is asked for."""
         self._is_asked = self._is_asked or Request.EXPORT in agreed
-        return ()
 
     def notify(self, event: Event) -> None:
         """Export a checkpoint where that is due, or asked for."""

@@ -40,7 +40,7 @@ class HealthTask(Task):
         self._whole_at: int | None = None
         """The last step whose state was found whole."""
 
-    def start(self) -> Iterator[Event]:
+    def start(self) -> None:
         """Compute the known products for the first time, and check. Collective."""
         config = self._assembly.train_state.step_config
         self._products = KnownProducts(config.device, config.autocast)
@@ -50,7 +50,6 @@ class HealthTask(Task):
         copies = f", collectives and the copies of {counted(n_tensors, 'tensor')}" if processes > 1 else ""
         devices = f"{processes} devices" if processes > 1 else "the device"
         self._console.say("health", f"{devices}{copies} checked in {pause.seconds:.2f} s")
-        yield from ()
 
     def between_steps(self, agreed: Request) -> Iterator[Event]:
         """Check where it is due."""

@@ -61,32 +61,38 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Report:
+class RunFacts:
+    """What all reports of a launch have in common."""
+
+    run_dir: Path
+    run_id: str
+    """The same for every launch of a run."""
+    total_steps: int
+    recipe: Mapping[str, Any]
+    """The resolved recipe as plain values."""
+    from_step: int
+    """The step that this launch began at: 0, or the one it resumed from."""
+    rank: int = 0
+    """The process that calls the hook."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(RunFacts):
     """What a hook is called with. Its mappings are the hook's own copies: changing them changes nothing elsewhere."""
 
     stage: EventStage
     """start, window, epoch, batch, step, evaluation, save, export or end."""
-    run_dir: Path
-    run_id: str
-    """The same for every launch of a run."""
     step: int
     """Optimizer steps taken so far; at batch the step that is about to be taken."""
-    total_steps: int
     tokens: int
     """Tokens seen so far, padding and prompts included."""
     metrics: Mapping[str, Any]
     """The line of metrics.jsonl at step and evaluation, which window or epoch is over; empty elsewhere."""
     path: Path | None
     """The checkpoint at save, the directory at export; None elsewhere."""
-    recipe: Mapping[str, Any]
-    """The resolved recipe as plain values."""
-    from_step: int
-    """The step that this launch began at: 0, or the one it resumed from."""
     status: Status
     """running; at end how the launch ended."""
-    rank: int = 0
-    """The process that calls the hook."""
-    batch: tuple[Forward, ...] = ()
+    batch: tuple[Forward, ...]
     """At batch the forwards of the step on this process; empty elsewhere."""
 
 
@@ -95,18 +101,6 @@ class Hook(Protocol):
 
     def __call__(self, report: Report) -> Request | None:
         """Take note of the report, and ask for something; an exception stops the run in order."""
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """What all reports of a launch have in common."""
-
-    run_dir: Path
-    run_id: str
-    total_steps: int
-    recipe: Mapping[str, Any]
-    from_step: int
-    rank: int = 0
 
 
 @dataclass(eq=False)
@@ -143,12 +137,11 @@ class Hooks(Task):
         self.error: TunerError | None = None
         """What the first hook that failed raised: the run is to save, stop, and raise it."""
 
-    def start(self) -> Iterable[Event]:
+    def start(self) -> None:
         """Report the start. Collective; raises on every rank what a hook raises."""
         self._epoch, self._begun = int(self._progress.epoch), True
         self.notify(Event("start", self._progress.step, self._progress.tokens))
         Collective(gloo_group()).together(self.raise_error)
-        return ()
 
     def between_steps(self, agreed: Request) -> Iterable[Event]:
         """An epoch is over with the step that takes its last row."""
@@ -185,11 +178,8 @@ class Hooks(Task):
                 continue
             if event.stage == "step" or (event.stage == "batch" and "step" not in registration.stages):
                 registration.called_at = now
-            report = Report(
-                event.stage, facts.run_dir, facts.run_id, event.step, facts.total_steps, event.tokens,
-                copy.deepcopy(event.metrics), event.path, facts.recipe, facts.from_step, event.status,
-                facts.rank, batch,
-            )  # fmt: skip
+            own = {**vars(event), "metrics": copy.deepcopy(event.metrics)}
+            report = Report(**vars(facts), **own, batch=batch)
             try:
                 self._asked |= registration.hook(report) or Request.NONE
             except TunerError as error:

@@ -1,6 +1,6 @@
 """The task that writes figures of each decoder layer, and names a layer that diverges."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -37,10 +37,9 @@ class InternalsTask(Task):
         """Watch the step where it is due."""
         return self._watched() if number and self._due.due_at(number) else nullcontext()
 
-    def step_taken(self, taken: TakenStep) -> Iterable[Event]:
+    def step_taken(self, taken: TakenStep) -> None:
         """Keep a step that was watched."""
         self._taken = taken if self._due.due_at(taken.step) else None
-        return ()
 
     def between_steps(self, agreed: Request) -> Iterator[Event]:
         """Observe a forward, add up what the processes have, write it, and name what diverges."""

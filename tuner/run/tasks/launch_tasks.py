@@ -83,7 +83,7 @@ def launch_tasks(context: LaunchContext, found: CheckpointInfo | None, exporter:
     stop = StopTask(context, sections.stop_after, sections.stop_file)
     has_held_out, at_end = assembly.held_out is not None, sections.checkpoint.at_end
     time_left = TimeLeft(Due.of(assembly.timetable, sections.eval, has_held_out, at_end))
-    needs = TaskNeeds(log, stop.request, time_left)
+    needs = TaskNeeds(log, stop.request, time_left, saver.write_by)
     tasks: list[Task] = [
         *([StartupTask(run, context.record, console, resolved.compiles)] if main else []),
         hooks,

@@ -78,17 +78,16 @@ class LogTask(Task):
         self, progress: Progress, metrics: Records, mfu: MfuMeter, device: torch.device,
         columns: Sequence[StepColumn] = (),
     ) -> None:  # fmt: skip
-        self.metrics, self.clock, self._columns = metrics, StepClock(device), columns
+        self.metrics, self.clock, self.columns = metrics, StepClock(device), list(columns)
         self._progress, self._mfu, self._device = progress, mfu, device
         self._unread: deque[TakenStep] = deque()
         self._elapsed_s = 0.0  # of the steps of this launch
 
-    def start(self) -> Iterator[Event]:
+    def start(self) -> None:
         """Ask the columns for the steps of earlier launches again."""
-        lines = self.metrics.read() if self._columns else ()
+        lines = self.metrics.read() if self.columns else ()
         for line in (one for one in lines if one.get("kind") == "train"):
             self._further(line)
-        yield from ()
 
     def around_step(self, number: int) -> AbstractContextManager[None]:
         """Start the clock with the first step."""
@@ -126,7 +125,7 @@ class LogTask(Task):
         return Event("step", taken.step, taken.tokens, line)
 
     def _further(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for column in self._columns for name, value in column.of(line).items()}
+        return {name: value for column in self.columns for name, value in column.of(line).items()}
 
     def _measured(self, taken: TakenStep) -> dict[str, Any]:
         """What the clock says of a step; ``mfu`` is left out where the model's arithmetic is not known."""
@@ -155,15 +154,13 @@ class MemoryTask(Task):
     def __init__(self, freed: FreedMemory) -> None:
         self._freed = freed
 
-    def start(self) -> Iterator[Event]:
+    def start(self) -> None:
         """The model is built."""
         self._freed.before_first_step()
-        yield from ()
 
-    def step_taken(self, taken: TakenStep) -> Iterator[Event]:
+    def step_taken(self, taken: TakenStep) -> None:
         """Look at what this process has held so far."""
         self._freed.after_step()
-        yield from ()
 
 
 def _determined(taken: TakenStep, result: StepResult) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The task that writes what was measured at a mark to a file of its own."""
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,11 @@ class MarkMetricsTask(Task):
         self._run, self._progress, self._steps = run_dir, progress, steps
         self._taken: Mapping[str, Any] = {}
 
-    def start(self) -> Iterable[Event]:
+    def start(self) -> None:
         """Remove the files of steps that are taken again."""
         for path in (self._run / MARKS).glob(mark_metrics(Path(), "*").name):
             if int(path.stem.removeprefix(mark_metrics(Path(), "").stem)) > self._progress.step:
                 path.unlink()
-        return ()
 
     def notify(self, event: Event) -> None:
         """Take note of a step; write at an evaluation. Raises MachineError."""

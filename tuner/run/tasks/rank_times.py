@@ -1,6 +1,6 @@
 """The task that measures each process's own time in the decoder layers, and names a slow one."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -52,10 +52,9 @@ class RankTimesTask(Task):
         """Time the step where it is due."""
         return self._clock.running() if number and self._due.due_at(number) else nullcontext()
 
-    def step_taken(self, taken: TakenStep) -> Iterable[Event]:
+    def step_taken(self, taken: TakenStep) -> None:
         """Keep a step that was timed."""
         self._taken = taken if self._due.due_at(taken.step) else None
-        return ()
 
     def between_steps(self, agreed: Request) -> Iterator[Event]:
         """Gather the times of all processes, write them, and name who is slow."""

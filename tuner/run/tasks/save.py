@@ -1,15 +1,15 @@
 """The tasks that save checkpoints: at once, or in the background of the steps that follow, one at a time."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tuner.checkpoint.manifest import step_dirs, step_name
-from tuner.checkpoint.save import CheckpointDir, require_room, save
+from tuner.checkpoint.save import CheckpointDir, WriteShards, require_room, save
 from tuner.checkpoint.staging import Staged, Staging
 from tuner.config.recipe import CheckpointSection
 from tuner.errors import MachineError
@@ -79,7 +79,11 @@ class Saver(Task):
         """Whether a save in the background is over and was not asked about."""
         return self._thread.ended
 
-    def start(self) -> Iterable[Event]:
+    def write_by(self, write: WriteShards) -> None:
+        """Have the ranks' files of each save written in another way."""
+        self.checkpoints = replace(self.checkpoints, write=write)
+
+    def start(self) -> None:
         """Check the disk and have the memory for copies made ready during the first step. Collective.
 
         Raises MachineError where there is no room for one checkpoint.
@@ -90,7 +94,6 @@ class Saver(Task):
             held = self._assembly.train_state.optimizer.host_names()
             copied = {name: tensor for name, tensor in tensors.items() if name not in held}
             self._thread.start(lambda: self._reserve(copied))
-        return ()
 
     def save(self, snapshot: Snapshot) -> Snapshot:
         """Commit a snapshot of the tensors as they are. Collective; raises what any rank raises.

@@ -1,13 +1,12 @@
 """The task that says at the first step where the time until then went, and notes it in the run's record."""
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tuner.rundir.directory import RunDir
 from tuner.runtime import startup
 from tuner.runtime.console import Console
-from tuner.train.tasks import Event, TakenStep, Task
+from tuner.train.tasks import TakenStep, Task
 
 
 class StartupTask(Task):
@@ -21,10 +20,9 @@ class StartupTask(Task):
         """What the first step and the mock batch before it take is their own."""
         return startup.phase(self._first) if startup.is_begun() else nullcontext()
 
-    def step_taken(self, taken: TakenStep) -> Iterable[Event]:
+    def step_taken(self, taken: TakenStep) -> None:
         """Say it once."""
         if startup.is_begun() and not taken.left_out:
             seconds, remarks = startup.end()
             self._console.say("start", startup.in_words(seconds, remarks))
             self._run.note_start(self._record, seconds)
-        return ()

@@ -17,7 +17,7 @@ embedding, as the rules of a ladder count them."""
 class StepColumn(Protocol):
     """What is added to the line of each step: asked once for each of the run, in order, by a resumed launch again."""
 
-    def of(self, line: Mapping[str, Any]) -> dict[str, float]:
+    def of(self, line: Mapping[str, Any]) -> Mapping[str, float | None]:
         """The columns of a line of metrics.jsonl, by name."""
 
 

@@ -1,7 +1,6 @@
 """The task that ends a launch before its run is over."""
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from tuner.config.duration import Duration
@@ -10,7 +9,7 @@ from tuner.run.parts.part import LaunchContext
 from tuner.rundir.layout import STOP
 from tuner.setup.build import Assembly
 from tuner.train.plan import steps_of
-from tuner.train.tasks import Event, Request, Task
+from tuner.train.tasks import Request, Task
 
 
 class StopTask(Task):
@@ -24,10 +23,9 @@ class StopTask(Task):
         self._steps, self._seconds = _limits(context.assembly, stop_after)
         self._first_step, self._started = self._progress.step, time.monotonic()
 
-    def start(self) -> Iterable[Event]:
+    def start(self) -> None:
         """This launch begins here and now."""
         self._first_step, self._started = self._progress.step, time.monotonic()
-        return ()
 
     def request(self) -> Request:
         """A stop, for whichever reason."""

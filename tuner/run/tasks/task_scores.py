@@ -52,9 +52,7 @@ class TaskScores:
         """Score these tasks; ``between`` is called before each forward, and what it raises ends it. Collective."""
         # In forwards no larger than those of training.
         state = self._assembly.train_state
-        scorer = Scorer(
-            state.root, state.step_config, self._assembly.tokenizer, self._row_tokens, is_whole, between
-        )
+        scorer = Scorer(state.root, state.step_config, self._assembly.tokenizer, self._row_tokens, is_whole, between)
         return [task.score(scorer) for task in tasks]
 
     def keep(self, step: int, scores: Sequence[TaskScore]) -> None:

@@ -1,6 +1,6 @@
 """The task that looks for newer versions of other models on a cadence: of a teacher, or of the weights of a run."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -49,11 +49,10 @@ class VersionsTask(Task):
     def __init__(self, context: LaunchContext, versions: TakesVersions, log: LogTask) -> None:
         self._context, self._versions, self._log, self._ranks = context, versions, log, Collective(gloo_group())
 
-    def start(self) -> Iterable[Event]:
+    def start(self) -> None:
         """Note the versions that the launch begins with, and say which they are. Collective."""
         self._ranks.on_rank0(partial(self._versions.write, self._context.run.path))
         self._versions.begin(self._context.console)
-        return ()
 
     def between_steps(self, agreed: Request) -> Iterator[Event]:
         """Look where it is due. Collective. Raises what a version that cannot be taken does."""

@@ -1,8 +1,8 @@
 """The task that prepares the next window of data next to training, and opens it when the one at hand is trained."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from tuner.config.dump import recipe_dict
@@ -10,10 +10,9 @@ from tuner.errors import TunerError, counted
 from tuner.run.parts.part import LaunchContext
 from tuner.run.tasks.log import LogTask
 from tuner.run.tasks.time_left import TimeLeft
-from tuner.run.windows.finder import Finder, Found
+from tuner.run.windows.finder import Finder, WindowLook, waited
 from tuner.run.windows.opened import OpenedWindows
 from tuner.run.windows.preparation import PreparedBeside
-from tuner.run.windows.start import POLL_S
 from tuner.rundir.layout import PORTIONS_LOG
 from tuner.rundir.windows import WindowEntry, write_windows
 from tuner.runtime import phase
@@ -24,14 +23,6 @@ from tuner.train.tasks import Event, Request, TakenStep, Task
 
 LOOK_S = 1.0
 """Time between two looks for the next window while one is trained."""
-
-
-@dataclass(frozen=True)
-class WindowLook:
-    """What rank 0 found, with the windows that were opened or left out by then."""
-
-    found: Found
-    entries: tuple[WindowEntry, ...]
 
 
 class WindowTask(Task):
@@ -56,17 +47,15 @@ class WindowTask(Task):
         self._looked_at = time.monotonic()
         self._said, self._trained = "", 0
 
-    def start(self) -> Iterable[Event]:
+    def start(self) -> None:
         """Say which window is at hand, and begin to prepare the one after it."""
         self._say_opened(self._windows.position.at_hand, 0.0)
         self._look_ahead()
-        return ()
 
-    def step_taken(self, taken: TakenStep) -> Iterable[Event]:
+    def step_taken(self, taken: TakenStep) -> None:
         """Look for the next window now and then."""
         if time.monotonic() - self._looked_at >= LOOK_S:
             self._look_ahead()
-        return ()
 
     def between_steps(self, agreed: Request) -> Iterator[Event]:
         """Open the next window where this one is done; it is waited for. Collective."""
@@ -80,15 +69,14 @@ class WindowTask(Task):
             with self._log.clock.pause():
                 self._go_over()
 
-    def finish(self, finished: bool) -> Iterable[Event]:
+    def finish(self, finished: bool) -> None:
         """Leave what is being prepared."""
-        return self.close()
+        self.close()
 
-    def close(self) -> Iterable[Event]:
+    def close(self) -> None:
         """Leave what is being prepared."""
         if self._finder is not None:
             self._finder.end()
-        return ()
 
     def _end_launch(self) -> None:
         """End the launch where it has trained its windows, and others may follow. Collective."""
@@ -140,25 +128,16 @@ class WindowTask(Task):
 
     def _wait(self) -> WindowLook:
         """Look until the next window is ready, there is none, it was waited for long enough, or a signal came."""
-        wait = self._windows.spec.data.windows.wait
-        patience, since, decided = 0.0 if wait is None else wait.seconds, time.monotonic(), 0
-        ranks = Collective(gloo_group())
+        wait, ranks = self._windows.spec.data.windows.wait, Collective(gloo_group())
         with self._console.doing("waiting for the next window") as doing:
-            while True:
-                look = ranks.on_rank0(partial(self._look, time.monotonic() - since >= patience))
-                if look.found.kind not in ("late", "preparing"):
-                    return look
-                if any_rank(Request.STOP in self._request(), gloo_group()):
-                    return replace(look, found=replace(look.found, kind="stop"))
-                if look.found.kind != "late" or len(look.entries) != decided:
-                    since, decided = time.monotonic(), len(look.entries)  # the next one is waited for as long
-                doing.update(look.found.words)
-                time.sleep(POLL_S)
+            return waited(
+                lambda overdue: ranks.on_rank0(partial(self._look, overdue)), 0.0 if wait is None else wait.seconds,
+                doing, lambda: any_rank(Request.STOP in self._request(), gloo_group()),
+            )  # fmt: skip
 
     def _look(self, overdue: bool) -> WindowLook:
         assert self._finder is not None  # on rank 0
-        found = self._finder.look(overdue)
-        return WindowLook(found, tuple(self._finder.entries))
+        return self._finder.seen(overdue)
 
     def _note_opened(self, entry: WindowEntry) -> None:
         assert self._finder is not None  # on rank 0

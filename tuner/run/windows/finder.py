@@ -1,7 +1,8 @@
 """Which window is next: those that a run has noted first, then what lies in its sources, each prepared when found."""
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +13,10 @@ from tuner.data.portions import next_portion
 from tuner.errors import DataError, TunerError
 from tuner.run.windows.preparation import Preparation, PreparedWindow
 from tuner.rundir.windows import LeftOut, WindowEntry
+from tuner.runtime.console import Updates
 
+POLL_S = 0.1
+"""Time between two looks for a window that training waits for."""
 Stamps = tuple[tuple[int, ...] | None, ...]
 
 
@@ -27,6 +31,31 @@ class Found:
     kind: Literal["ready", "preparing", "late", "stop", "ended"]
     words: str = ""
     entry: WindowEntry = WindowEntry("")
+
+
+@dataclass(frozen=True)
+class WindowLook:
+    """What was found, with the windows that were opened or left out by then."""
+
+    found: Found
+    entries: tuple[WindowEntry, ...]
+
+
+def waited(
+    look: Callable[[bool], WindowLook], patience_s: float, doing: Updates, is_stopping: Callable[[], bool]
+) -> WindowLook:
+    """Look until the next window is ready, there is none, it was waited for long enough, or the launch is stopping."""
+    since, decided = time.monotonic(), -1
+    while True:
+        seen = look(time.monotonic() - since >= patience_s)
+        if seen.found.kind not in ("late", "preparing"):
+            return seen
+        if is_stopping():
+            return replace(seen, found=replace(seen.found, kind="stop"))
+        if seen.found.kind == "preparing" or len(seen.entries) != decided:
+            since, decided = time.monotonic(), len(seen.entries)  # the next one is waited for as long
+        doing.update(seen.found.words)
+        time.sleep(POLL_S)
 
 
 @dataclass
@@ -89,6 +118,10 @@ class Finder:
             else:
                 self._unusable = _Unusable(window, self._stamps)
         return Found("ready", entry=self._ready)
+
+    def seen(self, overdue: bool) -> WindowLook:
+        """The same, with all that was decided by then."""
+        return WindowLook(self.look(overdue), tuple(self.entries))
 
     def opened(self, entry: WindowEntry) -> tuple[WindowEntry, ...]:
         """The window that was ready is opened, as this entry: look for the one after it. Returns all entries."""

@@ -1,21 +1,15 @@
 """The window that a launch begins with, found and prepared before any process group exists."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tuner.data.building.spec import PrepareSpec
 from tuner.errors import DataError, RecipeError
-from tuner.run.options import LaunchOptions, RunResult
+from tuner.run.options import RunResult
 from tuner.run.parts.part import Before
 from tuner.run.status import RunStatus, run_result
-from tuner.run.windows.finder import Finder, Found
+from tuner.run.windows.finder import Finder, waited
 from tuner.run.windows.preparation import PreparedHere
 from tuner.rundir.windows import WindowEntry, WindowPosition, entries_of, read_windows
-from tuner.runtime.console import Console
-
-POLL_S = 0.1
-"""Time between two looks for a window that training waits for."""
 
 
 class WindowIsLateError(DataError):
@@ -56,7 +50,10 @@ def first_position(before: Before) -> WindowPosition:
     preparation = PreparedHere(spec, before.console, only_found=before.options.no_prepare)
     passes = recipe.data.windows.passes_in(recipe.train.duration)
     finder = Finder(spec, preparation, entries[:done], entries[done:], passes=passes)
-    late = _wait(finder, spec, before.options, before.console)
+    wait = spec.data.windows.wait
+    patience_s = 0.0 if wait is None or before.options.dry_run else wait.seconds
+    with before.console.doing("looking for the next window") as doing:
+        late = waited(finder.seen, patience_s, doing, lambda: False).found
     if late.kind == "stop":
         raise WindowIsLateError(late.words, hint="run the same command again when it is")
     if late.kind == "ended":
@@ -65,23 +62,6 @@ def first_position(before: Before) -> WindowPosition:
     if not finder.known:
         entry = replace(entry, first_step=step)
     return WindowPosition(finder.opened(entry), number)
-
-
-def _wait(finder: Finder, spec: PrepareSpec, options: LaunchOptions, console: Console) -> Found:
-    """Look until the next window is ready, there is none, or it was waited for long enough."""
-    wait = spec.data.windows.wait
-    patience = 0.0 if wait is None or options.dry_run else wait.seconds
-    since, decided = time.monotonic(), len(finder.entries)
-    with console.doing("looking for the next window") as doing:
-        while True:
-            found = finder.look(overdue=time.monotonic() - since >= patience)
-            if found.kind not in ("late", "preparing"):
-                return found
-            if len(finder.entries) > decided:
-                since, decided = time.monotonic(), len(finder.entries)  # the next one is waited for as long
-                continue
-            doing.update(found.words)
-            time.sleep(POLL_S)
 
 
 def _noted(status: RunStatus) -> tuple[WindowEntry, ...]:

@@ -92,6 +92,5 @@ class Distill(Method):
         return Terms({"loss": Sum(loss, "tokens")}, {name: Sum(value, "tokens") for name, value in figures.items()})
 
 
-def build(section: DistillMethod) -> Distill:
-    """The loss that the section describes; a teacher in memory is given to it afterwards."""
-    return Distill(section)
+build = Distill
+"""The loss that a section describes."""

@@ -26,17 +26,14 @@ With `margin: rows` the margin of its row is taken from ``beta (r_c - r_r)`` in 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn.functional import logsigmoid
 
 from tuner.config.methods import DpoLoss, DpoMethod
 from tuner.data.batches import Batch
-from tuner.errors import DataError
 from tuner.model.output_layer import OutputLayer
 from tuner.train.methods.method import Sum, Terms
 from tuner.train.methods.preference import (
@@ -47,6 +44,8 @@ from tuner.train.methods.preference import (
     answers,
     chosen_cross_entropy,
     pair_figures,
+    require_margins,
+    with_zeros,
 )
 
 PairLoss = Callable[[Pairs, DpoMethod], torch.Tensor]
@@ -122,18 +121,12 @@ class Dpo(PairMethod):
     def made_up(self, batch: Batch) -> Batch:
         """With margins of 0 where they are wanted."""
         filled = super().made_up(batch)
-        if self._section.margin == "none":
-            return filled
-        made: npt.NDArray[np.float32] = np.zeros(len(batch.documents), dtype=np.float32)
-        return replace(filled, columns={MARGIN: made, **filled.columns})
+        return filled if self._section.margin == "none" else with_zeros(filled, MARGIN)
 
     def columns(self, batch: Batch) -> Mapping[str, npt.NDArray[Any]]:
         """Those of answers. Raises DataError where margins are wanted and rows have none."""
-        if self._section.margin == "rows" and MARGIN not in batch.columns:
-            raise DataError(
-                "method.margin: rows: the rows have neither a margin nor scores",
-                hint="write method.margin: none, or add a margin to each row",
-            )
+        if self._section.margin == "rows":
+            require_margins(batch)
         return super().columns(batch)
 
     def terms(
@@ -151,6 +144,5 @@ class Dpo(PairMethod):
         return Terms(dict(zip(section.losses, losses, strict=True)), pair_figures(rewards, log_p))
 
 
-def build(section: DpoMethod) -> Dpo:
-    """The loss that the section describes."""
-    return Dpo(section)
+build = Dpo
+"""The loss that a section describes."""

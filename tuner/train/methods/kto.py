@@ -89,6 +89,5 @@ class Kto(AnswerMethod):
         return Terms({"loss": Sum(loss, "documents")}, figures)
 
 
-def build(section: KtoMethod) -> Kto:
-    """The loss that the section describes."""
-    return Kto(section)
+build = Kto
+"""The loss that a section describes."""

@@ -53,6 +53,5 @@ class Orpo(PairMethod):
         return Terms(losses, pair_figures(rewards, log_p))
 
 
-def build(section: OrpoMethod) -> Orpo:
-    """The loss that the section describes."""
-    return Orpo(section)
+build = Orpo
+"""The loss that a section describes."""

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from tuner.data.batches import Batch, StepBatches
+from tuner.errors import DataError
 from tuner.model.output_layer import OutputLayer
 from tuner.train.methods.method import Counts, Method, Sum, Terms
 
@@ -84,6 +85,21 @@ def answers(
     return Pairs.of(log_probabilities(hidden, head, targets, tokens), tokens)
 
 
+def with_zeros(batch: Batch, name: str) -> Batch:
+    """With a column of zeros for each document, where it has none of that name."""
+    made: npt.NDArray[np.float32] = np.zeros(len(batch.documents), dtype=np.float32)
+    return replace(batch, columns={name: made, **batch.columns})
+
+
+def require_margins(batch: Batch) -> None:
+    """Raise DataError for rows that have no margins."""
+    if MARGIN not in batch.columns:
+        raise DataError(
+            "method.margin: rows: the rows have neither a margin nor scores",
+            hint="write method.margin: none, or add a margin to each row",
+        )
+
+
 class AnswerMethod(Method):
     """A loss of the log-probabilities of answers."""
 
@@ -95,10 +111,7 @@ class AnswerMethod(Method):
 
     def made_up(self, batch: Batch) -> Batch:
         """With a reference that gives nothing, where the reference is columns."""
-        if self.reference != "columns":
-            return batch
-        made: npt.NDArray[np.float32] = np.zeros(len(batch.documents), dtype=np.float32)
-        return replace(batch, columns={REFERENCE: made, **batch.columns})
+        return with_zeros(batch, REFERENCE) if self.reference == "columns" else batch
 
     def reference_values(
         self, hidden: torch.Tensor, head: OutputLayer, targets: torch.Tensor, columns: Mapping[str, torch.Tensor]

@@ -7,7 +7,6 @@ https://arxiv.org/abs/2312.09244).
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,9 @@ from torch.nn.functional import logsigmoid
 
 from tuner.config.methods import RewardMethod
 from tuner.data.batches import Batch
-from tuner.errors import DataError
 from tuner.model.output_layer import OutputLayer
 from tuner.train.methods.method import Sum, Terms
-from tuner.train.methods.preference import MARGIN, PairMethod, reward_figures
+from tuner.train.methods.preference import MARGIN, PairMethod, require_margins, reward_figures, with_zeros
 
 
 class Reward(PairMethod):
@@ -35,18 +33,13 @@ class Reward(PairMethod):
 
     def made_up(self, batch: Batch) -> Batch:
         """With margins of 0."""
-        made: npt.NDArray[np.float32] = np.zeros(len(batch.documents), dtype=np.float32)
-        return replace(batch, columns={MARGIN: made, **batch.columns})
+        return with_zeros(batch, MARGIN)
 
     def columns(self, batch: Batch) -> Mapping[str, npt.NDArray[Any]]:
         """The margins, where they are wanted. Raises DataError for rows that have none."""
         if not self._has_margin:
             return {}
-        if MARGIN not in batch.columns:
-            raise DataError(
-                "method.margin: rows: the rows have neither a margin nor scores",
-                hint="write method.margin: none, or add a margin to each row",
-            )
+        require_margins(batch)
         return {MARGIN: batch.columns[MARGIN]}
 
     def terms(
@@ -64,6 +57,5 @@ class Reward(PairMethod):
         return Terms({"ranking": ranking, "center": center}, figures)
 
 
-def build(section: RewardMethod) -> Reward:
-    """The loss that the section describes."""
-    return Reward(section)
+build = Reward
+"""The loss that a section describes."""

@@ -1,9 +1,9 @@
 """The trackers that a recipe may name: what each needs, how it is opened, and the hook that feeds it."""
 
-import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -39,36 +39,22 @@ class Known:
     """Whether points of steps that a resumed run takes again may be sent again."""
 
 
-def _tensorboard(run: TrackedRun, known_id: str | None) -> Tracker:
-    from tuner.run.tasks.trackers.tensorboard import TensorBoard
-
-    return TensorBoard(run, known_id)
-
-
-def _wandb(run: TrackedRun, known_id: str | None) -> Tracker:
-    from tuner.run.tasks.trackers.wandb import Wandb
-
-    return Wandb(run, known_id)
-
-
-def _wandb_login() -> None:
-    from tuner.run.tasks.trackers.wandb import require_login
-
-    require_login()
-
-
-def _mlflow(run: TrackedRun, known_id: str | None) -> Tracker:
-    # MLflow would otherwise report its use to its makers, over the network; it reads this when it is imported.
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    from tuner.run.tasks.trackers.mlflow import Mlflow
-
-    return Mlflow(run, known_id)
+def _called(tracker: str, name: str, *given: Any) -> Any:
+    """What a tracker's own module makes by a name; it is imported only then: most runs have none."""
+    return getattr(import_module(f"tuner.run.tasks.trackers.{tracker}"), name)(*given)
 
 
 TRACKERS: dict[str, Known] = {
-    "tensorboard": Known(_tensorboard, ("tensorboard",), "tensorboard", takes_back=True),
-    "wandb": Known(_wandb, ("wandb",), "wandb", _wandb_login, lambda tracker: tracker.tags()),
-    "mlflow": Known(_mlflow, ("mlflow", "sqlalchemy", "alembic"), "mlflow-skinny sqlalchemy alembic"),
+    "tensorboard": Known(
+        partial(_called, "tensorboard", "TensorBoard"), ("tensorboard",), "tensorboard", takes_back=True
+    ),
+    "wandb": Known(
+        partial(_called, "wandb", "Wandb"), ("wandb",), "wandb", partial(_called, "wandb", "require_login"),
+        lambda tracker: tracker.tags(),
+    ),
+    "mlflow": Known(
+        partial(_called, "mlflow", "Mlflow"), ("mlflow", "sqlalchemy", "alembic"), "mlflow-skinny sqlalchemy alembic"
+    ),
 }
 
 

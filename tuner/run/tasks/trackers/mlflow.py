@@ -5,6 +5,9 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+# MLflow would otherwise report its use to its makers, over the network; it reads this when it is imported.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 

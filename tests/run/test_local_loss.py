@@ -1,0 +1,57 @@
+"""The loss of each process by itself: a column of the log that changes nothing else, here of one process."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fixtures.trainings import launch, lines, outcome
+from tuner.data.batches import Batch
+from tuner.run.options import LaunchOptions
+from tuner.run.parts.local_loss import LocalLoss
+from tuner.train.methods.method import Sum, Terms
+from tuner.train.progress import CLOCKED
+
+STEPS = {"train__duration": "4 steps", "checkpoint__every": "2 steps"}
+
+
+def test_nothing_changes_but_for_the_column(workplace: Path) -> None:
+    plain = launch(workplace, name="plain", **STEPS).run_dir
+    launch(workplace, name="all", **STEPS, logging__metrics_of="all", train__stop_after="2 steps")
+    every = launch(workplace, LaunchOptions("must"), name="all", **STEPS, logging__metrics_of="all").run_dir
+    assert outcome(every) == outcome(plain)
+    for line, other in zip(lines(every), lines(plain), strict=True):
+        assert line["local_loss"] == pytest.approx(line["loss"], rel=1e-6)
+        assert [name for name in line if name not in other] == ["local_loss"] and set(other) <= set(line)
+        assert {line[name] == other[name] for name in set(other) - set(CLOCKED)} == {True}
+
+
+@pytest.mark.parametrize(
+    ("counts", "sharers", "found"),
+    [
+        ({"tokens": 4, "pairs": 2}, 1, {"local_loss": 3.0}),
+        ({"tokens": 4, "pairs": 2}, 2, {"local_loss": 6.0}),
+        ({"tokens": 4, "pairs": 0}, 1, {"local_loss": 2.0}),
+        ({"tokens": 0, "pairs": 0}, 1, {}),
+    ],
+)
+def test_a_mean_over_nothing_is_left_out(counts: dict[str, float], sharers: int, found: dict[str, float]) -> None:
+    step: Any = SimpleNamespace(batches=SimpleNamespace(micro=[_batch(), _batch()]))
+    method: Any = SimpleNamespace(counts=lambda batches: counts if batches.documents == 2 else {})
+    progress: Any = SimpleNamespace(step=6)
+    part = LocalLoss(method, sharers, progress)
+    for _ in range(2):  # a step begins with nothing of the one before it
+        part.before_forward(step)
+        for _ in step.batches.micro:
+            terms = Terms({"tokens": Sum(torch.tensor(4.0), "tokens"), "pairs": Sum(torch.tensor(1.0), "pairs")}, {})
+            assert part.terms(_batch(), terms) is terms
+    part.after_update(torch.tensor(False))
+    assert (part.of({"step": 6}), part.of({"step": 7}), part.of({"step": 7})) == ({}, found, {})
+
+
+def _batch() -> Batch:
+    ids = np.zeros(3, dtype=np.int64)
+    return Batch(ids, ids, ids, (3,), np.arange(2), np.arange(1))
