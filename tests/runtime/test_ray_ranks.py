@@ -52,7 +52,7 @@ def test_ranks_know_their_place_and_what_rank_0_says_is_the_commands(
         (("lost", "data error at step 7, data"), None, DataError, "rank 1 at step 7, data: bad row", 3),
         (("lost", "killed at step 7, backward"), None, MachineError,
          "rank 1 was killed by SIGKILL at step 7, backward", 4),
-        (("ok", "ok"), "ended", MachineError, "rank 0 was lost: its Ray worker died (RayError)", 4),
+        (("ok", "stops"), "ended", MachineError, "rank 0 was lost: its Ray worker died (RayError)", 4),
         (("ok", "ok"), "address", MachineError, "a worker of the Ray cluster cannot begin: its worker died", 4),
     ],
 )  # fmt: skip
