@@ -60,8 +60,8 @@ def two_steps(text: str, name: str, place: Path, **more: str) -> None:
 
 @pytest.mark.parametrize("file", TRAINED, ids=lambda file: f"{file['tool']}, {file['name']}")
 def test_what_it_becomes_trains(file: dict[str, Any], tmp_path: Path) -> None:
-    on_gpu = {"optimizer.offload": "none"} if file["name"] == "checkpoints" else {}
-    two_steps(text_of(file), "file.yml", tmp_path, **on_gpu)
+    on_cuda = {"checkpoints": {"optimizer.offload": "none"}, "lora": {"profile.memory": "false"}}
+    two_steps(text_of(file), "file.yml", tmp_path, **on_cuda.get(file["name"], {}))
 
 
 @pytest.mark.parametrize("file", cases(__file__, "what_is_not_carried_over_is_said"), ids=lambda file: file["tool"])

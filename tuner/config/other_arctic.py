@@ -26,7 +26,7 @@ def _source(item: Any, split: int) -> Any:
     of_class = table("splits").get(name, ("train", "test"))[split]
     source: dict[str, Any] = {"path": located(name, said.get("split") or of_class)}
     if (share := number(said.get("sample_ratio"))) is not None:
-        source["weight"] = float(share)
+        source["weight"] = min(float(share), 1.0)  # above 1 they take every document once
     if (count := number(said.get("sample_count"))) is not None:
         source["count"] = int(count)
     if (seed := number(said.get("sample_seed"))) is not None and ("count" in source or source.get("weight", 1) % 1):
@@ -96,8 +96,8 @@ def sharded(value: Any, given: Given) -> Lines | str | None:
 
 
 def profiled(value: Any, given: Given) -> Lines | str | None:
-    """Their memory profiler: of a whole run, that of a single step is a list of steps here."""
-    if value != "e2e":
+    """Their memory profiler: `step` is `e2e` begun at the first batch."""
+    if value not in ("e2e", "step"):
         return {} if value is None else None
     entries = number(given.get("mem_profiler_max_entries"))
     return {"profile.memory": "all"} | ({} if entries is None else {"profile.entries": int(entries)})
