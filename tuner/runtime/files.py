@@ -121,13 +121,14 @@ def flush_tree(path: Path) -> None:
 
 
 def make_dirs(path: Path) -> None:
-    """Make a directory and its missing parents so that a power loss takes none of their names. Raises OSError."""
-    path.mkdir(parents=True, exist_ok=True)
-    device = path.stat().st_dev
-    for parent in path.absolute().parents:  # one that a killed process made may not be on the disk either
-        if parent.stat().st_dev != device or not os.access(parent, os.W_OK | os.R_OK):
-            break
-        fsync_dir(parent)
+    """Make a directory and its missing parents so that a power loss takes none of their names. Raises MachineError."""
+    with machine_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+        device = path.stat().st_dev
+        for parent in path.absolute().parents:  # one that a killed process made may not be on the disk either
+            if parent.stat().st_dev != device or not os.access(parent, os.W_OK | os.R_OK):
+                break
+            fsync_dir(parent)
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -6,12 +6,10 @@ the store is through which the ranks meet. Where an actor is lost, its rank sees
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import tempfile
 import time
@@ -20,6 +18,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tuner.errors import MachineError, RecipeError, TunerError, counted
 from tuner.runtime import phase, spawn
@@ -38,7 +38,6 @@ LEFT_ALONE = "RAY_kill_child_processes_on_worker_exit"
 """Ray would kill a rank with its actor, which is to save first."""
 AT_ONCE_S = 2.0
 """What actors get to kill their ranks where the command ends at once."""
-_SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True)
@@ -285,10 +284,5 @@ def interface_of(address: str) -> str:
 
     gloo would take the one of the address that the host's name resolves to, which is often the loopback's.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                found = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return ""
+    found = psutil.net_if_addrs().items()
+    return next((name for name, own in found if address in (each.address for each in own)), "")

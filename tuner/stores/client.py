@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tuner.errors import MachineError
@@ -41,26 +42,8 @@ T = TypeVar("T")
 Version = Mapping[str, str]
 """What a store calls one state of an object: its etag, on Google its generation too."""
 
-_CAUSES: tuple[tuple[str, str, str], ...] = (
-    (r"NoSuchBucket|ContainerNotFound|specified bucket does not exist", "there is no such bucket",
-     "make it or correct its name; for a server that is not the vendor's, export its address: AWS_ENDPOINT_URL, "
-     "STORAGE_EMULATOR_HOST, AZURE_STORAGE_ENDPOINT"),
-    (r"RequestTimeTooSkewed|RequestTimeSkewed", "this machine's clock differs too much from the store's",
-     "correct the clock (timedatectl set-ntp true), then run the same command"),
-    (r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|incorrectly configured region"
-     r"|status code: 301", "the bucket is in another region", "export AWS_REGION with the bucket's own region"),
-    (r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|ExpiredToken|status code: 401|AuthenticationFailed"
-     r"|169\.254\.169\.254|metadata\.google|Account must be specified|CredentialProvider|MissingCredential",
-     "the store knows no such credentials",
-     "export them as the store's other tools read them: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
-     "GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"),
-    (r"AccessDenied|AuthorizationFailure|AuthorizationPermissionMismatch|status code: 403",
-     "these credentials have no right to do this",
-     "ask for the rights to read, write, list and delete below this prefix, or export other credentials"),
-    (r"error sending request|[Cc]onnect|dns|timed? ?out|HTTP error|SlowDown|status code: 5\d\d",
-     "the store does not answer", "when it can be reached again, run the same command"),
-)  # fmt: skip
-"""What the words of an error mean, in this order; in obstore's text they stand with the store's own answer."""
+_CAUSES: list[dict[str, str]] = json.loads(Path(__file__).with_name("causes.json").read_text(encoding="utf-8"))
+"""What the `words` of an error mean, a pattern, in this order; in obstore's text they stand with the store's answer."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +193,7 @@ class Client:
                     return ask()
             except MachineError as error:
                 said = str(error.__cause__)
-                if isinstance(error.__cause__, FileNotFoundError) and not re.search(_CAUSES[0][0], said):
+                if isinstance(error.__cause__, FileNotFoundError) and not re.search(_CAUSES[0]["words"], said):
                     return None
                 if "HTTP error" not in said or time.monotonic() > until:
                     raise
@@ -237,9 +220,9 @@ def _errors(url: str) -> Iterator[None]:
 def refusal(url: str, error: Exception) -> MachineError:
     """What an answer of the store means to people."""
     text = str(error)
-    for pattern, cause, hint in _CAUSES:
-        if re.search(pattern, text):
-            return MachineError(f"{url}: {cause} ({_said(text)})", hint)
+    for cause in _CAUSES:
+        if re.search(cause["words"], text):
+            return MachineError(f"{url}: {cause['means']} ({_said(text)})", cause["hint"])
     return MachineError(f"{url}: {_said(text)}")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from weakref import WeakSet
 
 from tuner.errors import DataError, MachineError
-from tuner.runtime.files import machine_errors, make_dirs
+from tuner.runtime.files import make_dirs
 from tuner.runtime.lock import FileLock
 from tuner.stores.bring import Bringing
 from tuner.stores.client import Client
@@ -79,8 +79,7 @@ class StoreDirectory:
         With `exact_but` the store wins in any case, also one without a commit: that name at the stage's top alone keeps
         what the store does not have.
         """
-        with machine_errors(into):
-            make_dirs(into.parent)
+        make_dirs(into.parent)
         self.set_aside, gone = None, GoneError("")
         with FileLock(state_path(into).with_suffix(".lock")):
             for _ in range(ATTEMPTS):
