@@ -95,7 +95,7 @@ def run_ranks(
     assert processes == layout.ranks
     about = spawn.job_of(work, job, logs, says)
     with ExitStack() as stack:
-        return spawn.supervised(_RayRanks(logs, layout, timeout_s, about, stack))
+        return spawn.supervised(_RayRanks(logs, layout, timeout_s, about, stack, layout.ray))
 
 
 class RankActor:
@@ -164,17 +164,13 @@ class _RayRanks(Ranks):
     timeout_s: float
     about: dict[str, Any]
     stack: ExitStack
+    ray: Any
     actors: list[Any] = field(default_factory=list)
     _ended: dict[Any, int] = field(default_factory=dict)
     """What each rank's end is asked for by, and the rank."""
     _said: Any = None
     _at: dict[int, str] = field(default_factory=dict)
     _warned: list[str] = field(default_factory=list)
-
-    @property
-    def ray(self) -> Any:
-        """The package, connected."""
-        return self.layout.ray
 
     def start(self, signals: StopSignals) -> None:
         """Wait for room on the machines, have an actor there for each rank, and start them all."""

@@ -99,41 +99,27 @@ class Client:
         with _errors(self.url):
             self.library.put(self.store, key, data, use_multipart=False)
 
-    def put_if(self, key: str, data: bytes, version: Version | None) -> Version | None:
-        """Make an object where none is (`version` None), or replace this version of it; its new version.
-
-        None where it is otherwise, and also after an answer that was lost, when the library sent the request a second
-        time: who must know reads the object back.
-        """
-        exceptions = self.library.exceptions
-        mode = "create" if version is None else dict(version)
-        try:
-            with _errors(self.url):
-                return _version(self.library.put(self.store, key, data, mode=mode, use_multipart=False))
-        except MachineError as error:
-            if isinstance(error.__cause__, (exceptions.AlreadyExistsError, exceptions.PreconditionError)):
-                return None
-            raise
-
     def settle(self, key: str, data: bytes, version: Version | None) -> tuple[bytes, Version] | None:
-        """`put_if` until it is known what is there: `data` where this put was the one, else another's, or nothing.
+        """Make an object where none is (`version` None), or replace this version of it, until one knows what is there.
 
-        Every content is put under a condition at most once in its life, so that finding one's own bytes means that the
-        put was done, whatever its answer was.
+        That is `data`, with its new version, where this put was the one, else another's, or nothing. Every content is
+        put under a condition at most once in its life, so that finding one's own bytes means that the put was done,
+        whatever its answer was.
         """
-        refused: MachineError | None = None
+        mode = "create" if version is None else dict(version)
         for _ in range(3):
             try:
-                if made := self.put_if(key, data, version):
-                    return data, made
-            except MachineError as error:  # it may have been carried out all the same
+                with _errors(self.url):
+                    made = self.library.put(self.store, key, data, mode=mode, use_multipart=False)
+                    return data, _version(made)
+            except MachineError as error:  # refused, or carried out and sent again, or carried out all the same
                 refused = error
             found = self.get(key)
             if found is None and version is not None:
                 return None
             if found is not None and found[1] != version:
                 return found
-        raise refused or MachineError(f"{self.url}: {key} is neither there nor to be made")
+        raise refused
 
     def read(self, key: str, into: int, start: int = 0, most: int = MOST_BYTES, etag: str | None = None) -> int | None:
         """Write an object's bytes to a descriptor at `start` as they arrive, from its first again where they broke off.

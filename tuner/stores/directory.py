@@ -132,7 +132,7 @@ class StoreDirectory:
                     taken.kept[name] = contents[sha256 or ""]
                 elif (file := open_file(directory / name, name, room)) is not None:
                     taken.opened.append(file)
-                    room -= len(file.data or b"")
+                    room -= file.held
                     if name in stored and stored[name].size == file.size:
                         file.stored = stored[name]
         except BaseException:
