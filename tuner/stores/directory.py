@@ -126,8 +126,7 @@ class StoreDirectory:
         try:
             for name, status in entries(directory, self._local, inside):
                 if (directory / name).is_symlink():
-                    target = safe_link(str(directory), name, os.readlink(directory / name))
-                    taken.kept[name] = StoredFile("", 0, "", 1, target)
+                    taken.kept[name] = StoredFile(link=safe_link(str(directory), name, os.readlink(directory / name)))
                 elif (sha256 := state.known(name, status)) in contents:
                     taken.kept[name] = contents[sha256 or ""]
                 elif (file := open_file(directory / name, name, room)) is not None:
