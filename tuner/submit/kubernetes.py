@@ -35,7 +35,7 @@ def manifest(
         if match is None:
             raise RecipeError(f"--resource {text}: not NAME=COUNT", hint="write --resource rdma/ib=8")
         devices[match[1]] = match[2]
-    made = Environment(line_statement_prefix="%", autoescape=False)
+    made = Environment(line_statement_prefix="%", keep_trailing_newline=True, autoescape=False)
     made.filters["json"] = partial(json.dumps, ensure_ascii=False)
     made.filters["unexpanded"] = lambda text: text.replace("$", "$$")  # Kubernetes reads $(NAME), and $$ as a dollar
     return made.from_string(template("manifest.yaml.jinja")).render(
