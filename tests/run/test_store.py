@@ -19,6 +19,7 @@ from tuner.run.store import Publisher
 from tuner.run.stored import in_store
 from tuner.rundir import in_store as places
 from tuner.rundir.in_store import bring, bring_inputs, publish
+from tuner.rundir.record import read_run
 from tuner.rundir.run_json import hold
 from tuner.runtime.console import Console
 from tuner.runtime.dist import RankInfo
@@ -237,6 +238,11 @@ def test_an_export_in_its_run_is_published_with_it(stage: Path) -> None:
     kept = {name: file for name, file in first.files.items() if name != "exports/step-4/config.json"}
     assert dict(then.files) == {**kept, "exports/step-4/other.json": then.files["exports/step-4/other.json"]}
     assert StoreDirectory.open(f"{URL}/exports/step-4").newest() is None
+
+
+def test_errors_name_the_url_of_a_stage(stage: Path) -> None:
+    with pytest.raises(RecipeError, match=f"^{URL} is not a run: "):
+        read_run(stage)
 
 
 def test_an_export_is_fetched_whole() -> None:
