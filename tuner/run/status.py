@@ -148,7 +148,7 @@ def _require_same_branch(run: RunDir, record: Mapping[str, Any], options: Launch
         branched is None or options.resume not in (branched, branched.parent.parent)
     ):
         raise RecipeError(
-            f"{run.path} holds a run that did not begin from {options.resume}",
+            f"{shown(run.path)} holds a run that did not begin from {options.resume}",
             hint=f"resume it: tuner resume {run.path}      start another run: --name NEW-NAME",
         )
 
