@@ -101,7 +101,7 @@ def test_opening_copies_no_column(tmp_path: Path) -> None:
     data = open_prepared(directory)
     data.train.row(0)
     assert pa.total_allocated_bytes() == before
-    views = [*data.train._segments[0], *data.train._documents._ids]
+    views = [*data.train._segments[0], *data.train.documents._ids]
     for offsets, values in views:
         assert not offsets.flags.owndata
         assert not values.flags.owndata
