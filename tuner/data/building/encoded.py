@@ -20,6 +20,7 @@ from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.tokenizer import TextTokenizer
 from tuner.data.encoding.turns import SpecialTokens
 from tuner.data.prepared import arrow, arrow_bits
+from tuner.data.ranges import offsets_of
 from tuner.data.reading.blocks import Block, RawRecord, examples_of, lines_in, position_of
 from tuner.data.reading.examples import NULLS, has_null
 from tuner.data.reading.problems import RecordProblem
@@ -328,21 +329,16 @@ class _KeptDocuments:
         self, batch: EncodedBatch, targets: npt.NDArray[np.int64], kept: npt.NDArray[np.bool_]
     ) -> tuple[npt.NDArray[Any], ...]:
         """The table of what is kept, and of its documents the ids, flags, lengths, prompts and columns."""
-        ids, trained, offsets = batch.input_ids, batch.trained, batch.offsets
-        lengths = np.diff(offsets)
-        if not kept.all():
-            tokens = np.repeat(kept, lengths)
-            ids, trained, lengths = ids[tokens], trained[tokens], lengths[kept]
-            offsets = np.concatenate([[0], np.cumsum(lengths)])
+        batch = batch.only(kept)
+        lengths = np.diff(batch.offsets)
         table = np.empty(len(lengths) // self._each, dtype=TABLE)
-        table["digest"] = _together(digest(ids, offsets), self._each)
+        table["digest"] = _together(digest(batch.input_ids, batch.offsets), self._each)
         table["length"], table["targets"] = (_summed(of, self._each) for of in (lengths, targets[kept]))
-        table["follows"] = np.diff(batch.records[kept][:: self._each], prepend=-1) == 0
+        table["follows"] = np.diff(batch.records[:: self._each], prepend=-1) == 0
         is_narrow = self._schema.field("input_ids").type.value_type == pa.uint16()
-        ids = ids.astype(np.uint16 if is_narrow else np.uint32, copy=False)
-        own = [batch.columns[name][kept] for name in self._schema.names[3:]]
-        prompts = batch.prompt_tokens[kept].astype(np.uint32, copy=False)
-        return table, ids, trained, lengths.astype(np.uint32), prompts, *own
+        ids = batch.input_ids.astype(np.uint16 if is_narrow else np.uint32, copy=False)
+        own = [batch.columns[name] for name in self._schema.names[3:]]
+        return table, ids, batch.trained, lengths.astype(np.uint32), batch.prompt_tokens, *own
 
 
 def _nulls(part: list[_Found]) -> Counter[str]:
@@ -360,16 +356,14 @@ def _together(digests: npt.NDArray[np.uint64], each: int) -> npt.NDArray[np.uint
     """uint64[examples, 2]: the digests of examples of so many documents, from those of the documents."""
     if each == 1:
         return digests
-    of_each = np.full(len(digests) // each, 4 * each, dtype=np.int64)
-    return digest(digests.astype("<u8").view("<u4").reshape(-1), np.append(0, np.cumsum(of_each)))
+    bounds = np.arange(0, 4 * len(digests) + 1, 4 * each)
+    return digest(digests.astype("<u8").view("<u4").reshape(-1), bounds)
 
 
 def _record_batch(columns: Sequence[npt.NDArray[Any]], schema: pa.Schema) -> pa.RecordBatch:
     # Every buffer is made here, of exactly its size: the file's bytes then depend on nothing but the values.
     ids, trained, lengths, *others = columns
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    bounds = arrow(offsets)
+    bounds = arrow(offsets_of(lengths).astype(np.int32))
     lists = [pa.ListArray.from_arrays(bounds, values) for values in (arrow(ids), arrow_bits(trained))]
     plain = [arrow_bits(values) if values.dtype == np.bool_ else arrow(values) for values in others]
     return pa.record_batch([*lists, *plain], schema=schema)

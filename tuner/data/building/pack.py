@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from tuner.data.building.bins import pack
 from tuner.data.prepared import ROWS_SCHEMA, Flags, arrow, view
+from tuner.data.ranges import ranges
 from tuner.errors import DataError
 
 TooLong = Literal["truncate", "split", "drop"]
@@ -129,7 +130,7 @@ def cut(
         elif too_long == "truncate":
             truncated += int(long.sum())
         considered = int((pieces > 0).sum())
-        number = _counted(pieces)
+        number = ranges(0, pieces)
         document = np.repeat(document, pieces)
         start = number * max_length
         stop = np.minimum(start + max_length, lengths[document])
@@ -207,7 +208,7 @@ def in_order(batches: Iterator[pa.RecordBatch], max_length: int, carried: CutSoF
         lengths = np.diff(offsets)
         phase = (seen + np.cumsum(lengths) - lengths) % max_length
         pieces = -(-(phase + lengths) // max_length)
-        number, document = _counted(pieces), np.repeat(np.arange(len(lengths)), pieces)
+        number, document = ranges(0, pieces), np.repeat(np.arange(len(lengths)), pieces)
         start = np.maximum(number * max_length - phase[document], 0)
         stop = np.minimum((number + 1) * max_length - phase[document], lengths[document])
         trained = before[offsets[document] + stop] - before[np.minimum(offsets[document] + start + 1, offsets[-1])]
@@ -344,11 +345,6 @@ class _Columns:
         starts = rest[0] if rest else np.broadcast_to(np.uint32(0), len(stops))
         reasons = {reason: count for reason, count in dropped.items() if count}
         return Segments(documents, starts, stops, trained, reasons, carried=CutSoFar(self.documents))
-
-
-def _counted(pieces: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """0, 1, ... for the pieces of each document in turn."""
-    return np.arange(pieces.sum(), dtype=np.int64) - np.repeat(np.cumsum(pieces) - pieces, pieces)
 
 
 def _trained_before(batch: pa.RecordBatch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from tuner.config.methods import ExampleKind
 from tuner.data.encoding.encode import CHECKS, Encoder
-from tuner.data.encoding.flat import EncodedBatch, Ints, offsets_of
+from tuner.data.encoding.flat import EncodedBatch
 from tuner.data.encoding.place import Document, Placed
+from tuner.data.ranges import Ints, ranges
 from tuner.data.reading.examples import Compared, Example, Labelled, Pair
 from tuner.data.reading.problems import RecordProblem
 
@@ -83,14 +84,14 @@ def _compared(batch: EncodedBatch, each: int, name: str, values: npt.NDArray[np.
         if left_out:
             problems.setdefault(part // each, RecordProblem(NO_ONE_TEXT, 1))
     records = batch.records // each
-    whole = _only(batch, ~np.isin(records, list(problems)) if problems else np.ones(len(records), dtype=np.bool_))
+    whole = batch.only(~np.isin(records, list(problems)))
     prompts = _prompts(whole)
     if each == 2:
         pairs = whole.records[::2] // 2
         for reason, found in _unlike(whole, prompts):
             problems |= {record: RecordProblem(reason, 1) for record in pairs[found].tolist() if record not in problems}
         keep = ~np.isin(whole.records // 2, list(problems))
-        whole, prompts = _only(whole, keep), prompts[keep]
+        whole, prompts = whole.only(keep), prompts[keep]
     notes = Counter(batch.notes)
     if batch.by_answer:
         notes[AT_ITS_TURN] += sum(part // each not in problems for part in batch.by_answer)
@@ -109,18 +110,6 @@ def _placed(problem: RecordProblem, side: str | None) -> RecordProblem:
     if side is None:
         return problem
     return RecordProblem(problem.reason, problem.col if not problem.path else None, (side,), problem.hint)
-
-
-def _only(batch: EncodedBatch, keep: npt.NDArray[np.bool_]) -> EncodedBatch:
-    """Some documents of a batch."""
-    if keep.all():
-        return batch
-    lengths = np.diff(batch.offsets)
-    tokens = np.repeat(keep, lengths)
-    return replace(
-        batch, input_ids=batch.input_ids[tokens], trained=batch.trained[tokens], offsets=offsets_of(lengths[keep]),
-        prompt_tokens=batch.prompt_tokens[keep], records=batch.records[keep],
-    )  # fmt: skip
 
 
 def _prompts(batch: EncodedBatch) -> Ints:
@@ -146,8 +135,7 @@ def _unlike(batch: EncodedBatch, prompts: Ints) -> list[tuple[str, npt.NDArray[n
 def _equal_tokens(batch: EncodedBatch, counts: Ints) -> npt.NDArray[np.bool_]:
     """bool[pairs]: whether both documents of a pair begin with the same `counts` ids."""
     starts = batch.offsets[:-1]
-    within = np.arange(counts.sum(), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-    one, other = (np.repeat(first, counts) + within for first in (starts[::2], starts[1::2]))
+    one, other = (ranges(first, counts) for first in (starts[::2], starts[1::2]))
     differs = batch.input_ids[one] != batch.input_ids[other]
     owner = np.repeat(np.arange(len(counts)), counts)
     equal: npt.NDArray[np.bool_] = np.bincount(owner[differs], minlength=len(counts)) == 0
