@@ -26,7 +26,7 @@ from tuner.data.reading.examples import (
     PromptCompletion,
 )
 from tuner.data.reading.problems import RecordProblem
-from tuner.data.reading.records import document_of, form_of, has_speakers, parse_compared, parse_record, unread_keys
+from tuner.data.reading.records import form_of, has_speakers, read_as, unread_keys
 
 COLUMNS_FORM = "columns: {instruction: YOURS, output: YOURS}"
 """What to write where no key of a row is known: the row's own keys stand for YOURS."""
@@ -49,17 +49,10 @@ class ProposedReading:
     format: str = "auto"
     columns: Mapping[str, str] = field(default_factory=dict)
 
-    def of(self, record: Record) -> Example | Compared:
-        """The example in a record. RecordProblem."""
-        if self.kind == "preference" or self.kind == "unpaired":  # noqa: PLR1714 (which narrows the type)
-            return parse_compared(record, self.kind, self.format, self.columns)
-        example = parse_record(record, self.format, self.columns)
-        return document_of(example) if self.kind == "pretrain" else example
-
     def try_on(self, record: Record) -> Example | Compared | None:
         """The example in a record, or None."""
         try:
-            return self.of(record)
+            return read_as(record, self.kind, self.format, self.columns)
         except RecordProblem:
             return None
 

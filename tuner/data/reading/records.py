@@ -93,6 +93,14 @@ def parse_compared(
         raise _named_as_written(problem, columns) from problem
 
 
+def read_as(value: Record, kind: ExampleKind, format: str, columns: Mapping[str, str]) -> Example | Compared:  # noqa: A002
+    """Return what a record is to a method of this kind; otherwise as `parse_record`."""
+    if kind == "preference" or kind == "unpaired":  # noqa: PLR1714 (which narrows the type)
+        return parse_compared(value, kind, format, columns)
+    example = parse_record(value, format, columns)
+    return document_of(example) if kind == "pretrain" else example
+
+
 def _named_as_written(problem: RecordProblem, columns: Mapping[str, str]) -> RecordProblem:
     """The problem with its place by the record's own keys."""
     if not problem.path or problem.path[0] not in columns:
